@@ -1,0 +1,67 @@
+# Each target does the set-up that it needs, in the virtual environment of $(VENV), once, and again when a pyproject
+# changes.
+#
+#   PYTHON=python3.12   the interpreter that makes the environment (3.11 or newer)
+#   ARGS='--seed 1'     arguments of the quickstart
+#   PYTEST_ARGS='-x'    arguments of pytest, instead of two processes
+
+VENV ?= .venv
+ARGS ?=
+# Two processes; the tests that use Ray stay together in one of them, so that there is one Ray a session.
+PYTEST_ARGS ?= -n 2 --dist loadgroup
+
+PYTHON ?= $(firstword $(foreach name,python3 python3.13 python3.12 python3.11 python3.14 python,$(shell \
+	$(name) -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $(name))))
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+PROJECTS := pyproject.toml $(wildcard plugins/*/pyproject.toml)
+
+.DEFAULT_GOAL := help
+.PHONY: help quickstart test lint format types imports clean
+
+help:  ## show this list
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
+
+quickstart: $(VENV)/.installed  ## the main job: supervised warm-up, then GRPO, on two-digit addition
+	$(BIN)/python examples/quickstart/run.py $(ARGS)
+
+test: $(VENV)/.installed-dev  ## all tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.installed-dev  ## style: ruff check, ruff format --check
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(VENV)/.installed-dev  ## put the code into the form that lint asks for
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: $(VENV)/.installed-dev  ## mypy, strict
+	$(BIN)/mypy
+
+imports: $(VENV)/.installed-dev  ## import-linter: which room may import which
+	$(BIN)/lint-imports
+
+clean:  ## remove the environment and all caches
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+
+$(VENV)/.made:
+	@test -n "$(PYTHON)" || { echo "rlframework needs Python 3.11 or newer, and none is on the PATH." \
+		"Install one, or name it: make PYTHON=/path/to/python3.11 ..." >&2; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+		echo "rlframework needs Python 3.11 or newer, and PYTHON=$(PYTHON) is not:" \
+		"$$($(PYTHON) --version 2>&1 | head -n 1)." \
+		"Name another one: make PYTHON=/path/to/python3.11 ..." >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.made $(PROJECTS)
+	@echo "Installing rlframework and its packages into $(VENV): this takes a few minutes the first time."
+	$(PIP) install -e . -e plugins/dtensor
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.made $(PROJECTS) requirements-dev.txt
+	@echo "Installing rlframework, its plugins and the developers' tools into $(VENV): a few minutes the first time."
+	$(PIP) install -r requirements-dev.txt
+	@touch $@

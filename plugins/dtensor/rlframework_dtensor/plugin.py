@@ -1,0 +1,33 @@
+"""The entry point: the record of the backend `dtensor`. Imports no torch."""
+
+from __future__ import annotations
+
+from rlframework.plugins.hookspec import hookimpl
+from rlframework.plugins.types import Capability, PolicyWorkerRecord
+from rlframework_dtensor.config import DTensorConfig, check
+
+
+@hookimpl
+def rlframework_policy_workers() -> list[PolicyWorkerRecord]:
+    """`policy.backend: dtensor`."""
+    return [
+        PolicyWorkerRecord(
+            name="dtensor",
+            target="rlframework_dtensor.worker:DTensorPolicyWorker",
+            summary="FSDP2 over DTensor, for any causal LM of Hugging Face transformers",
+            api_version=1,
+            capabilities=frozenset(
+                {
+                    Capability.DATA_PARALLEL,
+                    Capability.DYNAMIC_BATCHING,
+                    Capability.PACKING,
+                    Capability.ACTIVATION_CHECKPOINTING,
+                    Capability.BFLOAT16,
+                    Capability.REFERENCE_MODEL,
+                    Capability.EMBEDDED_GENERATION,
+                }
+            ),
+            config_model=DTensorConfig,
+            check=check,
+        )
+    ]

@@ -1,0 +1,199 @@
+"""The reference training engine: FSDP2 over any Hugging Face causal language model, on CPU (gloo) and GPU (NCCL).
+
+Supplies the primitives of `rlframework.policy.engine.Engine`. Left out so far: tensor, context and sequence
+parallelism, refit to other processes, optimizer checkpoints, LoRA, offload.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rlframework.interfaces.data_processor import Microbatch
+from rlframework.policy.engine import Step, StepResult, WeightSpec
+from rlframework.policy.head import HeadPatch, HeadRequest, read_head_output
+from rlframework.policy.optimizer import parameter_groups
+from rlframework.policy.worker_base import PolicyWorkerBase
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from rlframework_dtensor import attention
+from rlframework_dtensor.config import DTensorConfig
+from rlframework_dtensor.parallelize import load_model, shard
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's part of `tensor`."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class DTensorPolicyWorker(PolicyWorkerBase):
+    """One rank of a model under FSDP2. Constructor arguments: see `PolicyWorkerBase`."""
+
+    backend_config: DTensorConfig
+    backend_config_model = DTensorConfig
+
+    def build(self, *, init_optimizer: bool) -> None:
+        """See `Engine.build`."""
+        implementation = "sdpa" if self.backend_config.attention == "auto" else self.backend_config.attention
+        attention.register()
+        model = load_model(self.config, implementation)
+        model = model.to(self.device)
+        if self.config.activation_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        self._head = HeadPatch(model)
+        self._sharded = self.context.world_size > 1 or self.config.precision != "float32"
+        self._owns_group = False
+        self._mesh = self._make_mesh() if self._sharded else None
+        if self._sharded:
+            shard(model, self._mesh, self.config.precision, self.backend_config.reshard_after_forward)
+        self.model = model
+        self._optimizer = self._make_optimizer() if init_optimizer else None
+
+    def _make_mesh(self) -> Any:
+        if not dist.is_initialized():
+            self._init_process_group()
+        return dist.init_device_mesh(self.device.type, (self.context.world_size,), mesh_dim_names=("data_parallel",))
+
+    def _init_process_group(self) -> None:
+        context = self.context
+        backend = "nccl" if self.device.type == "cuda" else "gloo"
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        if context.world_size == 1:  # no port, no peers
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        else:
+            dist.init_process_group(
+                backend,
+                init_method=f"tcp://{context.master_addr}:{context.master_port}",
+                rank=context.rank,
+                world_size=context.world_size,
+                timeout=timedelta(seconds=context.deadline),
+            )
+        self._owns_group = True
+
+    def _make_optimizer(self) -> torch.optim.Optimizer:
+        config = self.config.optimizer
+        groups = parameter_groups(self.model.named_parameters(), config)
+        return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+
+    # -- the step -----------------------------------------------------------------------------------------------------
+
+    def forward_backward(
+        self, microbatches: Sequence[Microbatch], head: HeadRequest, step: Step, *, forward_only: bool
+    ) -> list[StepResult]:
+        """See `Engine.forward_backward`."""
+        self.model.train(not forward_only)
+        if not forward_only:
+            self.model.zero_grad(set_to_none=True)
+        results = []
+        for microbatch in microbatches:
+            with torch.no_grad() if forward_only else nullcontext():
+                result = step(read_head_output(self._forward(microbatch, head), head), microbatch)
+            if not forward_only:
+                assert result.loss is not None
+                # FSDP2 takes the mean over ranks, the contract is the sum
+                (result.loss * self.data_parallel_size()).backward()
+                result.loss = None
+            results.append(result)
+        return results
+
+    def _forward(self, microbatch: Microbatch, head: HeadRequest) -> Tensor:
+        inputs: dict[str, Any] = {"input_ids": microbatch.input_ids, "use_cache": False}
+        packed = nullcontext()
+        if microbatch.cu_seqlens is not None:
+            inputs |= {"position_ids": microbatch.position_ids, "cu_seqlens": microbatch.cu_seqlens.tolist()}
+            packed = attention.attention(self.model.config, attention.SEGMENTS)
+        with packed, self._head.computing(head, microbatch.head_positions, microbatch.targets):
+            values: Tensor = self.model(**inputs).logits
+        return values
+
+    def clip_and_step(self, max_grad_norm: float | None, lr: float) -> tuple[float, bool]:
+        """See `Engine.clip_and_step`."""
+        assert self._optimizer is not None
+        parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
+        total = nn.utils.get_total_norm([parameter.grad for parameter in parameters])
+        norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
+        skipped = not torch.isfinite(torch.tensor(norm)).item()
+        if not skipped:
+            if max_grad_norm is not None and norm > max_grad_norm:
+                nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, total)
+            for group in self._optimizer.param_groups:
+                group["lr"] = lr
+            self._optimizer.step()
+        self.model.zero_grad(set_to_none=True)
+        return norm, skipped
+
+    def preferred_batching(self) -> str:
+        """See `Engine.preferred_batching`: segments on a CPU; a GPU would start a kernel for each segment."""
+        return "packed" if self.device.type == "cpu" else "dynamic"
+
+    # -- weights ------------------------------------------------------------------------------------------------------
+
+    def _weights(self) -> dict[str, Tensor]:
+        """The tensors that `save_pretrained` writes, by name; a tied head stands once, under the embedding's name.
+
+        Gathered parameters are let go first: what FSDP leaves whole after a forward without gradients is a copy, and
+        writing to the shards behind it would leave it stale without an error.
+        """
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        saved = self.model.state_dict().keys()
+        named = [*self.model.named_parameters(), *self.model.named_buffers()]
+        return {name: tensor.detach() for name, tensor in named if name in saved}
+
+    def weight_specs(self) -> dict[str, WeightSpec]:
+        """See `Engine.weight_specs`."""
+        return {name: WeightSpec(tuple(weight.shape), weight.dtype) for name, weight in self._weights().items()}
+
+    def gather_weights(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        """See `Engine.gather_weights`."""
+        weights = self._weights()
+        for name in names:
+            weight = weights[name]
+            yield name, weight.full_tensor() if isinstance(weight, DTensor) else weight
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """See `Engine.snapshot`."""
+        return {name: _local(weight).to("cpu", copy=True) for name, weight in self._weights().items()}
+
+    @torch.no_grad()
+    def restore(self, snapshot: dict[str, Tensor]) -> None:
+        """See `Engine.restore`."""
+        for name, weight in self._weights().items():
+            _local(weight).copy_(snapshot[name])
+
+    # -- generation and the rest --------------------------------------------------------------------------------------
+
+    def whole_model(self) -> nn.Module | None:
+        """See `Engine.whole_model`."""
+        return None if self._sharded else self.model
+
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        """See `Engine.generating`: activation checkpointing would switch the cache off."""
+        self.model.eval()
+        yield
+
+    def data_parallel_group(self) -> Any:
+        """See `Engine.data_parallel_group`."""
+        return self._mesh.get_group() if self._mesh is not None and self.context.world_size > 1 else None
+
+    def data_parallel_size(self) -> int:
+        """See `Engine.data_parallel_size`."""
+        return self.context.world_size
+
+    def close(self) -> None:
+        """See `Engine.close`."""
+        self._optimizer = None
+        if self._owns_group and dist.is_initialized():
+            if self.context.world_size > 1:
+                dist.barrier()  # gloo aborts the process now and then when a peer leaves first
+            dist.destroy_process_group()
+            self._owns_group = False

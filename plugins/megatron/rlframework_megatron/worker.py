@@ -1,0 +1,17 @@
+"""The worker of the megatron backend: it refuses to be made, and says that it comes in a later release."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from rlframework.errors import NotSupported
+from rlframework.interfaces.policy_worker import PolicyWorker
+from rlframework_megatron.config import INSTEAD, NOT_YET
+
+
+class MegatronPolicyWorker(PolicyWorker):
+    """Not written yet: making one raises `NotSupported`."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise `NotSupported`, before Python complains about the methods that are missing."""
+        raise NotSupported(f"{NOT_YET} {INSTEAD}")

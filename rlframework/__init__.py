@@ -1,0 +1,63 @@
+"""RL post-training of language models where the training backend is a plugin.
+
+`load_config` and `run` are what the command line calls; `build_parts` gives a run's policy, generation engine,
+environment and the rest to code of your own. All names are imported on first use.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from rlframework.config.sections import RunConfig
+    from rlframework.configure import config_schema, config_yaml, load_config
+    from rlframework.errors import RLFrameworkError, UserError
+    from rlframework.interfaces.algorithm import Parts, RunResult
+    from rlframework.plugins.manager import PluginManager, create_manager
+    from rlframework.run import build_parts, run
+
+__all__ = [
+    "Parts",
+    "PluginManager",
+    "RLFrameworkError",
+    "RunConfig",
+    "RunResult",
+    "UserError",
+    "__version__",
+    "build_parts",
+    "config_schema",
+    "config_yaml",
+    "create_manager",
+    "load_config",
+    "run",
+]
+
+_MODULES = {
+    "Parts": "interfaces.algorithm",
+    "PluginManager": "plugins.manager",
+    "RLFrameworkError": "errors",
+    "RunConfig": "config.sections",
+    "RunResult": "interfaces.algorithm",
+    "UserError": "errors",
+    "build_parts": "run",
+    "config_schema": "configure",
+    "config_yaml": "configure",
+    "create_manager": "plugins.manager",
+    "load_config": "configure",
+    "run": "run",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,1 @@
+"""Algorithms: losses, advantages, rollouts, and one short file an algorithm."""

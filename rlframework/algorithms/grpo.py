@@ -1,0 +1,122 @@
+"""Group-relative policy optimisation (arXiv:2402.03300), with the options of its descendants.
+
+A step: rollouts, rewards, advantages within each group, log-probabilities where the batch takes several optimizer
+steps or a reference is used, and training.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rlframework.algorithms.advantages import group_advantages, overlong_penalty
+from rlframework.algorithms.loop import StepLoop, Timer
+from rlframework.algorithms.losses import ClippedPGLoss
+from rlframework.algorithms.rollout import Rollout, rollout, row_seeds
+from rlframework.config.algorithms import GRPOConfig
+from rlframework.data.loader import PromptLoader
+from rlframework.distributed.batched_data_dict import BatchedDataDict
+from rlframework.interfaces.algorithm import Parts
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rlframework.observers.dispatch import SampleRecord
+
+
+class GRPO(StepLoop):
+    """See `GRPOConfig` for the options."""
+
+    config: GRPOConfig
+
+    @classmethod
+    def needs_reference_model(cls, config: GRPOConfig) -> bool:
+        """Whether the loss has a KL term."""
+        return config.loss.kl_coef > 0
+
+    def __init__(self, parts: Parts) -> None:
+        super().__init__(parts)
+        self.loader = PromptLoader(self.train_samples, self.config.prompts_per_step, parts.config.seed)
+        self.loss = ClippedPGLoss(self.config.loss)
+        rows = self.config.prompts_per_step * self.config.samples_per_prompt
+        steps_on_batch = self.config.epochs_per_batch * rows // parts.config.policy.train_global_batch_size
+        # with one optimizer step on a batch the policy that scores it is the one that trains on it
+        self.scores_before_training = steps_on_batch > 1
+
+    def train_step(self, step: int, timer: Timer) -> tuple[dict[str, float], list[SampleRecord]]:
+        """See `StepLoop.train_step`."""
+        samples = [sample for sample in next(self.loader) for _ in range(self.config.samples_per_prompt)]
+        with timer.phase("generate"):
+            result = rollout(self.parts, samples, row_seeds(self.parts.config.seed, step, len(samples)))
+        metrics = self._add_advantages(result)
+        with timer.phase("logprobs"):
+            self._add_logprobs(result.data)
+        with timer.phase("train"):
+            trained = [
+                self.parts.policy.train(result.data, self.loss) for _ in range(self.config.epochs_per_batch)
+            ]
+        metrics |= _mean_metrics(trained)
+        metrics["train/tokens"] = float(result.data["input_lengths"].sum())
+        return metrics, result.records(step, "train", self.parts.config.observers.samples)
+
+    def _add_advantages(self, result: Rollout) -> dict[str, float]:
+        """Put `advantages` and the final `sample_mask` into the rollout's data; the metrics of its rewards."""
+        config, data = self.config, result.data
+        limit = self.parts.config.generation.max_new_tokens
+        shaped = result.rewards + overlong_penalty(
+            result.completion_lengths, limit, config.overlong.buffer, config.overlong.penalty
+        )
+        advantages, constant = group_advantages(
+            shaped,
+            config.samples_per_prompt,
+            leave_one_out=config.leave_one_out,
+            normalize_std=config.normalize_std,
+        )
+        data["advantages"] = advantages[:, None] * data["token_mask"]
+        data["sample_mask"] = self._sample_mask(result, constant)
+        groups = config.prompts_per_step
+        return {
+            "train/reward": float(result.rewards.mean()),
+            "train/reward_std": float(result.rewards.view(groups, -1).std(1).mean()),
+            "train/shaped_reward": float(shaped.mean()),
+            "train/accuracy": float(result.accuracies.mean()),
+            "train/completion_length": float(result.completion_lengths.float().mean()),
+            "train/truncated_fraction": float(result.truncated.float().mean()),
+            "train/zero_variance_groups": float(constant.sum()) / config.samples_per_prompt,
+        }
+
+    def _sample_mask(self, result: Rollout, constant: Tensor) -> Tensor:
+        """1 for the rows that count in the loss.
+
+        Rows of constant groups have no advantage: with `skip_zero_variance` they are left out of the work and of the
+        mean, unless a KL term still has something to say about them.
+        """
+        mask = torch.ones(len(constant))
+        if self.config.skip_zero_variance and not self.config.loss.kl_coef:
+            mask[constant] = 0.0
+        if self.config.overlong.drop_truncated:
+            mask[result.truncated] = 0.0
+        return mask
+
+    def _add_logprobs(self, data: BatchedDataDict[Any]) -> None:
+        policy = self.parts.policy
+        if self.scores_before_training:
+            data["prev_logprobs"] = policy.get_logprobs(data, positions="token_mask")["logprobs"]
+        if self.config.loss.kl_coef:
+            scored = policy.get_reference_policy_logprobs(data, positions="token_mask")
+            data["reference_policy_logprobs"] = scored["reference_logprobs"]
+
+
+def _mean_metrics(results: list[dict[str, Any]]) -> dict[str, float]:
+    """Metrics of the training calls of one step: means, and the number of steps left out."""
+    metrics = {
+        "train/loss": sum(result["loss"] for result in results) / len(results),
+        "train/grad_norm": float(torch.cat([result["grad_norm"] for result in results]).mean()),
+        "train/lr": results[-1]["lr"],
+        "train/skipped_steps": float(sum(result["skipped"] for result in results)),
+        "train/global_valid_toks": sum(result["global_valid_toks"] for result in results) / len(results),
+    }
+    for name in results[0]["metrics"]:
+        metrics[f"train/{name}"] = sum(result["metrics"][name] for result in results) / len(results)
+    return metrics

@@ -1,0 +1,95 @@
+"""The loop that algorithms share: steps, validation, timing, telling the observers. An algorithm writes `train_step`."""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from rlframework.algorithms.rollout import validate
+from rlframework.errors import DataError
+from rlframework.interfaces.algorithm import Algorithm, Parts, RunResult
+from rlframework.policy.worker_base import resident_bytes
+
+if TYPE_CHECKING:
+    from rlframework.observers.dispatch import SampleRecord
+
+
+class Timer:
+    """Seconds by phase of one step."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the time inside to phase `name`."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+
+
+class StepLoop(Algorithm):
+    """Runs `num_steps` steps with validation before, between and after."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
+        self.config = parts.config.algorithm
+        self.train_samples = parts.environment.samples("train")
+        for split in ("train", "validation"):
+            if not parts.environment.samples(split):
+                raise DataError(
+                    f"environment {parts.config.environment.name!r} has no {split} samples; give it more data or samples"
+                )
+
+    @abstractmethod
+    def train_step(self, step: int, timer: Timer) -> tuple[dict[str, float], list[SampleRecord]]:
+        """One step, counted from 1: its metrics by the names that the field uses, and samples to keep."""
+
+    def should_stop(self, metrics: dict[str, float]) -> bool:
+        """Whether the run is done before `num_steps`."""
+        return False
+
+    def run(self) -> RunResult:
+        """See `Algorithm.run`."""
+        history: list[dict[str, float]] = []
+        if self.config.validation.at_start:
+            self._tell(0, *validate(self.parts, 0), history)
+        for step in range(1, self.config.num_steps + 1):
+            metrics, samples = self._timed_step(step)
+            if self._validates_after(step):
+                validation, validation_samples = validate(self.parts, step)
+                metrics |= validation
+                samples = [*samples, *validation_samples]
+            self._tell(step, metrics, samples, history)
+            if self.should_stop(metrics):
+                break
+        final = {name: value for entry in history for name, value in entry.items()}
+        return RunResult(metrics=final, history=history)
+
+    def _timed_step(self, step: int) -> tuple[dict[str, float], list[SampleRecord]]:
+        timer = Timer()
+        started = time.perf_counter()
+        metrics, samples = self.train_step(step, timer)
+        seconds = time.perf_counter() - started
+        metrics |= {f"time/{name}": value for name, value in timer.seconds.items()}
+        metrics["time/step"] = seconds
+        if "train/tokens" in metrics:
+            metrics["throughput/tokens_per_second"] = metrics["train/tokens"] / seconds
+        metrics["memory/rss_mb"] = resident_bytes() / 2**20
+        return metrics, samples
+
+    def _validates_after(self, step: int) -> bool:
+        validation = self.config.validation
+        last = step == self.config.num_steps and validation.at_end
+        return last or (validation.every > 0 and step % validation.every == 0)
+
+    def _tell(
+        self, step: int, metrics: dict[str, float], samples: list[SampleRecord], history: list[dict[str, float]]
+    ) -> None:
+        history.append({"step": float(step), **metrics})
+        self.parts.observers.step_finished(step, metrics, samples)

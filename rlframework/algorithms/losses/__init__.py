@@ -1,0 +1,6 @@
+"""Losses on log-probabilities: see `rlframework.interfaces.loss.LossFunction`."""
+
+from rlframework.algorithms.losses.clipped_pg import ClippedPGLoss
+from rlframework.algorithms.losses.nll import NLLLoss
+
+__all__ = ["ClippedPGLoss", "NLLLoss"]

@@ -1,0 +1,139 @@
+"""Rollouts: prompts to the generation engine, completions to the environment, and what came of it as tensors.
+
+Single turn: an environment that wants to go on after the first answer is refused until the multi-turn loop is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from rlframework.data.chat import render_prompt
+from rlframework.distributed.batched_data_dict import BatchedDataDict
+from rlframework.errors import NotSupported
+from rlframework.observers.dispatch import SampleRecord
+
+if TYPE_CHECKING:
+    from rlframework.interfaces.algorithm import Parts
+    from rlframework.interfaces.environment import Sample
+
+
+@dataclass
+class Rollout:
+    """Completions of B samples and what they are worth.
+
+    `data`: `input_ids [B, T]`, `input_lengths [B]`, `token_mask [B, T]` (1 on completions), `sample_mask [B]`,
+    `generation_logprobs [B, T]`. `rewards [B]`, `accuracies [B]` fp32, `completion_lengths [B]`, `truncated [B]` bool.
+    """
+
+    samples: Sequence[Sample]
+    completions: list[str]
+    data: BatchedDataDict[Any]
+    rewards: Tensor
+    accuracies: Tensor
+    completion_lengths: Tensor
+    truncated: Tensor
+
+    def records(self, step: int, kind: str, count: int) -> list[SampleRecord]:
+        """The first `count` of them, to look at."""
+        return [
+            SampleRecord(
+                step=step,
+                kind=kind,
+                prompt=sample.messages[-1]["content"],
+                completion=completion,
+                reward=float(reward),
+            )
+            for sample, completion, reward in zip(self.samples[:count], self.completions, self.rewards, strict=False)
+        ]
+
+
+def row_seeds(seed: int, step: int, rows: int) -> Tensor:
+    """`[rows]` int64 seeds, different for each row and step, the same however the rows are spread over workers."""
+    generator = torch.Generator().manual_seed((seed << 32) + step)
+    return torch.randint(0, 2**62, (rows,), generator=generator)
+
+
+def pad_rows(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
+    """Right-padded `[B, S]` int64 and lengths `[B]` of lists of token ids."""
+    lengths = torch.tensor([len(row) for row in rows])
+    padded = torch.full((len(rows), int(lengths.max())), pad_id)
+    padded[torch.arange(padded.shape[1]) < lengths[:, None]] = torch.tensor([token for row in rows for token in row])
+    return padded, lengths
+
+
+def rollout(parts: Parts, samples: Sequence[Sample], seeds: Tensor, *, greedy: bool = False) -> Rollout:
+    """One completion for each of `samples`, judged by the environment."""
+    output, prompt_lengths = _generate(parts, samples, seeds, greedy)
+    lengths = output["unpadded_sequence_lengths"]
+    columns = torch.arange(output["output_ids"].shape[1])
+    completion_mask = (columns >= prompt_lengths[:, None]) & (columns < lengths[:, None])
+    completions = _texts(parts, output["output_ids"], prompt_lengths, lengths)
+    rewards, accuracies = _judge(parts, samples, completions)
+    data: BatchedDataDict[Any] = BatchedDataDict(
+        {
+            "input_ids": output["output_ids"],
+            "input_lengths": lengths,
+            "token_mask": completion_mask.float(),
+            "sample_mask": torch.ones(len(samples)),
+            "generation_logprobs": output["logprobs"],
+        }
+    )
+    return Rollout(samples, completions, data, rewards, accuracies, output["generation_lengths"], output["truncated"])
+
+
+def _generate(
+    parts: Parts, samples: Sequence[Sample], seeds: Tensor, greedy: bool
+) -> tuple[BatchedDataDict[Any], Tensor]:
+    prompts = [render_prompt(parts.tokenizer, sample.messages) for sample in samples]
+    input_ids, lengths = pad_rows(prompts, parts.tokenizer.pad_token_id)
+    prompt_data: BatchedDataDict[Any] = BatchedDataDict(
+        {"input_ids": input_ids, "input_lengths": lengths, "seeds": seeds}
+    )
+    parts.generation.prepare_for_generation()
+    try:
+        return parts.generation.generate(prompt_data, greedy=greedy), lengths
+    finally:
+        parts.generation.finish_generation()
+
+
+def _texts(parts: Parts, output_ids: Tensor, starts: Tensor, ends: Tensor) -> list[str]:
+    ids = [row[start:end] for row, start, end in zip(output_ids.tolist(), starts.tolist(), ends.tolist(), strict=True)]
+    texts: list[str] = parts.tokenizer.batch_decode(ids, skip_special_tokens=True)
+    return texts
+
+
+def _judge(parts: Parts, samples: Sequence[Sample], completions: Sequence[str]) -> tuple[Tensor, Tensor]:
+    """Rewards and accuracies `[B]`; an outcome without an `accuracy` metric is right when its reward is 1 or more."""
+    conversations = [
+        [*sample.messages, {"role": "assistant", "content": completion}]
+        for sample, completion in zip(samples, completions, strict=True)
+    ]
+    outcomes = parts.environment.step(samples, conversations)
+    if not all(outcome.done for outcome in outcomes):
+        raise NotSupported(
+            f"environment {parts.config.environment.name!r} wants several turns, which rollouts do not do yet; "
+            "return done=True with the first outcome"
+        )
+    rewards = torch.tensor([float(outcome.reward) for outcome in outcomes])
+    right = [float(outcome.metrics.get("accuracy", outcome.reward >= 1.0)) for outcome in outcomes]
+    return rewards, torch.tensor(right)
+
+
+def validate(parts: Parts, step: int) -> tuple[dict[str, float], list[SampleRecord]]:
+    """Greedy answers to the first held-out samples: their metrics, and some of them to look at."""
+    count = parts.config.algorithm.validation.samples
+    samples = parts.environment.samples("validation")[:count]
+    result = rollout(parts, samples, row_seeds(parts.config.seed, step, len(samples)), greedy=True)
+    metrics = {
+        "validation/accuracy": float(result.accuracies.mean()),
+        "validation/reward": float(result.rewards.mean()),
+        "validation/completion_length": float(result.completion_lengths.float().mean()),
+        "validation/truncated_fraction": float(result.truncated.float().mean()),
+        "validation/samples": float(len(samples)),
+    }
+    return metrics, result.records(step, "validation", parts.config.observers.samples)

@@ -1,0 +1,150 @@
+"""The command line: each command calls into a room. Nothing heavy is imported before a command runs.
+
+Exit codes: 0; 2 for a mistake in what was given (`UserError`, or bad arguments); 1 for any other failure; 130 for
+Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from rlframework import __version__
+from rlframework.errors import RLFrameworkError, UserError
+
+if TYPE_CHECKING:
+    from rlframework.interfaces.algorithm import RunResult
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """The entry point `rlframework`. Ends with `SystemExit`."""
+    app(args=list(args) if args is not None else None, prog_name="rlframework")
+
+
+class _Group(TyperGroup):
+    """Turns what commands raise into a message and an exit code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command of `ctx`."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as error:
+            _tell("interrupted", error, ctx)
+            raise typer.Exit(130) from None
+        except RLFrameworkError as error:
+            _tell(f"error: {error}", error, ctx)
+            raise typer.Exit(2 if isinstance(error, UserError) else 1) from None
+        except Exception as error:
+            if type(error).__module__.partition(".")[0] in ("typer", "click") or isinstance(error, BrokenPipeError):
+                raise  # bad arguments, and the end of the output's reader: typer's to tell
+            name = type(error).__name__
+            _tell(f"error: {name}: {error}\nThis was not expected. --debug shows where it happened.", error, ctx)
+            raise typer.Exit(1) from None
+
+
+def _tell(message: str, error: BaseException, ctx: Any) -> None:
+    if ctx.find_root().meta.get(_DEBUG):
+        traceback.print_exception(error)
+    print(message, file=sys.stderr)
+
+
+_DEBUG = "rlframework.debug"
+_TELLING = ("loss", "reward", "accuracy")
+
+
+def _set_debug(ctx: typer.Context, value: bool) -> bool:
+    """Before the command's name and after it: either one counts."""
+    if value:
+        ctx.find_root().meta[_DEBUG] = True
+    return value
+
+
+def _show_version(value: bool) -> None:
+    if value:
+        print(f"rlframework {__version__}")
+        raise typer.Exit
+
+
+Config = Annotated[str, typer.Argument(help="A YAML file.", show_default=False)]
+Overrides = Annotated[list[str] | None, typer.Argument(help="Such as policy.backend=dtensor; ~a.b takes a key out.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.", callback=_set_debug)]
+Version = Annotated[
+    bool, typer.Option("--version", help="Print the version and exit.", callback=_show_version, is_eager=True)
+]
+
+app = typer.Typer(
+    cls=_Group, no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False
+)
+
+
+@app.callback()
+def root(debug: Debug = False, version: Version = False) -> None:
+    """RL post-training of language models, with the training backend as a plugin."""
+
+
+@app.command()
+def train(config: Config, overrides: Overrides = None, debug: Debug = False) -> None:
+    """Run the training that CONFIG describes."""
+    from rlframework.configure import load_config
+    from rlframework.run import run
+
+    resolved = load_config(config, overrides or ())
+    print(_summary(run(resolved), str(resolved.output_dir)))
+
+
+@app.command(name="config")
+def show_config(config: Config, overrides: Overrides = None, as_json: Json = False, debug: Debug = False) -> None:
+    """Check CONFIG and print it resolved, with every default."""
+    from rlframework.configure import config_yaml, dump_config, load_config
+
+    resolved = load_config(config, overrides or ())
+    print(
+        json.dumps(dump_config(resolved), indent=2) if as_json else config_yaml(resolved), end="\n" if as_json else ""
+    )
+
+
+@app.command()
+def schema(debug: Debug = False) -> None:
+    """Print the JSON schema of CONFIG, for editors."""
+    from rlframework.configure import config_schema
+    from rlframework.plugins.manager import create_manager
+
+    print(json.dumps(config_schema(create_manager()), indent=2))
+
+
+@app.command()
+def plugins(as_json: Json = False, debug: Debug = False) -> None:
+    """List the plugins, and why one cannot be used."""
+    from rlframework.plugins.listing import as_json as json_of
+    from rlframework.plugins.listing import as_table
+    from rlframework.plugins.manager import create_manager
+
+    rows = create_manager().listing()
+    if as_json:
+        print(json_of(rows))
+        return
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=200)
+    console.print(as_table(rows))
+
+
+def _summary(result: RunResult, output_dir: str) -> str:
+    """One line: how well it went at the end, and where the run lies."""
+    values = ", ".join(
+        f"{name}={value:.4g}" for name, value in result.metrics.items() if name.rpartition("/")[2] in _TELLING
+    )
+    return f"done: {values}; in {output_dir}" if values else f"done; in {output_dir}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""The sections of core's own algorithms: `algorithm: {name: sft | grpo, ...}`."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+
+from rlframework.config.base import Section
+from rlframework.config.sections import AlgorithmConfig
+
+NonNegative = Annotated[float, Field(ge=0.0)]
+
+
+class SFTConfig(AlgorithmConfig):
+    """Supervised training on the environment's own completions, one global batch a step."""
+
+    name: Literal["sft"] = "sft"
+    stop_at_accuracy: Annotated[float, Field(gt=0.0, le=1.0)] | None = Field(
+        None, description="end as soon as a validation reaches this accuracy"
+    )
+
+
+class ClippedPGLossConfig(Section):
+    """The clipped policy-gradient loss (PPO, arXiv:1707.06347; GRPO, arXiv:2402.03300; DAPO, arXiv:2503.14476)."""
+
+    ratio_clip_min: NonNegative = Field(0.2, description="the ratio is clipped below at 1 - this")
+    ratio_clip_max: NonNegative = Field(0.2, description="and above at 1 + this")
+    ratio_clip_c: Annotated[float, Field(gt=1.0)] | None = Field(
+        None, description="dual clip: bound of the loss for negative advantages"
+    )
+    level: Literal["token", "sequence"] = Field("token", description="average over all tokens, or sequence by sequence")
+    kl_coef: NonNegative = Field(0.0, description="weight of the KL divergence to the reference policy")
+    kl_estimator: Literal["k1", "k2", "k3"] = Field("k3", description="http://joschu.net/blog/kl-approx.html")
+    importance_correction: Literal["none", "truncated"] = Field(
+        "none", description="weigh tokens by trainer/generator probability, truncated from above"
+    )
+    importance_cap: Annotated[float, Field(gt=0.0)] = 2.0
+
+
+class OverlongConfig(Section):
+    """Soft punishment of long answers (DAPO, arXiv:2503.14476, eq. 13)."""
+
+    buffer: NonNegativeInt = Field(0, description="last tokens before `max_new_tokens` in which it grows; 0: off")
+    penalty: NonNegative = 1.0
+    drop_truncated: bool = Field(False, description="answers cut by `max_new_tokens` do not count in the loss")
+
+
+class GRPOConfig(AlgorithmConfig):
+    """Group-relative policy optimisation (arXiv:2402.03300)."""
+
+    name: Literal["grpo"] = "grpo"
+    prompts_per_step: PositiveInt = 32
+    samples_per_prompt: Annotated[int, Field(ge=2)] = 8
+    epochs_per_batch: PositiveInt = Field(1, description="passes over a rollout batch")
+    leave_one_out: bool = Field(
+        False, description="baseline of the other samples of the group (RLOO, arXiv:2402.14740)"
+    )
+    normalize_std: bool = Field(True, description="divide advantages by the group's standard deviation")
+    skip_zero_variance: bool = Field(True, description="groups of equal rewards do no work and are counted")
+    overlong: OverlongConfig = OverlongConfig()
+    loss: ClippedPGLossConfig = ClippedPGLossConfig()
+
+    @model_validator(mode="after")
+    def _clip_range(self) -> Self:
+        if self.loss.ratio_clip_min >= 1.0:
+            raise ValueError("loss.ratio_clip_min must be below 1: the ratio is clipped at 1 - ratio_clip_min")
+        return self

@@ -1,0 +1,90 @@
+"""The sections of core's own environments: `environment: {name: addition | gsm8k, ...}`."""
+
+import string
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, PositiveInt, model_validator
+
+from rlframework.config.sections import EnvironmentConfig
+
+MAX_TERMS = len(string.ascii_lowercase)
+
+
+class AdditionConfig(EnvironmentConfig):
+    """Sums of whole numbers, made from the seed. A task is held out for validation in every order of its terms."""
+
+    name: str = "addition"
+    digits: Annotated[int, Field(ge=1, le=9)] = Field(2, description="most digits of a term: 2 means 0 to 99")
+    operands: tuple[int, int] | None = Field(None, description="smallest and largest term, instead of `digits`")
+    terms: Annotated[int, Field(ge=2, le=MAX_TERMS)] = 2
+    train_samples: PositiveInt = Field(8192, description="at most this many different tasks to train on")
+    validation_samples: PositiveInt | None = Field(
+        None, description="different tasks held out; none: a tenth of what there is, at most 256"
+    )
+    prompt: str = Field("{expression}=", description="fields: {expression} (12+34), or {a}, {b}, ... for the terms")
+    answer: Literal["exact", "first_integer", "last_integer"] = Field(
+        "exact", description="what is compared: the whole answer without spaces around it, or an integer in it"
+    )
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """Smallest and largest term."""
+        return self.operands if self.operands is not None else (0, 10**self.digits - 1)
+
+    @model_validator(mode="after")
+    def _operands_in_order(self) -> Self:
+        low, high = self.bounds
+        if not 0 <= low <= high:
+            raise ValueError(f"operands must be [smallest, largest] with 0 <= smallest <= largest, not [{low}, {high}]")
+        return self
+
+    @model_validator(mode="after")
+    def _prompt_names_all_terms(self) -> Self:
+        letters = set(string.ascii_lowercase[: self.terms])
+        try:
+            fields = {name for _, name, _, _ in string.Formatter().parse(self.prompt) if name is not None}
+        except ValueError as error:
+            raise ValueError(f"prompt {self.prompt!r} is no template: {error}; write {{{{ for a brace") from error
+        unknown = sorted(fields - letters - {"expression"})
+        if unknown or not (letters <= fields or "expression" in fields):
+            raise ValueError(
+                f"prompt {self.prompt!r} must have {{expression}} or all of {sorted(letters)}, and no other field"
+                + (f"; it has {unknown}" if unknown else "")
+            )
+        return self
+
+
+class Gsm8kConfig(EnvironmentConfig):
+    """GSM8K (arXiv:2110.14168) or any data in its form: `question`, and `answer` whose last line is `#### 42`."""
+
+    name: str = "gsm8k"
+    train_path: Path | None = Field(None, description="a JSONL file; instead of `dataset`")
+    validation_path: Path | None = Field(None, description="a JSONL file; none: a share of the training data")
+    dataset: str | None = Field(None, description="a Hugging Face data set, such as openai/gsm8k")
+    subset: str | None = Field("main", description="configuration name of `dataset`")
+    train_split: str = Field("train", description="split of `dataset`")
+    validation_split: str | None = Field("test", description="split of `dataset`; none: a share of the training data")
+    validation_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(
+        0.05, description="the share of the questions that is held out where there is no validation data"
+    )
+    max_samples: PositiveInt | None = Field(None, description="use only the first samples of the training data")
+    max_validation_samples: PositiveInt | None = Field(None, description="use only the first samples of validation")
+    instruction: str = Field(
+        "\nReason step by step, and write the final number on the last line after ####.",
+        description="put after each question",
+    )
+    calculator_annotations: bool = Field(
+        False, description="keep the <<48/2=24>> marks of the data in completions for supervised training"
+    )
+    format_reward: Annotated[float, Field(ge=0.0)] = Field(
+        0.0, description="added to the reward of 1 for a right answer when the last line is `#### number`"
+    )
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.train_path is None) == (self.dataset is None):
+            raise ValueError("give either train_path (a JSONL file) or dataset (a Hugging Face name)")
+        if self.dataset is not None and self.validation_path is not None:
+            raise ValueError("validation_path goes with train_path; with dataset, use validation_split")
+        return self

@@ -1,0 +1,54 @@
+"""What is wrong with a configuration, and the one error that lists all of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlframework.errors import ConfigError, PluginError
+
+NOT_GIVEN: Any = object()
+"""Stands for "no value was given" where None is a value."""
+
+_SHOWN = 80
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One problem: the dotted key, what is wrong, the value that was given and where it was written, what to do."""
+
+    key: str
+    message: str
+    given: Any = NOT_GIVEN
+    origin: str = ""
+    hint: str = ""
+
+    def __str__(self) -> str:
+        facts = []
+        if self.given is not NOT_GIVEN and not isinstance(self.given, Mapping):
+            facts.append(f"given {show(self.given)}")
+        if self.origin:
+            facts.append(f"in {self.origin}")
+        text = f"`{self.key}`: {self.message}" if self.key else self.message
+        if facts:
+            text = f"{text.rstrip('.')} ({' '.join(facts)})"
+        return f"{text.rstrip('.')}. {self.hint}" if self.hint else text
+
+
+def show(value: Any) -> str:
+    """A value as somebody would write it in YAML, cut to a line."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
+
+
+def raise_findings(findings: Sequence[Finding], cause: PluginError | None = None) -> None:
+    """Raise one error that lists `findings`; without any, return. `cause`: all of them are about choosing a plugin."""
+    if not findings:
+        return
+    error_type = PluginError if cause else ConfigError
+    if len(findings) == 1:
+        raise error_type(str(findings[0])) from cause
+    lines = "\n".join(f"- {finding}" for finding in findings)
+    raise error_type(f"{len(findings)} problems in the configuration:\n{lines}") from cause

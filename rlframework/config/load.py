@@ -1,0 +1,177 @@
+"""From files and overrides to one tree of plain values: inheritance, merging, dotted overrides, interpolation.
+
+Knows nothing of what the keys mean: `rlframework.configure` validates the result.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel
+
+from rlframework.config.yaml_text import Keys, Layer, parse_value, read_yaml
+from rlframework.errors import ConfigError
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+INHERIT = "defaults"
+"""The top-level key that names the files a configuration starts from."""
+
+_KEY = re.compile(r"[\w-]+(\.[\w-]+)*")
+_BEFORE_INTERPOLATION = re.compile(r"(\\*)\$\{")
+
+
+@dataclass
+class Tree:
+    """A configuration before validation: plain values, and where each was written."""
+
+    values: dict[str, Any]
+    origins: dict[Keys, str] = field(default_factory=dict)
+
+    def origin(self, keys: Keys) -> str:
+        """Where the value at `keys` was written; empty when it was not, or that is not known."""
+        if not self._holds(keys):
+            return ""
+        for length in range(len(keys), 0, -1):
+            if keys[:length] in self.origins:
+                return self.origins[keys[:length]]
+        return ""
+
+    def _holds(self, keys: Keys) -> bool:
+        values: Any = self.values
+        for key in keys:
+            inside = isinstance(values, dict) and key in values
+            if not inside and not (isinstance(values, list) and isinstance(key, int) and key < len(values)):
+                return False
+            values = values[key]
+        return True
+
+
+def compose(source: str | Path | Mapping[str, Any] | BaseModel, overrides: Sequence[str] = ()) -> Tree:
+    """The merged and interpolated values of `source` (a file, a mapping or a resolved configuration) and `overrides`.
+
+    A file's `defaults: [a.yaml, b.yaml]` (relative to the file; to the working directory for a mapping) come first, in
+    order, each over the one before; then the file itself; then the overrides: `a.b=value` with the value in YAML, or
+    `~a.b`, which takes a key out. Mappings are merged, everything else is replaced. `${a.b}` stands for another value.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    merged = OmegaConf.create({})
+    origins: dict[Keys, str] = {}
+    try:
+        for layer in _layers(source):
+            merged.merge_with(OmegaConf.create(layer.tree))
+            origins.update(layer.origins)
+        for override in (overrides,) if isinstance(overrides, str) else overrides:
+            _apply(merged, override, origins)
+        values = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(_omegaconf_message(error, origins)) from None
+    return Tree({str(key): value for key, value in values.items()}, origins)
+
+
+def escape_interpolation(value: Any) -> Any:
+    """`value` with every `${` written so that loading gives it back as text."""
+    if isinstance(value, str):
+        return _BEFORE_INTERPOLATION.sub(r"\1\1\\${", value)
+    if isinstance(value, Mapping):
+        return {key: escape_interpolation(item) for key, item in value.items()}
+    return [escape_interpolation(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _layers(source: str | Path | Mapping[str, Any] | BaseModel) -> list[Layer]:
+    if isinstance(source, BaseModel):
+        return [Layer(escape_interpolation(source.model_dump(mode="json")))]
+    if isinstance(source, Mapping):
+        return _with_inherited(Layer(_plain(source, ())), None, ())
+    path = Path(source)
+    return _with_inherited(read_yaml(path), path, ())
+
+
+def _with_inherited(layer: Layer, path: Path | None, above: tuple[Path, ...]) -> list[Layer]:
+    """The layers that `layer` starts from, in order, and `layer` itself without its `defaults`."""
+    names = layer.tree.pop(INHERIT, None)
+    where = layer.origins.get((INHERIT,), "the configuration")
+    names = [names] if isinstance(names, str) else (names or [])
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"`defaults` in {where} must be a file name or a list of file names, given {names!r}")
+    above = (*above, path.resolve()) if path else above
+    layers: list[Layer] = []
+    for name in names:
+        parent = (path.parent if path else Path()) / name
+        if parent.resolve() in above:
+            chain = " -> ".join(str(item) for item in (*above, parent.resolve()))
+            raise ConfigError(f"`defaults` go round in a circle: {chain}")
+        if not parent.is_file():
+            raise ConfigError(f"no such configuration file: {parent}, named under `defaults` in {where}")
+        layers += _with_inherited(read_yaml(parent), parent, above)
+    return [*layers, layer]
+
+
+def _apply(merged: DictConfig, override: str, origins: dict[Keys, str]) -> None:
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    removes = override.startswith("~") and "=" not in override
+    key, equals, text = (override[1:], "", "") if removes else override.partition("=")
+    if not (removes or equals) or not _KEY.fullmatch(key):
+        raise ConfigError(
+            f"`{override}` is not an override: write `key=value`, with dots in the key and the value in YAML, "
+            "such as `policy.optimizer.lr=1e-5`, or `~key` to take a key out"
+        )
+    keys: Keys = tuple(key.split("."))
+    if keys[0] == INHERIT:
+        raise ConfigError(f"`{override}`: `defaults` cannot be overridden; write it in the file")
+    if removes:
+        _remove(merged, keys, override)
+        return
+    value = parse_value(text, f"override `{override}`")
+    try:
+        OmegaConf.update(merged, key, value, merge=True, force_add=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"override `{override}`: {_reason(error)}") from None
+    origins[tuple(int(part) if str(part).isdigit() else part for part in keys)] = f"override `{override}`"
+
+
+def _remove(merged: DictConfig, keys: Keys, override: str) -> None:
+    from omegaconf import DictConfig
+
+    holder: Any = merged
+    for key in keys[:-1]:
+        holder = holder.get(key) if isinstance(holder, DictConfig) else None
+    if not isinstance(holder, DictConfig) or keys[-1] not in holder:
+        raise ConfigError(f"`{override}`: there is no key `{'.'.join(map(str, keys))}` to take out")
+    del holder[keys[-1]]
+
+
+def _plain(value: Any, keys: Keys) -> Any:
+    """Plain values out of what Python code may give: models, mappings, tuples and paths."""
+    if isinstance(value, BaseModel):
+        return escape_interpolation(value.model_dump(mode="json"))
+    if isinstance(value, Mapping):
+        wrong = [key for key in value if not isinstance(key, str)]
+        if wrong:
+            raise ConfigError(
+                f"{'.'.join(map(str, keys)) or 'the configuration'}: keys must be text, given {wrong[0]!r}"
+            )
+        return {key: _plain(item, (*keys, key)) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item, (*keys, index)) for index, item in enumerate(value)]
+    return str(value) if isinstance(value, PurePath) else value
+
+
+def _reason(error: Exception) -> str:
+    return str(getattr(error, "msg", None) or error).split("\n")[0]
+
+
+def _omegaconf_message(error: Exception, origins: Mapping[Keys, str]) -> str:
+    key = getattr(error, "full_key", None) or ""
+    origin = origins.get(tuple(key.split(".")))
+    place = f" ({origin})" if origin else ""
+    return f"`{key}`{place}: {_reason(error)}" if key else f"the configuration cannot be put together: {_reason(error)}"

@@ -1,0 +1,79 @@
+"""One run's model out of the open sections: each typed by the part that its `name` chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+from pydantic import Field, ValidationError, create_model
+
+from rlframework.config.base import Section
+from rlframework.config.policy import PolicyConfig
+from rlframework.config.sections import (
+    AlgorithmConfig,
+    EnvironmentConfig,
+    GenerationConfig,
+    RunConfig,
+    WorkerGroupConfig,
+)
+
+OPEN_SECTIONS: Mapping[str, type[Section]] = {
+    "algorithm": AlgorithmConfig,
+    "environment": EnvironmentConfig,
+    "generation": GenerationConfig,
+    "worker_group": WorkerGroupConfig,
+}
+"""Top-level keys whose own keys come from the part that is named in them, with what all such parts share."""
+
+
+def narrow(
+    sections: Mapping[str, type[Section]],
+    backends: Mapping[str, type[Section]],
+    chosen: str = "",
+    ignored: Mapping[str, str] | None = None,
+) -> type[RunConfig]:
+    """`RunConfig` with `sections` in place of the open ones and one section under `policy` for each of `backends`.
+
+    A backend's section is required only where it has keys without default and the backend is the `chosen` one. A
+    backend in `ignored` (name to reason) may have a section, which is not validated. The same parts give the same
+    class, so that two configurations of one content are equal.
+    """
+    return _narrow(tuple(sections.items()), tuple(backends.items()), chosen, tuple((ignored or {}).items()))
+
+
+@lru_cache(maxsize=64)
+def _narrow(
+    sections: tuple[tuple[str, type[Section]], ...],
+    backends: tuple[tuple[str, type[Section]], ...],
+    chosen: str,
+    ignored: tuple[tuple[str, str], ...],
+) -> type[RunConfig]:
+    fields: dict[str, Any] = {}
+    for name, model in sections:
+        info = RunConfig.model_fields[name]
+        fields[name] = (model, ... if info.is_required() else Field(default_factory=model))
+    fields["policy"] = (narrow_policy(dict(backends), chosen, dict(ignored)), ...)
+    return create_model("RunConfig", __base__=RunConfig, __doc__=RunConfig.__doc__, **fields)
+
+
+def narrow_policy(
+    backends: Mapping[str, type[Section]], chosen: str = "", ignored: Mapping[str, str] | None = None
+) -> type[PolicyConfig]:
+    """`PolicyConfig` with a section for each backend."""
+    fields: dict[str, Any] = {name: _backend_field(name, model, name == chosen) for name, model in backends.items()}
+    for name, reason in (ignored or {}).items():
+        fields.setdefault(
+            name, (dict[str, Any] | None, Field(None, description=f"not looked at: {reason}", exclude=True))
+        )
+    return create_model("PolicyConfig", __base__=PolicyConfig, __doc__=PolicyConfig.__doc__, **fields)
+
+
+def _backend_field(name: str, model: type[Section], chosen: bool) -> tuple[Any, Any]:
+    description = f"what only the backend `{name}` has"
+    try:
+        return model, Field(model(), description=description)
+    except ValidationError:
+        if chosen:
+            return model, Field(description=description)
+        return model | None, Field(None, description=description)

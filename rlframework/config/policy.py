@@ -1,0 +1,103 @@
+"""The neutral keys under `policy`: what means the same for every training backend.
+
+`policy.<backend>` is not here: it is the pydantic model of the backend's own record.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveInt
+
+from rlframework.config.base import Section
+
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class ParallelismConfig(Section):
+    """How one model is split over workers. Data parallelism takes the workers that the other axes leave."""
+
+    tensor: PositiveInt = 1
+    context: PositiveInt = 1
+    pipeline: PositiveInt = 1
+    expert: PositiveInt = 1
+    sequence: bool = Field(False, description="shard activations along the sequence between tensor-parallel regions")
+
+    @property
+    def model_size(self) -> int:
+        """Workers that hold one replica of the model together."""
+        return self.tensor * self.context * self.pipeline
+
+
+class BatchingConfig(Section):
+    """How rows become microbatches. `auto` takes what the backend says is fastest on the device."""
+
+    mode: Literal["auto", "padded", "dynamic", "packed"] = "auto"
+    tokens: PositiveInt = Field(4096, description="most tokens in one dynamic or packed microbatch")
+    logprob_tokens: PositiveInt | None = Field(None, description="the same for scoring; none: as `tokens`")
+
+
+class OptimizerConfig(Section):
+    """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101); no weight decay on parameters of one dimension."""
+
+    name: Literal["adamw"] = "adamw"
+    lr: Annotated[float, Field(ge=0.0)] = 1e-6
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: Annotated[float, Field(ge=0.0)] = 0.01
+
+
+class SchedulerConfig(Section):
+    """Learning rate as a factor of `optimizer.lr`: linear warm-up, then constant, linear or cosine decay.
+
+    It moves on once for each call of `train`, however many optimizer steps the call takes.
+    """
+
+    name: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    total_steps: PositiveInt | None = Field(None, description="training calls until the decay ends")
+    min_ratio: Fraction = Field(0.0, description="factor that the decay ends at")
+
+
+class NonFiniteGradientsConfig(Section):
+    """What happens when a gradient is not finite: the step is skipped and counted."""
+
+    stop_after: PositiveInt = Field(5, description="consecutive skipped steps that end the run")
+
+
+class OffloadConfig(Section):
+    """What lies in CPU memory between uses."""
+
+    parameters: bool = False
+    optimizer: bool = False
+
+
+class LoraConfig(Section):
+    """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685)."""
+
+    rank: PositiveInt = 16
+    alpha: float = 32.0
+    dropout: Fraction = 0.0
+    target_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+class PolicyConfig(Section):
+    """The model that is trained, and how. The same for every backend."""
+
+    model_name: str = Field(description="a Hugging Face model directory, or a name on the hub")
+    tokenizer_name: str | None = Field(None, description="none: as `model_name`")
+    backend: str = Field("dtensor", description="name of the training backend: see `rlframework plugins`")
+    precision: Literal["float32", "bfloat16", "float16"] = Field(
+        "float32", description="of the forward and backward; weights and optimizer states stay fp32"
+    )
+    parallelism: ParallelismConfig = ParallelismConfig()
+    batching: BatchingConfig = BatchingConfig()
+    train_global_batch_size: PositiveInt = Field(64, description="rows of one optimizer step, over all workers")
+    train_micro_batch_size: PositiveInt = Field(8, description="rows of one padded microbatch on one worker")
+    logprob_batch_size: PositiveInt = Field(16, description="rows of one padded microbatch when scoring")
+    optimizer: OptimizerConfig = OptimizerConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    max_grad_norm: Annotated[float, Field(gt=0.0)] | None = 1.0
+    non_finite_gradients: NonFiniteGradientsConfig = NonFiniteGradientsConfig()
+    activation_checkpointing: bool = False
+    offload: OffloadConfig = OffloadConfig()
+    lora: LoraConfig | None = None
+    trust_remote_code: bool = False

@@ -1,0 +1,86 @@
+"""The JSON Schema (2020-12) of a configuration file, for editors that complete and check YAML.
+
+An open section may be that of any of its parts, told apart by `name`. No key is required, because a file may inherit
+what it leaves out, and any key may have an interpolation `${a.b}` as its value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import reduce
+from operator import or_
+from typing import Any, Literal
+
+from pydantic import Field, create_model
+
+from rlframework.config.base import Section
+from rlframework.config.narrow import OPEN_SECTIONS, narrow_policy
+from rlframework.config.sections import RunConfig
+
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+
+Models = Mapping[str, type[Section]]
+"""Name of a part to the model of its section."""
+
+_INTERPOLATION = "interpolation"
+_ANNOTATIONS = ("title", "description", "default")
+_DEFAULTS = {
+    "description": "files to start from, relative to this one; later ones win, and this file over all of them",
+    "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
+}
+
+
+def run_schema(sections: Mapping[str, Models], backends: Models) -> dict[str, Any]:
+    """The schema for the parts at hand: `sections` are those of each open section, `backends` those of `policy`."""
+    fields: dict[str, Any] = {
+        section: (_any_of(models), Field(None, description=OPEN_SECTIONS[section].__doc__))
+        for section, models in sections.items()
+        if models
+    }
+    policy = narrow_policy(backends)
+    fields["policy"] = (policy, Field(None, description=policy.__doc__))
+    model = create_model("RunConfig", __base__=RunConfig, **fields)
+    schema: dict[str, Any] = _for_files(model.model_json_schema())
+    schema["properties"]["defaults"] = _DEFAULTS
+    definitions = {**schema.pop("$defs"), _INTERPOLATION: {"type": "string", "pattern": r"\$\{"}}
+    head = {"$schema": DIALECT, "title": "rlframework", "description": "A run of rlframework."}
+    return {**schema, **head, "$defs": definitions}
+
+
+def _any_of(models: Models) -> Any:
+    """The union of the models, each with its own name as the only one allowed."""
+    return reduce(or_, (_named(name, model) for name, model in sorted(models.items())))
+
+
+def _named(name: str, model: type[Section]) -> type[Section]:
+    info = model.model_fields["name"]
+    only: Any = (Literal[name], Field(name, description=info.description))
+    return create_model(f"{model.__name__}_{name}", __base__=model, __doc__=model.__doc__, name=only)
+
+
+def _for_files(schema: Any) -> Any:
+    """`schema` without required keys, and with interpolations allowed."""
+    if isinstance(schema, list):
+        return [_for_files(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {key: _entry(key, value) for key, value in schema.items() if key != "required"}
+
+
+def _entry(key: str, value: Any) -> Any:
+    if key == "default":
+        return value
+    if key == "$defs":
+        return {name: _for_files(item) for name, item in value.items()}
+    if key == "properties":
+        return {name: _or_interpolation(_for_files(item)) for name, item in value.items()}
+    return _for_files(value)
+
+
+def _or_interpolation(schema: dict[str, Any]) -> dict[str, Any]:
+    outside = {key: schema[key] for key in _ANNOTATIONS if key in schema and schema[key] is not None}
+    inside = {key: value for key, value in schema.items() if key not in _ANNOTATIONS}
+    if inside == {"type": "string"}:
+        return {**outside, **inside}
+    choices = inside["anyOf"] if set(inside) == {"anyOf"} else [inside]
+    return {**outside, "anyOf": [*choices, {"$ref": f"#/$defs/{_INTERPOLATION}"}]}

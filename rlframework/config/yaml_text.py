@@ -1,0 +1,169 @@
+"""Reading and writing YAML: values with the line that each came from, and errors that name file, line and column.
+
+Follows YAML 1.2 where PyYAML follows 1.1 to people's surprise: only `true` and `false` are booleans (not `no`, `on`),
+`1e-6` is a number, dates are text, and `1:30` and `010` are not base-60 and octal numbers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import yaml
+
+from rlframework.errors import ConfigError
+
+Keys = tuple[str | int, ...]
+"""Where a value stands: mapping keys and list positions from the top."""
+
+
+@dataclass
+class Layer:
+    """One source of configuration: its values, and for each place in them a text that says where it was written."""
+
+    tree: dict[str, Any]
+    origins: dict[Keys, str] = field(default_factory=dict)
+
+
+_RESOLVERS: tuple[tuple[str, str, str], ...] = (
+    ("tag:yaml.org,2002:bool", r"^(?:true|True|TRUE|false|False|FALSE)$", "tTfF"),
+    ("tag:yaml.org,2002:int", r"^[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F_]+)$", "-+0123456789"),
+    (
+        "tag:yaml.org,2002:float",
+        r"^(?:[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?|[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+"
+        + r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$",
+        "-+0123456789.",
+    ),
+    ("tag:yaml.org,2002:merge", r"^(?:<<)$", "<"),
+    ("tag:yaml.org,2002:null", r"^(?:~|null|Null|NULL|)$", "~nN\0"),
+)
+
+
+class _Loader(yaml.SafeLoader):
+    """`SafeLoader` with the table above."""
+
+    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
+
+
+class _Dumper(yaml.SafeDumper):
+    """`SafeDumper` that quotes what `_Loader` would not read as text."""
+
+    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
+
+    def ignore_aliases(self, data: Any) -> bool:
+        """Write equal objects twice rather than as anchors."""
+        return True
+
+
+def _represent_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+    """Escape the line breaks that only Unicode knows; PyYAML would read them back as spaces."""
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if _RARE_BREAKS.search(text) else None)
+
+
+_RARE_BREAKS = re.compile("[\x85\u2028\u2029]")
+_Dumper.add_representer(str, _represent_text)
+for _tag, _pattern, _first in _RESOLVERS:
+    for _class in (_Loader, _Dumper):
+        _class.add_implicit_resolver(_tag, re.compile(_pattern), ["" if c == "\0" else c for c in _first])
+
+
+def read_yaml(path: Path) -> Layer:
+    """The mapping in a file. A file that is absent, unreadable or not a YAML mapping is a `ConfigError`."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"no such configuration file: {path}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not a text file in UTF-8: {error.reason} at byte {error.start}") from None
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration file {path}: {error.strerror}") from error
+    return parse_yaml(text, str(path))
+
+
+def parse_yaml(text: str, name: str) -> Layer:
+    """The mapping in `text`; `name` says in messages and origins where it came from."""
+    tree, origins = _parse(text, name)
+    if tree is None:
+        tree = {}
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{name}: a configuration is a mapping of keys to values, this is a {type(tree).__name__}")
+    return Layer(tree, origins)
+
+
+def parse_value(text: str, name: str) -> Any:
+    """One YAML value, such as the right side of an override."""
+    return _parse(text, name)[0]
+
+
+def to_yaml(data: Any) -> str:
+    """YAML that `parse_yaml` reads back to the same values."""
+    text: str = yaml.dump(
+        data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False, width=120
+    )
+    return text
+
+
+def _parse(text: str, name: str) -> tuple[Any, dict[Keys, str]]:
+    try:
+        loader = _Loader(text)
+        try:
+            node = loader.get_single_node()
+            if node is None:
+                return None, {}
+            origins = {keys: f"{name}:{line}" for keys, line in _places(node, (), name, ())}
+            return loader.construct_document(node), origins
+        finally:
+            loader.dispose()
+    except yaml.MarkedYAMLError as error:
+        raise ConfigError(_syntax_message(error, name)) from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{name}: not valid YAML: {error}") from None
+    except ValueError as error:
+        raise ConfigError(f"{name}: {error}") from None
+
+
+def _syntax_message(error: yaml.MarkedYAMLError, name: str) -> str:
+    mark = error.problem_mark or error.context_mark
+    place = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
+    snippet = mark.get_snippet() if mark else None
+    context = f" ({error.context})" if error.context else ""
+    message = f"{place}: not valid YAML: {error.problem}{context}"
+    return f"{message}\n{snippet}" if snippet else message
+
+
+def _places(node: yaml.Node, keys: Keys, name: str, above: tuple[int, ...]) -> Iterator[tuple[Keys, int]]:
+    """Every place under `node` with its line (from 1). Duplicate keys and keys that are not text are errors."""
+    if id(node) in above:
+        raise ConfigError(f"{name}:{node.start_mark.line + 1}: this anchor contains itself")
+    above = (*above, id(node))
+    if isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            yield (*keys, index), item.start_mark.line + 1
+            yield from _places(item, (*keys, index), name, above)
+    elif isinstance(node, yaml.MappingNode):
+        yield from _places_in_mapping(node, keys, name, above)
+
+
+def _places_in_mapping(
+    node: yaml.MappingNode, keys: Keys, name: str, above: tuple[int, ...]
+) -> Iterator[tuple[Keys, int]]:
+    seen: dict[str, int] = {}
+    for key, value in node.value:
+        line = key.start_mark.line + 1
+        if key.tag == "tag:yaml.org,2002:merge":
+            merged = value.value if isinstance(value, yaml.SequenceNode) else [value]
+            for part in merged:
+                yield from _places(part, keys, name, above)
+            continue
+        if key.tag != "tag:yaml.org,2002:str":
+            shown = key.value if isinstance(key, yaml.ScalarNode) else "a list or mapping"
+            raise ConfigError(f"{name}:{line}: keys must be text, this one is {shown}; put it in quotes")
+        if key.value in seen:
+            dotted = ".".join(str(part) for part in (*keys, key.value))
+            raise ConfigError(f"{name}:{line}: the key `{dotted}` is there twice, first on line {seen[key.value]}")
+        seen[key.value] = line
+        yield (*keys, key.value), line
+        yield from _places(value, (*keys, key.value), name, above)

@@ -1,0 +1,79 @@
+"""Small models made on the spot: a random Llama as a Hugging Face directory, for the quickstart and for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlframework.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def make_llama(
+    path: str | Path,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    hidden: int = 128,
+    layers: int = 4,
+    heads: int = 4,
+    kv_heads: int | None = None,
+    intermediate: int | None = None,
+    max_positions: int = 512,
+    tied: bool = True,
+    init_std: float = 0.02,
+    seed: int = 0,
+) -> Path:
+    """Write a Llama with random weights, fp32, and its tokenizer to the directory `path`; the same for the same seed.
+
+    `intermediate`: width of the feed-forward layers, 4 x `hidden` by default. `kv_heads`: as many as `heads` by
+    default. What is at `path` is replaced, all at once. The process's own random state is left as it was.
+    """
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from rlframework.files import replacing_directory
+
+    kv_heads = kv_heads or heads
+    if hidden % heads or heads % kv_heads:
+        raise ConfigError(f"hidden ({hidden}) must divide by heads ({heads}), and heads by kv_heads ({kv_heads})")
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden,
+        intermediate_size=intermediate or 4 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=max_positions,
+        tie_word_embeddings=tied,
+        initializer_range=init_std,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(config)
+    with replacing_directory(path) as directory, quiet_transformers():
+        model.save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
+    return Path(path)
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Inside, transformers shows no progress bars and logs errors only."""
+    from transformers.utils import logging
+
+    level, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bar:
+            logging.enable_progress_bar()

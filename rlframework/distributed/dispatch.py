@@ -1,0 +1,118 @@
+"""Which worker gets what of a call, and whose result is kept: pure decisions over a `NamedSharding`, no processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlframework.distributed.named_sharding import NamedSharding
+from rlframework.errors import BatchError
+from rlframework.interfaces.worker_group import MultiWorkerFuture
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """`kwargs[i]` go to worker `called[i]`; the results of the workers in `kept` are returned, in that order."""
+
+    called: list[int]
+    kwargs: list[dict[str, Any]]
+    kept: list[int]
+
+
+def refuse_positional(method_name: str, args: Sequence[Any]) -> None:
+    """A `TypeError` that says to use keywords, when there are `args`."""
+    if args:
+        raise TypeError(
+            f"{method_name}: {len(args)} positional argument(s) given; workers take keywords: pass each as name=value"
+        )
+
+
+def dispatch_single_data(
+    sharding: NamedSharding, kwargs: Mapping[str, Any], run_rank_0_only_axes: Sequence[str] | None = None
+) -> Dispatch:
+    """The same arguments to all workers that stand at 0 on `run_rank_0_only_axes`."""
+    axes = _known_axes(sharding, run_rank_0_only_axes)
+    called = [
+        worker
+        for worker in range(sharding.size)
+        if NamedSharding.is_axis_zero(sharding.get_worker_coords(worker), axes)
+    ]
+    return Dispatch(called, [dict(kwargs) for _ in called], called)
+
+
+def dispatch_sharded_data(
+    sharding: NamedSharding,
+    kwargs: Mapping[str, Any],
+    *,
+    in_sharded_axes: Sequence[str] = (),
+    replicate_on_axes: Sequence[str] = (),
+    output_is_replicated: Sequence[str] = (),
+    make_dummy_calls_to_free_axes: bool = False,
+    common_kwargs: Mapping[str, Any] | None = None,
+) -> Dispatch:
+    """Each worker's share of `kwargs`: see `WorkerGroup.run_all_workers_sharded_data`.
+
+    An axis that does not exist, or is both sharded and replicated, is a `ValueError`; a value whose lists do not have
+    as many entries as its axis has workers is a `BatchError`.
+    """
+    sharded = _known_axes(sharding, in_sharded_axes)
+    replicated = _known_axes(sharding, replicate_on_axes)
+    returned_once = _known_axes(sharding, output_is_replicated)
+    both = [axis for axis in sharded if axis in replicated]
+    if both:
+        raise ValueError(f"Axes cannot be both sharded and replicated: {both}")
+    for name, value in kwargs.items():
+        _check_share(name, value, sharding, sharded)
+    free = [axis for axis in sharding.names if axis not in sharded and axis not in replicated]
+    called: list[int] = []
+    shares: list[dict[str, Any]] = []
+    kept: list[int] = []
+    for worker in range(sharding.size):
+        coords = sharding.get_worker_coords(worker)
+        has_data = NamedSharding.is_axis_zero(coords, free)
+        if has_data or make_dummy_calls_to_free_axes:
+            share = {name: _share(value, coords, sharded) if has_data else None for name, value in kwargs.items()}
+            called.append(worker)
+            shares.append({**share, **(common_kwargs or {})})
+        if has_data and NamedSharding.is_axis_zero(coords, returned_once):
+            kept.append(worker)
+    return Dispatch(called, shares, kept)
+
+
+def keep_results(future: MultiWorkerFuture, results: Sequence[Any]) -> list[Any]:
+    """Those of `results` (one for each of `future.futures`) that the caller wants, in the order that it wants."""
+    if future.return_from_workers is None:
+        return list(results)
+    called = range(len(results)) if future.called_workers is None else future.called_workers
+    by_worker = dict(zip(called, results, strict=True))
+    return [by_worker[worker] for worker in future.return_from_workers if worker in by_worker]
+
+
+def _known_axes(sharding: NamedSharding, axes: Sequence[str] | None) -> list[str]:
+    if isinstance(axes, str):
+        raise TypeError(f"axes must be a list of names, got the string {axes!r}")
+    for axis in axes or ():
+        sharding.get_axis_index(axis)
+    return list(axes or ())
+
+
+def _check_share(name: str, value: Any, sharding: NamedSharding, axes: Sequence[str]) -> None:
+    if not axes:
+        return
+    size = sharding.get_axis_size(axes[0])
+    if not isinstance(value, (list, tuple)):
+        raise BatchError(
+            f"argument {name!r} is split over axis '{axes[0]}': it must be a list of {size} entries, got a "
+            f"{type(value).__name__}; pass what is the same for all in common_kwargs"
+        )
+    if len(value) != size:
+        raise BatchError(f"argument {name!r} has {len(value)} entries; axis '{axes[0]}' needs {size}")
+    for entry in value:
+        _check_share(name, entry, sharding, axes[1:])
+
+
+def _share(value: Any, coords: Mapping[str, int], axes: Sequence[str]) -> Any:
+    for axis in axes:
+        value = value[coords[axis]]
+    return value

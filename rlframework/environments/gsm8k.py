@@ -1,0 +1,124 @@
+"""GSM8K: word problems with a number as the answer, from JSONL files or a Hugging Face data set.
+
+Answers are compared by math-verify, so 1,800 and 1800.00 and \\boxed{1800} are the same. How it is
+kept from running for ever is in `math_answers`.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rlframework.data.jsonl import read_jsonl
+from rlframework.environments.math_answers import same_answer
+from rlframework.environments.verifiable import VerifiableEnvironment, prompt_messages
+from rlframework.errors import DataError
+from rlframework.interfaces.environment import Sample, Split
+
+if TYPE_CHECKING:
+    from rlframework.config.environments import Gsm8kConfig
+
+_FIELDS = {"question": str, "answer": str}
+_ANSWER = re.compile(r"####\s*(\S[^\n]*?)\s*$")
+_ANNOTATION = re.compile(r"<<[^<>]*>>")
+_ASKED_FORM = re.compile(r"(?:^|\n)####\s*-?\$?\d[\d,]*(?:\.\d+)?\s*$")
+
+
+class Gsm8kEnvironment(VerifiableEnvironment):
+    """Questions with the gold answer behind `####`. A question of validation is never in train."""
+
+    def __init__(self, config: Gsm8kConfig, *, seed: int) -> None:
+        """Read the data. A missing or empty file, or a line that is not as it must be, is a `DataError`."""
+        self._config = config
+        train, validation = _load(config)
+        if validation is None:
+            train, validation = _hold_out(train, config.validation_fraction, seed)
+        validation = validation[: config.max_validation_samples]
+        held_out = {_normal(sample) for sample in validation}
+        kept = [sample for sample in train if _normal(sample) not in held_out][: config.max_samples]
+        if not kept:
+            raise DataError("environment gsm8k: no training sample is left; every question is also in validation")
+        self._samples: dict[Split, list[Sample]] = {"train": kept, "validation": validation}
+
+    def samples(self, split: Split) -> Sequence[Sample]:
+        """In the order of the data."""
+        return self._samples[split]
+
+    def score(self, sample: Sample, completion: str) -> float:
+        """1.0 when the completion's final answer equals the gold one."""
+        return float(same_answer(sample.answer, completion))
+
+    def bonus(self, sample: Sample, completion: str) -> Mapping[str, float]:
+        """`format`: the configured reward for ending in `#### number`."""
+        if not self._config.format_reward:
+            return {}
+        return {"format": self._config.format_reward * bool(_ASKED_FORM.search(completion))}
+
+
+def gold_answer(answer: str) -> str | None:
+    """What stands after `####` on the last line, without thousands separators; None where there is no such line."""
+    found = _ANSWER.search(answer)
+    return found.group(1).replace(",", "") if found else None
+
+
+def _load(config: Gsm8kConfig) -> tuple[list[Sample], list[Sample] | None]:
+    if config.dataset is not None:
+        train = _from_dataset(config, config.dataset, config.train_split)
+        split = config.validation_split
+        return train, None if split is None else _from_dataset(config, config.dataset, split)
+    assert config.train_path is not None  # the configuration's own check
+    train = _from_file(config, config.train_path)
+    return train, None if config.validation_path is None else _from_file(config, config.validation_path)
+
+
+def _from_file(config: Gsm8kConfig, path: Any) -> list[Sample]:
+    return [
+        _sample(config, row, f"{path.stem}-{line}", f"{path}, line {line}") for line, row in read_jsonl(path, _FIELDS)
+    ]
+
+
+def _from_dataset(config: Gsm8kConfig, name: str, split: str) -> list[Sample]:
+    from datasets import load_dataset
+
+    try:
+        rows = load_dataset(name, config.subset, split=split)
+    except (OSError, ValueError) as error:  # datasets raises these two families: not found, no network, no such split
+        raise DataError(
+            f"environment.dataset {name!r} (subset {config.subset!r}, split {split!r}) cannot be loaded: {error}. "
+            "Check the name and the network, or give train_path"
+        ) from error
+    samples = []
+    for index, row in enumerate(rows):
+        where = f"data set {name}, split {split}, row {index}"
+        if not all(isinstance(row.get(field), str) for field in _FIELDS):
+            raise DataError(f"{where}: needs the text fields {sorted(_FIELDS)}; it has {sorted(row)}")
+        samples.append(_sample(config, row, f"{split}-{index}", where))
+    if not samples:
+        raise DataError(f"data set {name}, split {split}: it is empty")
+    return samples
+
+
+def _sample(config: Gsm8kConfig, row: Mapping[str, Any], identity: str, where: str) -> Sample:
+    gold = gold_answer(row["answer"])
+    if gold is None:
+        raise DataError(f"{where}: the last line of 'answer' must be '#### ' and the result")
+    completion = row["answer"] if config.calculator_annotations else _ANNOTATION.sub("", row["answer"])
+    messages = prompt_messages(config.system_prompt, row["question"] + config.instruction)
+    return Sample(identity, messages, gold, completion, {"question": row["question"]})
+
+
+def _normal(sample: Sample) -> str:
+    return " ".join(sample.metadata["question"].lower().split())
+
+
+def _hold_out(samples: list[Sample], fraction: float, seed: int) -> tuple[list[Sample], list[Sample]]:
+    """A share of the different questions, each with all its copies."""
+    questions = sorted({_normal(sample) for sample in samples})
+    if len(questions) < 2:
+        raise DataError("environment gsm8k: one question alone cannot be split; give validation_path, or more data")
+    count = min(len(questions) - 1, max(1, round(len(questions) * fraction)))
+    chosen = set(random.Random(f"gsm8k-{seed}").sample(questions, count))
+    train = [sample for sample in samples if _normal(sample) not in chosen]
+    return train, [sample for sample in samples if _normal(sample) in chosen]

@@ -1,0 +1,97 @@
+"""Comparing a model's final answer with the gold one by math-verify, on text that nobody vetted.
+
+math-verify evaluates what it parses. `9^9^9^9`, `100000000!` or a large binomial would keep it busy for ever, inside
+one long operation on a big integer that no signal ends, and its own timeouts work in the main thread only. So LaTeX is
+read only where it is made of fractions, products and layout, and nothing is compared that is not plain arithmetic:
+numbers, sums, products, fractions, percentages and small powers.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+from typing import Any
+
+_TAIL = 2000
+"""Characters at the end of a completion that are searched for the answer."""
+
+_COMMAND = re.compile(r"\\([a-zA-Z]+)")
+_FRACTIONS = {"frac", "dfrac", "tfrac", "cdot", "times", "div"}
+_LAYOUT = {"boxed", "left", "right", "text", "textbf", "mathrm", "mathbf", "displaystyle", "quad", "qquad"}
+_PLAIN_COMMANDS = _FRACTIONS | _LAYOUT
+_GROWS = re.compile(r"\^|[\d)}\]]\s*!")
+"""Powers and factorials."""
+
+_MAX_EXPONENT = 64
+_MAX_DIGITS = 400
+
+
+def same_answer(gold: str, completion: str) -> bool:
+    """Whether the final answer in `completion` equals `gold` (a number, or anything math-verify reads)."""
+    verify = _math_verify()[1]
+    target = [part for part in _parse(_final(completion)) if _is_plain(part)]
+    return bool(verify(list(_parse_gold(gold)), target, timeout_seconds=None))
+
+
+def _final(completion: str) -> str:
+    """What follows the last `####`, else the last `\\boxed{...}`, else all; the end of it, with plain dollars."""
+    text = completion[-_TAIL:]
+    if "####" in text:
+        text = text.rsplit("####", 1)[-1]
+    elif "\\boxed{" in text:
+        text = "\\boxed{" + _balanced(text.rsplit("\\boxed{", 1)[-1]) + "}"
+    return text.replace("\\$", "$")
+
+
+def _balanced(text: str) -> str:
+    """`text` up to the brace that closes one opened before it; all of it where none does."""
+    depth = 1
+    for position, character in enumerate(text):
+        depth += (character == "{") - (character == "}")
+        if depth == 0:
+            return text[:position]
+    return text
+
+
+@functools.lru_cache(maxsize=16384)
+def _parse_gold(gold: str) -> tuple[Any, ...]:
+    return tuple(_parse(gold))
+
+
+def _parse(text: str) -> list[Any]:
+    parse, _, latex, plain = _math_verify()
+    safe = _PLAIN_COMMANDS.issuperset(_COMMAND.findall(text)) and not _GROWS.search(text)
+    return list(parse(text, [latex(), plain()] if safe else [plain()], parsing_timeout=None))
+
+
+def _is_plain(part: Any) -> bool:
+    """Whether comparing `part` is sure to be quick: a short string, or arithmetic on numbers."""
+    import sympy
+
+    if isinstance(part, str):
+        return len(part) <= _MAX_DIGITS
+    if not isinstance(part, sympy.Basic):
+        return False
+    return all(_is_plain_node(node) for node in sympy.preorder_traversal(part))
+
+
+def _is_plain_node(node: Any) -> bool:
+    import sympy
+
+    if isinstance(node, sympy.Integer):
+        return abs(int(node)).bit_length() <= 4 * _MAX_DIGITS
+    if isinstance(node, sympy.Pow):
+        base, exponent = node.args
+        small = isinstance(exponent, sympy.Integer) and abs(int(exponent)) <= _MAX_EXPONENT
+        return small and not base.has(sympy.Pow)
+    return isinstance(node, sympy.Number | sympy.Add | sympy.Mul | sympy.Symbol | sympy.Eq)
+
+
+@functools.lru_cache(maxsize=1)
+def _math_verify() -> tuple[Any, Any, Any, Any]:
+    """`parse`, `verify` and the kinds of text, imported at the first answer, without its warning on timeouts."""
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+    return parse, verify, LatexExtractionConfig, ExprExtractionConfig

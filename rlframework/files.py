@@ -1,0 +1,122 @@
+"""Writing so that a file or a directory is there whole or not at all, whenever the process ends."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from rlframework.errors import UserError
+
+_NO_SPACE = {
+    errno.ENOSPC: "there is no space left on the device; free some, or write somewhere else",
+    errno.EDQUOT: "the disk quota is used up; free some space, or write somewhere else",
+}
+_REASONS = {
+    **_NO_SPACE,
+    errno.EACCES: "permission denied; choose a place that you may write to",
+    errno.EPERM: "permission denied; choose a place that you may write to",
+    errno.EROFS: "the file system is read-only; choose a place that you may write to",
+    errno.ENOTDIR: "a part of the path is a file, not a directory",
+    errno.EEXIST: "a part of the path is a file, not a directory",
+    errno.EISDIR: "it is a directory",
+}
+
+
+def write_atomically(path: str | Path, data: str | bytes) -> None:
+    """Write `data` (text as UTF-8) to `path`: readers see the old content or the new, never a part.
+
+    Makes the directories above `path`. A full disk or a missing permission is a `UserError`; the old file is then as
+    before.
+    """
+    path = Path(path)
+    content = data.encode("utf-8") if isinstance(data, str) else data
+    new = _beside(path, "tmp")
+    with _told(path, _REASONS):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with new.open("xb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(new, path)
+        except BaseException:
+            new.unlink(missing_ok=True)
+            raise
+        _sync(path.parent)
+
+
+@contextmanager
+def replacing_directory(path: str | Path) -> Iterator[Path]:
+    """Yield an empty directory beside `path` that becomes `path` when the block ends without an error.
+
+    A directory that was at `path` is moved aside for the swap and removed after it; when the block fails it stays, and
+    the new one is removed. A full disk or a missing permission is a `UserError`.
+    """
+    path = Path(path)
+    new = _beside(path, "tmp")
+    with _told(path, _REASONS):
+        new.mkdir(parents=True)
+    try:
+        with _told(path, _NO_SPACE):
+            yield new
+        with _told(path, _REASONS):
+            for directory, _, names in os.walk(new, topdown=False):
+                for name in names:
+                    _sync(Path(directory, name))
+                _sync(Path(directory))
+            _swap(new, path)
+            _sync(path.parent)
+    except BaseException:
+        shutil.rmtree(new, ignore_errors=True)
+        raise
+
+
+def _beside(path: Path, suffix: str) -> Path:
+    """A name in the same directory that nobody else uses."""
+    return path.parent / f".{path.name}.{uuid.uuid4().hex[:12]}.{suffix}"
+
+
+def _swap(new: Path, path: Path) -> None:
+    """Put `new` where `path` is. When that fails after the old one was moved aside, the old one goes back."""
+    if not path.exists() and not path.is_symlink():
+        os.rename(new, path)
+        return
+    aside = _beside(path, "old")
+    os.rename(path, aside)
+    try:
+        os.rename(new, path)
+    except BaseException:
+        os.rename(aside, path)
+        raise
+    if aside.is_dir() and not aside.is_symlink():
+        shutil.rmtree(aside)
+    else:
+        aside.unlink()
+
+
+@contextmanager
+def _told(path: Path, reasons: Mapping[int, str]) -> Iterator[None]:
+    """Turn the operating system's refusals to write `path` into a `UserError` that says what to do."""
+    try:
+        yield
+    except OSError as error:
+        reason = reasons.get(error.errno or 0)
+        if reason is None:
+            raise
+        raise UserError(f"cannot write {path}: {reason}") from error
+
+
+def _sync(path: Path) -> None:
+    """Make what was written to a file, or the renames in a directory, last through a power failure."""
+    if path.is_symlink():
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

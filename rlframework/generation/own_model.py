@@ -1,0 +1,95 @@
+"""A module of the engine's own, for weights from elsewhere: a trainer whose module is sharded, or another process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from rlframework.data.models import quiet_transformers
+from rlframework.errors import DataError, UserError
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class OwnModel:
+    """Built from the model's configuration at the first `load`; later loads copy into it where names allow."""
+
+    def __init__(self, model_name: str, device: str, precision: str) -> None:
+        self._model_name, self._device, self._dtype = model_name, torch.device(device), _DTYPES[precision]
+        self._module: nn.Module | None = None
+        self._names: frozenset[str] = frozenset()
+
+    def load(self, weights: Iterable[tuple[str, Tensor]]) -> nn.Module:
+        """The module with `weights`, by the names that `save_pretrained` writes, in evaluation mode.
+
+        Names that are missing or unknown, or shapes that differ, are a `UserError`, and the module is given up.
+        `weights` is read to its end in any case: it may be a collective.
+        """
+        stream = iter(weights)
+        current, self._module = self._module, None
+        try:
+            if current is not None and self._names <= set(current.state_dict()):
+                self._copy(current, stream)
+            else:
+                current = self._build(stream)
+        finally:
+            for _ in stream:
+                pass
+        self._module = current
+        return current
+
+    @torch.no_grad()
+    def _copy(self, module: nn.Module, weights: Iterator[tuple[str, Tensor]]) -> None:
+        """In place, one tensor at a time. Tied weights are one tensor, so their one name fills all."""
+        targets, seen = module.state_dict(), set()
+        for name, tensor in weights:
+            if name not in self._names:
+                self._refuse(set(), {name}, set())
+            if targets[name].shape != tensor.shape:
+                self._refuse(set(), set(), {name})
+            targets[name].copy_(tensor)
+            seen.add(name)
+        if seen != self._names:
+            self._refuse(set(self._names - seen), set(), set())
+
+    def _build(self, weights: Iterator[tuple[str, Tensor]]) -> nn.Module:
+        """Through transformers' own loading, which knows the architectures whose files and modules have other names."""
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        try:
+            config = AutoConfig.from_pretrained(self._model_name)
+        except (OSError, ValueError) as error:
+            raise DataError(
+                f"no model configuration in {self._model_name!r}: check policy.model_name ({error})"
+            ) from error
+        given = {name: tensor.detach().to(self._device, self._dtype, copy=True) for name, tensor in weights}
+        with quiet_transformers():
+            with torch.device("meta"):
+                model_class = type(AutoModelForCausalLM.from_config(config))
+            module, info = model_class.from_pretrained(
+                None,
+                config=config,
+                state_dict=dict(given),
+                dtype=self._dtype,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+            )
+        mismatched = {entry[0] if isinstance(entry, tuple) else entry for entry in info["mismatched_keys"]}
+        self._refuse(set(info["missing_keys"]), set(info["unexpected_keys"]), mismatched)
+        self._names = frozenset(given)
+        placed: nn.Module = module.to(self._device).eval()
+        return placed
+
+    def _refuse(self, missing: set[str], unexpected: set[str], mismatched: set[str]) -> None:
+        parts = [
+            f"{what}: {', '.join(sorted(names)[:8])}{' and more' if len(names) > 8 else ''}"
+            for what, names in (("missing", missing), ("unknown", unexpected), ("of another shape", mismatched))
+            if names
+        ]
+        if parts:
+            raise UserError(
+                f"the weights do not fit the model {self._model_name!r} ({'; '.join(parts)}); give all weights by the "
+                "names that save_pretrained writes, tied heads once"
+            )

@@ -1,0 +1,77 @@
+"""The generation interface: prompts in, completions with their log-probabilities out."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from rlframework.errors import NotSupported
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerBase
+
+    from rlframework.config.sections import GenerationConfig
+    from rlframework.distributed.batched_data_dict import BatchedDataDict
+
+
+class GenerationEngine(ABC):
+    """Samples completions with the weights that it was given last.
+
+    The embedded engine lives in the trainer's process: `attach` hands it the live module (no copy), or, where the
+    trainer's module is sharded, `load_weights` fills a module of its own.
+    """
+
+    @abstractmethod
+    def __init__(
+        self, config: GenerationConfig, tokenizer: PreTrainedTokenizerBase, *, model_name: str, device: str, precision: str
+    ) -> None:
+        """Light: nothing is loaded before `attach` or `load_weights`. Bad stop strings are a `ConfigError`."""
+
+    @abstractmethod
+    def attach(self, model: torch.nn.Module) -> None:
+        """Use `model` itself, a transformers causal LM whose parameters are whole, from now on."""
+
+    @abstractmethod
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Take weights by the names that `save_pretrained` writes; all names or a `UserError` that names the missing."""
+
+    @abstractmethod
+    def generate(self, data: BatchedDataDict[Any], greedy: bool = False) -> BatchedDataDict[Any]:
+        """Complete each row.
+
+        In: `input_ids [B, S]` int64, right-padded prompts; `input_lengths [B]`; `seeds [B]` int64. The
+        sample of a row depends on its prompt, its seed and the weights only: never on the rows beside it or how they
+        are spread over workers (up to the rounding of the forward).
+
+        Out, on the CPU, in the order of the rows: `output_ids [B, T]` prompt and completion, right-padded with the
+        tokenizer's pad id; `generation_lengths [B]` tokens of the completion, the stop token included;
+        `unpadded_sequence_lengths [B]`; `logprobs [B, T]` fp32, of each sampled token at the sampling temperature and
+        before top-k and top-p, 0 elsewhere (`greedy`: at temperature 1); `truncated [B]` bool, stopped by
+        `max_new_tokens`. Ends are told by position, never by the pad id, which may be the end token.
+        """
+
+    def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
+        """Called once before a series of `generate` calls; True when ready."""
+        return True
+
+    def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
+        """Called once after it: free caches."""
+        return True
+
+    def init_collective(self, ip: str, port: int, world_size: int) -> None:
+        """Join the refit group of an engine outside the trainer's processes."""
+        raise NotSupported(f"{type(self).__name__} does not receive weights over a process group")
+
+    def prepare_refit_info(self, state_dict_info: dict[str, Any]) -> None:
+        """Names, shapes and dtypes of the weights that will come."""
+        raise NotSupported(f"{type(self).__name__} does not receive weights from another process")
+
+    def update_weights_from_ipc_handles(self, ipc_handles: dict[str, Any]) -> bool:
+        """Take weights from handles of the trainer's memory."""
+        raise NotSupported(f"{type(self).__name__} does not receive weights through IPC handles")
+
+    def update_weights_from_collective(self) -> bool:
+        """Take weights that the trainer broadcasts."""
+        raise NotSupported(f"{type(self).__name__} does not receive weights over a process group")

@@ -1,0 +1,88 @@
+"""The policy-worker interface: one process of the model that is trained.
+
+Names follow NeMo-RL's workers. `rlframework.policy.worker_base.PolicyWorkerBase` implements all that does not depend on
+the engine; a backend derives from it and supplies the primitives of `rlframework.policy.engine.Engine`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rlframework.distributed.batched_data_dict import BatchedDataDict
+    from rlframework.interfaces.loss import LossFunction
+
+
+class PolicyWorker(ABC):
+    """One worker of a policy. Every method is called on all workers of the group at the same time.
+
+    Batches are right-padded, dimension 1 is the sequence: `input_ids [B, S]` int64, `input_lengths [B]` int64,
+    `token_mask [B, S]` and `sample_mask [B]` of 0 and 1. Each data-parallel rank gets its own rows. Results come back
+    on the CPU in the order of the rows. What the backend does not declare raises `NotSupported`.
+    """
+
+    @abstractmethod
+    def train(
+        self,
+        data: BatchedDataDict[Any],
+        loss_fn: LossFunction,
+        eval_mode: bool = False,
+        gbs: int | None = None,
+        mbs: int | None = None,
+    ) -> dict[str, Any]:
+        """One optimizer step for each global batch of `gbs` rows over all ranks (`eval_mode`: none, nothing changes).
+
+        Returns `global_loss` (CPU tensor, one value a global batch, the same on all ranks), `grad_norm` (CPU tensor, one
+        value a global batch, before clipping; None in eval mode), `metrics` (name to float: the loss's metrics over
+        all ranks, mean over global batches), `lr`, `skipped` (steps left out for a gradient that was not finite),
+        `global_valid_seqs`, `global_valid_toks`, `rank`, `times` (seconds by part).
+        """
+
+    @abstractmethod
+    def get_logprobs(
+        self, data: BatchedDataDict[Any], micro_batch_size: int | None = None, positions: str = "all"
+    ) -> BatchedDataDict[Any]:
+        """`logprobs [B, S]` fp32: entry i is log p(token i | tokens before i); 0 at position 0 and at padding.
+
+        `positions="token_mask"`: only where `token_mask` is not 0; 0 elsewhere.
+        """
+
+    @abstractmethod
+    def get_reference_policy_logprobs(
+        self, data: BatchedDataDict[Any], micro_batch_size: int | None = None, positions: str = "all"
+    ) -> BatchedDataDict[Any]:
+        """`reference_logprobs [B, S]`: the same under the weights that the worker was built with."""
+
+    @abstractmethod
+    def use_reference_model(self) -> AbstractContextManager[None]:
+        """Inside, the worker holds the reference weights; afterwards its own again, whatever happened inside."""
+
+    @abstractmethod
+    def generate(self, data: BatchedDataDict[Any], greedy: bool = False) -> BatchedDataDict[Any]:
+        """Complete this rank's prompts with the embedded engine: see `GenerationEngine.generate`."""
+
+    @abstractmethod
+    def save_pretrained(self, path: str) -> None:
+        """Write weights, configuration and tokenizer as a Hugging Face directory; rank 0 writes, all take part."""
+
+    @abstractmethod
+    def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
+        """Model and optimizer to the device, training mode."""
+
+    @abstractmethod
+    def prepare_for_lp_inference(self) -> None:
+        """Model to the device, evaluation mode."""
+
+    @abstractmethod
+    def is_alive(self) -> bool:
+        """True."""
+
+    @abstractmethod
+    def get_info(self) -> dict[str, Any]:
+        """Rank, process id, device, memory in bytes, threads, and the versions of the engine's packages."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Leave the process group; free the model."""

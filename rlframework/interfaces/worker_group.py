@@ -1,0 +1,114 @@
+"""The worker-group interface: N worker processes that the driver calls as one.
+
+Names and meaning follow NeMo-RL's `RayWorkerGroup`. Here: one machine, sharded and replicated axes, single calls and
+shutdown. Not here yet: several nodes, colocated groups, generators.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rlframework.config.sections import WorkerGroupConfig
+    from rlframework.distributed.named_sharding import NamedSharding
+
+
+@dataclass(frozen=True)
+class WorkerContext:
+    """Who a worker is: passed to its constructor as `context`.
+
+    `deadline` is the time in seconds that forming the process group and each collective may take.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0
+    device: str = "cpu"
+    deadline: float = 180.0
+    threads: int | None = None
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """What to start: an import path `module:Class`, its constructor arguments, and what must be the same on both sides.
+
+    `fingerprint` maps plugin name to (distribution, version) as the driver sees it; each worker compares it with what
+    it finds itself, and a difference is a `PluginError`. `plugins` are the modules that the configuration names.
+    """
+
+    target: str
+    kwargs: Mapping[str, Any]
+    plugins: tuple[str, ...] = ()
+    fingerprint: Mapping[str, tuple[str, str]] | None = None
+    py_executable: str | None = None
+
+
+@dataclass
+class MultiWorkerFuture:
+    """Results on their way: `futures[i]` belongs to `called_workers[i]`; those of `return_from_workers` are kept."""
+
+    futures: list[Any]
+    return_from_workers: list[int] | None = None
+    called_workers: list[int] | None = None
+
+
+class WorkerGroup(ABC):
+    """N workers of one class, called together.
+
+    An implementation starts them in its constructor and returns when all are up, or raises: `DeadlineExceeded` after
+    `config.deadlines.start` seconds, saying what it waited for and what was there; `WorkerError` with the rank and the
+    traceback of a worker that failed; `UserError` when the machine has fewer cores or GPUs than workers. An error of a
+    worker that is itself a `UserError` comes back as that class, so that it is told to the user as such. After any
+    failure of a call the group is unusable, and no process outlives the run.
+    """
+
+    @abstractmethod
+    def __init__(self, spec: WorkerSpec, config: WorkerGroupConfig, *, sharding: NamedSharding, device: str) -> None:
+        """Start `sharding.size` workers of `spec.target`, each with `context=WorkerContext(...)`."""
+
+    @property
+    @abstractmethod
+    def sharding(self) -> NamedSharding:
+        """The axes of the group: pipeline_parallel, data_parallel, context_parallel, tensor_parallel."""
+
+    @abstractmethod
+    def run_all_workers_single_data(
+        self, method_name: str, *, run_rank_0_only_axes: Sequence[str] | None = None, **kwargs: Any
+    ) -> MultiWorkerFuture:
+        """Call `method_name` on all workers with the same arguments; skip those not at 0 on the named axes."""
+
+    @abstractmethod
+    def run_all_workers_sharded_data(
+        self,
+        method_name: str,
+        *,
+        in_sharded_axes: Sequence[str] = (),
+        replicate_on_axes: Sequence[str] = (),
+        output_is_replicated: Sequence[str] = (),
+        make_dummy_calls_to_free_axes: bool = False,
+        common_kwargs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> MultiWorkerFuture:
+        """Call `method_name` with each worker's share of `kwargs`.
+
+        Each value is a list indexed by the worker's coordinate on the axes of `in_sharded_axes`, in that order;
+        `common_kwargs` go to all as they are. An axis that is neither sharded nor replicated is free: only coordinate
+        0 is called (the others get None for every argument with `make_dummy_calls_to_free_axes`). Results are kept
+        from coordinate 0 of the free axes and of `output_is_replicated`, in the order of worker indices.
+        """
+
+    @abstractmethod
+    def get_all_worker_results(self, future: MultiWorkerFuture) -> list[Any]:
+        """Wait for `future`, at most `deadlines.call` seconds; the kept results in the order of worker indices."""
+
+    @abstractmethod
+    def shutdown(self, cleanup_method: str | None = None, timeout: float | None = None) -> bool:
+        """Call `cleanup_method` on all, wait at most `timeout` (default `deadlines.shutdown`), then end the workers.
+
+        Idempotent. False when a worker did not end in peace.
+        """

@@ -1,0 +1,125 @@
+"""Tells everybody who listens what the run is doing, and lets none of them harm it.
+
+Core's observers and those of plugins implement the same four hooks (`rlframework.plugins.hookspec`). Each is called on
+its own: one that raises is reported once on stderr and not called again.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from rlframework.observers.samples import SampleRecord
+from rlframework.plugins.reading import new_pluggy
+
+if TYPE_CHECKING:
+    from pluggy import HookImpl, HookRelay, PluginManager
+
+    from rlframework.config.sections import ObserversConfig
+    from rlframework.plugins.hookspec import RunInfo
+
+__all__ = ["CORE_OBSERVERS", "Observers", "SampleRecord"]
+
+CORE_OBSERVERS = {
+    "console": "rlframework.observers.console:ConsoleObserver",
+    "jsonl": "rlframework.observers.jsonl:JsonlObserver",
+    "tensorboard": "rlframework.observers.tensorboard:TensorBoardObserver",
+    "curve": "rlframework.observers.curve:CurveObserver",
+}
+"""Core's observers by their switch in the `observers` section: the class to construct, without arguments."""
+
+
+class Observers:
+    """The run's listeners, called as one.
+
+    `hook` is the hook relay of the plugin manager (none: core's observers only). As a context manager it starts the run
+    on entry and frees what core's observers hold on exit; `run_finished` is the caller's to call, because a run that
+    failed has not finished.
+    """
+
+    def __init__(self, config: ObserversConfig, info: RunInfo, hook: HookRelay | None = None) -> None:
+        self._info = info
+        self._relays = [] if hook is None else [hook]
+        self._dropped: set[int] = set()
+        self._core = self._make_core(config)
+        self._closed = False
+
+    def run_started(self) -> None:
+        """The parts are built and the first step is about to begin."""
+        self._tell("rlframework_run_started")
+
+    def step_finished(self, step: int, metrics: Mapping[str, float], samples: Sequence[SampleRecord] = ()) -> None:
+        """Step `step` is done (0: before the first); `metrics` by name, `samples` all or some of its completions."""
+        self._tell("rlframework_step_finished", step=step, metrics=_numbers(metrics), samples=tuple(samples))
+
+    def checkpoint_saved(self, step: int, path: Path) -> None:
+        """A checkpoint is complete and lies at `path`."""
+        self._tell("rlframework_checkpoint_saved", step=step, path=path)
+
+    def run_finished(self, metrics: Mapping[str, float]) -> None:
+        """The run came to its end with these last metrics."""
+        self._tell("rlframework_run_finished", metrics=_numbers(metrics))
+
+    def close(self) -> None:
+        """Free what core's observers hold: files, the progress display. Idempotent; also after a failure."""
+        if self._closed:
+            return
+        self._closed = True
+        for observer in self._core.get_plugins():
+            self._guarded(observer, self._core.get_name(observer), observer.close, {})
+
+    def __enter__(self) -> Self:
+        self.run_started()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _make_core(self, config: ObserversConfig) -> PluginManager:
+        manager = new_pluggy()
+        for name, target in CORE_OBSERVERS.items():
+            if getattr(config, name):
+                self._guarded(target, name, _register, {"manager": manager, "name": name, "target": target})
+        return manager
+
+    def _tell(self, hook: str, **arguments: Any) -> None:
+        arguments["run"] = self._info
+        for relay in (self._core.hook, *self._relays):
+            for implementation in getattr(relay, hook).get_hookimpls():
+                if id(implementation.plugin) not in self._dropped:
+                    self._call(implementation, arguments)
+
+    def _call(self, implementation: HookImpl, arguments: Mapping[str, Any]) -> None:
+        if implementation.wrapper or implementation.hookwrapper:
+            self._drop(implementation.plugin, implementation.plugin_name, "observer hooks cannot be wrapped")
+            return
+        known = {name: arguments[name] for name in implementation.argnames}
+        self._guarded(implementation.plugin, implementation.plugin_name, implementation.function, known)
+
+    def _guarded(self, plugin: object, name: str | None, function: Any, arguments: Mapping[str, Any]) -> None:
+        try:
+            function(**arguments)
+        except Exception as error:  # noqa: BLE001 - whatever an observer raises must not end the run
+            self._drop(plugin, name, f"{type(error).__name__}: {error}")
+
+    def _drop(self, plugin: object, name: str | None, reason: str) -> None:
+        if id(plugin) in self._dropped:
+            return
+        self._dropped.add(id(plugin))
+        print(f"observer {name!r} failed and is left out; the run goes on: {reason}", file=sys.stderr, flush=True)
+
+
+def _register(manager: PluginManager, name: str, target: str) -> None:
+    module, _, attribute = target.partition(":")
+    manager.register(getattr(import_module(module), attribute)(), name=name)
+
+
+def _numbers(metrics: Mapping[str, float]) -> Mapping[str, float]:
+    """A read-only copy, so that no observer changes what the next one sees."""
+    return MappingProxyType({name: float(value) for name, value in metrics.items()})

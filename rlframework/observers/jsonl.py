@@ -1,0 +1,118 @@
+"""`metrics.jsonl` and `samples.jsonl` in the run's directory, and the reader of the first.
+
+Each line is valid JSON: numbers that are not finite are written as the strings "NaN", "Infinity" and "-Infinity".
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from rlframework.errors import DataError
+from rlframework.plugins.hookspec import RunInfo, hookimpl
+
+if TYPE_CHECKING:
+    from rlframework.observers.samples import SampleRecord
+
+METRICS_FILE, SAMPLES_FILE = "metrics.jsonl", "samples.jsonl"
+
+
+class JsonlObserver:
+    """Appends one object a step to `metrics.jsonl`, and the completions that it is given to `samples.jsonl`."""
+
+    def __init__(self) -> None:
+        self._metrics: TextIO | None = None
+        self._samples: TextIO | None = None
+
+    @hookimpl
+    def rlframework_run_started(self, run: RunInfo) -> None:
+        """Open both files behind their last whole line."""
+        run.output_dir.mkdir(parents=True, exist_ok=True)
+        self._metrics = _open_behind_last_line(run.output_dir / METRICS_FILE)
+        if run.config.observers.samples:
+            self._samples = _open_behind_last_line(run.output_dir / SAMPLES_FILE)
+
+    @hookimpl
+    def rlframework_step_finished(
+        self, step: int, metrics: Mapping[str, float], samples: Sequence[SampleRecord]
+    ) -> None:
+        """Write the step's line, `time` being seconds since 1970, and its completions; flush."""
+        _write(self._metrics, [{"step": step, "time": round(time.time(), 3), **metrics}])
+        _write(self._samples, [asdict(sample) for sample in samples])
+
+    def close(self) -> None:
+        """Close both files."""
+        for file in (self._metrics, self._samples):
+            if file is not None:
+                file.close()
+
+
+def read_history(path: Path) -> list[dict[str, float]]:
+    """The rows of a `metrics.jsonl`, in the order of their steps.
+
+    A run that went on from an earlier step supersedes the rows from there on; two rows of one step in sequence
+    (training and validation) become one. A last line that was cut off is left out; any other bad line is a `DataError`
+    with its number.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
+    rows: list[dict[str, float]] = []
+    lines = text.split("\n")
+    for number, line in enumerate(lines[:-1], start=1):
+        row = _parse(path, number, line)
+        while rows and rows[-1]["step"] > row["step"]:
+            rows.pop()
+        if rows and rows[-1]["step"] == row["step"]:
+            rows[-1].update(row)
+        else:
+            rows.append(row)
+    return rows
+
+
+def _parse(path: Path, number: int, line: str) -> dict[str, float]:
+    try:
+        row = {name: float(value) for name, value in json.loads(line).items()}
+        row["step"]
+    except (ValueError, AttributeError, TypeError, KeyError) as error:
+        raise DataError(f"{path}, line {number}: not an object of numbers with a `step`: {line[:80]!r}") from error
+    return row
+
+
+def _open_behind_last_line(path: Path) -> TextIO:
+    """Open for appending; what a killed process left of a line is cut off."""
+    with path.open("ab+") as file:
+        end = size = file.tell()
+        while end and not _ends_line(file, end):
+            end -= 1
+        if end != size:
+            file.truncate(end)
+    return path.open("a", encoding="utf-8")
+
+
+def _ends_line(file: Any, position: int) -> bool:
+    file.seek(position - 1)
+    return bool(file.read(1) == b"\n")
+
+
+def _write(file: TextIO | None, rows: Sequence[Mapping[str, Any]]) -> None:
+    if file is None or not rows:
+        return
+    file.writelines(json.dumps(_finite(row), ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
+    file.flush()
+
+
+def _finite(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _json_number(value) if isinstance(value, float) else value for name, value in row.items()}
+
+
+def _json_number(value: float) -> float | str:
+    if math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"

@@ -1,0 +1,103 @@
+"""Checks a configuration against what a chosen plugin declares, before any process starts.
+
+Flags first (capabilities), then the record's own `check` for combinations that flags cannot express.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rlframework.config.policy import PolicyConfig
+from rlframework.config.sections import RunConfig
+from rlframework.errors import ConfigError, PluginError
+from rlframework.plugins.manager import Registered
+from rlframework.plugins.types import Capability, Problem
+
+_PARALLELISM = {
+    "tensor": Capability.TENSOR_PARALLEL,
+    "context": Capability.CONTEXT_PARALLEL,
+    "pipeline": Capability.PIPELINE_PARALLEL,
+    "expert": Capability.EXPERT_PARALLEL,
+}
+_BATCHING = {"dynamic": Capability.DYNAMIC_BATCHING, "packed": Capability.PACKING}
+_PRECISION = {"bfloat16": Capability.BFLOAT16, "float16": Capability.FLOAT16}
+
+
+def check_config(config: RunConfig, registered: Registered, device: str) -> list[Problem]:
+    """What the plugin cannot do of what `config` asks for, on `device` ("cpu" or "cuda"); empty: nothing.
+
+    A policy worker is held to its capabilities; every record's own `check` is asked. Raises `PluginError` when that
+    check itself fails.
+    """
+    problems = _own_problems(config, registered, device)
+    if registered.record.kind == "policy_worker":
+        problems = [*_capability_problems(config, registered), *problems]
+    return problems
+
+
+def require_no_problems(problems: Sequence[Problem]) -> None:
+    """Raise one `ConfigError` that names every problem; with none, return."""
+    if problems:
+        raise ConfigError("\n".join(f"{p.key}: {p.message}" + (f" {p.hint}" if p.hint else "") for p in problems))
+
+
+def _capability_problems(config: RunConfig, registered: Registered) -> list[Problem]:
+    record = registered.record
+    return [
+        Problem(
+            key=key,
+            message=f"{value}, but the backend {record.name!r} ({registered.blame}) does not declare {capability}.",
+            hint=f"{remedy}, or choose a backend that declares it: see `rlframework plugins`.",
+        )
+        for key, value, capability, remedy in _needs(config)
+        if capability not in record.capabilities
+    ]
+
+
+def _needs(config: RunConfig) -> Iterator[tuple[str, object, Capability, str]]:
+    """Key, value, the capability that the value needs, and the value that needs none."""
+    policy = config.policy
+    for axis, capability in _PARALLELISM.items():
+        size = getattr(policy.parallelism, axis)
+        if size > 1:
+            yield f"policy.parallelism.{axis}", size, capability, "Set it to 1"
+    if policy.parallelism.sequence:
+        yield "policy.parallelism.sequence", "true", Capability.SEQUENCE_PARALLEL, "Set it to false"
+    if config.worker_group.num_workers > policy.parallelism.model_size:
+        workers = config.worker_group.num_workers
+        yield "worker_group.num_workers", workers, Capability.DATA_PARALLEL, "Take fewer workers"
+    if policy.batching.mode in _BATCHING:
+        yield "policy.batching.mode", policy.batching.mode, _BATCHING[policy.batching.mode], "Set it to auto or padded"
+    if policy.precision in _PRECISION:
+        yield "policy.precision", policy.precision, _PRECISION[policy.precision], "Set it to float32"
+    yield from _switches(policy)
+
+
+def _switches(policy: PolicyConfig) -> Iterator[tuple[str, object, Capability, str]]:
+    if policy.activation_checkpointing:
+        key = "policy.activation_checkpointing"
+        yield key, "true", Capability.ACTIVATION_CHECKPOINTING, "Set it to false"
+    if policy.offload.parameters:
+        yield "policy.offload.parameters", "true", Capability.CPU_OFFLOAD, "Set it to false"
+    if policy.offload.optimizer:
+        yield "policy.offload.optimizer", "true", Capability.CPU_OFFLOAD, "Set it to false"
+    if policy.lora is not None:
+        yield "policy.lora", "set", Capability.LORA, "Take the section out"
+
+
+def _own_problems(config: RunConfig, registered: Registered, device: str) -> list[Problem]:
+    record = registered.record
+    if record.check is None:
+        return []
+    try:
+        problems = list(record.check(config, device))
+    except Exception as error:
+        raise PluginError(f"{_whose(registered)} failed: {type(error).__name__}: {error}") from error
+    strange = [problem for problem in problems if not isinstance(problem, Problem)]
+    if strange:
+        raise PluginError(f"{_whose(registered)} must return a list of Problem, and has {strange[0]!r} in it")
+    return problems
+
+
+def _whose(registered: Registered) -> str:
+    return f"The check of the {registered.record.kind} {registered.record.name!r} ({registered.blame})"

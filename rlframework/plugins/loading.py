@@ -1,0 +1,117 @@
+"""Finds plugins, imports them, and reads and checks what their hooks return; keeps what went wrong beside each.
+
+It leaves out choosing among them: that is the manager's.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from importlib import metadata
+
+import rlframework
+from rlframework.plugins.hookspec import PROJECT
+from rlframework.plugins.reading import read_plugin
+from rlframework.plugins.types import Record
+
+CORE = "rlframework-core"
+UNVERSIONED = "unversioned"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a plugin comes from, known before it is imported. `name` is its entry point's, or its module's."""
+
+    name: str
+    distribution: str
+    version: str
+    module: str
+    load: Callable[[], object]
+
+    def __str__(self) -> str:
+        """`distribution version`, as error messages have it."""
+        return f"{self.distribution} {self.version}"
+
+
+@dataclass(frozen=True)
+class LoadedPlugin:
+    """A plugin after the attempt to import and read it.
+
+    `error` says why it is broken (None: it is not); `disabled` whether it was left alone, not even imported. `records`
+    are those that could be read, also when it is broken.
+    """
+
+    source: Source
+    plugin: object | None = None
+    records: tuple[Record, ...] = ()
+    error: BaseException | None = None
+    disabled: bool = False
+
+
+def find_sources(modules: Sequence[str]) -> list[Source]:
+    """Core's own parts, then the entry points by name, then the modules that no entry point names; names are unique."""
+    sources = [_core_source(), *_entry_point_sources()]
+    known = {source.module for source in sources}
+    sources += [_module_source(name) for name in dict.fromkeys(modules) if name not in known]
+    return list(_with_unique_names(sources))
+
+
+def load_source(source: Source, *, disabled: bool) -> LoadedPlugin:
+    """Import the plugin and read its records; whatever it raises is kept, never raised."""
+    if disabled:
+        return LoadedPlugin(source, disabled=True)
+    try:
+        plugin = source.load()
+    except (Exception, SystemExit) as error:  # noqa: BLE001  # kept: one that ends Python is broken like any other
+        return LoadedPlugin(source, error=error)
+    if source.version == UNVERSIONED:
+        source = replace(source, version=_package_version(source.module))
+    records, fault = read_plugin(plugin)
+    return LoadedPlugin(source, plugin, tuple(records), fault)
+
+
+def make_current_directory_importable() -> None:
+    """Append the current directory to `sys.path`, last, so that it hides nothing that is installed.
+
+    It stays there: a plugin that is not installed imports its other modules later, when it runs.
+    """
+    here = os.getcwd()
+    if not any(os.path.abspath(entry) == here for entry in sys.path):
+        sys.path.append(here)
+
+
+def _core_source() -> Source:
+    try:
+        version = metadata.version(CORE)
+    except metadata.PackageNotFoundError:  # used from a source tree that is not installed
+        version = rlframework.__version__
+    module = "rlframework.plugins.builtin"
+    return Source("core", CORE, version, module, lambda: importlib.import_module(module))
+
+
+def _entry_point_sources() -> list[Source]:
+    sources = []
+    for entry in metadata.entry_points(group=PROJECT):
+        name, version = (entry.dist.name, entry.dist.version) if entry.dist else ("unknown distribution", UNVERSIONED)
+        sources.append(Source(entry.name, name, version, entry.value, entry.load))
+    return sorted(sources, key=lambda source: (source.name, source.distribution))
+
+
+def _module_source(module: str) -> Source:
+    return Source(module, f"module {module}", UNVERSIONED, module, lambda: importlib.import_module(module))
+
+
+def _with_unique_names(sources: Sequence[Source]) -> Iterator[Source]:
+    taken: set[str] = set()
+    for source in sources:
+        unique = source if source.name not in taken else replace(source, name=f"{source.name} ({source.distribution})")
+        taken.add(unique.name)
+        yield unique
+
+
+def _package_version(module: str) -> str:
+    package = sys.modules.get(module.partition(".")[0])
+    return str(getattr(package, "__version__", UNVERSIONED))

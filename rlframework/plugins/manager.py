@@ -1,0 +1,224 @@
+"""Finds the plugins of this process and picks records among them by kind and name.
+
+A manager is made by `create_manager`; nothing is shared between two of them. A plugin that cannot be imported or read
+is kept as broken: choosing it raises `PluginError` from its own error, and the others go on.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import pluggy
+
+from rlframework.errors import PluginError
+from rlframework.plugins import messages
+from rlframework.plugins.listing import PluginListing
+from rlframework.plugins.loading import LoadedPlugin, find_sources, load_source, make_current_directory_importable
+from rlframework.plugins.reading import HOOK_OF_KIND, new_pluggy
+from rlframework.plugins.types import Record
+
+
+@dataclass(frozen=True)
+class Registered:
+    """A record, and the plugin and the distribution that it came from."""
+
+    record: Record
+    distribution: str
+    version: str
+    plugin: str
+
+    @property
+    def blame(self) -> str:
+        """`distribution version`, as error messages have it."""
+        return f"{self.distribution} {self.version}"
+
+
+def create_manager(modules: Sequence[str] = (), disabled: Sequence[str] | None = None) -> PluginManager:
+    """A manager of core's own parts, all installed plugins, and those in `modules`.
+
+    `modules` are import names of plugins that need not be installed: `plugins:` in the configuration. For these the
+    current directory is importable. `disabled` are names of plugins, of distributions or of records that are left out;
+    None takes them from RLFRAMEWORK_DISABLE_PLUGINS, separated by commas. Raises `PluginError` when no plugin answers
+    to one of them.
+    """
+    if disabled is None:
+        disabled = os.environ.get(messages.DISABLE_VARIABLE, "").split(",")
+    words = frozenset(word.strip() for word in disabled) - {""}
+    if modules:
+        make_current_directory_importable()
+    sources = find_sources(modules)
+    loaded = [load_source(source, disabled=bool(words & {source.name, source.distribution})) for source in sources]
+    return PluginManager(loaded, words)
+
+
+class PluginManager:
+    """What `create_manager` returns: the plugins of this process, whole, broken and disabled."""
+
+    def __init__(self, plugins: Sequence[LoadedPlugin], disabled: frozenset[str]) -> None:
+        """Take `plugins` as they were loaded, less the records that `disabled` names."""
+        self._plugins = list(plugins)
+        self._disabled = disabled
+        self._pluggy = new_pluggy()
+        known = set[str]()
+        for plugin in self._plugins:
+            known |= {plugin.source.name, plugin.source.distribution, *(record.name for record in plugin.records)}
+            if plugin.error is None and not plugin.disabled:
+                self._pluggy.register(plugin.plugin, plugin.source.name)
+        for word in sorted(disabled - known):
+            raise PluginError(messages.unknown_disabled_word(word, known))
+
+    @property
+    def hook(self) -> pluggy.HookRelay:
+        """The hooks of all plugins that are active, to call those that only listen."""
+        return self._pluggy.hook
+
+    def registered(self, kind: str) -> dict[str, Registered]:
+        """The records that can be chosen, by name: not broken, not disabled, not there twice."""
+        _check_kind(kind)
+        return {name: found[0] for (of, name), found in self._by_name().items() if of == kind and len(found) == 1}
+
+    def select(self, kind: str, name: str) -> Registered:
+        """The record of `kind` that is called `name`.
+
+        Raises `PluginError` when it is unknown, broken (from the plugin's own error), disabled, or there twice.
+        """
+        _check_kind(kind)
+        found = self._by_name().get((kind, name), [])
+        if len(found) > 1:
+            raise PluginError(messages.duplicate(kind, name, [entry.blame for entry in found]))
+        broken = self._broken(kind, name)
+        if broken is not None and broken.error is not None:
+            subject = f"{messages.KEY_OF_KIND[kind]}: the plugin {broken.source.name!r}"
+            raise PluginError(messages.broken(subject, str(broken.source), broken.error)) from broken.error
+        if found:
+            return found[0]
+        raise PluginError(self._why_not(kind, name))
+
+    def load(self, record: Record) -> type:
+        """Import the class that `record.target` names. Raises `PluginError` from the error of the import."""
+        module, _, attribute = record.target.partition(":")
+        try:
+            target = importlib.import_module(module)
+            for part in attribute.split("."):
+                target = getattr(target, part)
+        except (Exception, SystemExit) as error:  # whatever it is, it is told with the plugin's name
+            subject = f"the {record.kind} {record.name!r}"
+            text = messages.broken(subject, self._blame(record), error)
+            raise PluginError(f"{text} (while importing {record.target})") from error
+        if not isinstance(target, type):
+            raise PluginError(f"{record.target}, of {self._blame(record)}, is not a class: {target!r}")
+        return target
+
+    def listing(self) -> list[PluginListing]:
+        """One row for each record, and for each plugin that has none: active, disabled or broken, and why."""
+        return [row for plugin in self._plugins for row in self._rows(plugin)]
+
+    def fingerprint(self) -> dict[str, tuple[str, str]]:
+        """The name of each active plugin to its distribution and version."""
+        return {
+            plugin.source.name: (plugin.source.distribution, plugin.source.version)
+            for plugin in self._plugins
+            if plugin.error is None and not plugin.disabled
+        }
+
+    def compare_fingerprint(self, theirs: Mapping[str, tuple[str, str]]) -> None:
+        """Compare the driver's fingerprint with this process's; `PluginError` that names each difference."""
+        ours, differences = self.fingerprint(), []
+        for name in sorted({*ours, *theirs}):
+            here, there = ours.get(name), theirs.get(name)
+            if here is None or there is None or tuple(here) != tuple(there):
+                differences.append(f"{name}: the driver has {_side(there)}, this process has {self._own_side(name)}")
+        if differences:
+            raise PluginError(
+                f"The plugins of the driver and of a worker differ. {'; '.join(differences)}. Install the same "
+                "distributions in both environments."
+            )
+
+    def _active(self) -> Iterator[Registered]:
+        for plugin in self._plugins:
+            if plugin.error is None:
+                for record in plugin.records:
+                    if record.name not in self._disabled:
+                        source = plugin.source
+                        yield Registered(record, source.distribution, source.version, source.name)
+
+    def _by_name(self) -> dict[tuple[str, str], list[Registered]]:
+        found = defaultdict(list)
+        for entry in self._active():
+            found[entry.record.kind, entry.record.name].append(entry)
+        return found
+
+    def _broken(self, kind: str, name: str) -> LoadedPlugin | None:
+        """The broken plugin that `name` means: by a record that could be read, else by the plugin's own name.
+
+        A record of a whole plugin goes before a broken plugin that merely bears the name.
+        """
+        broken = [plugin for plugin in self._plugins if plugin.error is not None]
+        for plugin in broken:
+            if any((record.kind, record.name) == (kind, name) for record in plugin.records):
+                return plugin
+        if (kind, name) in self._by_name():
+            return None
+        return next((plugin for plugin in broken if plugin.source.name == name), None)
+
+    def _why_not(self, kind: str, name: str) -> str:
+        for plugin in self._plugins:
+            records = {record.name for record in plugin.records if record.kind == kind}
+            switched_off = plugin.source.name == name if plugin.disabled else name in records & self._disabled
+            if switched_off:
+                return messages.disabled(kind, name, str(plugin.source))
+        installed = [(entry.record.name, entry.blame) for entry in self.registered(kind).values()]
+        unusable = []
+        for plugin in self._plugins:
+            if plugin.disabled:
+                unusable.append(f"{plugin.source.name} of {plugin.source} is disabled.")
+            if plugin.error is not None:
+                unusable.append(messages.broken(plugin.source.name, str(plugin.source), plugin.error) + ".")
+        return messages.unknown(kind, name, installed, unusable)
+
+    def _rows(self, plugin: LoadedPlugin) -> Iterator[PluginListing]:
+        source = plugin.source
+        status, reason = "active", ""
+        if plugin.disabled:
+            status, reason = "disabled", messages.DISABLE_VARIABLE
+        elif plugin.error is not None:
+            status, reason = "broken", messages.reason(plugin.error)
+        for record in plugin.records:
+            yield PluginListing.of_record(record, source, *self._status(record, status, reason))
+        if not plugin.records:
+            yield PluginListing(source.name, None, source.distribution, source.version, None, (), status, reason)
+
+    def _status(self, record: Record, status: str, reason: str) -> tuple[str, str]:
+        if status == "active" and record.name in self._disabled:
+            return "disabled", messages.DISABLE_VARIABLE
+        found = self._by_name().get((record.kind, record.name), [])
+        if status == "active" and len(found) > 1:
+            return "broken", messages.duplicate(record.kind, record.name, [entry.blame for entry in found])
+        return status, reason
+
+    def _blame(self, record: Record) -> str:
+        for plugin in self._plugins:
+            if any(record is own for own in plugin.records):
+                return str(plugin.source)
+        return "a plugin that this manager does not know"
+
+    def _own_side(self, name: str) -> str:
+        for plugin in self._plugins:
+            if plugin.source.name == name and plugin.disabled:
+                return f"it disabled ({plugin.source})"
+            if plugin.source.name == name and plugin.error is not None:
+                return f"it broken ({plugin.source}: {messages.reason(plugin.error)})"
+        return _side(self.fingerprint().get(name))
+
+
+def _side(entry: Sequence[str] | None) -> str:
+    return " ".join(entry) if entry else "none"
+
+
+def _check_kind(kind: str) -> None:
+    if kind not in HOOK_OF_KIND:
+        raise ValueError(f"there is no kind {kind!r} of record; kinds: {', '.join(HOOK_OF_KIND)}")

@@ -1,0 +1,85 @@
+"""The texts of the manager's errors: what was asked for, what is there, and what to do."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+DISABLE_VARIABLE = "RLFRAMEWORK_DISABLE_PLUGINS"
+
+KEY_OF_KIND = {
+    "policy_worker": "policy.backend",
+    "worker_group": "worker_group.name",
+    "generation_engine": "generation.name",
+    "environment": "environment.name",
+    "algorithm": "algorithm.name",
+    "data_processor": "data_processor",
+}
+"""Kind of record to the key of the configuration that names one."""
+
+OWN_EXTRAS = {"policy_worker": ("dtensor", "deepspeed", "megatron")}
+"""Kind to the names that come with an extra of rlframework-core."""
+
+
+def unknown(kind: str, name: str, installed: Sequence[tuple[str, str]], unusable: Sequence[str]) -> str:
+    """No record has this name. `installed`: name and blame of those to choose from; `unusable`: why others are not."""
+    key, own = KEY_OF_KIND[kind], OWN_EXTRAS.get(kind, ())
+    parts = [f"{key}: there is no {kind} {name!r}."]
+    near = difflib.get_close_matches(name, [*(known for known, _ in installed), *own], n=1)
+    if near and name not in own:
+        parts.append(f"Did you mean {near[0]!r}?")
+    listed = ", ".join(f"{known} ({blame})" for known, blame in installed) or "none"
+    parts.append(f"Installed: {listed}.")
+    parts += unusable
+    parts.append(_how_to_install(kind, name, near, {known for known, _ in installed}))
+    return " ".join(parts)
+
+
+def _how_to_install(kind: str, name: str, near: Sequence[str], installed: set[str]) -> str:
+    wanted = name if name in OWN_EXTRAS.get(kind, ()) else next(iter(near), "")
+    if wanted in OWN_EXTRAS.get(kind, ()) and wanted not in installed:
+        return (
+            f"To install {wanted}: pip install 'rlframework-core[{wanted}]', or in a clone of the repository: "
+            f"pip install -e plugins/{wanted}."
+        )
+    return (
+        f"If {name!r} comes from a plugin, install its distribution with pip, or name its module under `plugins:` in "
+        "the configuration; `rlframework plugins` shows what is found."
+    )
+
+
+def duplicate(kind: str, name: str, blames: Sequence[str]) -> str:
+    """Two plugins give the same name to the same kind."""
+    return (
+        f"{KEY_OF_KIND[kind]}: {len(blames)} plugins call a {kind} {name!r}: {' and '.join(blames)}. Uninstall one of "
+        f"them, or put its distribution into {DISABLE_VARIABLE}."
+    )
+
+
+def broken(subject: str, blame: str, error: BaseException) -> str:
+    """A plugin could not be imported or read."""
+    return f"{subject} of {blame} is broken: {reason(error)}"
+
+
+def disabled(kind: str, name: str, blame: str) -> str:
+    """A plugin was chosen that the user switched off."""
+    return (
+        f"{KEY_OF_KIND[kind]}: the {kind} {name!r} ({blame}) is disabled by {DISABLE_VARIABLE}. Choose another one, or "
+        "take the word out of that variable."
+    )
+
+
+def unknown_disabled_word(word: str, known: Iterable[str]) -> str:
+    """A word to disable that no plugin answers to."""
+    names = sorted(set(known))
+    near = difflib.get_close_matches(word, names, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return f"{DISABLE_VARIABLE}: there is no plugin {word!r}.{hint} Plugins that can be disabled: {', '.join(names)}."
+
+
+def reason(error: BaseException) -> str:
+    """The error in one line, with its class unless it is one of ours."""
+    text = " ".join(str(error).split())
+    if type(error).__module__ == "rlframework.errors":
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

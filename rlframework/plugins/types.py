@@ -1,0 +1,139 @@
+"""The records that plugins return, the capabilities that they declare, and the problems that their checks report.
+
+Light on purpose: nothing here, and nothing that a `plugin.py` needs to make a record, imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+API_VERSION = 1
+"""Version of the plugin API: of the hookspecs, the records and the interfaces that the records name."""
+
+
+class Capability(StrEnum):
+    """What a backend says that it can do. Declared: the conformance suite tests it. Not declared: it is refused."""
+
+    TENSOR_PARALLEL = "tensor_parallel"
+    SEQUENCE_PARALLEL = "sequence_parallel"
+    CONTEXT_PARALLEL = "context_parallel"
+    PIPELINE_PARALLEL = "pipeline_parallel"
+    EXPERT_PARALLEL = "expert_parallel"
+    DATA_PARALLEL = "data_parallel"
+    DYNAMIC_BATCHING = "dynamic_batching"
+    PACKING = "packing"
+    ACTIVATION_CHECKPOINTING = "activation_checkpointing"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+    CPU_OFFLOAD = "cpu_offload"
+    LORA = "lora"
+    REFERENCE_MODEL = "reference_model"
+    SCORING = "scoring"
+    EMBEDDED_GENERATION = "embedded_generation"
+    COLLECTIVE_REFIT = "collective_refit"
+    IPC_REFIT = "ipc_refit"
+    PORTABLE_OPTIMIZER_STATE = "portable_optimizer_state"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that a plugin's `check` found: the dotted configuration key, what is wrong with it, and what to do."""
+
+    key: str
+    message: str
+    hint: str = ""
+
+
+@dataclass(frozen=True)
+class KnownFailure:
+    """A conformance test that a backend is known to fail: test name, exception type name and the reason."""
+
+    test: str
+    exception: str
+    reason: str
+
+
+Check = Callable[[Any, str], list[Problem]]
+"""`check(config, device)`: the resolved `RunConfig` and "cpu" or "cuda"; light, called before any process starts."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a registration hook returns: a name for the configuration and where the implementation is.
+
+    `name` is the word in the configuration; `target` is the import path `module:Class`, imported only in the process
+    that needs it; `config_model` is the pydantic model of the part's own section; `py_executable` names another Python
+    for the worker processes (None: the driver's).
+    """
+
+    kind: ClassVar[str] = ""
+
+    name: str
+    target: str
+    summary: str = ""
+    api_version: int = API_VERSION
+    capabilities: frozenset[Capability] = frozenset()
+    config_model: type[BaseModel] | None = None
+    check: Check | None = None
+    py_executable: str | None = None
+    known_failures: tuple[KnownFailure, ...] = ()
+
+
+@dataclass(frozen=True)
+class PolicyWorkerRecord(Record):
+    """A training engine: `target` implements `rlframework.interfaces.policy_worker.PolicyWorker`."""
+
+    kind: ClassVar[str] = "policy_worker"
+
+
+@dataclass(frozen=True)
+class DataProcessorRecord(Record):
+    """`target` implements `rlframework.interfaces.data_processor.DataProcessor`."""
+
+    kind: ClassVar[str] = "data_processor"
+
+
+@dataclass(frozen=True)
+class WorkerGroupRecord(Record):
+    """`target` implements `rlframework.interfaces.worker_group.WorkerGroup`."""
+
+    kind: ClassVar[str] = "worker_group"
+
+
+@dataclass(frozen=True)
+class GenerationEngineRecord(Record):
+    """`target` implements `rlframework.interfaces.generation.GenerationEngine`."""
+
+    kind: ClassVar[str] = "generation_engine"
+
+
+@dataclass(frozen=True)
+class EnvironmentRecord(Record):
+    """`target` implements `rlframework.interfaces.environment.Environment`."""
+
+    kind: ClassVar[str] = "environment"
+
+
+@dataclass(frozen=True)
+class AlgorithmRecord(Record):
+    """`target` implements `rlframework.interfaces.algorithm.Algorithm`."""
+
+    kind: ClassVar[str] = "algorithm"
+
+
+RECORD_TYPES: tuple[type[Record], ...] = (
+    PolicyWorkerRecord,
+    DataProcessorRecord,
+    WorkerGroupRecord,
+    GenerationEngineRecord,
+    EnvironmentRecord,
+    AlgorithmRecord,
+)
+
+

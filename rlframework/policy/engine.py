@@ -1,0 +1,109 @@
+"""The primitives that a training engine supplies to `PolicyWorkerBase`: what differs between engines, and nothing else.
+
+Everything is called on all ranks of the group at the same time.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from rlframework.interfaces.data_processor import MicrobatchRule
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from rlframework.interfaces.data_processor import Microbatch
+    from rlframework.policy.head import HeadOutput, HeadRequest
+
+
+@dataclass
+class StepResult:
+    """What `step` made of one microbatch: the scalar loss with gradient, and values for the base (never with gradient)."""
+
+    loss: Tensor | None = None
+    outputs: dict[str, Any] = field(default_factory=dict)
+
+
+Step = Callable[["HeadOutput", "Microbatch"], StepResult]
+
+
+@dataclass(frozen=True)
+class WeightSpec:
+    """Shape and dtype of a whole weight, known without gathering it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Engine(ABC):
+    """The primitives. A backend's worker derives from `PolicyWorkerBase`, which derives from this."""
+
+    @abstractmethod
+    def build(self, *, init_optimizer: bool) -> None:
+        """Load `self.config.model_name`, split it over the workers, make the optimizer from core's parameter groups."""
+
+    @abstractmethod
+    def forward_backward(
+        self, microbatches: Sequence[Microbatch], head: HeadRequest, step: Step, *, forward_only: bool
+    ) -> list[StepResult]:
+        """Run each microbatch through the model, the head inside its forward, and `step` on what the head gives.
+
+        All ranks get equally many microbatches. Unless `forward_only`, gradients afterwards are the SUM over
+        microbatches and data-parallel ranks of d(loss), whatever was there before; the engine undoes its own averaging.
+        With `forward_only` there is no gradient and the model is in evaluation mode. Results in order, on every rank.
+        """
+
+    @abstractmethod
+    def clip_and_step(self, max_grad_norm: float | None, lr: float) -> tuple[float, bool]:
+        """L2 norm of the whole gradient before clipping; clip to `max_grad_norm`, one optimizer step at `lr`.
+
+        A norm that is not finite: no step, nothing changed; the second value is True.
+        """
+
+    @abstractmethod
+    def weight_specs(self) -> dict[str, WeightSpec]:
+        """All weights under the names that `save_pretrained` writes, tied ones once. Local knowledge, no collective."""
+
+    @abstractmethod
+    def gather_weights(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        """Whole weights, one at a time, on every rank. Collective: every rank must ask for the same names and drain it."""
+
+    @abstractmethod
+    def snapshot(self) -> dict[str, Tensor]:
+        """Copies of this rank's shards of the weights, on the CPU."""
+
+    @abstractmethod
+    def restore(self, snapshot: dict[str, Tensor]) -> None:
+        """Put a snapshot back, in place, bit for bit."""
+
+    def microbatch_rule(self) -> MicrobatchRule:
+        """What the engine asks of microbatches."""
+        return MicrobatchRule()
+
+    def preferred_batching(self) -> str:
+        """What `batching.mode=auto` means on this device: padded, dynamic or packed."""
+        return "padded"
+
+    def whole_model(self) -> torch.nn.Module | None:
+        """The live module if its parameters are whole and it can be called by one rank alone; else None."""
+        return None
+
+    def generating(self) -> AbstractContextManager[None]:
+        """Around the use of `whole_model` for generation."""
+        return nullcontext()
+
+    def data_parallel_group(self) -> Any:
+        """Process group over which batches are sharded; None when this rank is alone."""
+        return None
+
+    def data_parallel_size(self) -> int:
+        """Ranks in it."""
+        return 1
+
+    def close(self) -> None:
+        """Free the model and leave process groups that the engine made."""

@@ -1,0 +1,208 @@
+"""Log-probabilities from hidden states, chunk by chunk: `[tokens, vocabulary]` in fp32 is never held whole.
+
+`chunked_logprobs` is the function, with a backward written by hand that recomputes each chunk. `HeadPatch` puts it in
+place of `lm_head.forward`, because under FSDP2 and ZeRO-3 the head's weight is whole only inside the model's forward.
+
+Shapes: N wanted tokens, H hidden size, V vocabulary. Left out: vocabulary-parallel heads, top-k logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlframework.errors import NotSupported
+
+CHUNK_ELEMENTS = 1 << 23
+"""Most fp32 logits held at once: 32 MiB."""
+
+
+@dataclass(frozen=True)
+class HeadRequest:
+    """What the head computes in each forward: `wants` holds "logprobs", "entropy" or "logits"."""
+
+    wants: frozenset[str] = frozenset({"logprobs"})
+    temperature: float = 1.0
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Order of the columns in what the patched head returns."""
+        return ("logprobs", "entropy") if "entropy" in self.wants else ("logprobs",)
+
+
+@dataclass
+class HeadOutput:
+    """What the head computed at the `N` head positions of a microbatch: `[N]` fp32 each, `logits [N, V]`."""
+
+    logprobs: Tensor | None = None
+    entropy: Tensor | None = None
+    logits: Tensor | None = None
+
+
+def _chunk_rows(vocabulary: int) -> int:
+    return max(1, CHUNK_ELEMENTS // vocabulary)
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
+    logits = torch.nn.functional.linear(hidden, weight, bias).float()
+    return logits if temperature == 1.0 else logits.div_(temperature)
+
+
+class _ChunkedLogprobs(torch.autograd.Function):
+    """`[N, H] -> [N]` log-probabilities and `[N]` entropies (no gradient through the entropies)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        wants_entropy: bool,
+    ) -> tuple[Tensor, Tensor]:
+        count, rows = hidden.shape[0], _chunk_rows(weight.shape[0])
+        logprobs = torch.empty(count, dtype=torch.float32, device=hidden.device)
+        normalizers = torch.empty_like(logprobs)
+        entropy = torch.empty_like(logprobs) if wants_entropy else logprobs.new_empty(0)
+        for start in range(0, count, rows):
+            part = slice(start, start + rows)
+            logits = _logits(hidden[part], weight, bias, temperature)
+            normalizer = logits.logsumexp(-1)
+            normalizers[part] = normalizer
+            logprobs[part] = logits.gather(-1, targets[part, None]).squeeze(-1) - normalizer
+            if wants_entropy:
+                entropy[part] = entropy_of(logits, normalizer)
+        ctx.save_for_backward(hidden, weight, bias, targets, normalizers)
+        ctx.temperature = temperature
+        ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, normalizers = ctx.saved_tensors
+        grad = grads[0]
+        rows = _chunk_rows(weight.shape[0])
+        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if ctx.needs_input_grad[2] else None
+        for start in range(0, hidden.shape[0], rows):
+            part = slice(start, start + rows)
+            scale = grad[part, None] / ctx.temperature
+            logits = _logits(hidden[part], weight, bias, ctx.temperature)
+            # d logprob / d logits = onehot(target) - softmax, so the gradient is -softmax * scale, plus scale at the target
+            slope = logits.sub_(normalizers[part, None]).exp_().mul_(-scale)
+            slope.scatter_add_(1, targets[part, None], scale)
+            if grad_bias is not None:
+                grad_bias += slope.sum(0)
+            slope = slope.to(weight.dtype)
+            if grad_hidden is not None:
+                grad_hidden[part] = slope @ weight
+            if grad_weight is not None:
+                grad_weight += slope.T @ hidden[part]
+        return (
+            grad_hidden,
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None if grad_bias is None else grad_bias.to(bias.dtype),
+            None,
+            None,
+            None,
+        )
+
+
+def entropy_of(logits: Tensor, normalizer: Tensor) -> Tensor:
+    """Entropy `[N]` in nats of the softmax of `logits [N, V]` whose logsumexp is `normalizer [N]`."""
+    probabilities = (logits - normalizer[:, None]).exp_()
+    return normalizer - torch.linalg.vecdot(probabilities, logits)
+
+
+def chunked_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    *,
+    temperature: float = 1.0,
+    wants_entropy: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """log p(target) of each row, and the entropy of its distribution if asked for.
+
+    `hidden [N, H]`, `weight [V, H]`, `bias [V]`, `targets [N]` int64; returns `[N]` fp32 each. The gradient flows
+    through the log-probabilities to `hidden`, `weight` and `bias`; the entropy has none.
+    """
+    if hidden.shape[0] <= _chunk_rows(weight.shape[0]):  # one chunk: the fused kernel, which saves what we would recompute
+        logits = _logits(hidden, weight, bias, temperature)
+        logprobs = -torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+        entropy = None
+        if wants_entropy:
+            with torch.no_grad():
+                entropy = entropy_of(logits, logits.logsumexp(-1))
+        return logprobs, entropy
+    logprobs, entropies = _ChunkedLogprobs.apply(hidden, weight, bias, targets, temperature, wants_entropy)
+    return logprobs, entropies if wants_entropy else None
+
+
+class HeadPatch:
+    """Replaces `lm_head.forward`: inside `computing(...)` the model returns the head's values instead of logits.
+
+    Outside it the head is the ordinary one, so that generation and anything else can use the model as it is.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        """`model`: a transformers causal LM. `NotSupported` if its logits are more than a linear map."""
+        head = getattr(model, "get_output_embeddings", lambda: None)()
+        if head is None or not hasattr(head, "weight"):
+            raise NotSupported(f"{type(model).__name__} has no linear output head; take a causal language model")
+        config = model.config
+        for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
+            if getattr(config, name, None) not in (None, 1.0, 1):
+                raise NotSupported(f"{type(model).__name__} changes its logits after the head ({name}), which is not supported yet")
+        self._ordinary = head.forward
+        self._head = head
+        self._request: HeadRequest | None = None
+        self._positions: Tensor | None = None
+        self._targets: Tensor | None = None
+        head.forward = self._forward
+
+    @contextmanager
+    def computing(self, request: HeadRequest, positions: Tensor, targets: Tensor) -> Iterator[None]:
+        """Within it, forwards compute `request` at flat `positions [N]` of the input for `targets [N]`."""
+        self._request, self._positions, self._targets = request, positions, targets
+        try:
+            yield
+        finally:
+            self._request = self._positions = self._targets = None
+
+    def _forward(self, hidden: Tensor) -> Tensor:
+        if self._request is None or self._positions is None or self._targets is None:
+            return self._ordinary(hidden)
+        request = self._request
+        rows = hidden.reshape(-1, hidden.shape[-1]).index_select(0, self._positions)
+        bias = getattr(self._head, "bias", None)
+        if "logits" in request.wants:
+            return _logits(rows, self._head.weight, bias, request.temperature)
+        logprobs, entropy = chunked_logprobs(
+            rows,
+            self._head.weight,
+            bias,
+            self._targets,
+            temperature=request.temperature,
+            wants_entropy="entropy" in request.wants,
+        )
+        # a new tensor, not a view: FSDP2 hangs its hook for the backward on what the model returns
+        return torch.stack((logprobs,) if entropy is None else (logprobs, entropy), dim=1)
+
+
+def read_head_output(values: Tensor, request: HeadRequest) -> HeadOutput:
+    """Name the columns of what a patched model returned as its logits."""
+    if "logits" in request.wants:
+        return HeadOutput(logits=values)
+    columns = {name: values[:, index] for index, name in enumerate(request.columns)}
+    if "entropy" in columns:
+        columns["entropy"] = columns["entropy"].detach()
+    return HeadOutput(**columns)

@@ -1,0 +1,171 @@
+"""The driver's handle of a policy: shards batches over workers, calls them, puts results back in order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rlframework.config.policy import PolicyConfig
+from rlframework.distributed.batched_data_dict import BatchedDataDict
+from rlframework.distributed.named_sharding import policy_sharding
+from rlframework.errors import BatchError
+from rlframework.interfaces.worker_group import WorkerGroup, WorkerSpec
+from rlframework.policy.scheduler import resolve_total_steps
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from rlframework.config.sections import RunConfig
+    from rlframework.interfaces.loss import LossFunction
+    from rlframework.plugins.manager import PluginManager
+
+DATA_AXES = ("data_parallel",)
+MODEL_AXES = ("pipeline_parallel", "context_parallel", "tensor_parallel")
+
+
+def worker_spec(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, manager: PluginManager, *, init_reference_model: bool, init_optimizer: bool
+) -> WorkerSpec:
+    """What each worker of the policy of `config` is started with."""
+    record = manager.select("policy_worker", config.policy.backend).record
+    neutral = {name: getattr(config.policy, name) for name in PolicyConfig.model_fields}
+    neutral["scheduler"] = resolve_total_steps(config.policy.scheduler, config.algorithm.num_steps)
+    section = getattr(config.policy, config.policy.backend, None)
+    return WorkerSpec(
+        target=record.target,
+        kwargs={
+            "config": PolicyConfig(**neutral),
+            "tokenizer": tokenizer,
+            "init_optimizer": init_optimizer,
+            "init_reference_model": init_reference_model,
+            "backend_config": None if section is None else section.model_dump(),
+            "generation": config.generation,
+            "generation_target": manager.select("generation_engine", config.generation.name).record.target,
+        },
+        plugins=tuple(config.plugins),
+        fingerprint=manager.fingerprint(),
+        py_executable=record.py_executable,
+    )
+
+
+class Policy:
+    """A model in training, on the worker group and backend that the configuration names."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        manager: PluginManager,
+        *,
+        device: str = "cpu",
+        init_reference_model: bool = False,
+        init_optimizer: bool = True,
+    ) -> None:
+        """Start the workers. `device`: "cpu" or "cuda"."""
+        self.config = config
+        group = manager.load(manager.select("worker_group", config.worker_group.name).record)
+        spec = worker_spec(
+            config, tokenizer, manager, init_reference_model=init_reference_model, init_optimizer=init_optimizer
+        )
+        sharding = policy_sharding(config.worker_group.num_workers, config.policy.parallelism)
+        self.worker_group: WorkerGroup = group(spec, config.worker_group, sharding=sharding, device=device)
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Workers that batches are sharded over."""
+        return self.worker_group.sharding.get_axis_size("data_parallel")
+
+    def train(
+        self,
+        data: BatchedDataDict[Any],
+        loss_fn: LossFunction,
+        eval_mode: bool = False,
+        gbs: int | None = None,
+        mbs: int | None = None,
+    ) -> dict[str, Any]:
+        """One optimizer step for each `gbs` rows of `data` (default `policy.train_global_batch_size`).
+
+        Returns what `PolicyWorker.train` returns, for the whole batch, and `loss`: the mean over global batches.
+        """
+        gbs = gbs or self.config.policy.train_global_batch_size
+        if data.size == 0 or data.size % gbs:
+            raise BatchError(f"{data.size} rows do not divide into global batches of {gbs}; the rows must be a multiple")
+        shards = data.shard_by_batch_size(self.data_parallel_size, batch_size=gbs)
+        result = self._sharded(
+            "train", {"data": shards}, {"loss_fn": loss_fn, "eval_mode": eval_mode, "gbs": gbs, "mbs": mbs}
+        )[0]
+        return {**result, "loss": float(result["global_loss"].mean())}
+
+    def get_logprobs(
+        self, data: BatchedDataDict[Any], micro_batch_size: int | None = None, positions: str = "all"
+    ) -> BatchedDataDict[Any]:
+        """`logprobs [B, S]` of the rows of `data`, in order: see `PolicyWorker.get_logprobs`."""
+        return self._scored("get_logprobs", data, micro_batch_size, positions)
+
+    def get_reference_policy_logprobs(
+        self, data: BatchedDataDict[Any], micro_batch_size: int | None = None, positions: str = "all"
+    ) -> BatchedDataDict[Any]:
+        """`reference_logprobs [B, S]`: the same under the weights that the policy started with."""
+        return self._scored("get_reference_policy_logprobs", data, micro_batch_size, positions)
+
+    def _scored(
+        self, method: str, data: BatchedDataDict[Any], micro_batch_size: int | None, positions: str
+    ) -> BatchedDataDict[Any]:
+        rows, ranks = data.size, self.data_parallel_size
+        if rows == 0:
+            raise BatchError(f"{method} got no rows")
+        keys = [key for key in ("input_ids", "input_lengths", "token_mask") if key in data]
+        needed = BatchedDataDict({key: data[key] for key in keys})
+        if rows % ranks:  # repeat the first rows: every worker must have as many
+            filled = torch.arange(rows + -rows % ranks) % rows
+            needed = needed.select_indices(filled)
+        results = self._sharded(
+            method,
+            {"data": needed.shard_by_batch_size(ranks)},
+            {"micro_batch_size": micro_batch_size, "positions": positions},
+        )
+        return BatchedDataDict.from_batches(results).slice(0, rows)
+
+    def save_pretrained(self, path: str) -> None:
+        """Write weights, configuration and tokenizer as a Hugging Face directory, all or nothing."""
+        self._everywhere("save_pretrained", path=path)
+
+    def prepare_for_training(self) -> None:
+        """Model and optimizer to the device."""
+        self._everywhere("prepare_for_training")
+
+    def prepare_for_lp_inference(self) -> None:
+        """Model to the device, for scoring."""
+        self._everywhere("prepare_for_lp_inference")
+
+    def get_info(self) -> list[dict[str, Any]]:
+        """What each worker says of itself, by rank: device, memory, threads, versions."""
+        return self._everywhere("get_info")
+
+    def shutdown(self) -> bool:
+        """End the workers; False when one did not end in peace."""
+        return self.worker_group.shutdown(cleanup_method="shutdown")
+
+    def __enter__(self) -> Policy:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.shutdown()
+
+    def _everywhere(self, method: str, **kwargs: Any) -> list[Any]:
+        group = self.worker_group
+        return group.get_all_worker_results(group.run_all_workers_single_data(method, **kwargs))
+
+    def _sharded(self, method: str, sharded: Mapping[str, Any], common: Mapping[str, Any]) -> list[Any]:
+        """One result for each data-parallel rank, in order."""
+        future = self.worker_group.run_all_workers_sharded_data(
+            method,
+            in_sharded_axes=DATA_AXES,
+            replicate_on_axes=MODEL_AXES,
+            output_is_replicated=MODEL_AXES,
+            common_kwargs=common,
+            **sharded,
+        )
+        return self.worker_group.get_all_worker_results(future)

@@ -1,0 +1,391 @@
+"""The shared step: everything of a policy worker that does not depend on the engine.
+
+Global batches, microbatches and dummies, loss normalisation, metrics, log-probabilities in the order of the rows, the
+reference swap, the embedded generation engine, the schedule, and what happens on a gradient that is not finite. An
+engine derives from `PolicyWorkerBase` and supplies the primitives of `engine.py`. Not here yet: refit to other
+processes, checkpoints with optimizer state, scoring.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from abc import ABC
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from rlframework.config.base import Section
+from rlframework.config.policy import PolicyConfig
+from rlframework.config.sections import GenerationConfig
+from rlframework.data.microbatches import MicrobatchProcessor, check_sequence_dim, make_microbatch, to_device
+from rlframework.distributed.batched_data_dict import BatchedDataDict
+from rlframework.errors import BatchError, NonFiniteGradients, NotSupported
+from rlframework.interfaces.data_processor import BatchPlan, DataProcessor, Microbatch
+from rlframework.interfaces.loss import LossFunction, LossInput, LossType
+from rlframework.interfaces.policy_worker import PolicyWorker
+from rlframework.interfaces.worker_group import WorkerContext
+from rlframework.policy.engine import Engine, Step, StepResult
+from rlframework.policy.head import HeadOutput, HeadRequest
+from rlframework.policy.metrics import reduce_metrics, sum_over_ranks
+from rlframework.policy.scheduler import learning_rate
+
+
+class PolicyWorkerBase(Engine, PolicyWorker, ABC):
+    """A policy worker on the primitives of an engine."""
+
+    backend_config_model: ClassVar[type[Section]] = Section
+    """Model of the backend's own section, `policy.<backend>`."""
+
+    def __init__(
+        self,
+        config: PolicyConfig | Mapping[str, Any],
+        tokenizer: Any,
+        weights_path: str | None = None,
+        optimizer_path: str | None = None,
+        init_optimizer: bool = True,
+        init_reference_model: bool = True,
+        *,
+        context: WorkerContext | None = None,
+        backend_config: Mapping[str, Any] | Section | None = None,
+        generation: GenerationConfig | None = None,
+        generation_target: str | None = None,
+        processor: DataProcessor | None = None,
+    ) -> None:
+        """Build the model on this rank.
+
+        `config`: the neutral keys of `policy` (a dictionary is checked). `backend_config`: the section of the backend.
+        `generation`, `generation_target`: settings and class (`module:Class`) of the embedded engine.
+        """
+        if weights_path or optimizer_path:
+            raise NotSupported("resuming from a checkpoint is not supported yet; give the saved model as policy.model_name")
+        self.config = config if isinstance(config, PolicyConfig) else PolicyConfig.model_validate(dict(config))
+        self.tokenizer = tokenizer
+        self.context = context or WorkerContext()
+        self.backend_config = self.backend_config_model.model_validate(backend_config or {})
+        self.device = torch.device(self.context.device)
+        self._generation_config = generation or GenerationConfig()
+        self._generation_target = generation_target
+        self._generation_engine: Any = None
+        self._processor = processor or MicrobatchProcessor()
+        self._train_calls = 0
+        self._skipped_in_a_row = 0
+        self._weights_version = 0
+        self._generation_version = -1
+        if self.context.threads:
+            torch.set_num_threads(self.context.threads)
+        self.build(init_optimizer=init_optimizer)
+        self._has_optimizer = init_optimizer
+        self._reference = self.snapshot() if init_reference_model else None
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}[rank={self.context.rank}]"
+
+    # -- training -----------------------------------------------------------------------------------------------------
+
+    def train(
+        self,
+        data: BatchedDataDict[Any],
+        loss_fn: LossFunction,
+        eval_mode: bool = False,
+        gbs: int | None = None,
+        mbs: int | None = None,
+    ) -> dict[str, Any]:
+        """See `PolicyWorker.train`."""
+        if not eval_mode and not self._has_optimizer:
+            raise NotSupported("this worker was built without an optimizer; build it with init_optimizer=True to train")
+        self._check_training_data(data, loss_fn)
+        rows = self._local_batch_size(data, gbs or self.config.train_global_batch_size)
+        lr = learning_rate(self.config.optimizer.lr, self.config.scheduler, self._train_calls)
+        started = time.perf_counter()
+        batches = [
+            self._global_batch(data.slice(start, start + rows), loss_fn, mbs, lr, eval_mode)
+            for start in range(0, data.size, rows)
+        ]
+        if not eval_mode:
+            self._train_calls += 1
+        return self._summary(batches, lr, time.perf_counter() - started)
+
+    def _check_training_data(self, data: BatchedDataDict[Any], loss_fn: LossFunction) -> None:
+        check_sequence_dim(data)
+        if "sample_mask" not in data:
+            raise BatchError(f"sample_mask must be present in the data! It has {sorted(data)}")
+        if "token_mask" not in data:
+            kind = "token-level loss" if loss_fn.loss_type == LossType.TOKEN_LEVEL else "training"
+            raise BatchError(f"token_mask must be present in the data when using {kind}; it has {sorted(data)}")
+
+    def _local_batch_size(self, data: BatchedDataDict[Any], global_batch_size: int) -> int:
+        ranks = self.data_parallel_size()
+        local, left = divmod(global_batch_size, ranks)
+        if left:
+            raise BatchError(f"a global batch of {global_batch_size} rows does not divide over {ranks} data-parallel workers")
+        if data.size == 0 or data.size % local:
+            raise BatchError(
+                f"this worker got {data.size} rows, which is no multiple of its {local} rows of a global batch of "
+                f"{global_batch_size} over {ranks} data-parallel workers"
+            )
+        return local
+
+    def _global_batch(
+        self, batch: BatchedDataDict[Any], loss_fn: LossFunction, mbs: int | None, lr: float, eval_mode: bool
+    ) -> dict[str, Any]:
+        valid = torch.stack(
+            (batch["sample_mask"].sum(), (batch["token_mask"][:, 1:] * batch["sample_mask"][:, None]).sum())
+        ).float()
+        global_valid_seqs, global_valid_toks = sum_over_ranks(valid.to(self.device), self.data_parallel_group())
+        head = self._head_request(loss_fn)
+        microbatches = self._microbatches(batch, "loss", mbs or self.config.train_micro_batch_size, self.config.batching.tokens)
+        results = self.forward_backward(
+            microbatches, head, _loss_step(loss_fn, global_valid_seqs, global_valid_toks), forward_only=eval_mode
+        )
+        metrics = reduce_metrics([result.outputs for result in results], self.data_parallel_group(), self.device)
+        norm, skipped = (None, False) if eval_mode else self.clip_and_step(self.config.max_grad_norm, lr)
+        if not eval_mode:
+            self._after_step(norm, skipped)
+        return {
+            "loss": metrics.pop("loss"),
+            "grad_norm": norm,
+            "skipped": int(skipped),
+            "metrics": metrics,
+            "global_valid_seqs": float(global_valid_seqs),
+            "global_valid_toks": float(global_valid_toks),
+        }
+
+    def _head_request(self, loss_fn: LossFunction) -> HeadRequest:
+        wants = {"logits"} if loss_fn.input_type == LossInput.LOGITS else {"logprobs"}
+        if loss_fn.wants_entropy:
+            wants.add("entropy")
+        return HeadRequest(frozenset(wants), self._temperature() if loss_fn.at_sampling_temperature else 1.0)
+
+    def _temperature(self) -> float:
+        return self._generation_config.temperature or 1.0  # greedy answers are scored at 1
+
+    def _after_step(self, norm: float | None, skipped: bool) -> None:
+        self._weights_version += not skipped
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
+        if self._skipped_in_a_row >= self.config.non_finite_gradients.stop_after:
+            raise NonFiniteGradients(
+                f"the gradient was not finite (norm {norm}) for {self._skipped_in_a_row} steps in a row; the weights are those "
+                f"before the first of them. Lower policy.optimizer.lr, set policy.max_grad_norm, or use "
+                f"policy.precision=float32; policy.non_finite_gradients.stop_after sets how many are borne"
+            )
+
+    def _summary(self, batches: list[dict[str, Any]], lr: float, seconds: float) -> dict[str, Any]:
+        names = batches[0]["metrics"]
+        norms = [batch["grad_norm"] for batch in batches]
+        return {
+            "global_loss": torch.tensor([batch["loss"] for batch in batches]),
+            "grad_norm": None if norms[0] is None else torch.tensor(norms),
+            "metrics": {name: sum(batch["metrics"][name] for batch in batches) / len(batches) for name in names},
+            "lr": lr,
+            "skipped": sum(batch["skipped"] for batch in batches),
+            "global_valid_seqs": sum(batch["global_valid_seqs"] for batch in batches),
+            "global_valid_toks": sum(batch["global_valid_toks"] for batch in batches),
+            "rank": self.context.rank,
+            "times": {"train": seconds},
+        }
+
+    # -- microbatches -------------------------------------------------------------------------------------------------
+
+    def _microbatches(self, data: BatchedDataDict[Any], positions: str, rows: int, tokens: int) -> list[Microbatch]:
+        """This rank's microbatches, and dummies until all ranks have as many as the engine's rule asks for."""
+        rule = self.microbatch_rule()
+        plan = BatchPlan(self._batching_mode(), rows, tokens)
+        microbatches = list(self._processor.microbatches(data, plan, rule, positions=positions, device=self.device))
+        wanted = max(self._most_over_ranks(len(microbatches)), rule.count_minimum)
+        wanted += -wanted % rule.count_multiple
+        missing = wanted - len(microbatches)
+        return microbatches + [self._dummy(data, plan, positions)] * missing if missing else microbatches
+
+    def _batching_mode(self) -> str:
+        mode = self.config.batching.mode
+        return self.preferred_batching() if mode == "auto" else mode
+
+    def _most_over_ranks(self, count: int) -> int:
+        group = self.data_parallel_group()
+        if group is None:
+            return count
+        most = torch.tensor(count, device=self.device)
+        torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX, group=group)
+        return int(most)
+
+    def _dummy(self, data: BatchedDataDict[Any], plan: BatchPlan, positions: str) -> Microbatch:
+        shortest = data["input_lengths"].argmin()[None]
+        microbatch = make_microbatch(data, shortest, packed=plan.mode == "packed", positions="all")
+        microbatch.is_dummy = True
+        return to_device(microbatch, self.device)
+
+    # -- scoring ------------------------------------------------------------------------------------------------------
+
+    def get_logprobs(
+        self, data: BatchedDataDict[Any], micro_batch_size: int | None = None, positions: str = "all"
+    ) -> BatchedDataDict[Any]:
+        """See `PolicyWorker.get_logprobs`."""
+        batching = self.config.batching
+        microbatches = self._microbatches(
+            data,
+            positions,
+            micro_batch_size or self.config.logprob_batch_size,
+            batching.logprob_tokens or batching.tokens,
+        )
+        head = HeadRequest(temperature=self._temperature())
+        logprobs = torch.zeros(data["input_ids"].shape, dtype=torch.float32)
+        if microbatches:
+            for result, microbatch in zip(
+                self.forward_backward(microbatches, head, _dense_step, forward_only=True), microbatches, strict=True
+            ):
+                if not microbatch.is_dummy:
+                    values = result.outputs["logprobs"].cpu()
+                    logprobs[microbatch.rows, : values.shape[1]] = values
+        return BatchedDataDict({"logprobs": logprobs})
+
+    def get_reference_policy_logprobs(
+        self, data: BatchedDataDict[Any], micro_batch_size: int | None = None, positions: str = "all"
+    ) -> BatchedDataDict[Any]:
+        """See `PolicyWorker.get_reference_policy_logprobs`."""
+        with self.use_reference_model():
+            logprobs = self.get_logprobs(data, micro_batch_size, positions)
+        return BatchedDataDict({"reference_logprobs": logprobs["logprobs"]})
+
+    @contextmanager
+    def use_reference_model(self) -> Iterator[None]:
+        """See `PolicyWorker.use_reference_model`."""
+        if self._reference is None:
+            raise NotSupported("this worker keeps no reference weights; build it with init_reference_model=True")
+        current = self.snapshot()
+        self.restore(self._reference)
+        try:
+            yield
+        finally:
+            self.restore(current)
+
+    # -- generation ---------------------------------------------------------------------------------------------------
+
+    def generate(self, data: BatchedDataDict[Any], greedy: bool = False) -> BatchedDataDict[Any]:
+        """See `PolicyWorker.generate`."""
+        engine = self._embedded_engine()
+        with self.generating():
+            output: BatchedDataDict[Any] = engine.generate(data, greedy=greedy)
+        return output
+
+    def _embedded_engine(self) -> Any:
+        """The engine with the weights of now: the live module where it is whole, else a copy that is refitted."""
+        if self._generation_engine is None:
+            self._generation_engine = self._make_generation_engine()
+        module = self.whole_model()
+        if self._generation_version != self._weights_version:
+            if module is not None:
+                self._generation_engine.attach(module)
+            else:
+                self._generation_engine.load_weights(self.gather_weights(self.weight_specs()))
+            self._generation_version = self._weights_version
+        return self._generation_engine
+
+    def _make_generation_engine(self) -> Any:
+        if self._generation_target is None:
+            raise NotSupported("this worker was built without a generation engine; set generation_target")
+        engine_class: Callable[..., Any] = _import_target(self._generation_target)
+        return engine_class(
+            self._generation_config,
+            self.tokenizer,
+            model_name=self.config.model_name,
+            device=str(self.device),
+            precision=self.config.precision,
+        )
+
+    def finish_generation(self) -> bool:
+        """Free what the embedded engine holds between rollouts."""
+        return bool(self._generation_engine.finish_generation()) if self._generation_engine is not None else True
+
+    # -- the rest -----------------------------------------------------------------------------------------------------
+
+    def save_pretrained(self, path: str) -> None:
+        """See `PolicyWorker.save_pretrained`."""
+        from rlframework.policy.weights import write_pretrained
+
+        weights = self.gather_weights(self.weight_specs())
+        if self.context.rank == 0:
+            write_pretrained(path, weights, self.config.model_name, self.tokenizer, self.config.trust_remote_code)
+        else:
+            for _ in weights:
+                pass
+
+    def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
+        """See `PolicyWorker.prepare_for_training`; the engine's `forward_backward` sets the mode."""
+
+    def prepare_for_lp_inference(self) -> None:
+        """See `PolicyWorker.prepare_for_lp_inference`; the engine's `forward_backward` sets the mode."""
+
+    def is_alive(self) -> bool:
+        """See `PolicyWorker.is_alive`."""
+        return True
+
+    def get_info(self) -> dict[str, Any]:
+        """See `PolicyWorker.get_info`."""
+        import transformers
+
+        memory = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else resident_bytes()
+        return {
+            "rank": self.context.rank,
+            "world_size": self.context.world_size,
+            "pid": os.getpid(),
+            "device": str(self.device),
+            "device_name": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu",
+            "memory_bytes": memory,
+            "threads": torch.get_num_threads(),
+            "batching": self._batching_mode(),
+            "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        }
+
+    def shutdown(self) -> None:
+        """See `PolicyWorker.shutdown`."""
+        self._generation_engine = self._reference = None
+        self.close()
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is in RAM, in bytes (0 where the system does not tell)."""
+    try:
+        with open("/proc/self/statm") as statm:
+            return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except FileNotFoundError:  # not Linux
+        return 0
+
+
+def _import_target(target: str) -> Any:
+    import importlib
+
+    module, _, name = target.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _dense(values: Tensor, microbatch: Microbatch) -> Tensor:
+    """Head values `[N, ...]` at the positions of their targets in `[b, S', ...]`, 0 elsewhere; differentiable."""
+    rows, width = microbatch.data["input_ids"].shape
+    flat = values.new_zeros((rows * width, *values.shape[1:])).index_put((microbatch.scatter,), values)
+    return flat.view(rows, width, *values.shape[1:])
+
+
+def _dense_step(output: HeadOutput, microbatch: Microbatch) -> StepResult:
+    assert output.logprobs is not None
+    return StepResult(outputs={"logprobs": _dense(output.logprobs, microbatch)})
+
+
+def _loss_step(loss_fn: LossFunction, global_valid_seqs: Tensor, global_valid_toks: Tensor) -> Step:
+    """The step that turns head values into the loss of a microbatch. A dummy gives a loss of 0 and empty metrics."""
+
+    def step(output: HeadOutput, microbatch: Microbatch) -> StepResult:
+        values = output.logits if output.logprobs is None else output.logprobs
+        assert values is not None
+        if microbatch.is_dummy:
+            return StepResult(loss=values.sum() * 0.0)
+        data = microbatch.data
+        if output.entropy is not None:
+            data["entropy"] = _dense(output.entropy, microbatch)[:, 1:]
+        loss, metrics = loss_fn(_dense(values, microbatch)[:, 1:], data, global_valid_seqs, global_valid_toks)
+        return StepResult(loss=loss, outputs={**metrics, "loss": loss.detach()})
+
+    return step

@@ -1,0 +1,105 @@
+"""A whole run from a configuration, and the parts it is made of.
+
+    config = load_config("grpo.yaml", ["seed=1"])
+    result = run(config)
+
+or, to use the parts yourself:
+
+    with build_parts(config) as parts:
+        parts.policy.train(batch, loss)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlframework.configure import config_yaml, resolve_device
+from rlframework.errors import ConfigError
+from rlframework.files import write_atomically
+from rlframework.interfaces.algorithm import Algorithm, Parts, RunResult
+from rlframework.plugins.hookspec import RunInfo
+from rlframework.plugins.manager import create_manager
+
+if TYPE_CHECKING:
+    from rlframework.config.sections import RunConfig
+    from rlframework.plugins.manager import PluginManager
+
+
+def run(config: RunConfig, *, manager: PluginManager | None = None) -> RunResult:
+    """Train as `config` says; the trained model lies in `config.output_dir / "model"` afterwards.
+
+    Everything that can be wrong with the input is a `UserError` before `output_dir` is made. An `output_dir` that
+    holds a run already is refused.
+    """
+    _check_output_dir(config.output_dir)
+    manager = manager or create_manager(config.plugins)
+    with build_parts(config, manager=manager) as parts:
+        algorithm = _algorithm_class(config, manager)(parts)
+        write_config(config)
+        with parts.observers:
+            result = algorithm.run()
+            path = config.output_dir / "model"
+            parts.policy.save_pretrained(str(path))
+            parts.observers.checkpoint_saved(int(result.metrics["step"]), path)
+            parts.observers.run_finished(result.metrics)
+    return result
+
+
+@contextmanager
+def build_parts(config: RunConfig, *, manager: PluginManager | None = None) -> Iterator[Parts]:
+    """The parts of a run, shut down at the end: environment, tokenizer, policy with its workers, generation, observers."""
+    from rlframework.data.tokenizer import load_tokenizer
+    from rlframework.generation.driver import Generation
+    from rlframework.observers.dispatch import Observers
+    from rlframework.policy.policy import Policy
+
+    manager = manager or create_manager(config.plugins)
+    with ExitStack() as stack:
+        environment = _make(manager, "environment", config.environment.name)(config.environment, seed=config.seed)
+        stack.callback(environment.shutdown)
+        policy_config = config.policy
+        tokenizer = load_tokenizer(
+            policy_config.tokenizer_name or policy_config.model_name, policy_config.trust_remote_code
+        )
+        policy = Policy(
+            config,
+            tokenizer,
+            manager,
+            device=resolve_device(config.device),
+            init_reference_model=_algorithm_class(config, manager).needs_reference_model(config.algorithm),
+        )
+        stack.callback(policy.shutdown)
+        yield Parts(
+            config=config,
+            tokenizer=tokenizer,
+            policy=policy,
+            generation=Generation(policy.worker_group, config.generation, tokenizer),
+            environment=environment,
+            observers=Observers(config.observers, RunInfo(config, config.output_dir), manager.hook),
+        )
+
+
+def write_config(config: RunConfig) -> None:
+    """Make `output_dir` and write the resolved configuration into it."""
+    config.output_dir.mkdir(parents=True, exist_ok=True)
+    write_atomically(config.output_dir / "config.yaml", config_yaml(config))
+
+
+def _make(manager: PluginManager, kind: str, name: str) -> Any:
+    return manager.load(manager.select(kind, name).record)
+
+
+def _algorithm_class(config: RunConfig, manager: PluginManager) -> type[Algorithm]:
+    algorithm: type[Algorithm] = _make(manager, "algorithm", config.algorithm.name)
+    return algorithm
+
+
+def _check_output_dir(path: Path) -> None:
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ConfigError(
+            f"output_dir={str(path)!r} is not empty; nothing in it is overwritten. Take another one (output_dir=...), or "
+            f"remove it"
+        )

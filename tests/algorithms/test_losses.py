@@ -1,0 +1,138 @@
+"""Losses against values worked out by hand, and their independence of how the batch is cut."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rlframework.algorithms.losses import ClippedPGLoss, NLLLoss
+from rlframework.algorithms.losses.kl import kl_divergence
+from rlframework.config.algorithms import ClippedPGLossConfig
+from rlframework.distributed.batched_data_dict import BatchedDataDict
+from rlframework.interfaces.loss import LossFunction
+
+
+def counts(data: BatchedDataDict[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    return data["sample_mask"].sum(), (data["token_mask"][:, 1:] * data["sample_mask"][:, None]).sum()
+
+
+def shifted(values: list[list[float]]) -> torch.Tensor:
+    """`[B, S]` with a leading column that must never be read."""
+    tensor = torch.tensor(values)
+    return torch.cat((torch.full((len(values), 1), 99.0), tensor), dim=1)
+
+
+def batch(token_mask: list[list[float]], sample_mask: list[float], **columns: list[list[float]]) -> BatchedDataDict[Any]:
+    data = {"token_mask": shifted(token_mask), "sample_mask": torch.tensor(sample_mask)}
+    return BatchedDataDict(data | {name: shifted(value) for name, value in columns.items()})
+
+
+def test_nll_is_the_mean_over_all_valid_tokens():
+    data = batch([[1, 1, 0], [0, 0, 1], [1, 1, 1]], [1, 1, 0])
+    logprobs = torch.tensor([[-1.0, -2, -50], [-50, -50, -6], [-50, -50, -50]], requires_grad=True)
+    loss, metrics = NLLLoss()(logprobs, data, *counts(data))
+    assert loss.item() == pytest.approx(3.0)  # (1 + 2 + 6) / 3
+    loss.backward()
+    assert logprobs.grad.flatten().tolist() == pytest.approx([-1 / 3, -1 / 3, 0, 0, 0, -1 / 3, 0, 0, 0])
+    assert metrics["num_valid_samples"].item() == 2
+
+
+def pg(**options: Any) -> ClippedPGLoss:
+    return ClippedPGLoss(ClippedPGLossConfig(**options))
+
+
+def ratios(data: BatchedDataDict[Any], values: list[list[float]]) -> torch.Tensor:
+    return (data["prev_logprobs"][:, 1:] + torch.tensor(values).log()).requires_grad_()
+
+
+def test_clipping_by_hand():
+    data = batch(
+        [[1, 1, 1, 1]], [1], advantages=[[2.0, 2.0, -2.0, -2.0]], prev_logprobs=[[-1.0, -1.0, -1.0, -1.0]]
+    )
+    logprobs = ratios(data, [[1.1, 1.5, 0.5, 1.5]])
+    loss, metrics = pg(ratio_clip_min=0.2, ratio_clip_max=0.28)(logprobs, data, *counts(data))
+    # 2 * 1.1; 2 * 1.28 clipped; -2 * 0.8 clipped; -2 * 1.5 stays
+    assert loss.item() == pytest.approx(-(2.2 + 2.56 - 1.6 - 3.0) / 4, abs=1e-6)
+    assert metrics["clip_fraction"].item() == pytest.approx(0.5)
+    loss.backward()
+    assert logprobs.grad.flatten().tolist() == pytest.approx([-2.2 / 4, 0, 0, 3.0 / 4])
+
+
+def test_dual_clip_bounds_the_loss_of_bad_tokens():
+    data = batch([[1, 1]], [1], advantages=[[-1.0, -1.0]], prev_logprobs=[[-1.0, -1.0]])
+    logprobs = ratios(data, [[5.0, 2.0]])
+    loss, _ = pg(ratio_clip_c=3.0)(logprobs, data, *counts(data))
+    assert loss.item() == pytest.approx((3.0 + 2.0) / 2)
+    loss.backward()
+    assert logprobs.grad[0, 0] == 0
+
+
+def test_on_policy_without_prev_logprobs_has_ratio_one_and_the_plain_gradient():
+    data = batch([[1, 1]], [1], advantages=[[3.0, -1.0]])
+    logprobs = torch.tensor([[-0.5, -2.0]], requires_grad=True)
+    loss, metrics = pg()(logprobs, data, *counts(data))
+    assert loss.item() == pytest.approx(-1.0)
+    loss.backward()
+    assert logprobs.grad.flatten().tolist() == pytest.approx([-1.5, 0.5])
+    assert metrics["ratio"].item() == pytest.approx(1.0)
+
+
+def test_sequence_level_weighs_sequences_alike():
+    data = batch([[1, 1, 1], [1, 0, 0], [1, 1, 1]], [1, 1, 0], advantages=[[1.0] * 3, [4.0] * 3, [9.0] * 3])
+    logprobs = torch.zeros(3, 3)
+    by_token, _ = pg(level="token")(logprobs, data, *counts(data))
+    by_sequence, _ = pg(level="sequence")(logprobs, data, *counts(data))
+    assert by_token.item() == pytest.approx(-(3 * 1 + 4) / 4)
+    assert by_sequence.item() == pytest.approx(-(1 + 4) / 2)
+
+
+@pytest.mark.parametrize(("estimator", "expected"), [("k1", 0.5), ("k2", 0.125), ("k3", math.exp(-0.5) + 0.5 - 1)])
+def test_kl_estimators_by_hand(estimator, expected):
+    assert kl_divergence(torch.tensor(-1.0), torch.tensor(-1.5), estimator).item() == pytest.approx(expected)
+
+
+def test_kl_term_is_added_with_its_weight():
+    data = batch([[1, 1]], [1], advantages=[[0.0, 0.0]], reference_policy_logprobs=[[-1.5, -1.0]])
+    loss, metrics = pg(kl_coef=0.1, kl_estimator="k2")(torch.tensor([[-1.0, -1.0]]), data, *counts(data))
+    assert loss.item() == pytest.approx(0.1 * 0.125 / 2)
+    assert metrics["kl"].item() == pytest.approx(0.125 / 2)
+
+
+def test_importance_correction_is_truncated():
+    data = batch([[1, 1]], [1], advantages=[[1.0, 1.0]], generation_logprobs=[[-1.0 - math.log(3), -1.0 + math.log(2)]])
+    logprobs = torch.tensor([[-1.0, -1.0]])
+    plain, metrics = pg()(logprobs, data, *counts(data))
+    corrected, more = pg(importance_correction="truncated", importance_cap=2.0)(logprobs, data, *counts(data))
+    assert plain.item() == pytest.approx(-1.0)
+    assert corrected.item() == pytest.approx(-(2.0 + 0.5) / 2)  # weights 3 -> 2, and 1/2
+    assert metrics["generation_logprob_difference"].item() == pytest.approx((math.log(3) + math.log(2)) / 2)
+    assert metrics["generation_kl"].item() == pytest.approx((3 - math.log(3) - 1 + 0.5 + math.log(2) - 1) / 2)
+    assert more["importance_truncated_fraction"].item() == pytest.approx(0.5)
+
+
+LOSSES: list[LossFunction] = [NLLLoss(), pg(), pg(level="sequence", kl_coef=0.2, importance_correction="truncated")]
+
+
+@settings(max_examples=40, deadline=None)
+@given(loss_fn=st.sampled_from(LOSSES), cut=st.integers(1, 5), seed=st.integers(0, 1000))
+def test_the_sum_over_microbatches_is_the_loss_of_the_batch(loss_fn, cut, seed):
+    generator = torch.Generator().manual_seed(seed)
+
+    def numbers() -> torch.Tensor:
+        return torch.randn(6, 5, generator=generator, dtype=torch.float64)
+
+    names = ("advantages", "prev_logprobs", "generation_logprobs", "reference_policy_logprobs")
+    data: BatchedDataDict[Any] = BatchedDataDict({name: numbers() for name in names})
+    data["token_mask"] = (numbers() > 0).double()
+    data["sample_mask"] = (torch.rand(6, generator=generator) > 0.3).double()
+    logprobs, totals = numbers()[:, 1:], counts(data)
+    whole, whole_metrics = loss_fn(logprobs, data, *totals)
+    parts = [loss_fn(logprobs[i : i + cut], data.slice(i, min(i + cut, 6)), *totals) for i in range(0, 6, cut)]
+    torch.testing.assert_close(sum(loss for loss, _ in parts), whole)
+    for name, value in whole_metrics.items():
+        combine = max if name.endswith("_max") else sum
+        torch.testing.assert_close(torch.as_tensor(combine([float(metrics[name]) for _, metrics in parts])), torch.as_tensor(float(value)))

@@ -1,0 +1,308 @@
+"""`load_config`: typing by the chosen parts, and one error that lists all that is wrong. The parts are fakes."""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from pydantic import BaseModel
+
+import rlframework.configure as configure
+from rlframework.configure import config_yaml, dump_config, load_config, resolve_device, restore_config
+from rlframework.errors import ConfigError, PluginError, UserError
+from rlframework.plugins.listing import PluginListing
+from rlframework.plugins.types import AlgorithmRecord, PolicyWorkerRecord
+
+
+def refused(source: Any, overrides: Any = (), *, manager: Any) -> str:
+    with pytest.raises(UserError) as error:
+        load_config(source, overrides, manager=manager)
+    return str(error.value)
+
+
+def test_sections_are_typed_by_the_chosen_parts(manager: Any, minimal: Any) -> None:
+    config = load_config(minimal, ["algorithm.group_size=3", "environment.sides=20", "seed=5"], manager=manager)
+    assert type(config.algorithm).__name__ == "ClimbConfig"
+    assert config.algorithm.group_size == 3  # type: ignore[attr-defined]
+    assert config.algorithm.num_steps == 100
+    assert config.environment.sides == 20  # type: ignore[attr-defined]
+    assert config.seed == 5
+    assert config.output_dir == Path("runs/run")
+
+
+def test_every_backend_with_a_model_has_its_section(manager: Any, minimal: Any) -> None:
+    config = load_config(minimal, ["policy.dtensor.lr_scale=2"], manager=manager)
+    assert config.policy.dtensor.lr_scale == 2.0  # type: ignore[attr-defined]
+    assert config.policy.needy is None  # type: ignore[attr-defined]
+    assert not hasattr(config.policy, "plain")
+
+
+def test_a_section_is_required_only_of_the_chosen_backend(manager: Any, minimal: Any) -> None:
+    message = refused(minimal, ["policy.backend=needy"], manager=manager)
+    assert message.startswith("`policy.needy`: missing, and has no default")
+    config = load_config(minimal, ["policy.needy.license=abc"], manager=manager)
+    assert config.policy.needy.license == "abc"  # type: ignore[attr-defined]
+
+
+def test_the_section_of_a_backend_that_is_switched_off_is_left_alone(manager: Any, minimal: Any) -> None:
+    config = load_config(minimal, ["policy.off.anything=1"], manager=manager)
+    assert "off" not in dump_config(config)["policy"]
+    manager.rows = []
+    assert "`policy.off`: not a known key" in refused(minimal, ["policy.off.anything=1"], manager=manager)
+
+
+def test_a_file_tells_where_each_mistake_is(tmp_path: Path, manager: Any) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "policy:\n  model_name: m\n  lr: 0.1\n  batching: {mode: fast}\n"
+        "algorithm:\n  name: climb\n  num_steps: many\n  loss:\n    clipp: 1\n"
+        "environment: {name: dice, suits: 4}\n"
+        "generation: 3\n"
+    )
+    message = refused(path, ["observers.console=5", "policy.train_micro_batch_size=-1"], manager=manager)
+    suits = "It is a key of `cards`, and environment.name is `dice`; the override `~environment.suits` takes it out."
+    rows = "policy.train_micro_batch_size"
+    assert sorted(message.splitlines()[1:]) == sorted(
+        [
+            f"- `policy.lr`: not a known key (given 0.1 in {path}:3). Did you mean `policy.optimizer.lr`?",
+            f"- `policy.batching.mode`: must be 'auto', 'padded', 'dynamic' or 'packed' (given \"fast\" in {path}:4)",
+            f'- `algorithm.num_steps`: must be a whole number (given "many" in {path}:7)',
+            f"- `algorithm.loss.clipp`: not a known key (given 1 in {path}:9). Did you mean `algorithm.loss.clip`?",
+            f"- `environment.suits`: not a known key (given 4 in {path}:10). {suits}",
+            f"- `generation`: must be a section with keys of its own (given 3 in {path}:11)",
+            "- `observers.console`: must be true or false (given 5 in override `observers.console=5`)",
+            f"- `{rows}`: must be greater than 0 (given -1 in override `{rows}=-1`)",
+        ]
+    )
+    assert message.startswith("8 problems in the configuration:\n")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("policy.optimizer.lr=fast", '`policy.optimizer.lr`: must be a number (given "fast" in'),
+        ("policy.optimizer.lr=-1", "`policy.optimizer.lr`: must be greater than or equal to 0 (given -1 in"),
+        ("policy.optimizer.betas=0.9", "`policy.optimizer.betas`: must be a list (given 0.9 in"),
+        ("policy.optimizer.betas=[1, 0.9]", "`policy.optimizer.betas`: must be two numbers, each at least 0"),
+        ("policy.optimizer.eps=0", "`policy.optimizer.eps`: must be greater than 0 (given 0.0 in"),
+        ("policy.model_name=3", "`policy.model_name`: must be text (quotes make text"),
+        ("policy.lora=true", "`policy.lora`: must be a section with keys of its own (given true in"),
+        ("policy.max_grad_norm=true", "`policy.max_grad_norm`: must be a number (given true in"),
+        ("policy.activation_checkpointing=1", "`policy.activation_checkpointing`: must be true or false (given 1 in"),
+        ("policy.dtensor.shards=[1, x]", '`policy.dtensor.shards.1`: must be a whole number (given "x" in'),
+        ("policy.dtensor.shards=[1, true]", "`policy.dtensor.shards.1`: must be a number (given true in"),
+        ("observers=null", "`observers`: must be a section with keys of its own (given null in"),
+        ("policy=3", "`policy`: must be a section with keys of its own (given 3 in"),
+        ("device=gpu", "`device`: must be 'auto', 'cpu' or 'cuda' (given \"gpu\" in"),
+        ("algorithm.num_steps=2", "`algorithm`: num_steps must not be less than group_size"),
+        ("algorithm.name=3", "`algorithm.name`: must be one of: climb, copy (given 3 in"),
+        ("~algorithm.name", "`algorithm.name`: missing, and has no default; one of: climb, copy"),
+        ("~environment", "`environment.name`: missing, and has no default; one of: cards, dice"),
+        ("~policy", "`policy`: missing, and has no default"),
+        ("~policy.model_name", "`policy.model_name`: missing, and has no default: a Hugging Face model directory"),
+        (
+            "policy.scheduler={warmup_steps: 9, total_steps: 8}",
+            "`policy.scheduler.warmup_steps`: must not be more than",
+        ),
+        ("plugins=x", '`plugins`: must be a list (given "x" in'),
+    ],
+)
+def test_each_mistake_has_its_message(manager: Any, minimal: Any, override: str, message: str) -> None:
+    text = refused(minimal, [override], manager=manager)
+    assert text.startswith(message)
+    assert "override" in text or override.startswith("~") or "num_steps" in text
+
+
+def test_the_members_of_a_union_are_told_as_alternatives(manager: Any, minimal: Any) -> None:
+    cards = ["environment={name: cards, suits: 4}"]
+    assert load_config(minimal, [*cards, "environment.limit=3"], manager=manager).environment.limit == 3  # type: ignore[attr-defined]
+    message = refused(minimal, [*cards, "environment.limit=some"], manager=manager)
+    assert message.startswith("`environment.limit`: must be a whole number, or must be 'all' (given \"some\" in")
+    message = refused(minimal, [*cards, "environment.mix={a: x}"], manager=manager)
+    assert message.startswith('`environment.mix.a`: must be a number (given "x" in')
+
+
+def test_a_number_in_text_is_a_number_so_that_the_environment_can_give_it(
+    manager: Any, minimal: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RLFRAMEWORK_TEST_STEPS", "12")
+    config = load_config(minimal, ["algorithm.num_steps=${oc.env:RLFRAMEWORK_TEST_STEPS}"], manager=manager)
+    assert config.algorithm.num_steps == 12
+
+
+def test_an_unknown_part_is_a_plugin_error_with_its_origin(manager: Any, minimal: Any) -> None:
+    with pytest.raises(PluginError) as error:
+        load_config(minimal, ["policy.backend=dtenser"], manager=manager)
+    assert "there is no policy_worker 'dtenser'" in str(error.value)
+    assert "(in override `policy.backend=dtenser`)" in str(error.value)
+    assert isinstance(error.value.__cause__, PluginError)
+
+
+def test_an_unknown_part_and_other_mistakes_are_told_together(manager: Any, minimal: Any) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(minimal, ["environment.name=dise", "environment.x=1", "policy.lr=1"], manager=manager)
+    assert str(error.value).splitlines()[0] == "2 problems in the configuration:"
+    assert "there is no environment 'dise'" in str(error.value)
+    assert "`policy.lr`" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["worker_group.num_workers=3"], "`policy.train_global_batch_size`: must divide by 3, the number of workers"),
+        (
+            ["worker_group.num_workers=3", "policy.parallelism.tensor=2"],
+            "`worker_group.num_workers`: must divide by 2, the workers that hold one model",
+        ),
+    ],
+)
+def test_a_batch_or_a_mesh_that_does_not_divide(manager: Any, minimal: Any, overrides: Any, message: str) -> None:
+    assert message in refused(minimal, overrides, manager=manager)
+
+
+@pytest.mark.parametrize(("rows", "near"), [(10, "Try 8 or 12"), (3, "Try 4"), (13, "Try 12 or 16")])
+def test_a_batch_that_does_not_divide_comes_with_sizes_that_do(
+    manager: Any, minimal: Any, rows: int, near: str
+) -> None:
+    overrides = ["worker_group.num_workers=4", f"policy.train_global_batch_size={rows}"]
+    text = refused(minimal, overrides, manager=manager)
+    assert f"(given {rows} in override `policy.train_global_batch_size={rows}`). {near}, or another" in text
+    load_config(minimal, ["worker_group.num_workers=4", "policy.train_global_batch_size=12"], manager=manager)
+
+
+def test_what_the_parts_cannot_do_is_told_with_its_origin(manager: Any, minimal: Any) -> None:
+    message = refused(minimal, ["seed=7", "policy.batching.mode=packed", "device=cpu"], manager=manager)
+    assert "- `seed`: 7 brings bad luck on cpu (in override `seed=7`). Take another one." in message
+    assert "- `policy.batching.mode`: packed, but the backend 'dtensor' (fake 1.0) does not declare packing" in message
+
+
+def test_checks_get_the_device_that_auto_comes_to(manager: Any, minimal: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(configure, "resolve_device", lambda device: {"auto": "cuda"}.get(device, device))
+    load_config(minimal, ["policy.backend=plain"], manager=manager)
+    assert "`device`: is cpu" in refused(minimal, ["policy.backend=plain", "device=cpu"], manager=manager)
+
+
+def test_auto_is_the_cpu_where_no_gpu_shows_and_torch_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.setattr(configure.shutil, "which", lambda name: None)
+    monkeypatch.setattr(configure.Path, "glob", lambda self, pattern: iter(()))
+    monkeypatch.setitem(sys.modules, "torch.cuda", None)
+    assert resolve_device("auto") == "cpu"
+    assert "torch" not in sys.modules
+    assert resolve_device("cuda") == "cuda"
+
+
+def test_torch_is_asked_where_a_gpu_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Cuda:
+        available = True
+
+        @classmethod
+        def is_available(cls) -> bool:
+            return cls.available
+
+    class Torch:
+        cuda = Cuda
+
+    monkeypatch.setitem(sys.modules, "torch", Torch)
+    assert resolve_device("auto") == "cuda"
+    Cuda.available = False
+    assert resolve_device("auto") == "cpu"
+    assert resolve_device("cpu") == "cpu"
+
+
+def test_a_record_whose_model_is_made_wrongly_is_to_blame(manager: Any, minimal: Any) -> None:
+    class Loose(BaseModel):
+        x: int = 1
+
+    manager.records.append(PolicyWorkerRecord("loose", "x:Y", config_model=Loose))
+    with pytest.raises(
+        PluginError, match=r"'loose' of fake 1.0 is made wrongly: its config_model Loose must derive from"
+    ):
+        load_config(minimal, manager=manager)
+
+
+def test_a_part_without_a_model_has_the_shared_keys_only(manager: Any, minimal: Any) -> None:
+    manager.records.append(AlgorithmRecord("bare", "x:Y"))
+    assert load_config(minimal, ["algorithm.name=bare"], manager=manager).algorithm.num_steps == 100
+    assert "`algorithm.group_size`: not a known key" in refused(
+        minimal, ["algorithm.name=bare", "algorithm.group_size=1"], manager=manager
+    )
+
+
+def test_a_broken_module_under_plugins_is_told_even_if_not_chosen(
+    manager: Any, minimal: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager.rows.append(PluginListing("mine", None, "module mine", "", None, (), "broken", "SyntaxError: bad"))
+    monkeypatch.setattr("rlframework.plugins.manager.create_manager", lambda modules: manager)
+    with pytest.raises(ConfigError) as error:
+        load_config(minimal, ["plugins=[fine, mine]"])
+    assert str(error.value).startswith("`plugins`: the module 'mine' cannot be used: SyntaxError: bad (in override")
+    load_config(minimal, ["plugins=[fine]"])
+
+
+def test_a_resolved_configuration_is_a_source_too(manager: Any, minimal: Any) -> None:
+    config = load_config({**minimal, "seed": 3}, manager=manager)
+    changed = load_config(config, ["policy.optimizer.lr=0.5"], manager=manager)
+    assert changed.seed == 3
+    assert changed.policy.optimizer.lr == 0.5
+    assert load_config(changed, ["policy.optimizer.lr=1e-6"], manager=manager) == config
+
+
+def test_another_process_restores_the_same_configuration(manager: Any, minimal: Any) -> None:
+    config = load_config(minimal, [r"environment.system_prompt='\${x}'", "policy.dtensor.shards=[3]"], manager=manager)
+    assert config.environment.system_prompt == "${x}"
+    values = json.loads(json.dumps(dump_config(config)))
+    restored = restore_config(copy.deepcopy(values), manager=manager)
+    assert dump_config(restored) == values
+    assert type(restored.algorithm) is type(config.algorithm)
+
+
+texts = st.text(max_size=20).filter(lambda text: text != "???")
+positive = st.integers(1, 10**9)
+configurations = st.fixed_dictionaries(
+    {
+        "policy": st.fixed_dictionaries(
+            {"model_name": texts},
+            optional={
+                "tokenizer_name": st.none() | texts,
+                "max_grad_norm": st.none() | st.floats(min_value=1e-30, allow_nan=False),
+                "optimizer": st.fixed_dictionaries({"lr": st.floats(0, 1e300), "betas": st.just([0.5, 0.25])}),
+                "lora": st.none() | st.fixed_dictionaries({"target_modules": st.lists(texts, max_size=2)}),
+                "dtensor": st.fixed_dictionaries(
+                    {"lr_scale": st.floats(allow_nan=False), "shards": st.lists(positive)}
+                ),
+            },
+        ),
+        "algorithm": st.fixed_dictionaries({"name": st.just("climb"), "num_steps": st.integers(4, 10**12)}),
+        "environment": st.fixed_dictionaries(
+            {"name": st.just("cards"), "suits": positive},
+            optional={"limit": positive | st.just("all"), "system_prompt": st.none() | texts},
+        ),
+        "generation": st.fixed_dictionaries(
+            {}, optional={"stop_strings": st.lists(texts, max_size=3), "top_k": positive}
+        ),
+        "seed": st.integers(0, 2**63),
+    }
+)
+
+
+@settings(
+    max_examples=20,
+    phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    deadline=None,
+)
+@given(values=configurations)
+def test_the_printed_configuration_loads_to_the_same(manager: Any, tmp_path: Path, values: dict[str, Any]) -> None:
+    config = restore_config(values, manager=manager)
+    path = tmp_path / "resolved.yaml"
+    path.write_text(config_yaml(config), encoding="utf-8")
+    again = load_config(path, manager=manager)
+    assert again == config
+    assert config_yaml(again) == config_yaml(config)

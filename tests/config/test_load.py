@@ -1,0 +1,189 @@
+"""Inheritance, merging, overrides and interpolation, before any key has a meaning."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel
+
+from rlframework.config.load import compose, escape_interpolation
+from rlframework.errors import ConfigError
+
+
+def write(folder: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def refused(*args: object) -> str:
+    with pytest.raises(ConfigError) as error:
+        compose(*args)  # type: ignore[arg-type]
+    return str(error.value)
+
+
+def test_defaults_come_first_in_order_and_the_file_itself_wins(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        {
+            "one.yaml": "a: 1\nb: 1\nc: 1\nd: {x: 1, y: 1}\nl: [1, 2]\n",
+            "sub/two.yaml": "b: 2\nc: 2\nd: {y: 2}\nl: [3]\n",
+            "top.yaml": "defaults: [one.yaml, sub/two.yaml]\nc: 3\n",
+        },
+    )
+    tree = compose(tmp_path / "top.yaml")
+    assert tree.values == {"a": 1, "b": 2, "c": 3, "d": {"x": 1, "y": 2}, "l": [3]}
+    assert tree.origin(("a",)) == f"{tmp_path}/one.yaml:1"
+    assert tree.origin(("d", "y")) == f"{tmp_path}/sub/two.yaml:3"
+    assert tree.origin(("c",)) == f"{tmp_path}/top.yaml:2"
+    assert tree.origin(("nothing",)) == ""
+
+
+def test_defaults_are_relative_to_the_file_that_names_them(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        {
+            "base.yaml": "a: base\n",
+            "sub/base.yaml": "a: sub\n",
+            "sub/middle.yaml": "defaults: base.yaml\n",
+            "top.yaml": "defaults: sub/middle.yaml\n",
+        },
+    )
+    assert compose(tmp_path / "top.yaml").values == {"a": "sub"}
+
+
+def test_one_file_may_be_inherited_along_two_ways(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        {
+            "base.yaml": "a: 1\n",
+            "l.yaml": "defaults: base.yaml\nl: 1\n",
+            "r.yaml": "defaults: base.yaml\nr: 1\n",
+            "top.yaml": "defaults: [l.yaml, r.yaml]\n",
+        },
+    )
+    assert compose(tmp_path / "top.yaml").values == {"a": 1, "l": 1, "r": 1}
+
+
+def test_a_circle_of_defaults_is_told_with_its_files(tmp_path: Path) -> None:
+    write(tmp_path, {"a.yaml": "defaults: b.yaml\n", "b.yaml": "defaults: a.yaml\n"})
+    message = refused(tmp_path / "a.yaml")
+    assert message == f"`defaults` go round in a circle: {tmp_path}/a.yaml -> {tmp_path}/b.yaml -> {tmp_path}/a.yaml"
+
+
+def test_a_missing_file_of_defaults_names_both_files(tmp_path: Path) -> None:
+    write(tmp_path, {"a.yaml": "seed: 1\ndefaults: gone.yaml\n"})
+    message = refused(tmp_path / "a.yaml")
+    assert message == f"no such configuration file: {tmp_path}/gone.yaml, named under `defaults` in {tmp_path}/a.yaml:2"
+
+
+@pytest.mark.parametrize("value", ["3", "{a: b}", "[a.yaml, 3]"])
+def test_defaults_must_be_file_names(tmp_path: Path, value: str) -> None:
+    write(tmp_path, {"a.yaml": f"defaults: {value}\n"})
+    assert "must be a file name or a list of file names" in refused(tmp_path / "a.yaml")
+
+
+def test_overrides_are_yaml_values_and_the_last_one_wins() -> None:
+    tree = compose(
+        {"a": {"b": 1, "c": 2}},
+        ["a.b=1e-3", "a.d=[1, x]", "a.e=null", "f.g.h=true", "a.c=5", "a.c=6", "t='7'", "u=x=y", "empty="],
+    )
+    assert tree.values == {
+        "a": {"b": 1e-3, "c": 6, "d": [1, "x"], "e": None},
+        "f": {"g": {"h": True}},
+        "t": "7",
+        "u": "x=y",
+        "empty": None,
+    }
+    assert tree.origin(("a", "c")) == "override `a.c=6`"
+
+
+def test_an_override_by_a_mapping_is_merged() -> None:
+    assert compose({"a": {"b": 1, "c": 2}}, ["a={c: 3, d: 4}"]).values == {"a": {"b": 1, "c": 3, "d": 4}}
+
+
+def test_an_override_opens_a_section_that_was_null() -> None:
+    assert compose({"lora": None}, ["lora.rank=8"]).values == {"lora": {"rank": 8}}
+
+
+def test_an_override_reaches_into_a_list() -> None:
+    tree = compose({"l": [1, 2]}, ["l.1=5"])
+    assert tree.values == {"l": [1, 5]}
+    assert tree.origin(("l", 1)) == "override `l.1=5`"
+
+
+def test_a_tilde_takes_a_key_out() -> None:
+    assert compose({"a": {"b": 1, "c": 2}, "d": 3}, ["~a.b", "~d"]).values == {"a": {"c": 2}}
+
+
+def test_one_override_may_be_given_as_a_string() -> None:
+    assert compose({}, "a.b=1").values == {"a": {"b": 1}}
+
+
+@pytest.mark.parametrize("override", ["lr", "=1", "a..b=1", ".a=1", "a.=1", "a b=1", "~", "~a..b", "", "a[0]=1"])
+def test_what_is_no_override_is_told_how_to_write_one(override: str) -> None:
+    message = refused({}, [override])
+    assert message.startswith(f"`{override}` is not an override: write `key=value`")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("a=[1", "override `a=[1`:1:3: not valid YAML: "),
+        ("a=${", "override `a=${`: "),
+        ("l.4=1", "override `l.4=1`: list index out of range"),
+        ("~a.b", "`~a.b`: there is no key `a.b` to take out"),
+        ("defaults=x.yaml", "`defaults=x.yaml`: `defaults` cannot be overridden"),
+        ("a={x: 1, x: 2}", "override `a={x: 1, x: 2}`:1: the key `x` is there twice"),
+    ],
+)
+def test_a_wrong_override_is_named(override: str, message: str) -> None:
+    assert refused({"l": [1]}, [override]).startswith(message)
+
+
+def test_values_may_refer_to_values_and_to_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLFRAMEWORK_TEST_VALUE", "from outside")
+    tree = compose({"a": {"b": 3}, "c": "${a.b}", "d": "x${a.b}y", "e": "${oc.env:RLFRAMEWORK_TEST_VALUE}"}, ["a.b=4"])
+    assert tree.values == {"a": {"b": 4}, "c": 4, "d": "x4y", "e": "from outside"}
+
+
+def test_a_reference_to_nothing_names_key_and_line(tmp_path: Path) -> None:
+    write(tmp_path, {"a.yaml": "x: 1\ny:\n  z: ${nope}\n"})
+    assert refused(tmp_path / "a.yaml") == f"`y.z` ({tmp_path}/a.yaml:3): Interpolation key 'nope' not found"
+
+
+def test_a_value_left_open_must_be_given() -> None:
+    assert refused({"a": "???"}).startswith("`a`: Missing mandatory value")
+    assert compose({"a": "???"}, ["a=1"]).values == {"a": 1}
+
+
+def test_python_values_become_plain_ones() -> None:
+    class Model(BaseModel):
+        text: str = "${not.a.reference}"
+
+    tree = compose({"path": Path("x/y"), "t": (1, 2), "m": Model()})
+    assert tree.values == {"path": "x/y", "t": [1, 2], "m": {"text": "${not.a.reference}"}}
+
+
+def test_keys_and_values_that_no_file_can_hold_are_refused() -> None:
+    assert refused({"a": {1: 2}}) == "a: keys must be text, given 1"
+    assert "not a supported primitive type" in refused({"a": object()})
+
+
+def test_the_mapping_that_was_given_is_left_as_it_was(tmp_path: Path) -> None:
+    write(tmp_path, {"base.yaml": "a: 1\n"})
+    given_mapping = {"defaults": f"{tmp_path}/base.yaml", "b": [1]}
+    compose(given_mapping, ["b.0=2"])
+    assert given_mapping == {"defaults": f"{tmp_path}/base.yaml", "b": [1]}
+
+
+texts = st.text(alphabet="a\\${}:. '\"", max_size=12).filter(lambda text: text != "???")
+
+
+@given(st.dictionaries(st.sampled_from("abc"), texts | st.lists(texts, max_size=2)))
+def test_escaped_text_is_loaded_as_it_was(data: dict[str, object]) -> None:
+    assert compose(escape_interpolation(data)).values == data

@@ -1,0 +1,85 @@
+"""`load_config` with the real manager: core's own parts, and a backend that is not installed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlframework.configure import config_yaml, load_config
+from rlframework.errors import ConfigError, PluginError
+
+BACKEND = """
+from rlframework.config.base import Section
+from rlframework.plugins.hookspec import hookimpl
+from rlframework.plugins.types import Capability, PolicyWorkerRecord, Problem
+
+
+class ToyConfig(Section):
+    speed: int = 3
+
+
+def check(config, device):
+    return [Problem("policy.toy.speed", "is too much.", "Take 9.")] if config.policy.toy.speed > 9 else []
+
+
+@hookimpl
+def rlframework_policy_workers():
+    return [PolicyWorkerRecord("toy", "toy:Worker", config_model=ToyConfig, check=check)]
+"""
+
+
+@pytest.fixture
+def config_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run on a backend that lies beside the configuration and is not installed."""
+    (tmp_path / "toy_backend_for_config.py").write_text(BACKEND)
+    monkeypatch.syspath_prepend(tmp_path)
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "plugins: [toy_backend_for_config]\n"
+        "policy: {model_name: m, backend: toy}\n"
+        "algorithm: {name: grpo}\n"
+        "environment: {name: addition, digits: 1}\n"
+        "output_dir: nowhere\n"
+    )
+    return path
+
+
+def test_a_run_on_a_backend_that_is_not_installed(config_file: Path) -> None:
+    config = load_config(config_file, ["policy.toy.speed=5", "algorithm.loss.kl_coef=0.1"])
+    assert config.policy.toy.speed == 5  # type: ignore[attr-defined]
+    assert config.algorithm.loss.kl_coef == 0.1  # type: ignore[attr-defined]
+    assert config.environment.digits == 1  # type: ignore[attr-defined]
+    assert config.generation.name == "transformers"
+    printed = config_file.parent / "printed.yaml"
+    printed.write_text(config_yaml(config))
+    assert load_config(printed) == config
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("algorithm.samples_per_promt=4", "Did you mean `algorithm.samples_per_prompt`?"),
+        (
+            "algorithm.samples_per_prompt=1",
+            "`algorithm.samples_per_prompt`: must be greater than or equal to 2 (given 1",
+        ),
+        ("environment.train_path=x", "It is a key of `gsm8k`, and environment.name is `addition`"),
+        ("policy.toy.speed=10", "`policy.toy.speed`: is too much (in override `policy.toy.speed=10`). Take 9."),
+        ("policy.parallelism.tensor=2", "`worker_group.num_workers`: must divide by 2"),
+        ("policy.precision=float16", "does not declare float16"),
+        (
+            "plugins=[no_such_module_at_all]",
+            "`plugins`: the module 'no_such_module_at_all' cannot be used: ModuleNotFoundE",
+        ),
+    ],
+)
+def test_mistakes_are_told(config_file: Path, override: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(config_file, [override])
+    assert message in str(error.value)
+
+
+def test_an_unknown_backend_is_told_with_the_nearest_name(config_file: Path) -> None:
+    with pytest.raises(PluginError, match="Did you mean 'toy'"):
+        load_config(config_file, ["policy.backend=toyy"])

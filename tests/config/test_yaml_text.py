@@ -1,0 +1,126 @@
+"""Reading YAML: what counts as a number, where values stand, and what is refused with which message."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlframework.config.yaml_text import parse_value, parse_yaml, read_yaml, to_yaml
+from rlframework.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-6", 1e-6),
+        ("1e4", 10000.0),
+        ("-1.5E+3", -1500.0),
+        (".5", 0.5),
+        ("3.", 3.0),
+        ("1_000", 1000),
+        ("0x1F", 31),
+        ("-7", -7),
+        ("-.inf", -math.inf),
+        ("true", True),
+        ("FALSE", False),
+        ("no", "no"),
+        ("on", "on"),
+        ("010", "010"),
+        ("1:30", "1:30"),
+        ("2024-01-01", "2024-01-01"),
+        ("null", None),
+        ("~", None),
+        ("", None),
+        ("'1'", "1"),
+        ("[1, a, {b: 2.0}]", [1, "a", {"b": 2.0}]),
+        ("1.2.3", "1.2.3"),
+    ],
+)
+def test_a_value_is_read_as_people_mean_it(text: str, value: object) -> None:
+    read = parse_value(text, "here")
+    assert read == value
+    assert type(read) is type(value)
+
+
+def test_nan_is_a_number() -> None:
+    assert math.isnan(parse_value(".nan", "here"))
+
+
+def test_every_place_knows_its_line() -> None:
+    layer = parse_yaml("a: 1\nb:\n  - x\n  - c: 2\n", "f.yaml")
+    assert layer.tree == {"a": 1, "b": ["x", {"c": 2}]}
+    assert layer.origins == {
+        ("a",): "f.yaml:1",
+        ("b",): "f.yaml:2",
+        ("b", 0): "f.yaml:3",
+        ("b", 1): "f.yaml:4",
+        ("b", 1, "c"): "f.yaml:4",
+    }
+
+
+def test_merge_keys_of_yaml_work_and_are_no_duplicates() -> None:
+    layer = parse_yaml("base: &x {a: 1, b: 2}\nmore:\n  <<: *x\n  b: 3\n", "f.yaml")
+    assert layer.tree["more"] == {"a": 1, "b": 3}
+    assert layer.origins["more", "b"] == "f.yaml:4"
+
+
+def test_an_empty_file_is_an_empty_mapping(tmp_path: Path) -> None:
+    path = tmp_path / "empty.yaml"
+    path.write_text("# nothing yet\n")
+    assert read_yaml(path).tree == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: 1\nb: 2\na: 3\n", "f.yaml:3: the key `a` is there twice, first on line 1"),
+        ("p:\n  q: 1\n  q: 2\n", "f.yaml:3: the key `p.q` is there twice, first on line 2"),
+        ("a: [1\nb: 2\n", "f.yaml:2:2: not valid YAML: "),
+        ("a:\n\t- 1\n", "f.yaml:2:1: not valid YAML: "),
+        ("- 1\n", "f.yaml: a configuration is a mapping of keys to values, this is a list"),
+        ("text", "f.yaml: a configuration is a mapping of keys to values, this is a str"),
+        ("1: x\n", "f.yaml:1: keys must be text, this one is 1; put it in quotes"),
+        ("true: x\n", "f.yaml:1: keys must be text, this one is true; put it in quotes"),
+        ("? [a]\n: x\n", "f.yaml:1: keys must be text, this one is a list or mapping"),
+        ("a: &a\n  - *a\n", "f.yaml:1: this anchor contains itself"),
+        ("a: !!python/object:os.system {}\n", "f.yaml:1:4: not valid YAML: could not determine a constructor"),
+        ("a: 1\n---\nb: 2\n", "f.yaml:2:1: not valid YAML: "),
+        ("a: *b\n", "f.yaml:1:4: not valid YAML: found undefined alias 'b'"),
+        ("a: \x01\n", "f.yaml: not valid YAML: "),
+    ],
+)
+def test_what_is_not_a_configuration_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_yaml(text, "f.yaml")
+    assert str(error.value).startswith(message)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"no such configuration file: {tmp_path}/none.yaml"):
+        read_yaml(tmp_path / "none.yaml")
+    with pytest.raises(ConfigError, match=f"cannot read the configuration file {tmp_path}: Is a directory"):
+        read_yaml(tmp_path)
+    latin = tmp_path / "latin.yaml"
+    latin.write_bytes(b"a: \xe9\n")
+    with pytest.raises(ConfigError, match=r"latin\.yaml is not a text file in UTF-8: .* at byte 3"):
+        read_yaml(latin)
+
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+values = st.recursive(scalars, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=12)
+
+
+@given(st.dictionaries(st.text(), values))
+def test_what_is_written_is_read_back(data: dict[str, object]) -> None:
+    assert parse_yaml(to_yaml(data), "f.yaml").tree == data
+
+
+@pytest.mark.parametrize(
+    "text", ["1e-6", "1e4", "no", "on", "010", "1:30", "2024-01-01", "null", "~", "<<", "=", "0x1F", ""]
+)
+def test_text_that_looks_like_something_else_stays_text(text: str) -> None:
+    assert parse_yaml(to_yaml({text: text}), "f.yaml").tree == {text: text}

@@ -1,0 +1,34 @@
+"""What all tests share: one thread, one Ray a session, one tiny model."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test fetches anything
+
+import string
+
+import pytest
+
+ALPHABET = string.digits + string.ascii_lowercase + " +-*=?.,:\n"
+
+
+@pytest.fixture(scope="session")
+def ray_session():
+    """A Ray for all tests that need one; mark them `@pytest.mark.xdist_group("ray")`, so that one process has them."""
+    from rlframework.distributed import ray_runtime
+
+    ray_runtime.acquire(0)
+    yield
+    ray_runtime.release(0)
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory):
+    """Directory of a random Llama, 2 layers of 32, fp32, tied, with a character tokenizer. Do not write to it."""
+    from rlframework.data.models import make_llama
+    from rlframework.data.tokenizer import character_tokenizer
+
+    path = tmp_path_factory.mktemp("models") / "tiny_llama"
+    return make_llama(path, character_tokenizer(ALPHABET), hidden=32, layers=2, heads=4, kv_heads=2, max_positions=128)

@@ -1,0 +1,97 @@
+"""The character tokenizer, loading, and the small models made of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlframework.data.models import make_llama
+from rlframework.data.tokenizer import character_tokenizer, load_tokenizer
+from rlframework.errors import ConfigError, DataError
+
+ALPHABET = "0123456789+-= \n.aé漢"
+TOKENIZER = character_tokenizer(ALPHABET)
+
+
+@given(st.text(alphabet=ALPHABET))
+def test_round_trip(text: str) -> None:
+    ids = TOKENIZER(text)["input_ids"]
+    assert ids == [2 + ALPHABET.index(character) for character in text]
+    assert TOKENIZER.decode(ids) == text
+    assert TOKENIZER.decode([*ids, 1, 0], skip_special_tokens=True) == text
+
+
+def test_written_and_read(tmp_path: Path) -> None:
+    TOKENIZER.save_pretrained(tmp_path)
+    loaded = load_tokenizer(str(tmp_path))
+    text = "1 + 2\n= 漢é"
+    assert loaded(text)["input_ids"] == TOKENIZER(text)["input_ids"]
+    assert loaded.decode(loaded(text)["input_ids"]) == text
+    assert (loaded.pad_token_id, loaded.eos_token_id, loaded.bos_token_id) == (0, 1, None)
+    assert len(loaded) == 2 + len(ALPHABET)
+
+
+def test_begin_token(tmp_path: Path) -> None:
+    tokenizer = character_tokenizer("ab", bos=True)
+    assert tokenizer("ba")["input_ids"] == [2, 4, 3]
+    assert tokenizer("ba", add_special_tokens=False)["input_ids"] == [4, 3]
+    tokenizer.save_pretrained(tmp_path)
+    assert load_tokenizer(str(tmp_path))("ba")["input_ids"] == [2, 4, 3]
+
+
+@pytest.mark.parametrize("alphabet", ["", "aa", ["ab"], [""]])
+def test_bad_alphabets(alphabet: Any) -> None:
+    with pytest.raises(DataError, match="must be different single characters"):
+        character_tokenizer(alphabet)
+
+
+def test_no_such_model(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no tokenizer can be loaded from .*nowhere.*policy\.model_name"):
+        load_tokenizer(str(tmp_path / "nowhere"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=r"no tokenizer can be loaded from .*empty"):
+        load_tokenizer(str(tmp_path / "empty"))
+
+
+def test_pad_falls_back_to_the_end_token(tmp_path: Path) -> None:
+    tokenizer = character_tokenizer("ab")
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(tmp_path / "no_pad")
+    assert load_tokenizer(str(tmp_path / "no_pad")).pad_token_id == 1
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path / "no_end")
+    with pytest.raises(DataError, match="has no end token"):
+        load_tokenizer(str(tmp_path / "no_end"))
+
+
+def test_make_llama(tmp_path: Path) -> None:
+    """A directory that transformers reads; equal for equal seeds; the process's own random numbers are left alone."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    paths = [
+        make_llama(tmp_path / name, TOKENIZER, hidden=16, layers=2, heads=4, kv_heads=2, seed=seed)
+        for name, seed in (("a", 0), ("b", 0), ("c", 1))
+    ]
+    assert torch.equal(torch.rand(3), expected)
+    models = [AutoModelForCausalLM.from_pretrained(path) for path in paths]
+    states = [model.state_dict() for model in models]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    assert not torch.equal(states[0]["lm_head.weight"], states[2]["lm_head.weight"])
+    config = models[0].config
+    assert (config.vocab_size, config.num_key_value_heads, config.eos_token_id) == (len(TOKENIZER), 2, 1)
+    assert load_tokenizer(str(paths[0]))("1+1")["input_ids"] == TOKENIZER("1+1")["input_ids"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "c"]
+
+
+def test_make_llama_with_heads_that_do_not_divide(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"hidden \(16\) must divide by heads \(3\)"):
+        make_llama(tmp_path / "m", TOKENIZER, hidden=16, heads=3)
+    assert not (tmp_path / "m").exists()

@@ -1,0 +1,34 @@
+"""Puts this folder on the import path, here and so in the workers, which import `probe_workers` by name."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlframework.config.sections import DeadlinesConfig, WorkerGroupConfig
+from rlframework.distributed.named_sharding import NamedSharding
+from rlframework.interfaces.worker_group import WorkerSpec
+
+FOLDER = str(Path(__file__).parent)
+if FOLDER not in sys.path:
+    sys.path.append(FOLDER)
+
+
+@pytest.fixture
+def line():
+    """`line(n)`: n workers on one axis."""
+    return lambda workers: NamedSharding(list(range(workers)), ["data_parallel"])
+
+
+@pytest.fixture
+def probe_spec():
+    """`probe_spec(**kwargs)`: a `Probe` worker with these constructor arguments."""
+    return lambda **kwargs: WorkerSpec("probe_workers:Probe", kwargs)
+
+
+@pytest.fixture
+def group_config():
+    """`group_config(name, workers, **deadlines)`."""
+    return lambda name, workers, **deadlines: WorkerGroupConfig(
+        name=name, num_workers=workers, deadlines=DeadlinesConfig(**deadlines)
+    )

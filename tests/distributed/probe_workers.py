@@ -1,0 +1,94 @@
+"""Worker classes for the tests of worker groups. Workers import this module by name; torch only where it is needed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+
+class Probe:
+    """Answers with who it is and what it was given; fails, dies or hangs on request."""
+
+    def __init__(self, context, word="", fail_rank=None, die_rank=None):
+        self.context = context
+        self.word = word
+        self.tidied = False
+        if context.rank == fail_rank:
+            raise ValueError(f"cannot build with {word}")
+        if context.rank == die_rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def who(self):
+        return {
+            "rank": self.context.rank,
+            "world_size": self.context.world_size,
+            "address": self.context.master_addr,
+            "device": self.context.device,
+            "threads": self.context.threads,
+            "word": self.word,
+            "pid": os.getpid(),
+            "environment": dict(os.environ),
+            "torch_imported": "torch" in sys.modules,
+        }
+
+    def echo(self, **kwargs):
+        return self.context.rank, kwargs
+
+    def sleep(self, seconds, only=None):
+        if only is None or self.context.rank == only:
+            time.sleep(seconds)
+        return self.context.rank
+
+    def fail(self, kind, only=None):
+        if only is not None and self.context.rank != only:
+            time.sleep(60)
+        import probe_errors
+
+        raise getattr(probe_errors, kind)(f"bad thing on {self.context.rank}")
+
+    def die(self, only):
+        if self.context.rank == only:
+            print("last words of the dying", file=sys.stderr, flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
+
+    def unpicklable(self):
+        import threading
+
+        return threading.Lock()
+
+    def shutdown(self):
+        self.tidied = True
+
+    def all_reduce(self, value):
+        """The sum over all ranks, in a gloo group formed at the context's address."""
+        import datetime as dt
+
+        import torch
+        import torch.distributed as dist
+
+        dist.init_process_group(
+            "gloo",
+            init_method=f"tcp://{self.context.master_addr}:{self.context.master_port}",
+            rank=self.context.rank,
+            world_size=self.context.world_size,
+            timeout=dt.timedelta(seconds=self.context.deadline),
+        )
+        tensor = torch.tensor([float(value)])
+        dist.all_reduce(tensor)
+        return tensor.item()
+
+    def gather_batch(self, batch):
+        """`batch` of all ranks joined; the group must have been formed."""
+        return batch.all_gather(None)
+
+    def wait_for_peer(self, only):
+        """Rank `only` dies; the others wait for it in a collective and see its connection close."""
+        import torch
+        import torch.distributed as dist
+
+        if self.context.rank == only:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.all_reduce(torch.zeros(1))

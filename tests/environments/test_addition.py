@@ -1,0 +1,154 @@
+"""Addition: what is held out, what is asked, and how answers are read."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from rlframework.config.environments import AdditionConfig
+from rlframework.environments.addition import AdditionEnvironment, read_answer
+from rlframework.errors import BatchError, DataError
+
+
+def make(seed: int = 0, **config: Any) -> AdditionEnvironment:
+    return AdditionEnvironment(AdditionConfig(**config), seed=seed)
+
+
+def unordered(samples: Any) -> list[tuple[int, ...]]:
+    return [tuple(sorted(sample.metadata["terms"])) for sample in samples]
+
+
+def test_default_is_two_terms_of_up_to_two_digits() -> None:
+    environment = make()
+    train, validation = environment.samples("train"), environment.samples("validation")
+    assert (len(train), len(validation)) == (8192, 256)
+    sample = next(s for s in train if s.metadata["terms"][0] >= 10)
+    a, b = sample.metadata["terms"]
+    assert sample.messages == ({"role": "user", "content": f"{a}+{b}="},)
+    assert sample.answer == sample.completion == str(a + b)
+    terms = [t for s in train for t in s.metadata["terms"]]
+    assert (min(terms), max(terms)) == (0, 99)
+    assert 48 < sum(terms) / len(terms) < 51
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 10**6), st.integers(0, 20), st.integers(1, 30), st.integers(2, 3), st.integers(1, 60))
+def test_nothing_held_out_is_trained_on(seed: int, low: int, width: int, terms: int, held_out: int) -> None:
+    environment = make(
+        seed, operands=(low, low + width), terms=terms, validation_samples=min(held_out, width), train_samples=500
+    )
+    train, validation = environment.samples("train"), environment.samples("validation")
+    held = unordered(validation)
+    assert len(set(held)) == len(held) == min(held_out, width)
+    assert not set(held) & set(unordered(train))
+    assert len({s.id for s in train}) == len(train) > 0
+    assert all(low <= t <= low + width for s in [*train, *validation] for t in s.metadata["terms"])
+
+
+def test_a_small_space_is_used_up() -> None:
+    """0 to 2: nine ordered sums, six unordered ones. Two are held out; the other orders of the rest are trained on."""
+    environment = make(operands=(0, 2), validation_samples=2)
+    held = set(unordered(environment.samples("validation")))
+    every = {(a, b) for a in range(3) for b in range(3)}
+    expected = {pair for pair in every if tuple(sorted(pair)) not in held}
+    assert {s.metadata["terms"] for s in environment.samples("train")} == expected
+
+
+def test_large_numbers_are_drawn_not_listed() -> None:
+    environment = make(digits=9, terms=3, train_samples=50, validation_samples=10)
+    assert (len(environment.samples("train")), len(environment.samples("validation"))) == (50, 10)
+
+
+def test_the_seed_decides_in_every_process() -> None:
+    code = (
+        "from rlframework.config.environments import AdditionConfig as C\n"
+        "from rlframework.environments.addition import AdditionEnvironment as E\n"
+        "print([s.id for s in E(C(train_samples=5, validation_samples=3), seed=4).samples('validation')])"
+    )
+    here = [s.id for s in make(4, train_samples=5, validation_samples=3).samples("validation")]
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert output.stdout.strip() == str(here)
+    assert here != [s.id for s in make(5, train_samples=5, validation_samples=3).samples("validation")]
+
+
+def test_holding_out_everything() -> None:
+    """0 to 1: the sums 0+0, 0+1 and 1+1."""
+    with pytest.raises(DataError, match=r"validation_samples is 3, but there are only 3 .* hold out at most 2"):
+        make(operands=(0, 1), validation_samples=3)
+    assert len(make(operands=(0, 1), validation_samples=2).samples("train")) in (1, 2)
+
+
+def test_prompt_template_and_system_prompt() -> None:
+    environment = make(terms=3, prompt="What is {a} plus {b} plus {c}?", system_prompt="You add.")
+    sample = environment.samples("train")[0]
+    a, b, c = sample.metadata["terms"]
+    assert sample.messages == (
+        {"role": "system", "content": "You add."},
+        {"role": "user", "content": f"What is {a} plus {b} plus {c}?"},
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"prompt": "{a}+{x}="}, r"must have \{expression\} or all of \['a', 'b'\].*it has \['x'\]"),
+        ({"prompt": "{a}="}, r"must have \{expression\} or all of \['a', 'b'\]"),
+        ({"prompt": "{a}+{b}={"}, r"is no template.*write \{\{ for a brace"),
+        ({"operands": (5, 3)}, r"smallest <= largest, not \[5, 3\]"),
+        ({"operands": (-1, 3)}, r"0 <= smallest"),
+        ({"didgits": 3}, "didgits"),
+    ],
+)
+def test_bad_configurations(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        AdditionConfig(**config)
+
+
+@pytest.mark.parametrize(
+    ("text", "how", "answer"),
+    [
+        (" 7\n", "exact", "7"),
+        ("7.", "exact", "7."),
+        ("07", "exact", "07"),
+        ("The answer is 7.", "first_integer", "7"),
+        ("3 + 4 = 7", "first_integer", "3"),
+        ("3 + 4 = 7", "last_integer", "7"),
+        ("007", "first_integer", "7"),
+        ("-0", "last_integer", "0"),
+        ("minus -12", "last_integer", "-12"),
+        ("seven", "last_integer", None),
+        ("", "first_integer", None),
+    ],
+)
+def test_reading_answers(text: str, how: str, answer: str | None) -> None:
+    assert read_answer(text, how) == answer
+
+
+def test_step_judges_the_last_turn_of_each() -> None:
+    environment = make(answer="last_integer")
+    samples = environment.samples("train")[:3]
+    texts = [f"it is {samples[0].answer}", f"{int(samples[1].answer) + 1}", ""]
+    turns = [[*s.messages, {"role": "assistant", "content": t}] for s, t in zip(samples, texts, strict=True)]
+    outcomes = environment.step(samples, turns)  # type: ignore[arg-type]
+    assert [o.reward for o in outcomes] == [1.0, 0.0, 0.0]
+    assert [o.metrics for o in outcomes] == [{"accuracy": 1.0}, {"accuracy": 0.0}, {"accuracy": 0.0}]
+    assert all(o.done and o.observations == () for o in outcomes)
+    with pytest.raises(BatchError, match="3 samples but 2 conversations"):
+        environment.step(samples, turns[:2])  # type: ignore[arg-type]
+    with pytest.raises(BatchError, match="must end with an assistant message"):
+        environment.step(samples[:1], [list(samples[0].messages)])
+
+
+def test_environments_are_light() -> None:
+    code = (
+        "import sys, rlframework.environments.addition, rlframework.environments.gsm8k\n"
+        "heavy = {'torch', 'transformers', 'datasets', 'math_verify', 'sympy', 'ray'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

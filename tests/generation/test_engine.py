@@ -1,0 +1,303 @@
+"""The transformers engine against whole forwards without a cache, and what its rows may depend on."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlframework.config.sections import GenerationConfig
+from rlframework.errors import BatchError, ConfigError, RLFrameworkError, UserError
+from rlframework.generation.transformers_engine import TransformersEngine
+
+EOS = 1
+RAGGED = [[5], [3, 9, 4, 12, 6], [7, 2, 13] * 7, [5, 5], [14, 13], [3, 9, 4, 12, 6], [8] * 11]
+
+
+def same_rows(left: Any, right: Any, order: list[int], completions: Callable[[Any], list[list[int]]]) -> None:
+    """Row `i` of `right` is row `order[i]` of `left`: tokens exactly, log-probabilities to rounding."""
+    ours, theirs = completions(left), completions(right)
+    assert [ours[row] for row in order] == theirs
+    for row, other in zip(order, range(len(theirs)), strict=True):
+        length = int(right["unpadded_sequence_lengths"][other])
+        torch.testing.assert_close(left["logprobs"][row, :length], right["logprobs"][other, :length], atol=1e-5, rtol=0)
+
+
+def test_greedy_equals_whole_forwards(tiny: Any, batch: Any, completions: Any, plain_greedy: Any) -> None:
+    output = tiny.engine(max_new_tokens=24, temperature=0.7).generate(batch(RAGGED), greedy=True)
+    expected = [plain_greedy(tiny.model, prompt, {EOS}, 24) for prompt in RAGGED]
+    assert completions(output) == expected
+    assert len({len(row) for row in expected}) > 1, "rows should end at different times for this test to mean something"
+    assert output["truncated"].tolist() == [row[-1] != EOS for row in expected]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0, 1.7])
+def test_logprobs_equal_a_whole_forward(tiny: Any, batch: Any, temperature: float) -> None:
+    """At the sampling temperature before truncation; greedy at temperature 1; 0 on prompt and padding."""
+    engine = tiny.engine(max_new_tokens=20, temperature=temperature, top_k=5, top_p=0.9)
+    output = engine.generate(batch(RAGGED))
+    for row, prompt in enumerate(RAGGED):
+        length = int(output["unpadded_sequence_lengths"][row])
+        ids = output["output_ids"][row, :length]
+        with torch.no_grad():
+            logits = tiny.model(ids[None]).logits[0]
+        full = torch.log_softmax(logits.double() / (temperature or 1.0), -1)
+        expected = torch.zeros(output["logprobs"].shape[1], dtype=torch.float64)
+        for position in range(len(prompt), length):
+            expected[position] = full[position - 1, ids[position]]
+        torch.testing.assert_close(output["logprobs"][row].double(), expected, atol=1e-5, rtol=0)
+    assert output["logprobs"].dtype == torch.float32
+
+
+def test_output_layout(tiny: Any, batch: Any) -> None:
+    """Prompts come back whole, lengths add up, and everything after a row's end is padding."""
+    output = tiny.engine(max_new_tokens=9).generate(batch(RAGGED))
+    totals = output["unpadded_sequence_lengths"]
+    assert output["output_ids"].shape == output["logprobs"].shape == (len(RAGGED), int(totals.max()))
+    assert output["output_ids"].dtype == torch.int64
+    assert output["truncated"].dtype == torch.bool
+    for row, prompt in enumerate(RAGGED):
+        assert output["output_ids"][row, : len(prompt)].tolist() == prompt
+        assert int(totals[row]) == len(prompt) + int(output["generation_lengths"][row])
+        assert (output["output_ids"][row, int(totals[row]) :] == tiny.tokenizer.pad_token_id).all()
+
+
+def test_rows_do_not_depend_on_order_or_company(tiny: Any, batch: Any, completions: Any) -> None:
+    seeds = [11, 2**62, 5, -3, 0, 7, 5]
+    whole = tiny.engine(max_new_tokens=16).generate(batch(RAGGED, seeds))
+    order = list(range(len(RAGGED)))
+    random.Random(0).shuffle(order)
+    data = batch([RAGGED[i] for i in order], [seeds[i] for i in order])
+    same_rows(whole, tiny.engine(max_new_tokens=16).generate(data), order, completions)
+    for row in range(len(RAGGED)):
+        alone = tiny.engine(max_new_tokens=16).generate(batch([RAGGED[row]], [seeds[row]]))
+        same_rows(whole, alone, [row], completions)
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3, 64])
+def test_rows_do_not_depend_on_the_batch_size(tiny: Any, batch: Any, completions: Any, batch_size: int) -> None:
+    whole = tiny.engine(max_new_tokens=12, batch_size=256).generate(batch(RAGGED))
+    split = tiny.engine(max_new_tokens=12, batch_size=batch_size).generate(batch(RAGGED))
+    same_rows(whole, split, list(range(len(RAGGED))), completions)
+
+
+def test_a_group_is_prefilled_once_and_its_rows_differ(tiny: Any, batch: Any, completions: Any) -> None:
+    prompts = [[3, 9, 4]] * 24 + [[6, 6]] * 24
+    shapes: list[tuple[int, ...]] = []
+    handle = tiny.model.register_forward_pre_hook(
+        lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    try:
+        output = tiny.engine(max_new_tokens=8).generate(batch(prompts))
+    finally:
+        handle.remove()
+    rows = completions(output)
+    assert shapes[0] == (2, 3), "two different prompts, one forward of two rows"
+    assert shapes[1][1] == 1
+    assert shapes[1][0] > 2
+    assert len({tuple(row) for row in rows[:24]}) > 8
+    for row in (0, 13, 24, 47):
+        alone = tiny.engine(max_new_tokens=8).generate(batch([prompts[row]], [row]))
+        assert completions(alone)[0] == rows[row]
+
+
+def test_finished_rows_leave_the_batch(tiny: Any, batch: Any, completions: Any) -> None:
+    widths: list[int] = []
+    handle = tiny.model.register_forward_pre_hook(
+        lambda module, args, kwargs: widths.append(kwargs["input_ids"].shape[0]), with_kwargs=True
+    )
+    try:
+        output = tiny.engine(max_new_tokens=60).generate(batch([[3, 9, 4]] * 64))
+    finally:
+        handle.remove()
+    lengths = sorted(len(row) for row in completions(output))
+    decoded = sum(widths[1:])
+    needed = sum(length - 1 for length in lengths)
+    assert lengths[0] < lengths[-1]
+    assert needed <= decoded <= needed * 4 / 3 + 64, "at most a quarter of the rows may be finished ones"
+    assert len(widths) == max(lengths), "no forward after the last sampled token"
+
+
+def test_seeds_decide(tiny: Any, batch: Any, completions: Any) -> None:
+    engine = tiny.engine(max_new_tokens=20)
+    first = completions(engine.generate(batch([[5, 12]] * 3, [1, 1, 2])))
+    assert first[0] == first[1] != first[2]
+    assert completions(engine.generate(batch([[5, 12]] * 3, [1, 1, 2]))) == first
+
+
+def test_samples_are_distributed_as_the_model_says(tiny: Any, batch: Any) -> None:
+    """First two tokens of 4,000 rows: Pearson's statistic against exact probabilities stays below its 99.9% point."""
+    count, prompt = 4000, [4, 12]
+    output = tiny.engine(max_new_tokens=2, batch_size=count).generate(batch([prompt] * count, range(count)))
+    with torch.no_grad():
+        first = torch.softmax(tiny.model(torch.tensor([prompt])).logits[0, -1].double(), -1)
+        size = len(first)
+        pairs = torch.tensor([[*prompt, token] for token in range(size)])
+        second = torch.softmax(tiny.model(pairs).logits[:, -1].double(), -1)
+    exact = (first[:, None] * second).flatten()
+    exact = torch.cat([exact.view(size, size)[torch.arange(size) != EOS].flatten(), first[EOS : EOS + 1]])
+    tokens = output["output_ids"][:, 2:]
+    index = torch.where(tokens[:, 0] == EOS, -1, (tokens[:, 0] - (tokens[:, 0] > EOS).long()) * size + tokens[:, -1])
+    counts = torch.bincount(torch.where(index < 0, (size - 1) * size, index), minlength=len(exact)).double()
+    common = exact * count >= 5
+    observed = torch.cat([counts[common], counts[~common].sum()[None]])
+    expected = torch.cat([exact[common], exact[~common].sum()[None]]) * count
+    statistic = float(((observed - expected) ** 2 / expected).sum())
+    freedom = len(expected) - 1
+    bound = freedom * (1 - 2 / (9 * freedom) + 3.09 * (2 / (9 * freedom)) ** 0.5) ** 3  # Wilson and Hilferty 1931
+    assert freedom > 10
+    assert statistic < bound
+
+
+def test_one_token_and_one_row(tiny: Any, batch: Any, completions: Any, plain_greedy: Any) -> None:
+    output = tiny.engine(max_new_tokens=1, temperature=0.0).generate(batch([[3, 9]]))
+    assert completions(output) == [plain_greedy(tiny.model, [3, 9], {EOS}, 1)]
+    assert output["generation_lengths"].tolist() == [1]
+    assert output["truncated"].tolist() == [completions(output)[0] != [EOS]]
+
+
+def test_pad_that_is_the_end_token_is_told_by_position(
+    tiny: Any, batch: Any, completions: Any, plain_greedy: Any
+) -> None:
+    """Prompts that hold the end token, padded with it: only an end token in the completion ends it."""
+    from rlframework.data.tokenizer import character_tokenizer
+
+    tokenizer = character_tokenizer("0123456789+= ")
+    tokenizer.pad_token = tokenizer.eos_token
+    prompts = [[EOS, 5, EOS], [4], [EOS, EOS, 3, 9, 4, 12, EOS], [6, EOS]]
+    output = tiny.engine(tokenizer, max_new_tokens=24, temperature=0.0).generate(batch(prompts, pad=EOS))
+    expected = [plain_greedy(tiny.model, prompt, {EOS}, 24) for prompt in prompts]
+    assert completions(output) == expected
+    assert output["truncated"].tolist() == [row[-1] != EOS for row in expected]
+
+
+def test_all_sources_of_end_tokens(tiny: Any, batch: Any, completions: Any, plain_greedy: Any) -> None:
+    """Stop ids, stop strings and the model's own list of end tokens, each alone."""
+    prompt = next(p for p in RAGGED if len(plain_greedy(tiny.model, p, {EOS}, 24)) > 3)
+    path = plain_greedy(tiny.model, prompt, {EOS}, 24)
+    stop = path[2]
+    cut = path[: path.index(stop) + 1]
+    text = tiny.tokenizer.decode([stop])
+    for options in ({"stop_token_ids": (stop,)}, {"stop_strings": (text,)}):
+        output = tiny.engine(max_new_tokens=24, temperature=0.0, **options).generate(batch([prompt]))
+        assert completions(output) == [cut]
+        assert output["truncated"].tolist() == [False]
+    before = tiny.model.generation_config.eos_token_id
+    tiny.model.generation_config.eos_token_id = [EOS, stop]
+    try:
+        output = tiny.engine(max_new_tokens=24, temperature=0.0).generate(batch([prompt]))
+    finally:
+        tiny.model.generation_config.eos_token_id = before
+    assert completions(output) == [cut]
+
+
+def test_end_tokens_of_the_generation_config_file(
+    tiny: Any, batch: Any, completions: Any, plain_greedy: Any, tmp_path: Path
+) -> None:
+    """A trainer may build its module from `config.json` alone: what lies beside it still counts."""
+    prompt = next(p for p in RAGGED if len(plain_greedy(tiny.model, p, {EOS}, 24)) > 3)
+    path = plain_greedy(tiny.model, prompt, {EOS}, 24)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [EOS, path[2]]}), encoding="utf-8")
+    config = GenerationConfig(max_new_tokens=24, temperature=0.0)
+    engine = TransformersEngine(config, tiny.tokenizer, model_name=str(tmp_path), device="cpu", precision="float32")
+    engine.attach(tiny.model)
+    assert completions(engine.generate(batch([prompt]))) == [path[: path.index(path[2]) + 1]]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stop_strings": ("12",)}, r"stop_strings: '12' is not one token of the tokenizer but 2"),
+        ({"stop_strings": ("x",)}, r"stop_strings: 'x' is not one token .*no token for it"),
+        ({"stop_token_ids": (99,)}, r"stop_token_ids: 99 is no token of the tokenizer; they go from 0 to 14"),
+    ],
+)
+def test_stops_that_are_no_token(tiny: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        tiny.engine(**options)
+
+
+def test_a_prompt_beyond_the_models_positions(tiny: Any, batch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiny.model.config, "max_position_embeddings", 8)
+    output = tiny.engine(max_new_tokens=24, stop_token_ids=()).generate(batch([[3] * 6, [4]]))
+    assert output["unpadded_sequence_lengths"].max() <= 8
+    assert output["generation_lengths"][0] <= 2
+    mixed = [[3] * 6] * 6 + [[4]] * 40
+    output = tiny.engine(max_new_tokens=24).generate(batch(mixed))
+    room = torch.tensor([2] * 6 + [7] * 40)
+    assert bool((output["generation_lengths"] <= room).all())
+    last = output["output_ids"].gather(1, output["unpadded_sequence_lengths"][:, None] - 1).squeeze(1)
+    assert torch.equal(output["truncated"], last != EOS)
+    assert torch.equal(output["generation_lengths"][output["truncated"]], room[output["truncated"]])
+    assert 0 < int(output["truncated"].sum()) < len(mixed)
+    with pytest.raises(BatchError, match="prompt of row 1 has 8 tokens, and the model takes 8"):
+        tiny.engine(max_new_tokens=2).generate(batch([[3], [4] * 8]))
+
+
+def test_the_modules_modes_come_back(tiny: Any, batch: Any) -> None:
+    """Dropout is off while generating, each module's mode is kept, and nothing needs a gradient."""
+    model = tiny.model
+    model.train()
+    model.model.layers[1].eval()
+    modes = [module.training for module in model.modules()]
+    seen: list[bool] = []
+    handle = model.register_forward_pre_hook(lambda module, args: seen.append(module.training))
+    try:
+        output = tiny.engine(max_new_tokens=3).generate(batch([[3, 4]]))
+        assert [module.training for module in model.modules()] == modes
+    finally:
+        handle.remove()
+        model.eval()
+    assert seen
+    assert not any(seen)
+    assert not output["logprobs"].requires_grad
+    assert not output["logprobs"].is_inference()
+
+
+def test_training_goes_on_after_generating(tiny: Any, batch: Any) -> None:
+    """What the engine gives can be used in a loss, and the model's gradients are as before."""
+    output = tiny.engine(max_new_tokens=4).generate(batch(RAGGED))
+    logits = tiny.model(output["output_ids"]).logits
+    loss = (torch.log_softmax(logits, -1)[..., 0] * output["logprobs"]).sum()
+    loss.backward()
+    assert all(bool(torch.isfinite(p.grad).all()) for p in tiny.model.parameters())
+    tiny.model.zero_grad(set_to_none=True)
+
+
+def test_bad_batches(tiny: Any, batch: Any) -> None:
+    engine = tiny.engine()
+    data = batch([[3, 4], [5]])
+    del data["seeds"]
+    with pytest.raises(BatchError, match=r"needs input_ids, input_lengths and seeds; \['seeds'\] are not in"):
+        engine.generate(data)
+    data = batch([[3, 4], [5]])
+    data["input_lengths"] = torch.tensor([2, 0])
+    with pytest.raises(BatchError, match="input_lengths of row 1 is 0; prompts have 1 to 2 tokens"):
+        engine.generate(data)
+    data["input_lengths"] = torch.tensor([2])
+    with pytest.raises(BatchError, match=r"input_lengths \[B\] and seeds \[B\]"):
+        engine.generate(data)
+
+
+def test_without_weights(tiny: Any, batch: Any) -> None:
+    engine = TransformersEngine(
+        GenerationConfig(), tiny.tokenizer, model_name=tiny.path, device="cpu", precision="float32"
+    )
+    with pytest.raises(UserError, match="no weights yet: call attach or load_weights"):
+        engine.generate(batch([[3]]))
+
+
+def test_weights_that_are_not_finite(tiny: Any, batch: Any) -> None:
+    weight = tiny.model.model.norm.weight
+    saved = weight.detach().clone()
+    try:
+        weight.data.fill_(float("nan"))
+        with pytest.raises(RLFrameworkError, match="probabilities are not finite"):
+            tiny.engine(max_new_tokens=2).generate(batch([[3]]))
+    finally:
+        weight.data.copy_(saved)

@@ -1,0 +1,167 @@
+"""Lines for a log, the display for a terminal."""
+
+import io
+from types import SimpleNamespace
+
+import pytest
+
+from rlframework.observers.console import ConsoleObserver, Pace, duration, pace_text
+from rlframework.plugins.hookspec import RunInfo
+
+
+class Clock:
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def info(tmp_path, steps=60, name="grpo"):
+    return RunInfo(SimpleNamespace(algorithm=SimpleNamespace(name=name, num_steps=steps)), tmp_path)
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+def begin(stream, clock, tmp_path, steps=60, name="grpo"):
+    observer = ConsoleObserver(stream, clock)
+    observer.rlframework_run_started(info(tmp_path, steps, name))
+    return observer
+
+
+def test_a_line_has_the_step_the_known_metrics_the_pace_and_what_remains(tmp_path, clock):
+    stream = io.StringIO()
+    observer = begin(stream, clock, tmp_path)
+    for step in range(13):
+        observer.rlframework_step_finished(
+            step,
+            {
+                "train/reward": 0.41,
+                "train/accuracy": 0.52,
+                "train/loss": -0.0123456,
+                "train/kl": 0.05,
+                "other/thing": 7.0,
+            },
+        )
+        clock.now += 1.8 if step < 12 else 0.0
+    # twelve steps of 1.8 s; 48 steps of 1.8 s are 86.4 s
+    line = next(line for line in stream.getvalue().splitlines() if line.startswith("step 12/60"))
+    assert line == ("step 12/60  reward 0.410  accuracy 0.520  loss -0.01235  KL 0.05  1.8 s/step, remaining 1m26s")
+
+
+def test_supervised_metrics_show_validation_where_it_was_measured(tmp_path, clock):
+    stream = io.StringIO()
+    observer = begin(stream, clock, tmp_path, steps=2, name="sft")
+    observer.rlframework_step_finished(0, {"validation/accuracy": 0.0})
+    clock.now += 1.0
+    observer.rlframework_step_finished(1, {"train/loss": 2.5})
+    clock.now += 1.0
+    observer.rlframework_step_finished(2, {"train/loss": 1.25, "validation/accuracy": 0.3125})
+    observer.rlframework_run_finished({"train/loss": 1.25, "validation/accuracy": 0.3125})
+    assert stream.getvalue().splitlines() == [
+        f"sft: up to 2 steps, writing to {tmp_path}",
+        "step 0/2  validation accuracy 0.000",
+        "step 1/2  loss 2.5  1 s/step, remaining 1s",
+        "step 2/2  validation accuracy 0.312  loss 1.25  1 s/step, remaining 0s",
+        "sft finished after 2 steps in 2s  validation accuracy 0.312  loss 1.25",
+    ]
+
+
+def test_fast_steps_do_not_flood_the_log_and_slow_ones_all_show(tmp_path, clock):
+    def lines(seconds_a_step, steps):
+        stream = io.StringIO()
+        observer = begin(stream, clock, tmp_path, steps=1000)
+        for step in range(1, steps + 1):
+            clock.now += seconds_a_step
+            observer.rlframework_step_finished(step, {"train/loss": 1.0})
+        return stream.getvalue().count("step ")
+
+    assert lines(0.01, 500) <= 7  # five seconds: the first, then one a second
+    assert lines(12.0, 50) == 50
+
+
+def test_validation_and_the_last_step_show_however_fast(tmp_path, clock):
+    stream = io.StringIO()
+    observer = begin(stream, clock, tmp_path, steps=5)
+    for step in range(1, 6):
+        observer.rlframework_step_finished(step, {"validation/accuracy": 0.5} if step == 3 else {})
+    shown = [line.split()[1] for line in stream.getvalue().splitlines()[1:]]
+    assert shown == ["1/5", "3/5", "5/5"]
+
+
+def test_a_terminal_gets_a_display_and_gets_its_cursor_back(tmp_path, clock, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    stream = Terminal()
+    observer = begin(stream, clock, tmp_path)
+    clock.now += 2.0
+    observer.rlframework_step_finished(1, {"train/reward": 0.25, "memory/rss_mb": 1234.0})
+    shown = stream.getvalue()
+    assert "1/60" in shown
+    assert "reward 0.250" in shown
+    assert "memory 1,234 MB" in shown
+    assert "\x1b[?25l" in shown  # hides the cursor
+    observer.rlframework_run_finished({"train/reward": 0.25})
+    observer.close()
+    assert stream.getvalue().count("\x1b[?25h") >= 1  # and shows it again
+    assert "grpo finished after 1 steps in 2s" in stream.getvalue()
+
+
+def test_a_failed_run_gives_the_terminal_back_too(tmp_path, clock, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    stream = Terminal()
+    observer = begin(stream, clock, tmp_path)
+    observer.close()
+    assert "\x1b[?25h" in stream.getvalue()
+
+
+def test_a_dumb_terminal_gets_plain_lines(tmp_path, clock, monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    stream = Terminal()
+    observer = begin(stream, clock, tmp_path)
+    observer.rlframework_step_finished(1, {"train/loss": 1.0})
+    observer.close()
+    assert "\x1b" not in stream.getvalue()
+    assert "step 1/60  loss 1" in stream.getvalue()
+
+
+def test_the_pace_forgets_old_steps():
+    pace = Pace(total=100, now=0.0)
+    assert pace_text(pace) == ""
+    now = 0.0
+    for step in range(1, 51):
+        now += 10.0 if step <= 30 else 1.0
+        pace.mark(step, now)
+    assert pace.seconds == pytest.approx(1.0)  # the last twenty steps
+    assert pace.remaining == pytest.approx(50.0)
+
+
+def test_the_time_before_the_first_step_is_not_part_of_the_pace():
+    pace = Pace(total=10, now=0.0)
+    pace.mark(0, 500.0)
+    pace.mark(1, 503.0)
+    assert pace.seconds == pytest.approx(3.0)
+    assert pace.remaining == pytest.approx(27.0)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.4, "0s"),
+        (59.4, "59s"),
+        (59.6, "1m00s"),
+        (80, "1m20s"),
+        (3599.9, "1h00m"),
+        (7500, "2h05m"),
+        (273_600, "3d04h"),
+    ],
+)
+def test_durations(seconds, text):
+    assert duration(seconds) == text

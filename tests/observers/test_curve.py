@@ -1,0 +1,90 @@
+"""The picture of a run, and the series under it."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+
+from rlframework.observers import curve
+from rlframework.observers.curve import CurveObserver, draw_curve
+from rlframework.observers.series import last_step, seconds_of, series, smooth
+from rlframework.plugins.hookspec import RunInfo
+
+SFT = [{"step": 0.0, "validation/accuracy": 0.0}, *({"step": float(i), "train/loss": 3.0 / i} for i in range(1, 11))]
+GRPO = [
+    {"step": float(i), "train/reward": i / 10, "train/loss": 0.01, "train/kl": 0.1 * i, "time/step": 2.0}
+    for i in range(1, 6)
+]
+GRPO[-1]["validation/accuracy"] = 0.75
+
+
+def figure(phases, along="steps"):
+    return curve._figure(curve._phases(phases, along), "title", along)
+
+
+def test_smoothing_is_the_mean_of_neighbours_and_shrinks_at_the_ends():
+    assert smooth([1.0, 2.0, 6.0, 4.0], 3) == pytest.approx([1.5, 3.0, 4.0, 5.0])
+    assert smooth([1.0, 5.0], 1) == [1.0, 5.0]
+    assert smooth([], 5) == []
+
+
+def test_series_leave_out_what_is_missing_and_not_finite():
+    rows = [{"a": 1.0}, {"b": 2.0}, {"a": math.nan}, {"a": 4.0}]
+    assert series(rows, "a", [10.0, 20.0, 30.0, 40.0]) == ([10.0, 40.0], [1.0, 4.0])
+    assert series(rows, "c", [10.0, 20.0, 30.0, 40.0]) == ([], [])
+
+
+def test_places_along_the_axis():
+    assert last_step([]) == 0
+    assert last_step([{}, {}]) == 2
+    assert last_step(SFT) == 10
+    assert seconds_of([{}, {"time/step": 2.0}, {"time/step": math.nan}, {"time/step": 0.5}]) == [0.0, 2.0, 2.0, 2.5]
+
+
+def test_phases_follow_each_other_with_a_line_between_them():
+    top = figure([("sft", SFT), ("grpo", GRPO)]).axes[0]
+    lines = {line.get_label(): line for line in top.get_lines()}
+    assert list(lines["training reward"].get_xdata()) == [11, 12, 13, 14, 15]
+    assert list(lines["validation accuracy (held out)"].get_xdata()) == [15]
+    upright = [line for line in top.get_lines() if list(line.get_xdata()) == [10, 10]]
+    assert len(upright) == 1
+    assert {text.get_text() for text in top.texts} >= {"sft", "grpo", "75%"}
+
+
+def test_loss_and_kl_have_panels_where_they_exist():
+    titles = [axes.get_title(loc="left") for axes in figure([("sft", SFT), ("grpo", GRPO)]).axes[1:]]
+    assert titles == ["sft: loss", "grpo: loss", "grpo: KL to reference (nats/token)"]
+    assert len(figure([("run", [{"train/reward": 0.5}])]).axes) == 1
+
+
+def test_a_reward_outside_zero_to_one_leaves_accuracy_an_axis_of_its_own():
+    rows = [{"train/reward": -2.0, "validation/accuracy": 0.5}, {"train/reward": 3.0, "validation/accuracy": 0.6}]
+    reward, accuracy = figure([("grpo", rows)]).axes[:2]
+    assert reward.get_ylim()[0] <= -2.0
+    assert reward.get_ylim()[1] >= 3.0
+    assert accuracy.get_ylim() == pytest.approx((-0.03, 1.08))
+
+
+def test_seconds_come_from_the_time_of_the_steps():
+    top = figure([("sft", [{"time/step": 5.0}]), ("grpo", GRPO)], along="seconds").axes[0]
+    [reward] = [line for line in top.get_lines() if line.get_label() == "training reward"]
+    assert list(reward.get_xdata()) == [7, 9, 11, 13, 15]
+    assert top.get_xlabel() == "training time (s)"
+
+
+@pytest.mark.parametrize(
+    "histories", [[], [("", [])], [("sft", SFT), ("grpo", GRPO)], [("x", [{"train/loss": math.nan}])]]
+)
+def test_the_picture_is_a_png_and_nothing_else_is_left(tmp_path, histories):
+    path = draw_curve(histories, tmp_path / "deep" / "curve.png", "title")
+    assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    assert [entry.name for entry in path.parent.iterdir()] == ["curve.png"]
+
+
+def test_the_observer_draws_what_it_heard_at_the_end(tmp_path):
+    named = SimpleNamespace(algorithm=SimpleNamespace(name="grpo"), environment=SimpleNamespace(name="addition"))
+    observer = CurveObserver()
+    observer.rlframework_step_finished(1, {"train/reward": 0.5})
+    assert not (tmp_path / "curve.png").exists()
+    observer.rlframework_run_finished(RunInfo(named, tmp_path))
+    assert (tmp_path / "curve.png").stat().st_size > 1000

@@ -1,0 +1,199 @@
+"""Who is told what, and what an observer that raises does to the rest."""
+
+import sys
+import types
+
+import pytest
+
+from rlframework.config.algorithms import GRPOConfig
+from rlframework.config.environments import AdditionConfig
+from rlframework.config.policy import PolicyConfig
+from rlframework.config.sections import ObserversConfig, RunConfig
+from rlframework.observers import dispatch
+from rlframework.observers.dispatch import Observers, SampleRecord
+from rlframework.plugins.hookspec import RunInfo, hookimpl
+from rlframework.plugins.manager import create_manager
+from rlframework.plugins.reading import new_pluggy
+
+NONE = ObserversConfig(console=False, jsonl=False, tensorboard=False, curve=False)
+
+
+@pytest.fixture
+def info(tmp_path):
+    config = RunConfig(
+        algorithm=GRPOConfig(num_steps=3),
+        policy=PolicyConfig(model_name="m"),
+        environment=AdditionConfig(),
+        output_dir=tmp_path,
+        observers=NONE,
+    )
+    return RunInfo(config, tmp_path)
+
+
+def relay(*plugins):
+    manager = new_pluggy()
+    for plugin in plugins:
+        manager.register(plugin, name=type(plugin).__name__)
+    return manager.hook
+
+
+class Recorder:
+    def __init__(self):
+        self.seen = []
+
+    @hookimpl
+    def rlframework_run_started(self, run):
+        self.seen.append(("started", run))
+
+    @hookimpl
+    def rlframework_step_finished(self, run, step, metrics, samples):
+        self.seen.append(("step", step, dict(metrics), samples))
+
+    @hookimpl
+    def rlframework_checkpoint_saved(self, step, path):
+        self.seen.append(("saved", step, path))
+
+    @hookimpl
+    def rlframework_run_finished(self, metrics):
+        self.seen.append(("finished", dict(metrics)))
+
+
+class Raises:
+    def __init__(self):
+        self.calls = 0
+
+    @hookimpl
+    def rlframework_step_finished(self, step):
+        self.calls += 1
+        raise RuntimeError(f"no good at {step}")
+
+    @hookimpl
+    def rlframework_run_finished(self, metrics):
+        self.calls += 1
+
+
+def test_every_hook_gets_its_arguments(info, tmp_path):
+    recorder = Recorder()
+    sample = SampleRecord(prompt="1+1=", completion="2", reward=1.0, step=1, kind="train")
+    with Observers(NONE, info, relay(recorder)) as observers:
+        observers.step_finished(1, {"train/loss": 2}, [sample])
+        observers.checkpoint_saved(1, tmp_path / "model")
+        observers.run_finished({"train/loss": 1.5})
+    assert recorder.seen == [
+        ("started", info),
+        ("step", 1, {"train/loss": 2.0}, (sample,)),
+        ("saved", 1, tmp_path / "model"),
+        ("finished", {"train/loss": 1.5}),
+    ]
+
+
+def test_an_observer_that_raises_is_reported_once_and_dropped_and_the_others_go_on(info, capsys):
+    raises, recorder = Raises(), Recorder()
+    with Observers(NONE, info, relay(recorder, raises)) as observers:
+        for step in (1, 2, 3):
+            observers.step_finished(step, {})
+        observers.run_finished({})
+    assert raises.calls == 1
+    assert [entry[0] for entry in recorder.seen] == ["started", "step", "step", "step", "finished"]
+    reported = capsys.readouterr().err
+    assert reported.count("RuntimeError: no good at 1") == 1
+    assert "'Raises'" in reported
+    assert reported.count("\n") == 1
+
+
+def test_a_keyboard_interrupt_in_an_observer_ends_the_run(info):
+    class Interrupts:
+        @hookimpl
+        def rlframework_step_finished(self):
+            raise KeyboardInterrupt
+
+    observers = Observers(NONE, info, relay(Interrupts()))
+    with pytest.raises(KeyboardInterrupt):
+        observers.step_finished(1, {})
+
+
+def test_an_observer_cannot_change_what_the_next_one_sees(info, capsys):
+    class Changes:
+        @hookimpl
+        def rlframework_step_finished(self, metrics):
+            metrics["train/loss"] = 0.0
+
+    recorder = Recorder()
+    observers = Observers(NONE, info, relay(recorder, Changes()))
+    given = {"train/loss": 3.0}
+    observers.step_finished(1, given)
+    assert recorder.seen[0][2] == {"train/loss": 3.0}
+    assert given == {"train/loss": 3.0}
+    assert "TypeError" in capsys.readouterr().err
+
+
+def test_a_wrapper_around_an_observer_hook_is_refused_and_said_so(info, capsys):
+    class Wraps:
+        @hookimpl(wrapper=True)
+        def rlframework_step_finished(self):
+            yield
+
+    recorder = Recorder()
+    observers = Observers(NONE, info, relay(Wraps(), recorder))
+    observers.step_finished(1, {})
+    assert len(recorder.seen) == 1
+    assert "wrapped" in capsys.readouterr().err
+
+
+def test_core_observers_are_closed_after_a_failed_run_and_run_finished_is_not_called(info, monkeypatch):
+    events = []
+
+    class Core:
+        @hookimpl
+        def rlframework_run_started(self):
+            events.append("started")
+
+        @hookimpl
+        def rlframework_run_finished(self):
+            events.append("finished")
+
+        def close(self):
+            events.append("closed")
+
+    module = types.ModuleType("core_observer_for_this_test")
+    module.Core = Core
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(dispatch, "CORE_OBSERVERS", {"console": f"{module.__name__}:Core"})
+    with pytest.raises(ValueError, match="training broke"), Observers(ObserversConfig(), info) as observers:
+        raise ValueError("training broke")
+    observers.close()
+    assert events == ["started", "closed"]
+
+
+def test_a_core_observer_that_cannot_be_made_is_reported_and_the_others_work(info, capsys):
+    config = NONE.model_copy(update={"jsonl": True, "console": True})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "rlframework.observers.console", None)
+        with Observers(config, info) as observers:
+            observers.step_finished(1, {})
+    assert "'console'" in capsys.readouterr().err
+    assert (info.output_dir / "metrics.jsonl").read_text().count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["console", "jsonl", "tensorboard", "curve"])
+def test_every_switch_of_the_section_has_an_observer_with_hooks(name, info):
+    observers = Observers(NONE.model_copy(update={name: True}), info)
+    assert name in dispatch.CORE_OBSERVERS
+    assert [plugin_name for plugin_name, _ in observers._core.list_name_plugin()] == [name]
+    assert observers._core.get_hookcallers(observers._core.get_plugin(name))
+    observers._core.check_pending()
+
+
+def test_a_plugin_module_of_the_configuration_hears_of_the_run(info, monkeypatch):
+    module = types.ModuleType("listener_for_this_test")
+    heard = []
+
+    @hookimpl
+    def rlframework_step_finished(step):
+        heard.append(step)
+
+    module.rlframework_step_finished = rlframework_step_finished
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    manager = create_manager([module.__name__], disabled=[])
+    Observers(NONE, info, manager.hook).step_finished(7, {})
+    assert heard == [7]

@@ -1,0 +1,115 @@
+"""The files that a run leaves, and reading them back."""
+
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+
+from rlframework.config.sections import ObserversConfig
+from rlframework.errors import DataError
+from rlframework.observers.dispatch import SampleRecord
+from rlframework.observers.jsonl import JsonlObserver, read_history
+from rlframework.plugins.hookspec import RunInfo
+
+
+def started(path, samples=4):
+    observer = JsonlObserver()
+    observer.rlframework_run_started(RunInfo(SimpleNamespace(observers=ObserversConfig(samples=samples)), path))
+    return observer
+
+
+def strict(line):
+    def refuse(word):
+        raise AssertionError(f"{word} is not JSON")
+
+    return json.loads(line, parse_constant=refuse)
+
+
+def test_a_line_is_on_disk_after_each_step(tmp_path):
+    observer = started(tmp_path / "new" / "run")
+    file = tmp_path / "new" / "run" / "metrics.jsonl"
+    observer.rlframework_step_finished(1, {"train/loss": 0.5}, [])
+    first = strict(file.read_text())
+    assert first["step"] == 1
+    assert first["train/loss"] == 0.5
+    observer.rlframework_step_finished(2, {"train/loss": 0.25}, [])
+    assert [strict(line)["train/loss"] for line in file.read_text().splitlines()] == [0.5, 0.25]
+    observer.close()
+
+
+def test_numbers_that_are_not_finite_are_valid_json_and_come_back(tmp_path):
+    observer = started(tmp_path)
+    values = {"a": math.nan, "b": math.inf, "c": -math.inf, "d": 1.0}
+    observer.rlframework_step_finished(1, values, [SampleRecord("p", "c", math.nan, 1)])
+    observer.close()
+    line = strict((tmp_path / "metrics.jsonl").read_text())
+    assert [line[name] for name in "abcd"] == ["NaN", "Infinity", "-Infinity", 1.0]
+    assert strict((tmp_path / "samples.jsonl").read_text())["reward"] == "NaN"
+    [row] = read_history(tmp_path / "metrics.jsonl")
+    assert math.isnan(row["a"])
+    assert (row["b"], row["c"], row["d"]) == (math.inf, -math.inf, 1.0)
+
+
+def test_samples_are_one_object_each_with_text_as_it_was(tmp_path):
+    observer = started(tmp_path)
+    text = 'one\ntwo "ü" \u2028 \ud83d'.encode("utf-8", "ignore").decode()
+    observer.rlframework_step_finished(3, {}, [SampleRecord("1+1=", text, 1.0, 3, "validation")])
+    observer.close()
+    file = (tmp_path / "samples.jsonl").read_text(encoding="utf-8")
+    assert file.count("\n") == 1
+    assert strict(file) == {"prompt": "1+1=", "completion": text, "reward": 1.0, "step": 3, "kind": "validation"}
+
+
+def test_no_samples_file_when_none_are_wanted(tmp_path):
+    observer = started(tmp_path, samples=0)
+    observer.rlframework_step_finished(1, {}, [SampleRecord("p", "c", 0.0, 1)])
+    observer.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_appends_behind_the_last_whole_line(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 1, "x": 1.0}\n{"step": 2, "x"')
+    observer = started(tmp_path)
+    observer.rlframework_step_finished(2, {"x": 5.0}, [])
+    observer.close()
+    assert [(row["step"], row["x"]) for row in read_history(file)] == [(1.0, 1.0), (2.0, 5.0)]
+
+
+def test_a_half_line_alone_is_cut_off_to_nothing(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"st')
+    started(tmp_path).close()
+    assert (tmp_path / "metrics.jsonl").read_text() == ""
+
+
+def test_history_of_a_run_that_went_on_from_an_earlier_step(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    rows = [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0), (3, 30.0), (4, 40.0)]
+    file.write_text("".join(json.dumps({"step": step, "x": value}) + "\n" for step, value in rows))
+    assert [(row["step"], row["x"]) for row in read_history(file)] == [(1, 1.0), (2, 2.0), (3, 30.0), (4, 40.0)]
+
+
+def test_history_joins_two_rows_of_one_step(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 1, "a": 1.0}\n{"step": 1, "b": 2.0}\n')
+    assert read_history(file) == [{"step": 1.0, "a": 1.0, "b": 2.0}]
+
+
+@pytest.mark.parametrize("bad", ["not json", '["step"]', '{"x": 1.0}', '{"step": 1, "x": "word"}', '{"step": null}'])
+def test_history_names_the_line_that_is_bad(tmp_path, bad):
+    file = tmp_path / "metrics.jsonl"
+    file.write_text(f'{{"step": 0}}\n{bad}\n{{"step": 2}}\n')
+    with pytest.raises(DataError, match=r"metrics\.jsonl, line 2"):
+        read_history(file)
+
+
+def test_history_leaves_out_a_last_line_that_was_cut(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 0}\n{"step": 1, "x": 1')
+    assert read_history(file) == [{"step": 0.0}]
+
+
+def test_no_history_is_a_data_error(tmp_path):
+    with pytest.raises(DataError, match=r"cannot read .*metrics\.jsonl"):
+        read_history(tmp_path / "metrics.jsonl")

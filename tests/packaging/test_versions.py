@@ -1,0 +1,112 @@
+"""One release, said in many files: versions, pins, extras, entry points, requirements, all in step.
+
+The version of a distribution is written once, in the `__init__.py` of its package.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[2]
+BACKENDS = ("deepspeed", "dtensor", "megatron")
+FOLDERS = {"core": ROOT, **{name: ROOT / "plugins" / name for name in BACKENDS}}
+PACKAGES = {"core": "rlframework", **{name: f"rlframework_{name}" for name in BACKENDS}}
+
+
+def project(name: str) -> dict:
+    return tomllib.loads((FOLDERS[name] / "pyproject.toml").read_text())
+
+
+def version(name: str) -> str:
+    """The literal `__version__` of a package, read without importing it."""
+    tree = ast.parse((FOLDERS[name] / PACKAGES[name] / "__init__.py").read_text())
+    found = [
+        node.value.value
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        and isinstance(node.value, ast.Constant)
+        and [getattr(target, "id", "") for target in node.targets] == ["__version__"]
+    ]
+    assert len(found) == 1, f"{PACKAGES[name]} must have one literal __version__"
+    return found[0]
+
+
+def test_every_plugin_folder_is_known_here():
+    assert {path.parent.name for path in ROOT.glob("plugins/*/pyproject.toml")} == set(BACKENDS)
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_name_version_licence_and_classifier(name):
+    table = project(name)["project"]
+    assert table["name"] == f"rlframework-{name}"
+    assert "version" not in table
+    assert table["dynamic"] == ["version"]
+    assert project(name)["tool"]["hatch"]["version"]["path"] == f"{PACKAGES[name]}/__init__.py"
+    assert table["license"] == "Apache-2.0"
+    assert table["requires-python"] == ">=3.11"
+    assert "Private :: Do Not Upload" in table["classifiers"]
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_the_package_is_typed_and_alone_in_its_wheel(name):
+    assert (FOLDERS[name] / PACKAGES[name] / "py.typed").is_file()
+    assert project(name)["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"] == [PACKAGES[name]]
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_each_plugin_pins_the_core_of_its_release(name):
+    pins = [
+        item for item in project(name)["project"]["dependencies"] if Requirement(item).name.startswith("rlframework")
+    ]
+    assert pins == [f"rlframework-core=={version('core')}"]
+
+
+def test_the_extras_pin_the_plugins_and_all_names_them_all():
+    extras = project("core")["project"]["optional-dependencies"]
+    assert set(extras) == {*BACKENDS, "all", "wandb", "mlflow", "dev"}
+    for name in BACKENDS:
+        assert extras[name] == [f"rlframework-{name}=={version(name)}"]
+    [everything] = map(Requirement, extras["all"])
+    assert everything.name == "rlframework-core"
+    assert everything.extras == set(extras) - {"all", "dev"}
+
+
+def test_core_depends_on_no_plugin():
+    names = {Requirement(item).name for item in project("core")["project"]["dependencies"]}
+    assert not {name for name in names if name.startswith("rlframework")}
+    assert not names & {"deepspeed", "megatron-core"}
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_each_plugin_has_one_entry_point_with_a_light_module(name):
+    groups = project(name)["project"]["entry-points"]
+    assert groups == {"rlframework": {name: f"{PACKAGES[name]}.plugin"}}
+    assert (FOLDERS[name] / PACKAGES[name] / "plugin.py").is_file()
+
+
+def test_the_script_is_there():
+    assert project("core")["project"]["scripts"] == {"rlframework": "rlframework.cli:main"}
+    spec = importlib.util.find_spec("rlframework.cli")
+    assert spec is not None
+    assert re.search(r"^def main\(", Path(spec.origin).read_text(), re.MULTILINE)
+
+
+def test_the_developers_requirements_have_one_line_for_each_distribution():
+    lines = (ROOT / "requirements-dev.txt").read_text().splitlines()
+    wanted = [line for line in lines if line and not line.startswith("#")]
+    assert sorted(wanted) == sorted(["-e .[dev]", *(f"-e plugins/{name}" for name in BACKENDS)])
+
+
+def test_the_quickstart_installs_core_and_the_reference_backend():
+    assert "install -e . -e plugins/dtensor\n" in (ROOT / "Makefile").read_text()
+
+
+def test_the_changelog_has_this_release():
+    assert f"## {version('core')}" in (ROOT / "CHANGELOG.md").read_text()

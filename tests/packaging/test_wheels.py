@@ -1,0 +1,124 @@
+"""What a user gets: wheels of all distributions, and `rlframework-core[dtensor]` from them in an empty environment.
+
+Needs a package index for the dependencies; without one it fails.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCES = {
+    "rlframework-core": ROOT,
+    "rlframework-dtensor": ROOT / "plugins" / "dtensor",
+    "rlframework-deepspeed": ROOT / "plugins" / "deepspeed",
+    "rlframework-megatron": ROOT / "plugins" / "megatron",
+}
+MINUTES = 60.0
+
+pytestmark = [pytest.mark.timeout(15 * MINUTES), pytest.mark.xdist_group("wheels")]
+
+
+def run(*command: str | Path, cwd: Path, minutes: float = 1) -> str:
+    """Standard output of a command, in an environment that does not see this source tree."""
+    hidden = {"PYTHONPATH", "RLFRAMEWORK_DISABLE_PLUGINS", "VIRTUAL_ENV"}
+    clean = {name: value for name, value in os.environ.items() if name not in hidden}
+    done = subprocess.run(
+        [str(part) for part in command], cwd=cwd, env=clean, capture_output=True, text=True, timeout=minutes * MINUTES
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory) -> dict[str, Path]:
+    """The built wheels by distribution, all in one directory."""
+    place = tmp_path_factory.mktemp("wheels")
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input")
+    run(
+        *pip,
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        place,
+        *SOURCES.values(),
+        cwd=place,
+        minutes=5,
+    )
+    return {path.name.split("-")[0].replace("_", "-"): path for path in place.glob("*.whl")}
+
+
+@pytest.fixture(scope="module")
+def installed(wheels, tmp_path_factory) -> Path:
+    """The `bin` of an environment with `rlframework-core[dtensor]` in it."""
+    home = tmp_path_factory.mktemp("empty")
+    venv.create(home, with_pip=True)
+    links = wheels["rlframework-core"].parent
+    pip = (home / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "--no-input")
+    wanted = f"rlframework-core[dtensor] @ {wheels['rlframework-core'].as_uri()}"
+    install = ("install", "--quiet", "--no-compile", "--find-links", links, wanted)
+    run(*pip, *install, cwd=home, minutes=10)
+    return home / "bin"
+
+
+def test_there_is_one_wheel_for_each_distribution(wheels):
+    assert set(wheels) == set(SOURCES)
+
+
+@pytest.mark.parametrize("distribution", SOURCES)
+def test_a_wheel_holds_its_package_and_nothing_else(wheels, distribution):
+    package = distribution.replace("-core", "").replace("-", "_")
+    with zipfile.ZipFile(wheels[distribution]) as archive:
+        names = archive.namelist()
+        metadata = archive.read(next(name for name in names if name.endswith(".dist-info/METADATA"))).decode()
+    roots = {name.split("/")[0] for name in names if ".dist-info/" not in name}
+    assert roots == {package}
+    assert f"{package}/py.typed" in names
+    sources = {str(path.relative_to(SOURCES[distribution])) for path in (SOURCES[distribution] / package).rglob("*.py")}
+    assert {name for name in names if name.endswith(".py")} == sources
+    assert "Classifier: Private :: Do Not Upload" in metadata
+    assert "License-Expression: Apache-2.0" in metadata
+
+
+def test_core_and_dtensor_work_without_the_other_plugins(installed, tmp_path):
+    rows = json.loads(run(installed / "rlframework", "plugins", "--json", cwd=tmp_path))
+    assert {row["status"] for row in rows} == {"active"}
+    assert {row["distribution"] for row in rows} == {"rlframework-core", "rlframework-dtensor"}
+    [backend] = [row for row in rows if row["kind"] == "policy_worker"]
+    assert backend["name"] == "dtensor"
+    assert backend["version"] == next(row["version"] for row in rows if row["distribution"] == "rlframework-core")
+    assert "data_parallel" in backend["capabilities"]
+    assert {row["name"] for row in rows if row["kind"] == "worker_group"} == {"inline", "ray"}
+    for package in ("rlframework_deepspeed", "rlframework_megatron", "deepspeed", "megatron"):
+        code = f"import importlib.util as u, sys; sys.exit(u.find_spec({package!r}) is not None)"
+        run(installed / "python", "-c", code, cwd=tmp_path)
+
+
+def test_the_extra_brought_the_plugin_of_this_repository(installed, tmp_path):
+    """And not one of the same name and version from an index."""
+    where = run(installed / "python", "-c", "import rlframework_dtensor as p; print(p.__path__[0])", cwd=tmp_path)
+    source = SOURCES["rlframework-dtensor"] / "rlframework_dtensor"
+    for path in source.rglob("*.py"):
+        assert (Path(where.strip()) / path.relative_to(source)).read_bytes() == path.read_bytes()
+
+
+def test_everything_in_the_installed_packages_can_be_imported(installed, tmp_path):
+    code = (
+        "import importlib, pkgutil, rlframework, rlframework_dtensor\n"
+        "for package in (rlframework, rlframework_dtensor):\n"
+        "    assert 'site-packages' in package.__file__, package.__file__\n"
+        "    for module in pkgutil.walk_packages(package.__path__, package.__name__ + '.'):\n"
+        "        importlib.import_module(module.name)\n"
+    )
+    run(installed / "python", "-c", code, cwd=tmp_path, minutes=3)
+    run(installed / "python", "-m", "pip", "--disable-pip-version-check", "check", cwd=tmp_path)

@@ -1,0 +1,68 @@
+"""What `rlframework plugins` prints, and that torch is not imported for it."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+
+from rich.console import Console
+
+from rlframework.plugins.listing import as_json, as_table
+from rlframework.plugins.manager import create_manager
+
+ENGINE = """
+    from rlframework.plugins.hookspec import hookimpl
+    from rlframework.plugins.types import Capability, PolicyWorkerRecord
+
+    @hookimpl
+    def rlframework_policy_workers():
+        capabilities = frozenset({Capability.PACKING, Capability.LORA})
+        return [PolicyWorkerRecord("acme", "m:C", summary="an engine", api_version=1, capabilities=capabilities)]
+"""
+
+
+def test_json_has_a_row_with_all_fields(install):
+    install("acme-engine", "acme", code=ENGINE, version="2.0")
+    found = [row for row in json.loads(as_json(create_manager().listing())) if row["name"] == "acme"]
+    assert found == [
+        {
+            "name": "acme",
+            "kind": "policy_worker",
+            "distribution": "acme-engine",
+            "version": "2.0",
+            "api_version": 1,
+            "capabilities": ["lora", "packing"],
+            "status": "active",
+            "reason": "",
+            "summary": "an engine",
+        }
+    ]
+
+
+def test_the_table_shows_names_states_and_reasons(install):
+    install("acme-engine", "acme", code=ENGINE)
+    install("sick-engine", "sick", code="raise ValueError('no [bold] cure')")
+    text = io.StringIO()
+    Console(file=text, width=200).print(as_table(create_manager(disabled=["ray"]).listing()))
+    lines = text.getvalue().splitlines()
+    assert any("acme" in line and "active" in line and "lora, packing" in line for line in lines)
+    assert any("sick" in line and "broken" in line and "ValueError: no [bold] cure" in line for line in lines)
+    assert any(" ray " in line and "disabled" in line and "RLFRAMEWORK_DISABLE_PLUGINS" in line for line in lines)
+
+
+def test_listing_imports_nothing_heavy():
+    code = (
+        "import json, sys\n"
+        "from rlframework.plugins.listing import as_json, as_table\n"
+        "from rlframework.plugins.manager import create_manager\n"
+        "rows = create_manager(['rlframework_dtensor.plugin']).listing()\n"
+        "as_json(rows), as_table(rows)\n"
+        "heavy = {'torch', 'ray', 'transformers', 'datasets', 'matplotlib', 'math_verify', 'numpy'}\n"
+        "print(json.dumps([[row.name for row in rows], sorted(heavy & set(sys.modules))]))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    names, heavy = json.loads(done.stdout)
+    assert "dtensor" in names
+    assert heavy == []

@@ -1,0 +1,290 @@
+"""The manager: finding, choosing, and its errors. The plugins are made up; see conftest.py."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import pytest
+
+import rlframework
+from rlframework.errors import PluginError
+from rlframework.plugins import loading
+from rlframework.plugins.manager import create_manager
+from rlframework.plugins.types import EnvironmentRecord, PolicyWorkerRecord
+
+TWO_RECORDS = """
+    from rlframework.plugins.hookspec import hookimpl
+    from rlframework.plugins.types import PolicyWorkerRecord
+
+    @hookimpl
+    def rlframework_policy_workers():
+        return [PolicyWorkerRecord("one", "nowhere:One"), PolicyWorkerRecord("two", "nowhere:Two")]
+"""
+LISTENER = """
+    from rlframework.plugins.hookspec import hookimpl
+
+    heard = []
+
+    @hookimpl
+    def rlframework_run_finished(metrics):
+        heard.append(metrics)
+"""
+
+
+def rows(manager, **wanted):
+    return [row for row in manager.listing() if all(getattr(row, key) == value for key, value in wanted.items())]
+
+
+def choose_error(manager, kind, name) -> str:
+    with pytest.raises(PluginError) as caught:
+        manager.select(kind, name)
+    return str(caught.value)
+
+
+def test_cores_own_parts_come_through_the_same_hooks():
+    manager = create_manager()
+    assert {kind: set(manager.registered(kind)) for kind in ("worker_group", "generation_engine", "environment")} == {
+        "worker_group": {"inline", "ray"},
+        "generation_engine": {"transformers"},
+        "environment": {"addition", "gsm8k"},
+    }
+    assert set(manager.registered("algorithm")) == {"sft", "grpo"}
+    assert set(manager.registered("data_processor")) == {"microbatches"}
+    chosen = manager.select("worker_group", "inline")
+    assert (chosen.distribution, chosen.plugin) == ("rlframework-core", "core")
+    assert chosen.record.target == "rlframework.distributed.inline:InlineWorkerGroup"
+
+
+def test_core_has_a_version_without_being_installed(monkeypatch):
+    def not_installed(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(loading.metadata, "version", not_installed)
+    assert create_manager().select("worker_group", "ray").version == rlframework.__version__
+
+
+def test_an_installed_plugin_is_found_by_its_entry_point(install):
+    module = install("acme-engine", "acme", version="3.1")
+    manager = create_manager()
+    chosen = manager.select("policy_worker", "acme")
+    assert (chosen.distribution, chosen.version, chosen.plugin) == ("acme-engine", "3.1", "acme")
+    assert manager.load(chosen.record) is sys.modules[module].Worker
+    assert manager.registered("policy_worker") == {"acme": chosen}
+
+
+def test_a_module_in_the_current_directory_is_found_by_its_name(tmp_path, monkeypatch):
+    (tmp_path / "fake_here.py").write_text(
+        "from rlframework.plugins.hookspec import hookimpl\n"
+        "from rlframework.plugins.types import EnvironmentRecord\n"
+        "__version__ = '0.7'\n"
+        "@hookimpl\n"
+        "def rlframework_environments():\n"
+        "    return [EnvironmentRecord('here', 'fake_here_worker:Environment')]\n"
+    )
+    (tmp_path / "fake_here_worker.py").write_text("class Environment: pass\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    importlib.invalidate_caches()
+    manager = create_manager(["fake_here"])
+    chosen = manager.select("environment", "here")
+    assert (chosen.distribution, chosen.version, chosen.plugin) == ("module fake_here", "0.7", "fake_here")
+    assert manager.load(chosen.record).__name__ == "Environment"
+    assert sys.path[-1] == str(tmp_path)
+
+
+def test_a_module_that_has_an_entry_point_too_is_registered_once(install):
+    module = install("acme-engine", "acme")
+    manager = create_manager([module, module])
+    assert manager.select("policy_worker", "acme").plugin == "acme"
+    assert len(rows(manager, kind="policy_worker")) == 1
+
+
+def test_a_broken_import_is_told_when_it_is_chosen_and_the_others_go_on(install):
+    install("acme-engine", "acme", code="import no_such_engine\n", version="2.0")
+    install("fine-engine", "fine")
+    manager = create_manager()
+    assert manager.select("policy_worker", "fine").distribution == "fine-engine"
+    with pytest.raises(PluginError) as caught:
+        manager.select("policy_worker", "acme")
+    assert isinstance(caught.value.__cause__, ModuleNotFoundError)
+    assert str(caught.value) == (
+        "policy.backend: the plugin 'acme' of acme-engine 2.0 is broken: ModuleNotFoundError: "
+        "No module named 'no_such_engine'"
+    )
+    [row] = rows(manager, name="acme")
+    assert (row.status, row.kind, row.reason) == (
+        "broken",
+        None,
+        "ModuleNotFoundError: No module named 'no_such_engine'",
+    )
+
+
+@pytest.mark.parametrize("code", ["raise SystemExit(3)", "def broken(:", "1 / 0"])
+def test_nothing_that_a_module_does_on_import_stops_the_others(install, code):
+    install("acme-engine", "acme", code=code)
+    manager = create_manager()
+    assert manager.select("worker_group", "inline")
+    assert rows(manager, name="acme", status="broken")
+
+
+def test_records_of_a_broken_plugin_are_refused_by_their_own_names(install):
+    code = TWO_RECORDS.replace('"nowhere:Two"', '"nowhere:Two", api_version=9')
+    install("acme-engine", "acme", code=code, version="2.0")
+    manager = create_manager()
+    for name in ("one", "two", "acme"):
+        message = choose_error(manager, "policy_worker", name)
+        assert "acme-engine 2.0 is broken" in message
+        assert "'two' is made for version 9 of the plugin API" in message
+    assert {row.name for row in rows(manager, status="broken")} == {"one", "two"}
+
+
+def test_an_unknown_name_gets_the_nearest_and_what_is_installed(install):
+    install("acme-engine", "acme", version="2.0")
+    install("sick-engine", "sick", code="1 / 0", version="4.0")
+    message = choose_error(create_manager(), "policy_worker", "acne")
+    assert message.startswith("policy.backend: there is no policy_worker 'acne'. Did you mean 'acme'?")
+    assert "Installed: acme (acme-engine 2.0)." in message
+    assert "sick of sick-engine 4.0 is broken: ZeroDivisionError: division by zero." in message
+    assert "`rlframework plugins` shows what is found" in message
+
+
+@pytest.mark.parametrize("name", ["dtensor", "deepspeed", "megatron"])
+def test_our_own_backend_that_is_not_installed_says_how_to_install_it(name):
+    message = choose_error(create_manager(), "policy_worker", name)
+    assert "Installed: none." in message
+    assert f"To install {name}: pip install 'rlframework-core[{name}]', or in a clone of the repository:" in message
+
+
+def test_a_misspelt_backend_of_ours_that_is_not_installed_gets_both_hints():
+    message = choose_error(create_manager(), "policy_worker", "deepsped")
+    assert "Did you mean 'deepspeed'?" in message
+    assert "pip install 'rlframework-core[deepspeed]'" in message
+
+
+def test_an_unknown_kind_is_a_mistake_of_the_program():
+    with pytest.raises(ValueError, match="no kind 'backend' of record; kinds: policy_worker, "):
+        create_manager().select("backend", "dtensor")
+
+
+def test_two_plugins_of_one_name_blame_both(install):
+    install("acme-engine", "acme", version="2.0")
+    install("acme-fork", "fork", name="acme", version="0.3")
+    manager = create_manager()
+    message = choose_error(manager, "policy_worker", "acme")
+    assert "2 plugins call a policy_worker 'acme': acme-engine 2.0 and acme-fork 0.3." in message
+    assert {row.status for row in rows(manager, name="acme")} == {"broken"}
+    assert "acme" not in manager.registered("policy_worker")
+    alone = create_manager(disabled=["acme-fork"])
+    assert alone.select("policy_worker", "acme").distribution == "acme-engine"
+
+
+def test_two_entry_points_of_one_name_are_two_plugins(install):
+    install("acme-engine", "acme", version="2.0")
+    install("acme-fork", "acme", name="other", version="0.3")
+    manager = create_manager()
+    assert manager.fingerprint().items() >= {
+        ("acme", ("acme-engine", "2.0")),
+        ("acme (acme-fork)", ("acme-fork", "0.3")),
+    }
+    assert manager.select("policy_worker", "other").version == "0.3"
+
+
+def test_a_disabled_plugin_is_not_even_imported(install, monkeypatch):
+    install("acme-engine", "acme", code="raise AssertionError('imported')", version="2.0")
+    monkeypatch.setenv("RLFRAMEWORK_DISABLE_PLUGINS", " acme ,,")
+    manager = create_manager()
+    assert not [module for module in sys.modules if module.startswith("fake_")]
+    message = choose_error(manager, "policy_worker", "acme")
+    assert "'acme' (acme-engine 2.0) is disabled by RLFRAMEWORK_DISABLE_PLUGINS" in message
+    assert [row.status for row in rows(manager, name="acme")] == ["disabled"]
+    assert "acme" not in manager.fingerprint()
+    assert "acme of acme-engine 2.0 is disabled" in choose_error(manager, "policy_worker", "something")
+
+
+def test_one_record_of_a_plugin_can_be_disabled(install):
+    install("acme-engine", "acme", code=TWO_RECORDS)
+    manager = create_manager(disabled=["two"])
+    assert set(manager.registered("policy_worker")) == {"one"}
+    assert "'two' (acme-engine 1.0) is disabled" in choose_error(manager, "policy_worker", "two")
+    assert {row.name: row.status for row in rows(manager, distribution="acme-engine")} == {
+        "one": "active",
+        "two": "disabled",
+    }
+
+
+def test_a_part_of_core_can_be_disabled():
+    manager = create_manager(disabled=["ray"])
+    assert set(manager.registered("worker_group")) == {"inline"}
+    assert "'ray' (rlframework-core" in choose_error(manager, "worker_group", "ray")
+
+
+def test_a_word_to_disable_that_nobody_answers_to_is_an_error(monkeypatch):
+    monkeypatch.setenv("RLFRAMEWORK_DISABLE_PLUGINS", "inlime")
+    with pytest.raises(PluginError, match=r"there is no plugin 'inlime'\. Did you mean 'inline'") as caught:
+        create_manager()
+    assert "gsm8k" in str(caught.value)
+
+
+def test_observers_hear_only_while_their_plugin_is_active(install):
+    module = install("acme-listener", "listener", code=LISTENER)
+    create_manager(disabled=["listener"]).hook.rlframework_run_finished(run=None, metrics={"a": 1.0})
+    manager = create_manager()
+    manager.hook.rlframework_run_finished(run=None, metrics={"b": 2.0})
+    assert sys.modules[module].heard == [{"b": 2.0}]
+    [row] = rows(manager, name="listener")
+    assert (row.kind, row.api_version, row.status) == (None, None, "active")
+
+
+def test_managers_share_nothing(install):
+    install("acme-engine", "acme")
+    first, second = create_manager(), create_manager(disabled=["acme"])
+    assert "acme" in first.registered("policy_worker")
+    assert "acme" not in second.registered("policy_worker")
+    assert first.hook is not second.hook
+
+
+def test_loading_names_the_distribution_when_the_class_cannot_be_imported(install):
+    code = TWO_RECORDS.replace("nowhere:Two", "json:NoSuchClass").replace("nowhere:One", "json:dumps")
+    install("acme-engine", "acme", code=code, version="2.0")
+    manager = create_manager()
+    with pytest.raises(
+        PluginError, match=r"'two' of acme-engine 2.0 is broken: AttributeError: .*NoSuchClass"
+    ) as caught:
+        manager.load(manager.select("policy_worker", "two").record)
+    assert isinstance(caught.value.__cause__, AttributeError)
+    with pytest.raises(PluginError, match=r"json:dumps, of acme-engine 2.0, is not a class"):
+        manager.load(manager.select("policy_worker", "one").record)
+    with pytest.raises(PluginError, match="a plugin that this manager does not know"):
+        manager.load(PolicyWorkerRecord("stray", "no_such_module:Class"))
+
+
+def test_load_finds_a_nested_class():
+    record = EnvironmentRecord("nested", "json:JSONDecoder.mro")
+    with pytest.raises(PluginError, match="is not a class"):
+        create_manager().load(record)
+    assert (
+        create_manager().load(EnvironmentRecord("plain", "json:JSONDecoder"))
+        is importlib.import_module("json").JSONDecoder
+    )
+
+
+def test_equal_fingerprints_pass_and_each_difference_is_named(install):
+    install("acme-engine", "acme", version="2.0")
+    install("sick-engine", "sick", code="1 / 0", version="4.0")
+    manager = create_manager()
+    ours = manager.fingerprint()
+    assert set(ours) == {"core", "acme"}
+    manager.compare_fingerprint({name: list(entry) for name, entry in ours.items()})
+    theirs = {**ours, "acme": ("acme-engine", "2.1"), "sick": ("sick-engine", "4.0"), "gone": ("gone-engine", "1.0")}
+    del theirs["core"]
+    with pytest.raises(PluginError) as caught:
+        manager.compare_fingerprint(theirs)
+    message = str(caught.value)
+    assert "acme: the driver has acme-engine 2.1, this process has acme-engine 2.0;" in message
+    assert "gone: the driver has gone-engine 1.0, this process has none;" in message
+    assert f"core: the driver has none, this process has rlframework-core {ours['core'][1]};" in message
+    assert (
+        "sick: the driver has sick-engine 4.0, this process has it broken (sick-engine 4.0: ZeroDivisionError"
+        in message
+    )

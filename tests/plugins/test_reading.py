@@ -1,0 +1,134 @@
+"""Mistakes in one plugin that pluggy accepts without a word: each is found, and its message says what to do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from pydantic import BaseModel
+
+from rlframework.config.sections import EnvironmentConfig
+from rlframework.errors import PluginError
+from rlframework.plugins.hookspec import hookimpl
+from rlframework.plugins.reading import read_plugin
+from rlframework.plugins.types import API_VERSION, Capability, EnvironmentRecord, PolicyWorkerRecord
+
+GOOD = PolicyWorkerRecord(name="good", target="package.module:Class", capabilities=frozenset({Capability.LORA}))
+
+
+def plugin_returning(returned, hook="rlframework_policy_workers"):
+    def implementation():
+        return returned
+
+    return SimpleNamespace(**{hook: hookimpl(implementation, specname=hook)})
+
+
+def fault_of(plugin) -> str:
+    _, error = read_plugin(plugin)
+    assert isinstance(error, PluginError), error
+    return str(error)
+
+
+@pytest.mark.parametrize("returned", [[GOOD], (GOOD,), {GOOD}, iter([GOOD])])
+def test_any_iterable_of_records_is_read(returned):
+    records, error = read_plugin(plugin_returning(returned))
+    assert (records, error) == ([GOOD], None)
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (GOOD, "returned PolicyWorkerRecord; it must return a list of PolicyWorkerRecord"),
+        (7, "returned int; it must return a list of PolicyWorkerRecord"),
+        ("good", "returned str; it must return a list of PolicyWorkerRecord"),
+        (
+            [GOOD, EnvironmentRecord("e", "m:C")],
+            "a list with a EnvironmentRecord in it; all must be PolicyWorkerRecord",
+        ),
+        ([{"name": "good"}], "a list with a dict in it; all must be PolicyWorkerRecord"),
+    ],
+)
+def test_what_is_not_a_list_of_records_of_that_kind_is_named(returned, message):
+    assert message in fault_of(plugin_returning(returned))
+
+
+def test_a_misspelt_hook_gets_the_nearest_name():
+    message = fault_of(plugin_returning([GOOD], hook="rlframework_policy_worker"))
+    assert message == "there is no hook 'rlframework_policy_worker'. Did you mean 'rlframework_policy_workers'?"
+
+
+def test_an_optional_hook_may_be_unknown():
+    plugin = SimpleNamespace(
+        rlframework_of_the_future=hookimpl(lambda: None, specname="rlframework_of_the_future", optionalhook=True)
+    )
+    assert read_plugin(plugin) == ([], None)
+
+
+def test_a_forgotten_marker_is_found():
+    message = fault_of(SimpleNamespace(rlframework_policy_workers=lambda: [GOOD]))
+    assert "rlframework_policy_workers is not marked: put @hookimpl" in message
+
+
+def test_a_plugin_without_hooks_is_an_error():
+    assert "implements no hook" in fault_of(SimpleNamespace())
+
+
+def test_default_values_are_refused():
+    def rlframework_step_finished(step, metrics=None):
+        pass
+
+    plugin = SimpleNamespace(rlframework_step_finished=hookimpl(rlframework_step_finished))
+    assert "rlframework_step_finished gives default values to metrics" in fault_of(plugin)
+
+
+def test_an_argument_that_the_hook_does_not_have_is_found():
+    def rlframework_step_finished(step, model):
+        pass
+
+    _, error = read_plugin(SimpleNamespace(rlframework_step_finished=hookimpl(rlframework_step_finished)))
+    assert "model" in str(error)
+
+
+def test_what_a_hook_raises_is_kept_as_it_is():
+    def rlframework_policy_workers():
+        raise ZeroDivisionError("by zero")
+
+    _, error = read_plugin(SimpleNamespace(rlframework_policy_workers=hookimpl(rlframework_policy_workers)))
+    assert isinstance(error, ZeroDivisionError)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"api_version": API_VERSION + 1},
+            f"'good' is made for version {API_VERSION + 1} of the plugin API, and this rlframework-core has version",
+        ),
+        ({"name": "two words"}, "'two words' cannot be a word of the configuration"),
+        ({"name": ""}, "'' cannot be a word of the configuration"),
+        ({"name": "optimizer"}, "'optimizer' is already a key of the section `policy`"),
+        ({"target": "package.module"}, "'package.module' of 'good' is not of the form 'package.module:Class'"),
+        ({"config_model": dict}, "config_model of the policy_worker 'good' must be a class derived from"),
+        ({"config_model": BaseModel}, "must be a class derived from rlframework.config.base.Section"),
+        ({"capabilities": frozenset({"flight"})}, "'good' declares flight; the capabilities are tensor_parallel,"),
+    ],
+)
+def test_a_record_that_cannot_work_is_refused(changes, message):
+    plugin = plugin_returning([replace(GOOD, **changes)])
+    assert message in fault_of(plugin)
+    assert [record.name for record in read_plugin(plugin)[0]] == [changes.get("name", "good")]
+
+
+def test_the_model_of_a_section_must_have_the_keys_that_the_kind_shares():
+    class Right(EnvironmentConfig):
+        width: int = 1
+
+    class Wrong(BaseModel):
+        width: int = 1
+
+    hook = "rlframework_environments"
+    record = EnvironmentRecord("maze", "m:C", config_model=Right)
+    assert read_plugin(plugin_returning([record], hook)) == ([record], None)
+    message = fault_of(plugin_returning([replace(record, config_model=Wrong)], hook))
+    assert "must be a class derived from rlframework.config.sections.EnvironmentConfig" in message

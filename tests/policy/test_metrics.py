@@ -1,0 +1,25 @@
+"""Metrics over microbatches, by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from rlframework.policy.metrics import reduce_metrics
+
+
+def test_sums_minima_and_maxima():
+    parts = [
+        {"loss": torch.tensor(1.5), "kl": 0.25, "ratio_min": 0.5, "ratio_max": torch.tensor(2.0)},
+        {"loss": torch.tensor(0.5), "kl": 0.5, "ratio_min": 0.75, "ratio_max": torch.tensor(3.0)},
+    ]
+    metrics = reduce_metrics(parts, None, torch.device("cpu"))
+    assert metrics == pytest.approx({"loss": 2.0, "kl": 0.75, "ratio_min": 0.5, "ratio_max": 3.0})
+
+
+def test_a_dummy_says_nothing():
+    metrics = reduce_metrics([{}, {"loss": 1.0, "kl": 0.5}], None, torch.device("cpu"))
+    assert metrics == {"loss": 1.0, "kl": 0.5}
+
+
+def test_only_dummies_have_a_loss_of_zero():
+    assert reduce_metrics([{}], None, torch.device("cpu")) == {"loss": 0.0}
