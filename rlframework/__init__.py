@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rlframework.errors import RLFrameworkError, UserError
     from rlframework.interfaces.algorithm import Parts, RunResult
     from rlframework.plugins.manager import PluginManager, create_manager
-    from rlframework.run import build_parts, run
+    from rlframework.runner import build_parts, run
 
 __all__ = [
     "Parts",
@@ -42,12 +42,12 @@ _MODULES = {
     "RunConfig": "config.sections",
     "RunResult": "interfaces.algorithm",
     "UserError": "errors",
-    "build_parts": "run",
+    "build_parts": "runner",
     "config_schema": "configure",
     "config_yaml": "configure",
     "create_manager": "plugins.manager",
     "load_config": "configure",
-    "run": "run",
+    "run": "runner",
 }
 
 

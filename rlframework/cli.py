@@ -93,7 +93,7 @@ def root(debug: Debug = False, version: Version = False) -> None:
 def train(config: Config, overrides: Overrides = None, debug: Debug = False) -> None:
     """Run the training that CONFIG describes."""
     from rlframework.configure import load_config
-    from rlframework.run import run
+    from rlframework.runner import run
 
     resolved = load_config(config, overrides or ())
     print(_summary(run(resolved), str(resolved.output_dir)))

@@ -22,7 +22,7 @@ class DataError(UserError):
 
 
 class BatchError(UserError, ValueError, AssertionError):
-    """A batch has the wrong shape, size or keys. Also an `AssertionError`, for code that was written against NeMo-RL."""
+    """A batch has the wrong shape, size or keys. An `AssertionError` too, for code that was written for NeMo-RL."""
 
 
 class BatchKeyError(BatchError, KeyError):

@@ -49,7 +49,7 @@ def main() -> int:
         if override.partition(":")[2].partition("=")[0] in RESERVED or override.partition("=")[0] in RESERVED:
             parser.error(f"{override}: {', '.join(RESERVED)} are set here; use --seed and --output")
 
-    # before torch comes in: so small a model gains little from a second thread, and loses much when the cores are shared
+    # before torch comes in: so small a model gains little from a second thread, and loses much where cores are shared
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from rlframework import UserError
 

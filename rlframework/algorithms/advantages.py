@@ -7,7 +7,12 @@ from torch import Tensor
 
 
 def group_advantages(
-    rewards: Tensor, samples_per_prompt: int, *, leave_one_out: bool = False, normalize_std: bool = True, eps: float = 1e-6
+    rewards: Tensor,
+    samples_per_prompt: int,
+    *,
+    leave_one_out: bool = False,
+    normalize_std: bool = True,
+    eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor]:
     """Advantage of each sample within its group, and which groups have no variance.
 
@@ -31,8 +36,8 @@ def group_advantages(
 def overlong_penalty(lengths: Tensor, max_new_tokens: int, buffer: int, penalty: float) -> Tensor:
     """What to add to the rewards of long answers (DAPO, arXiv:2503.14476, eq. 13).
 
-    0 up to `max_new_tokens - buffer` tokens, then falling linearly to `-penalty` at `max_new_tokens`. `lengths [B]` int64
-    of the completions; returns `[B]` fp32; all 0 with `buffer` 0.
+    0 up to `max_new_tokens - buffer` tokens, then falling linearly to `-penalty` at `max_new_tokens`. `lengths [B]`
+    int64 of the completions; returns `[B]` fp32; all 0 with `buffer` 0.
     """
     if buffer == 0:
         return torch.zeros(len(lengths))

@@ -53,9 +53,7 @@ class GRPO(StepLoop):
         with timer.phase("logprobs"):
             self._add_logprobs(result.data)
         with timer.phase("train"):
-            trained = [
-                self.parts.policy.train(result.data, self.loss) for _ in range(self.config.epochs_per_batch)
-            ]
+            trained = [self.parts.policy.train(result.data, self.loss) for _ in range(self.config.epochs_per_batch)]
         metrics |= _mean_metrics(trained)
         metrics["train/tokens"] = float(result.data["input_lengths"].sum())
         return metrics, result.records(step, "train", self.parts.config.observers.samples)

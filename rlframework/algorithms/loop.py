@@ -1,4 +1,4 @@
-"""The loop that algorithms share: steps, validation, timing, telling the observers. An algorithm writes `train_step`."""
+"""The loop that algorithms share: steps, validation, timing, observers. An algorithm writes `train_step`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class StepLoop(Algorithm):
         for split in ("train", "validation"):
             if not parts.environment.samples(split):
                 raise DataError(
-                    f"environment {parts.config.environment.name!r} has no {split} samples; give it more data or samples"
+                    f"environment {parts.config.environment.name!r} has no {split} samples; give it more data"
                 )
 
     @abstractmethod

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch import Tensor
 from rlframework.data.chat import render_prompt
 from rlframework.distributed.batched_data_dict import BatchedDataDict
 from rlframework.errors import NotSupported
+from rlframework.interfaces.environment import Message
 from rlframework.observers.dispatch import SampleRecord
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class Rollout:
     completion_lengths: Tensor
     truncated: Tensor
 
-    def records(self, step: int, kind: str, count: int) -> list[SampleRecord]:
+    def records(self, step: int, kind: Literal["train", "validation"], count: int) -> list[SampleRecord]:
         """The first `count` of them, to look at."""
         return [
             SampleRecord(
@@ -110,7 +111,7 @@ def _texts(parts: Parts, output_ids: Tensor, starts: Tensor, ends: Tensor) -> li
 def _judge(parts: Parts, samples: Sequence[Sample], completions: Sequence[str]) -> tuple[Tensor, Tensor]:
     """Rewards and accuracies `[B]`; an outcome without an `accuracy` metric is right when its reward is 1 or more."""
     conversations = [
-        [*sample.messages, {"role": "assistant", "content": completion}]
+        [*sample.messages, Message(role="assistant", content=completion)]
         for sample, completion in zip(samples, completions, strict=True)
     ]
     outcomes = parts.environment.step(samples, conversations)

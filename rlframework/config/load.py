@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from pydantic import BaseModel
 
@@ -73,7 +73,7 @@ def compose(source: str | Path | Mapping[str, Any] | BaseModel, overrides: Seque
         values = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         raise ConfigError(_omegaconf_message(error, origins)) from None
-    return Tree({str(key): value for key, value in values.items()}, origins)
+    return Tree(cast("dict[str, Any]", values), origins)
 
 
 def escape_interpolation(value: Any) -> Any:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import yaml
 
@@ -28,15 +28,15 @@ class Layer:
     origins: dict[Keys, str] = field(default_factory=dict)
 
 
+_FLOAT = (
+    r"^(?:[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?"
+    r"|[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+"
+    r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
+)
 _RESOLVERS: tuple[tuple[str, str, str], ...] = (
     ("tag:yaml.org,2002:bool", r"^(?:true|True|TRUE|false|False|FALSE)$", "tTfF"),
     ("tag:yaml.org,2002:int", r"^[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F_]+)$", "-+0123456789"),
-    (
-        "tag:yaml.org,2002:float",
-        r"^(?:[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?|[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+"
-        + r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$",
-        "-+0123456789.",
-    ),
+    ("tag:yaml.org,2002:float", _FLOAT, "-+0123456789."),
     ("tag:yaml.org,2002:merge", r"^(?:<<)$", "<"),
     ("tag:yaml.org,2002:null", r"^(?:~|null|Null|NULL|)$", "~nN\0"),
 )
@@ -45,13 +45,9 @@ _RESOLVERS: tuple[tuple[str, str, str], ...] = (
 class _Loader(yaml.SafeLoader):
     """`SafeLoader` with the table above."""
 
-    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
-
 
 class _Dumper(yaml.SafeDumper):
     """`SafeDumper` that quotes what `_Loader` would not read as text."""
-
-    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
 
     def ignore_aliases(self, data: Any) -> bool:
         """Write equal objects twice rather than as anchors."""
@@ -65,6 +61,8 @@ def _represent_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
 
 _RARE_BREAKS = re.compile("[\x85\u2028\u2029]")
 _Dumper.add_representer(str, _represent_text)
+_Loader.yaml_implicit_resolvers = {}
+_Dumper.yaml_implicit_resolvers = {}
 for _tag, _pattern, _first in _RESOLVERS:
     for _class in (_Loader, _Dumper):
         _class.add_implicit_resolver(_tag, re.compile(_pattern), ["" if c == "\0" else c for c in _first])

@@ -44,7 +44,11 @@ def group_rows(lengths: Sequence[int], plan: BatchPlan) -> list[list[int]]:
             f"raise policy.batching.tokens or shorten the rows"
         )
     order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
-    return _by_padded_size(lengths, order, plan.tokens) if plan.mode == "dynamic" else _first_fit(lengths, order, plan.tokens)
+    return (
+        _by_padded_size(lengths, order, plan.tokens)
+        if plan.mode == "dynamic"
+        else _first_fit(lengths, order, plan.tokens)
+    )
 
 
 def _by_padded_size(lengths: Sequence[int], order: list[int], tokens: int) -> list[list[int]]:
@@ -165,5 +169,5 @@ def rows_with_targets(data: BatchedDataDict[Any], positions: str) -> Tensor:
     for key in ("token_mask", "sample_mask")[: 1 if positions == "token_mask" else 2]:
         if key not in data:
             raise BatchError(f"{key} must be present in the data for positions={positions!r}; it has {sorted(data)}")
-    wanted = (data["token_mask"][:, 1:] != 0).any(dim=1)
+    wanted: Tensor = (data["token_mask"][:, 1:] != 0).any(dim=1)
     return wanted if positions == "token_mask" else wanted & (data["sample_mask"] != 0)

@@ -61,6 +61,7 @@ def complete(model: nn.Module, work: Work, ends: Tensor, rule: SamplingRule, pad
     logprobs = torch.zeros((count, longest), dtype=torch.float32, device=device)
     rows, budgets = torch.arange(count, device=device), work.budgets.to(device)
     finished = torch.zeros(count, dtype=torch.bool, device=device)
+    expiring = set(work.budgets.tolist())  # rows without budget must not go on: the model may have no position for them
     for step in range(longest):
         draws = None if rule.greedy else uniforms[rows, step]
         chosen, chosen_logprobs = choose(logits, draws, rule)
@@ -69,7 +70,7 @@ def complete(model: nn.Module, work: Work, ends: Tensor, rule: SamplingRule, pad
         done = int(finished.sum())
         if done == len(rows):
             break
-        if done * _COMPACT_SHARE >= len(rows):
+        if done * _COMPACT_SHARE >= len(rows) or step + 1 in expiring:
             keep = (~finished).nonzero().squeeze(-1)
             forward.keep(keep)
             rows, budgets, finished, chosen = rows[keep], budgets[keep], finished[keep], chosen[keep]

@@ -33,7 +33,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What the environment says to one conversation: the turn's reward, whether it is over, and if not, what comes next."""
+    """What the environment says to one conversation: the turn's reward, whether it is over, what comes next."""
 
     reward: float
     done: bool = True

@@ -25,7 +25,13 @@ class GenerationEngine(ABC):
 
     @abstractmethod
     def __init__(
-        self, config: GenerationConfig, tokenizer: PreTrainedTokenizerBase, *, model_name: str, device: str, precision: str
+        self,
+        config: GenerationConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        model_name: str,
+        device: str,
+        precision: str,
     ) -> None:
         """Light: nothing is loaded before `attach` or `load_weights`. Bad stop strings are a `ConfigError`."""
 
@@ -35,7 +41,7 @@ class GenerationEngine(ABC):
 
     @abstractmethod
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Take weights by the names that `save_pretrained` writes; all names or a `UserError` that names the missing."""
+        """Take weights by the names that `save_pretrained` writes; all of them, or a `UserError` naming the missing."""
 
     @abstractmethod
     def generate(self, data: BatchedDataDict[Any], greedy: bool = False) -> BatchedDataDict[Any]:

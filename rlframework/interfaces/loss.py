@@ -32,16 +32,16 @@ class LossFunction(Protocol):
     Called with
 
     - `next_token_logprobs` `[B, S-1]` fp32: entry `i` is log p(token i+1 | tokens up to i), with gradient, at the
-      sampling temperature if `at_sampling_temperature` is true and at 1 otherwise; only entries with `token_mask[:, 1:] * sample_mask` are computed, the rest is 0.
-      With `input_type` LOGITS: `[B, S-1, V]`.
-    - `data`: the microbatch's rows of everything that went into `train` (`input_ids`, `token_mask`, `sample_mask`, ...),
-      and `entropy` `[B, S-1]` without gradient where `wants_entropy` is true.
+      sampling temperature if `at_sampling_temperature` is true and at 1 otherwise. Only entries with
+      `token_mask[:, 1:] * sample_mask` are computed, the rest is 0. With `input_type` LOGITS: `[B, S-1, V]`.
+    - `data`: the microbatch's rows of everything that went into `train` (`input_ids`, `token_mask`, `sample_mask`,
+      ...), and `entropy` `[B, S-1]` without gradient where `wants_entropy` is true.
     - `global_valid_seqs`, `global_valid_toks`: 0-dim fp32 tensors, sums of `sample_mask` and of `token_mask[:, 1:] *
       sample_mask` over the global batch, all workers.
 
-    It returns the scalar loss and metrics. Both divide by the global counts, so that the sum over microbatches and workers is the
-    value of the global batch. A metric whose name ends in `_min` or `_max` is combined by minimum or maximum. Metrics
-    are floats or 0-dim tensors without gradient.
+    It returns the scalar loss and metrics. Both divide by the global counts, so that the sum over microbatches and
+    workers is the value of the global batch. A metric whose name ends in `_min` or `_max` is combined by minimum or
+    maximum. Metrics are floats or 0-dim tensors without gradient.
     """
 
     loss_type: LossType
@@ -55,4 +55,6 @@ class LossFunction(Protocol):
         data: BatchedDataDict[Any],
         global_valid_seqs: torch.Tensor,
         global_valid_toks: torch.Tensor,
-    ) -> tuple[torch.Tensor, dict[str, Any]]: ...
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        """The loss and metrics of a microbatch."""
+        ...

@@ -32,7 +32,7 @@ class PolicyWorker(ABC):
         gbs: int | None = None,
         mbs: int | None = None,
     ) -> dict[str, Any]:
-        """One optimizer step for each global batch of `gbs` rows over all ranks (`eval_mode`: none, nothing changes).
+        """One optimizer step for each global batch of `gbs` rows over all ranks; `eval_mode`: none, nothing changes.
 
         Returns `global_loss` (CPU tensor, one value a global batch, the same on all ranks), `grad_norm` (CPU tensor, one
         value a global batch, before clipping; None in eval mode), `metrics` (name to float: the loss's metrics over

@@ -7,6 +7,7 @@ from rlframework.config.environments import AdditionConfig, Gsm8kConfig
 from rlframework.config.sections import GenerationConfig, WorkerGroupConfig
 from rlframework.plugins.hookspec import hookimpl
 from rlframework.plugins.types import (
+    API_VERSION,
     AlgorithmRecord,
     DataProcessorRecord,
     EnvironmentRecord,
@@ -22,6 +23,7 @@ def rlframework_data_processors() -> list[DataProcessorRecord]:
         DataProcessorRecord(
             name="microbatches",
             target="rlframework.data.microbatches:MicrobatchProcessor",
+            api_version=API_VERSION,
             summary="global batches into padded, dynamic or packed microbatches",
         )
     ]
@@ -34,12 +36,14 @@ def rlframework_worker_groups() -> list[WorkerGroupRecord]:
         WorkerGroupRecord(
             name="inline",
             target="rlframework.distributed.inline:InlineWorkerGroup",
+            api_version=API_VERSION,
             summary="one worker in this process",
             config_model=WorkerGroupConfig,
         ),
         WorkerGroupRecord(
             name="ray",
             target="rlframework.distributed.ray_group:RayWorkerGroup",
+            api_version=API_VERSION,
             summary="N worker processes on this machine, by Ray",
             config_model=WorkerGroupConfig,
         ),
@@ -53,6 +57,7 @@ def rlframework_generation_engines() -> list[GenerationEngineRecord]:
         GenerationEngineRecord(
             name="transformers",
             target="rlframework.generation.transformers_engine:TransformersEngine",
+            api_version=API_VERSION,
             summary="generation with the trainer's own model, in its process",
             config_model=GenerationConfig,
         )
@@ -66,12 +71,14 @@ def rlframework_environments() -> list[EnvironmentRecord]:
         EnvironmentRecord(
             name="addition",
             target="rlframework.environments.addition:AdditionEnvironment",
+            api_version=API_VERSION,
             summary="sums of two numbers, made up on the fly",
             config_model=AdditionConfig,
         ),
         EnvironmentRecord(
             name="gsm8k",
             target="rlframework.environments.gsm8k:Gsm8kEnvironment",
+            api_version=API_VERSION,
             summary="grade-school word problems (Cobbe et al. 2021), answers checked with math-verify",
             config_model=Gsm8kConfig,
         ),
@@ -85,12 +92,14 @@ def rlframework_algorithms() -> list[AlgorithmRecord]:
         AlgorithmRecord(
             name="sft",
             target="rlframework.algorithms.sft:SFT",
+            api_version=API_VERSION,
             summary="supervised training on the environment's own answers",
             config_model=SFTConfig,
         ),
         AlgorithmRecord(
             name="grpo",
             target="rlframework.algorithms.grpo:GRPO",
+            api_version=API_VERSION,
             summary="group-relative policy optimisation (Shao et al. 2024, arXiv:2402.03300)",
             config_model=GRPOConfig,
         ),

@@ -67,7 +67,8 @@ Check = Callable[[Any, str], list[Problem]]
 class Record:
     """What a registration hook returns: a name for the configuration and where the implementation is.
 
-    `name` is the word in the configuration; `target` is the import path `module:Class`, imported only in the process
+    `name` is the word in the configuration; `api_version` is the version of the plugin API that the plugin was written
+    for, as a number; `target` is the import path `module:Class`, imported only in the process
     that needs it; `config_model` is the pydantic model of the part's own section; `py_executable` names another Python
     for the worker processes (None: the driver's).
     """
@@ -76,8 +77,8 @@ class Record:
 
     name: str
     target: str
+    api_version: int
     summary: str = ""
-    api_version: int = API_VERSION
     capabilities: frozenset[Capability] = frozenset()
     config_model: type[BaseModel] | None = None
     check: Check | None = None
@@ -135,5 +136,3 @@ RECORD_TYPES: tuple[type[Record], ...] = (
     EnvironmentRecord,
     AlgorithmRecord,
 )
-
-

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class StepResult:
-    """What `step` made of one microbatch: the scalar loss with gradient, and values for the base (never with gradient)."""
+    """What `step` made of one microbatch: the scalar loss with gradient, and values for the base without."""
 
     loss: Tensor | None = None
     outputs: dict[str, Any] = field(default_factory=dict)
@@ -71,7 +71,7 @@ class Engine(ABC):
 
     @abstractmethod
     def gather_weights(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """Whole weights, one at a time, on every rank. Collective: every rank must ask for the same names and drain it."""
+        """Whole weights, one at a time, on every rank. Collective: all ask for the same names and drain it."""
 
     @abstractmethod
     def snapshot(self) -> dict[str, Tensor]:

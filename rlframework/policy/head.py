@@ -95,7 +95,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             part = slice(start, start + rows)
             scale = grad[part, None] / ctx.temperature
             logits = _logits(hidden[part], weight, bias, ctx.temperature)
-            # d logprob / d logits = onehot(target) - softmax, so the gradient is -softmax * scale, plus scale at the target
+            # d logprob / d logits = onehot(target) - softmax: -softmax * scale, and + scale at the target
             slope = logits.sub_(normalizers[part, None]).exp_().mul_(-scale)
             slope.scatter_add_(1, targets[part, None], scale)
             if grad_bias is not None:
@@ -118,7 +118,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
 def entropy_of(logits: Tensor, normalizer: Tensor) -> Tensor:
     """Entropy `[N]` in nats of the softmax of `logits [N, V]` whose logsumexp is `normalizer [N]`."""
     probabilities = (logits - normalizer[:, None]).exp_()
-    return normalizer - torch.linalg.vecdot(probabilities, logits)
+    mean_logit: Tensor = torch.linalg.vecdot(probabilities, logits)
+    return normalizer - mean_logit
 
 
 def chunked_logprobs(
@@ -135,7 +136,9 @@ def chunked_logprobs(
     `hidden [N, H]`, `weight [V, H]`, `bias [V]`, `targets [N]` int64; returns `[N]` fp32 each. The gradient flows
     through the log-probabilities to `hidden`, `weight` and `bias`; the entropy has none.
     """
-    if hidden.shape[0] <= _chunk_rows(weight.shape[0]):  # one chunk: the fused kernel, which saves what we would recompute
+    if hidden.shape[0] <= _chunk_rows(
+        weight.shape[0]
+    ):  # one chunk: the fused kernel, which saves what we would recompute
         logits = _logits(hidden, weight, bias, temperature)
         logprobs = -torch.nn.functional.cross_entropy(logits, targets, reduction="none")
         entropy = None
@@ -143,7 +146,9 @@ def chunked_logprobs(
             with torch.no_grad():
                 entropy = entropy_of(logits, logits.logsumexp(-1))
         return logprobs, entropy
-    logprobs, entropies = _ChunkedLogprobs.apply(hidden, weight, bias, targets, temperature, wants_entropy)
+    logprobs, entropies = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        hidden, weight, bias, targets, temperature, wants_entropy
+    )
     return logprobs, entropies if wants_entropy else None
 
 
@@ -161,7 +166,9 @@ class HeadPatch:
         config = model.config
         for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
             if getattr(config, name, None) not in (None, 1.0, 1):
-                raise NotSupported(f"{type(model).__name__} changes its logits after the head ({name}), which is not supported yet")
+                raise NotSupported(
+                    f"{type(model).__name__} changes its logits after the head ({name}), which is not supported yet"
+                )
         self._ordinary = head.forward
         self._head = head
         self._request: HeadRequest | None = None
@@ -180,7 +187,8 @@ class HeadPatch:
 
     def _forward(self, hidden: Tensor) -> Tensor:
         if self._request is None or self._positions is None or self._targets is None:
-            return self._ordinary(hidden)
+            logits: Tensor = self._ordinary(hidden)
+            return logits
         request = self._request
         rows = hidden.reshape(-1, hidden.shape[-1]).index_select(0, self._positions)
         bias = getattr(self._head, "bias", None)

@@ -45,7 +45,9 @@ def _all_names(names: list[str], group: Any) -> list[str]:
 
 
 def _column(parts: Sequence[Mapping[str, Any]], name: str) -> Tensor:
-    values = [torch.as_tensor(part[name], dtype=torch.float64).detach().reshape(()).cpu() for part in parts if name in part]
+    values = [
+        torch.as_tensor(part[name], dtype=torch.float64).detach().reshape(()).cpu() for part in parts if name in part
+    ]
     return torch.stack(values) if values else torch.zeros(0, dtype=torch.float64)
 
 

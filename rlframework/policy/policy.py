@@ -26,7 +26,12 @@ MODEL_AXES = ("pipeline_parallel", "context_parallel", "tensor_parallel")
 
 
 def worker_spec(
-    config: RunConfig, tokenizer: PreTrainedTokenizerBase, manager: PluginManager, *, init_reference_model: bool, init_optimizer: bool
+    config: RunConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    manager: PluginManager,
+    *,
+    init_reference_model: bool,
+    init_optimizer: bool,
 ) -> WorkerSpec:
     """What each worker of the policy of `config` is started with."""
     record = manager.select("policy_worker", config.policy.backend).record
@@ -91,7 +96,9 @@ class Policy:
         """
         gbs = gbs or self.config.policy.train_global_batch_size
         if data.size == 0 or data.size % gbs:
-            raise BatchError(f"{data.size} rows do not divide into global batches of {gbs}; the rows must be a multiple")
+            raise BatchError(
+                f"{data.size} rows do not divide into global batches of {gbs}; the rows must be a multiple"
+            )
         shards = data.shard_by_batch_size(self.data_parallel_size, batch_size=gbs)
         result = self._sharded(
             "train", {"data": shards}, {"loss_fn": loss_fn, "eval_mode": eval_mode, "gbs": gbs, "mbs": mbs}
@@ -117,7 +124,7 @@ class Policy:
         if rows == 0:
             raise BatchError(f"{method} got no rows")
         keys = [key for key in ("input_ids", "input_lengths", "token_mask") if key in data]
-        needed = BatchedDataDict({key: data[key] for key in keys})
+        needed: BatchedDataDict[Any] = BatchedDataDict({key: data[key] for key in keys})
         if rows % ranks:  # repeat the first rows: every worker must have as many
             filled = torch.arange(rows + -rows % ranks) % rows
             needed = needed.select_indices(filled)

@@ -19,7 +19,11 @@ SHARD_BYTES = 4 << 30
 
 
 def write_pretrained(
-    path: str | Path, weights: Iterator[tuple[str, Tensor]], model_name: str, tokenizer: Any, trust_remote_code: bool = False
+    path: str | Path,
+    weights: Iterator[tuple[str, Tensor]],
+    model_name: str,
+    tokenizer: Any,
+    trust_remote_code: bool = False,
 ) -> None:
     """Write `weights`, and configuration and tokenizer of `model_name`, to the directory `path`, all or nothing.
 

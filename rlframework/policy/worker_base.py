@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import time
 from abc import ABC
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -61,7 +61,9 @@ class PolicyWorkerBase(Engine, PolicyWorker, ABC):
         `generation`, `generation_target`: settings and class (`module:Class`) of the embedded engine.
         """
         if weights_path or optimizer_path:
-            raise NotSupported("resuming from a checkpoint is not supported yet; give the saved model as policy.model_name")
+            raise NotSupported(
+                "resuming from a checkpoint is not supported yet; give the saved model as policy.model_name"
+            )
         self.config = config if isinstance(config, PolicyConfig) else PolicyConfig.model_validate(dict(config))
         self.tokenizer = tokenizer
         self.context = context or WorkerContext()
@@ -121,7 +123,9 @@ class PolicyWorkerBase(Engine, PolicyWorker, ABC):
         ranks = self.data_parallel_size()
         local, left = divmod(global_batch_size, ranks)
         if left:
-            raise BatchError(f"a global batch of {global_batch_size} rows does not divide over {ranks} data-parallel workers")
+            raise BatchError(
+                f"a global batch of {global_batch_size} rows does not divide over {ranks} data-parallel workers"
+            )
         if data.size == 0 or data.size % local:
             raise BatchError(
                 f"this worker got {data.size} rows, which is no multiple of its {local} rows of a global batch of "
@@ -137,7 +141,9 @@ class PolicyWorkerBase(Engine, PolicyWorker, ABC):
         ).float()
         global_valid_seqs, global_valid_toks = sum_over_ranks(valid.to(self.device), self.data_parallel_group())
         head = self._head_request(loss_fn)
-        microbatches = self._microbatches(batch, "loss", mbs or self.config.train_micro_batch_size, self.config.batching.tokens)
+        microbatches = self._microbatches(
+            batch, "loss", mbs or self.config.train_micro_batch_size, self.config.batching.tokens
+        )
         results = self.forward_backward(
             microbatches, head, _loss_step(loss_fn, global_valid_seqs, global_valid_toks), forward_only=eval_mode
         )
@@ -168,9 +174,9 @@ class PolicyWorkerBase(Engine, PolicyWorker, ABC):
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
         if self._skipped_in_a_row >= self.config.non_finite_gradients.stop_after:
             raise NonFiniteGradients(
-                f"the gradient was not finite (norm {norm}) for {self._skipped_in_a_row} steps in a row; the weights are those "
-                f"before the first of them. Lower policy.optimizer.lr, set policy.max_grad_norm, or use "
-                f"policy.precision=float32; policy.non_finite_gradients.stop_after sets how many are borne"
+                f"the gradient was not finite (norm {norm}) for {self._skipped_in_a_row} steps in a row; the "
+                f"weights are those before the first of them. Lower policy.optimizer.lr, set policy.max_grad_norm, or "
+                f"use policy.precision=float32; policy.non_finite_gradients.stop_after sets how many are borne"
             )
 
     def _summary(self, batches: list[dict[str, Any]], lr: float, seconds: float) -> dict[str, Any]:

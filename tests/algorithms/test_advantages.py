@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from rlframework.algorithms.advantages import group_advantages, overlong_penalty
 
 
@@ -11,7 +12,9 @@ def test_group_mean_and_standard_deviation():
     rewards = torch.tensor([1.0, 0, 0, 1, 3, 1, 1, 1])
     advantages, constant = group_advantages(rewards, 4, eps=0.0)
     deviation = (1 / 3) ** 0.5  # of 1, 0, 0, 1 with n - 1
-    assert advantages[:4].tolist() == pytest.approx([0.5 / deviation, -0.5 / deviation, -0.5 / deviation, 0.5 / deviation])
+    assert advantages[:4].tolist() == pytest.approx(
+        [0.5 / deviation, -0.5 / deviation, -0.5 / deviation, 0.5 / deviation]
+    )
     assert advantages[4:].tolist() == pytest.approx([1.5, -0.5, -0.5, -0.5])
     assert not constant.any()
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from rlframework.algorithms.losses import ClippedPGLoss, NLLLoss
 from rlframework.algorithms.losses.kl import kl_divergence
 from rlframework.config.algorithms import ClippedPGLossConfig
@@ -26,7 +27,9 @@ def shifted(values: list[list[float]]) -> torch.Tensor:
     return torch.cat((torch.full((len(values), 1), 99.0), tensor), dim=1)
 
 
-def batch(token_mask: list[list[float]], sample_mask: list[float], **columns: list[list[float]]) -> BatchedDataDict[Any]:
+def batch(
+    token_mask: list[list[float]], sample_mask: list[float], **columns: list[list[float]]
+) -> BatchedDataDict[Any]:
     data = {"token_mask": shifted(token_mask), "sample_mask": torch.tensor(sample_mask)}
     return BatchedDataDict(data | {name: shifted(value) for name, value in columns.items()})
 
@@ -50,9 +53,7 @@ def ratios(data: BatchedDataDict[Any], values: list[list[float]]) -> torch.Tenso
 
 
 def test_clipping_by_hand():
-    data = batch(
-        [[1, 1, 1, 1]], [1], advantages=[[2.0, 2.0, -2.0, -2.0]], prev_logprobs=[[-1.0, -1.0, -1.0, -1.0]]
-    )
+    data = batch([[1, 1, 1, 1]], [1], advantages=[[2.0, 2.0, -2.0, -2.0]], prev_logprobs=[[-1.0, -1.0, -1.0, -1.0]])
     logprobs = ratios(data, [[1.1, 1.5, 0.5, 1.5]])
     loss, metrics = pg(ratio_clip_min=0.2, ratio_clip_max=0.28)(logprobs, data, *counts(data))
     # 2 * 1.1; 2 * 1.28 clipped; -2 * 0.8 clipped; -2 * 1.5 stays
@@ -135,4 +136,6 @@ def test_the_sum_over_microbatches_is_the_loss_of_the_batch(loss_fn, cut, seed):
     torch.testing.assert_close(sum(loss for loss, _ in parts), whole)
     for name, value in whole_metrics.items():
         combine = max if name.endswith("_max") else sum
-        torch.testing.assert_close(torch.as_tensor(combine([float(metrics[name]) for _, metrics in parts])), torch.as_tensor(float(value)))
+        torch.testing.assert_close(
+            torch.as_tensor(combine([float(metrics[name]) for _, metrics in parts])), torch.as_tensor(float(value))
+        )

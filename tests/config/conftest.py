@@ -111,20 +111,20 @@ class FakeManager:
 def manager() -> FakeManager:
     """Two algorithms, two environments, three backends; `off` is a plugin that is disabled."""
     records: list[Record] = [
-        AlgorithmRecord("climb", "x:Y", config_model=ClimbConfig),
-        AlgorithmRecord("copy", "x:Y", config_model=CopyConfig),
-        EnvironmentRecord("dice", "x:Y", config_model=DiceConfig, check=dislikes_seven),
-        EnvironmentRecord("cards", "x:Y", config_model=CardsConfig),
-        GenerationEngineRecord("transformers", "x:Y", config_model=GenerationConfig),
-        WorkerGroupRecord("inline", "x:Y", config_model=WorkerGroupConfig),
+        AlgorithmRecord("climb", "x:Y", 1, config_model=ClimbConfig),
+        AlgorithmRecord("copy", "x:Y", 1, config_model=CopyConfig),
+        EnvironmentRecord("dice", "x:Y", 1, config_model=DiceConfig, check=dislikes_seven),
+        EnvironmentRecord("cards", "x:Y", 1, config_model=CardsConfig),
+        GenerationEngineRecord("transformers", "x:Y", 1, config_model=GenerationConfig),
+        WorkerGroupRecord("inline", "x:Y", 1, config_model=WorkerGroupConfig),
         PolicyWorkerRecord(
             "dtensor",
             "x:Y",
             config_model=EngineConfig,
             capabilities=frozenset({Capability.DATA_PARALLEL, Capability.LORA}),
         ),
-        PolicyWorkerRecord("needy", "x:Y", config_model=NeedyConfig),
-        PolicyWorkerRecord("plain", "x:Y", check=gpu_only),
+        PolicyWorkerRecord("needy", "x:Y", 1, config_model=NeedyConfig),
+        PolicyWorkerRecord("plain", "x:Y", 1, check=gpu_only),
     ]
     return FakeManager(records, [PluginListing("off", None, "off-dist", "2", None, (), "disabled", "by hand")])
 

@@ -220,7 +220,7 @@ def test_a_record_whose_model_is_made_wrongly_is_to_blame(manager: Any, minimal:
     class Loose(BaseModel):
         x: int = 1
 
-    manager.records.append(PolicyWorkerRecord("loose", "x:Y", config_model=Loose))
+    manager.records.append(PolicyWorkerRecord("loose", "x:Y", 1, config_model=Loose))
     with pytest.raises(
         PluginError, match=r"'loose' of fake 1.0 is made wrongly: its config_model Loose must derive from"
     ):
@@ -228,7 +228,7 @@ def test_a_record_whose_model_is_made_wrongly_is_to_blame(manager: Any, minimal:
 
 
 def test_a_part_without_a_model_has_the_shared_keys_only(manager: Any, minimal: Any) -> None:
-    manager.records.append(AlgorithmRecord("bare", "x:Y"))
+    manager.records.append(AlgorithmRecord("bare", "x:Y", 1))
     assert load_config(minimal, ["algorithm.name=bare"], manager=manager).algorithm.num_steps == 100
     assert "`algorithm.group_size`: not a known key" in refused(
         minimal, ["algorithm.name=bare", "algorithm.group_size=1"], manager=manager

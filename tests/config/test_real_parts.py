@@ -25,7 +25,7 @@ def check(config, device):
 
 @hookimpl
 def rlframework_policy_workers():
-    return [PolicyWorkerRecord("toy", "toy:Worker", config_model=ToyConfig, check=check)]
+    return [PolicyWorkerRecord("toy", "toy:Worker", 1, config_model=ToyConfig, check=check)]
 """
 
 

@@ -101,7 +101,7 @@ def test_sections_of_one_class_name_do_not_mix(manager: Any) -> None:
     for name, kind in (("one", int), ("two", str)):
         inner = create_model("LossConfig", __base__=Section, __module__=f"plugin_{name}", value=(kind, ...))
         model = create_model("TheConfig", __base__=AlgorithmConfig, __module__=f"plugin_{name}", loss=(inner, ...))
-        manager.records.append(AlgorithmRecord(name, "x:Y", config_model=model))
+        manager.records.append(AlgorithmRecord(name, "x:Y", 1, config_model=model))
     schema = config_schema(manager)
     assert accepts(schema, {"algorithm": {"name": "one", "loss": {"value": 1}}})
     assert accepts(schema, {"algorithm": {"name": "two", "loss": {"value": "x"}}})

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from rlframework.data.microbatches import MicrobatchProcessor, check_sequence_dim, group_rows, make_microbatch
 from rlframework.distributed.batched_data_dict import BatchedDataDict
 from rlframework.errors import BatchError
@@ -49,7 +50,11 @@ def test_every_row_stands_in_one_group_under_the_limit(lengths, mode, tokens):
     assert sorted(row for group in groups for row in group) == list(range(len(lengths)))
     for group in groups:
         sizes = [lengths[row] for row in group]
-        assert len(group) <= 4 if mode == "padded" else (sum(sizes) if mode == "packed" else max(sizes) * len(sizes)) <= tokens
+        assert (
+            len(group) <= 4
+            if mode == "padded"
+            else (sum(sizes) if mode == "packed" else max(sizes) * len(sizes)) <= tokens
+        )
 
 
 def test_a_row_over_the_limit_is_an_error_that_says_what_to_do():

@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.xdist_group("collectives")  # one start of the ranks serves all
+
 RANKS = """
 import datetime, json, os, sys
 import torch

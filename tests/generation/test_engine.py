@@ -12,9 +12,11 @@ import pytest
 import torch
 
 from rlframework.config.sections import GenerationConfig
+from rlframework.data.tokenizer import character_tokenizer
 from rlframework.errors import BatchError, ConfigError, RLFrameworkError, UserError
 from rlframework.generation.transformers_engine import TransformersEngine
 
+ALPHABET = "0123456789+= "
 EOS = 1
 RAGGED = [[5], [3, 9, 4, 12, 6], [7, 2, 13] * 7, [5, 5], [14, 13], [3, 9, 4, 12, 6], [8] * 11]
 
@@ -165,9 +167,7 @@ def test_pad_that_is_the_end_token_is_told_by_position(
     tiny: Any, batch: Any, completions: Any, plain_greedy: Any
 ) -> None:
     """Prompts that hold the end token, padded with it: only an end token in the completion ends it."""
-    from rlframework.data.tokenizer import character_tokenizer
-
-    tokenizer = character_tokenizer("0123456789+= ")
+    tokenizer = character_tokenizer(ALPHABET)
     tokenizer.pad_token = tokenizer.eos_token
     prompts = [[EOS, 5, EOS], [4], [EOS, EOS, 3, 9, 4, 12, EOS], [6, EOS]]
     output = tiny.engine(tokenizer, max_new_tokens=24, temperature=0.0).generate(batch(prompts, pad=EOS))
@@ -227,16 +227,30 @@ def test_a_prompt_beyond_the_models_positions(tiny: Any, batch: Any, monkeypatch
     output = tiny.engine(max_new_tokens=24, stop_token_ids=()).generate(batch([[3] * 6, [4]]))
     assert output["unpadded_sequence_lengths"].max() <= 8
     assert output["generation_lengths"][0] <= 2
-    mixed = [[3] * 6] * 6 + [[4]] * 40
-    output = tiny.engine(max_new_tokens=24).generate(batch(mixed))
-    room = torch.tensor([2] * 6 + [7] * 40)
-    assert bool((output["generation_lengths"] <= room).all())
-    last = output["output_ids"].gather(1, output["unpadded_sequence_lengths"][:, None] - 1).squeeze(1)
-    assert torch.equal(output["truncated"], last != EOS)
-    assert torch.equal(output["generation_lengths"][output["truncated"]], room[output["truncated"]])
-    assert 0 < int(output["truncated"].sum()) < len(mixed)
     with pytest.raises(BatchError, match="prompt of row 1 has 8 tokens, and the model takes 8"):
         tiny.engine(max_new_tokens=2).generate(batch([[3], [4] * 8]))
+
+
+def test_rows_that_run_out_of_positions_leave_the_others_alone(
+    tiny: Any, batch: Any, completions: Any, plain_greedy: Any
+) -> None:
+    """A GPT-2 has a table of positions and nothing beyond it. Pad is the end token here."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(1)
+    config = GPT2Config(vocab_size=15, n_positions=12, n_embd=32, n_layer=2, n_head=4, initializer_range=0.4)
+    model = GPT2LMHeadModel(config).eval()
+    model.generation_config.eos_token_id = None
+    tokenizer = character_tokenizer(ALPHABET)
+    tokenizer.pad_token = tokenizer.eos_token
+    prompts = [[token] * length for length in (1, 3) for token in range(2, 14)] + [[4] * 8, [5] * 10, [6] * 11]
+    engine = tiny.engine(tokenizer, max_new_tokens=9, temperature=0.0)
+    engine.attach(model)
+    output = engine.generate(batch(prompts, pad=EOS))
+    expected = [plain_greedy(model, prompt, {EOS}, min(9, 12 - len(prompt))) for prompt in prompts]
+    assert completions(output) == expected
+    assert output["truncated"].tolist() == [row[-1] != EOS for row in expected]
+    assert len({len(row) for row in expected if row[-1] != EOS}) > 2
 
 
 def test_the_modules_modes_come_back(tiny: Any, batch: Any) -> None:

@@ -19,7 +19,7 @@ TWO_RECORDS = """
 
     @hookimpl
     def rlframework_policy_workers():
-        return [PolicyWorkerRecord("one", "nowhere:One"), PolicyWorkerRecord("two", "nowhere:Two")]
+        return [PolicyWorkerRecord("one", "nowhere:One", 1), PolicyWorkerRecord("two", "nowhere:Two", 1)]
 """
 LISTENER = """
     from rlframework.plugins.hookspec import hookimpl
@@ -80,7 +80,7 @@ def test_a_module_in_the_current_directory_is_found_by_its_name(tmp_path, monkey
         "__version__ = '0.7'\n"
         "@hookimpl\n"
         "def rlframework_environments():\n"
-        "    return [EnvironmentRecord('here', 'fake_here_worker:Environment')]\n"
+        "    return [EnvironmentRecord('here', 'fake_here_worker:Environment', 1)]\n"
     )
     (tmp_path / "fake_here_worker.py").write_text("class Environment: pass\n")
     monkeypatch.chdir(tmp_path)
@@ -256,15 +256,15 @@ def test_loading_names_the_distribution_when_the_class_cannot_be_imported(instal
     with pytest.raises(PluginError, match=r"json:dumps, of acme-engine 2.0, is not a class"):
         manager.load(manager.select("policy_worker", "one").record)
     with pytest.raises(PluginError, match="a plugin that this manager does not know"):
-        manager.load(PolicyWorkerRecord("stray", "no_such_module:Class"))
+        manager.load(PolicyWorkerRecord("stray", "no_such_module:Class", 1))
 
 
 def test_load_finds_a_nested_class():
-    record = EnvironmentRecord("nested", "json:JSONDecoder.mro")
+    record = EnvironmentRecord("nested", "json:JSONDecoder.mro", 1)
     with pytest.raises(PluginError, match="is not a class"):
         create_manager().load(record)
     assert (
-        create_manager().load(EnvironmentRecord("plain", "json:JSONDecoder"))
+        create_manager().load(EnvironmentRecord("plain", "json:JSONDecoder", 1))
         is importlib.import_module("json").JSONDecoder
     )
 

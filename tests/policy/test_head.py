@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from rlframework.errors import NotSupported
 from rlframework.policy import head
 from rlframework.policy.head import HeadPatch, HeadRequest, chunked_logprobs, read_head_output
@@ -39,15 +40,11 @@ def test_values_and_gradients_are_those_of_the_formula(count, vocabulary, rows, 
 
     with pytest.MonkeyPatch.context() as patch:  # so that `rows` of them make a chunk, and most examples take several
         patch.setattr(head, "CHUNK_ELEMENTS", rows * vocabulary)
-        logprobs, entropy = chunked_logprobs(
-            hidden, weight, bias, targets, temperature=temperature, wants_entropy=True
-        )
+        logprobs, entropy = chunked_logprobs(hidden, weight, bias, targets, temperature=temperature, wants_entropy=True)
         gradients = torch.autograd.grad((logprobs * upstream).sum(), leaves)
 
     doubles = [leaf.detach().double().requires_grad_() for leaf in leaves]
-    expected, expected_entropy = plain(
-        doubles[0], doubles[1], doubles[2] if with_bias else None, targets, temperature
-    )
+    expected, expected_entropy = plain(doubles[0], doubles[1], doubles[2] if with_bias else None, targets, temperature)
     expected_gradients = torch.autograd.grad((expected * upstream).sum(), doubles)
     torch.testing.assert_close(logprobs.double(), expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(entropy.double(), expected_entropy, rtol=1e-5, atol=1e-5)
@@ -115,7 +112,10 @@ def test_patched_head_is_ordinary_again_after_an_error():
     model = TinyModel()
     patch = HeadPatch(model)
     hidden = torch.randn(1, 2, 3)
-    with pytest.raises(RuntimeError, match="boom"), patch.computing(HeadRequest(), torch.tensor([0]), torch.tensor([1])):
+    with (
+        pytest.raises(RuntimeError, match="boom"),
+        patch.computing(HeadRequest(), torch.tensor([0]), torch.tensor([1])),
+    ):
         raise RuntimeError("boom")
     assert model(hidden).shape == (1, 2, 5)
 

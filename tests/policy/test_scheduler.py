@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from rlframework.config.policy import OptimizerConfig, SchedulerConfig
 from rlframework.errors import ConfigError
 from rlframework.policy.optimizer import parameter_groups

@@ -13,8 +13,9 @@ from itertools import groupby, pairwise
 from typing import Any
 
 import torch
-from rlframework.errors import NotSupported
 from torch import Tensor, nn
+
+from rlframework.errors import NotSupported
 
 SEGMENTS = "rlframework_segments"
 
@@ -40,13 +41,21 @@ def segment_attention(
     waits for the device. Returns `[1, L, heads, D]`.
     """
     if softcap is not None or s_aux is not None:
-        raise NotSupported("packed attention does not do soft-capped scores or attention sinks; set policy.batching.mode=dynamic")
+        raise NotSupported(
+            "packed attention does not do soft-capped scores or attention sinks; set policy.batching.mode=dynamic"
+        )
     runs = segment_runs(cu_seqlens)
+    sizes = [length * count for length, count in runs]
     outputs = []
-    for (length, count), *parts in zip(runs, *(tensor.split([n * m for n, m in runs], 2) for tensor in (query, key, value))):
+    for (length, count), *parts in zip(
+        runs, query.split(sizes, 2), key.split(sizes, 2), value.split(sizes, 2), strict=True
+    ):
+        q, k, v = (part[0].unflatten(1, (count, length)).transpose(0, 1) for part in parts)  # [count, heads, length, D]
         window = None if sliding_window is None or length <= sliding_window else sliding_window
         output = nn.functional.scaled_dot_product_attention(
-            *(part[0].unflatten(1, (count, length)).transpose(0, 1) for part in parts),  # [count, heads, length, D]
+            q,
+            k,
+            v,
             attn_mask=None if window is None else _window_mask(length, window, query.device),
             is_causal=window is None,
             dropout_p=dropout,
@@ -78,7 +87,7 @@ def register() -> None:
 
 @contextmanager
 def attention(config: Any, name: str) -> Iterator[None]:
-    """Within it, models of `config` use the attention `name`; every layer looks it up in the configuration it shares."""
+    """Within it, models of `config` use the attention `name`: each layer looks it up in their shared configuration."""
     previous = config._attn_implementation
     config._attn_implementation = name
     try:

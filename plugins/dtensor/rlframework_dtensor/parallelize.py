@@ -10,9 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
+
 from rlframework.config.policy import PolicyConfig
 from rlframework.errors import DataError
-from torch import nn
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -31,7 +32,9 @@ def load_model(config: PolicyConfig, attention: str) -> nn.Module:
             trust_remote_code=config.trust_remote_code,
         )
     except (OSError, ValueError) as error:
-        raise DataError(f"policy.model_name={config.model_name!r} cannot be loaded as a causal language model: {error}") from error
+        raise DataError(
+            f"policy.model_name={config.model_name!r} cannot be loaded as a causal language model: {error}"
+        ) from error
     _silence_dropout(model)
     model.config.use_cache = False
     return model
@@ -43,7 +46,14 @@ def _silence_dropout(model: nn.Module) -> None:
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         elif isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0
+            setattr(module, "attention_dropout", 0.0)  # noqa: B010  # a type checker takes modules' attributes for tensors
+
+
+def checkpoint_activations(model: Any) -> None:
+    """Keep only the inputs of the blocks and compute the rest again in the backward."""
+    # the first name is transformers' newer one, the second its older
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:

@@ -13,18 +13,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
 from rlframework.interfaces.data_processor import Microbatch
 from rlframework.policy.engine import Step, StepResult, WeightSpec
 from rlframework.policy.head import HeadPatch, HeadRequest, read_head_output
 from rlframework.policy.optimizer import parameter_groups
 from rlframework.policy.worker_base import PolicyWorkerBase
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
-
 from rlframework_dtensor import attention
 from rlframework_dtensor.config import DTensorConfig
-from rlframework_dtensor.parallelize import load_model, shard
+from rlframework_dtensor.parallelize import checkpoint_activations, load_model, shard
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -45,7 +47,7 @@ class DTensorPolicyWorker(PolicyWorkerBase):
         model = load_model(self.config, implementation)
         model = model.to(self.device)
         if self.config.activation_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            checkpoint_activations(model)
         self._head = HeadPatch(model)
         self._sharded = self.context.world_size > 1 or self.config.precision != "float32"
         self._owns_group = False
@@ -58,7 +60,7 @@ class DTensorPolicyWorker(PolicyWorkerBase):
     def _make_mesh(self) -> Any:
         if not dist.is_initialized():
             self._init_process_group()
-        return dist.init_device_mesh(self.device.type, (self.context.world_size,), mesh_dim_names=("data_parallel",))
+        return init_device_mesh(self.device.type, (self.context.world_size,), mesh_dim_names=("data_parallel",))
 
     def _init_process_group(self) -> None:
         context = self.context
@@ -66,7 +68,7 @@ class DTensorPolicyWorker(PolicyWorkerBase):
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         if context.world_size == 1:  # no port, no peers
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
         else:
             dist.init_process_group(
                 backend,
@@ -91,8 +93,12 @@ class DTensorPolicyWorker(PolicyWorkerBase):
         self.model.train(not forward_only)
         if not forward_only:
             self.model.zero_grad(set_to_none=True)
-        results = []
-        for microbatch in microbatches:
+        return [self._run_microbatch(microbatch, head, step, forward_only) for microbatch in microbatches]
+
+    def _run_microbatch(self, microbatch: Microbatch, head: HeadRequest, step: Step, forward_only: bool) -> StepResult:
+        packed = microbatch.cu_seqlens is not None
+        # around the backward too: activation checkpointing runs the attention again there
+        with attention.attention(self.model.config, attention.SEGMENTS) if packed else nullcontext():
             with torch.no_grad() if forward_only else nullcontext():
                 result = step(read_head_output(self._forward(microbatch, head), head), microbatch)
             if not forward_only:
@@ -100,16 +106,13 @@ class DTensorPolicyWorker(PolicyWorkerBase):
                 # FSDP2 takes the mean over ranks, the contract is the sum
                 (result.loss * self.data_parallel_size()).backward()
                 result.loss = None
-            results.append(result)
-        return results
+        return result
 
     def _forward(self, microbatch: Microbatch, head: HeadRequest) -> Tensor:
         inputs: dict[str, Any] = {"input_ids": microbatch.input_ids, "use_cache": False}
-        packed = nullcontext()
         if microbatch.cu_seqlens is not None:
             inputs |= {"position_ids": microbatch.position_ids, "cu_seqlens": microbatch.cu_seqlens.tolist()}
-            packed = attention.attention(self.model.config, attention.SEGMENTS)
-        with packed, self._head.computing(head, microbatch.head_positions, microbatch.targets):
+        with self._head.computing(head, microbatch.head_positions, microbatch.targets):
             values: Tensor = self.model(**inputs).logits
         return values
 
@@ -117,7 +120,7 @@ class DTensorPolicyWorker(PolicyWorkerBase):
         """See `Engine.clip_and_step`."""
         assert self._optimizer is not None
         parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
-        total = nn.utils.get_total_norm([parameter.grad for parameter in parameters])
+        total = nn.utils.get_total_norm([gradient for p in parameters if (gradient := p.grad) is not None])
         norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
         skipped = not torch.isfinite(torch.tensor(norm)).item()
         if not skipped:

@@ -93,7 +93,9 @@ class ClippedPGLoss:
             return 1.0, {}
         difference = (trainer_logprobs - data["generation_logprobs"][:, 1:]) * mask
         metrics = {
-            "generation_kl": token_mean(kl_divergence(-difference, torch.zeros_like(difference), "k3"), mask, global_valid_toks),
+            "generation_kl": token_mean(
+                kl_divergence(-difference, torch.zeros_like(difference), "k3"), mask, global_valid_toks
+            ),
             "generation_logprob_difference": token_mean(difference.abs(), mask, global_valid_toks),
             "generation_logprob_difference_max": difference.abs().max(),
         }

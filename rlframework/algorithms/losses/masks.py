@@ -12,7 +12,8 @@ from rlframework.distributed.batched_data_dict import BatchedDataDict
 
 def loss_mask(data: BatchedDataDict[Any], dtype: torch.dtype = torch.float32) -> Tensor:
     """`[B, S-1]`: 1 where a target token counts, in the layout of `next_token_logprobs`."""
-    return (data["token_mask"][:, 1:] * data["sample_mask"][:, None]).to(dtype)
+    mask: Tensor = data["token_mask"][:, 1:] * data["sample_mask"][:, None]
+    return mask.to(dtype)
 
 
 def token_mean(values: Tensor, mask: Tensor, global_valid_toks: Tensor) -> Tensor:

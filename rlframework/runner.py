@@ -50,7 +50,7 @@ def run(config: RunConfig, *, manager: PluginManager | None = None) -> RunResult
 
 @contextmanager
 def build_parts(config: RunConfig, *, manager: PluginManager | None = None) -> Iterator[Parts]:
-    """The parts of a run, shut down at the end: environment, tokenizer, policy with its workers, generation, observers."""
+    """The parts of a run, shut down at the end: environment, tokenizer, policy, generation, observers."""
     from rlframework.data.tokenizer import load_tokenizer
     from rlframework.generation.driver import Generation
     from rlframework.observers.dispatch import Observers
@@ -100,6 +100,6 @@ def _algorithm_class(config: RunConfig, manager: PluginManager) -> type[Algorith
 def _check_output_dir(path: Path) -> None:
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ConfigError(
-            f"output_dir={str(path)!r} is not empty; nothing in it is overwritten. Take another one (output_dir=...), or "
-            f"remove it"
+            f"output_dir={str(path)!r} is not empty, and nothing in it is overwritten. "
+            "Take another one (output_dir=...), or remove it"
         )
