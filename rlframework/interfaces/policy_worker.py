@@ -34,8 +34,8 @@ class PolicyWorker(ABC):
     ) -> dict[str, Any]:
         """One optimizer step for each global batch of `gbs` rows over all ranks; `eval_mode`: none, nothing changes.
 
-        Returns `global_loss` (CPU tensor, one value a global batch, the same on all ranks), `grad_norm` (CPU tensor, one
-        value a global batch, before clipping; None in eval mode), `metrics` (name to float: the loss's metrics over
+        Returns `global_loss` (CPU tensor, one value a global batch, the same on all ranks), `grad_norm` (CPU tensor,
+        one value a global batch, before clipping; None in eval mode), `metrics` (name to float: the loss's metrics over
         all ranks, mean over global batches), `lr`, `skipped` (steps left out for a gradient that was not finite),
         `global_valid_seqs`, `global_valid_toks`, `rank`, `times` (seconds by part).
         """

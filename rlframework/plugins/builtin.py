@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rlframework.config.algorithms import GRPOConfig, SFTConfig
 from rlframework.config.environments import AdditionConfig, Gsm8kConfig
-from rlframework.config.sections import GenerationConfig, WorkerGroupConfig
+from rlframework.config.sections import GenerationConfig, RunConfig, WorkerGroupConfig
 from rlframework.plugins.hookspec import hookimpl
 from rlframework.plugins.types import (
     API_VERSION,
@@ -12,6 +12,7 @@ from rlframework.plugins.types import (
     DataProcessorRecord,
     EnvironmentRecord,
     GenerationEngineRecord,
+    Problem,
     WorkerGroupRecord,
 )
 
@@ -39,6 +40,7 @@ def rlframework_worker_groups() -> list[WorkerGroupRecord]:
             api_version=API_VERSION,
             summary="one worker in this process",
             config_model=WorkerGroupConfig,
+            check=check_inline,
         ),
         WorkerGroupRecord(
             name="ray",
@@ -101,6 +103,36 @@ def rlframework_algorithms() -> list[AlgorithmRecord]:
             target="rlframework.algorithms.grpo:GRPO",
             api_version=API_VERSION,
             summary="group-relative policy optimisation (Shao et al. 2024, arXiv:2402.03300)",
+            check=check_grpo,
             config_model=GRPOConfig,
         ),
     ]
+
+
+def check_inline(config: RunConfig, device: str) -> list[Problem]:
+    """One process has one worker."""
+    workers = config.worker_group.num_workers
+    if workers == 1:
+        return []
+    hint = "Set it to 1, or take worker_group.name=ray."
+    return [Problem("worker_group.num_workers", f"worker_group.name=inline runs one worker, not {workers}.", hint)]
+
+
+def check_grpo(config: RunConfig, device: str) -> list[Problem]:
+    """A rollout batch is a whole number of global batches, and samples differ."""
+    problems = []
+    algorithm, batch_size = config.algorithm, config.policy.train_global_batch_size
+    if not isinstance(algorithm, GRPOConfig):
+        return []
+    rows = algorithm.prompts_per_step * algorithm.samples_per_prompt
+    if rows % batch_size:
+        message = (
+            f"a step has {rows} rows (algorithm.prompts_per_step {algorithm.prompts_per_step} x samples_per_prompt "
+            f"{algorithm.samples_per_prompt}), which do not divide into global batches of {batch_size}."
+        )
+        hint = f"Set it to {rows} for one optimizer step a batch, or to a divisor of that."
+        problems.append(Problem("policy.train_global_batch_size", message, hint))
+    if config.generation.temperature == 0:
+        message = "greedy samples of one prompt are all alike, so GRPO has nothing to compare."
+        problems.append(Problem("generation.temperature", message, "Set it above 0, such as 1.0."))
+    return problems

@@ -5,11 +5,11 @@ Flags first (capabilities), then the record's own `check` for combinations that 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from rlframework.config.policy import PolicyConfig
 from rlframework.config.sections import RunConfig
-from rlframework.errors import ConfigError, PluginError
+from rlframework.errors import PluginError
 from rlframework.plugins.manager import Registered
 from rlframework.plugins.types import Capability, Problem
 
@@ -33,12 +33,6 @@ def check_config(config: RunConfig, registered: Registered, device: str) -> list
     if registered.record.kind == "policy_worker":
         problems = [*_capability_problems(config, registered), *problems]
     return problems
-
-
-def require_no_problems(problems: Sequence[Problem]) -> None:
-    """Raise one `ConfigError` that names every problem; with none, return."""
-    if problems:
-        raise ConfigError("\n".join(f"{p.key}: {p.message}" + (f" {p.hint}" if p.hint else "") for p in problems))
 
 
 def _capability_problems(config: RunConfig, registered: Registered) -> list[Problem]:

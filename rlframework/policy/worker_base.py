@@ -180,12 +180,14 @@ class PolicyWorkerBase(Engine, PolicyWorker, ABC):
             )
 
     def _summary(self, batches: list[dict[str, Any]], lr: float, seconds: float) -> dict[str, Any]:
-        names = batches[0]["metrics"]
+        names = sorted({name for batch in batches for name in batch["metrics"]})  # a batch of dummies has none
         norms = [batch["grad_norm"] for batch in batches]
         return {
             "global_loss": torch.tensor([batch["loss"] for batch in batches]),
             "grad_norm": None if norms[0] is None else torch.tensor(norms),
-            "metrics": {name: sum(batch["metrics"][name] for batch in batches) / len(batches) for name in names},
+            "metrics": {
+                name: sum(batch["metrics"].get(name, 0.0) for batch in batches) / len(batches) for name in names
+            },
             "lr": lr,
             "skipped": sum(batch["skipped"] for batch in batches),
             "global_valid_seqs": sum(batch["global_valid_seqs"] for batch in batches),

@@ -120,6 +120,7 @@ def manager() -> FakeManager:
         PolicyWorkerRecord(
             "dtensor",
             "x:Y",
+            1,
             config_model=EngineConfig,
             capabilities=frozenset({Capability.DATA_PARALLEL, Capability.LORA}),
         ),

@@ -6,8 +6,8 @@ import pytest
 
 from rlframework.config.policy import PolicyConfig
 from rlframework.config.sections import AlgorithmConfig, EnvironmentConfig, RunConfig, WorkerGroupConfig
-from rlframework.errors import ConfigError, PluginError
-from rlframework.plugins.check import check_config, require_no_problems
+from rlframework.errors import PluginError
+from rlframework.plugins.check import check_config
 from rlframework.plugins.manager import Registered
 from rlframework.plugins.types import Capability, EnvironmentRecord, PolicyWorkerRecord, Problem
 
@@ -44,7 +44,7 @@ def run_config(policy=None, workers=1) -> RunConfig:
 
 
 def backend(*capabilities, check=None) -> Registered:
-    record = PolicyWorkerRecord("acme", "m:C", capabilities=frozenset(capabilities), check=check)
+    record = PolicyWorkerRecord("acme", "m:C", 1, capabilities=frozenset(capabilities), check=check)
     return Registered(record, "acme-engine", "2.0", "acme")
 
 
@@ -100,7 +100,7 @@ def test_other_kinds_are_only_asked_themselves():
     def check(config, device):
         return [Problem("environment.size", "too big")]
 
-    record = EnvironmentRecord("maze", "m:C", check=check)
+    record = EnvironmentRecord("maze", "m:C", 1, check=check)
     problems = check_config(run_config({"lora": {}}, 2), Registered(record, "maze-tasks", "1.0", "maze"), "cpu")
     assert [problem.key for problem in problems] == ["environment.size"]
 
@@ -113,11 +113,3 @@ def test_a_check_that_fails_blames_its_plugin():
         check_config(run_config(), backend(check=raises), "cpu")
     with pytest.raises(PluginError, match="must return a list of Problem, and has 'too fast' in it"):
         check_config(run_config(), backend(check=lambda config, device: ["too fast"]), "cpu")
-
-
-def test_all_problems_become_one_error():
-    require_no_problems([])
-    problems = [Problem("policy.lora", "no.", "Take it out."), Problem("environment.size", "too big")]
-    with pytest.raises(ConfigError) as caught:
-        require_no_problems(problems)
-    assert str(caught.value) == "policy.lora: no. Take it out.\nenvironment.size: too big"

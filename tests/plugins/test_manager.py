@@ -129,7 +129,7 @@ def test_nothing_that_a_module_does_on_import_stops_the_others(install, code):
 
 
 def test_records_of_a_broken_plugin_are_refused_by_their_own_names(install):
-    code = TWO_RECORDS.replace('"nowhere:Two"', '"nowhere:Two", api_version=9')
+    code = TWO_RECORDS.replace('"nowhere:Two", 1', '"nowhere:Two", 9')
     install("acme-engine", "acme", code=code, version="2.0")
     manager = create_manager()
     for name in ("one", "two", "acme"):

@@ -14,7 +14,9 @@ from rlframework.plugins.hookspec import hookimpl
 from rlframework.plugins.reading import read_plugin
 from rlframework.plugins.types import API_VERSION, Capability, EnvironmentRecord, PolicyWorkerRecord
 
-GOOD = PolicyWorkerRecord(name="good", target="package.module:Class", capabilities=frozenset({Capability.LORA}))
+GOOD = PolicyWorkerRecord(
+    name="good", target="package.module:Class", api_version=1, capabilities=frozenset({Capability.LORA})
+)
 
 
 def plugin_returning(returned, hook="rlframework_policy_workers"):
@@ -43,7 +45,7 @@ def test_any_iterable_of_records_is_read(returned):
         (7, "returned int; it must return a list of PolicyWorkerRecord"),
         ("good", "returned str; it must return a list of PolicyWorkerRecord"),
         (
-            [GOOD, EnvironmentRecord("e", "m:C")],
+            [GOOD, EnvironmentRecord("e", "m:C", 1)],
             "a list with a EnvironmentRecord in it; all must be PolicyWorkerRecord",
         ),
         ([{"name": "good"}], "a list with a dict in it; all must be PolicyWorkerRecord"),
@@ -128,7 +130,7 @@ def test_the_model_of_a_section_must_have_the_keys_that_the_kind_shares():
         width: int = 1
 
     hook = "rlframework_environments"
-    record = EnvironmentRecord("maze", "m:C", config_model=Right)
+    record = EnvironmentRecord("maze", "m:C", 1, config_model=Right)
     assert read_plugin(plugin_returning([record], hook)) == ([record], None)
     message = fault_of(plugin_returning([replace(record, config_model=Wrong)], hook))
     assert "must be a class derived from rlframework.config.sections.EnvironmentConfig" in message

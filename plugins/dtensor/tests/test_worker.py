@@ -132,6 +132,16 @@ def test_a_batch_without_any_valid_row_leaves_a_zero_gradient(worker, batch):
     assert result["grad_norm"].tolist() == [0.0]
 
 
+def test_a_global_batch_without_valid_rows_counts_as_zero_in_the_metrics(worker, batches):
+    first, second = batches(2)
+    second["sample_mask"] = torch.zeros(8)
+    made, loss_fn = worker(), ClippedPGLoss(ClippedPGLossConfig())
+    alone = worker().train(first, loss_fn)["metrics"]
+    for parts in ([first, second], [second, first]):
+        metrics = made.train(BatchedDataDict.from_batches(parts), loss_fn, eval_mode=True)["metrics"]
+        assert metrics["ratio"] == pytest.approx(alone["ratio"] / 2, rel=1e-5)
+
+
 def test_the_reference_stays_and_the_policy_comes_back(worker, oracle, batches):
     first, *others = batches(3)
     expected = oracle().logprobs(first).detach()
