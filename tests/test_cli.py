@@ -92,8 +92,10 @@ MISTAKES = {
     "run.yaml policy.optimizer.lr=fast": '`policy.optimizer.lr`: must be a number (given "fast" in override `policy.',
     "run.yaml policy.backend=tow": "policy.backend: there is no policy_worker 'tow'. Did you mean 'toy'?",
     "run.yaml algorithm.name=gpro": "algorithm.name: there is no algorithm 'gpro'. Did you mean 'grpo'?",
-    "run.yaml worker_group.name=ray worker_group.num_workers=3": "`policy.train_global_batch_size`: must divide by 3, the number of workers "
-    "that share the rows (given 64). Try 63 or 66, or another worker_group.num_workers.\n",
+    "run.yaml worker_group.name=ray worker_group.num_workers=3": (
+        "`policy.train_global_batch_size`: must divide by 3, the number of workers "
+        "that share the rows (given 64). Try 63 or 66, or another worker_group.num_workers.\n"
+    ),
     "run.yaml policy.precision=float16": "`policy.precision`: float16, but the backend 'toy' ",
     "run.yaml lr": "`lr` is not an override: write `key=value`",
     "run.yaml seed=[1": "override `seed=[1`:1:3: not valid YAML: ",

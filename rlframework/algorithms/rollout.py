@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -55,8 +56,8 @@ class Rollout:
 
 def row_seeds(seed: int, step: int, rows: int) -> Tensor:
     """`[rows]` int64 seeds, different for each row and step, the same however the rows are spread over workers."""
-    generator = torch.Generator().manual_seed((seed << 32) + step)
-    return torch.randint(0, 2**62, (rows,), generator=generator)
+    # not torch's generator: on the CPU it reads only the lower 32 bits of its seed
+    return torch.from_numpy(np.random.default_rng([seed, step]).integers(0, 2**62, rows))
 
 
 def pad_rows(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:

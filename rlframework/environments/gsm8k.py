@@ -81,10 +81,11 @@ def _from_file(config: Gsm8kConfig, path: Any) -> list[Sample]:
 
 def _from_dataset(config: Gsm8kConfig, name: str, split: str) -> list[Sample]:
     from datasets import load_dataset
+    from datasets.exceptions import DatasetsError
 
     try:
         rows = load_dataset(name, config.subset, split=split)
-    except (OSError, ValueError) as error:  # datasets raises these two families: not found, no network, no such split
+    except (OSError, ValueError, DatasetsError) as error:  # not found, no network, no such split, files that are broken
         raise DataError(
             f"environment.dataset {name!r} (subset {config.subset!r}, split {split!r}) cannot be loaded: {error}. "
             "Check the name and the network, or give train_path"

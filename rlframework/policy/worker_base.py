@@ -70,13 +70,13 @@ class PolicyWorkerBase(Engine, PolicyWorker, ABC):
         self.backend_config = self.backend_config_model.model_validate(backend_config or {})
         self.device = torch.device(self.context.device)
         self._generation_config = generation or GenerationConfig()
-        self._generation_target = generation_target
-        self._generation_engine: Any = None
         self._processor = processor or MicrobatchProcessor()
         self._train_calls = 0
         self._skipped_in_a_row = 0
         self._weights_version = 0
         self._generation_version = -1
+        # light, and before the model is built: bad settings are told first
+        self._generation_engine = self._make_generation_engine(generation_target) if generation_target else None
         if self.context.threads:
             torch.set_num_threads(self.context.threads)
         self.build(init_optimizer=init_optimizer)
@@ -282,7 +282,7 @@ class PolicyWorkerBase(Engine, PolicyWorker, ABC):
     def _embedded_engine(self) -> Any:
         """The engine with the weights of now: the live module where it is whole, else a copy that is refitted."""
         if self._generation_engine is None:
-            self._generation_engine = self._make_generation_engine()
+            raise NotSupported("this worker was built without a generation engine; set generation_target")
         module = self.whole_model()
         if self._generation_version != self._weights_version:
             if module is not None:
@@ -292,10 +292,8 @@ class PolicyWorkerBase(Engine, PolicyWorker, ABC):
             self._generation_version = self._weights_version
         return self._generation_engine
 
-    def _make_generation_engine(self) -> Any:
-        if self._generation_target is None:
-            raise NotSupported("this worker was built without a generation engine; set generation_target")
-        engine_class: Callable[..., Any] = _import_target(self._generation_target)
+    def _make_generation_engine(self, target: str) -> Any:
+        engine_class: Callable[..., Any] = _import_target(target)
         return engine_class(
             self._generation_config,
             self.tokenizer,

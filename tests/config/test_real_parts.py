@@ -70,8 +70,7 @@ def test_a_run_on_a_backend_that_is_not_installed(config_file: Path) -> None:
         ("policy.precision=float16", "does not declare float16"),
         (
             "policy.train_global_batch_size=100",
-            "a step has 256 rows (algorithm.prompts_per_step 32 x samples_per_prompt 8), which do not divide into "
-            "global batches of 100",
+            "(algorithm.prompts_per_step 32 x samples_per_prompt 8), which do not divide into global batches of 100",
         ),
         ("generation.temperature=0", "greedy samples of one prompt are all alike"),
         ("worker_group.num_workers=2", "worker_group.name=inline runs one worker, not 2"),

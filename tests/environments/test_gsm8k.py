@@ -217,6 +217,11 @@ def test_a_datasets_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
         make(dataset=str(folder), subset=None, validation_split="nosuch")
     with pytest.raises(DataError, match=r"environment\.dataset .*nothing.* cannot be loaded.*give train_path"):
         make(dataset=str(tmp_path / "nothing"), subset=None)
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "train.jsonl").write_text("{]", encoding="utf-8")
+    with pytest.raises(DataError, match=r"environment\.dataset .*broken.* cannot be loaded"):
+        make(dataset=str(broken), subset=None)
 
 
 @pytest.mark.parametrize(
