@@ -128,13 +128,14 @@ def test_bad_input_is_one_error_and_leaves_nothing(run_config, tmp_path, monkeyp
 def test_training_on_real_gsm8k_rows(run_config, tmp_path):
     model = make_llama(
         tmp_path / "model",
-        character_tokenizer(string.printable + "’"),
+        character_tokenizer(string.printable + "\u2019"),
         hidden=16,
         layers=1,
         heads=2,
         max_positions=2048,
     )
-    rows = "{{name: gsm8k, train_path: {0}/gsm8k_train.jsonl, validation_path: {0}/gsm8k_test.jsonl}}".format(FIXTURES)
+    train, validation = FIXTURES / "gsm8k_train.jsonl", FIXTURES / "gsm8k_test.jsonl"
+    rows = f"{{name: gsm8k, train_path: {train}, validation_path: {validation}}}"
     options = ["~environment", f"environment={rows}", "algorithm.num_steps=2", "policy.train_global_batch_size=4"]
     result = run(run_config("sft", *options, f"policy.model_name={model}", "policy.batching.tokens=2048"))
     assert result.metrics["train/loss"] > 0
