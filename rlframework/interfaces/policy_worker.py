@@ -64,6 +64,10 @@ class PolicyWorker(ABC):
         """Complete this rank's prompts with the embedded engine: see `GenerationEngine.generate`."""
 
     @abstractmethod
+    def finish_generation(self) -> bool:
+        """Free what the embedded engine holds between rollouts; True when done."""
+
+    @abstractmethod
     def save_pretrained(self, path: str) -> None:
         """Write weights, configuration and tokenizer as a Hugging Face directory; rank 0 writes, all take part."""
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 class WorkerContext:
     """Who a worker is: passed to its constructor as `context`.
 
+    `device` is "cpu" or "cuda"; a worker on a GPU sees that one only, as device 0, whatever its `local_rank`.
     `deadline` is the time in seconds that forming the process group and each collective may take.
     """
 

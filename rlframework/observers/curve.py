@@ -80,7 +80,6 @@ def draw_curve(
         FigureCanvasAgg(figure)
         figure.savefig(picture, format="png", dpi=130)
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, picture.getvalue())
     return path
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,11 +26,12 @@ def reduce_metrics(parts: Sequence[Mapping[str, Any]], group: Any, device: torch
     names = _all_names(sorted({name for part in parts for name in part} | {"loss"}), group)
     sums = [name for name in names if not name.endswith(("_min", "_max"))]
     extremes = [name for name in names if name.endswith(("_min", "_max"))]
-    totals = sum_over_ranks(_stack([_column(parts, name).sum() for name in sums], device), group)
+    totals = sum_over_ranks(_table(parts, sums, torch.zeros(len(sums)), device).sum(0), group)
     metrics = dict(zip(sums, totals.tolist(), strict=True))
     if extremes:
         signs = [1.0 if name.endswith("_max") else -1.0 for name in extremes]
-        most = _stack([_largest(parts, name, sign) for name, sign in zip(extremes, signs, strict=True)], device)
+        absent = torch.tensor([-math.inf * sign for sign in signs])
+        most = (_table(parts, extremes, absent, device) * torch.tensor(signs, device=device)).amax(0)
         if group is not None:
             torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX, group=group)
         metrics.update({name: sign * value for name, sign, value in zip(extremes, signs, most.tolist(), strict=True)})
@@ -44,17 +46,12 @@ def _all_names(names: list[str], group: Any) -> list[str]:
     return sorted({name for names in gathered for name in names})
 
 
-def _column(parts: Sequence[Mapping[str, Any]], name: str) -> Tensor:
-    values = [
-        torch.as_tensor(part[name], dtype=torch.float64).detach().reshape(()).cpu() for part in parts if name in part
-    ]
-    return torch.stack(values) if values else torch.zeros(0, dtype=torch.float64)
-
-
-def _largest(parts: Sequence[Mapping[str, Any]], name: str, sign: float) -> Tensor:
-    column = _column(parts, name) * sign
-    return column.max() if column.numel() else torch.tensor(-float("inf"), dtype=torch.float64)
-
-
-def _stack(values: Sequence[Tensor], device: torch.device) -> Tensor:
-    return torch.stack(list(values)).to(device)
+def _table(parts: Sequence[Mapping[str, Any]], names: Sequence[str], absent: Tensor, device: torch.device) -> Tensor:
+    """`[parts + 1, names]` float64 on `device`, `absent` where a part lacks a name, and in the last row."""
+    table = torch.empty((len(parts) + 1, len(names)), dtype=torch.float64, device=device)
+    table[:] = absent.to(device)
+    for row, part in enumerate(parts):
+        for column, name in enumerate(names):
+            if name in part:
+                table[row, column] = part[name]
+    return table

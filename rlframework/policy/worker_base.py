@@ -68,7 +68,8 @@ class PolicyWorkerBase(Engine, PolicyWorker, ABC):
         self.tokenizer = tokenizer
         self.context = context or WorkerContext()
         self.backend_config = self.backend_config_model.model_validate(backend_config or {})
-        self.device = torch.device(self.context.device)
+        # a worker sees its own GPU only, as device 0
+        self.device = torch.device("cuda", 0) if self.context.device == "cuda" else torch.device(self.context.device)
         self._generation_config = generation or GenerationConfig()
         self._processor = processor or MicrobatchProcessor()
         self._train_calls = 0
@@ -303,7 +304,7 @@ class PolicyWorkerBase(Engine, PolicyWorker, ABC):
         )
 
     def finish_generation(self) -> bool:
-        """Free what the embedded engine holds between rollouts."""
+        """See `PolicyWorker.finish_generation`."""
         return bool(self._generation_engine.finish_generation()) if self._generation_engine is not None else True
 
     # -- the rest -----------------------------------------------------------------------------------------------------
