@@ -31,7 +31,9 @@ class BatchingConfig(Section):
     """How rows become microbatches. `auto` takes what the backend says is fastest on the device."""
 
     mode: Literal["auto", "padded", "dynamic", "packed"] = "auto"
-    tokens: PositiveInt = Field(4096, description="most tokens in one dynamic or packed microbatch")
+    tokens: PositiveInt | None = Field(
+        None, description="most tokens in one dynamic or packed microbatch; none: what suits the device, and any row"
+    )
     logprob_tokens: PositiveInt | None = Field(None, description="the same for scoring; none: as `tokens`")
 
 

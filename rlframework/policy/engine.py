@@ -89,6 +89,10 @@ class Engine(ABC):
         """What `batching.mode=auto` means on this device: padded, dynamic or packed."""
         return "padded"
 
+    def preferred_tokens(self) -> int:
+        """Tokens of a dynamic or packed microbatch on this device, where the configuration does not say."""
+        return 8192
+
     def whole_model(self) -> torch.nn.Module | None:
         """The live module if its parameters are whole and it can be called by one rank alone; else None."""
         return None

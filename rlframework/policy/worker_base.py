@@ -199,9 +199,12 @@ class PolicyWorkerBase(Engine, PolicyWorker, ABC):
 
     # -- microbatches -------------------------------------------------------------------------------------------------
 
-    def _microbatches(self, data: BatchedDataDict[Any], positions: str, rows: int, tokens: int) -> list[Microbatch]:
+    def _microbatches(
+        self, data: BatchedDataDict[Any], positions: str, rows: int, tokens: int | None
+    ) -> list[Microbatch]:
         """This rank's microbatches, and dummies until all ranks have as many as the engine's rule asks for."""
         rule = self.microbatch_rule()
+        tokens = tokens or max(self.preferred_tokens(), int(data["input_lengths"].max()))
         plan = BatchPlan(self._batching_mode(), rows, tokens)
         microbatches = list(self._processor.microbatches(data, plan, rule, positions=positions, device=self.device))
         wanted = max(self._most_over_ranks(len(microbatches)), rule.count_minimum)

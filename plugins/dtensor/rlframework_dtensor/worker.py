@@ -136,6 +136,10 @@ class DTensorPolicyWorker(PolicyWorkerBase):
         """See `Engine.preferred_batching`: segments on a CPU; a GPU would start a kernel for each segment."""
         return "packed" if self.device.type == "cpu" else "dynamic"
 
+    def preferred_tokens(self) -> int:
+        """See `Engine.preferred_tokens`: on a CPU what stays in its caches is faster than what is large."""
+        return 1024 if self.device.type == "cpu" else super().preferred_tokens()
+
     # -- weights ------------------------------------------------------------------------------------------------------
 
     def _weights(self) -> dict[str, Tensor]:
