@@ -22,7 +22,7 @@ from rlframework.interfaces.algorithm import Parts
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rlframework.observers.dispatch import SampleRecord
+    from rlframework.plugins.hookspec import SampleRecord
 
 
 class GRPO(StepLoop):

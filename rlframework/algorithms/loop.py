@@ -14,7 +14,7 @@ from rlframework.interfaces.algorithm import Algorithm, Parts, RunResult
 from rlframework.policy.worker_base import resident_bytes
 
 if TYPE_CHECKING:
-    from rlframework.observers.dispatch import SampleRecord
+    from rlframework.plugins.hookspec import SampleRecord
 
 
 class Timer:

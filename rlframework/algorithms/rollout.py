@@ -17,7 +17,7 @@ from rlframework.data.chat import render_prompt
 from rlframework.distributed.batched_data_dict import BatchedDataDict
 from rlframework.errors import NotSupported
 from rlframework.interfaces.environment import Message
-from rlframework.observers.dispatch import SampleRecord
+from rlframework.plugins.hookspec import SampleRecord
 
 if TYPE_CHECKING:
     from rlframework.interfaces.algorithm import Parts
@@ -41,16 +41,17 @@ class Rollout:
     truncated: Tensor
 
     def records(self, step: int, kind: Literal["train", "validation"], count: int) -> list[SampleRecord]:
-        """The first `count` of them, to look at."""
+        """At most `count` of them, evenly spread, to look at."""
+        rows = range(0, len(self.samples), max(1, -(-len(self.samples) // count))) if count else ()
         return [
             SampleRecord(
                 step=step,
                 kind=kind,
-                prompt=sample.messages[-1]["content"],
-                completion=completion,
-                reward=float(reward),
+                prompt=self.samples[row].messages[-1]["content"],
+                completion=self.completions[row],
+                reward=float(self.rewards[row]),
             )
-            for sample, completion, reward in zip(self.samples[:count], self.completions, self.rewards, strict=False)
+            for row in rows
         ]
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rlframework.interfaces.environment import Sample
-    from rlframework.observers.dispatch import SampleRecord
+    from rlframework.plugins.hookspec import SampleRecord
 
 
 class SFT(StepLoop):

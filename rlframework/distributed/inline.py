@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlframework.distributed import dispatch
+from rlframework.distributed.dispatching import DispatchingWorkerGroup
 from rlframework.distributed.worker_host import load_target
 from rlframework.errors import ConfigError, WorkerError
-from rlframework.interfaces.worker_group import MultiWorkerFuture, WorkerContext, WorkerGroup, WorkerSpec
+from rlframework.interfaces.worker_group import MultiWorkerFuture, WorkerContext, WorkerSpec
 
 if TYPE_CHECKING:
     from rlframework.config.sections import WorkerGroupConfig
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 
 
-class InlineWorkerGroup(WorkerGroup):
+class InlineWorkerGroup(DispatchingWorkerGroup):
     """A group of one. Calls run at once, so futures hold results, deadlines do not apply, and exceptions of the worker
     reach the caller as they are; the group stays usable after one.
     """
@@ -34,45 +34,9 @@ class InlineWorkerGroup(WorkerGroup):
                 f"the worker {spec.target} needs a Python of its own ({spec.py_executable}), which "
                 "worker_group.name=inline cannot give: take worker_group.name=ray"
             )
-        self._sharding = sharding
+        super().__init__(sharding)
         context = WorkerContext(device=device, deadline=config.deadlines.call)
         self._worker: Any = load_target(spec.target)(**spec.kwargs, context=context)
-
-    @property
-    def sharding(self) -> NamedSharding:
-        """One worker on every axis."""
-        return self._sharding
-
-    def run_all_workers_single_data(
-        self, method_name: str, *args: Any, run_rank_0_only_axes: Sequence[str] | None = None, **kwargs: Any
-    ) -> MultiWorkerFuture:
-        """Call the worker now."""
-        dispatch.refuse_positional(method_name, args)
-        return self._run(method_name, dispatch.dispatch_single_data(self._sharding, kwargs, run_rank_0_only_axes))
-
-    def run_all_workers_sharded_data(
-        self,
-        method_name: str,
-        *args: Any,
-        in_sharded_axes: Sequence[str] = (),
-        replicate_on_axes: Sequence[str] = (),
-        output_is_replicated: Sequence[str] = (),
-        make_dummy_calls_to_free_axes: bool = False,
-        common_kwargs: Mapping[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> MultiWorkerFuture:
-        """Call the worker now with the only share: entry 0 of each list."""
-        dispatch.refuse_positional(method_name, args)
-        plan = dispatch.dispatch_sharded_data(
-            self._sharding,
-            kwargs,
-            in_sharded_axes=in_sharded_axes,
-            replicate_on_axes=replicate_on_axes,
-            output_is_replicated=output_is_replicated,
-            make_dummy_calls_to_free_axes=make_dummy_calls_to_free_axes,
-            common_kwargs=common_kwargs,
-        )
-        return self._run(method_name, plan)
 
     def get_all_worker_results(self, future: MultiWorkerFuture) -> list[Any]:
         """The results, which are there already."""

@@ -16,10 +16,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from rlframework.distributed import dispatch, ray_runtime
+from rlframework.distributed.dispatching import DispatchingWorkerGroup
 from rlframework.distributed.failures import HostFailure, as_exception
 from rlframework.distributed.worker_host import WorkerHost
 from rlframework.errors import DeadlineExceeded, WorkerError
-from rlframework.interfaces.worker_group import MultiWorkerFuture, WorkerContext, WorkerGroup, WorkerSpec
+from rlframework.interfaces.worker_group import MultiWorkerFuture, WorkerContext, WorkerSpec
 
 if TYPE_CHECKING:
     from rlframework.config.sections import WorkerGroupConfig
@@ -39,7 +40,7 @@ class _Call(MultiWorkerFuture):
     method_name: str = "a call"
 
 
-class RayWorkerGroup(WorkerGroup):
+class RayWorkerGroup(DispatchingWorkerGroup):
     """One process for each rank of `sharding`. Ray itself is started if need be, and ended with the last group.
 
     A worker on CUDA sees one GPU, its own, as device 0. What several workers get alike is stored once.
@@ -48,7 +49,7 @@ class RayWorkerGroup(WorkerGroup):
     def __init__(self, spec: WorkerSpec, config: WorkerGroupConfig, *, sharding: NamedSharding, device: str) -> None:
         if sorted(sharding.layout.ravel().tolist()) != list(range(sharding.size)):
             raise ValueError(f"the ranks of a worker group are 0..{sharding.size - 1}, got {sharding}")
-        self._sharding = sharding
+        super().__init__(sharding)
         self._deadlines = config.deadlines
         self._ended: str | None = None
         self._hosts: list[Any] = []
@@ -63,42 +64,6 @@ class RayWorkerGroup(WorkerGroup):
         except BaseException:
             self._end("its workers did not start")
             raise
-
-    @property
-    def sharding(self) -> NamedSharding:
-        """The axes of the group."""
-        return self._sharding
-
-    def run_all_workers_single_data(
-        self, method_name: str, *args: Any, run_rank_0_only_axes: Sequence[str] | None = None, **kwargs: Any
-    ) -> MultiWorkerFuture:
-        """Begin the call; see `WorkerGroup`."""
-        dispatch.refuse_positional(method_name, args)
-        return self._run(method_name, dispatch.dispatch_single_data(self._sharding, kwargs, run_rank_0_only_axes))
-
-    def run_all_workers_sharded_data(
-        self,
-        method_name: str,
-        *args: Any,
-        in_sharded_axes: Sequence[str] = (),
-        replicate_on_axes: Sequence[str] = (),
-        output_is_replicated: Sequence[str] = (),
-        make_dummy_calls_to_free_axes: bool = False,
-        common_kwargs: Mapping[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> MultiWorkerFuture:
-        """Begin the call; see `WorkerGroup`."""
-        dispatch.refuse_positional(method_name, args)
-        plan = dispatch.dispatch_sharded_data(
-            self._sharding,
-            kwargs,
-            in_sharded_axes=in_sharded_axes,
-            replicate_on_axes=replicate_on_axes,
-            output_is_replicated=output_is_replicated,
-            make_dummy_calls_to_free_axes=make_dummy_calls_to_free_axes,
-            common_kwargs=common_kwargs,
-        )
-        return self._run(method_name, plan)
 
     def get_all_worker_results(self, future: MultiWorkerFuture) -> list[Any]:
         """Wait, at most `deadlines.call` seconds; the first failure ends the group."""

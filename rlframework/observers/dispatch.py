@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from rlframework.observers.samples import SampleRecord
+from rlframework.plugins.hookspec import SampleRecord
 from rlframework.plugins.reading import new_pluggy
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from rlframework.errors import DataError
 from rlframework.plugins.hookspec import RunInfo, hookimpl
 
 if TYPE_CHECKING:
-    from rlframework.observers.samples import SampleRecord
+    from rlframework.plugins.hookspec import SampleRecord
 
 METRICS_FILE, SAMPLES_FILE = "metrics.jsonl", "samples.jsonl"
 

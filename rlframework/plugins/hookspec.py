@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Literal
 
 import pluggy
 
@@ -40,6 +40,17 @@ class RunInfo:
 
     config: RunConfig
     output_dir: Path
+
+
+@dataclass(frozen=True)
+class SampleRecord:
+    """One completion of a step as text, with what it was worth."""
+
+    prompt: str
+    completion: str
+    reward: float
+    step: int
+    kind: Literal["train", "validation"] = "train"
 
 
 # Registration hooks. Each specification returns nothing: pluggy never calls it.
@@ -165,7 +176,7 @@ def rlframework_run_started(run: RunInfo) -> None:
 
 @hookspec
 def rlframework_step_finished(
-    run: RunInfo, step: int, metrics: Mapping[str, float], samples: Sequence[Mapping[str, Any]]
+    run: RunInfo, step: int, metrics: Mapping[str, float], samples: Sequence[SampleRecord]
 ) -> None:
     """A step is done. `metrics` are numbers by name; `samples` are some of the step's completions with their rewards.
 

@@ -10,8 +10,8 @@ from rlframework.config.environments import AdditionConfig
 from rlframework.config.policy import PolicyConfig
 from rlframework.config.sections import ObserversConfig, RunConfig
 from rlframework.observers import dispatch
-from rlframework.observers.dispatch import Observers, SampleRecord
-from rlframework.plugins.hookspec import RunInfo, hookimpl
+from rlframework.observers.dispatch import Observers
+from rlframework.plugins.hookspec import RunInfo, SampleRecord, hookimpl
 from rlframework.plugins.manager import create_manager
 from rlframework.plugins.reading import new_pluggy
 

@@ -8,9 +8,8 @@ import pytest
 
 from rlframework.config.sections import ObserversConfig
 from rlframework.errors import DataError
-from rlframework.observers.dispatch import SampleRecord
 from rlframework.observers.jsonl import JsonlObserver, read_history
-from rlframework.plugins.hookspec import RunInfo
+from rlframework.plugins.hookspec import RunInfo, SampleRecord
 
 
 def started(path, samples=4):

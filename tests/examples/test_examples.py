@@ -1,0 +1,55 @@
+"""The examples and benchmarks run, at a size that a test can bear."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rlframework import config_schema, create_manager, load_config
+
+ROOT = Path(__file__).parents[2]
+CONFIGURATIONS = sorted(path for path in (ROOT / "examples").rglob("*.yaml") if path.name != "smollm2.yaml")
+
+
+def script(*words: object) -> str:
+    """What the script prints; it must end well."""
+    done = subprocess.run([sys.executable, *map(str, words)], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("path", CONFIGURATIONS, ids=lambda path: path.stem)
+def test_configurations_load_and_fit_the_schema(path):
+    import jsonschema
+
+    rows = ["environment.train_path=train.jsonl"] if "gsm8k" in path.name else []
+    assert load_config(path, rows).policy.backend == "dtensor"
+    jsonschema.validate(yaml.safe_load(path.read_text()), config_schema(create_manager()))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_the_quickstart_runs_both_phases_and_draws_the_curve(tmp_path):
+    short = ["sft:algorithm.num_steps=2", "grpo:algorithm.num_steps=2", "grpo:policy.scheduler.warmup_steps=0"]
+    small = ["sft:policy.scheduler.warmup_steps=0", "algorithm.validation.samples=8", "observers.console=false"]
+    run = ROOT / "examples" / "quickstart" / "run.py"
+    printed = script(run, "--output", tmp_path, "--seed", 5, *short, *small)
+    lines = [line for line in printed.splitlines() if "held-out accuracy" in line]
+    assert [line.split()[0] for line in lines] == ["sft", "grpo"]
+    assert (tmp_path / "seed-5" / "curve.png").read_bytes().startswith(b"\x89PNG")
+    rows = [json.loads(line) for line in (tmp_path / "seed-5" / "grpo" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 1, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_the_step_benchmark_checks_that_both_sides_agree_and_writes_json(tmp_path):
+    printed = script(ROOT / "benchmarks" / "step.py", "--pairs", 1, "--json", tmp_path / "step.json")
+    assert "gradient norm against the sorted loop" in printed
+    results = json.loads((tmp_path / "step.json").read_text())["results"]
+    assert results.keys() == {"log-probabilities", "training", "generation, fixed", "generation, ragged"}
