@@ -64,12 +64,14 @@ def build_parts(config: RunConfig, *, manager: PluginManager | None = None) -> I
         tokenizer = load_tokenizer(
             policy_config.tokenizer_name or policy_config.model_name, policy_config.trust_remote_code
         )
+        algorithm = _algorithm_class(config, manager)
         policy = Policy(
             config,
             tokenizer,
             manager,
             device=resolve_device(config.device),
-            init_reference_model=_algorithm_class(config, manager).needs_reference_model(config.algorithm),
+            init_reference_model=algorithm.needs_reference_model(config.algorithm),
+            training_calls=algorithm.training_calls(config.algorithm),
         )
         stack.callback(policy.shutdown)
         yield Parts(

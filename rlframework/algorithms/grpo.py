@@ -18,6 +18,7 @@ from rlframework.config.algorithms import GRPOConfig
 from rlframework.data.loader import PromptLoader
 from rlframework.distributed.batched_data_dict import BatchedDataDict
 from rlframework.interfaces.algorithm import Parts
+from rlframework.policy.metrics import average_metrics
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,6 +35,11 @@ class GRPO(StepLoop):
     def needs_reference_model(cls, config: GRPOConfig) -> bool:
         """Whether the loss has a KL term."""
         return config.loss.kl_coef > 0
+
+    @classmethod
+    def training_calls(cls, config: GRPOConfig) -> int:
+        """One for each pass over each batch."""
+        return config.num_steps * config.epochs_per_batch
 
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
@@ -100,9 +106,9 @@ class GRPO(StepLoop):
     def _add_logprobs(self, data: BatchedDataDict[Any]) -> None:
         policy = self.parts.policy
         if self.scores_before_training:
-            data["prev_logprobs"] = policy.get_logprobs(data, positions="token_mask")["logprobs"]
+            data["prev_logprobs"] = policy.get_logprobs(data, positions="loss")["logprobs"]
         if self.config.loss.kl_coef:
-            scored = policy.get_reference_policy_logprobs(data, positions="token_mask")
+            scored = policy.get_reference_policy_logprobs(data, positions="loss")
             data["reference_policy_logprobs"] = scored["reference_logprobs"]
 
 
@@ -115,6 +121,5 @@ def _mean_metrics(results: list[dict[str, Any]]) -> dict[str, float]:
         "train/skipped_steps": float(sum(result["skipped"] for result in results)),
         "train/global_valid_toks": sum(result["global_valid_toks"] for result in results) / len(results),
     }
-    for name in results[0]["metrics"]:
-        metrics[f"train/{name}"] = sum(result["metrics"][name] for result in results) / len(results)
-    return metrics
+    means = average_metrics([result["metrics"] for result in results])
+    return metrics | {f"train/{name}": value for name, value in means.items()}

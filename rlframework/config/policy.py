@@ -87,6 +87,7 @@ class PolicyConfig(Section):
     model_name: str = Field(description="a Hugging Face model directory, or a name on the hub")
     tokenizer_name: str | None = Field(None, description="none: as `model_name`")
     backend: str = Field("dtensor", description="name of the training backend: see `rlframework plugins`")
+    data_processor: str = Field("microbatches", description="what makes microbatches of rows: a plugin's name")
     precision: Literal["float32", "bfloat16", "float16"] = Field(
         "float32", description="of the forward and backward; weights and optimizer states stay fp32"
     )

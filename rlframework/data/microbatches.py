@@ -129,13 +129,11 @@ def make_microbatch(
 
 
 def to_device(microbatch: Microbatch, device: torch.device) -> Microbatch:
-    """Move all tensors of `microbatch` but `rows`, in place; on the CPU nothing is copied."""
+    """Move the tensors of `microbatch` but `rows` and `cu_seqlens`, in place; on the CPU nothing is copied."""
     if device.type == "cpu":
         return microbatch
-    for name in ("input_ids", "position_ids", "head_positions", "targets", "scatter", "cu_seqlens"):
-        value = getattr(microbatch, name)
-        if value is not None:
-            setattr(microbatch, name, value.to(device, non_blocking=True))
+    for name in ("input_ids", "position_ids", "head_positions", "targets", "scatter"):
+        setattr(microbatch, name, getattr(microbatch, name).to(device, non_blocking=True))
     microbatch.data.to(device)
     return microbatch
 

@@ -31,13 +31,18 @@ def load_target(target: str) -> Any:
     return getattr(imported, name)
 
 
-def compare_plugins(spec: WorkerSpec) -> None:
-    """Find this process's plugins and compare them with the driver's: a difference is a `PluginError`."""
+def find_target(spec: WorkerSpec) -> Any:
+    """The class of the worker, by name among the plugins that this process finds itself.
+
+    They are compared with the driver's first: a difference is a `PluginError`.
+    """
     if spec.fingerprint is None:
-        return
+        return load_target(spec.target)
     from rlframework.plugins.manager import create_manager
 
-    create_manager(modules=spec.plugins).compare_fingerprint(spec.fingerprint)
+    manager = create_manager(modules=spec.plugins)
+    manager.compare_fingerprint(spec.fingerprint)
+    return load_target(manager.select(*spec.part).record.target if spec.part else spec.target)
 
 
 class WorkerHost:
@@ -63,8 +68,7 @@ class WorkerHost:
     def start(self, spec: WorkerSpec, context: WorkerContext) -> HostFailure | None:
         """Compare plugins, import the worker's module and construct the worker."""
         try:
-            compare_plugins(spec)
-            target = load_target(spec.target)
+            target = find_target(spec)
             if self._reserved is not None:
                 self._reserved.close()
             self._worker = target(**spec.kwargs, context=context)

@@ -45,6 +45,11 @@ class Algorithm(ABC):
         """Whether `config` (the algorithm's own section) uses the reference policy."""
         return False
 
+    @classmethod
+    def training_calls(cls, config: Any) -> int:
+        """How often a run calls `policy.train`: what the learning-rate schedule spans unless it says otherwise."""
+        return int(config.num_steps)
+
     @abstractmethod
     def __init__(self, parts: Parts) -> None:
         """Check that the parts fit together (`ConfigError`, `DataError`) before any work."""

@@ -20,13 +20,12 @@ if TYPE_CHECKING:
 class MicrobatchRule:
     """What an engine asks of the microbatches of a call.
 
-    `count_multiple`, `count_minimum`: how many (a pipeline's schedule); `equal_shapes`: all `[B, S]` alike;
-    `pad_multiple`: lengths are padded to a multiple of this (context and sequence parallelism).
+    `count_multiple`, `count_minimum`: how many (a pipeline's schedule); `pad_multiple`: lengths are padded to a
+    multiple of this (context and sequence parallelism).
     """
 
     count_multiple: int = 1
     count_minimum: int = 1
-    equal_shapes: bool = False
     pad_multiple: int = 1
 
 
@@ -47,7 +46,7 @@ class Microbatch:
     - `rows [b]` int64: where each row stands in the caller's batch;
     - `input_ids [n, L]`, `position_ids [n, L]`: what the model gets: `n = b` and `L = S'` (padded to the rule), or one
       packed row `n = 1`;
-    - `cu_seqlens [b + 1]` int32: bounds of the sequences in a packed row, None otherwise;
+    - `cu_seqlens [b + 1]` int32, always on the CPU: bounds of the sequences in a packed row, None otherwise;
     - `head_positions [N]` int64: flat indices into `n * L` at which the head runs (where the next token is wanted);
     - `targets [N]` int64: the token after each of them;
     - `scatter [N]` int64: flat indices into `b * S'` where the value of each belongs (the position of the target);

@@ -46,7 +46,9 @@ class PolicyWorker(ABC):
     ) -> BatchedDataDict[Any]:
         """`logprobs [B, S]` fp32: entry i is log p(token i | tokens before i); 0 at position 0 and at padding.
 
-        `positions="token_mask"`: only where `token_mask` is not 0; 0 elsewhere.
+        At the temperature of `generation.temperature`, at which samples are drawn (1 where that is 0, greedy).
+        `positions="token_mask"`: only where `token_mask` is not 0; `"loss"`: and in rows whose `sample_mask` is not 0;
+        0 elsewhere.
         """
 
     @abstractmethod

@@ -38,8 +38,10 @@ class WorkerContext:
 class WorkerSpec:
     """What to start: an import path `module:Class`, its constructor arguments, and what must be the same on both sides.
 
-    `fingerprint` maps plugin name to (distribution, version) as the driver sees it; each worker compares it with what
-    it finds itself, and a difference is a `PluginError`. `plugins` are the modules that the configuration names.
+    `part` is the kind and name of the plugin part that the worker is: a worker in another process looks it up among
+    the plugins that it finds itself, and takes the class from there. `fingerprint` maps plugin name to (distribution,
+    version) as the driver sees it; each worker compares it with what it finds itself, and a difference is a
+    `PluginError`. `plugins` are the modules that the configuration names.
     """
 
     target: str
@@ -47,6 +49,7 @@ class WorkerSpec:
     plugins: tuple[str, ...] = ()
     fingerprint: Mapping[str, tuple[str, str]] | None = None
     py_executable: str | None = None
+    part: tuple[str, str] | None = None
 
 
 @dataclass

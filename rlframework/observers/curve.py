@@ -205,5 +205,5 @@ def _dress(axes: Axes, along: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(True, color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
-    axes.set_xlabel("optimizer step" if along == "steps" else "training time (s)")
+    axes.set_xlabel("step" if along == "steps" else "training time (s)")
     axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=along == "steps"))

@@ -159,16 +159,10 @@ class HeadPatch:
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        """`model`: a transformers causal LM. `NotSupported` if its logits are more than a linear map."""
+        """`model`: a transformers causal LM with a linear head; else `NotSupported`. See also `require_plain_head`."""
         head = getattr(model, "get_output_embeddings", lambda: None)()
         if head is None or not hasattr(head, "weight"):
             raise NotSupported(f"{type(model).__name__} has no linear output head; take a causal language model")
-        config = model.config
-        for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
-            if getattr(config, name, None) not in (None, 1.0, 1):
-                raise NotSupported(
-                    f"{type(model).__name__} changes its logits after the head ({name}), which is not supported yet"
-                )
         self._ordinary = head.forward
         self._head = head
         self._request: HeadRequest | None = None
@@ -204,6 +198,32 @@ class HeadPatch:
         )
         # a new tensor, not a view: FSDP2 hangs its hook for the backward on what the model returns
         return torch.stack((logprobs,) if entropy is None else (logprobs, entropy), dim=1)
+
+
+@torch.no_grad()
+def require_plain_head(model: Any) -> None:
+    """`NotSupported` when `model` changes its logits after its head (soft-capping, a scale).
+
+    Replacing the head would then give wrong log-probabilities without an error. Tried on a few tokens, because the
+    names of such settings differ from model to model. `model` is whole and lies on one device.
+    """
+    seen: list[Tensor] = []
+    handle = model.get_output_embeddings().register_forward_hook(lambda module, inputs, output: seen.append(output))
+    try:
+        logits = model(input_ids=probe_ids(model)[None], use_cache=False).logits
+    finally:
+        handle.remove()
+    if len(seen) != 1 or seen[0].shape != logits.shape or not torch.equal(seen[0], logits):
+        raise NotSupported(
+            f"{type(model).__name__} changes its logits after the output head, which is not supported yet; "
+            "take a model whose logits are the head's"
+        )
+
+
+def probe_ids(model: Any) -> Tensor:
+    """A few different token ids `[6]` that `model` knows, on its device."""
+    embedding = model.get_input_embeddings().weight
+    return torch.linspace(0, embedding.shape[0] - 1, 6, device=embedding.device).long()
 
 
 def read_head_output(values: Tensor, request: HeadRequest) -> HeadOutput:

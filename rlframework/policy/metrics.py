@@ -38,6 +38,19 @@ def reduce_metrics(parts: Sequence[Mapping[str, Any]], group: Any, device: torch
     return metrics
 
 
+def average_metrics(batches: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Metrics of several batches as one: means, extremes for `_min` and `_max`; each over the batches that have it."""
+    names = sorted({name for batch in batches for name in batch})
+    values = {name: [batch[name] for batch in batches if name in batch] for name in names}
+    return {name: _combine(name, found) for name, found in values.items()}
+
+
+def _combine(name: str, values: Sequence[float]) -> float:
+    if name.endswith("_max"):
+        return max(values)
+    return min(values) if name.endswith("_min") else sum(values) / len(values)
+
+
 def _all_names(names: list[str], group: Any) -> list[str]:
     if group is None:
         return names

@@ -10,8 +10,9 @@ import torch
 from rlframework.config.policy import PolicyConfig
 from rlframework.distributed.batched_data_dict import BatchedDataDict
 from rlframework.distributed.named_sharding import policy_sharding
-from rlframework.errors import BatchError
+from rlframework.errors import BatchError, NotSupported
 from rlframework.interfaces.worker_group import WorkerGroup, WorkerSpec
+from rlframework.plugins.types import Capability
 from rlframework.policy.scheduler import resolve_total_steps
 
 if TYPE_CHECKING:
@@ -32,14 +33,16 @@ def worker_spec(
     *,
     init_reference_model: bool,
     init_optimizer: bool,
+    training_calls: int | None = None,
 ) -> WorkerSpec:
-    """What each worker of the policy of `config` is started with."""
+    """What each worker of the policy of `config` is started with; see `Policy` for the arguments."""
     record = manager.select("policy_worker", config.policy.backend).record
     neutral = {name: getattr(config.policy, name) for name in PolicyConfig.model_fields}
-    neutral["scheduler"] = resolve_total_steps(config.policy.scheduler, config.algorithm.num_steps)
+    neutral["scheduler"] = resolve_total_steps(config.policy.scheduler, training_calls or config.algorithm.num_steps)
     section = getattr(config.policy, config.policy.backend, None)
     return WorkerSpec(
         target=record.target,
+        part=(record.kind, record.name),
         kwargs={
             "config": PolicyConfig(**neutral),
             "tokenizer": tokenizer,
@@ -48,6 +51,7 @@ def worker_spec(
             "backend_config": None if section is None else section.model_dump(),
             "generation": config.generation,
             "generation_target": manager.select("generation_engine", config.generation.name).record.target,
+            "processor_target": manager.select("data_processor", config.policy.data_processor).record.target,
         },
         plugins=tuple(config.plugins),
         fingerprint=manager.fingerprint(),
@@ -67,12 +71,28 @@ class Policy:
         device: str = "cpu",
         init_reference_model: bool = False,
         init_optimizer: bool = True,
+        training_calls: int | None = None,
     ) -> None:
-        """Start the workers. `device`: "cpu" or "cuda"."""
+        """Start the workers. `device`: "cpu" or "cuda".
+
+        `training_calls`: how often `train` will be called, which the schedule spans (none: `algorithm.num_steps`).
+        `NotSupported` when a reference is asked of a backend that keeps none.
+        """
+        record = manager.select("policy_worker", config.policy.backend).record
+        if init_reference_model and Capability.REFERENCE_MODEL not in record.capabilities:
+            raise NotSupported(
+                f"this run needs a reference policy, which the backend {record.name!r} does not declare "
+                f"({Capability.REFERENCE_MODEL}); set algorithm.loss.kl_coef=0, or choose another policy.backend"
+            )
         self.config = config
         group = manager.load(manager.select("worker_group", config.worker_group.name).record)
         spec = worker_spec(
-            config, tokenizer, manager, init_reference_model=init_reference_model, init_optimizer=init_optimizer
+            config,
+            tokenizer,
+            manager,
+            init_reference_model=init_reference_model,
+            init_optimizer=init_optimizer,
+            training_calls=training_calls,
         )
         sharding = policy_sharding(config.worker_group.num_workers, config.policy.parallelism)
         self.worker_group: WorkerGroup = group(spec, config.worker_group, sharding=sharding, device=device)
@@ -123,7 +143,7 @@ class Policy:
         rows, ranks = data.size, self.data_parallel_size
         if rows == 0:
             raise BatchError(f"{method} got no rows")
-        keys = [key for key in ("input_ids", "input_lengths", "token_mask") if key in data]
+        keys = [key for key in ("input_ids", "input_lengths", "token_mask", "sample_mask") if key in data]
         needed: BatchedDataDict[Any] = BatchedDataDict({key: data[key] for key in keys})
         if rows % ranks:  # repeat the first rows: every worker must have as many
             filled = torch.arange(rows + -rows % ranks) % rows

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ def _write_config(folder: Path, model_name: str, tokenizer: Any, trust_remote_co
     config = AutoConfig.from_pretrained(model_name, trust_remote_code=trust_remote_code)
     config.dtype = "float32"
     config.save_pretrained(folder)
-    if (Path(model_name) / "generation_config.json").exists():
+    with suppress(OSError):  # the model has none
         GenerationConfig.from_pretrained(model_name).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

@@ -16,22 +16,23 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from rlframework.config.base import Section
 from rlframework.config.policy import PolicyConfig
 from rlframework.config.sections import GenerationConfig
-from rlframework.data.microbatches import MicrobatchProcessor, check_sequence_dim, make_microbatch, to_device
+from rlframework.data.microbatches import check_sequence_dim, make_microbatch, to_device
 from rlframework.distributed.batched_data_dict import BatchedDataDict
+from rlframework.distributed.worker_host import load_target
 from rlframework.errors import BatchError, NonFiniteGradients, NotSupported
-from rlframework.interfaces.data_processor import BatchPlan, DataProcessor, Microbatch
+from rlframework.interfaces.data_processor import BatchPlan, DataProcessor, Microbatch, MicrobatchRule
 from rlframework.interfaces.loss import LossFunction, LossInput, LossType
 from rlframework.interfaces.policy_worker import PolicyWorker
 from rlframework.interfaces.worker_group import WorkerContext
-from rlframework.policy.engine import Engine, Step, StepResult
-from rlframework.policy.head import HeadOutput, HeadRequest
-from rlframework.policy.metrics import reduce_metrics, sum_over_ranks
+from rlframework.policy.engine import Engine
+from rlframework.policy.head import HeadRequest
+from rlframework.policy.metrics import average_metrics, reduce_metrics, sum_over_ranks
 from rlframework.policy.scheduler import learning_rate
+from rlframework.policy.steps import logprobs_step, loss_step
 
 
 class PolicyWorkerBase(Engine, PolicyWorker, ABC):
@@ -53,12 +54,13 @@ class PolicyWorkerBase(Engine, PolicyWorker, ABC):
         backend_config: Mapping[str, Any] | Section | None = None,
         generation: GenerationConfig | None = None,
         generation_target: str | None = None,
-        processor: DataProcessor | None = None,
+        processor_target: str = "rlframework.data.microbatches:MicrobatchProcessor",
     ) -> None:
         """Build the model on this rank.
 
         `config`: the neutral keys of `policy` (a dictionary is checked). `backend_config`: the section of the backend.
         `generation`, `generation_target`: settings and class (`module:Class`) of the embedded engine.
+        `processor_target`: class of what makes microbatches.
         """
         if weights_path or optimizer_path:
             raise NotSupported(
@@ -71,7 +73,7 @@ class PolicyWorkerBase(Engine, PolicyWorker, ABC):
         # a worker sees its own GPU only, as device 0
         self.device = torch.device("cuda", 0) if self.context.device == "cuda" else torch.device(self.context.device)
         self._generation_config = generation or GenerationConfig()
-        self._processor = processor or MicrobatchProcessor()
+        self._processor: DataProcessor = load_target(processor_target)()
         self._train_calls = 0
         self._skipped_in_a_row = 0
         self._weights_version = 0
@@ -141,12 +143,15 @@ class PolicyWorkerBase(Engine, PolicyWorker, ABC):
             (batch["sample_mask"].sum(), (batch["token_mask"][:, 1:] * batch["sample_mask"][:, None]).sum())
         ).float()
         global_valid_seqs, global_valid_toks = sum_over_ranks(valid.to(self.device), self.data_parallel_group())
+        counts = {"global_valid_seqs": float(global_valid_seqs), "global_valid_toks": float(global_valid_toks)}
+        if not counts["global_valid_toks"]:  # on no rank: nothing to learn, so no step that only follows old momentum
+            return {"loss": 0.0, "grad_norm": None if eval_mode else 0.0, "skipped": 0, "metrics": {}, **counts}
         head = self._head_request(loss_fn)
         microbatches = self._microbatches(
             batch, "loss", mbs or self.config.train_micro_batch_size, self.config.batching.tokens
         )
         results = self.forward_backward(
-            microbatches, head, _loss_step(loss_fn, global_valid_seqs, global_valid_toks), forward_only=eval_mode
+            microbatches, head, loss_step(loss_fn, global_valid_seqs, global_valid_toks), forward_only=eval_mode
         )
         metrics = reduce_metrics([result.outputs for result in results], self.data_parallel_group(), self.device)
         norm, skipped = (None, False) if eval_mode else self.clip_and_step(self.config.max_grad_norm, lr)
@@ -157,8 +162,7 @@ class PolicyWorkerBase(Engine, PolicyWorker, ABC):
             "grad_norm": norm,
             "skipped": int(skipped),
             "metrics": metrics,
-            "global_valid_seqs": float(global_valid_seqs),
-            "global_valid_toks": float(global_valid_toks),
+            **counts,
         }
 
     def _head_request(self, loss_fn: LossFunction) -> HeadRequest:
@@ -181,14 +185,11 @@ class PolicyWorkerBase(Engine, PolicyWorker, ABC):
             )
 
     def _summary(self, batches: list[dict[str, Any]], lr: float, seconds: float) -> dict[str, Any]:
-        names = sorted({name for batch in batches for name in batch["metrics"]})  # a batch of dummies has none
         norms = [batch["grad_norm"] for batch in batches]
         return {
             "global_loss": torch.tensor([batch["loss"] for batch in batches]),
             "grad_norm": None if norms[0] is None else torch.tensor(norms),
-            "metrics": {
-                name: sum(batch["metrics"].get(name, 0.0) for batch in batches) / len(batches) for name in names
-            },
+            "metrics": average_metrics([batch["metrics"] for batch in batches if batch["metrics"]]),
             "lr": lr,
             "skipped": sum(batch["skipped"] for batch in batches),
             "global_valid_seqs": sum(batch["global_valid_seqs"] for batch in batches),
@@ -210,7 +211,7 @@ class PolicyWorkerBase(Engine, PolicyWorker, ABC):
         wanted = max(self._most_over_ranks(len(microbatches)), rule.count_minimum)
         wanted += -wanted % rule.count_multiple
         missing = wanted - len(microbatches)
-        return microbatches + [self._dummy(data, plan, positions)] * missing if missing else microbatches
+        return microbatches + [self._dummy(data, plan, rule)] * missing if missing else microbatches
 
     def _batching_mode(self) -> str:
         mode = self.config.batching.mode
@@ -224,9 +225,11 @@ class PolicyWorkerBase(Engine, PolicyWorker, ABC):
         torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX, group=group)
         return int(most)
 
-    def _dummy(self, data: BatchedDataDict[Any], plan: BatchPlan, positions: str) -> Microbatch:
+    def _dummy(self, data: BatchedDataDict[Any], plan: BatchPlan, rule: MicrobatchRule) -> Microbatch:
         shortest = data["input_lengths"].argmin()[None]
-        microbatch = make_microbatch(data, shortest, packed=plan.mode == "packed", positions="all")
+        microbatch = make_microbatch(
+            data, shortest, packed=plan.mode == "packed", positions="all", pad_multiple=rule.pad_multiple
+        )
         microbatch.is_dummy = True
         return to_device(microbatch, self.device)
 
@@ -247,7 +250,7 @@ class PolicyWorkerBase(Engine, PolicyWorker, ABC):
         logprobs = torch.zeros(data["input_ids"].shape, dtype=torch.float32)
         if microbatches:
             for result, microbatch in zip(
-                self.forward_backward(microbatches, head, _dense_step, forward_only=True), microbatches, strict=True
+                self.forward_backward(microbatches, head, logprobs_step, forward_only=True), microbatches, strict=True
             ):
                 if not microbatch.is_dummy:
                     values = result.outputs["logprobs"].cpu()
@@ -297,7 +300,7 @@ class PolicyWorkerBase(Engine, PolicyWorker, ABC):
         return self._generation_engine
 
     def _make_generation_engine(self, target: str) -> Any:
-        engine_class: Callable[..., Any] = _import_target(target)
+        engine_class: Callable[..., Any] = load_target(target)
         return engine_class(
             self._generation_config,
             self.tokenizer,
@@ -363,39 +366,3 @@ def resident_bytes() -> int:
             return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except FileNotFoundError:  # not Linux
         return 0
-
-
-def _import_target(target: str) -> Any:
-    import importlib
-
-    module, _, name = target.partition(":")
-    return getattr(importlib.import_module(module), name)
-
-
-def _dense(values: Tensor, microbatch: Microbatch) -> Tensor:
-    """Head values `[N, ...]` at the positions of their targets in `[b, S', ...]`, 0 elsewhere; differentiable."""
-    rows, width = microbatch.data["input_ids"].shape
-    flat = values.new_zeros((rows * width, *values.shape[1:])).index_put((microbatch.scatter,), values)
-    return flat.view(rows, width, *values.shape[1:])
-
-
-def _dense_step(output: HeadOutput, microbatch: Microbatch) -> StepResult:
-    assert output.logprobs is not None
-    return StepResult(outputs={"logprobs": _dense(output.logprobs, microbatch)})
-
-
-def _loss_step(loss_fn: LossFunction, global_valid_seqs: Tensor, global_valid_toks: Tensor) -> Step:
-    """The step that turns head values into the loss of a microbatch. A dummy gives a loss of 0 and empty metrics."""
-
-    def step(output: HeadOutput, microbatch: Microbatch) -> StepResult:
-        values = output.logits if output.logprobs is None else output.logprobs
-        assert values is not None
-        if microbatch.is_dummy:
-            return StepResult(loss=values.sum() * 0.0)
-        data = microbatch.data
-        if output.entropy is not None:
-            data["entropy"] = _dense(output.entropy, microbatch)[:, 1:]
-        loss, metrics = loss_fn(_dense(values, microbatch)[:, 1:], data, global_valid_seqs, global_valid_toks)
-        return StepResult(loss=loss, outputs={**metrics, "loss": loss.detach()})
-
-    return step

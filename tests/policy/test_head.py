@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rlframework.errors import NotSupported
 from rlframework.policy import head
-from rlframework.policy.head import HeadPatch, HeadRequest, chunked_logprobs, read_head_output
+from rlframework.policy.head import HeadPatch, HeadRequest, chunked_logprobs, read_head_output, require_plain_head
 
 
 def plain(hidden, weight, bias, targets, temperature):
@@ -80,9 +80,8 @@ def test_no_chunk_holds_more_logits_than_the_limit(monkeypatch):
 class TinyModel(torch.nn.Module):
     """What `HeadPatch` needs of a transformers model."""
 
-    def __init__(self, **config: object) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.config = type("Config", (), config)()
         self.lm_head = torch.nn.Linear(3, 5, bias=False)
 
     def get_output_embeddings(self):
@@ -131,5 +130,12 @@ def test_logits_on_request_at_the_temperature():
 
 
 def test_a_model_that_changes_its_logits_is_refused():
-    with pytest.raises(NotSupported, match="final_logit_softcapping"):
-        HeadPatch(TinyModel(final_logit_softcapping=30.0))
+    from transformers import Gemma2Config, Gemma2ForCausalLM, GraniteConfig, GraniteForCausalLM, LlamaForCausalLM
+
+    small = {"vocab_size": 30, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    with pytest.raises(NotSupported, match="Gemma2ForCausalLM changes its logits after the output head"):
+        require_plain_head(Gemma2ForCausalLM(Gemma2Config(**small, **heads, final_logit_softcapping=2.0)))
+    with pytest.raises(NotSupported, match="GraniteForCausalLM"):
+        require_plain_head(GraniteForCausalLM(GraniteConfig(**small, **heads, logits_scaling=4.0)))
+    require_plain_head(LlamaForCausalLM(LlamaForCausalLM.config_class(**small, **heads)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlframework.policy.metrics import reduce_metrics
+from rlframework.policy.metrics import average_metrics, reduce_metrics
 
 
 def test_sums_minima_and_maxima():
@@ -24,3 +24,10 @@ def test_a_dummy_says_nothing():
 
 def test_only_dummies_have_a_loss_of_zero():
     assert reduce_metrics([{}], None, torch.device("cpu")) == {"loss": 0.0}
+
+
+def test_batches_are_averaged_over_those_that_have_a_metric():
+    first = {"kl": 1.0, "ratio_max": 3.0, "ratio_min": 0.5}
+    batches = [first, {"kl": 2.0, "ratio_max": 2.0, "ratio_min": 0.25}, {"kl": 6.0}]
+    assert average_metrics(batches) == {"kl": 3.0, "ratio_max": 3.0, "ratio_min": 0.25}
+    assert average_metrics([]) == {}

@@ -54,6 +54,20 @@ def test_several_optimizer_steps_on_a_batch_start_from_its_own_policy(run_config
     assert any(abs(row["train/ratio"] - 1.0) > 1e-6 for row in rows[1:])  # and moved away from it
 
 
+def test_the_schedule_spans_all_passes_over_the_batches(run_config, tmp_path):
+    options = ["algorithm.epochs_per_batch=2", "policy.scheduler={name: linear, min_ratio: 0.0}"]
+    run(run_config("grpo", *options, "policy.optimizer.lr=6e-3"))
+    rates = [row["train/lr"] for row in metrics_of(tmp_path / "run")[1:]]
+    assert rates == pytest.approx([5e-3, 3e-3, 1e-3])  # of the second pass of each step: calls 2, 4 and 6 of 6
+
+
+def test_constant_groups_are_not_scored(run_config, tmp_path):
+    run(run_config("grpo", "environment.constant=true", "algorithm.epochs_per_batch=2"))
+    for row in metrics_of(tmp_path / "run")[1:]:
+        assert row["train/zero_variance_groups"] == 4
+        assert "train/ratio" not in row  # nothing was trained on
+
+
 def test_zero_variance_groups_are_counted_and_are_no_work(run_config, tmp_path):
     run(run_config("grpo", "environment.constant=true"))
     for row in metrics_of(tmp_path / "run")[1:]:

@@ -13,40 +13,84 @@ import torch
 from torch import nn
 
 from rlframework.config.policy import PolicyConfig
-from rlframework.errors import DataError
+from rlframework.errors import DataError, NotSupported
+from rlframework.policy.head import probe_ids
+from rlframework_dtensor import attention as segments
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def load_model(config: PolicyConfig, attention: str) -> nn.Module:
-    """The model with fp32 weights on the CPU; a `DataError` that says what is missing when it cannot be loaded."""
-    from transformers import AutoModelForCausalLM
+def load_model(config: PolicyConfig, attention: str | None) -> Any:
+    """The model with fp32 weights on the CPU; a `DataError` that says what is missing when it cannot be loaded.
+
+    `attention`: a name of transformers; None: the model's own choice.
+    """
+    from safetensors import SafetensorError
+    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     try:
+        model_config = AutoConfig.from_pretrained(config.model_name, trust_remote_code=config.trust_remote_code)
+        silence_dropout(model_config)
         model = AutoModelForCausalLM.from_pretrained(
             config.model_name,
+            config=model_config,
             dtype=torch.float32,
             attn_implementation=attention,
             trust_remote_code=config.trust_remote_code,
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise DataError(
             f"policy.model_name={config.model_name!r} cannot be loaded as a causal language model: {error}"
         ) from error
-    _silence_dropout(model)
     model.config.use_cache = False
-    return model
+    return model.eval()
 
 
-def _silence_dropout(model: nn.Module) -> None:
-    """Log-probabilities of the step and of scoring must be those of one function, so no dropout anywhere."""
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        elif isinstance(getattr(module, "attention_dropout", None), float):
-            setattr(module, "attention_dropout", 0.0)  # noqa: B010  # a type checker takes modules' attributes for tensors
+def silence_dropout(config: Any) -> None:
+    """No dropout of any name, nested configurations included.
+
+    The log-probabilities of the step and those of scoring must be of one function.
+    """
+    for name, value in vars(config).items():
+        if "drop" in name and isinstance(value, float):
+            setattr(config, name, 0.0)
+        elif hasattr(value, "to_dict") and not name.startswith("_"):
+            silence_dropout(value)
+
+
+def require_vocabulary(model: Any, tokenizer: Any) -> None:
+    """A `DataError` when `tokenizer` has tokens that `model` has no embedding for."""
+    rows, tokens = model.get_input_embeddings().weight.shape[0], len(tokenizer)
+    if tokens > rows:
+        raise DataError(
+            f"the tokenizer has {tokens} tokens and the model embeddings for {rows}: they do not belong together; "
+            "check policy.tokenizer_name"
+        )
+
+
+@torch.no_grad()
+def packs(model: Any) -> bool:
+    """Whether `model` keeps the sequences of a packed row apart: tried on two short ones.
+
+    Models whose layers mix tokens by other means than attention (convolutions, linear attention), or which place
+    tokens by a bias, do not.
+    """
+    first, second = probe_ids(model).split([4, 2])
+    positions = torch.cat((torch.arange(4), torch.arange(2)))[None].to(first.device)
+    alone = [model(input_ids=ids[None], use_cache=False).logits[0] for ids in (first, second)]
+    try:
+        with segments.attention(model.config, segments.SEGMENTS):
+            together = model(
+                input_ids=torch.cat((first, second))[None],
+                position_ids=positions,
+                cu_seqlens=[0, 4, 6],
+                use_cache=False,
+            ).logits[0]
+    except (TypeError, ValueError, KeyError, AttributeError, NotSupported):  # a model says "no" in many ways
+        return False
+    return torch.allclose(together, torch.cat(alone), rtol=1e-3, atol=1e-3)
 
 
 def checkpoint_activations(model: Any) -> None:

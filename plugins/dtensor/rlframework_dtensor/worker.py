@@ -8,25 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from rlframework.errors import NotSupported
 from rlframework.interfaces.data_processor import Microbatch
 from rlframework.policy.engine import Step, StepResult, WeightSpec
-from rlframework.policy.head import HeadPatch, HeadRequest, read_head_output
+from rlframework.policy.head import HeadPatch, HeadRequest, read_head_output, require_plain_head
 from rlframework.policy.optimizer import parameter_groups
 from rlframework.policy.worker_base import PolicyWorkerBase
-from rlframework_dtensor import attention
+from rlframework_dtensor import attention, groups
 from rlframework_dtensor.config import DTensorConfig
-from rlframework_dtensor.parallelize import checkpoint_activations, load_model, shard
+from rlframework_dtensor.parallelize import checkpoint_activations, load_model, packs, require_vocabulary, shard
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -42,15 +40,22 @@ class DTensorPolicyWorker(PolicyWorkerBase):
 
     def build(self, *, init_optimizer: bool) -> None:
         """See `Engine.build`."""
-        implementation = "sdpa" if self.backend_config.attention == "auto" else self.backend_config.attention
+        choice = self.backend_config.attention
         attention.register()
-        model = load_model(self.config, implementation)
+        model = load_model(self.config, None if choice == "auto" else choice)
+        require_vocabulary(model, self.tokenizer)
+        require_plain_head(model)
+        self._packs = choice in ("auto", "sdpa") and packs(model)
+        if self.config.batching.mode == "packed" and not self._packs:
+            raise NotSupported(
+                f"{type(model).__name__} with policy.dtensor.attention={choice} does not keep packed sequences apart; "
+                "set policy.batching.mode to dynamic or auto"
+            )
         model = model.to(self.device)
         if self.config.activation_checkpointing:
             checkpoint_activations(model)
         self._head = HeadPatch(model)
         self._sharded = self.context.world_size > 1 or self.config.precision != "float32"
-        self._owns_group = False
         self._mesh = self._make_mesh() if self._sharded else None
         if self._sharded:
             shard(model, self._mesh, self.config.precision, self.backend_config.reshard_after_forward)
@@ -58,26 +63,8 @@ class DTensorPolicyWorker(PolicyWorkerBase):
         self._optimizer = self._make_optimizer() if init_optimizer else None
 
     def _make_mesh(self) -> Any:
-        if not dist.is_initialized():
-            self._init_process_group()
+        groups.join(self.context, self.device)
         return init_device_mesh(self.device.type, (self.context.world_size,), mesh_dim_names=("data_parallel",))
-
-    def _init_process_group(self) -> None:
-        context = self.context
-        backend = "nccl" if self.device.type == "cuda" else "gloo"
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
-        if context.world_size == 1:  # no port, no peers
-            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-        else:
-            dist.init_process_group(
-                backend,
-                init_method=f"tcp://{context.master_addr}:{context.master_port}",
-                rank=context.rank,
-                world_size=context.world_size,
-                timeout=timedelta(seconds=context.deadline),
-            )
-        self._owns_group = True
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
         config = self.config.optimizer
@@ -134,7 +121,7 @@ class DTensorPolicyWorker(PolicyWorkerBase):
 
     def preferred_batching(self) -> str:
         """See `Engine.preferred_batching`: segments on a CPU; a GPU would start a kernel for each segment."""
-        return "packed" if self.device.type == "cpu" else "dynamic"
+        return "packed" if self.device.type == "cpu" and self._packs else "dynamic"
 
     def preferred_tokens(self) -> int:
         """See `Engine.preferred_tokens`: on a CPU what stays in its caches is faster than what is large."""
@@ -199,8 +186,7 @@ class DTensorPolicyWorker(PolicyWorkerBase):
     def close(self) -> None:
         """See `Engine.close`."""
         self._optimizer = None
-        if self._owns_group and dist.is_initialized():
-            if self.context.world_size > 1:
-                dist.barrier()  # gloo aborts the process now and then when a peer leaves first
-            dist.destroy_process_group()
-            self._owns_group = False
+        del self.model
+        if self._sharded:
+            self._sharded = False
+            groups.leave()

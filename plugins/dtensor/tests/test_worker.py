@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+import string
+
 import pytest
 import torch
 
@@ -125,21 +128,19 @@ def test_entropy_and_metrics_do_not_depend_on_the_cut(worker, oracle, batch):
         assert metrics["num_valid_samples"] == 7
 
 
-def test_a_batch_without_any_valid_row_leaves_a_zero_gradient(worker, batch):
-    batch["sample_mask"] = torch.zeros(8)
-    result = worker().train(batch, NLLLoss())
-    assert result["global_loss"].tolist() == [0.0]
-    assert result["grad_norm"].tolist() == [0.0]
-
-
-def test_a_global_batch_without_valid_rows_counts_as_zero_in_the_metrics(worker, batches):
-    first, second = batches(2)
-    second["sample_mask"] = torch.zeros(8)
-    made, loss_fn = worker(), ClippedPGLoss(ClippedPGLossConfig())
-    alone = worker().train(first, loss_fn)["metrics"]
-    for parts in ([first, second], [second, first]):
-        metrics = made.train(BatchedDataDict.from_batches(parts), loss_fn, eval_mode=True)["metrics"]
-        assert metrics["ratio"] == pytest.approx(alone["ratio"] / 2, rel=1e-5)
+def test_a_batch_without_any_valid_row_changes_nothing(worker, batches):
+    """AdamW would go on along its old momentum."""
+    first, empty = batches(2)
+    empty["sample_mask"] = torch.zeros(8)
+    made, loss_fn = worker(optimizer={"lr": 1e-2}), ClippedPGLoss(ClippedPGLossConfig())
+    expected = made.train(first, loss_fn)["metrics"]
+    before = {name: weight.clone() for name, weight in made.gather_weights(made.weight_specs())}
+    result = made.train(empty, loss_fn)
+    assert result["global_loss"].tolist() == result["grad_norm"].tolist() == [0.0]
+    for name, weight in made.gather_weights(made.weight_specs()):
+        assert torch.equal(weight, before[name]), name
+    mixed = BatchedDataDict.from_batches([empty, first])
+    assert made.train(mixed, loss_fn, eval_mode=True)["metrics"]["ratio"] == pytest.approx(expected["ratio"], rel=1e-5)
 
 
 def test_the_reference_stays_and_the_policy_comes_back(worker, oracle, batches):
@@ -266,6 +267,21 @@ def test_missing_masks_are_named(worker, batch):
     del batch["sample_mask"]
     with pytest.raises(AssertionError, match="sample_mask must be present in the data!"):
         made.train(batch, NLLLoss())
+
+
+def test_a_tokenizer_of_another_model_is_told(worker, model_path):
+    from rlframework.data.tokenizer import character_tokenizer
+
+    with pytest.raises(DataError, match=r"tokenizer has 102 tokens and the model embeddings for 41.*tokenizer_name"):
+        DTensorPolicyWorker({"model_name": str(model_path)}, character_tokenizer(string.printable))
+
+
+def test_a_damaged_weights_file_is_told(worker, model_path, tmp_path):
+    shutil.copytree(model_path, tmp_path / "model")
+    weights = tmp_path / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(DataError, match="cannot be loaded as a causal language model"):
+        worker(model_name=str(tmp_path / "model"))
 
 
 def test_no_such_model_says_which_and_what_to_do(worker):
