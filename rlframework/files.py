@@ -21,8 +21,10 @@ _REASONS = {
     errno.EACCES: "permission denied; choose a place that you may write to",
     errno.EPERM: "permission denied; choose a place that you may write to",
     errno.EROFS: "the file system is read-only; choose a place that you may write to",
-    errno.ENOTDIR: "a part of the path is a file, not a directory",
-    errno.EEXIST: "a part of the path is a file, not a directory",
+    errno.ENOTDIR: "a part of the path is a file, not a directory; choose another place",
+    errno.EEXIST: "a part of the path is a file, not a directory; choose another place",
+    errno.ENOENT: "a directory of the path is missing and cannot be made; choose another place",
+    errno.ENAMETOOLONG: "a name in the path is too long; choose a shorter one",
     errno.EISDIR: "it is a directory",
 }
 
@@ -48,6 +50,20 @@ def write_atomically(path: str | Path, data: str | bytes) -> None:
             new.unlink(missing_ok=True)
             raise
         _sync(path.parent)
+
+
+def check_writable(path: str | Path) -> None:
+    """`UserError` where a directory `path` could not be made, or could not be written to; nothing is left behind.
+
+    It is tried, in the nearest directory that is there: what the system says about permissions does not hold for root,
+    network shares and pseudo file systems.
+    """
+    path = Path(path).absolute()
+    with _told(path, _REASONS):
+        place = next(place for place in (path, *path.parents) if place.exists() or place.is_symlink())
+        probe = _beside(place / path.name, "tmp")
+        probe.mkdir()
+        probe.rmdir()
 
 
 @contextmanager

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlframework.configure import config_yaml, resolve_device
-from rlframework.errors import ConfigError
-from rlframework.files import write_atomically
+from rlframework.errors import ConfigError, UserError
+from rlframework.files import check_writable, write_atomically
 from rlframework.interfaces.algorithm import Algorithm, Parts, RunResult
 from rlframework.plugins.hookspec import RunInfo
 from rlframework.plugins.manager import create_manager
@@ -57,6 +57,7 @@ def build_parts(config: RunConfig, *, manager: PluginManager | None = None) -> I
     from rlframework.policy.policy import Policy
 
     manager = manager or create_manager(config.plugins)
+    device = _device(config)
     with ExitStack() as stack:
         environment = _make(manager, "environment", config.environment.name)(config.environment, seed=config.seed)
         stack.callback(environment.shutdown)
@@ -69,7 +70,7 @@ def build_parts(config: RunConfig, *, manager: PluginManager | None = None) -> I
             config,
             tokenizer,
             manager,
-            device=resolve_device(config.device),
+            device=device,
             init_reference_model=algorithm.needs_reference_model(config.algorithm),
             training_calls=algorithm.training_calls(config.algorithm),
         )
@@ -86,7 +87,6 @@ def build_parts(config: RunConfig, *, manager: PluginManager | None = None) -> I
 
 def write_config(config: RunConfig) -> None:
     """Make `output_dir` and write the resolved configuration into it."""
-    config.output_dir.mkdir(parents=True, exist_ok=True)
     write_atomically(config.output_dir / "config.yaml", config_yaml(config))
 
 
@@ -99,8 +99,27 @@ def _algorithm_class(config: RunConfig, manager: PluginManager) -> type[Algorith
     return algorithm
 
 
+def _device(config: RunConfig) -> str:
+    """What `device` comes to. A GPU for a worker in this process must be here; other groups look for themselves."""
+    device = resolve_device(config.device)
+    if device == "cuda" and config.worker_group.name == "inline":
+        import torch
+
+        if not torch.cuda.is_available():
+            built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
+            raise ConfigError(
+                f"device=cuda, but PyTorch finds no GPU here (torch {torch.__version__}, built {built}). Set "
+                "device=cpu or device=auto, or run where nvidia-smi shows a GPU"
+            )
+    return device
+
+
 def _check_output_dir(path: Path) -> None:
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+    try:
+        check_writable(path)
+    except UserError as error:
+        raise ConfigError(f"output_dir={str(path)!r}: {error}") from error
+    if path.exists() and any(path.iterdir()):
         raise ConfigError(
             f"output_dir={str(path)!r} is not empty, and nothing in it is overwritten. "
             "Take another one (output_dir=...), or remove it"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rlframework.errors import UserError
-from rlframework.files import replacing_directory, write_atomically
+from rlframework.files import check_writable, replacing_directory, write_atomically
 
 
 def names(folder: Path) -> list[str]:
@@ -65,7 +65,11 @@ def test_the_temporary_file_goes_on_an_interruption_too(tmp_path: Path, monkeypa
     ("number", "reason"),
     [
         (errno.EACCES, "permission denied; choose a place that you may write to"),
+        (errno.EPERM, "permission denied"),
         (errno.EROFS, "the file system is read-only"),
+        (errno.ENOENT, "a directory of the path is missing and cannot be made"),
+        (errno.ENOTDIR, "a part of the path is a file, not a directory"),
+        (errno.ENAMETOOLONG, "a name in the path is too long"),
         (errno.EDQUOT, "the disk quota is used up"),
     ],
 )
@@ -74,6 +78,21 @@ def test_the_reason_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num
         patch.setattr(os, "replace", fail_with(number))
         with pytest.raises(UserError, match=reason):
             write_atomically(tmp_path / "f", "new")
+
+
+def test_a_place_is_tried_without_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("x")
+    check_writable(tmp_path / "deep" / "er")
+    check_writable(tmp_path)
+    with pytest.raises(UserError, match=f"cannot write {tmp_path}/file/below: a part of the path is a file"):
+        check_writable(tmp_path / "file" / "below")
+    assert names(tmp_path) == ["file"]
+    monkeypatch.chdir(tmp_path)
+    check_writable("relative/path")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "mkdir", fail_with(errno.EROFS))
+        with pytest.raises(UserError, match="the file system is read-only"):
+            check_writable(tmp_path / "deep")
 
 
 def test_a_path_through_a_file_is_told(tmp_path: Path) -> None:

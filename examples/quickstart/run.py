@@ -51,13 +51,16 @@ def main() -> int:
 
     # before torch comes in: so small a model gains little from a second thread, and loses much where cores are shared
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    from rlframework import UserError
+    from rlframework.errors import RLFrameworkError, UserError
 
     try:
         outcomes = {seed: run_seed(seed, arguments.output, arguments.overrides) for seed in seeds}
-    except UserError as error:
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except RLFrameworkError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return 2 if isinstance(error, UserError) else 1
     if len(seeds) > 1:
         print_table(outcomes)
     return 0

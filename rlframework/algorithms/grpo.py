@@ -49,6 +49,8 @@ class GRPO(StepLoop):
         steps_on_batch = self.config.epochs_per_batch * rows // parts.config.policy.train_global_batch_size
         # with one optimizer step on a batch the policy that scores it is the one that trains on it
         self.scores_before_training = steps_on_batch > 1
+        scored = self.scores_before_training or self.needs_reference_model(self.config)
+        self.inputs.rollouts(self.train_samples, scored=scored)
 
     def train_step(self, step: int, timer: Timer) -> tuple[dict[str, float], list[SampleRecord]]:
         """See `StepLoop.train_step`."""
@@ -59,6 +61,7 @@ class GRPO(StepLoop):
         with timer.phase("logprobs"):
             self._add_logprobs(result.data)
         with timer.phase("train"):
+            self.parts.policy.prepare_for_training()
             trained = [self.parts.policy.train(result.data, self.loss) for _ in range(self.config.epochs_per_batch)]
         metrics |= _mean_metrics(trained)
         metrics["train/tokens"] = float(result.data["input_lengths"].sum())
@@ -105,6 +108,8 @@ class GRPO(StepLoop):
 
     def _add_logprobs(self, data: BatchedDataDict[Any]) -> None:
         policy = self.parts.policy
+        if self.scores_before_training or self.config.loss.kl_coef:
+            policy.prepare_for_lp_inference()
         if self.scores_before_training:
             data["prev_logprobs"] = policy.get_logprobs(data, positions="loss")["logprobs"]
         if self.config.loss.kl_coef:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from rlframework.algorithms.inputs import InputCheck
 from rlframework.algorithms.rollout import validate
 from rlframework.errors import DataError
 from rlframework.interfaces.algorithm import Algorithm, Parts, RunResult
@@ -34,7 +35,10 @@ class Timer:
 
 
 class StepLoop(Algorithm):
-    """Runs `num_steps` steps with validation before, between and after."""
+    """Runs `num_steps` steps with validation before, between and after.
+
+    The constructor checks what validation reads; an algorithm's own checks, with `inputs`, what it trains on.
+    """
 
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
@@ -45,6 +49,10 @@ class StepLoop(Algorithm):
                 raise DataError(
                     f"environment {parts.config.environment.name!r} has no {split} samples; give it more data"
                 )
+        self.inputs = InputCheck(parts)
+        validation = self.config.validation
+        if validation.at_start or validation.at_end or validation.every:
+            self.inputs.prompts("validation", parts.environment.samples("validation")[: validation.samples])
 
     @abstractmethod
     def train_step(self, step: int, timer: Timer) -> tuple[dict[str, float], list[SampleRecord]]:

@@ -32,6 +32,7 @@ class SFT(StepLoop):
         super().__init__(parts)
         if not self.train_samples[0].completion:
             raise DataError(f"environment {parts.config.environment.name!r} has no completions to train on")
+        self.inputs.rows(self.train_samples)
         self.loader = PromptLoader(self.train_samples, parts.config.policy.train_global_batch_size, parts.config.seed)
         self.loss = NLLLoss()
 
@@ -40,6 +41,7 @@ class SFT(StepLoop):
         with timer.phase("data"):
             batch = self.encode(next(self.loader))
         with timer.phase("train"):
+            self.parts.policy.prepare_for_training()
             result = self.parts.policy.train(batch, self.loss)
         metrics = {
             "train/loss": result["loss"],

@@ -63,4 +63,10 @@ class GRPOConfig(AlgorithmConfig):
     def _clip_range(self) -> Self:
         if self.loss.ratio_clip_min >= 1.0:
             raise ValueError("loss.ratio_clip_min must be below 1: the ratio is clipped at 1 - ratio_clip_min")
+        bound, above = self.loss.ratio_clip_c, 1.0 + self.loss.ratio_clip_max
+        if bound is not None and bound <= above:
+            raise ValueError(
+                f"loss.ratio_clip_c is {bound}; it must be more than 1 + ratio_clip_max, which is {above}: it bounds "
+                "what the clipping of the ratio leaves"
+            )
         return self

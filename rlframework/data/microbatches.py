@@ -123,7 +123,6 @@ def make_microbatch(
         position_ids=torch.nn.functional.pad(torch.arange(width).expand_as(real)[real], (0, tail))[None],
         head_positions=starts[row] + column - 1,
         cu_seqlens=bounds.to(torch.int32),
-        max_seqlen=max(width, tail),
         **common,
     )
 

@@ -1,4 +1,4 @@
-"""Small models made on the spot: a random Llama as a Hugging Face directory, for the quickstart and for tests."""
+"""Models as directories: a random Llama made on the spot, and what a configuration says of a model's size."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlframework.errors import ConfigError
+from rlframework.data.hub import is_path, quiet_hub
+from rlframework.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -61,6 +62,28 @@ def make_llama(
         model.save_pretrained(directory)
         tokenizer.save_pretrained(directory)
     return Path(path)
+
+
+def model_positions(name: str, trust_remote_code: bool = False) -> int | None:
+    """The most tokens that a model takes in a row, by its configuration; None where that names no limit.
+
+    `name` as for `load_tokenizer`. `DataError` where there is no configuration.
+    """
+    from transformers import AutoConfig
+
+    try:
+        with quiet_hub():
+            config = AutoConfig.from_pretrained(
+                name, trust_remote_code=trust_remote_code, local_files_only=is_path(name)
+            )
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"no model configuration can be read from {name!r}: there is no such model, or its config.json is broken "
+            f"({str(error).partition(chr(10))[0].rstrip('.')}). Check policy.model_name"
+        ) from error
+    text = config.get_text_config()
+    limits = (getattr(text, key, None) for key in ("max_position_embeddings", "n_positions"))
+    return next((limit for limit in limits if isinstance(limit, int) and limit > 0), None)
 
 
 @contextmanager

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, cast
 
+from rlframework.data.hub import is_path, quiet_hub, tell_of_hub
 from rlframework.errors import DataError
 
 if TYPE_CHECKING:
@@ -39,17 +41,24 @@ def character_tokenizer(alphabet: Iterable[str], *, bos: bool = False) -> PreTra
 def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer of a model directory, or of a name on the hub. Without a pad token, the end token serves as one.
 
-    `DataError` where there is none, or where it has no end token.
+    The hub is not asked for a name that looks like a path. `DataError` where there is none, or where it has no end
+    token.
     """
     from transformers import AutoTokenizer
 
+    local = is_path(name)
+    tell_of_hub(name)
     try:
-        loaded: Any = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+        with quiet_hub():
+            loaded: Any = AutoTokenizer.from_pretrained(
+                name, trust_remote_code=trust_remote_code, local_files_only=local
+            )
     except (OSError, ValueError) as error:
+        hub = "" if local else f", or the hub cannot be reached ({_first_line(error)})"
+        files = f" ({_first_line(error)})" if os.path.isdir(name) else ""
         raise DataError(
             f"no tokenizer can be loaded from {name!r}: there is no such model directory here, or it lacks the "
-            f"tokenizer's files, or the hub cannot be reached ({_first_line(error)}). Check policy.model_name and "
-            "policy.tokenizer_name"
+            f"tokenizer's files{files}{hub}. Check policy.model_name and policy.tokenizer_name"
         ) from error
     if loaded.eos_token_id is None:
         raise DataError(f"the tokenizer of {name!r} has no end token (eos_token); set one in its tokenizer_config.json")

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from rlframework.distributed import dispatch
 from rlframework.distributed.dispatching import DispatchingWorkerGroup
-from rlframework.distributed.worker_host import load_target
 from rlframework.errors import ConfigError, WorkerError
 from rlframework.interfaces.worker_group import MultiWorkerFuture, WorkerContext, WorkerSpec
+from rlframework.plugins.loading import load_target
 
 if TYPE_CHECKING:
     from rlframework.config.sections import WorkerGroupConfig

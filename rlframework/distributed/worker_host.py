@@ -5,7 +5,6 @@ Light: torch is imported by the worker's own module. Nothing here knows of Ray, 
 
 from __future__ import annotations
 
-import importlib
 import os
 import random
 import socket
@@ -13,22 +12,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlframework.distributed.failures import HostFailure
-from rlframework.errors import PluginError, WorkerError
+from rlframework.errors import WorkerError
 from rlframework.interfaces.worker_group import WorkerContext, WorkerSpec
+from rlframework.plugins.loading import load_target
 
 _LOOPBACK = "127.0.0.1"
 _LOWEST_PORT = 20000
-
-
-def load_target(target: str) -> Any:
-    """The object that the import path `module:Name` names; its module is imported here."""
-    module, _, name = target.partition(":")
-    if not module or not name:
-        raise PluginError(f"{target!r} is not an import path: write module:Class")
-    imported = importlib.import_module(module)
-    if not hasattr(imported, name):
-        raise PluginError(f"module {module!r} has no {name!r}; check the target of the plugin's record")
-    return getattr(imported, name)
 
 
 def find_target(spec: WorkerSpec) -> Any:

@@ -22,7 +22,7 @@ class Generation:
     def __init__(self, worker_group: WorkerGroup, config: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         """`config` and `tokenizer` are those that the workers have; nothing is started."""
         self._group, self.config = worker_group, config
-        self._pad_id = int(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id)
+        self._pad_id = int(tokenizer.pad_token_id)
 
     def prepare_for_generation(self) -> bool:
         """True when ready: engines inside the trainer's processes always are."""

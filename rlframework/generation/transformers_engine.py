@@ -42,7 +42,7 @@ class TransformersEngine(GenerationEngine):
     ) -> None:
         self._config, self._model_name = config, model_name
         self._ends = configured_ends(config, tokenizer)
-        self._pad_id = int(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id)
+        self._pad_id = int(tokenizer.pad_token_id)
         self._own = OwnModel(model_name, device, precision)
         self._model: nn.Module | None = None
         self._all_ends: frozenset[int] | None = None

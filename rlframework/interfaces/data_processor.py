@@ -61,7 +61,6 @@ class Microbatch:
     targets: torch.Tensor
     scatter: torch.Tensor
     cu_seqlens: torch.Tensor | None = None
-    max_seqlen: int = 0
     is_dummy: bool = False
 
 

@@ -75,11 +75,11 @@ class PolicyWorker(ABC):
 
     @abstractmethod
     def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
-        """Model and optimizer to the device, training mode."""
+        """Called before `train`: model and optimizer to the device."""
 
     @abstractmethod
     def prepare_for_lp_inference(self) -> None:
-        """Model to the device, evaluation mode."""
+        """Called before log-probabilities are asked for: model to the device, optimizer away where memory is short."""
 
     @abstractmethod
     def is_alive(self) -> bool:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from rlframework.plugins.hookspec import SampleRecord
+from rlframework.plugins.loading import load_target
 from rlframework.plugins.reading import new_pluggy
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class Observers:
     def _guarded(self, plugin: object, name: str | None, function: Any, arguments: Mapping[str, Any]) -> None:
         try:
             function(**arguments)
-        except Exception as error:  # noqa: BLE001 - whatever an observer raises must not end the run
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever an observer raises must not end the run
             self._drop(plugin, name, f"{type(error).__name__}: {error}")
 
     def _drop(self, plugin: object, name: str | None, reason: str) -> None:
@@ -116,8 +116,7 @@ class Observers:
 
 
 def _register(manager: PluginManager, name: str, target: str) -> None:
-    module, _, attribute = target.partition(":")
-    manager.register(getattr(import_module(module), attribute)(), name=name)
+    manager.register(load_target(target)(), name=name)
 
 
 def _numbers(metrics: Mapping[str, float]) -> Mapping[str, float]:

@@ -119,7 +119,7 @@ def check_inline(config: RunConfig, device: str) -> list[Problem]:
 
 
 def check_grpo(config: RunConfig, device: str) -> list[Problem]:
-    """A rollout batch is a whole number of global batches, and samples differ."""
+    """A rollout batch is a whole number of global batches, samples differ, and the overlong part is one of answers."""
     problems = []
     algorithm, batch_size = config.algorithm, config.policy.train_global_batch_size
     if not isinstance(algorithm, GRPOConfig):
@@ -132,6 +132,11 @@ def check_grpo(config: RunConfig, device: str) -> list[Problem]:
         )
         hint = f"Set it to {rows} for one optimizer step a batch, or to a divisor of that."
         problems.append(Problem("policy.train_global_batch_size", message, hint))
+    buffer, limit = algorithm.overlong.buffer, config.generation.max_new_tokens
+    if buffer > limit:
+        message = f"{buffer} is more than generation.max_new_tokens, which is {limit}."
+        hint = f"Set it to {limit} or less: it is the last part of an answer."
+        problems.append(Problem("algorithm.overlong.buffer", message, hint))
     if config.generation.temperature == 0:
         message = "greedy samples of one prompt are all alike, so GRPO has nothing to compare."
         problems.append(Problem("generation.temperature", message, "Set it above 0, such as 1.0."))

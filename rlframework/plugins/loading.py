@@ -11,8 +11,11 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
+from operator import attrgetter
+from typing import Any
 
 import rlframework
+from rlframework.errors import PluginError
 from rlframework.plugins.hookspec import PROJECT
 from rlframework.plugins.reading import read_plugin
 from rlframework.plugins.types import Record
@@ -71,6 +74,21 @@ def load_source(source: Source, *, disabled: bool) -> LoadedPlugin:
         source = replace(source, version=_package_version(source.module))
     records, fault = read_plugin(plugin)
     return LoadedPlugin(source, plugin, tuple(records), fault)
+
+
+def load_target(target: str) -> Any:
+    """The object that the import path `module:Name` (or `module:Name.attribute`) names; its module is imported here.
+
+    `PluginError` where it is no such path or the module has no such name; what the import raises is passed on.
+    """
+    module, _, name = target.partition(":")
+    if not module or not name:
+        raise PluginError(f"{target!r} is not an import path: write module:Name")
+    imported = importlib.import_module(module)
+    try:
+        return attrgetter(name)(imported)
+    except AttributeError as error:
+        raise PluginError(f"module {module!r} has no {name!r}; check the target of the plugin's record") from error
 
 
 def make_current_directory_importable() -> None:

@@ -12,7 +12,7 @@ from rlframework.distributed.batched_data_dict import BatchedDataDict
 from rlframework.distributed.named_sharding import policy_sharding
 from rlframework.errors import BatchError, NotSupported
 from rlframework.interfaces.worker_group import WorkerGroup, WorkerSpec
-from rlframework.plugins.types import Capability
+from rlframework.plugins.types import Capability, Record
 from rlframework.policy.scheduler import resolve_total_steps
 
 if TYPE_CHECKING:
@@ -59,6 +59,15 @@ def worker_spec(
     )
 
 
+def _require(record: Record, capability: Capability, reason: str) -> None:
+    """`NotSupported` unless the backend of `record` declares `capability`."""
+    if capability not in record.capabilities:
+        raise NotSupported(
+            f"{reason}, but the backend {record.name!r} does not declare {capability}; choose a policy.backend that "
+            "does: see `rlframework plugins`"
+        )
+
+
 class Policy:
     """A model in training, on the worker group and backend that the configuration names."""
 
@@ -76,14 +85,13 @@ class Policy:
         """Start the workers. `device`: "cpu" or "cuda".
 
         `training_calls`: how often `train` will be called, which the schedule spans (none: `algorithm.num_steps`).
-        `NotSupported` when a reference is asked of a backend that keeps none.
+        `NotSupported` when the backend does not declare what the run needs of it.
         """
         record = manager.select("policy_worker", config.policy.backend).record
-        if init_reference_model and Capability.REFERENCE_MODEL not in record.capabilities:
-            raise NotSupported(
-                f"this run needs a reference policy, which the backend {record.name!r} does not declare "
-                f"({Capability.REFERENCE_MODEL}); set algorithm.loss.kl_coef=0, or choose another policy.backend"
-            )
+        # every generation engine lives in the workers so far
+        _require(record, Capability.EMBEDDED_GENERATION, "a run generates in the workers of its policy")
+        if init_reference_model:
+            _require(record, Capability.REFERENCE_MODEL, "algorithm.loss.kl_coef asks for a reference policy")
         self.config = config
         group = manager.load(manager.select("worker_group", config.worker_group.name).record)
         spec = worker_spec(

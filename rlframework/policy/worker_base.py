@@ -22,12 +22,12 @@ from rlframework.config.policy import PolicyConfig
 from rlframework.config.sections import GenerationConfig
 from rlframework.data.microbatches import check_sequence_dim, make_microbatch, to_device
 from rlframework.distributed.batched_data_dict import BatchedDataDict
-from rlframework.distributed.worker_host import load_target
 from rlframework.errors import BatchError, NonFiniteGradients, NotSupported
 from rlframework.interfaces.data_processor import BatchPlan, DataProcessor, Microbatch, MicrobatchRule
 from rlframework.interfaces.loss import LossFunction, LossInput, LossType
 from rlframework.interfaces.policy_worker import PolicyWorker
 from rlframework.interfaces.worker_group import WorkerContext
+from rlframework.plugins.loading import load_target
 from rlframework.policy.engine import Engine
 from rlframework.policy.head import HeadRequest
 from rlframework.policy.metrics import average_metrics, reduce_metrics, sum_over_ranks
@@ -327,10 +327,10 @@ class PolicyWorkerBase(Engine, PolicyWorker, ABC):
                 pass
 
     def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
-        """See `PolicyWorker.prepare_for_training`; the engine's `forward_backward` sets the mode."""
+        """See `PolicyWorker.prepare_for_training`; everything stays on the device as long as nothing is offloaded."""
 
     def prepare_for_lp_inference(self) -> None:
-        """See `PolicyWorker.prepare_for_lp_inference`; the engine's `forward_backward` sets the mode."""
+        """See `PolicyWorker.prepare_for_lp_inference`; as in `prepare_for_training`."""
 
     def is_alive(self) -> bool:
         """See `PolicyWorker.is_alive`."""

@@ -73,6 +73,14 @@ def test_a_run_on_a_backend_that_is_not_installed(config_file: Path) -> None:
             "(algorithm.prompts_per_step 32 x samples_per_prompt 8), which do not divide into global batches of 100",
         ),
         ("generation.temperature=0", "greedy samples of one prompt are all alike"),
+        (
+            "algorithm.overlong.buffer=65",
+            "`algorithm.overlong.buffer`: 65 is more than generation.max_new_tokens, which is 64 (in override",
+        ),
+        (
+            "algorithm.loss={ratio_clip_max: 0.3, ratio_clip_c: 1.3}",
+            "loss.ratio_clip_c is 1.3; it must be more than 1 + ratio_clip_max, which is 1.3",
+        ),
         ("worker_group.num_workers=2", "worker_group.name=inline runs one worker, not 2"),
         (
             "plugins=[no_such_module_at_all]",
@@ -84,6 +92,13 @@ def test_mistakes_are_told(config_file: Path, override: str, message: str) -> No
     with pytest.raises(ConfigError) as error:
         load_config(config_file, [override])
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "override", ["algorithm.overlong.buffer=64", "algorithm.loss={ratio_clip_max: 0.3, ratio_clip_c: 1.31}"]
+)
+def test_the_last_values_that_are_right(config_file: Path, override: str) -> None:
+    load_config(config_file, [override])
 
 
 def test_an_unknown_backend_is_told_with_the_nearest_name(config_file: Path) -> None:

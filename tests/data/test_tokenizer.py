@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,47 @@ def test_no_such_model(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"no tokenizer can be loaded from .*empty"):
         load_tokenizer(str(tmp_path / "empty"))
+
+
+@pytest.fixture
+def lookups(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool, bool]]:
+    """Every look-up fails; name, whether it stayed local, and whether the hub's client would warn of retries."""
+    from transformers import AutoTokenizer
+
+    seen = []
+
+    def fail(name: str, *, trust_remote_code: bool, local_files_only: bool) -> None:
+        seen.append((name, local_files_only, logging.getLogger("huggingface_hub").isEnabledFor(logging.WARNING)))
+        raise OSError("not there")
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", fail)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    return seen
+
+
+@pytest.mark.parametrize("name", ["./model", "../m", "/no/such/model", "~/m", "runs/sft/model", "there/model"])
+def test_what_looks_like_a_path_is_not_asked_of_the_hub(
+    lookups: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there").mkdir()
+    with pytest.raises(DataError, match="there is no such model directory"):
+        load_tokenizer(name)
+    assert lookups == [(name, True, False)]
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("name", ["gpt2", "nobody/no-such-model"])
+def test_the_hub_is_asked_with_one_line(
+    lookups: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = logging.getLogger("huggingface_hub").getEffectiveLevel()
+    with pytest.raises(DataError, match="the hub cannot be reached"):
+        load_tokenizer(name)
+    assert lookups == [(name, False, False)]
+    assert logging.getLogger("huggingface_hub").getEffectiveLevel() == before
+    assert capsys.readouterr().err == f"there is no directory {name!r} here: asking the Hugging Face hub for it\n"
 
 
 def test_pad_falls_back_to_the_end_token(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import yaml
 
 from rlframework import config_schema, create_manager, load_config
+from rlframework.errors import ConfigError, WorkerError
 
 ROOT = Path(__file__).parents[2]
 CONFIGURATIONS = sorted(path for path in (ROOT / "examples").rglob("*.yaml") if path.name != "smollm2.yaml")
@@ -30,6 +32,25 @@ def test_configurations_load_and_fit_the_schema(path):
     rows = ["environment.train_path=train.jsonl"] if "gsm8k" in path.name else []
     assert load_config(path, rows).policy.backend == "dtensor"
     jsonschema.validate(yaml.safe_load(path.read_text()), config_schema(create_manager()))
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "told"),
+    [
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+        (ConfigError("not so"), 2, "error: not so\n"),
+        (WorkerError("rank 1 died"), 1, "error: rank 1 died\n"),
+    ],
+)
+def test_the_quickstart_tells_errors_as_the_command_line_does(tmp_path, monkeypatch, capsys, error, code, told):
+    def fail(*arguments):
+        raise error
+
+    program = runpy.run_path(str(ROOT / "examples" / "quickstart" / "run.py"))
+    monkeypatch.setitem(program["main"].__globals__, "run_seed", fail)
+    monkeypatch.setattr(sys, "argv", ["run.py", "--output", str(tmp_path)])
+    assert program["main"]() == code
+    assert capsys.readouterr().err == told
 
 
 @pytest.mark.slow

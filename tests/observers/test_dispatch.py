@@ -112,6 +112,20 @@ def test_a_keyboard_interrupt_in_an_observer_ends_the_run(info):
         observers.step_finished(1, {})
 
 
+def test_an_observer_that_leaves_python_is_dropped_like_any_other(info, capsys):
+    class Leaves:
+        @hookimpl
+        def rlframework_step_finished(self):
+            sys.exit(3)
+
+    recorder = Recorder()
+    observers = Observers(NONE, info, relay(recorder, Leaves()))
+    observers.step_finished(1, {})
+    observers.step_finished(2, {})
+    assert len(recorder.seen) == 2
+    assert capsys.readouterr().err.count("'Leaves' failed and is left out; the run goes on: SystemExit: 3") == 1
+
+
 def test_an_observer_cannot_change_what_the_next_one_sees(info, capsys):
     class Changes:
         @hookimpl

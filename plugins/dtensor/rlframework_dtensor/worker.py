@@ -132,6 +132,8 @@ class DTensorPolicyWorker(PolicyWorkerBase):
     def _weights(self) -> dict[str, Tensor]:
         """The tensors that `save_pretrained` writes, by name; a tied head stands once, under the embedding's name.
 
+        Mixtures of experts keep the names that they have in memory, which transformers reads as well as its own.
+
         Gathered parameters are let go first: what FSDP leaves whole after a forward without gradients is a copy, and
         writing to the shards behind it would leave it stale without an error.
         """
