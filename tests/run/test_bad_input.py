@@ -152,7 +152,9 @@ def test_a_gpu_that_is_not_there(run_config, monkeypatch):
         ("link/run", "cannot be made"),
         ("file", "a part of the path is a file, not a directory"),
         pytest.param(
-            "locked/deep/run", "permission denied", marks=pytest.mark.skipif(os.geteuid() == 0, reason="root may")
+            "locked/deep/run",
+            "permission denied",
+            marks=pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere"),
         ),
     ],
 )
