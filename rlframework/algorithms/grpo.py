@@ -49,8 +49,8 @@ class GRPO(StepLoop):
         steps_on_batch = self.config.epochs_per_batch * rows // parts.config.policy.train_global_batch_size
         # with one optimizer step on a batch the policy that scores it is the one that trains on it
         self.scores_before_training = steps_on_batch > 1
-        scored = self.scores_before_training or self.needs_reference_model(self.config)
-        self.inputs.rollouts(self.train_samples, scored=scored)
+        self.uses_reference = self.needs_reference_model(self.config)
+        self.inputs.rollouts(self.train_samples, scored=self.scores_before_training or self.uses_reference)
 
     def train_step(self, step: int, timer: Timer) -> tuple[dict[str, float], list[SampleRecord]]:
         """See `StepLoop.train_step`."""
@@ -108,11 +108,11 @@ class GRPO(StepLoop):
 
     def _add_logprobs(self, data: BatchedDataDict[Any]) -> None:
         policy = self.parts.policy
-        if self.scores_before_training or self.config.loss.kl_coef:
+        if self.scores_before_training or self.uses_reference:
             policy.prepare_for_lp_inference()
         if self.scores_before_training:
             data["prev_logprobs"] = policy.get_logprobs(data, positions="loss")["logprobs"]
-        if self.config.loss.kl_coef:
+        if self.uses_reference:
             scored = policy.get_reference_policy_logprobs(data, positions="loss")
             data["reference_policy_logprobs"] = scored["reference_logprobs"]
 

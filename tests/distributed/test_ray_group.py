@@ -295,7 +295,12 @@ def test_ctrl_c_ends_the_workers_and_their_ray():
     assert running([pid]) == [pid]
     time.sleep(0.3)
     driver.send_signal(signal.SIGINT)
-    _, errors = driver.communicate(timeout=30)
+    try:
+        _, errors = driver.communicate(timeout=30)
+    except subprocess.TimeoutExpired:  # end it and its pipes, or the tests after this one fail with it
+        driver.kill()
+        driver.communicate()
+        raise
     assert "KeyboardInterrupt" in errors.splitlines()[-1]
     assert driver.returncode == -signal.SIGINT
     assert running([pid]) == []

@@ -45,8 +45,10 @@ class DTensorPolicyWorker(PolicyWorkerBase):
         model = load_model(self.config, None if choice == "auto" else choice)
         require_vocabulary(model, self.tokenizer)
         require_plain_head(model)
-        self._packs = choice in ("auto", "sdpa") and packs(model)
-        if self.config.batching.mode == "packed" and not self._packs:
+        mode = self.config.batching.mode
+        may_pack = mode == "packed" or (mode == "auto" and self.device.type == "cpu")  # else there is nothing to try
+        self._packs = may_pack and choice in ("auto", "sdpa") and packs(model)
+        if mode == "packed" and not self._packs:
             raise NotSupported(
                 f"{type(model).__name__} with policy.dtensor.attention={choice} does not keep packed sequences apart; "
                 "set policy.batching.mode to dynamic or auto"
@@ -121,7 +123,7 @@ class DTensorPolicyWorker(PolicyWorkerBase):
 
     def preferred_batching(self) -> str:
         """See `Engine.preferred_batching`: segments on a CPU; a GPU would start a kernel for each segment."""
-        return "packed" if self.device.type == "cpu" and self._packs else "dynamic"
+        return "packed" if self._packs else "dynamic"
 
     def preferred_tokens(self) -> int:
         """See `Engine.preferred_tokens`: on a CPU what stays in its caches is faster than what is large."""
