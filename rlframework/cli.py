@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -73,6 +74,7 @@ def _show_version(value: bool) -> None:
 
 Config = Annotated[str, typer.Argument(help="A YAML file.", show_default=False)]
 Overrides = Annotated[list[str] | None, typer.Argument(help="Such as policy.backend=dtensor; ~a.b takes a key out.")]
+Out = Annotated[str, typer.Argument(help="A folder that is not there yet.", show_default=False)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.", callback=_set_debug)]
 Version = Annotated[
@@ -97,6 +99,22 @@ def train(config: Config, overrides: Overrides = None, debug: Debug = False) -> 
 
     resolved = load_config(config, overrides or ())
     print(_summary(run(resolved), str(resolved.output_dir)))
+
+
+@app.command()
+def tokenize(config: Config, out: Out, overrides: Overrides = None, debug: Debug = False) -> None:
+    """Render the training rows of CONFIG once, into the folder OUT, for algorithm.token_data."""
+    from rlframework.configure import load_config
+
+    resolved = load_config(config, overrides or ())
+    with _bar("rows") as progress:
+        from rlframework.algorithms.tokenizing import tokenize as write
+
+        meta = write(resolved, out, progress=progress).meta
+    print(
+        f"done: {meta['rows']:,} rows of at most {meta['longest']:,} tokens, {meta['tokens']:,} in all, of which "
+        f"{meta['trained_tokens']:,} are trained on; in {out}"
+    )
 
 
 @app.command(name="config")
@@ -136,6 +154,19 @@ def plugins(as_json: Json = False, debug: Debug = False) -> None:
     if not console.is_terminal:
         console = Console(width=200)
     console.print(as_table(rows))
+
+
+@contextmanager
+def _bar(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on stderr, where that is a terminal; yields what moves it: rows done, and all there are."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task(what, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
 def _summary(result: RunResult, output_dir: str) -> str:

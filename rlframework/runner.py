@@ -63,7 +63,9 @@ def build_parts(config: RunConfig, *, manager: PluginManager | None = None) -> I
         stack.callback(environment.shutdown)
         policy_config = config.policy
         tokenizer = load_tokenizer(
-            policy_config.tokenizer_name or policy_config.model_name, policy_config.trust_remote_code
+            policy_config.tokenizer_name or policy_config.model_name,
+            policy_config.trust_remote_code,
+            policy_config.chat_template,
         )
         algorithm = _algorithm_class(config, manager)
         policy = Policy(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from rlframework.data.chat import render_completion, render_prompt
+import numpy as np
+
+from rlframework.data.chat import Rendered, render_prompt
 from rlframework.data.models import model_positions
 from rlframework.errors import ConfigError, DataError
 
@@ -19,6 +21,11 @@ RENDERED = 20_000
 LONGEST = 1_000
 """Of more, only so many are: the longest by characters."""
 
+TOGETHER = 256
+"""Samples that are rendered together."""
+
+Render = Callable[[Sequence["Sample"]], list[Rendered]]
+
 
 class InputCheck:
     """Renders the samples of a run once, with the tokenizer of `parts`, and holds the longest against what there is.
@@ -26,7 +33,7 @@ class InputCheck:
     A text that the tokenizer or the chat template refuses, and a row beyond the model's positions, is a `DataError`
     with the sample's id; a row beyond an explicit size of microbatches is a `ConfigError` on its key. Of more than
     `RENDERED` samples only the `LONGEST` longest are rendered: a character that the tokenizer lacks may then be left
-    for later, a row that is too long hardly.
+    for later, a row that is too long hardly. `fits` holds each batch against the same limits.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -39,7 +46,11 @@ class InputCheck:
 
         A prompt that leaves less room than `generation.max_new_tokens` is no mistake: its answer may be shorter.
         """
-        sample, length = _longest(split, samples, lambda one: len(render_prompt(self._tokenizer, one.messages)))
+
+        def tokens(some: Sequence[Sample]) -> list[int]:
+            return [len(render_prompt(self._tokenizer, sample.messages)) for sample in some]
+
+        sample, length = _longest(split, samples, tokens)
         if self._positions is not None and length >= self._positions:
             raise DataError(
                 f"{split} sample {sample.id!r} has a prompt of {length} tokens, which leaves no room for an answer: "
@@ -55,17 +66,25 @@ class InputCheck:
         what = f"train sample {sample.id!r} has a prompt of {length} tokens; with an answer the row may have {most}"
         self._fit_microbatches(what, most, scored=scored)
 
-    def rows(self, samples: Sequence[Sample]) -> None:
-        """Prompts with their completions fit into the model and into microbatches."""
+    def rows(self, split: Split, samples: Sequence[Sample], render: Render) -> None:
+        """Rows to learn from, as `render` makes them of samples, fit into the model and into microbatches."""
+        sample, length = _longest(split, samples, lambda some: [len(ids) for ids, _ in render(some)])
+        self._row(f"{split} sample {sample.id!r} has {length} tokens with its completion", length)
 
-        def tokens(sample: Sample) -> int:
-            prompt = render_prompt(self._tokenizer, sample.messages)
-            return len(prompt) + len(render_completion(self._tokenizer, sample))
+    def tokens(self, lengths: Sequence[int] | np.ndarray[Any, Any], where: str) -> None:
+        """Rows of token data of these lengths fit into the model and into microbatches; `where` names the data."""
+        longest = int(np.argmax(lengths))
+        length = int(lengths[longest])
+        self._row(f"{where}: row {longest} has {length} tokens", length)
 
-        sample, length = _longest("train", samples, tokens)
-        what = f"train sample {sample.id!r} has {length} tokens with its completion"
+    def fits(self, lengths: Sequence[int], names: Sequence[str]) -> None:
+        """Rows of these lengths, of the samples of these names, fit into the model and into microbatches."""
+        length = max(lengths)
+        self._row(f"train sample {names[lengths.index(length)]!r} has {length} tokens with its completion", length)
+
+    def _row(self, what: str, length: int) -> None:
         if self._positions is not None and length > self._positions:
-            raise DataError(f"{what}: {self._the_model_takes()}")
+            raise DataError(f"{what}: {self._the_model_takes()}, or have rows cut (algorithm.max_tokens)")
         self._fit_microbatches(what, length, scored=False)
 
     def _the_model_takes(self) -> str:
@@ -91,21 +110,50 @@ class InputCheck:
 
 
 def worth_rendering(samples: Sequence[Sample]) -> Sequence[Sample]:
-    """All of `samples`, or of more than `RENDERED` the `LONGEST` ones by characters, longest first."""
-    return samples if len(samples) <= RENDERED else sorted(samples, key=_characters, reverse=True)[:LONGEST]
+    """All of `samples`, or of more than `RENDERED` the `LONGEST` ones by characters, longest first.
+
+    Samples that are made when they are asked for are not all made for that: those that tell their `sizes` are chosen by
+    them, of others some are taken at even distances.
+    """
+    if len(samples) <= RENDERED:
+        return samples
+    if isinstance(samples, (list, tuple)):
+        return sorted(samples, key=_characters, reverse=True)[:LONGEST]
+    if hasattr(samples, "sizes"):
+        sizes = samples.sizes()
+        chosen = np.argpartition(sizes, len(sizes) - LONGEST)[-LONGEST:]
+        chosen = chosen[np.argsort(-sizes[chosen], kind="stable")]
+    else:
+        chosen = np.linspace(0, len(samples) - 1, LONGEST, dtype=np.int64)
+    return [samples[number] for number in chosen.tolist()]
 
 
 def _characters(sample: Sample) -> int:
     return sum(len(message["content"]) for message in sample.messages) + len(sample.completion)
 
 
-def _longest(split: Split, samples: Sequence[Sample], tokens: Callable[[Sample], int]) -> tuple[Sample, int]:
-    """The sample with the most tokens, and how many they are."""
-    lengths = []
-    for sample in (chosen := worth_rendering(samples)):
+def _longest(
+    split: Split, samples: Sequence[Sample], tokens: Callable[[Sequence[Sample]], list[int]]
+) -> tuple[Sample, int]:
+    """The sample with the most tokens, and how many they are; `tokens` counts those of some samples."""
+    longest, most = None, -1
+    chosen = worth_rendering(samples)
+    for start in range(0, len(chosen), TOGETHER):
+        some = list(chosen[start : start + TOGETHER])
         try:
-            lengths.append(tokens(sample))
-        except DataError as error:
-            raise DataError(f"{split} sample {sample.id!r}: {error}") from error
-    most = max(lengths)
-    return chosen[lengths.index(most)], most
+            lengths = tokens(some)
+        except DataError:
+            lengths = [_tokens_of(split, sample, tokens) for sample in some]
+        if max(lengths) > most:
+            most = max(lengths)
+            longest = some[lengths.index(most)]
+    assert longest is not None  # there are samples
+    return longest, most
+
+
+def _tokens_of(split: Split, sample: Sample, tokens: Callable[[Sequence[Sample]], list[int]]) -> int:
+    try:
+        return tokens([sample])[0]
+    except DataError as error:
+        reason = str(error).removeprefix(f"sample {sample.id!r}: ")
+        raise DataError(f"{split} sample {sample.id!r}: {reason}") from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ from rlframework.interfaces.algorithm import Algorithm, Parts, RunResult
 from rlframework.policy.worker_base import resident_bytes
 
 if TYPE_CHECKING:
+    from rlframework.interfaces.environment import Sample
     from rlframework.plugins.hookspec import SampleRecord
 
 
@@ -45,14 +46,27 @@ class StepLoop(Algorithm):
         self.config = parts.config.algorithm
         self.train_samples = parts.environment.samples("train")
         for split in ("train", "validation"):
-            if not parts.environment.samples(split):
+            if not len(parts.environment.samples(split)):
                 raise DataError(
                     f"environment {parts.config.environment.name!r} has no {split} samples; give it more data"
                 )
         self.inputs = InputCheck(parts)
         validation = self.config.validation
         if validation.at_start or validation.at_end or validation.every:
-            self.inputs.prompts("validation", parts.environment.samples("validation")[: validation.samples])
+            self.check_validation(parts.environment.samples("validation")[: validation.samples])
+
+    def check_validation(self, samples: Sequence[Sample]) -> None:
+        """Find what `validate` would trip over in `samples`; by default it needs answers that can be judged."""
+        if not self.parts.environment.scores:
+            raise DataError(
+                f"environment {self.parts.config.environment.name!r} cannot judge answers, so there is nothing to "
+                "validate by; set algorithm.validation={at_start: false, at_end: false}, or choose another environment"
+            )
+        self.inputs.prompts("validation", samples)
+
+    def validate(self, step: int) -> tuple[dict[str, float], list[SampleRecord]]:
+        """The metrics of held-out samples, and some of them to look at; by default greedy answers."""
+        return validate(self.parts, step)
 
     @abstractmethod
     def train_step(self, step: int, timer: Timer) -> tuple[dict[str, float], list[SampleRecord]]:
@@ -66,11 +80,11 @@ class StepLoop(Algorithm):
         """See `Algorithm.run`."""
         history: list[dict[str, float]] = []
         if self.config.validation.at_start:
-            self._tell(0, *validate(self.parts, 0), history)
+            self._tell(0, *self.validate(0), history)
         for step in range(1, self.config.num_steps + 1):
             metrics, samples = self._timed_step(step)
             if self._validates_after(step):
-                validation, validation_samples = validate(self.parts, step)
+                validation, validation_samples = self.validate(step)
                 metrics |= validation
                 samples = [*samples, *validation_samples]
             self._tell(step, metrics, samples, history)

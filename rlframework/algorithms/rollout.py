@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rlframework.data.chat import render_prompt
+from rlframework.data.collate import pad_rows
 from rlframework.distributed.batched_data_dict import BatchedDataDict
 from rlframework.errors import NotSupported
 from rlframework.interfaces.environment import Message
@@ -59,14 +60,6 @@ def row_seeds(seed: int, step: int, rows: int) -> Tensor:
     """`[rows]` int64 seeds, different for each row and step, the same however the rows are spread over workers."""
     # not torch's generator: on the CPU it reads only the lower 32 bits of its seed
     return torch.from_numpy(np.random.default_rng([seed, step]).integers(0, 2**62, rows))
-
-
-def pad_rows(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
-    """Right-padded `[B, S]` int64 and lengths `[B]` of lists of token ids."""
-    lengths = torch.tensor([len(row) for row in rows])
-    padded = torch.full((len(rows), int(lengths.max())), pad_id)
-    padded[torch.arange(padded.shape[1]) < lengths[:, None]] = torch.tensor([token for row in rows for token in row])
-    return padded, lengths
 
 
 def rollout(parts: Parts, samples: Sequence[Sample], seeds: Tensor, *, greedy: bool = False) -> Rollout:

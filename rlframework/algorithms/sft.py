@@ -1,4 +1,7 @@
-"""Supervised training on the completions of the environment's samples."""
+"""Supervised training on the completions of the environment's samples, or on token data that was made of them.
+
+What is held out is judged by the environment where it can, else by the loss on it.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,14 @@ import torch
 
 from rlframework.algorithms.loop import StepLoop, Timer
 from rlframework.algorithms.losses import NLLLoss
-from rlframework.algorithms.rollout import pad_rows
 from rlframework.config.algorithms import SFTConfig
-from rlframework.data.chat import render_completion, render_prompt
+from rlframework.data.chat import render_samples
+from rlframework.data.collate import TokenRows, pad_rendered
 from rlframework.data.loader import PromptLoader
+from rlframework.data.tokenizer import tokenizer_fingerprint
+from rlframework.data.tokens.reading import TokenData
 from rlframework.distributed.batched_data_dict import BatchedDataDict
-from rlframework.errors import DataError
+from rlframework.errors import ConfigError
 from rlframework.interfaces.algorithm import Parts
 
 if TYPE_CHECKING:
@@ -24,22 +29,26 @@ if TYPE_CHECKING:
 
 
 class SFT(StepLoop):
-    """One global batch a step; the loss is on the completion and its end token."""
+    """One global batch a step; the loss is on what `algorithm.train_on` names, with the tokens that end it."""
 
     config: SFTConfig
 
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
-        if not self.train_samples[0].completion:
-            raise DataError(f"environment {parts.config.environment.name!r} has no completions to train on")
-        self.inputs.rows(self.train_samples)
-        self.loader = PromptLoader(self.train_samples, parts.config.policy.train_global_batch_size, parts.config.seed)
+        batch_size, seed = parts.config.policy.train_global_batch_size, parts.config.seed
+        self.tokens = None if self.config.token_data is None else open_token_data(self.config, parts)
+        if self.tokens is None:
+            self.inputs.rows("train", self.train_samples, self.render)
+            self.loader: PromptLoader[Any] = PromptLoader(self.train_samples, batch_size, seed)
+        else:
+            self.inputs.tokens(self.tokens.lengths, str(self.tokens.path))
+            self.loader = PromptLoader(self.tokens, batch_size, seed)
         self.loss = NLLLoss()
 
     def train_step(self, step: int, timer: Timer) -> tuple[dict[str, float], list[SampleRecord]]:
         """See `StepLoop.train_step`."""
         with timer.phase("data"):
-            batch = self.encode(next(self.loader))
+            batch = self.next_batch()
         with timer.phase("train"):
             self.parts.policy.prepare_for_training()
             result = self.parts.policy.train(batch, self.loss)
@@ -58,20 +67,63 @@ class SFT(StepLoop):
         goal = self.config.stop_at_accuracy
         return goal is not None and metrics.get("validation/accuracy", 0.0) >= goal
 
+    def check_validation(self, samples: Sequence[Sample]) -> None:
+        """See `StepLoop.check_validation`."""
+        if self.parts.environment.scores:
+            super().check_validation(samples)
+        else:
+            self.inputs.rows("validation", samples, self.render)
+
+    def validate(self, step: int) -> tuple[dict[str, float], list[SampleRecord]]:
+        """Greedy answers where the environment can judge them, else the loss on the held-out rows."""
+        if self.parts.environment.scores:
+            return super().validate(step)
+        samples = self.parts.environment.samples("validation")[: self.config.validation.samples]
+        batch = self.encode(samples)
+        rows = torch.arange(len(samples) + -len(samples) % self.parts.policy.data_parallel_size)
+        batch = batch.select_indices(rows % len(samples))  # every worker must have as many
+        batch["sample_mask"] = (rows < len(samples)).float()
+        self.parts.policy.prepare_for_lp_inference()
+        result = self.parts.policy.train(batch, self.loss, eval_mode=True, gbs=len(rows))
+        return {"validation/loss": result["loss"], "validation/samples": float(len(samples))}, []
+
+    def next_batch(self) -> BatchedDataDict[Any]:
+        """The next global batch: from token data by their numbers, else samples, rendered."""
+        if self.tokens is None:
+            return self.encode(next(self.loader))
+        return _batch(self.tokens.rows(self.loader.indices(), self.parts.tokenizer.pad_token_id))
+
     def encode(self, samples: Sequence[Sample]) -> BatchedDataDict[Any]:
-        """The batch of `samples`: prompt and completion in a row, the mask on the completion."""
-        prompts = [render_prompt(self.parts.tokenizer, sample.messages) for sample in samples]
-        completions = [render_completion(self.parts.tokenizer, sample) for sample in samples]
-        rows = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
-        input_ids, lengths = pad_rows(rows, self.parts.tokenizer.pad_token_id)
-        columns = torch.arange(input_ids.shape[1])
-        starts = torch.tensor([len(prompt) for prompt in prompts])
-        mask = (columns >= starts[:, None]) & (columns < lengths[:, None])
-        return BatchedDataDict(
-            {
-                "input_ids": input_ids,
-                "input_lengths": lengths,
-                "token_mask": mask.float(),
-                "sample_mask": torch.ones(len(samples)),
-            }
+        """The batch of `samples`: a conversation a row, the mask on what is trained on."""
+        rendered = self.render(samples)
+        self.inputs.fits([len(ids) for ids, _ in rendered], [sample.id for sample in samples])
+        return _batch(pad_rendered(rendered, self.parts.tokenizer.pad_token_id))
+
+    def render(self, samples: Sequence[Sample]) -> list[tuple[list[int], list[bool]]]:
+        """Ids and mask of each sample, as the configuration says."""
+        return render_samples(self.parts.tokenizer, samples, self.config.train_on, self.config.max_tokens)
+
+
+def open_token_data(config: SFTConfig, parts: Parts) -> TokenData:
+    """`algorithm.token_data`; a `ConfigError` where it was not made with this tokenizer and these settings."""
+    assert config.token_data is not None
+    tokens = TokenData(config.token_data)
+    where = f"algorithm.token_data={str(config.token_data)!r}"
+    if tokens.meta["tokenizer"] != tokenizer_fingerprint(parts.tokenizer):
+        policy = parts.config.policy
+        raise ConfigError(
+            f"{where} was made with another tokenizer or chat template than that of "
+            f"{policy.tokenizer_name or policy.model_name!r}; make it again with `rlframework tokenize`"
         )
+    for name in ("train_on", "max_tokens"):
+        wanted, there = getattr(config, name), tokens.meta[name]
+        if wanted != there:
+            raise ConfigError(
+                f"{where} was made with algorithm.{name}={there}, and here it is {wanted}; set it to {there}, or make "
+                "the data again with `rlframework tokenize`"
+            )
+    return tokens
+
+
+def _batch(rows: TokenRows) -> BatchedDataDict[Any]:
+    return BatchedDataDict({**rows._asdict(), "sample_mask": torch.ones(len(rows.input_ids))})

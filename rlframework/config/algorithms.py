@@ -1,11 +1,15 @@
 """The sections of core's own algorithms: `algorithm: {name: sft | grpo, ...}`."""
 
+from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from rlframework.config.base import Section
 from rlframework.config.sections import AlgorithmConfig
+
+TrainOn = Literal["last", "assistant", "all"]
+"""What supervised training learns of a conversation: its last assistant turn, all of them, or every token."""
 
 NonNegative = Annotated[float, Field(ge=0.0)]
 
@@ -14,6 +18,13 @@ class SFTConfig(AlgorithmConfig):
     """Supervised training on the environment's own completions, one global batch a step."""
 
     name: Literal["sft"] = "sft"
+    train_on: TrainOn = Field("last", description="the last assistant turn, every assistant turn, or all tokens")
+    max_tokens: PositiveInt | None = Field(
+        None, description="longer rows are cut at their end; none: a row that the model cannot take is an error"
+    )
+    token_data: Path | None = Field(
+        None, description="a folder that `rlframework tokenize` wrote: its rows are trained on, and nothing is rendered"
+    )
     stop_at_accuracy: Annotated[float, Field(gt=0.0, le=1.0)] | None = Field(
         None, description="end as soon as a validation reaches this accuracy"
     )

@@ -1,11 +1,13 @@
-"""The sections of core's own environments: `environment: {name: addition | gsm8k, ...}`."""
+"""The sections of core's own environments: `environment: {name: addition | gsm8k | dataset, ...}`."""
 
 import string
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
+from rlframework.config.base import Section
 from rlframework.config.sections import EnvironmentConfig
 
 MAX_TERMS = len(string.ascii_lowercase)
@@ -59,8 +61,8 @@ class Gsm8kConfig(EnvironmentConfig):
     """GSM8K (arXiv:2110.14168) or any data in its form: `question`, and `answer` whose last line is `#### 42`."""
 
     name: str = "gsm8k"
-    train_path: Path | None = Field(None, description="a JSONL file; instead of `dataset`")
-    validation_path: Path | None = Field(None, description="a JSONL file; none: a share of the training data")
+    train_path: Path | None = Field(None, description="a JSONL or Parquet file; instead of `dataset`")
+    validation_path: Path | None = Field(None, description="the same; none: a share of the training data")
     dataset: str | None = Field(None, description="a Hugging Face data set, such as openai/gsm8k")
     subset: str | None = Field("main", description="configuration name of `dataset`")
     train_split: str = Field("train", description="split of `dataset`")
@@ -84,7 +86,54 @@ class Gsm8kConfig(EnvironmentConfig):
     @model_validator(mode="after")
     def _one_source(self) -> Self:
         if (self.train_path is None) == (self.dataset is None):
-            raise ValueError("give either train_path (a JSONL file) or dataset (a Hugging Face name)")
+            raise ValueError("give either train_path (a JSONL or Parquet file) or dataset (a Hugging Face name)")
         if self.dataset is not None and self.validation_path is not None:
             raise ValueError("validation_path goes with train_path; with dataset, use validation_split")
         return self
+
+
+class ColumnsConfig(Section):
+    """What the columns of the data are called. A name that is not the usual one must be there in every row."""
+
+    messages: str = Field("messages", description="a list of {role, content}")
+    conversations: str = Field("conversations", description="a list of {from, value}, as ShareGPT has it")
+    prompt: str = Field("prompt", description="text, or a list of messages")
+    completion: str = Field("completion", description="what `prompt` or `question` is answered with; none: `answer`")
+    question: str = Field("question", description="another word for `prompt`")
+    answer: str = Field("answer", description="what answers are compared with: see `check`")
+    text: str = Field("text", description="plain text, all of which is learnt")
+
+    @cached_property
+    def renamed(self) -> tuple[str, ...]:
+        """The names that are not the usual ones."""
+        usual = {name: info.default for name, info in type(self).model_fields.items()}
+        return tuple(name for field, name in self if name != usual[field])
+
+    @cached_property
+    def starts(self) -> tuple[str, ...]:
+        """The columns that tell what a row is, the first to be looked for first: renamed ones, then the others."""
+        names = (self.messages, self.conversations, self.prompt, self.question, self.text)
+        return tuple(sorted(names, key=lambda name: name not in self.renamed))
+
+
+class DatasetConfig(EnvironmentConfig):
+    """Your own data: JSONL, Parquet, what `datasets.save_to_disk` wrote, or a name on the Hugging Face hub."""
+
+    name: str = "dataset"
+    path: str = Field(description="a file, a directory or pattern (data/*.parquet) of files, or a name on the hub")
+    subset: str | None = Field(None, description="configuration name, where the data has several")
+    split: str | None = Field(None, description="none: `train`, or the only one")
+    validation_path: str | None = Field(None, description="as `path`; none: other rows of `path`")
+    validation_split: str | None = Field(None, description="none: a share of the training data")
+    validation_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(
+        0.05, description="the share of the prompts that is held out where there is no validation data"
+    )
+    max_samples: PositiveInt | None = Field(None, description="use only the first rows of the training data")
+    max_validation_samples: PositiveInt = Field(1024, description="hold out, or use, at most this many")
+    columns: ColumnsConfig = ColumnsConfig()
+    instruction: str = Field("", description="put after the last user turn")
+    check: Literal["none", "exact", "math"] = Field(
+        "none",
+        description="how answers are judged: not at all (for sft), the whole text, or by math-verify, where the gold "
+        "answer may be text with #### before the result",
+    )

@@ -86,6 +86,9 @@ class PolicyConfig(Section):
 
     model_name: str = Field(description="a Hugging Face model directory, or a name on the hub")
     tokenizer_name: str | None = Field(None, description="none: as `model_name`")
+    chat_template: str | None = Field(
+        None, description="a file with a Jinja template, or its text; none: the tokenizer's own"
+    )
     backend: str = Field("dtensor", description="name of the training backend: see `rlframework plugins`")
     data_processor: str = Field("microbatches", description="what makes microbatches of rows: a plugin's name")
     precision: Literal["float32", "bfloat16", "float16"] = Field(

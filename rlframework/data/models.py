@@ -69,6 +69,16 @@ def model_positions(name: str, trust_remote_code: bool = False) -> int | None:
 
     `name` as for `load_tokenizer`. `DataError` where there is no configuration.
     """
+    return _size(name, trust_remote_code, "max_position_embeddings", "n_positions")
+
+
+def model_hidden_size(name: str, trust_remote_code: bool = False) -> int | None:
+    """Width of a model's hidden states, by its configuration; None where that does not say. Else as above."""
+    return _size(name, trust_remote_code, "hidden_size", "n_embd")
+
+
+def _size(name: str, trust_remote_code: bool, *keys: str) -> int | None:
+    """The first of `keys` that the configuration of the language model holds a positive number for."""
     from transformers import AutoConfig
 
     try:
@@ -82,8 +92,8 @@ def model_positions(name: str, trust_remote_code: bool = False) -> int | None:
             f"({str(error).partition(chr(10))[0].rstrip('.')}). Check policy.model_name"
         ) from error
     text = config.get_text_config()
-    limits = (getattr(text, key, None) for key in ("max_position_embeddings", "n_positions"))
-    return next((limit for limit in limits if isinstance(limit, int) and limit > 0), None)
+    sizes = (getattr(text, key, None) for key in keys)
+    return next((size for size in sizes if isinstance(size, int) and size > 0), None)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""GSM8K: word problems with a number as the answer, from JSONL files or a Hugging Face data set.
+"""GSM8K: word problems with a number as the answer, from JSONL or Parquet files or a Hugging Face data set.
 
 Answers are compared by math-verify, so 1,800 and 1800.00 and \\boxed{1800} are the same. How it is
 kept from running for ever is in `math_answers`.
@@ -11,7 +11,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rlframework.data.jsonl import read_jsonl
+from rlframework.data.sources.jsonl import check_fields
+from rlframework.data.sources.opening import open_rows
+from rlframework.data.sources.rows import Rows
 from rlframework.environments.math_answers import same_answer
 from rlframework.environments.verifiable import VerifiableEnvironment, prompt_messages
 from rlframework.errors import DataError
@@ -69,40 +71,26 @@ def _load(config: Gsm8kConfig) -> tuple[list[Sample], list[Sample] | None]:
         split = config.validation_split
         return train, None if split is None else _from_dataset(config, config.dataset, split)
     assert config.train_path is not None  # the configuration's own check
-    train = _from_file(config, config.train_path)
-    return train, None if config.validation_path is None else _from_file(config, config.validation_path)
-
-
-def _from_file(config: Gsm8kConfig, path: Any) -> list[Sample]:
-    return [
-        _sample(config, row, f"{path.stem}-{line}", f"{path}, line {line}") for line, row in read_jsonl(path, _FIELDS)
-    ]
+    train = _samples(config, open_rows(config.train_path))
+    return train, None if config.validation_path is None else _samples(config, open_rows(config.validation_path))
 
 
 def _from_dataset(config: Gsm8kConfig, name: str, split: str) -> list[Sample]:
-    from datasets import load_dataset
-    from datasets.exceptions import DatasetsError
-
     try:
-        rows = load_dataset(name, config.subset, split=split)
-    except (OSError, ValueError, DatasetsError) as error:  # not found, no network, no such split, files that are broken
+        return _samples(config, open_rows(name, subset=config.subset, split=split))
+    except DataError as error:
         raise DataError(
-            f"environment.dataset {name!r} (subset {config.subset!r}, split {split!r}) cannot be loaded: {error}. "
-            "Check the name and the network, or give train_path"
+            f"environment.dataset {name!r} (subset {config.subset!r}, split {split!r}) cannot be loaded: {error}; "
+            "or give train_path"
         ) from error
-    samples = []
-    for index, row in enumerate(rows):
-        where = f"data set {name}, split {split}, row {index}"
-        if not all(isinstance(row.get(field), str) for field in _FIELDS):
-            raise DataError(f"{where}: needs the text fields {sorted(_FIELDS)}; it has {sorted(row)}")
-        samples.append(_sample(config, row, f"{split}-{index}", where))
-    if not samples:
-        raise DataError(f"data set {name}, split {split}: it is empty")
-    return samples
 
 
-def _sample(config: Gsm8kConfig, row: Mapping[str, Any], identity: str, where: str) -> Sample:
-    gold = gold_answer(row["answer"])
+def _samples(config: Gsm8kConfig, rows: Rows) -> list[Sample]:
+    return [_sample(config, row, rows.label(number), rows.where(number)) for number, row in enumerate(rows)]
+
+
+def _sample(config: Gsm8kConfig, row: dict[str, Any], identity: str, where: str) -> Sample:
+    gold = gold_answer(check_fields(row, _FIELDS, where)["answer"])
     if gold is None:
         raise DataError(f"{where}: the last line of 'answer' must be '#### ' and the result")
     completion = row["answer"] if config.calculator_annotations else _ANNOTATION.sub("", row["answer"])

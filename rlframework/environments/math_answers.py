@@ -23,6 +23,10 @@ _PLAIN_COMMANDS = _FRACTIONS | _LAYOUT
 _GROWS = re.compile(r"\^|[\d)}\]]\s*!")
 """Powers and factorials."""
 
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+_UNIT = re.compile(r"\\(?:text|mathrm)\{[^{}]*\}")
+_ARITHMETIC = re.compile(r"[\d\s+\-*/.,(){}$%]*")
+
 _MAX_EXPONENT = 64
 _MAX_DIGITS = 400
 
@@ -32,6 +36,15 @@ def same_answer(gold: str, completion: str) -> bool:
     verify = _math_verify()[1]
     target = [part for part in _parse(_final(completion)) if _is_plain(part)]
     return bool(verify(list(_parse_gold(gold)), target, timeout_seconds=None))
+
+
+def is_comparable(gold: str) -> bool:
+    """Whether `same_answer` reads all of `gold`: plain arithmetic, in LaTeX too, not roots, powers, words or times."""
+    if _NUMBER.fullmatch(gold):
+        return True
+    safe = _PLAIN_COMMANDS.issuperset(_COMMAND.findall(gold)) and not _GROWS.search(gold)
+    plain = _ARITHMETIC.fullmatch(_COMMAND.sub("", _UNIT.sub("", gold)))
+    return bool(safe and plain) and any(_is_plain(part) for part in _parse_gold(gold))
 
 
 def _final(completion: str) -> str:

@@ -42,7 +42,13 @@ class StepOutcome:
 
 
 class Environment(ABC):
-    """Tasks with a reward. Deterministic in its configuration and seed; light to construct."""
+    """Tasks with a reward. Deterministic in its configuration and seed; light to construct.
+
+    `scores`: whether `step` can judge answers. Where it is False there are only samples to train on, and validation is
+    by their loss.
+    """
+
+    scores: bool = True
 
     @abstractmethod
     def __init__(self, config: EnvironmentConfig, *, seed: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rlframework.config.algorithms import GRPOConfig, SFTConfig
-from rlframework.config.environments import AdditionConfig, Gsm8kConfig
+from rlframework.config.environments import AdditionConfig, DatasetConfig, Gsm8kConfig
 from rlframework.config.sections import GenerationConfig, RunConfig, WorkerGroupConfig
 from rlframework.plugins.hookspec import hookimpl
 from rlframework.plugins.types import (
@@ -84,6 +84,14 @@ def rlframework_environments() -> list[EnvironmentRecord]:
             summary="grade-school word problems (Cobbe et al. 2021), answers checked with math-verify",
             config_model=Gsm8kConfig,
         ),
+        EnvironmentRecord(
+            name="dataset",
+            target="rlframework.environments.dataset:DatasetEnvironment",
+            api_version=API_VERSION,
+            summary="your own data: JSONL, Parquet, a Hugging Face data set",
+            config_model=DatasetConfig,
+            check=check_dataset,
+        ),
     ]
 
 
@@ -116,6 +124,20 @@ def check_inline(config: RunConfig, device: str) -> list[Problem]:
         return []
     hint = "Set it to 1, or take worker_group.name=ray."
     return [Problem("worker_group.num_workers", f"worker_group.name=inline runs one worker, not {workers}.", hint)]
+
+
+def check_dataset(config: RunConfig, device: str) -> list[Problem]:
+    """What needs rewards needs a way to judge answers."""
+    environment, algorithm = config.environment, config.algorithm
+    if not isinstance(environment, DatasetConfig) or environment.check != "none":
+        return []
+    hint = "Set it to exact or math; the data must have the right answers (environment.columns.answer)."
+    if isinstance(algorithm, GRPOConfig):
+        return [Problem("environment.check", "answers are not judged, so GRPO has no rewards.", hint)]
+    if isinstance(algorithm, SFTConfig) and algorithm.stop_at_accuracy is not None:
+        message = "answers are not judged, so there is no accuracy for algorithm.stop_at_accuracy."
+        return [Problem("environment.check", message, hint)]
+    return []
 
 
 def check_grpo(config: RunConfig, device: str) -> list[Problem]:

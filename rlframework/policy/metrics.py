@@ -9,12 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-
-def sum_over_ranks(values: Tensor, group: Any) -> Tensor:
-    """`values` summed over `group` in place; as they are when `group` is None."""
-    if group is not None:
-        torch.distributed.all_reduce(values, group=group)
-    return values
+from rlframework.data.ranks import max_over_ranks, sum_over_ranks
 
 
 def reduce_metrics(parts: Sequence[Mapping[str, Any]], group: Any, device: torch.device) -> dict[str, float]:
@@ -32,8 +27,7 @@ def reduce_metrics(parts: Sequence[Mapping[str, Any]], group: Any, device: torch
         signs = [1.0 if name.endswith("_max") else -1.0 for name in extremes]
         absent = torch.tensor([-math.inf * sign for sign in signs])
         most = (_table(parts, extremes, absent, device) * torch.tensor(signs, device=device)).amax(0)
-        if group is not None:
-            torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX, group=group)
+        most = max_over_ranks(most, group)
         metrics.update({name: sign * value for name, sign, value in zip(extremes, signs, most.tolist(), strict=True)})
     return metrics
 

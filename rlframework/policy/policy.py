@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rlframework.config.policy import PolicyConfig
+from rlframework.data.models import model_hidden_size
+from rlframework.data.packing import TokenCost
 from rlframework.distributed.batched_data_dict import BatchedDataDict
 from rlframework.distributed.named_sharding import policy_sharding
 from rlframework.errors import BatchError, NotSupported
 from rlframework.interfaces.worker_group import WorkerGroup, WorkerSpec
 from rlframework.plugins.types import Capability, Record
+from rlframework.policy.dealing import Dealer
 from rlframework.policy.scheduler import resolve_total_steps
 
 if TYPE_CHECKING:
@@ -105,6 +109,15 @@ class Policy:
         sharding = policy_sharding(config.worker_group.num_workers, config.policy.parallelism)
         self.worker_group: WorkerGroup = group(spec, config.worker_group, sharding=sharding, device=device)
 
+    @cached_property
+    def _dealer(self) -> Dealer:
+        """How the workers make microbatches is theirs to know; they are asked once."""
+        config = self.config.policy
+        info = self.get_info()[0]
+        hidden = model_hidden_size(config.model_name, config.trust_remote_code)
+        cost = TokenCost() if hidden is None else TokenCost.for_hidden_size(hidden)
+        return Dealer(self.data_parallel_size, info["batching"], info["preferred_tokens"], cost)
+
     @property
     def data_parallel_size(self) -> int:
         """Workers that batches are sharded over."""
@@ -127,7 +140,11 @@ class Policy:
             raise BatchError(
                 f"{data.size} rows do not divide into global batches of {gbs}; the rows must be a multiple"
             )
-        shards = data.shard_by_batch_size(self.data_parallel_size, batch_size=gbs)
+        if gbs % self.data_parallel_size:
+            raise BatchError(
+                f"a global batch of {gbs} rows does not divide over {self.data_parallel_size} data-parallel workers"
+            )
+        shards, _ = self._dealer.deal(data, batch_size=gbs, positions="loss", tokens=self.config.policy.batching.tokens)
         result = self._sharded(
             "train", {"data": shards}, {"loss_fn": loss_fn, "eval_mode": eval_mode, "gbs": gbs, "mbs": mbs}
         )[0]
@@ -152,16 +169,21 @@ class Policy:
         if rows == 0:
             raise BatchError(f"{method} got no rows")
         keys = [key for key in ("input_ids", "input_lengths", "token_mask", "sample_mask") if key in data]
-        needed: BatchedDataDict[Any] = BatchedDataDict({key: data[key] for key in keys})
+        needed: BatchedDataDict[Any] = BatchedDataDict({key: data[key] for key in keys} | data.get_multimodal_dict())
         if rows % ranks:  # repeat the first rows: every worker must have as many
             filled = torch.arange(rows + -rows % ranks) % rows
             needed = needed.select_indices(filled)
-        results = self._sharded(
-            method,
-            {"data": needed.shard_by_batch_size(ranks)},
-            {"micro_batch_size": micro_batch_size, "positions": positions},
+        batching = self.config.policy.batching
+        shards, order = self._dealer.deal(
+            needed, batch_size=None, positions=positions, tokens=batching.logprob_tokens or batching.tokens
         )
-        return BatchedDataDict.from_batches(results).slice(0, rows)
+        results = self._sharded(
+            method, {"data": shards}, {"micro_batch_size": micro_batch_size, "positions": positions}
+        )
+        scored: BatchedDataDict[Any] = BatchedDataDict.from_batches(results)
+        if order is not None:
+            scored.reorder_data(order)
+        return scored.slice(0, rows)
 
     def save_pretrained(self, path: str) -> None:
         """Write weights, configuration and tokenizer as a Hugging Face directory, all or nothing."""

@@ -15,7 +15,7 @@ from rlframework.policy.head import HeadOutput
 
 def _dense(values: Tensor, microbatch: Microbatch) -> Tensor:
     """Head values `[N, ...]` at the positions of their targets in `[b, S', ...]`, 0 elsewhere; differentiable."""
-    rows, width = microbatch.data["input_ids"].shape
+    rows, width = microbatch.data_dict["input_ids"].shape
     flat = values.new_zeros((rows * width, *values.shape[1:])).index_put((microbatch.scatter,), values)
     return flat.view(rows, width, *values.shape[1:])
 
@@ -34,7 +34,7 @@ def loss_step(loss_fn: LossFunction, global_valid_seqs: Tensor, global_valid_tok
         assert values is not None
         if microbatch.is_dummy:
             return StepResult(loss=values.sum() * 0.0)
-        data = microbatch.data
+        data = microbatch.data_dict
         if output.entropy is not None:
             data["entropy"] = _dense(output.entropy, microbatch)[:, 1:]
         loss, metrics = loss_fn(_dense(values, microbatch)[:, 1:], data, global_valid_seqs, global_valid_toks)

@@ -20,7 +20,8 @@ import torch
 from rlframework.config.base import Section
 from rlframework.config.policy import PolicyConfig
 from rlframework.config.sections import GenerationConfig
-from rlframework.data.microbatches import check_sequence_dim, make_microbatch, to_device
+from rlframework.data.microbatches import check_rows, make_microbatch, to_device
+from rlframework.data.ranks import max_over_ranks
 from rlframework.distributed.batched_data_dict import BatchedDataDict
 from rlframework.errors import BatchError, NonFiniteGradients, NotSupported
 from rlframework.interfaces.data_processor import BatchPlan, DataProcessor, Microbatch, MicrobatchRule
@@ -30,7 +31,7 @@ from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.plugins.loading import load_target
 from rlframework.policy.engine import Engine
 from rlframework.policy.head import HeadRequest
-from rlframework.policy.metrics import average_metrics, reduce_metrics, sum_over_ranks
+from rlframework.policy.metrics import average_metrics, reduce_metrics
 from rlframework.policy.scheduler import learning_rate
 from rlframework.policy.steps import logprobs_step, loss_step
 
@@ -103,26 +104,26 @@ class PolicyWorkerBase(Engine, PolicyWorker, ABC):
         if not eval_mode and not self._has_optimizer:
             raise NotSupported("this worker was built without an optimizer; build it with init_optimizer=True to train")
         self._check_training_data(data, loss_fn)
-        rows = self._local_batch_size(data, gbs or self.config.train_global_batch_size)
+        rows, count = self._global_batches(data, gbs or self.config.train_global_batch_size)
         lr = learning_rate(self.config.optimizer.lr, self.config.scheduler, self._train_calls)
         started = time.perf_counter()
-        batches = [
-            self._global_batch(data.slice(start, start + rows), loss_fn, mbs, lr, eval_mode)
-            for start in range(0, data.size, rows)
-        ]
+        batches = [self._global_batch(data, index, rows, loss_fn, mbs, lr, eval_mode) for index in range(count)]
         if not eval_mode:
             self._train_calls += 1
         return self._summary(batches, lr, time.perf_counter() - started)
 
     def _check_training_data(self, data: BatchedDataDict[Any], loss_fn: LossFunction) -> None:
-        check_sequence_dim(data)
+        check_rows(data)
         if "sample_mask" not in data:
             raise BatchError(f"sample_mask must be present in the data! It has {sorted(data)}")
         if "token_mask" not in data:
             kind = "token-level loss" if loss_fn.loss_type == LossType.TOKEN_LEVEL else "training"
             raise BatchError(f"token_mask must be present in the data when using {kind}; it has {sorted(data)}")
 
-    def _local_batch_size(self, data: BatchedDataDict[Any], global_batch_size: int) -> int:
+    def _global_batches(self, data: BatchedDataDict[Any], global_batch_size: int) -> tuple[int | None, int]:
+        """This rank's rows of each global batch (None: as the driver dealt them), and how many global batches."""
+        if data.elem_counts_per_gb is not None:
+            return None, len(data.elem_counts_per_gb)
         ranks = self.data_parallel_size()
         local, left = divmod(global_batch_size, ranks)
         if left:
@@ -134,15 +135,25 @@ class PolicyWorkerBase(Engine, PolicyWorker, ABC):
                 f"this worker got {data.size} rows, which is no multiple of its {local} rows of a global batch of "
                 f"{global_batch_size} over {ranks} data-parallel workers"
             )
-        return local
+        return local, data.size // local
 
     def _global_batch(
-        self, batch: BatchedDataDict[Any], loss_fn: LossFunction, mbs: int | None, lr: float, eval_mode: bool
+        self,
+        data: BatchedDataDict[Any],
+        index: int,
+        rows: int | None,
+        loss_fn: LossFunction,
+        mbs: int | None,
+        lr: float,
+        eval_mode: bool,
     ) -> dict[str, Any]:
-        valid = torch.stack(
-            (batch["sample_mask"].sum(), (batch["token_mask"][:, 1:] * batch["sample_mask"][:, None]).sum())
-        ).float()
-        global_valid_seqs, global_valid_toks = sum_over_ranks(valid.to(self.device), self.data_parallel_group())
+        found = self._processor.process_global_batch(
+            data, loss_fn, self.data_parallel_group(), batch_idx=index, batch_size=rows
+        )
+        batch: BatchedDataDict[Any] = found["batch"]
+        global_valid_seqs, global_valid_toks = (
+            found[name].to(self.device) for name in ("global_valid_seqs", "global_valid_toks")
+        )
         counts = {"global_valid_seqs": float(global_valid_seqs), "global_valid_toks": float(global_valid_toks)}
         if not counts["global_valid_toks"]:  # on no rank: nothing to learn, so no step that only follows old momentum
             return {"loss": 0.0, "grad_norm": None if eval_mode else 0.0, "skipped": 0, "metrics": {}, **counts}
@@ -206,27 +217,26 @@ class PolicyWorkerBase(Engine, PolicyWorker, ABC):
         """This rank's microbatches, and dummies until all ranks have as many as the engine's rule asks for."""
         rule = self.microbatch_rule()
         tokens = tokens or max(self.preferred_tokens(), int(data["input_lengths"].max()))
-        plan = BatchPlan(self._batching_mode(), rows, tokens)
+        plan = BatchPlan(self._batching_mode(data), rows, tokens)
         microbatches = list(self._processor.microbatches(data, plan, rule, positions=positions, device=self.device))
-        wanted = max(self._most_over_ranks(len(microbatches)), rule.count_minimum)
+        most = int(max_over_ranks(torch.tensor(len(microbatches)), self.data_parallel_group()))
+        wanted = max(most, rule.count_minimum)
         wanted += -wanted % rule.count_multiple
         missing = wanted - len(microbatches)
         return microbatches + [self._dummy(data, plan, rule)] * missing if missing else microbatches
 
-    def _batching_mode(self) -> str:
+    def _batching_mode(self, data: BatchedDataDict[Any] | None = None) -> str:
+        """How rows become microbatches; those of `data` where it is given: `auto` does not pack multimodal ones."""
         mode = self.config.batching.mode
-        return self.preferred_batching() if mode == "auto" else mode
-
-    def _most_over_ranks(self, count: int) -> int:
-        group = self.data_parallel_group()
-        if group is None:
-            return count
-        most = torch.tensor(count, device=self.device)
-        torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX, group=group)
-        return int(most)
+        if mode != "auto":
+            return mode
+        preferred = self.preferred_batching()
+        multimodal = preferred == "packed" and data is not None and data.get_multimodal_dict()
+        return "dynamic" if multimodal else preferred
 
     def _dummy(self, data: BatchedDataDict[Any], plan: BatchPlan, rule: MicrobatchRule) -> Microbatch:
-        shortest = data["input_lengths"].argmin()[None]
+        lengths = data["input_lengths"]
+        shortest = lengths.masked_fill(lengths == 0, data["input_ids"].shape[1] + 1).argmin()[None]
         microbatch = make_microbatch(
             data, shortest, packed=plan.mode == "packed", positions="all", pad_multiple=rule.pad_multiple
         )
@@ -350,6 +360,7 @@ class PolicyWorkerBase(Engine, PolicyWorker, ABC):
             "memory_bytes": memory,
             "threads": torch.get_num_threads(),
             "batching": self._batching_mode(),
+            "preferred_tokens": self.preferred_tokens(),
             "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         }
 

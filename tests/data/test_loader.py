@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from collections import Counter
 
+import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlframework.data.loader import PromptLoader
+from rlframework.data.loader import PromptLoader, shuffled
 from rlframework.errors import DataError
 from rlframework.interfaces.environment import Sample
 
@@ -45,6 +47,62 @@ def test_it_goes_on_where_it_was(count: int, batch_size: int, before: int, after
     assert take(resumed, after) == expected
 
 
+@settings(deadline=None, max_examples=100)
+@given(st.integers(1, 20), st.lists(st.tuples(st.integers(1, 9), st.integers(0, 4)), max_size=6), st.integers(0, 9))
+def test_stopping_anywhere_changes_nothing_even_with_another_batch_size(count: int, parts, seed: int) -> None:
+    """Some batches of one size, a stop, some of another, and so on: the rows are those of one run without a stop."""
+    rows = [str(index) for index in range(count)]
+    taken: list[str] = []
+    state = None
+    for batch_size, batches in parts:
+        loader = PromptLoader(rows, batch_size, seed)
+        if state is not None:
+            loader.load_state_dict(json.loads(state))
+        for _ in range(batches):
+            taken += next(loader)
+        state = json.dumps(loader.state_dict())
+    unbroken = PromptLoader(rows, 1, seed)
+    assert taken == [row for _ in taken for row in next(unbroken)]
+
+
+def test_the_numbers_of_rows_instead_of_the_rows() -> None:
+    rows = [f"row {number}" for number in range(7)]
+    by_row, by_number = PromptLoader(rows, 3, 5), PromptLoader(rows, 3, 5)
+    for _ in range(6):
+        numbers = by_number.indices()
+        assert numbers.dtype == np.int64
+        assert [rows[number] for number in numbers] == next(by_row)
+    assert by_row.state_dict() == by_number.state_dict()
+
+
+def test_the_order_is_the_same_for_ever() -> None:
+    """Made by hand: the bits of PCG64 for [seed, epoch], the lowest three replaced by the number, and sorted."""
+    bits = np.random.PCG64([4, 2]).random_raw(6)
+    keys = sorted(int(word) // 8 * 8 + number for number, word in enumerate(bits))
+    assert shuffled(6, 4, 2).tolist() == [key % 8 for key in keys]
+    assert shuffled(1, 0, 0).tolist() == [0]
+    assert sorted(shuffled(2, -3, 0).tolist()) == [0, 1]
+
+
+def test_every_order_is_as_likely() -> None:
+    """The six orders of three rows over 6,000 epochs: 1,000 each, and 5 standard deviations are 144."""
+    orders = Counter(tuple(shuffled(3, 0, epoch).tolist()) for epoch in range(6000))
+    assert len(orders) == 6
+    assert all(abs(count - 1000) < 144 for count in orders.values())
+
+
+def test_memory_is_eight_bytes_a_row() -> None:
+    tracemalloc.start()
+    try:
+        loader = PromptLoader(range(2_000_000), 4, 0)
+        next(loader)
+        now, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert now < 17 << 20
+    assert peak < 50 << 20
+
+
 def test_order_by_seed_and_epoch() -> None:
     taken = [take(PromptLoader(samples(50), 50, seed), 2) for seed in (0, 0, 1)]
     assert taken[0] == taken[1]
@@ -63,3 +121,11 @@ def test_refusals() -> None:
         PromptLoader(samples(4), 2, 0).load_state_dict(state)
     with pytest.raises(DataError, match="was for seed = 0, here it is 1"):
         PromptLoader(samples(3), 2, 1).load_state_dict(state)
+    for change in ({"position": 4}, {"position": -1}, {"epoch": -1}, {"epoch": "1"}, {"position": 0.5}):
+        with pytest.raises(DataError, match="there is no such place"):
+            PromptLoader(samples(3), 2, 0).load_state_dict({**state, **change})
+    with pytest.raises(DataError, match=r"it lacks \['epoch'\]"):
+        PromptLoader(samples(3), 2, 0).load_state_dict({name: state[name] for name in state if name != "epoch"})
+    old = {name: state[name] for name in ("epoch", "position", "seed", "samples")}
+    with pytest.raises(DataError, match="of another release, which shuffled in another way"):
+        PromptLoader(samples(3), 2, 0).load_state_dict(old)

@@ -9,7 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlframework.data.microbatches import MicrobatchProcessor, check_sequence_dim, group_rows, make_microbatch
+from rlframework.data.microbatches import (
+    MicrobatchProcessor,
+    check_rows,
+    check_sequence_dim,
+    group_rows,
+    make_microbatch,
+)
 from rlframework.distributed.batched_data_dict import BatchedDataDict
 from rlframework.errors import BatchError
 from rlframework.interfaces.data_processor import BatchPlan, MicrobatchRule
@@ -32,11 +38,15 @@ def test_padded_groups_are_consecutive():
 
 
 def test_dynamic_groups_are_of_like_length_and_under_the_limit():
-    assert group_rows([3, 1, 2, 5, 4], BatchPlan("dynamic", 2, 8)) == [[3], [4, 0], [2, 1]]
+    """5 | 4 3 | 2 1 is the only way to make three of rows in the order of their lengths with at most 8 tokens each."""
+    assert sorted(map(sorted, group_rows([3, 1, 2, 5, 4], BatchPlan("dynamic", 2, 8)))) == [[0, 4], [1, 2], [3]]
 
 
-def test_packed_groups_fill_bins_first_fit_decreasing():
-    assert group_rows([3, 1, 2, 5, 4], BatchPlan("packed", 2, 8)) == [[3, 0], [4, 2, 1]]
+def test_packed_groups_fill_as_few_bins_as_can_be():
+    """15 tokens in bins of 8 are two at least, and 5 and 4 cannot stand together."""
+    first, second = group_rows([3, 1, 2, 5, 4], BatchPlan("packed", 2, 8))
+    assert sorted(first + second) == [0, 1, 2, 3, 4]
+    assert (3 in first) != (4 in first)
 
 
 @settings(max_examples=60, deadline=None)
@@ -65,20 +75,20 @@ def test_a_row_over_the_limit_is_an_error_that_says_what_to_do():
 def test_a_padded_microbatch_by_hand():
     data = batch_of([3, 2], width=6)
     made = make_microbatch(data, torch.tensor([1, 0]), packed=False, positions="all")
-    assert made.input_ids.tolist() == [[101, 102, 0], [1, 2, 3]]
-    assert made.position_ids.tolist() == [[0, 1, 2], [0, 1, 2]]
+    assert made.processed_inputs.input_ids.tolist() == [[101, 102, 0], [1, 2, 3]]
+    assert made.processed_inputs.position_ids.tolist() == [[0, 1, 2], [0, 1, 2]]
     assert made.targets.tolist() == [102, 2, 3]
     assert made.head_positions.tolist() == [0, 3, 4]
     assert made.scatter.tolist() == [1, 4, 5]
-    assert made.data["name"] == ["row 1", "row 0"]
+    assert made.data_dict["name"] == ["row 1", "row 0"]
     assert made.cu_seqlens is None
 
 
 def test_a_packed_microbatch_by_hand():
     data = batch_of([3, 2, 4], width=6)
     made = make_microbatch(data, torch.tensor([0, 1]), packed=True, positions="all", pad_multiple=4)
-    assert made.input_ids.tolist() == [[1, 2, 3, 101, 102, 0, 0, 0]]
-    assert made.position_ids.tolist() == [[0, 1, 2, 0, 1, 0, 0, 0]]
+    assert made.processed_inputs.input_ids.tolist() == [[1, 2, 3, 101, 102, 0, 0, 0]]
+    assert made.processed_inputs.position_ids.tolist() == [[0, 1, 2, 0, 1, 0, 0, 0]]
     assert made.cu_seqlens.tolist() == [0, 3, 5, 8]
     assert made.targets.tolist() == [2, 3, 102]
     assert made.head_positions.tolist() == [0, 1, 3]
@@ -98,14 +108,14 @@ def test_the_head_sees_the_token_before_each_target(lengths, packed, multiple, s
     data["token_mask"] = torch.randint(0, 2, (len(lengths), 14), generator=generator).float()
     rows = torch.randperm(len(lengths), generator=generator)
     made = make_microbatch(data, rows, packed=packed, positions="token_mask", pad_multiple=multiple)
-    flat = made.input_ids.reshape(-1)
+    flat = made.processed_inputs.input_ids.reshape(-1)
     assert torch.equal(flat[made.head_positions] + 1, made.targets)  # tokens count up within a row
-    dense = torch.zeros_like(made.data["input_ids"]).reshape(-1)
+    dense = torch.zeros_like(made.data_dict["input_ids"]).reshape(-1)
     dense[made.scatter] = made.targets
-    mask = made.data["token_mask"].bool()
+    mask = made.data_dict["token_mask"].bool()
     mask[:, 0] = False
-    assert torch.equal(dense.view_as(mask), made.data["input_ids"] * mask * (made.data["input_ids"] > 0))
-    assert made.input_ids.shape[1] % multiple == 0
+    assert torch.equal(dense.view_as(mask), made.data_dict["input_ids"] * mask * (made.data_dict["input_ids"] > 0))
+    assert made.processed_inputs.input_ids.shape[1] % multiple == 0
 
 
 def test_rows_without_work_are_left_out_of_the_loss_only():
@@ -128,3 +138,79 @@ def test_a_tensor_of_another_width_is_an_error_that_names_it():
     data["advantages"] = torch.zeros(2, 5)
     with pytest.raises(BatchError, match=r"'advantages' has shape \(2, 5\).*6 columns"):
         check_sequence_dim(data)
+
+
+def planned(mode: str, **masks: Any) -> tuple[BatchedDataDict[Any], BatchPlan]:
+    """Five rows that the driver has put into microbatches of 2, 1 and 2 rows."""
+    data = batch_of([3, 2, 4, 2, 3], **masks)
+    data.micro_batch_indices, data.micro_batch_lengths = [[[0, 2], [2, 3], [3, 5]]], [[5, 4, 5]]
+    return data, BatchPlan(mode, 8, 5)
+
+
+@pytest.mark.parametrize("mode", ["packed", "dynamic"])
+def test_microbatches_that_the_driver_planned_are_kept(mode):
+    data, plan = planned(mode)
+    made = MicrobatchProcessor().microbatches(data, plan, MicrobatchRule(), positions="all", device=CPU)
+    assert [each.rows.tolist() for each in made] == [[0, 1], [2], [3, 4]]
+
+
+def test_padded_microbatches_do_not_ask_for_a_plan():
+    data, plan = planned("padded")
+    made = MicrobatchProcessor().microbatches(data, plan, MicrobatchRule(), positions="all", device=CPU)
+    assert [each.rows.tolist() for each in made] == [[0, 1, 2, 3, 4]]
+
+
+def test_rows_without_targets_leave_a_planned_microbatch_and_an_empty_one_goes():
+    mask = [[0, 1, 1, 0], [0, 0, 0, 0], [1, 0, 0, 0], [0, 1, 0, 0], [0, 1, 1, 0]]
+    data, plan = planned("packed", token_mask=mask, sample_mask=[1, 1, 1, 1, 0])
+    made = MicrobatchProcessor().microbatches(data, plan, MicrobatchRule(), positions="loss", device=CPU)
+    assert [each.rows.tolist() for each in made] == [[0], [3]]
+
+
+def test_plans_of_several_global_batches_follow_each_other():
+    data, plan = planned("packed")
+    data.micro_batch_indices = [[[0, 2]], [[0, 1], [1, 3]]]
+    made = MicrobatchProcessor().microbatches(data, plan, MicrobatchRule(), positions="all", device=CPU)
+    assert [each.rows.tolist() for each in made] == [[0, 1], [2], [3, 4]]
+
+
+def test_rows_side_by_side_are_not_copied():
+    data = batch_of([3, 2, 4])
+    made = make_microbatch(data, torch.tensor([1, 2]), packed=False, positions="all")
+    assert made.data_dict["input_ids"].data_ptr() == data["input_ids"][1:].data_ptr()
+
+
+def test_rows_without_a_token_to_predict_are_left_out():
+    data = batch_of([1, 3, 0])
+    made = MicrobatchProcessor().microbatches(
+        data, BatchPlan("packed", 8, 8), MicrobatchRule(), positions="all", device=CPU
+    )
+    assert [each.rows.tolist() for each in made] == [[1]]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"input_lengths": torch.tensor([3, 5])}, r"row 1 has input_lengths 5.*0 to 4"),
+        ({"input_lengths": torch.tensor([-1, 4])}, r"row 0 has input_lengths -1"),
+        ({"input_lengths": torch.tensor([0, 0])}, "none of the 2 rows has a token"),
+        ({"input_lengths": torch.tensor([3.0, 4.0])}, "input_lengths must be whole numbers"),
+        ({"input_lengths": torch.tensor([[3], [4]])}, r"input_lengths must be a tensor of 2 lengths.*\(2, 1\)"),
+        ({"input_ids": torch.ones(2, dtype=torch.int64)}, r"input_ids.*\[B, S\]"),
+        ({"token_mask": torch.ones(2)}, r"token_mask.*\[B, S\]"),
+        ({"sample_mask": torch.ones(2, 4)}, r"sample_mask.*\[B\]"),
+        ({"token_mask": torch.tensor([[0, 1, 1, 1], [0, 1, 1, 1]])}, "token_mask of row 0 is set at position 3"),
+    ],
+)
+def test_a_batch_that_is_not_as_it_must_be_is_told_by_row(change, message):
+    data = batch_of([3, 4], token_mask=[[0, 1, 1, 0], [0, 1, 1, 1]], sample_mask=[1, 1])
+    data.update(change)
+    with pytest.raises(BatchError, match=message):
+        check_rows(data)
+
+
+def test_a_batch_without_lengths_is_told_what_it_has():
+    data = batch_of([3, 4])
+    del data["input_lengths"]
+    with pytest.raises(BatchError, match=r"input_lengths.*\['input_ids', 'name'\]"):
+        check_rows(data)

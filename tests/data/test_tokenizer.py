@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlframework.data.models import make_llama
-from rlframework.data.tokenizer import character_tokenizer, load_tokenizer
+from rlframework.data.tokenizer import (
+    character_tokenizer,
+    load_tokenizer,
+    read_chat_template,
+    tokenizer_fingerprint,
+)
 from rlframework.errors import ConfigError, DataError
 
 ALPHABET = "0123456789+-= \n.aé漢"
@@ -109,6 +115,44 @@ def test_pad_falls_back_to_the_end_token(tmp_path: Path) -> None:
     tokenizer.save_pretrained(tmp_path / "no_end")
     with pytest.raises(DataError, match="has no end token"):
         load_tokenizer(str(tmp_path / "no_end"))
+
+
+def test_a_fingerprint_is_that_of_what_ids_depend_on(tmp_path: Path) -> None:
+    """It survives saving, copying and the settings of calls; each change of ids gives another."""
+    tokenizer = character_tokenizer("abc")
+    print_of = tokenizer_fingerprint(tokenizer)
+    tokenizer.save_pretrained(tmp_path / "saved")
+    assert tokenizer_fingerprint(load_tokenizer(str(tmp_path / "saved"))) == print_of
+    assert tokenizer_fingerprint(pickle.loads(pickle.dumps(tokenizer))) == print_of  # noqa: S301
+    tokenizer(["a", "abc"], padding=True, truncation=True, max_length=2)
+    assert tokenizer_fingerprint(tokenizer) == print_of
+    others = [character_tokenizer("acb"), character_tokenizer("abcd"), character_tokenizer("abc", bos=True)]
+    others += [character_tokenizer("abc") for _ in range(3)]
+    others[3].chat_template = "{{ messages }}"
+    others[4].add_special_tokens({"additional_special_tokens": ["<end>"]})
+    others[5].eos_token = "a"
+    prints = [tokenizer_fingerprint(other) for other in others]
+    assert len({print_of, *prints}) == 7
+
+
+def test_a_chat_template_of_your_own(tmp_path: Path) -> None:
+    TOKENIZER.save_pretrained(tmp_path / "t")
+    text = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    (tmp_path / "own.jinja").write_text(text, encoding="utf-8")
+    for template in (text, str(tmp_path / "own.jinja")):
+        assert load_tokenizer(str(tmp_path / "t"), chat_template=template).chat_template == text
+    marked = "{% for m in messages %}{%- generation -%}{{ m.content }}{% endgeneration %}{% break %}{% endfor %}"
+    assert read_chat_template(marked) == marked  # transformers' own tags
+
+
+def test_what_is_no_chat_template(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"policy\.chat_template: 'chatml' cannot be read \(No such file"):
+        read_chat_template("chatml")
+    with pytest.raises(DataError, match=r"policy\.chat_template: no Jinja template, line 2: "):
+        read_chat_template("{{ messages }}\n{% for %}")
+    (tmp_path / "latin").write_bytes(b"\xe9")
+    with pytest.raises(DataError, match="is not UTF-8 text"):
+        read_chat_template(str(tmp_path / "latin"))
 
 
 def test_make_llama(tmp_path: Path) -> None:

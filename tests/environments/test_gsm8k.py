@@ -185,7 +185,7 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str, message: str) -> None:
 def test_missing_empty_and_single(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"none\.jsonl: cannot be read \(No such file"):
         make(train_path=tmp_path / "none.jsonl")
-    with pytest.raises(DataError, match=r"cannot be read \(Is a directory"):
+    with pytest.raises(DataError, match=r"no data files can be found there"):
         make(train_path=tmp_path)
     (tmp_path / "empty.jsonl").write_text("\n\n", encoding="utf-8")
     with pytest.raises(DataError, match=r"empty\.jsonl: the file is empty"):

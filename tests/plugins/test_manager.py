@@ -47,7 +47,7 @@ def test_cores_own_parts_come_through_the_same_hooks():
     assert {kind: set(manager.registered(kind)) for kind in ("worker_group", "generation_engine", "environment")} == {
         "worker_group": {"inline", "ray"},
         "generation_engine": {"transformers"},
-        "environment": {"addition", "gsm8k"},
+        "environment": {"addition", "dataset", "gsm8k"},
     }
     assert set(manager.registered("algorithm")) == {"sft", "grpo"}
     assert set(manager.registered("data_processor")) == {"microbatches"}

@@ -87,10 +87,14 @@ def register() -> None:
 
 @contextmanager
 def attention(config: Any, name: str) -> Iterator[None]:
-    """Within it, models of `config` use the attention `name`: each layer looks it up in their shared configuration."""
-    previous = config._attn_implementation
-    config._attn_implementation = name
+    """Within it, models of `config` use the attention `name`: each layer looks it up in their shared configuration.
+
+    Only text is packed: the parts of a multimodal model that look at images keep their own.
+    """
+    text = config.get_text_config()
+    previous = text._attn_implementation
+    text._attn_implementation = name
     try:
         yield
     finally:
-        config._attn_implementation = previous
+        text._attn_implementation = previous

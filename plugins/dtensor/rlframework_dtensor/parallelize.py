@@ -1,4 +1,4 @@
-"""Loading a Hugging Face causal LM and splitting it over workers with FSDP2.
+"""Loading a Hugging Face causal LM, with eyes or without, and splitting it over workers with FSDP2.
 
 One process in fp32 keeps the plain module: there is nothing to split or cast, and generation can share it. Left out:
 tensor and context parallelism, loading without a whole copy on every process.
@@ -23,17 +23,18 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def load_model(config: PolicyConfig, attention: str | None) -> Any:
     """The model with fp32 weights on the CPU; a `DataError` that says what is missing when it cannot be loaded.
 
-    `attention`: a name of transformers; None: the model's own choice.
+    A vision-language model is taken where its configuration is none of a causal language model alone. `attention`: a
+    name of transformers; None: the model's own choice.
     """
     from safetensors import SafetensorError
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     try:
         model_config = AutoConfig.from_pretrained(config.model_name, trust_remote_code=config.trust_remote_code)
         silence_dropout(model_config)
-        model = AutoModelForCausalLM.from_pretrained(
+        model = _auto_class(model_config).from_pretrained(
             config.model_name,
             config=model_config,
             dtype=torch.float32,
@@ -46,6 +47,28 @@ def load_model(config: PolicyConfig, attention: str | None) -> Any:
         ) from error
     model.config.use_cache = False
     return model.eval()
+
+
+def _auto_class(config: Any) -> Any:
+    """The class of transformers that makes the model of `config`."""
+    from transformers import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+    )
+
+    own_code = getattr(config, "auto_map", None) or {}
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in own_code:
+        return AutoModelForCausalLM
+    if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING or "AutoModelForImageTextToText" in own_code:
+        return AutoModelForImageTextToText
+    return AutoModelForCausalLM
+
+
+def is_multimodal(model: Any) -> bool:
+    """Whether `model` takes more than text: its language model is only a part of it."""
+    return model.config.get_text_config() is not model.config
 
 
 def silence_dropout(config: Any) -> None:
@@ -100,10 +123,15 @@ def checkpoint_activations(model: Any) -> None:
     enable({"use_reentrant": False})
 
 
-def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The blocks that FSDP gathers one at a time: the modules whose classes the model says not to split."""
+def decoder_layers(model: Any) -> list[nn.Module]:
+    """The blocks that FSDP gathers one at a time: the modules whose classes the model says not to split.
+
+    Of a multimodal model those of its language model only. A block is gathered by all ranks when it runs, and not all
+    ranks may have an image for a vision tower; so its weights go with the root's.
+    """
     names = set(getattr(model, "_no_split_modules", None) or ())
-    return [module for module in model.modules() if type(module).__name__ in names]
+    text = model.get_decoder() if is_multimodal(model) else model
+    return [module for module in text.modules() if type(module).__name__ in names]
 
 
 def shard(model: nn.Module, mesh: Any, precision: str, reshard_after_forward: bool) -> nn.Module:

@@ -1,5 +1,7 @@
 """The reference training engine: FSDP2 over any Hugging Face causal language model, on CPU (gloo) and GPU (NCCL).
 
+Vision-language models too, in padded and dynamic microbatches.
+
 Supplies the primitives of `rlframework.policy.engine.Engine`. Left out so far: tensor, context and sequence
 parallelism, refit to other processes, optimizer checkpoints, LoRA, offload.
 """
@@ -22,9 +24,16 @@ from rlframework.policy.engine import Step, StepResult, WeightSpec
 from rlframework.policy.head import HeadPatch, HeadRequest, read_head_output, require_plain_head
 from rlframework.policy.optimizer import parameter_groups
 from rlframework.policy.worker_base import PolicyWorkerBase
-from rlframework_dtensor import attention, groups
+from rlframework_dtensor import attention, groups, media
 from rlframework_dtensor.config import DTensorConfig
-from rlframework_dtensor.parallelize import checkpoint_activations, load_model, packs, require_vocabulary, shard
+from rlframework_dtensor.parallelize import (
+    checkpoint_activations,
+    is_multimodal,
+    load_model,
+    packs,
+    require_vocabulary,
+    shard,
+)
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -53,6 +62,7 @@ class DTensorPolicyWorker(PolicyWorkerBase):
                 f"{type(model).__name__} with policy.dtensor.attention={choice} does not keep packed sequences apart; "
                 "set policy.batching.mode to dynamic or auto"
             )
+        self._multimodal = is_multimodal(model)
         model = model.to(self.device)
         if self.config.activation_checkpointing:
             checkpoint_activations(model)
@@ -82,6 +92,8 @@ class DTensorPolicyWorker(PolicyWorkerBase):
         self.model.train(not forward_only)
         if not forward_only:
             self.model.zero_grad(set_to_none=True)
+            if self._multimodal:
+                microbatches = media.evened(microbatches, self.data_parallel_group())
         return [self._run_microbatch(microbatch, head, step, forward_only) for microbatch in microbatches]
 
     def _run_microbatch(self, microbatch: Microbatch, head: HeadRequest, step: Step, forward_only: bool) -> StepResult:
@@ -98,9 +110,10 @@ class DTensorPolicyWorker(PolicyWorkerBase):
         return result
 
     def _forward(self, microbatch: Microbatch, head: HeadRequest) -> Tensor:
-        inputs: dict[str, Any] = {"input_ids": microbatch.input_ids, "use_cache": False}
+        processed = microbatch.processed_inputs
+        inputs: dict[str, Any] = {"input_ids": processed.input_ids, "use_cache": False, **processed.vlm_kwargs}
         if microbatch.cu_seqlens is not None:
-            inputs |= {"position_ids": microbatch.position_ids, "cu_seqlens": microbatch.cu_seqlens.tolist()}
+            inputs |= {"position_ids": processed.position_ids, "cu_seqlens": microbatch.cu_seqlens.tolist()}
         with self._head.computing(head, microbatch.head_positions, microbatch.targets):
             values: Tensor = self.model(**inputs).logits
         return values

@@ -67,8 +67,8 @@ def test_two_workers_do_what_the_oracle_does(policy, oracle, batches, weights_cl
     got = shared.get_logprobs(seven)["logprobs"]
     torch.testing.assert_close(got, original[:7], rtol=1e-5, atol=1e-5)
 
-    first["sample_mask"][4:] = 0.0  # the second worker has nothing but a dummy
-    second["sample_mask"][:4] = 0.0  # and then the first
+    first["sample_mask"][1:] = 0.0  # one row is work: the other worker has nothing but a dummy
+    second["sample_mask"][:7] = 0.0
     for batch in (first, second, *others):
         result = shared.train(batch, NLLLoss())
         loss, norm = plain.step(batch, "nll")

@@ -1,0 +1,102 @@
+"""Microbatches with images on some ranks and without on others, in one backward.
+
+FSDP reduces the gradients of a group of weights in one exchange, which has room for the weights that have a gradient.
+Where a rank showed the vision tower no image, its weights have none, and ranks whose exchanges differ in size hang or
+mix gradients up. So a microbatch without images gets one more row with an image where any rank has images at that
+step: no head runs there, and the gradients that come from it are zeros. Where no rank has images, the weights have no
+gradient on any of them, as in a single process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rlframework.data.model_inputs import padded_inputs
+from rlframework.data.packed_tensor import PackedTensor
+from rlframework.distributed.batched_data_dict import BatchedDataDict
+from rlframework.interfaces.data_processor import Microbatch
+
+Rows = BatchedDataDict[Any]
+
+
+def evened(microbatches: Sequence[Microbatch], group: dist.ProcessGroup | None) -> Sequence[Microbatch]:
+    """`microbatches`, in which all ranks of `group` have the same media at each step; see above.
+
+    All ranks give equally many. Collective, but for None: this rank is alone. What only a dummy shows to the model does
+    not count: it would give gradients of 0 to weights that have none.
+    """
+    if group is None:
+        return microbatches
+    own = [set() if microbatch.is_dummy else _media(microbatch.data_dict) for microbatch in microbatches]
+    ranks: list[list[set[str]]] = [[] for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(ranks, own, group=group)
+    wanted: list[set[str]] = [set().union(*steps) for steps in zip(*ranks, strict=True)]
+    samples = {key: _sample(key, microbatches, ranks, wanted, group) for key in sorted(set().union(*wanted))}
+    return [
+        _with_media(microbatch, keys, samples) if keys != _media(microbatch.data_dict) else microbatch
+        for microbatch, keys in zip(microbatches, wanted, strict=True)
+    ]
+
+
+def _media(rows: Rows) -> set[str]:
+    """The keys under which any row has media."""
+    return {key for key, value in rows.items() if isinstance(value, PackedTensor) and value.has_media}
+
+
+def _sample(
+    key: str,
+    microbatches: Sequence[Microbatch],
+    ranks: list[list[set[str]]],
+    wanted: list[set[str]],
+    group: dist.ProcessGroup,
+) -> Rows | None:
+    """The shortest row here with `key`; a rank that has none and needs one gets that of the first rank with one."""
+    has = [any(key in step for step in steps) for steps in ranks]
+    needs = [any(key in all_ - step for all_, step in zip(wanted, steps, strict=True)) for steps in ranks]
+    shortest = _shortest(key, microbatches) if has[dist.get_rank(group)] else None
+    if any(need and not have for need, have in zip(needs, has, strict=True)):
+        source = has.index(True)
+        sent: list[Rows | None] = [None if shortest is None else BatchedDataDict(shortest).to("cpu")]
+        dist.broadcast_object_list(sent, src=dist.get_global_rank(group, source), group=group)
+        return shortest if shortest is not None else sent[0]
+    return shortest
+
+
+def _shortest(key: str, microbatches: Sequence[Microbatch]) -> Rows:
+    found: list[tuple[int, Rows, int]] = []
+    for microbatch in microbatches:
+        rows = microbatch.data_dict
+        if key in rows:
+            lengths = rows["input_lengths"].tolist()
+            found += [(lengths[i], rows, i) for i, row in enumerate(rows[key].tensors) if row is not None]
+    length, rows, index = min(found, key=lambda entry: entry[0])
+    row: Rows = BatchedDataDict(_model_inputs(rows)).slice(index, index + 1)
+    row.truncate_tensors(1, length)
+    return row
+
+
+def _model_inputs(rows: Rows) -> dict[str, Any]:
+    return {"input_ids": rows["input_ids"], **rows.get_multimodal_dict()}
+
+
+def _with_media(microbatch: Microbatch, keys: set[str], samples: dict[str, Rows | None]) -> Microbatch:
+    """`microbatch` with rows for the media in `keys` that it lacks, below its own and without head positions."""
+    device = microbatch.processed_inputs.input_ids.device
+    parts, has = [_model_inputs(microbatch.data_dict)], _media(microbatch.data_dict)
+    if has - keys:  # of a dummy: what it says is of no interest, so no token stands for an image
+        parts, has = [{k: torch.zeros_like(v) for k, v in parts[0].items() if isinstance(v, torch.Tensor)}], set()
+    for key in sorted(keys - has):
+        sample = samples[key]
+        assert sample is not None
+        parts.append(sample.to(device).data)
+    joined: Rows = BatchedDataDict.from_batches(parts, allow_missing_packed_tensors=True)
+    inputs = padded_inputs(joined["input_ids"])
+    inputs.vlm_kwargs, inputs.position_ids = joined.get_multimodal_dict(as_tensors=True, device=device), None
+    row = torch.div(microbatch.head_positions, microbatch.processed_inputs.seq_len, rounding_mode="floor")
+    shift = inputs.seq_len - microbatch.processed_inputs.seq_len
+    return replace(microbatch, processed_inputs=inputs, head_positions=microbatch.head_positions + row * shift)

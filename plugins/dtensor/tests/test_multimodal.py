@@ -1,0 +1,305 @@
+"""Tiny vision-language models: the worker against each row by itself, alone and on two gloo processes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlframework.algorithms.losses import NLLLoss
+from rlframework.data.packed_tensor import PackedTensor
+from rlframework.data.tokenizer import character_tokenizer
+from rlframework.distributed.batched_data_dict import BatchedDataDict
+from rlframework.errors import BatchError, DataError
+from rlframework_dtensor.worker import DTensorPolicyWorker
+
+FIXTURES = str(Path(__file__).parents[3] / "tests" / "fixtures")
+if FIXTURES not in sys.path:
+    sys.path.append(FIXTURES)
+
+import tiny_vlms  # noqa: E402  # found through the line above
+
+pytestmark = pytest.mark.xdist_group("multimodal")  # one start of the two ranks serves all
+
+TOKENIZER = character_tokenizer("0123456789abcdefghijklmnopqrstuvwxyz+=?")
+IMAGES = [1, 0, 2, 0, 0, 1, 3, 1]
+MODES = ["padded", "dynamic", "auto"]
+
+
+@pytest.fixture(scope="module", params=tiny_vlms.FAMILIES)
+def family(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def path(family, tmp_path_factory):
+    return save(family, tmp_path_factory.mktemp("models"))
+
+
+def save(family: str, folder: Path) -> Path:
+    from rlframework.data.models import quiet_transformers
+
+    with quiet_transformers():
+        tiny_vlms.make_model(family).save_pretrained(folder / family)
+    TOKENIZER.save_pretrained(folder / family)
+    return folder / family
+
+
+@pytest.fixture(scope="module")
+def plain(family):
+    return tiny_vlms.make_model(family)
+
+
+@pytest.fixture(scope="module")
+def rows(family):
+    made = tiny_vlms.make_rows(family, IMAGES)
+    made["sample_mask"][5] = 0.0
+    return made
+
+
+class Recorder(DTensorPolicyWorker):
+    """Keeps the whole gradients where a step would be taken, and takes none."""
+
+    gradients: dict[str, torch.Tensor]
+
+    def clip_and_step(self, max_grad_norm: float | None, lr: float) -> tuple[float, bool]:
+        with_gradient = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+        self.gradients = {
+            k: (g.full_tensor() if hasattr(g, "full_tensor") else g).clone() for k, g in with_gradient.items()
+        }
+        return super().clip_and_step(max_grad_norm, lr=0.0)
+
+
+@pytest.fixture
+def worker(path):
+    """`worker(mode, **keys of policy)`: on the model of the test, ended at its end."""
+    made = []
+
+    def make(mode: str, **keys: Any) -> Recorder:
+        config = {
+            "model_name": str(path),
+            "train_global_batch_size": 8,
+            "train_micro_batch_size": 3,
+            "logprob_batch_size": 3,
+            "batching": {"mode": mode, "tokens": 60},
+            "optimizer": {"lr": 1e-3},
+            **keys,
+        }
+        made.append(Recorder(config, TOKENIZER, init_reference_model=False))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.shutdown()
+
+
+def expected_step(model: Any, rows: BatchedDataDict[Any]) -> tuple[float, dict[str, torch.Tensor]]:
+    """The loss, and the gradients of the weights that have one: each row by itself, unpadded."""
+    mask = rows["token_mask"] * rows["sample_mask"][:, None]
+    mask[:, 0] = 0
+    chosen = rows.select_indices(rows["sample_mask"].nonzero()[:, 0])
+    model.zero_grad()
+    loss = -(tiny_vlms.alone(model, chosen) * mask[rows["sample_mask"] != 0]).sum() / mask.sum()
+    loss.backward()
+    return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_gradients(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    """To 1e-5 of each tensor; biases of keys, whose gradient is rounding only, to 1e-6 of the whole."""
+    assert got.keys() == wanted.keys()
+    total = torch.stack([each.norm() for each in wanted.values()]).norm()
+    for name, gradient in wanted.items():
+        assert (got[name] - gradient).norm() < 1e-5 * gradient.norm() + 1e-6 * total, name
+
+
+# -- one process ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_logprobs_are_those_of_each_row_alone(worker, plain, rows, mode):
+    with torch.no_grad():
+        expected = tiny_vlms.alone(plain, rows)
+    made = worker(mode)
+    torch.testing.assert_close(made.get_logprobs(rows)["logprobs"], expected, rtol=1e-5, atol=1e-5)
+    order = [6, 1, 0, 7, 3, 2, 4, 5]
+    shuffled = made.get_logprobs(rows.select_indices(order))["logprobs"]
+    torch.testing.assert_close(shuffled, expected[order], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_loss_and_gradients_are_those_of_each_row_alone(worker, plain, rows, mode):
+    loss, gradients = expected_step(plain, rows)
+    assert any("vision" in name or "visual" in name for name in gradients)
+    for checkpointing in (False, True):
+        made = worker(mode, activation_checkpointing=checkpointing)
+        result = made.train(rows, NLLLoss())
+        assert float(result["global_loss"][0]) == pytest.approx(loss, rel=1e-5)
+        assert_gradients(made.gradients, gradients)
+
+
+def test_rows_of_text_are_packed(family, worker, plain, rows):
+    """A batch without keys of media is text for any model, and `auto` packs it."""
+    text = rows.select_indices([1, 3, 4])
+    text = BatchedDataDict({key: text[key] for key in ("input_ids", "input_lengths", "token_mask", "sample_mask")})
+    with torch.no_grad():
+        expected = tiny_vlms.alone(plain, text)
+    made = worker("packed")
+    assert made.get_info()["batching"] == "packed"
+    torch.testing.assert_close(made.get_logprobs(text)["logprobs"], expected, rtol=1e-5, atol=1e-5)
+    loss, gradients = expected_step(plain, text)
+    assert float(made.train(text, NLLLoss(), gbs=3)["global_loss"][0]) == pytest.approx(loss, rel=1e-5)
+    assert_gradients(made.gradients, gradients)  # and none for the vision tower
+
+
+def test_packing_images_is_refused(worker, rows):
+    made = worker("packed")
+    for call in (made.get_logprobs, lambda batch: made.train(batch, NLLLoss())):
+        with pytest.raises(
+            BatchError, match=r"multimodal rows .*pixel_values.* cannot be packed; set policy\.batching"
+        ):
+            call(rows)
+
+
+def test_bfloat16_comes_close(worker, plain, rows):
+    with torch.no_grad():
+        expected = tiny_vlms.alone(plain, rows)
+    loss, _ = expected_step(plain, rows)
+    made = worker("dynamic", precision="bfloat16")
+    got = made.get_logprobs(rows)["logprobs"]
+    assert float((got - expected).abs().mean()) < 0.05
+    assert float(made.train(rows, NLLLoss())["global_loss"][0]) == pytest.approx(loss, rel=0.03)
+
+
+def test_saved_files_are_the_weights_bit_for_bit(worker, tmp_path):
+    from transformers import AutoModelForImageTextToText
+
+    from rlframework.data.models import quiet_transformers
+
+    made = worker("auto")
+    made.save_pretrained(str(tmp_path / "saved"))
+    with quiet_transformers():
+        loaded, info = AutoModelForImageTextToText.from_pretrained(
+            tmp_path / "saved", dtype=torch.float32, output_loading_info=True
+        )
+    assert not any(info.values())
+    held = dict(made.gather_weights(made.weight_specs()))
+    assert {name for name, _ in loaded.named_parameters()} == held.keys()
+    for name, parameter in loaded.named_parameters():
+        assert torch.equal(parameter, held[name]), name
+
+
+def test_a_configuration_that_is_neither_is_told(tmp_path):
+    from transformers import CLIPVisionConfig
+
+    CLIPVisionConfig(num_hidden_layers=1).save_pretrained(tmp_path)
+    with pytest.raises(DataError, match="cannot be loaded as a causal language model"):
+        DTensorPolicyWorker({"model_name": str(tmp_path)}, TOKENIZER)
+
+
+# -- two processes ----------------------------------------------------------------------------------------------------
+
+CASES = {  # images of each of 8 rows; the first four are rank 0's
+    "only the first rank": [1, 2, 0, 1, 0, 0, 0, 0],
+    "only the second rank": [0, 0, 0, 0, 0, 2, 0, 1],
+    "mixed": [1, 0, 0, 2, 0, 1, 0, 0],
+    "no images": [0] * 8,
+}
+UNCOUNTED = {  # rows that count for nothing
+    "the only images do not count": ([0, 0, 0, 0, 1, 2, 1, 1], [4, 5, 6, 7]),
+    "a rank has nothing but a dummy with an image": ([1, 0, 0, 1, 1, 1, 1, 1], [4, 5, 6, 7]),
+    "a rank has nothing but a dummy of text": ([1, 0, 0, 1, 0, 0, 0, 0], [4, 5, 6, 7]),
+}
+
+RANKS = """
+import datetime, os, sys
+from pathlib import Path
+sys.path += sys.argv[3:]
+import torch
+import torch.distributed as dist
+import test_multimodal as tests
+from rlframework.algorithms.losses import NLLLoss
+from rlframework.interfaces.worker_group import WorkerContext
+
+folder, family = Path(sys.argv[1]), sys.argv[2]
+rank = 0 if os.fork() else 1
+dist.init_process_group(
+    "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=30)
+)
+context = WorkerContext(rank=rank, world_size=2, local_rank=rank)
+config = {"model_name": str(folder / family), "train_global_batch_size": 8, "optimizer": {"lr": 1e-3}}
+found = {}
+for mode, size in (("padded", 2), ("dynamic", 0)):
+    batching = {"mode": mode, "tokens": 40}
+    keys = {"batching": batching, "train_micro_batch_size": size or 1, "logprob_batch_size": 2}
+    worker = tests.Recorder(config | keys, tests.TOKENIZER, context=context, init_reference_model=False)
+    for name in (*tests.CASES, *tests.UNCOUNTED):
+        shard = tests.batch_of(family, name).slice(4 * rank, 4 * rank + 4)
+        logprobs = worker.get_logprobs(shard)["logprobs"]
+        loss = worker.train(shard, NLLLoss())["global_loss"].item()
+        found[f"{name}, {mode} {size}"] = logprobs, loss, worker.gradients
+    worker.shutdown()
+torch.save(found, folder / f"{rank}.pt")
+dist.barrier()
+dist.destroy_process_group()
+if rank == 0:
+    sys.exit(os.wait()[1])
+"""
+
+
+def batch_of(family: str, name: str) -> BatchedDataDict[Any]:
+    images, uncounted = UNCOUNTED.get(name) or (CASES[name], [])
+    rows = tiny_vlms.make_rows(family, images, seed=len(name))
+    rows["sample_mask"][uncounted] = 0.0
+    return rows
+
+
+@pytest.fixture(scope="module")
+def ranks(family, path):
+    command = [sys.executable, "-c", RANKS, str(path.parent), family, str(Path(__file__).parent), FIXTURES]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [torch.load(path.parent / f"{rank}.pt") for rank in range(2)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cut", ["padded 2", "dynamic 0"])
+@pytest.mark.parametrize("name", [*CASES, *UNCOUNTED])
+def test_two_ranks_have_the_loss_and_gradients_of_one(family, plain, ranks, name, cut):
+    rows = batch_of(family, name)
+    with torch.no_grad():
+        logprobs = tiny_vlms.alone(plain, rows)
+    loss, gradients = expected_step(plain, rows)
+    got = [rank[f"{name}, {cut}"] for rank in ranks]
+    torch.testing.assert_close(torch.cat([each[0] for each in got]), logprobs, rtol=1e-5, atol=1e-5)
+    for each in got:
+        assert each[1] == pytest.approx(loss, rel=1e-5)
+        assert_gradients(each[2], gradients)
+    seen = any(count for count, valid in zip(_images(name), rows["sample_mask"].tolist(), strict=True) if valid)
+    assert any("vision" in key or "visual" in key for key in gradients) == seen
+
+
+def _images(name: str) -> list[int]:
+    return UNCOUNTED[name][0] if name in UNCOUNTED else CASES[name]
+
+
+def test_media_of_two_kinds(family):
+    """Where ranks have pictures and films, a microbatch gets a row for each kind that it lacks."""
+    from rlframework.data.microbatches import make_microbatch
+    from rlframework_dtensor import media
+
+    rows = tiny_vlms.make_rows(family, [1, 0, 1]).select_indices([0, 1, 2])
+    films = PackedTensor([None, None, torch.ones(2, 2)], dim_to_pack=0)
+    rows["films"] = films
+    sample = media._shortest("films", [make_microbatch(rows, torch.tensor([0, 1, 2]), packed=False, positions="all")])
+    length = int(rows["input_lengths"][2])
+    assert sample["input_ids"].tolist() == [rows["input_ids"][2, :length].tolist()]
+    text = make_microbatch(rows, torch.tensor([1]), packed=False, positions="all")
+    grown = media._with_media(text, {"films"}, {"films": sample})
+    assert grown.processed_inputs.input_ids.shape[0] == 2
+    assert grown.processed_inputs.vlm_kwargs["films"].shape == (2, 2)
+    own = grown.processed_inputs.input_ids.flatten()[grown.head_positions + 1]
+    assert torch.equal(own, text.targets)

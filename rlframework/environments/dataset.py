@@ -1,0 +1,175 @@
+"""Anybody's data: questions, prompts, conversations or texts from files or the hub, to train on and to be judged by.
+
+Samples are made when they are asked for. Up to `SCANNED` rows are all looked at once at the start, so that what is
+wrong with one is told before any work and no prompt of validation, in any spelling of case and space, is trained on. Of
+more rows only `PROBED` are looked at, validation is held out by rows, and copies of its rows may stay in training.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, overload
+
+import numpy as np
+
+from rlframework.data.conversations import Conversation, conversation_of
+from rlframework.data.loader import shuffled
+from rlframework.data.sources.opening import is_local, open_rows
+from rlframework.data.sources.rows import Rows
+from rlframework.environments.math_answers import is_comparable, same_answer
+from rlframework.environments.verifiable import VerifiableEnvironment
+from rlframework.errors import DataError
+from rlframework.interfaces.environment import Message, Sample, Split, StepOutcome
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from rlframework.config.environments import DatasetConfig
+
+SCANNED = 100_000
+PROBED = 2_000
+
+
+class LazySamples(Sequence[Sample]):
+    """The samples of some rows of `rows`, made by `make` when they are asked for. A slice is another such sequence."""
+
+    def __init__(self, rows: Rows, numbers: npt.NDArray[np.int64], make: Callable[[Rows, int], Sample]) -> None:
+        self._rows, self._numbers, self._make = rows, numbers, make
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    @overload
+    def __getitem__(self, index: int) -> Sample: ...
+    @overload
+    def __getitem__(self, index: slice) -> LazySamples: ...
+    def __getitem__(self, index: int | slice) -> Sample | LazySamples:
+        if isinstance(index, slice):
+            return LazySamples(self._rows, self._numbers[index], self._make)
+        return self._make(self._rows, int(self._numbers[index]))
+
+    def sizes(self) -> npt.NDArray[np.int64]:
+        """About how many characters each sample has, `[n]`, without making it."""
+        return self._rows.sizes()[self._numbers]
+
+
+class DatasetEnvironment(VerifiableEnvironment):
+    """See `DatasetConfig`. With `check: none` it has samples to train on, and cannot judge answers."""
+
+    def __init__(self, config: DatasetConfig, *, seed: int) -> None:
+        """Open the data. Whatever cannot be read as the configuration says is a `DataError` naming file and row."""
+        self._config = config
+        train, validation = _open(config)
+        self.scores = config.check != "none"
+        if validation is None:
+            kept, held_out = self._hold_out(train, seed)
+            validation = train
+        else:
+            held_out = np.arange(len(validation))[: config.max_validation_samples]
+            kept = self._without(train, {self._key(validation, int(number)) for number in held_out})
+        if not len(kept):
+            raise DataError(f"{config.path}: no training row is left; every prompt is also in validation")
+        self._samples: dict[Split, Sequence[Sample]] = {
+            "train": LazySamples(train, kept[: config.max_samples], self._sample),
+            "validation": LazySamples(validation, held_out, self._sample),
+        }
+
+    def samples(self, split: Split) -> Sequence[Sample]:
+        """In the order of the data; `id` is the file and the line, or the split and the row."""
+        return self._samples[split]
+
+    def score(self, sample: Sample, completion: str) -> float:
+        """1.0 where the answer is the gold one: the whole text, space around it aside, or by math-verify."""
+        if self._config.check == "math":
+            return float(same_answer(sample.answer, completion))
+        return float(completion.strip() == sample.answer.strip())
+
+    def step(self, samples: Sequence[Sample], conversations: Sequence[Sequence[Message]]) -> list[StepOutcome]:
+        """See `VerifiableEnvironment.step`; with `check: none` a `DataError`."""
+        if not self.scores:
+            raise DataError("environment.check is none, so answers cannot be judged; set it to exact or math")
+        return super().step(samples, conversations)
+
+    def _sample(self, rows: Rows, number: int) -> Sample:
+        where = rows.where(number)
+        conversation = conversation_of(rows[number], self._config.columns, where)
+        answer = self._gold(conversation, where) if self.scores else conversation.answer or ""
+        messages = _with_texts(conversation.messages, self._config.system_prompt, self._config.instruction)
+        return Sample(rows.label(number), messages, answer, conversation.completion)
+
+    def _gold(self, conversation: Conversation, where: str) -> str:
+        """What answers are compared with: behind the last `####`, where there is one and `check` is math."""
+        column = self._config.columns.answer
+        if conversation.answer is None:
+            raise DataError(
+                f"{where}: there is no value in the column {column!r} to check answers against. Set environment.check="
+                "none where nothing is judged, or say under environment.columns.answer what the column is called"
+            )
+        if not conversation.messages:
+            raise DataError(f"{where}: a text without a prompt cannot be judged; set environment.check=none")
+        if self._config.check == "exact":
+            return conversation.answer
+        gold = conversation.answer.rpartition("####")[2].strip()
+        if not is_comparable(gold):
+            raise DataError(
+                f"{where}: the answer {gold!r} is none that check: math can compare (numbers, fractions, and sums and "
+                "products of them); leave such rows out, or take environment.check=exact"
+            )
+        return gold
+
+    def _hold_out(self, rows: Rows, seed: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Rows to train on and to validate on, each in order: a share of the different prompts, with all copies."""
+        keys = self._keys(rows)
+        different = np.unique(keys)
+        if len(different) < 2:
+            raise DataError(
+                f"{self._config.path}: one prompt alone cannot be split; give validation_path or validation_split, or "
+                "more data"
+            )
+        share = round(len(different) * self._config.validation_fraction)
+        count = min(len(different) - 1, self._config.max_validation_samples, max(1, share))
+        out = np.isin(keys, different[shuffled(len(different), seed, 0)[:count]])
+        return np.flatnonzero(~out), np.flatnonzero(out)
+
+    def _without(self, rows: Rows, keys: set[int]) -> npt.NDArray[np.int64]:
+        """The numbers of the rows whose prompt is not one of `keys`; of too many rows to look at, all."""
+        if len(rows) > SCANNED:
+            return self._keys(rows).astype(np.int64)
+        return np.flatnonzero(~np.isin(self._keys(rows), np.array(sorted(keys), np.uint64)))
+
+    def _keys(self, rows: Rows) -> npt.NDArray[np.uint64]:
+        """A number for each row's prompt, equal for equal prompts: of many rows the row's own, after some are tried."""
+        count = len(rows)
+        if count <= SCANNED:
+            return np.fromiter((self._key(rows, number) for number in range(count)), np.uint64, count)
+        for number in np.linspace(0, count - 1, PROBED, dtype=np.int64).tolist():
+            self._sample(rows, number)
+        return np.arange(count, dtype=np.uint64)
+
+    def _key(self, rows: Rows, number: int) -> int:
+        sample = self._sample(rows, number)
+        asked = [message["content"] for message in sample.messages if message["role"] != "system"]
+        text = " ".join(" ".join(asked or [sample.completion]).lower().split())
+        return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
+
+
+def _open(config: DatasetConfig) -> tuple[Rows, Rows | None]:
+    train = open_rows(config.path, subset=config.subset, split=config.split)
+    if config.validation_path is not None:
+        subset = None if is_local(config.validation_path) else config.subset
+        return train, open_rows(config.validation_path, subset=subset, split=config.validation_split)
+    if config.validation_split is not None:
+        return train, open_rows(config.path, subset=config.subset, split=config.validation_split)
+    return train, None
+
+
+def _with_texts(messages: tuple[Message, ...], system: str | None, instruction: str) -> tuple[Message, ...]:
+    """`messages` with the instruction after the last user turn, and the system prompt where they have none."""
+    turns = list(messages)
+    users = [number for number, message in enumerate(turns) if message["role"] == "user"]
+    if users and instruction:
+        turns[users[-1]] = {"role": "user", "content": turns[users[-1]]["content"] + instruction}
+    if system is not None and turns and turns[0]["role"] != "system":
+        turns.insert(0, {"role": "system", "content": system})
+    return tuple(turns)

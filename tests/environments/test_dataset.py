@@ -1,0 +1,242 @@
+"""Anybody's data: samples, splits, judging, and what is said of data that does not fit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rlframework.config.environments import DatasetConfig
+from rlframework.data.sources.jsonl import JsonlRows
+from rlframework.environments import dataset
+from rlframework.environments.dataset import DatasetEnvironment
+from rlframework.environments.math_answers import is_comparable
+from rlframework.errors import DataError
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+TRAIN, TEST = FIXTURES / "gsm8k_train.jsonl", FIXTURES / "gsm8k_test.jsonl"
+
+
+def make(path: Path, seed: int = 0, **config: Any) -> DatasetEnvironment:
+    return DatasetEnvironment(DatasetConfig(path=str(path), **config), seed=seed)
+
+
+def write(path: Path, *rows: dict[str, Any]) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(list(rows)), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def sums(count: int, start: int = 0) -> list[dict[str, Any]]:
+    return [{"question": f"{n}+1?", "answer": n + 1} for n in range(start, start + count)]
+
+
+def answers(environment: DatasetEnvironment, split: Any) -> list[str]:
+    return [sample.answer for sample in environment.samples(split)]
+
+
+def test_real_questions_judged_by_math() -> None:
+    environment = make(TRAIN, validation_path=str(TEST), check="math", instruction=" Go.", system_prompt="Be brief.")
+    train, validation = environment.samples("train"), environment.samples("validation")
+    assert (len(train), len(validation)) == (20, 20)
+    assert answers(environment, "train")[:3] == ["72", "10", "5"]
+    assert answers(environment, "validation")[:3] == ["18", "3", "70000"]
+    assert train[0].messages[0] == {"role": "system", "content": "Be brief."}
+    assert train[0].messages[1]["content"].endswith("in April and May? Go.")
+    assert train[0].completion.endswith("in April and May.\n#### 72")
+    assert environment.scores
+    talk = [*train[0].messages, {"role": "assistant", "content": "So it is \\boxed{72.0}"}]
+    [right] = environment.step([train[0]], [talk])  # type: ignore[list-item]
+    [wrong] = environment.step([train[1]], [talk])  # type: ignore[list-item]
+    assert (right.reward, wrong.reward) == (1.0, 0.0)
+    assert right.metrics["accuracy"] == 1.0
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_samples_of_conversations(tmp_path: Path, suffix: str) -> None:
+    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+    more = [{"role": "system", "content": "own"}, *talk, {"role": "user", "content": "more"}]
+    path = write(tmp_path / f"a.{suffix}", {"messages": talk}, {"messages": more})
+    environment = make(
+        path, validation_path=str(write(tmp_path / "v.jsonl", *sums(1))), system_prompt="be", instruction="!"
+    )
+    first, second = environment.samples("train")
+    assert first.messages == ({"role": "system", "content": "be"}, {"role": "user", "content": "hi!"})
+    assert first.completion == "hello"
+    assert [turn["content"] for turn in second.messages] == ["own", "hi", "hello", "more!"]
+    assert second.completion == ""
+    assert first.id == ("a-1" if suffix == "jsonl" else "a-0")
+
+
+def test_the_exact_check(tmp_path: Path) -> None:
+    environment = make(write(tmp_path / "a.jsonl", *sums(3)), check="exact")
+    sample = environment.samples("train")[0]
+    assert environment.score(sample, f" {sample.answer}\n") == 1.0
+    assert environment.score(sample, f"{sample.answer}.0") == 0.0
+    assert environment.score(sample, "") == 0.0
+
+
+def test_without_a_check_there_are_samples_and_no_judge(tmp_path: Path) -> None:
+    environment = make(write(tmp_path / "a.jsonl", {"text": "one"}, {"text": "two"}))
+    assert not environment.scores
+    sample = environment.samples("train")[0]
+    assert (sample.messages, sample.answer) == ((), "")
+    with pytest.raises(DataError, match=r"environment\.check is none, so answers cannot be judged"):
+        environment.step([sample], [[{"role": "assistant", "content": "x"}]])
+
+
+@pytest.mark.parametrize(
+    ("row", "config", "message"),
+    [
+        ({"question": "q"}, {"check": "exact"}, r"no value in the column 'answer' to check .*environment\.check=none"),
+        ({"question": "q", "answer": None}, {"check": "math"}, "no value in the column 'answer'"),
+        ({"text": "t", "answer": "1"}, {"check": "exact"}, "a text without a prompt cannot be judged"),
+        (
+            {"question": "q", "answer": "Paris"},
+            {"check": "math"},
+            "'Paris' is none that check: math .*exact",
+        ),
+        ({"question": "q", "answer": "#### \\sqrt{2}"}, {"check": "math"}, "none that check: math can compare"),
+        ({"question": "q", "answer": "####"}, {"check": "math"}, "the answer '' is none"),
+        ({"question": "q", "answer": ""}, {"check": "math"}, "the last assistant turn is empty"),
+        ({"a": "b"}, {}, r"no conversation in the columns \['a'\]"),
+        ({"question": "q", "answer": "1"}, {"columns": {"answer": "gold"}}, "there is no column 'gold'; there are"),
+    ],
+)
+def test_a_row_that_does_not_fit_is_named_at_the_start(tmp_path: Path, row, config, message) -> None:
+    good = {"question": "1+1?", "answer": "2", "gold": "2"}
+    path = write(tmp_path / "a.jsonl", good, row, good)
+    with pytest.raises(DataError, match=rf"a\.jsonl, line 2: .*{message}"):
+        make(path, **config)
+
+
+def test_a_broken_line_is_named_at_the_start(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", *sums(3))
+    path.write_text(path.read_text() + "{]\n", encoding="utf-8")
+    with pytest.raises(DataError, match=r"a\.jsonl, line 4: not JSON"):
+        make(path)
+
+
+def test_a_share_is_held_out_with_all_copies(tmp_path: Path) -> None:
+    """Forty rows of twenty questions, the copies in other spelling; a fifth is four questions."""
+    rows = [{"question": f"How much is {n}?", "answer": n} for n in range(20)]
+    rows += [{"question": f" how  MUCH is {n}?", "answer": n} for n in range(20)]
+    path = write(tmp_path / "a.jsonl", *rows)
+    environment = make(path, 3, check="exact", validation_fraction=0.2)
+    train, validation = answers(environment, "train"), answers(environment, "validation")
+    assert (len(train), len(validation)) == (32, 8)
+    assert len(set(validation)) == 4
+    assert not set(train) & set(validation)
+    ids = [sample.id for sample in environment.samples("train")]
+    assert ids == sorted(ids, key=lambda name: int(name.removeprefix("a-")))  # in the order of the data
+    assert answers(make(path, 3, check="exact", validation_fraction=0.2), "validation") == validation
+    assert answers(make(path, 4, check="exact", validation_fraction=0.2), "validation") != validation
+
+
+def test_prompts_of_validation_leave_train(tmp_path: Path) -> None:
+    train = write(tmp_path / "a.jsonl", *sums(4))
+    test = write(tmp_path / "b.parquet", {"question": " 2+1? ", "answer": 3})
+    environment = make(train, validation_path=str(test), check="exact")
+    assert answers(environment, "train") == ["1", "2", "4"]
+    assert answers(environment, "validation") == ["3"]
+    asked = [{"role": "system", "content": "be"}, {"role": "user", "content": "2+1?"}]
+    told = write(tmp_path / "c.jsonl", {"messages": asked, "answer": 3})  # the system's words do not count
+    assert answers(make(train, validation_path=str(told), check="exact"), "train") == ["1", "2", "4"]
+    with pytest.raises(DataError, match="no training row is left; every prompt is also in validation"):
+        make(test, validation_path=str(train))
+
+
+def test_splits_and_limits(tmp_path: Path) -> None:
+    write(tmp_path / "own" / "train.jsonl", *sums(9))
+    write(tmp_path / "own" / "dev.jsonl", *sums(5, start=100))
+    folder = tmp_path / "own"
+    environment = make(folder, validation_split="validation", max_samples=4, max_validation_samples=2, check="exact")
+    assert answers(environment, "train") == ["1", "2", "3", "4"]
+    assert answers(environment, "validation") == ["101", "102"]
+    with pytest.raises(DataError, match=r"no split 'test'; there are \['train', 'validation'\]"):
+        make(folder, validation_split="test")
+    # what is beyond the limit is not used at all, but of a share that is held out the rest is trained on
+    held_out = make(folder, validation_fraction=0.5, max_validation_samples=2, check="exact")
+    assert (len(held_out.samples("train")), len(held_out.samples("validation"))) == (7, 2)
+
+
+def test_one_prompt_cannot_be_split(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="one prompt alone cannot be split; give validation_path"):
+        make(write(tmp_path / "a.jsonl", {"text": "same"}, {"text": "Same "}))
+
+
+def test_samples_are_a_sequence(tmp_path: Path) -> None:
+    samples = make(write(tmp_path / "a.jsonl", *sums(9)), validation_path=str(TEST)).samples("train")
+    assert len(samples) == 9
+    assert samples[-1] == samples[8] == list(samples)[8]
+    part = samples[2:5]
+    assert [sample.id for sample in part] == ["a-3", "a-4", "a-5"]
+    assert len(part[1:]) == 2
+    assert samples[:0] is not None
+    assert len(samples[:0]) == 0
+    with pytest.raises(IndexError):
+        samples[9]
+
+
+def test_of_many_rows_some_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nine rows where four are many: two are tried, the first and the last, and validation is held out by rows."""
+    monkeypatch.setattr(dataset, "SCANNED", 4)
+    monkeypatch.setattr(dataset, "PROBED", 2)
+    path = write(tmp_path / "a.jsonl", *sums(4), {"a": "b"}, *sums(4))
+    environment = make(path, check="exact", validation_fraction=0.3)
+    assert (len(environment.samples("train")), len(environment.samples("validation"))) == (6, 3)
+    with pytest.raises(DataError, match="line 5: no conversation"):
+        [*environment.samples("train"), *environment.samples("validation")]
+    beside = make(path, check="exact", validation_path=str(write(tmp_path / "b.jsonl", *sums(1))))
+    assert len(beside.samples("train")) == 9
+    with pytest.raises(DataError, match="line 9: no conversation"):
+        make(write(tmp_path / "c.jsonl", *sums(8), {"a": "b"}))
+
+
+def test_hundreds_of_thousands_of_rows_are_not_read_to_begin_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, count = tmp_path / "a.jsonl", 200_000
+    with path.open("w", encoding="utf-8") as file:
+        file.writelines(f'{{"question": "{n}+1?", "answer": {n + 1}}}\n' for n in range(count))
+    read, reads = JsonlRows.read, []
+
+    def counted(self: JsonlRows, index: int) -> Any:
+        reads.append(index)
+        return read(self, index)
+
+    monkeypatch.setattr(JsonlRows, "read", counted)
+    train = make(path, check="math").samples("train")
+    assert len(reads) == dataset.PROBED
+    assert len(train) == count - 1024
+    assert len({train[number].answer for number in (0, 10, -1)}) == 3
+    assert len(train.sizes()) == len(train)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("gold", "comparable"),
+    [
+        ("18", True),
+        ("-1,800.50", True),
+        ("\\frac{1}{2}", True),
+        ("$18", True),
+        ("\\boxed{4}", True),
+        ("5\\text{ cm}", True),
+        ("2+3", True),
+        ("\\frac{\\sqrt{3}}{2}", False),
+        ("x^2", False),
+        ("Paris", False),
+        ("3:20 pm", False),
+        ("", False),
+        ("(", False),
+    ],
+)
+def test_what_math_can_compare(gold: str, comparable: bool) -> None:
+    assert is_comparable(gold) is comparable
