@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlframework.data.chat import Rendered, render_prompt
+from rlframework.data.chat import Rendered, has_answer, render_prompt
 from rlframework.data.models import model_positions
 from rlframework.errors import ConfigError, DataError
 
@@ -32,8 +33,9 @@ class InputCheck:
 
     A text that the tokenizer or the chat template refuses, and a row beyond the model's positions, is a `DataError`
     with the sample's id; a row beyond an explicit size of microbatches is a `ConfigError` on its key. Of more than
-    `RENDERED` samples only the `LONGEST` longest are rendered: a character that the tokenizer lacks may then be left
-    for later, a row that is too long hardly. `fits` holds each batch against the same limits.
+    `RENDERED` samples only the `LONGEST` longest are rendered, and those without an answer are told from what is known
+    of them: a character that the tokenizer lacks may then be left for later, a row that is too long hardly. `fits`
+    holds each batch against the same limits.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -67,9 +69,35 @@ class InputCheck:
         self._fit_microbatches(what, most, scored=scored)
 
     def rows(self, split: Split, samples: Sequence[Sample], render: Render) -> None:
-        """Rows to learn from, as `render` makes them of samples, fit into the model and into microbatches."""
-        sample, length = _longest(split, samples, lambda some: [len(ids) for ids, _ in render(some)])
+        """Rows to learn from, as `render` makes them of samples, fit into the model and into microbatches.
+
+        And they have something to learn: a cut (`algorithm.max_tokens`) that leaves no token to train on in any of them
+        is a `DataError`. Where it does so in some, stderr tells in how many.
+        """
+        _answered(split, samples, render)
+        learnt: list[bool] = []
+
+        def tokens(some: Sequence[Sample]) -> list[int]:
+            rendered = render(some)
+            learnt.extend(any(mask[1:]) for _, mask in rendered)  # nothing predicts the first token
+            return [len(ids) for ids, _ in rendered]
+
+        sample, length = _longest(split, samples, tokens)
         self._row(f"{split} sample {sample.id!r} has {length} tokens with its completion", length)
+        if not any(learnt) and len(samples) > len(learnt):  # the longest prompts: are they all like that?
+            tokens(_at_even_distances(samples))
+        self._tell_of_cuts(split, learnt.count(False), len(learnt))
+
+    def _tell_of_cuts(self, split: Split, nothing: int, rows: int) -> None:
+        """`nothing` of the `rows` that were looked at have nothing to learn."""
+        if not nothing:
+            return
+        limit = getattr(self._config.algorithm, "max_tokens", None)
+        what = f"of {rows:,} {split} rows that were looked at, {nothing:,} have no token to train on"
+        why = "" if limit is None else f": algorithm.max_tokens={limit} cuts what there was"
+        if nothing == rows:
+            raise DataError(f"{what}{why}; raise it, shorten the prompts, or leave such samples out")
+        print(f"{what}{why}", file=sys.stderr, flush=True)
 
     def tokens(self, lengths: Sequence[int] | np.ndarray[Any, Any], where: str) -> None:
         """Rows of token data of these lengths fit into the model and into microbatches; `where` names the data."""
@@ -77,10 +105,10 @@ class InputCheck:
         length = int(lengths[longest])
         self._row(f"{where}: row {longest} has {length} tokens", length)
 
-    def fits(self, lengths: Sequence[int], names: Sequence[str]) -> None:
+    def fits(self, split: Split, lengths: Sequence[int], names: Sequence[str]) -> None:
         """Rows of these lengths, of the samples of these names, fit into the model and into microbatches."""
         length = max(lengths)
-        self._row(f"train sample {names[lengths.index(length)]!r} has {length} tokens with its completion", length)
+        self._row(f"{split} sample {names[lengths.index(length)]!r} has {length} tokens with its completion", length)
 
     def _row(self, what: str, length: int) -> None:
         if self._positions is not None and length > self._positions:
@@ -124,8 +152,30 @@ def worth_rendering(samples: Sequence[Sample]) -> Sequence[Sample]:
         chosen = np.argpartition(sizes, len(sizes) - LONGEST)[-LONGEST:]
         chosen = chosen[np.argsort(-sizes[chosen], kind="stable")]
     else:
-        chosen = np.linspace(0, len(samples) - 1, LONGEST, dtype=np.int64)
+        return _at_even_distances(samples)
     return [samples[number] for number in chosen.tolist()]
+
+
+def _at_even_distances(samples: Sequence[Sample]) -> list[Sample]:
+    count = min(LONGEST, len(samples))
+    return [samples[number] for number in np.linspace(0, len(samples) - 1, count, dtype=np.int64).tolist()]
+
+
+def _answered(split: Split, samples: Sequence[Sample], render: Render) -> None:
+    """Each of many samples has an answer; `render` says of the first that has none what is wrong.
+
+    Of up to `RENDERED` samples all are rendered anyhow. Those made when they are asked for are not made for this: their
+    `without_answer` tells, where there is one.
+    """
+    if len(samples) <= RENDERED:
+        return
+    if isinstance(samples, (list, tuple)):
+        without = (number for number, sample in enumerate(samples) if not has_answer(sample))
+    else:
+        without = (number for number in getattr(samples, "without_answer", tuple)())
+    number = next(without, None)
+    if number is not None:
+        _tokens_of(split, samples[number], lambda some: [len(ids) for ids, _ in render(some)])
 
 
 def _characters(sample: Sample) -> int:

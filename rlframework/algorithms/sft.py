@@ -5,6 +5,7 @@ What is held out is judged by the environment where it can, else by the loss on 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +25,7 @@ from rlframework.interfaces.algorithm import Parts
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rlframework.interfaces.environment import Sample
+    from rlframework.interfaces.environment import Sample, Split
     from rlframework.plugins.hookspec import SampleRecord
 
 
@@ -79,7 +80,7 @@ class SFT(StepLoop):
         if self.parts.environment.scores:
             return super().validate(step)
         samples = self.parts.environment.samples("validation")[: self.config.validation.samples]
-        batch = self.encode(samples)
+        batch = self.encode(samples, "validation")
         rows = torch.arange(len(samples) + -len(samples) % self.parts.policy.data_parallel_size)
         batch = batch.select_indices(rows % len(samples))  # every worker must have as many
         batch["sample_mask"] = (rows < len(samples)).float()
@@ -90,13 +91,13 @@ class SFT(StepLoop):
     def next_batch(self) -> BatchedDataDict[Any]:
         """The next global batch: from token data by their numbers, else samples, rendered."""
         if self.tokens is None:
-            return self.encode(next(self.loader))
+            return self.encode(next(self.loader), "train")
         return _batch(self.tokens.rows(self.loader.indices(), self.parts.tokenizer.pad_token_id))
 
-    def encode(self, samples: Sequence[Sample]) -> BatchedDataDict[Any]:
-        """The batch of `samples`: a conversation a row, the mask on what is trained on."""
+    def encode(self, samples: Sequence[Sample], split: Split) -> BatchedDataDict[Any]:
+        """The batch of `samples`, which are of `split`: a conversation a row, the mask on what is trained on."""
         rendered = self.render(samples)
-        self.inputs.fits([len(ids) for ids, _ in rendered], [sample.id for sample in samples])
+        self.inputs.fits(split, [len(ids) for ids, _ in rendered], [sample.id for sample in samples])
         return _batch(pad_rendered(rendered, self.parts.tokenizer.pad_token_id))
 
     def render(self, samples: Sequence[Sample]) -> list[tuple[list[int], list[bool]]]:
@@ -105,7 +106,12 @@ class SFT(StepLoop):
 
 
 def open_token_data(config: SFTConfig, parts: Parts) -> TokenData:
-    """`algorithm.token_data`; a `ConfigError` where it was not made with this tokenizer and these settings."""
+    """`algorithm.token_data`; a `ConfigError` where it was not made with this tokenizer and these settings.
+
+    The section `environment` and the seed count too: with others, rows that are held out here may be in it. All their
+    keys must be equal but those that training rows do not depend on (`EnvironmentConfig.unseen_by_training`). Data that
+    does not say what it was made of (`write_token_data` without `source`) is taken on trust.
+    """
     assert config.token_data is not None
     tokens = TokenData(config.token_data)
     where = f"algorithm.token_data={str(config.token_data)!r}"
@@ -122,7 +128,30 @@ def open_token_data(config: SFTConfig, parts: Parts) -> TokenData:
                 f"{where} was made with algorithm.{name}={there}, and here it is {wanted}; set it to {there}, or make "
                 "the data again with `rlframework tokenize`"
             )
+    _check_source(tokens.meta.get("source") or {}, parts, where)
     return tokens
+
+
+def _check_source(source: Mapping[str, Any], parts: Parts, where: str) -> None:
+    if not source:
+        return
+    environment = parts.config.environment
+    here = _flat({"environment": environment.model_dump(mode="json"), "seed": parts.config.seed})
+    there = _flat(source)
+    for name in dict.fromkeys([*here, *there]):
+        if here.get(name) != there.get(name) and name not in environment.unseen_by_training:
+            raise ConfigError(
+                f"{where} was made with {name}={there.get(name)!r}, and here it is {here.get(name)!r}: rows that are "
+                "held out here may be in it. Set it to what it was, or make the data again with `rlframework tokenize`"
+            )
+
+
+def _flat(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """The values by dotted names."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        flat |= _flat(value, f"{before}{name}.") if isinstance(value, Mapping) else {f"{before}{name}": value}
+    return flat
 
 
 def _batch(rows: TokenRows) -> BatchedDataDict[Any]:

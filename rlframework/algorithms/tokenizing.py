@@ -76,6 +76,7 @@ def _rendered(
     algorithm = config.algorithm
     assert isinstance(algorithm, SFTConfig)  # see `tokenize`
     limit = model_positions(config.policy.model_name, config.policy.trust_remote_code)
+    learnt = False
     for start in range(0, len(samples), TOGETHER):
         some = list(samples[start : start + TOGETHER])
         for sample, row in zip(
@@ -86,8 +87,12 @@ def _rendered(
                     f"sample {sample.id!r} has {len(row[0])} tokens, and the model (policy.model_name="
                     f"{config.policy.model_name}) takes {limit}; algorithm.max_tokens={limit} cuts such rows"
                 )
+            learnt = learnt or any(row[1][1:])
             yield row
         progress(start + len(some), len(samples))
+    if not learnt:
+        cut = "" if algorithm.max_tokens is None else f": algorithm.max_tokens={algorithm.max_tokens} cuts them"
+        raise DataError(f"no token of any row is trained on, the first aside, which nothing predicts{cut}")
 
 
 def _check_out(out: Path) -> None:

@@ -137,3 +137,12 @@ class DatasetConfig(EnvironmentConfig):
         description="how answers are judged: not at all (for sft), the whole text, or by math-verify, where the gold "
         "answer may be text with #### before the result",
     )
+
+    @property
+    def unseen_by_training(self) -> frozenset[str]:
+        """See `EnvironmentConfig`. With validation data of its own, nothing is drawn.
+
+        `max_validation_samples` counts all the same: prompts of those rows are left out of training.
+        """
+        drawn = self.validation_path is None and self.validation_split is None
+        return frozenset({"environment.check"} | (set() if drawn else {"environment.validation_fraction", "seed"}))

@@ -51,6 +51,14 @@ class EnvironmentConfig(Section):
         None, description="first message of every conversation, where the model has roles"
     )
 
+    @property
+    def unseen_by_training(self) -> frozenset[str]:
+        """What the training rows do not depend on: `environment.key`, or `seed`. By default they do on everything.
+
+        Token data is taken for a run where these differ. A key that decides which rows are held out is none of them.
+        """
+        return frozenset()
+
 
 class ValidationConfig(Section):
     """Greedy answers to held-out samples."""

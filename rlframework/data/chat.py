@@ -9,8 +9,10 @@ assistant turn follows what generation saw: training on all of them is refused t
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from rlframework.data.texts import lone_surrogate
 from rlframework.data.turns import Chat, Piece
 from rlframework.errors import DataError
 
@@ -85,6 +87,11 @@ def render_samples(
         raise
 
 
+def has_answer(sample: Sample) -> bool:
+    """Whether there is something to learn from it: plain text, or what the assistant says after a prompt."""
+    return bool(sample.completion) or any(turn["role"] == "assistant" for turn in sample.messages[1:])
+
+
 def _parts(chat: Chat, sample: Sample, train_on: TrainOn) -> tuple[list[int], list[Piece]]:
     if not sample.messages and sample.completion:
         return chat.prefix(()), chat.text(sample.completion)
@@ -96,9 +103,28 @@ def _parts(chat: Chat, sample: Sample, train_on: TrainOn) -> tuple[list[int], li
 
 def _render(tokenizer: PreTrainedTokenizerBase, rows: Sequence[tuple[list[int], list[Piece]]]) -> list[Rendered]:
     """Ids and mask of each row: the ids before it, which are not trained on, and its pieces."""
+    spaced = any(piece.inside and piece.text[:1] == " " for _, pieces in rows for piece in pieces)
+    if spaced and _puts_space(tokenizer):
+        rows = [(prefix, [_without_space(piece) for piece in pieces]) for prefix, pieces in rows]
     texts = [text for _, pieces in rows for piece in pieces for text in (piece.text, piece.end) if text]
     encoded = iter(_encode(tokenizer, texts))
     return [_join(tokenizer, prefix, pieces, encoded) for prefix, pieces in rows]
+
+
+def _puts_space(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether it puts a space before each text, as SentencePiece does."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return False
+    text = backend.normalizer.normalize_str("x") if backend.normalizer else "x"
+    pieces = backend.pre_tokenizer.pre_tokenize_str(text) if backend.pre_tokenizer else [(text, (0, 1))]
+    return bool(pieces and pieces[0][0] in ("▁x", "Ġx", "▁", "Ġ", " x"))
+
+
+def _without_space(piece: Piece) -> Piece:
+    """`piece` without the first space, which the tokenizer then puts there."""
+    spaced = piece.inside and piece.text[:1] == " " and len(piece.text) > 1
+    return replace(piece, text=piece.text[1:]) if spaced else piece
 
 
 def _join(
@@ -121,7 +147,10 @@ def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[i
         return []
     try:
         return [list(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
-    except Exception as error:  # the tokenizers library raises bare Exception
+    except Exception as error:  # the tokenizers library raises bare Exception, and TypeError for half a character
+        for text in texts:
+            if (half := lone_surrogate(text)) is not None:
+                raise DataError(f"half a character ({half}) in {text!r}: no tokenizer takes it") from error
         if "Missing [UNK] token" not in str(error):
             raise
         raise _no_token(tokenizer, texts) from error

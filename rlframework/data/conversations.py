@@ -16,8 +16,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
+from rlframework.data.texts import is_missing, lone_surrogate, number_text
 from rlframework.errors import DataError
 from rlframework.interfaces.environment import Message
 
@@ -46,7 +48,11 @@ class Conversation:
 
 
 def conversation_of(row: Mapping[str, Any], columns: ColumnsConfig, where: str) -> Conversation:
-    """The conversation in `row`; a `DataError` that begins with `where` says what does not fit."""
+    """The conversation in `row`; a `DataError` that begins with `where` says what does not fit.
+
+    Numbers are read as texts; one that is not a number (NaN) is no value, as null is none.
+    """
+    row = {name: None if is_missing(value) else value for name, value in row.items()}
     turns = _turns(row, columns, where)
     answer = row.get(columns.answer)
     gold = None if answer is None else _plain(answer, where, columns.answer)
@@ -114,7 +120,7 @@ def _messages(value: Any, where: str) -> list[Message]:
 def _message(turn: Any, where: str) -> Message:
     if not isinstance(turn, Mapping):
         raise DataError(f"{where}: must be an object with 'role' and 'content', not {type(turn).__name__}")
-    given = {key: value for key, value in turn.items() if value is not None}  # Arrow fills in what a turn lacks
+    given = {key: value for key, value in turn.items() if not is_missing(value)}  # Arrow fills in what a turn lacks
     role, content = given.get("role", given.get("from")), given.get("content", given.get("value"))
     if given.get("tool_calls") or given.get("function_call"):
         raise DataError(f"{where}: calls of tools are not read; leave such rows out, or write them as text")
@@ -128,20 +134,30 @@ def _message(turn: Any, where: str) -> Message:
 def _text(content: Any, where: str) -> str:
     """`content`, or the texts of its parts, where it is a list of parts."""
     if isinstance(content, str):
-        return content
+        return _whole(content, where)
     if isinstance(content, Sequence) and all(isinstance(part, Mapping) for part in content):
         kinds = sorted({str(part.get("type")) for part in content} - {"text"})
         if not kinds and all(isinstance(part.get("text"), str) for part in content):
-            return "".join(part["text"] for part in content)
+            return _whole("".join(part["text"] for part in content), where)
         raise DataError(f"{where}: parts of the kinds {kinds} are not read, only text")
     raise DataError(f"{where}: the content must be text, not {type(content).__name__}")
 
 
 def _plain(value: Any, where: str, column: str = "") -> str:
     """Text, or a number as text: answers often are."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return str(value)
     place = f"{where}, column {column!r}" if column else where
-    raise DataError(f"{place}: must be text or a number, not {type(value).__name__}")
+    if isinstance(value, str):
+        return _whole(value, place)
+    number = number_text(value)
+    if number is None:
+        given = value if isinstance(value, (float, Decimal)) else type(value).__name__
+        raise DataError(f"{place}: must be text or a number, not {given}")
+    return number
+
+
+def _whole(text: str, where: str) -> str:
+    """`text`, without half a character in it."""
+    half = lone_surrogate(text)
+    if half is not None:
+        raise DataError(f"{where}: there is half a character ({half}) in the text; mend it, or leave such rows out")
+    return text

@@ -10,25 +10,25 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rlframework.errors import BatchError
+from rlframework.data.global_batch import described, is_integral
+from rlframework.data.packing.lengths import read_count, round_up
+from rlframework.errors import BatchError, BatchTypeError
 from rlframework.interfaces.data_processor import ProcessedInputs
 
 
-def round_up(value: int, multiple: int) -> int:
-    """The least multiple of `multiple` that is not below `value`."""
-    return -(-value // multiple) * multiple
-
-
 def padded_inputs(input_ids: Tensor, pad_multiple: int = 1) -> ProcessedInputs:
-    """The rows `[b, S]` as they are, with zeros on the right up to a multiple of `pad_multiple`.
+    """The rows `[b, S]` of any integers as int64, with zeros on the right up to a multiple of `pad_multiple`.
 
     No mask: under causal attention no token sees the padding on its right.
     """
+    input_ids = input_ids.to(torch.int64)
     rows, width = input_ids.shape
     length = round_up(width, pad_multiple)
     return ProcessedInputs(
@@ -42,8 +42,10 @@ def packed_inputs(input_ids: Tensor, lengths: Tensor, pad_multiple: int = 1) -> 
     """The tokens of the rows `[b, S]` one after the other in one row `[1, L]`, and the bounds of the sequences.
 
     L is the sum of `lengths [b]`, rounded up to a multiple of `pad_multiple`; the tail is one more sequence, of zeros.
-    Positions start again at 0 with each sequence. The bounds `[b + 1]` or, with a tail, `[b + 2]` are int32.
+    Positions start again at 0 with each sequence. The bounds `[b + 1]` or, with a tail, `[b + 2]` are int32. Tokens and
+    lengths may be any integers; the model gets int64.
     """
+    input_ids, lengths = input_ids.to(torch.int64), lengths.to(torch.int64)
     tokens = input_ids.masked_select(_first(lengths, input_ids.shape[1]))
     starts = pad(lengths.cumsum(0), (1, 0))
     total = len(tokens)
@@ -78,9 +80,9 @@ def pack_sequences(
 
     `unpack_tensor` is the inverse. A gradient flows through to `input_ids`. `BatchError` where sizes do not fit.
     """
-    known = _checked_lengths(input_lengths, input_ids, "input_ids")
+    known, least = _checked_lengths(input_lengths, input_ids, "input_ids"), _checked_filling(padding_value, min_seq_len)
     lengths, totals = known.to(input_ids.device), _totals(known, packed_sequence_size)
-    real = _first(totals.to(input_ids.device), max([0, min_seq_len, *totals.tolist()]))
+    real = _first(totals.to(input_ids.device), max([least, *totals.tolist()]))
     packed = _fill(real, _take(input_ids, _first(lengths, input_ids.shape[1])), padding_value)
     positions = _fill(real, _positions(lengths, int(totals.sum())), 0)
     return packed, positions, _block_diagonal_mask(lengths, real) if return_attention_mask else None
@@ -93,13 +95,12 @@ def unpack_tensor(tensor: Tensor, input_lengths: Tensor, packed_sequence_size: S
     not read. A gradient flows through to `tensor`.
     """
     known = _checked_lengths(input_lengths)
-    sizes = [len(known)] if packed_sequence_size is None else packed_sequence_size
-    if tensor.ndim < 2 or len(tensor) != len(sizes):
-        raise BatchError(
-            f"unpack_tensor: the tensor has shape {tuple(tensor.shape)}; it must be [{len(sizes)}, L, ...], a row for "
-            "each entry of packed_sequence_size (one row if that is None)"
+    totals = _totals(known, [len(known)] if packed_sequence_size is None else packed_sequence_size)
+    if not isinstance(tensor, Tensor) or tensor.ndim < 2 or len(tensor) != len(totals):
+        raise BatchTypeError(
+            f"unpack_tensor: what is unpacked must be a tensor [{len(totals)}, L, ...], a row for each entry of "
+            f"packed_sequence_size (one row if that is None), got {described(tensor)}"
         )
-    totals = _totals(known, sizes)
     most = max(totals.tolist(), default=0)
     if most > tensor.shape[1]:
         raise BatchError(
@@ -118,16 +119,10 @@ def group_and_cat_tensors(
     `tensors`: 1-D of any lengths (or `[n, ...]`, alike from dimension 1 on), of one dtype and device. L is the longest
     row, at least `min_seq_len`; `padding_value` fills up on the right. A gradient flows through.
     """
-    kinds = {(tensor.shape[1:], tensor.dtype, tensor.device) for tensor in tensors if tensor.ndim}
-    if not tensors or any(tensor.ndim == 0 for tensor in tensors) or len(kinds) > 1:
-        given = [(tuple(tensor.shape), str(tensor.dtype), str(tensor.device)) for tensor in tensors]
-        raise BatchError(
-            "group_and_cat_tensors takes at least one tensor, all with dimension 0 as the sequence and alike in the "
-            f"other dimensions, dtype and device; got {given}"
-        )
-    totals = _totals(torch.tensor([len(tensor) for tensor in tensors]), group_sizes)
-    real = _first(totals.to(tensors[0].device), max([0, min_seq_len, *totals.tolist()]))
-    return _fill(real, torch.cat(list(tensors)), padding_value)
+    parts, least = _checked_tensors(tensors), _checked_filling(padding_value, min_seq_len)
+    totals = _totals(torch.tensor([len(part) for part in parts]), group_sizes)
+    real = _first(totals.to(parts[0].device), max([least, *totals.tolist()]))
+    return _fill(real, torch.cat(parts), padding_value)
 
 
 @dataclass
@@ -190,16 +185,13 @@ def _block_diagonal_mask(lengths: Tensor, real: Tensor) -> Tensor:
 
 def _checked_lengths(input_lengths: Tensor, rows: Tensor | None = None, name: str = "") -> Tensor:
     """`input_lengths` as int64 on the CPU; a `BatchError` unless they are `[B]` and fit the rows `[B, S, ...]`."""
-    if not isinstance(input_lengths, Tensor):
-        raise BatchError(f"input_lengths must be a 1-D tensor of integers, got a {type(input_lengths).__name__}")
-    if input_lengths.ndim != 1 or input_lengths.is_floating_point() or input_lengths.dtype == torch.bool:
-        raise BatchError(
-            f"input_lengths must be a 1-D tensor of integers, got {input_lengths.dtype} of shape "
-            f"{tuple(input_lengths.shape)}"
-        )
+    if not is_integral(input_lengths) or input_lengths.ndim != 1:
+        raise BatchTypeError(f"input_lengths must be a 1-D tensor of integers, got {described(input_lengths)}")
+    if name and not isinstance(rows, Tensor):
+        raise BatchTypeError(f"{name} must be a tensor [B, S] or [B, S, ...], got {described(rows)}")
     if rows is not None and (rows.ndim < 2 or len(rows) != len(input_lengths)):
         raise BatchError(
-            f"{name} has shape {tuple(rows.shape)}, input_lengths {tuple(input_lengths.shape)}; they must be [B, S] "
+            f"{name} has shape {list(rows.shape)}, input_lengths has {list(input_lengths.shape)}; they must be [B, S] "
             "and [B]"
         )
     lengths = input_lengths.to("cpu", torch.int64)
@@ -208,6 +200,30 @@ def _checked_lengths(input_lengths: Tensor, rows: Tensor | None = None, name: st
         allowed = "0 or more" if most is None else f"0..{most}, the columns of {name}"
         raise BatchError(f"input_lengths lie in {int(lengths.min())}..{int(lengths.max())}; allowed is {allowed}")
     return lengths
+
+
+def _checked_filling(padding_value: Any, min_seq_len: Any) -> int:
+    """`min_seq_len` as an int; a `BatchError` unless it is a count and `padding_value` a number."""
+    if not isinstance(padding_value, Real):
+        raise BatchTypeError(f"padding_value must be a number, got {padding_value!r}")
+    return read_count(min_seq_len, "min_seq_len", 0)
+
+
+def _checked_tensors(tensors: Any) -> list[Tensor]:
+    """At least one tensor, alike from dimension 1 on, in dtype and device; else a `BatchError`."""
+    try:
+        parts = list(tensors)
+    except TypeError:
+        raise BatchTypeError(f"group_and_cat_tensors takes a list of tensors, got {described(tensors)}") from None
+    odd = [part for part in parts if not isinstance(part, Tensor)]
+    if odd:
+        raise BatchTypeError(f"group_and_cat_tensors takes a list of tensors, got one with {described(odd[0])}")
+    if not parts or any(part.ndim == 0 for part in parts) or len({(p.shape[1:], p.dtype, p.device) for p in parts}) > 1:
+        raise BatchError(
+            "group_and_cat_tensors takes at least one tensor, all with dimension 0 as the sequence and alike in the "
+            f"other dimensions, dtype and device; got {[f'{described(part)} on {part.device}' for part in parts]}"
+        )
+    return parts
 
 
 def _totals(lengths: Tensor, sizes: Sequence[int]) -> Tensor:

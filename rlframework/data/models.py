@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlframework.data.hub import is_path, quiet_hub
 from rlframework.errors import ConfigError, DataError
@@ -69,16 +69,17 @@ def model_positions(name: str, trust_remote_code: bool = False) -> int | None:
 
     `name` as for `load_tokenizer`. `DataError` where there is no configuration.
     """
-    return _size(name, trust_remote_code, "max_position_embeddings", "n_positions")
+    return _size(_text_config(name, trust_remote_code), "max_position_embeddings", "n_positions")
 
 
-def model_hidden_size(name: str, trust_remote_code: bool = False) -> int | None:
-    """Width of a model's hidden states, by its configuration; None where that does not say. Else as above."""
-    return _size(name, trust_remote_code, "hidden_size", "n_embd")
+def model_sizes(name: str, trust_remote_code: bool = False) -> tuple[int | None, int | None]:
+    """Width of the hidden states and size of the vocabulary, each None where the configuration does not say it."""
+    text = _text_config(name, trust_remote_code)
+    return _size(text, "hidden_size", "n_embd"), _size(text, "vocab_size")
 
 
-def _size(name: str, trust_remote_code: bool, *keys: str) -> int | None:
-    """The first of `keys` that the configuration of the language model holds a positive number for."""
+def _text_config(name: str, trust_remote_code: bool) -> Any:
+    """The configuration of the language model of `name`."""
     from transformers import AutoConfig
 
     try:
@@ -91,8 +92,12 @@ def _size(name: str, trust_remote_code: bool, *keys: str) -> int | None:
             f"no model configuration can be read from {name!r}: there is no such model, or its config.json is broken "
             f"({str(error).partition(chr(10))[0].rstrip('.')}). Check policy.model_name"
         ) from error
-    text = config.get_text_config()
-    sizes = (getattr(text, key, None) for key in keys)
+    return config.get_text_config()
+
+
+def _size(config: Any, *keys: str) -> int | None:
+    """The first of `keys` that `config` holds a positive number for."""
+    sizes = (getattr(config, key, None) for key in keys)
     return next((size for size in sizes if isinstance(size, int) and size > 0), None)
 
 

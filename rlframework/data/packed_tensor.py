@@ -7,7 +7,7 @@ shuffle them by row. So rows are kept apart, and joined when a tensor is asked f
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -171,3 +171,8 @@ def _all_packed(values: Sequence[PackedTensor], what: str) -> Sequence[PackedTen
     if wrong:
         raise BatchTypeError(f"{what} takes PackedTensors, got a {wrong[0]}")
     return values
+
+
+def has_media(data: Mapping[str, Any]) -> bool:
+    """Whether a batch is multimodal: by its keys, so that all ranks say the same, also those without media."""
+    return any(isinstance(value, PackedTensor) for value in data.values())

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
@@ -25,6 +26,8 @@ from rlframework.interfaces.environment import Message, Sample
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+
+_MOST = torch.finfo(torch.float32).max
 
 _AT_ONCE = 4096
 """Pairs whose tokens are compared in one go."""
@@ -65,7 +68,8 @@ class PreferencePairs(MemmapTensorClass):
 
         All is padded to the longest sequence. A pair of which one has more than `max_length` tokens is a `DataError`,
         or left out (`too_long="drop"`); so is it to end up with no pair. Scores become `end_scores`, fp32; all rows
-        have them, or none. Chosen and rejected lie row by row in one tensor each, so `to_fields` copies nothing big.
+        have two finite ones, or none has any. Chosen and rejected lie row by row in one tensor each, so `to_fields`
+        copies nothing big.
         """
         if too_long not in ("error", "drop"):
             raise DataError(f"too_long is {too_long!r}; take 'error' or 'drop'")
@@ -84,7 +88,7 @@ class PreferencePairs(MemmapTensorClass):
         scored = [rows[index].scores is not None for index in kept]
         if any(scored) != all(scored):
             raise DataError(f"{sum(scored)} of {len(scored)} pairs have scores; all must have them, or none")
-        scores = torch.tensor([rows[index].scores for index in kept]) if all(scored) else None
+        scores = _scores([rows[index] for index in kept]) if all(scored) else None
         return cls._of_tokens([tokenised[index] for index in kept], _padding(tokenizer), scores)
 
     @classmethod
@@ -198,6 +202,22 @@ def _tokenise(row: PreferenceRow, tokenizer: PreTrainedTokenizerBase) -> _Tokens
         for text in (row.chosen, row.rejected)
     ]
     return _Tokens(len(prompt), prompt + answers[0], prompt + answers[1])
+
+
+def _scores(rows: Sequence[PreferenceRow]) -> Tensor:
+    """`[P, 2]` fp32: what chosen and rejected are worth."""
+    for index, row in enumerate(rows):
+        if not _are_scores(row.scores):
+            raise DataError(
+                f"pair {index} ({row.id or 'without id'}) has scores {row.scores!r}; give two finite numbers, for the "
+                "chosen and the rejected answer, or none for all pairs"
+            )
+    return torch.tensor([row.scores for row in rows], dtype=torch.float32)
+
+
+def _are_scores(scores: Any) -> bool:
+    numbers = isinstance(scores, (tuple, list)) and all(isinstance(one, Real) for one in scores)
+    return numbers and len(scores) == 2 and all(abs(one) <= _MOST for one in scores)
 
 
 def _padding(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -19,7 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 
 from rlframework.data.global_batch import check_tokens, process_global_batch
-from rlframework.data.model_inputs import get_flash_attention_kwargs, pack_sequences, round_up
+from rlframework.data.model_inputs import get_flash_attention_kwargs, pack_sequences
+from rlframework.data.packing.lengths import read_count, round_up
 from rlframework.data.ranks import max_over_ranks
 from rlframework.errors import BatchError, BatchKeyError, BatchTypeError
 from rlframework.interfaces.data_processor import ProcessedInputs, ProcessedMicrobatch
@@ -38,7 +39,7 @@ __all__ = [
 def process_microbatch(
     mb: BatchedDataDict[Any], tokenizer: Any, enable_seq_packing: bool, cfg: Mapping[str, Any], cp_size: int
 ) -> ProcessedInputs:
-    """What the model's forward takes of the rows of `mb`, on their device.
+    """What the model's forward takes of the rows of `mb`, on their device; tokens of any integers become int64.
 
     - Padded: `input_ids [B, S]` as they are, an attention mask of ones (bool: padding on the right is invisible under
       causal attention, and a mask without holes lets attention take its causal kernel), positions `[B, S]`.
@@ -55,7 +56,7 @@ def process_microbatch(
 
     `BatchError` for rows of a wrong shape, and for multimodal rows with packing, context or sequence parallelism.
     """
-    input_ids = _check_rows(mb, enable_seq_packing, cfg, cp_size)
+    input_ids = _check_rows(mb, enable_seq_packing, cfg, cp_size).to(torch.int64)
     multiple = 2 * cp_size if cp_size > 1 else 1
     filling = _padding_value(tokenizer)
     if enable_seq_packing:
@@ -119,7 +120,8 @@ def _raw_microbatches(
     if dynamic and packing:
         raise BatchError("cfg switches on both dynamic_batching and sequence_packing; rows go one way: choose one")
     if not dynamic and not packing:
-        if mbs < 1 or data.size % mbs:
+        mbs = read_count(mbs, "mbs", 1)
+        if data.size % mbs:
             raise BatchError(f"{data.size} rows do not divide into microbatches of {mbs}")
         return lambda: data.make_microbatch_iterator(mbs), data.size // mbs
     if dynamic:
@@ -196,8 +198,7 @@ def _check_rows(data: BatchedDataDict[Any], packing: bool, cfg: Mapping[str, Any
     input_ids = check_tokens(data)
     if packing and "input_lengths" not in data:
         raise BatchKeyError(f"input_lengths must be present in rows that are packed; they have {sorted(data, key=str)}")
-    if cp_size < 1:
-        raise BatchError(f"cp_size is {cp_size}; it must be 1 or more")
+    read_count(cp_size, "cp_size", 1)
     media = sorted(data.get_multimodal_dict())
     sequence_parallel = bool(_section(cfg, "dtensor_cfg").get("sequence_parallel", False))
     asked = {"sequence packing": packing, "context parallelism": cp_size > 1, "sequence parallelism": sequence_parallel}
@@ -211,6 +212,8 @@ def _check_rows(data: BatchedDataDict[Any], packing: bool, cfg: Mapping[str, Any
 
 def _section(cfg: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """`cfg[name]`; empty where it is absent or None."""
+    if not isinstance(cfg, Mapping):
+        raise BatchTypeError(f"cfg must be a dictionary with sections such as {name}, got a {type(cfg).__name__}")
     found = cfg.get(name) or {}
     if not isinstance(found, Mapping):
         raise BatchError(f"cfg[{name!r}] must be a section with keys of its own, got {found!r}")

@@ -27,12 +27,19 @@ class Piece:
     """A text that is tokenised by itself, and token ids that follow it.
 
     `end`: the beginning of `text` that is trained on, where the rest is not: the end of a turn, then what comes next.
+    `inside`: it is what a turn says, after other text; a tokenizer that puts a space before each text must not add one
+    to a space that is there.
     """
 
     text: str
     trained: bool
     end: str = ""
     tokens: tuple[int, ...] = ()
+    inside: bool = False
+
+
+_PROBE = "\ue000answer\ue001"
+"""Stands for an answer, where the template is asked what it puts after one: in no conversation, and no space in it."""
 
 
 class Chat:
@@ -88,20 +95,24 @@ class Chat:
                     "reasoning, or adds something), so no row has all turns as generation saw them. Train on the last "
                     "turn (algorithm.train_on=last), or give a policy.chat_template that keeps earlier turns"
                 )
-            pieces += [Piece(content, trained=True), Piece(after[len(start) :], trained=False, end=end)]
+            pieces += [Piece(content, trained=True, inside=True), Piece(after[len(start) :], trained=False, end=end)]
             before = after
         return pieces
 
     def _completion(self, messages: Sequence[Message], before: str, content: str) -> list[Piece]:
+        """The content as it was given, and as the template writes it where that puts space before it."""
         if not self._tokenizer.chat_template:
-            return [Piece(content, trained=True, tokens=(self._eos,))]
-        answer: Message = {"role": "assistant", "content": content}
-        whole = self._template([*messages, answer])
+            return self.text(content)
+        whole = self._template([*messages, {"role": "assistant", "content": content}])
         written = self._as_written(whole, before, content)
-        end = None if written is None else self._special_end(whole[len(before + written) :])
+        if written is None:
+            end = self._probed_end(messages)
+        else:
+            end = self._special_end(whole[len(before) + len(written) :])
+            content = content if written in (content, content.strip()) else written
         if not end:
-            return [Piece(content, trained=True, tokens=(self._eos,))]
-        return [Piece(content, trained=True), Piece(end, trained=True)]
+            return [Piece(content, trained=True, tokens=(self._eos,), inside=True)]
+        return [Piece(content, trained=True, inside=True), Piece(end, trained=True)]
 
     def _end(self, messages: Sequence[Message], start: str, after: str) -> str:
         """What ends the last turn of `messages`, whose text so far is `start`, in `after`; nothing where nothing does.
@@ -113,8 +124,14 @@ class Chat:
         whole = self._template(messages)
         if whole.startswith(start):
             return self._special_end(whole[len(start) :])
-        eos = str(self._tokenizer.eos_token)
-        return eos if after.startswith(start + eos) else ""
+        ends = (self._probed_end(messages[:-1]), str(self._tokenizer.eos_token))
+        return next((end for end in ends if after.startswith(start + end)), "")
+
+    def _probed_end(self, messages: Sequence[Message]) -> str:
+        """What ends an assistant turn after `messages` that the template writes in another way than it was said."""
+        whole = self._template([*messages, {"role": "assistant", "content": _PROBE}])
+        _, found, tail = whole.rpartition(_PROBE)
+        return self._special_end(tail) if found else ""
 
     def _special_end(self, tail: str) -> str:
         """`tail` up to and with its first special token; nothing where it has none."""
@@ -123,8 +140,17 @@ class Chat:
 
     @staticmethod
     def _as_written(text: str, before: str, content: str) -> str | None:
-        """`content` as it stands in `text` after `before`: itself, or without the space around it; None: neither."""
-        return next((form for form in (content, content.strip()) if text.startswith(before + form)), None)
+        """`content` as it stands in `text` after `before`; None: it does not.
+
+        Itself, or without the space around it, or either with the space that a template puts before answers (Llama 2,
+        Mistral, Vicuna): no prompt ends with that, so it belongs to the answer.
+        """
+        if not text.startswith(before):
+            return None
+        rest, bare = text[len(before) :], content.strip()
+        lead = rest[: len(rest) - len(rest.lstrip())]
+        forms = (content, bare, lead + content.lstrip(), lead + bare)
+        return next((form for form in forms if rest.startswith(form)), None)
 
     @cached_property
     def _begin(self) -> list[int]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 import torch
 
+from rlframework.data.global_batch import described
 from rlframework.data.packing import balanced_microbatches, get_packer, round_robin_microbatches
 from rlframework.data.packing.lengths import read_count, round_up
 from rlframework.errors import BatchError, BatchKeyError, BatchTypeError
@@ -187,7 +188,7 @@ def read_lengths(data: Mapping[str, Any], size: int, input_key: str, lengths_key
             raise BatchKeyError(f"the batch has no {key!r}, which is its {name}; it has {sorted(data, key=str)}")
     tokens, lengths = data[input_key], data[lengths_key]
     if not isinstance(tokens, torch.Tensor) or tokens.ndim < 2:
-        raise BatchTypeError(f"{input_key!r} must be a tensor [B, S] of tokens, got {_described(tokens)}")
+        raise BatchTypeError(f"{input_key!r} must be a tensor [B, S] of tokens, got {described(tokens)}")
     if (
         not isinstance(lengths, torch.Tensor)
         or lengths.ndim != 1
@@ -196,7 +197,7 @@ def read_lengths(data: Mapping[str, Any], size: int, input_key: str, lengths_key
         or lengths.is_complex()
         or lengths.device.type == "meta"
     ):
-        raise BatchTypeError(f"{lengths_key!r} must be a tensor [B] of integers, got {_described(lengths)}")
+        raise BatchTypeError(f"{lengths_key!r} must be a tensor [B] of integers, got {described(lengths)}")
     width = tokens.shape[1]
     values: list[int] = lengths.tolist()
     wrong = next((row for row, length in enumerate(values) if not 0 <= length <= width), None)
@@ -242,16 +243,10 @@ def _chunks(size: int, batch_size: int | None) -> list[Block]:
 
 def _check_keys(args: Any, kind: Any, name: str) -> None:
     if not isinstance(args, Mapping):
-        raise BatchTypeError(f"{name} must be a dictionary with the keys of {kind.__name__}, got {_described(args)}")
+        raise BatchTypeError(f"{name} must be a dictionary with the keys of {kind.__name__}, got {described(args)}")
     unknown, missing = set(args) - set(kind.__annotations__), kind.__required_keys__ - set(args)
     if unknown or missing:
         raise BatchKeyError(
             f"{name} lacks {sorted(missing)} and has unknown keys {sorted(map(str, unknown))}; "
             f"needed: {sorted(kind.__required_keys__)}, possible: {sorted(kind.__optional_keys__)}"
         )
-
-
-def _described(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"{value.dtype} of shape {list(value.shape)}"
-    return f"a {type(value).__name__}"

@@ -1,8 +1,9 @@
 """Anybody's data: questions, prompts, conversations or texts from files or the hub, to train on and to be judged by.
 
-Samples are made when they are asked for. Up to `SCANNED` rows are all looked at once at the start, so that what is
-wrong with one is told before any work and no prompt of validation, in any spelling of case and space, is trained on. Of
-more rows only `PROBED` are looked at, validation is held out by rows, and copies of its rows may stay in training.
+Samples are made when they are asked for. Up to `SCANNED` rows are all looked at once at the start, so that a row of no
+known shape is told before any work, those without an answer are known (`LazySamples.without_answer`), and no prompt of
+validation, in any spelling of case and space, is trained on. Of more rows only `PROBED` are looked at, validation is
+held out by rows, and copies of its rows may stay in training.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, overload
 
 import numpy as np
 
+from rlframework.data.chat import has_answer
 from rlframework.data.conversations import Conversation, conversation_of
 from rlframework.data.loader import shuffled
 from rlframework.data.sources.opening import is_local, open_rows
@@ -32,10 +34,19 @@ PROBED = 2_000
 
 
 class LazySamples(Sequence[Sample]):
-    """The samples of some rows of `rows`, made by `make` when they are asked for. A slice is another such sequence."""
+    """The samples of some rows of `rows`, made by `make` when they are asked for. A slice is another such sequence.
 
-    def __init__(self, rows: Rows, numbers: npt.NDArray[np.int64], make: Callable[[Rows, int], Sample]) -> None:
-        self._rows, self._numbers, self._make = rows, numbers, make
+    `unanswered`: the rows that were looked at and have nothing that the assistant says.
+    """
+
+    def __init__(
+        self,
+        rows: Rows,
+        numbers: npt.NDArray[np.int64],
+        make: Callable[[Rows, int], Sample],
+        unanswered: Sequence[int] = (),
+    ) -> None:
+        self._rows, self._numbers, self._make, self._unanswered = rows, numbers, make, unanswered
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -46,12 +57,16 @@ class LazySamples(Sequence[Sample]):
     def __getitem__(self, index: slice) -> LazySamples: ...
     def __getitem__(self, index: int | slice) -> Sample | LazySamples:
         if isinstance(index, slice):
-            return LazySamples(self._rows, self._numbers[index], self._make)
+            return LazySamples(self._rows, self._numbers[index], self._make, self._unanswered)
         return self._make(self._rows, int(self._numbers[index]))
 
     def sizes(self) -> npt.NDArray[np.int64]:
         """About how many characters each sample has, `[n]`, without making it."""
         return self._rows.sizes()[self._numbers]
+
+    def without_answer(self) -> npt.NDArray[np.int64]:
+        """The numbers of the samples here that are known to have nothing that the assistant says, in order."""
+        return np.flatnonzero(np.isin(self._numbers, np.array(self._unanswered, np.int64)))
 
 
 class DatasetEnvironment(VerifiableEnvironment):
@@ -60,6 +75,7 @@ class DatasetEnvironment(VerifiableEnvironment):
     def __init__(self, config: DatasetConfig, *, seed: int) -> None:
         """Open the data. Whatever cannot be read as the configuration says is a `DataError` naming file and row."""
         self._config = config
+        self._unanswered: list[int] = []
         train, validation = _open(config)
         self.scores = config.check != "none"
         if validation is None:
@@ -67,11 +83,11 @@ class DatasetEnvironment(VerifiableEnvironment):
             validation = train
         else:
             held_out = np.arange(len(validation))[: config.max_validation_samples]
-            kept = self._without(train, {self._key(validation, int(number)) for number in held_out})
+            kept = self._without(train, {_key(self._sample(validation, int(number))) for number in held_out})
         if not len(kept):
             raise DataError(f"{config.path}: no training row is left; every prompt is also in validation")
         self._samples: dict[Split, Sequence[Sample]] = {
-            "train": LazySamples(train, kept[: config.max_samples], self._sample),
+            "train": LazySamples(train, kept[: config.max_samples], self._sample, self._unanswered),
             "validation": LazySamples(validation, held_out, self._sample),
         }
 
@@ -142,16 +158,22 @@ class DatasetEnvironment(VerifiableEnvironment):
         """A number for each row's prompt, equal for equal prompts: of many rows the row's own, after some are tried."""
         count = len(rows)
         if count <= SCANNED:
-            return np.fromiter((self._key(rows, number) for number in range(count)), np.uint64, count)
+            return np.fromiter((self._looked_at(rows, number) for number in range(count)), np.uint64, count)
         for number in np.linspace(0, count - 1, PROBED, dtype=np.int64).tolist():
-            self._sample(rows, number)
+            self._looked_at(rows, number)
         return np.arange(count, dtype=np.uint64)
 
-    def _key(self, rows: Rows, number: int) -> int:
+    def _looked_at(self, rows: Rows, number: int) -> int:
         sample = self._sample(rows, number)
-        asked = [message["content"] for message in sample.messages if message["role"] != "system"]
-        text = " ".join(" ".join(asked or [sample.completion]).lower().split())
-        return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
+        if not has_answer(sample):
+            self._unanswered.append(number)
+        return _key(sample)
+
+
+def _key(sample: Sample) -> int:
+    asked = [message["content"] for message in sample.messages if message["role"] != "system"]
+    text = " ".join(" ".join(asked or [sample.completion]).lower().split())
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
 
 
 def _open(config: DatasetConfig) -> tuple[Rows, Rows | None]:

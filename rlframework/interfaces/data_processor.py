@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from rlframework.errors import BatchError
+
 if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
@@ -33,11 +35,18 @@ class MicrobatchRule:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How rows become microbatches: `mode` is padded, dynamic or packed; `tokens` caps the last two."""
+    """How rows become microbatches: `mode` is padded, of `rows` each, or dynamic or packed, of at most `tokens`."""
 
     mode: str
     rows: int
     tokens: int
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("padded", "dynamic", "packed"):
+            raise BatchError(f"batching mode {self.mode!r} is unknown; take padded, dynamic or packed")
+        if (size := self.rows if self.mode == "padded" else self.tokens) < 1:
+            what = "rows" if self.mode == "padded" else "tokens"
+            raise BatchError(f"a {self.mode} microbatch of {size} {what} is no work; the least is 1")
 
 
 @dataclass

@@ -87,7 +87,12 @@ class PolicyWorker(ABC):
 
     @abstractmethod
     def get_info(self) -> dict[str, Any]:
-        """Rank, process id, device, memory in bytes, threads, and the versions of the engine's packages."""
+        """Rank, process id, device, memory in bytes, threads, and the versions of the engine's packages.
+
+        The driver reads how this worker makes microbatches, to plan them for all ranks at once: `batching` (padded,
+        dynamic or packed; padded where it is not told), `preferred_tokens` of one, where the configuration does not
+        say, and `pad_multiple` that lengths are padded to.
+        """
 
     @abstractmethod
     def shutdown(self) -> None:

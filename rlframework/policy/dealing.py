@@ -10,8 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from rlframework.data.microbatches import check_rows, rows_with_targets
+from rlframework.data.packed_tensor import has_media
 from rlframework.data.packing import TokenCost
+from rlframework.data.packing.lengths import round_up
+from rlframework.data.row_checks import check_contents, check_fits, check_rows, rows_with_targets
 from rlframework.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
 
 PLANNED = "planned_lengths"
@@ -22,13 +24,16 @@ PLANNED = "planned_lengths"
 class Dealer:
     """Deals to `ranks` data-parallel ranks; `mode`: padded, dynamic or packed, as the workers make microbatches.
 
-    `preferred_tokens`: of a microbatch, where nobody says; `cost` of a row by its tokens.
+    `preferred_tokens`: of a microbatch, where nobody says; `cost` of a row by its tokens; `pad_multiple`: what the
+    engine pads lengths to; `vocabulary`: tokens that the model has embeddings for, where that is known.
     """
 
     ranks: int
     mode: str
     preferred_tokens: int
     cost: TokenCost
+    pad_multiple: int = 1
+    vocabulary: int | None = None
 
     def deal(
         self, data: BatchedDataDict[Any], *, batch_size: int | None, positions: str, tokens: int | None
@@ -39,15 +44,20 @@ class Dealer:
         without any takes no room. `tokens`: most in a microbatch. No indices (None) where the order is kept.
         """
         check_rows(data)
+        check_contents(data, self.vocabulary)
         work = rows_with_targets(data, positions)
-        mode = "dynamic" if self.mode == "packed" and data.get_multimodal_dict() else self.mode
-        if mode == "padded" or self.ranks == 1:
+        if self.ranks == 1:
+            return [data.slice(0, data.size)], None
+        mode = "dynamic" if self.mode == "packed" and has_media(data) else self.mode
+        if mode == "padded":
             return data.shard_by_batch_size(self.ranks, batch_size=batch_size), None
         lengths = data["input_lengths"] * work
-        most = tokens or max(self.preferred_tokens, int(lengths.max()))
+        longest = round_up(int(lengths.max()), self.pad_multiple)
+        most = tokens or max(self.preferred_tokens, longest)
+        check_fits(longest, mode, most)
         planned: BatchedDataDict[Any] = BatchedDataDict({**data, PLANNED: lengths})
         common: Any = {
-            "max_tokens_per_microbatch": most,
+            "max_tokens_per_microbatch": most if mode == "dynamic" else most // self.pad_multiple * self.pad_multiple,
             "input_key": "input_ids",
             "input_lengths_key": PLANNED,
             "algorithm": "balanced",
@@ -56,7 +66,7 @@ class Dealer:
         args: dict[str, Any] = (
             {"sequence_packing_args": {**common, "sequence_length_pad_multiple": 1}}
             if mode == "packed"
-            else {"dynamic_batching_args": {**common, "sequence_length_round": 1}}
+            else {"dynamic_batching_args": {**common, "sequence_length_round": self.pad_multiple}}
         )
         shards, order = planned.shard_by_batch_size(self.ranks, batch_size=batch_size, **args)
         for shard in shards:

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rlframework.config.policy import PolicyConfig
-from rlframework.data.models import model_hidden_size
+from rlframework.data.models import model_sizes
 from rlframework.data.packing import TokenCost
 from rlframework.distributed.batched_data_dict import BatchedDataDict
 from rlframework.distributed.named_sharding import policy_sharding
-from rlframework.errors import BatchError, NotSupported
+from rlframework.errors import BatchError, BatchTypeError, NotSupported
 from rlframework.interfaces.worker_group import WorkerGroup, WorkerSpec
 from rlframework.plugins.types import Capability, Record
 from rlframework.policy.dealing import Dealer
@@ -72,6 +72,21 @@ def _require(record: Record, capability: Capability, reason: str) -> None:
         )
 
 
+def _require_batch(method: str, data: Any) -> None:
+    if not isinstance(data, BatchedDataDict):
+        raise BatchTypeError(
+            f"{method} takes a BatchedDataDict, not a {type(data).__name__}: BatchedDataDict(your_dict)"
+        )
+    if data.size == 0:
+        raise BatchError(f"{method} got no rows")
+
+
+def _require_positive(**sizes: int | None) -> None:
+    for name, size in sizes.items():
+        if size is not None and size < 1:
+            raise BatchError(f"{name} is {size}; it must be at least 1, or None for what the configuration says")
+
+
 class Policy:
     """A model in training, on the worker group and backend that the configuration names."""
 
@@ -114,9 +129,15 @@ class Policy:
         """How the workers make microbatches is theirs to know; they are asked once."""
         config = self.config.policy
         info = self.get_info()[0]
-        hidden = model_hidden_size(config.model_name, config.trust_remote_code)
-        cost = TokenCost() if hidden is None else TokenCost.for_hidden_size(hidden)
-        return Dealer(self.data_parallel_size, info["batching"], info["preferred_tokens"], cost)
+        hidden, vocabulary = model_sizes(config.model_name, config.trust_remote_code)
+        return Dealer(
+            self.data_parallel_size,
+            info.get("batching", "padded"),
+            info.get("preferred_tokens", 8192),
+            TokenCost() if hidden is None else TokenCost.for_hidden_size(hidden),
+            info.get("pad_multiple", 1),
+            vocabulary,
+        )
 
     @property
     def data_parallel_size(self) -> int:
@@ -135,8 +156,10 @@ class Policy:
 
         Returns what `PolicyWorker.train` returns, for the whole batch, and `loss`: the mean over global batches.
         """
-        gbs = gbs or self.config.policy.train_global_batch_size
-        if data.size == 0 or data.size % gbs:
+        _require_batch("train", data)
+        gbs = self.config.policy.train_global_batch_size if gbs is None else gbs
+        _require_positive(gbs=gbs, mbs=mbs)
+        if data.size % gbs:
             raise BatchError(
                 f"{data.size} rows do not divide into global batches of {gbs}; the rows must be a multiple"
             )
@@ -165,9 +188,9 @@ class Policy:
     def _scored(
         self, method: str, data: BatchedDataDict[Any], micro_batch_size: int | None, positions: str
     ) -> BatchedDataDict[Any]:
+        _require_batch(method, data)
+        _require_positive(micro_batch_size=micro_batch_size)
         rows, ranks = data.size, self.data_parallel_size
-        if rows == 0:
-            raise BatchError(f"{method} got no rows")
         keys = [key for key in ("input_ids", "input_lengths", "token_mask", "sample_mask") if key in data]
         needed: BatchedDataDict[Any] = BatchedDataDict({key: data[key] for key in keys} | data.get_multimodal_dict())
         if rows % ranks:  # repeat the first rows: every worker must have as many

@@ -20,11 +20,14 @@ import torch
 from rlframework.config.base import Section
 from rlframework.config.policy import PolicyConfig
 from rlframework.config.sections import GenerationConfig
-from rlframework.data.microbatches import check_rows, make_microbatch, to_device
+from rlframework.data.microbatches import make_dummy, to_device
+from rlframework.data.packed_tensor import has_media
+from rlframework.data.packing.lengths import round_up
 from rlframework.data.ranks import max_over_ranks
+from rlframework.data.row_checks import check_rows
 from rlframework.distributed.batched_data_dict import BatchedDataDict
 from rlframework.errors import BatchError, NonFiniteGradients, NotSupported
-from rlframework.interfaces.data_processor import BatchPlan, DataProcessor, Microbatch, MicrobatchRule
+from rlframework.interfaces.data_processor import BatchPlan, DataProcessor, Microbatch
 from rlframework.interfaces.loss import LossFunction, LossInput, LossType
 from rlframework.interfaces.policy_worker import PolicyWorker
 from rlframework.interfaces.worker_group import WorkerContext
@@ -125,6 +128,8 @@ class PolicyWorkerBase(Engine, PolicyWorker, ABC):
         if data.elem_counts_per_gb is not None:
             return None, len(data.elem_counts_per_gb)
         ranks = self.data_parallel_size()
+        if global_batch_size < 1:
+            raise BatchError(f"a global batch of {global_batch_size} rows is no work; the least is 1")
         local, left = divmod(global_batch_size, ranks)
         if left:
             raise BatchError(
@@ -216,14 +221,18 @@ class PolicyWorkerBase(Engine, PolicyWorker, ABC):
     ) -> list[Microbatch]:
         """This rank's microbatches, and dummies until all ranks have as many as the engine's rule asks for."""
         rule = self.microbatch_rule()
-        tokens = tokens or max(self.preferred_tokens(), int(data["input_lengths"].max()))
+        longest = round_up(int(data["input_lengths"].max()), rule.pad_multiple)
+        tokens = tokens or max(self.preferred_tokens(), longest)
         plan = BatchPlan(self._batching_mode(data), rows, tokens)
         microbatches = list(self._processor.microbatches(data, plan, rule, positions=positions, device=self.device))
         most = int(max_over_ranks(torch.tensor(len(microbatches)), self.data_parallel_group()))
         wanted = max(most, rule.count_minimum)
         wanted += -wanted % rule.count_multiple
         missing = wanted - len(microbatches)
-        return microbatches + [self._dummy(data, plan, rule)] * missing if missing else microbatches
+        if not missing:
+            return microbatches
+        dummy = make_dummy(data, packed=plan.mode == "packed", pad_multiple=rule.pad_multiple)
+        return microbatches + [to_device(dummy, self.device)] * missing
 
     def _batching_mode(self, data: BatchedDataDict[Any] | None = None) -> str:
         """How rows become microbatches; those of `data` where it is given: `auto` does not pack multimodal ones."""
@@ -231,17 +240,7 @@ class PolicyWorkerBase(Engine, PolicyWorker, ABC):
         if mode != "auto":
             return mode
         preferred = self.preferred_batching()
-        multimodal = preferred == "packed" and data is not None and data.get_multimodal_dict()
-        return "dynamic" if multimodal else preferred
-
-    def _dummy(self, data: BatchedDataDict[Any], plan: BatchPlan, rule: MicrobatchRule) -> Microbatch:
-        lengths = data["input_lengths"]
-        shortest = lengths.masked_fill(lengths == 0, data["input_ids"].shape[1] + 1).argmin()[None]
-        microbatch = make_microbatch(
-            data, shortest, packed=plan.mode == "packed", positions="all", pad_multiple=rule.pad_multiple
-        )
-        microbatch.is_dummy = True
-        return to_device(microbatch, self.device)
+        return "dynamic" if preferred == "packed" and data is not None and has_media(data) else preferred
 
     # -- scoring ------------------------------------------------------------------------------------------------------
 
@@ -249,6 +248,7 @@ class PolicyWorkerBase(Engine, PolicyWorker, ABC):
         self, data: BatchedDataDict[Any], micro_batch_size: int | None = None, positions: str = "all"
     ) -> BatchedDataDict[Any]:
         """See `PolicyWorker.get_logprobs`."""
+        check_rows(data)
         batching = self.config.batching
         microbatches = self._microbatches(
             data,
@@ -361,6 +361,7 @@ class PolicyWorkerBase(Engine, PolicyWorker, ABC):
             "threads": torch.get_num_threads(),
             "batching": self._batching_mode(),
             "preferred_tokens": self.preferred_tokens(),
+            "pad_multiple": self.microbatch_rule().pad_multiple,
             "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         }
 

@@ -73,10 +73,9 @@ def test_a_template_that_strips_the_answer() -> None:
 
 
 def test_a_template_that_writes_answers_in_another_way() -> None:
-    """What generation is prompted with is not in the template's own conversation: the tokenizer's end token ends it."""
+    """What generation is prompted with is not in the template's own conversation: its end of turn is all the same."""
     tokenizer = chat(TEMPLATE.replace("<start>assistant\n' }}{% endif", "<start>assistant\nthink ' }}{% endif"))
-    completion = render_completion(tokenizer, sample("3", "1+2="))
-    assert completion == [*tokenizer("3")["input_ids"], tokenizer.eos_token_id]
+    assert tokenizer.decode(render_completion(tokenizer, sample("3", "1+2="))) == "3<end>"
 
 
 def test_a_template_without_an_end() -> None:
@@ -96,6 +95,11 @@ def test_a_template_that_refuses_a_role() -> None:
 def test_characters_without_a_token() -> None:
     with pytest.raises(DataError, match=r"no token for \['\?', 'X'\] in '1\+X\?'"):
         render_prompt(plain(), sample("3", "1+X?").messages)
+
+
+def test_half_a_character() -> None:
+    with pytest.raises(DataError, match=r"half a character \(\\ud83d\)"):
+        render_prompt(plain(), sample("3", "1+\ud83d").messages)
 
 
 def test_empty_prompts() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from rlframework.data.conversations import Conversation, conversation_of
 from rlframework.errors import DataError
 from rlframework.interfaces.environment import Message
 
+NAN = float("nan")
 SYSTEM: Message = {"role": "system", "content": "be brief"}
 HI: Message = {"role": "user", "content": "hi"}
 HELLO: Message = {"role": "assistant", "content": "hello"}
@@ -41,6 +43,13 @@ def read(row: dict[str, Any], **columns: str) -> Conversation:
         ({"prompt": [HI]}, Conversation((HI,))),
         ({"question": "2+2?", "answer": "4"}, Conversation((SUM,), "4", "4")),
         ({"question": "2+2?"}, Conversation((SUM,))),
+        # numbers as people write them; not a number is no value
+        ({"question": "2+2?", "answer": 4.0}, Conversation((SUM,), "4", "4")),
+        ({"question": "2+2?", "answer": Decimal("4.50")}, Conversation((SUM,), "4.50", "4.50")),
+        ({"question": "2+2?", "answer": NAN}, Conversation((SUM,))),
+        ({"prompt": "2+2?", "completion": NAN, "answer": "4"}, Conversation((SUM,), "4", "4")),
+        ({"prompt": NAN, "text": "once upon"}, Conversation((), "once upon")),
+        ({"messages": [{**HI, "value": NAN, "name": NAN}]}, Conversation((HI,))),
         ({"text": "once upon"}, Conversation((), "once upon")),
         # several shapes at once, and columns without a value, as Arrow has them
         ({"prompt": "hi", "messages": [HI, HELLO], "text": "x"}, Conversation((HI,), "hello")),
@@ -87,6 +96,13 @@ def test_columns_of_other_names_come_first() -> None:
         ({"prompt": "hi", "completion": True}, "column 'completion': must be text or a number, not bool"),
         ({"question": "hi", "answer": ["a"]}, "must be a"),
         ({"text": ""}, "the text is empty"),
+        ({"text": NAN}, "no conversation in the columns"),
+        ({"question": "hi", "answer": float("-inf")}, "column 'answer': must be text or a number, not -inf"),
+        ({"messages": [{"role": "user", "content": NAN}]}, r"turn 0: needs 'role' and 'content'.*it has \['role'\]"),
+        ({"messages": [HI, {**HELLO, "content": "a\ud83d"}]}, r"turn 1: there is half a character \(\\ud83d\)"),
+        ({"prompt": "hi", "completion": "\udc00"}, r"column 'completion': there is half a character \(\\udc00\)"),
+        ({"question": "hi", "answer": "\udc00"}, r"column 'answer': there is half a character"),
+        ({"text": "\udc00"}, "column 'text': there is half a character"),
         ({"text": 5}, "column 'text': the content must be text, not int"),
     ],
 )

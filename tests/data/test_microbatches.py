@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 
 from rlframework.data.microbatches import (
     MicrobatchProcessor,
-    check_rows,
     check_sequence_dim,
     group_rows,
+    make_dummy,
     make_microbatch,
 )
+from rlframework.data.row_checks import check_contents, check_rows
 from rlframework.distributed.batched_data_dict import BatchedDataDict
 from rlframework.errors import BatchError
 from rlframework.interfaces.data_processor import BatchPlan, MicrobatchRule
@@ -136,7 +137,11 @@ def test_rows_without_work_are_left_out_of_the_loss_only():
 def test_a_tensor_of_another_width_is_an_error_that_names_it():
     data = batch_of([3, 2], width=6)
     data["advantages"] = torch.zeros(2, 5)
-    with pytest.raises(BatchError, match=r"'advantages' has shape \(2, 5\).*6 columns"):
+    with pytest.raises(BatchError, match="advantages"):
+        check_rows(data)
+    data["advantages"] = torch.zeros(2, 1)  # one value a row
+    check_rows(data)
+    with pytest.raises(BatchError, match="advantages"):
         check_sequence_dim(data)
 
 
@@ -192,21 +197,40 @@ def test_rows_without_a_token_to_predict_are_left_out():
     ("change", "message"),
     [
         ({"input_lengths": torch.tensor([3, 5])}, r"row 1 has input_lengths 5.*0 to 4"),
-        ({"input_lengths": torch.tensor([-1, 4])}, r"row 0 has input_lengths -1"),
-        ({"input_lengths": torch.tensor([0, 0])}, "none of the 2 rows has a token"),
+        ({"input_lengths": torch.tensor([-1, 4])}, "row 0 has input_lengths -1"),
         ({"input_lengths": torch.tensor([3.0, 4.0])}, "input_lengths must be whole numbers"),
-        ({"input_lengths": torch.tensor([[3], [4]])}, r"input_lengths must be a tensor of 2 lengths.*\(2, 1\)"),
+        ({"input_lengths": torch.tensor([[3], [4]])}, r"input_lengths must be a tensor of 2 lengths.*\[2, 1\]"),
         ({"input_ids": torch.ones(2, dtype=torch.int64)}, r"input_ids.*\[B, S\]"),
         ({"token_mask": torch.ones(2)}, r"token_mask.*\[B, S\]"),
+        ({"token_mask": torch.ones(2, 1)}, "token_mask"),
+        ({"token_mask": torch.ones(1, 4)}, "token_mask"),
         ({"sample_mask": torch.ones(2, 4)}, r"sample_mask.*\[B\]"),
+        ({"sample_mask": torch.ones(3)}, "sample_mask"),
+        ({"input_lengths": torch.tensor([0, 0])}, "none of the 2 rows has a token"),
         ({"token_mask": torch.tensor([[0, 1, 1, 1], [0, 1, 1, 1]])}, "token_mask of row 0 is set at position 3"),
+        (
+            {"input_ids": torch.tensor([[1, 2, 3, 0], [1, 2, 3, 105]])},
+            r"row 1 has the token 105 at position 3.*0 to 104",
+        ),
+        ({"input_ids": torch.tensor([[1, -2, 3, 0], [1, 2, 3, 4]])}, "row 0 has the token -2 at position 1"),
     ],
 )
 def test_a_batch_that_is_not_as_it_must_be_is_told_by_row(change, message):
     data = batch_of([3, 4], token_mask=[[0, 1, 1, 0], [0, 1, 1, 1]], sample_mask=[1, 1])
+    check_rows(data)
+    check_contents(data, vocabulary=105)
     data.update(change)
-    with pytest.raises(BatchError, match=message):
+    with pytest.raises(BatchError, match=message):  # noqa: PT012 - whichever of the two it is
         check_rows(data)
+        check_contents(data, vocabulary=105)
+
+
+def test_padding_may_be_anything():
+    data = batch_of([2, 4])
+    data["input_ids"][0, 2:] = torch.tensor([-100, 10**6])
+    check_contents(data, vocabulary=200)
+    made = make_microbatch(data, torch.tensor([0, 1]), packed=False, positions="all")
+    assert made.processed_inputs.input_ids.tolist() == [[1, 2, 0, 0], [101, 102, 103, 104]]
 
 
 def test_a_batch_without_lengths_is_told_what_it_has():
@@ -214,3 +238,56 @@ def test_a_batch_without_lengths_is_told_what_it_has():
     del data["input_lengths"]
     with pytest.raises(BatchError, match=r"input_lengths.*\['input_ids', 'name'\]"):
         check_rows(data)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("lengths", [torch.uint8, torch.int32, torch.int64])
+def test_narrow_integers_are_as_good(packed, lengths):
+    data = batch_of([3, 2])
+    wanted = make_microbatch(data, torch.tensor([0, 1]), packed=packed, positions="all")
+    data["input_ids"], data["input_lengths"] = data["input_ids"].int(), data["input_lengths"].to(lengths)
+    got = make_microbatch(data, torch.tensor([0, 1]), packed=packed, positions="all")
+    for name in ("head_positions", "targets", "scatter"):
+        assert torch.equal(getattr(got, name), getattr(wanted, name)), name
+        assert getattr(got, name).dtype == torch.int64, name
+    assert torch.equal(got.processed_inputs.input_ids, wanted.processed_inputs.input_ids)
+    assert got.processed_inputs.input_ids.dtype == torch.int64
+
+
+@pytest.mark.parametrize(("lengths", "row", "ids"), [([3, 2, 0], 1, [101, 102]), ([0, 0], 0, [0])])
+def test_a_dummy_is_the_shortest_row_or_one_token(lengths, row, ids):
+    data = batch_of(lengths, width=4)
+    for packed in (True, False):
+        made = make_dummy(data, packed=packed)
+        assert made.is_dummy
+        assert made.processed_inputs.input_ids.tolist() == [ids]
+        assert len(made.head_positions) == len(ids) - 1
+    assert data["input_lengths"].tolist() == lengths
+    assert data["name"][row] == made.data_dict["name"][0]
+
+
+@pytest.mark.parametrize("mode", ["dynamic", "packed"])
+def test_padding_to_a_multiple_stays_under_the_limit(mode):
+    groups = group_rows([3, 3, 2, 2, 5], BatchPlan(mode, 1, 13), pad_multiple=4)
+    lengths = [3, 3, 2, 2, 5]
+    for group in groups:
+        sizes = [lengths[row] for row in group]
+        padded = -(-sum(sizes) // 4) * 4 if mode == "packed" else len(sizes) * (-(-max(sizes) // 4) * 4)
+        assert padded <= 13
+    with pytest.raises(BatchError, match=r"8 tokens.*may have 7"):
+        group_rows([5], BatchPlan(mode, 1, 7), pad_multiple=4)
+
+
+@pytest.mark.parametrize(("mode", "rows", "tokens"), [("padded", 0, 8), ("padded", -1, 8), ("packed", 1, 0)])
+def test_microbatches_of_nothing_are_refused(mode, rows, tokens):
+    with pytest.raises(BatchError, match="the least is 1"):
+        BatchPlan(mode, rows, tokens)
+
+
+def test_token_types_alone_do_not_make_rows_multimodal():
+    data = batch_of([3, 2])
+    data["token_type_ids"] = torch.zeros_like(data["input_ids"])
+    for packed in (True, False):
+        made = make_microbatch(data, torch.tensor([0, 1]), packed=packed, positions="all")
+        assert not made.processed_inputs.is_multimodal
+        assert made.processed_inputs.position_ids is not None

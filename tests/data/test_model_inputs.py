@@ -13,10 +13,10 @@ from rlframework.data.model_inputs import (
     pack_sequences,
     packed_inputs,
     padded_inputs,
-    round_up,
     unpack_tensor,
 )
-from rlframework.errors import BatchError
+from rlframework.data.packing.lengths import round_up
+from rlframework.errors import BatchError, BatchTypeError
 
 IDS = torch.tensor([[1, 2, 0, 0], [3, 4, 5, 0], [6, 7, 8, 9]])
 LENGTHS = torch.tensor([2, 3, 4])
@@ -99,7 +99,7 @@ def packings(draw):
     dtype = draw(st.sampled_from(DTYPES))
     shape = (len(lengths), width, 2) if draw(st.booleans()) else (len(lengths), width)
     ids = torch.randint(0, 100, shape, generator=torch.Generator().manual_seed(draw(st.integers(0, 99)))).to(dtype)
-    length_dtype = draw(st.sampled_from([torch.int64, torch.int32]))
+    length_dtype = draw(st.sampled_from([torch.int64, torch.int32, torch.uint8]))
     return ids, torch.tensor(lengths, dtype=length_dtype), sizes, draw(st.integers(0, 20))
 
 
@@ -186,13 +186,64 @@ def test_padded_and_packed_inputs_by_hand():
     assert [round_up(n, 4) for n in (0, 1, 4, 5)] == [0, 4, 4, 8]
 
 
+@pytest.mark.parametrize("ids", [torch.int64, torch.int32, torch.uint8])
+@pytest.mark.parametrize("lengths", [torch.int64, torch.int32, torch.uint8])
+def test_the_model_gets_int64_from_any_integers(ids, lengths):
+    long_row = torch.arange(250).to(ids)[None].repeat(2, 1)
+    counts = torch.tensor([250, 9], dtype=lengths)  # together more than uint8 can count
+    for inputs in (padded_inputs(long_row, 4), packed_inputs(long_row, counts, 4)[0], padded_inputs(long_row)):
+        assert inputs.input_ids.dtype == inputs.position_ids.dtype == torch.int64
+    packed, bounds = packed_inputs(long_row, counts, 4)
+    assert packed.input_ids.tolist() == [[*range(250), *range(9), 0]]
+    assert packed.position_ids.tolist() == [[*range(250), *range(9), 0]]
+    assert bounds.tolist() == [0, 250, 259, 260]
+    assert get_flash_attention_kwargs(counts).cu_seqlens_k.tolist() == [0, 250, 259]
+    joined, positions, _ = pack_sequences(long_row, counts, [2], return_attention_mask=False)
+    assert joined.tolist() == positions.tolist() == [[*range(250), *range(9)]]
+    assert joined.dtype == ids
+    assert unpack_tensor(joined, counts).shape == (2, 250)
+
+
+WRONG_TYPES = {
+    "lengths as a list": (lambda: pack_sequences(IDS, [2, 3, 4], [3]), "1-D tensor of integers, got a list"),
+    "complex lengths": (lambda: pack_sequences(IDS, LENGTHS * 1j, [3]), "1-D tensor of integers, got torch.complex64"),
+    "ids as a list": (
+        lambda: pack_sequences(IDS.tolist(), LENGTHS, [3]),
+        r"input_ids must be .*\[B, S\].*, got a list",
+    ),
+    "no ids": (lambda: pack_sequences(None, LENGTHS, [3]), "got a NoneType"),
+    "least as text": (lambda: pack_sequences(IDS, LENGTHS, [3], min_seq_len="8"), "min_seq_len .* integer, got '8'"),
+    "no padding value": (lambda: pack_sequences(IDS, LENGTHS, [3], None), "padding_value must be a number, got None"),
+    "unpack a list": (lambda: unpack_tensor([[1, 2]], LENGTHS), r"must be a tensor \[1, L, ...\], .* got a list"),
+    "unpack by a list": (lambda: unpack_tensor(torch.zeros(1, 9), [2, 3, 4]), "1-D tensor of integers, got a list"),
+    "cat lists": (lambda: group_and_cat_tensors([[1, 2], [3]], [2]), "list of tensors, got .*a list"),
+    "cat None": (lambda: group_and_cat_tensors(None, [2]), "list of tensors, got a NoneType"),
+    "cat least": (lambda: group_and_cat_tensors([LENGTHS], [1], min_seq_len="8"), "min_seq_len .* integer, got '8'"),
+    "cat padding": (lambda: group_and_cat_tensors([LENGTHS], [1], padding_value="x"), "must be a number, got 'x'"),
+    "flash list": (lambda: get_flash_attention_kwargs([1, 2]), "1-D tensor of integers, got a list"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_TYPES)
+def test_wrong_types_are_told(case):
+    call, message = WRONG_TYPES[case]
+    with pytest.raises(BatchTypeError, match=message):
+        call()
+
+
+def test_a_tensor_of_rows_is_a_list_of_tensors():
+    assert group_and_cat_tensors(IDS[:2], [2]).tolist() == [[1, 2, 0, 0, 3, 4, 5, 0]]
+
+
 WRONG = {
     "float lengths": (lambda: pack_sequences(IDS, LENGTHS.float(), [3]), "1-D tensor of integers, got torch.float32"),
     "bool lengths": (lambda: pack_sequences(IDS, LENGTHS > 2, [3]), "1-D tensor of integers, got torch.bool"),
-    "lengths as a list": (lambda: pack_sequences(IDS, [2, 3, 4], [3]), "1-D tensor of integers, got a list"),
-    "a length": (lambda: unpack_tensor(torch.zeros(1, 9), torch.tensor(3)), r"got torch.int64 of shape \(\)"),
-    "2-D lengths": (lambda: pack_sequences(IDS, LENGTHS[None], [3]), r"of shape \(1, 3\)"),
-    "more lengths than rows": (lambda: pack_sequences(IDS[:2], LENGTHS, [3]), r"shape \(2, 4\), input_lengths \(3,\)"),
+    "a length": (lambda: unpack_tensor(torch.zeros(1, 9), torch.tensor(3)), r"got torch.int64 of shape \[\]"),
+    "2-D lengths": (lambda: pack_sequences(IDS, LENGTHS[None], [3]), r"of shape \[1, 3\]"),
+    "more lengths than rows": (
+        lambda: pack_sequences(IDS[:2], LENGTHS, [3]),
+        r"shape \[2, 4\], input_lengths has \[3\]",
+    ),
     "1-D ids": (lambda: pack_sequences(IDS[0], LENGTHS[:1], [1]), r"must be \[B, S\] and \[B\]"),
     "too long": (lambda: pack_sequences(IDS, LENGTHS + 1, [3]), r"lie in 3\.\.5; allowed is 0\.\.4"),
     "negative length": (lambda: pack_sequences(IDS, LENGTHS - 3, [3]), r"lie in -1\.\.1"),
@@ -200,9 +251,12 @@ WRONG = {
     "sizes too many": (lambda: pack_sequences(IDS, LENGTHS, [2, 2]), "add up to 3"),
     "sizes negative": (lambda: pack_sequences(IDS, LENGTHS, [4, -1]), "integers of 0 or more"),
     "sizes of floats": (lambda: pack_sequences(IDS, LENGTHS, [1.5, 1.5]), "integers of 0 or more"),
+    "sizes as a number": (lambda: pack_sequences(IDS, LENGTHS, 3), "integers of 0 or more"),
+    "unpack sizes as a number": (lambda: unpack_tensor(torch.zeros(1, 9), LENGTHS, 3), "integers of 0 or more"),
+    "least below 0": (lambda: pack_sequences(IDS, LENGTHS, [3], min_seq_len=-1), "min_seq_len must be at least 0"),
     "sizes of strings": (lambda: pack_sequences(IDS, LENGTHS, ["3"]), "integers of 0 or more"),
-    "unpack 1-D": (lambda: unpack_tensor(torch.zeros(9), LENGTHS), r"it must be \[1, L, ...\]"),
-    "unpack two rows by one": (lambda: unpack_tensor(torch.zeros(2, 9), LENGTHS), r"it must be \[1, L, ...\]"),
+    "unpack 1-D": (lambda: unpack_tensor(torch.zeros(9), LENGTHS), r"must be a tensor \[1, L, ...\]"),
+    "unpack two rows by one": (lambda: unpack_tensor(torch.zeros(2, 9), LENGTHS), r"must be a tensor \[1, L, ...\]"),
     "unpack too short": (lambda: unpack_tensor(torch.zeros(1, 8), LENGTHS), "have 9 tokens together.* 8 columns"),
     "unpack too short for one of two": (lambda: unpack_tensor(torch.zeros(2, 4), LENGTHS, [2, 1]), "have 5 tokens"),
     "cat nothing": (lambda: group_and_cat_tensors([], []), "at least one tensor"),

@@ -8,7 +8,10 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.xdist_group("collectives")  # one start of the ranks serves all
+pytestmark = [
+    pytest.mark.xdist_group("collectives"),  # one start of the ranks serves all
+    pytest.mark.timeout(240),  # over that of the ranks, who then tell what they wait for
+]
 
 RANKS = """
 import datetime, json, os, sys
@@ -27,7 +30,7 @@ rank = 0 if os.fork() else 1
 if rank == 0 and not os.fork():
     rank = 2
 dist.init_process_group(
-    "gloo", init_method="file://" + folder + "/store", rank=rank, world_size=3, timeout=datetime.timedelta(seconds=30)
+    "gloo", init_method="file://" + folder + "/store", rank=rank, world_size=3, timeout=datetime.timedelta(seconds=120)
 )
 found = {"early": early}
 
@@ -97,7 +100,7 @@ if rank == 0:
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     command = [sys.executable, "-c", RANKS, str(folder), *KINDS]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == 0, done.stderr
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(3)]
 

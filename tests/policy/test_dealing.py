@@ -46,7 +46,7 @@ def dealer(ranks: int, mode: str, tokens: int = 32) -> Dealer:
 )
 def test_every_row_is_dealt_once_within_its_global_batch(data, ranks, per_rank, batches, mode):
     size = ranks * per_rank
-    lengths = data.draw(st.lists(st.integers(2, WIDTH), min_size=size * batches, max_size=size * batches))
+    lengths = data.draw(st.lists(st.integers(0, WIDTH), min_size=size * batches, max_size=size * batches).filter(any))
     off = data.draw(st.sets(st.integers(0, len(lengths) - 1)))
     shards, order = dealer(ranks, mode).deal(make_batch(lengths, off), batch_size=size, positions="loss", tokens=None)
     assert len(shards) == ranks
@@ -97,3 +97,28 @@ def test_one_rank_and_padded_rows_keep_their_order():
 def test_a_row_over_the_limit_is_an_error_that_names_both():
     with pytest.raises(BatchError, match=r"20.*16"):
         dealer(2, "packed").deal(make_batch([20, 3]), batch_size=None, positions="all", tokens=16)
+
+
+def test_padding_to_a_multiple_stays_under_the_limit():
+    """Two rows of 5 are two padded to 8 each, or one pack of 10 padded to 12."""
+    data, packed = make_batch([5, 5, 5, 5]), Dealer(2, "packed", 8, TokenCost(), pad_multiple=4)
+    assert [
+        len(shard.micro_batch_indices[0]) for shard in packed.deal(data, batch_size=None, positions="all", tokens=11)[0]
+    ] == [2, 2]
+    assert [
+        len(shard.micro_batch_indices[0]) for shard in packed.deal(data, batch_size=None, positions="all", tokens=12)[0]
+    ] == [1, 1]
+    with pytest.raises(BatchError, match=r"8 tokens.*may have 7"):
+        packed.deal(data, batch_size=None, positions="all", tokens=7)
+
+
+def test_tokens_that_the_model_does_not_know_are_refused():
+    small = Dealer(2, "packed", 32, TokenCost(), vocabulary=3)
+    with pytest.raises(BatchError, match=r"row 2 has the token 3 at position 0.*0 to 2"):
+        small.deal(make_batch([4, 4, 4, 4]), batch_size=None, positions="all", tokens=None)
+
+
+def test_one_rank_gets_the_rows_without_a_copy():
+    data = make_batch([4, 5])
+    (shard,), _ = dealer(1, "packed").deal(data, batch_size=None, positions="all", tokens=None)
+    assert shard["input_ids"].data_ptr() == data["input_ids"].data_ptr()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from rlframework.data.models import make_llama
 from rlframework.data.tokenizer import character_tokenizer, load_tokenizer
 from rlframework.data.tokens.reading import TokenData
 from rlframework.errors import ConfigError, DataError
+from rlframework.interfaces.environment import Message, Sample
 
 ONE_STEP = ["algorithm.num_steps=1", "policy.train_global_batch_size=4"]
 NO_VALIDATION = "algorithm.validation={at_start: false, at_end: false, every: 0}"
@@ -152,6 +154,76 @@ def test_rows_that_are_cut(run_config, tmp_path):
     assert result.metrics["train/tokens"] == 4 * 100
 
 
+def test_a_cut_that_leaves_nothing_to_learn_is_refused(run_config, tmp_path, capsys, monkeypatch):
+    """A prompt of two letters, cut at two tokens. Of four rows with one of one letter, `a` and its answer stay."""
+    long, short = [talk(f"h{n}", "b") for n in range(8)], [talk(name, "b") for name in "alou"]
+    other = write(tmp_path / "v.jsonl", [talk("s", "b")])
+    path = write(tmp_path / "a.jsonl", long)
+    options = [NO_VALIDATION, *ONE_STEP, "algorithm.max_tokens=2"]
+    config = run_config("sft", *own(path, validation_path=str(other)), *options)
+    message = "of 8 train rows that were looked at, 8 have no token to train on: algorithm.max_tokens=2 cuts"
+    assert message in refused(config)
+    with pytest.raises(DataError, match="no token of any row is trained on"):
+        tokenize(config, tmp_path / "tokens")
+
+    path = write(tmp_path / "b.jsonl", [*long, *short])
+    run(run_config("sft", *own(path, validation_path=str(other)), *options))
+    message = "of 12 train rows that were looked at, 8 have no token to train on: algorithm.max_tokens=2 cuts"
+    assert message in capsys.readouterr().err
+
+    monkeypatch.setattr(inputs, "RENDERED", 4)  # the longest three have nothing, and others of twelve have
+    monkeypatch.setattr(inputs, "LONGEST", 3)
+    run(run_config("sft", *own(path, validation_path=str(other)), *options, f"output_dir={tmp_path}/more"))
+    assert "of 6 train rows that were looked at, 5 have no token" in capsys.readouterr().err
+
+
+def test_the_first_token_is_nothing_to_learn(run_config, tmp_path):
+    """Texts that are cut at one token, which is trained on, but which nothing predicts."""
+    path = write(tmp_path / "a.jsonl", [{"text": f"once {'x' * n}"} for n in range(5)])
+    config = run_config("sft", *own(path), *ONE_STEP, NO_VALIDATION, "algorithm.max_tokens=1")
+    assert "of 4 train rows that were looked at, 4 have no token to train on" in refused(config)
+    with pytest.raises(DataError, match="no token of any row is trained on, the first aside"):
+        tokenize(config, tmp_path / "tokens")
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_of_many_rows_those_without_an_answer_are_found_too(run_config, tmp_path, monkeypatch, suffix):
+    """Of thirty rows three are rendered; the seventh and the ninth are short, and have no answer."""
+    rows: list[dict[str, Any]] = [{"prompt": f"{n}+1=", "completion": "x" * 9} for n in range(30)]
+    rows[6] = rows[8] = {"prompt": "6+", "completion": None}
+    monkeypatch.setattr(inputs, "RENDERED", 8)
+    monkeypatch.setattr(inputs, "LONGEST", 3)
+    path = write(tmp_path / f"a.{suffix}", rows)
+    other = write(tmp_path / "v.jsonl", [talk("s", "b")])
+    message = refused(run_config("sft", *own(path, validation_path=str(other))))
+    name = "a-7" if suffix == "jsonl" else "a-6"
+    assert f"train sample {name!r}: there is no assistant turn to train on" in message
+    few = run_config("sft", *own(path, validation_path=str(other), max_samples=6), *ONE_STEP, "algorithm.max_tokens=9")
+    assert run(few).metrics["train/loss"] > 0  # the rows in use are fine
+
+
+def test_of_many_samples_in_a_list_those_without_an_answer_are_found_too(monkeypatch):
+    monkeypatch.setattr(inputs, "RENDERED", 2)
+    asked: Message = {"role": "user", "content": "hi"}
+    samples = [Sample(str(n), (asked,), "", "" if n == 2 else "b") for n in range(4)]
+    seen: list[str] = []
+
+    def render(some: Sequence[Sample]) -> list[tuple[list[int], list[bool]]]:
+        seen.extend(sample.id for sample in some)
+        raise DataError(f"sample {some[0].id!r}: no")
+
+    with pytest.raises(DataError, match=r"^train sample '2': no$"):
+        inputs._answered("train", samples, render)
+    assert seen == ["2"]
+
+
+def test_a_row_of_validation_is_named_so_when_it_is_due(run_config, tmp_path, monkeypatch):
+    path, other = write(tmp_path / "a.jsonl", TALKS), write(tmp_path / "v.jsonl", [talk("hi", "b" * 130)])
+    monkeypatch.setattr(inputs.InputCheck, "rows", lambda *arguments: None)
+    with pytest.raises(DataError, match=r"validation sample 'v-1' has 133 tokens"):
+        run(run_config("sft", *own(path, validation_path=str(other)), "policy.batching.tokens=null"))
+
+
 def test_a_row_that_was_not_looked_at_is_named_when_it_is_due(run_config, tmp_path, monkeypatch):
     path = write(tmp_path / "a.jsonl", [talk(f"hi {n}", "b" * (130 if n == 9 else 1)) for n in range(10)])
     monkeypatch.setattr(inputs, "worth_rendering", lambda samples: samples[:1])
@@ -248,6 +320,47 @@ def test_token_data_that_does_not_fit(tokens, override, message):
     config, folder = tokens(NO_VALIDATION)
     changed = load_config(config, [f"algorithm.token_data={folder}", override])
     assert message in refused(changed, (ConfigError, DataError))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("seed=4", "was made with seed=3, and here it is 4: rows that are held out here may be in it"),
+        ("environment.validation_fraction=0.5", "with environment.validation_fraction=0.05, and here it is 0.5"),
+        ("environment.max_validation_samples=3", "with environment.max_validation_samples=1024, and here it is 3"),
+        ("environment.max_samples=3", "with environment.max_samples=None, and here it is 3"),
+        ("environment.instruction=x", "with environment.instruction='', and here it is 'x'"),
+        ("environment.system_prompt=be", "with environment.system_prompt=None, and here it is 'be'"),
+    ],
+)
+def test_token_data_of_other_rows(tokens, override, message):
+    config, folder = tokens(NO_VALIDATION)
+    told = refused(load_config(config, [f"algorithm.token_data={folder}", override]), ConfigError)
+    assert f"algorithm.token_data={str(folder)!r} was made {message.removeprefix('was made ')}" in told
+
+
+def test_token_data_where_nothing_is_drawn_is_for_any_seed(run_config, tmp_path):
+    """With validation data of its own, training rows do not depend on the seed, nor on how answers are judged."""
+    rows = [{"question": f"{n}+1?", "answer": n + 1, "gold": n + 1} for n in range(20)]
+    path, other = write(tmp_path / "a.jsonl", rows), write(tmp_path / "v.jsonl", rows[1:2])
+    config = run_config("sft", *own(path, validation_path=str(other)), *ONE_STEP)
+    tokenize(config, tmp_path / "tokens")
+    keys = [f"algorithm.token_data={tmp_path}/tokens", "seed=4", "environment.check=exact"]
+    assert "validation/accuracy" in run(load_config(config, keys)).metrics
+    told = refused(load_config(config, [*keys, f"environment.path={other}", f"output_dir={tmp_path}/n"]), DataError)
+    assert "every prompt is also in validation" in told
+    another = write(tmp_path / "b.jsonl", rows)
+    told = refused(load_config(config, [*keys, f"environment.path={another}", f"output_dir={tmp_path}/n"]), ConfigError)
+    assert f"with environment.path={str(path)!r}, and here it is {str(another)!r}" in told
+    gold = load_config(config, [*keys, "environment.columns.answer=gold", f"output_dir={tmp_path}/n"])
+    assert "with environment.columns.answer='answer', and here it is 'gold'" in refused(gold, ConfigError)
+
+
+def test_token_data_of_unknown_rows_is_taken_on_trust(tokens, tmp_path):
+    config, folder = tokens(NO_VALIDATION, *ONE_STEP)
+    meta = json.loads((folder / "meta.json").read_text())
+    (folder / "meta.json").write_text(json.dumps({**meta, "source": {}}))
+    assert run(load_config(config, [f"algorithm.token_data={folder}", "seed=4"])).metrics["train/loss"] > 0
 
 
 def test_token_data_that_is_damaged(tokens):

@@ -68,8 +68,8 @@ def plain(path):
 @st.composite
 def batches(draw: Any) -> BatchedDataDict[Any]:
     """Ragged rows; masks that leave whole rows out; padding up to twice the longest row."""
-    lengths = torch.tensor(draw(st.lists(st.integers(1, WIDTH), min_size=1, max_size=12)))
-    width = int(lengths.max()) + draw(st.integers(0, WIDTH))
+    lengths = torch.tensor(draw(st.lists(st.integers(0, WIDTH), min_size=1, max_size=12)))
+    width = max(1, int(lengths.max())) + draw(st.integers(0, WIDTH))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**20)))
     real = torch.arange(width) < lengths[:, None]
     share = draw(st.sampled_from([0.0, 0.3, 1.0]))

@@ -67,6 +67,13 @@ def test_two_workers_do_what_the_oracle_does(policy, oracle, batches, weights_cl
     got = shared.get_logprobs(seven)["logprobs"]
     torch.testing.assert_close(got, original[:7], rtol=1e-5, atol=1e-5)
 
+    two = first.slice(0, 2).select_indices([0, 1])
+    two["input_lengths"][1] = 0  # one of the workers has no token
+    two["token_mask"][1] = 0
+    got = shared.get_logprobs(two)["logprobs"]
+    torch.testing.assert_close(got[0], original[0], rtol=1e-5, atol=1e-5)
+    assert not got[1].any()
+
     first["sample_mask"][1:] = 0.0  # one row is work: the other worker has nothing but a dummy
     second["sample_mask"][:7] = 0.0
     for batch in (first, second, *others):

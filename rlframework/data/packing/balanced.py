@@ -94,8 +94,9 @@ def least_bins(rows: Rows, capacity: int) -> int:
     """
     bound = -(-rows.tokens // capacity)
     for k in (1, 2, 3, 4):
-        longer = len(rows) - int(np.searchsorted(rows.lengths[::-1], capacity // (k + 1), side="right"))
-        bound = max(bound, -(-longer // k))
+        if not len(rows) or rows.lengths[0] * (k + 1) <= capacity:
+            continue
+        bound = max(bound, -(-int(np.count_nonzero(rows.lengths * (k + 1) > capacity)) // k))
     return bound
 
 

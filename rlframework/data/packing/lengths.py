@@ -111,9 +111,24 @@ def join_bins(bins: Sequence[Sequence[int]], rows: int) -> tuple[Ints, Ints]:
 
 def sort_descending(lengths: Ints) -> Ints:
     """Row numbers by descending length; of equal lengths the later row first."""
-    longest = int(lengths.max()) if len(lengths) else 0
-    keys = lengths.astype(np.uint16) if longest < 2**16 else lengths  # 16 bits: numpy sorts by radix, in O(n)
-    return np.argsort(keys, kind="stable")[::-1]
+    return sort_ascending(lengths)[::-1]
+
+
+def sort_ascending(values: Ints) -> Ints:
+    """Places by ascending value, none below 0; of equal values the first place first."""
+    short = len(values) > 0 and int(values.max()) < 2**16  # 16 bits: numpy sorts by radix, in O(n)
+    return np.argsort(values.astype(np.uint16) if short else values, kind="stable")
+
+
+def order_by_load(load: Floats) -> Ints:
+    """Places by ascending load, the first of equal ones first; with many, to a 65,536th part of their range.
+
+    Many floats take long to sort in a way that is stable, and so the same on every machine; 16 bits do not.
+    """
+    least, most = float(load.min()), float(load.max())
+    if len(load) < 512 or least == most:
+        return np.argsort(load, kind="stable")
+    return np.argsort(((load - least) * (65_535 / (most - least))).astype(np.uint16), kind="stable")
 
 
 def bin_sums(joined: AnyArray, counts: Ints) -> Floats:

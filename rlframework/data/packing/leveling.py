@@ -14,7 +14,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 
 import numpy as np
 
-from rlframework.data.packing.lengths import AnyArray, Floats, Ints
+from rlframework.data.packing.lengths import Floats, Ints, order_by_load, sort_ascending
 from rlframework.data.packing.rows import Rows
 from rlframework.data.packing.stock import Stock
 
@@ -26,9 +26,12 @@ PLACED_PER_BIN = 3
 """At least so many rows a bin are placed before filling starts, if it is to hit the last tokens."""
 MANY_PER_BIN, MANY_PLACED, MANY_FILLED = 12, 6, 8
 """With more rows a bin than the first, at most so many of them are placed by worst fit, and at least so many filled."""
-TIGHT = 12
-"""Tokens of slack a bin below which levelling fails with few rows a bin; and where it is far less than the
-shortest row, with any number of them."""
+TIGHT, ROOMY = 12, 64
+"""Tokens of slack a bin: below the first levelling fails with few rows a bin, above the second stripes are no risk."""
+HOPELESS = 16
+"""Where the shortest row is longer than so many times the slack, levelling fails whatever the number of rows."""
+MOST_STEPS = 32
+"""With more steps than these, one that waits for a single row does not matter."""
 
 
 @dataclass
@@ -45,25 +48,25 @@ def level(rows: Rows, count: int, capacity: int, group: int) -> list[list[int]] 
 
     `group` bins run side by side, so that many bins of like cost take as long as the costliest (`step_levels`).
     """
+    slack = capacity - rows.tokens / count
+    few = len(rows) // count < FILLED_PER_BIN[0][1] + PLACED_PER_BIN
+    hopeless = HOPELESS * slack < rows.lengths[-1] or (few and slack < TIGHT * rows.unit)
+    if len(rows) > ONE_BY_ONE and hopeless:
+        return None
     levels = step_levels(rows, count, capacity, group)
-    bins = _level(rows, State([], levels, np.full(count, capacity, dtype=np.int64)))
-    if bins is None and levels.any():
-        bins = _level(rows, State([], np.zeros(count), np.full(count, capacity, dtype=np.int64)))
-    return bins
+    bins = level_from(levels, rows, capacity)
+    return level_from(np.zeros(count), rows, capacity) if bins is None and levels.any() else bins
 
 
-def _level(rows: Rows, state: State) -> list[list[int]] | None:
-    count = len(state.room)
+def level_from(start: Floats, rows: Rows, capacity: int) -> list[list[int]] | None:
+    """As `level`, with bins that have cost `start` already."""
+    count = len(start)
+    state = State([], start.copy(), np.full(count, capacity, dtype=np.int64))
     if len(rows) <= ONE_BY_ONE:
         state.bins = [[] for _ in range(count)]
         left = rows.numbers, rows.lengths
     else:
-        slack = int(state.room[0]) - rows.tokens / count
-        few = len(rows) // count < FILLED_PER_BIN[0][1] + PLACED_PER_BIN
-        if 16 * slack < rows.lengths[-1] or (slack < TIGHT * rows.unit and few):
-            return None
-        place_most(rows, state, slack)
-        left = fill_to_level(rows, state)
+        left = fill_to_level(rows, state, place_most(rows, state, capacity - rows.tokens / count))
     return state.bins if place_rest(rows, state, *left) and all(state.bins) else None
 
 
@@ -74,12 +77,15 @@ def step_levels(rows: Rows, count: int, capacity: int, group: int) -> Floats:
     bins of the step may cost as much for nothing, and all later steps less: so the bins of later steps start higher.
     """
     steps = count // group
-    if group == 1 or count % group or steps < 2 or len(rows) <= group:
+    if group == 1 or count % group or not 2 <= steps <= MOST_STEPS or len(rows) <= group:
+        return np.zeros(count)
+    longest_cost = rows.cost.of_padded(1, int(rows.lengths[0]))
+    if longest_cost * count * int(rows.lengths[-1]) <= rows.cost.of_padded(1, int(rows.lengths[-1])) * rows.tokens:
+        return np.zeros(count)  # even if all tokens were as cheap as those of the shortest row
+    total = left = float(rows.costs.sum())
+    if longest_cost * count <= total:
         return np.zeros(count)
     upto = np.cumsum(rows.costs)
-    total = left = float(upto[-1])
-    if rows.costs[0] * count <= total:
-        return np.zeros(count)
     others = slice(group, None)  # what a full bin without one of the longest rows costs
     most = capacity * float(rows.costs[others].sum()) / float(rows.lengths[others].sum())
     levels = np.zeros(steps)
@@ -96,9 +102,10 @@ def step_levels(rows: Rows, count: int, capacity: int, group: int) -> Floats:
     return np.repeat(levels.max() - levels, group)
 
 
-def place_most(rows: Rows, state: State, slack: float) -> None:
-    """Place the longer rows, by worst fit and in stripes; as many are left for filling as `slack` tokens a bin ask for.
+def place_most(rows: Rows, state: State, slack: float) -> int:
+    """Place the longer rows, by worst fit and in stripes; returns how many. The others are left for filling.
 
+    The less `slack` there is, tokens a bin, the more are left, as filling is what hits the last tokens of room.
     With many rows a bin, stripes are the faster. They start where the lengths that are left for them differ by less
     than half of what filling then adds to each bin, so that filling can make up for it.
     """
@@ -109,7 +116,7 @@ def place_most(rows: Rows, state: State, slack: float) -> None:
         end = total - MANY_FILLED * count
         enough = int(rows.lengths[end:].sum()) // (2 * count) + int(rows.lengths[end - 1])
         first = int(np.count_nonzero(rows.lengths[:end] > enough))
-        if first <= MANY_PLACED * count and slack > 64:
+        if first <= MANY_PLACED * count and slack > ROOMY * rows.unit:
             stripes = (end - first) // count
         first = min(first, MANY_PLACED * count)
     else:
@@ -117,7 +124,8 @@ def place_most(rows: Rows, state: State, slack: float) -> None:
         first = total - filled * count if filled > 1 else total
     done = worst_fit(rows, state, first)
     if stripes and done == first:
-        stripe(rows, state, first, stripes)
+        done += stripe(rows, state, first, stripes)
+    return done
 
 
 def worst_fit(rows: Rows, state: State, stop: int) -> int:
@@ -134,7 +142,7 @@ def worst_fit(rows: Rows, state: State, stop: int) -> int:
         able = np.flatnonzero(room >= rows.lengths[done])
         if not len(able):
             break
-        able = able[np.argsort(load[able], kind="stable")[: stop - done]]
+        able = able[order_by_load(load[able])[: stop - done]]
         end = done + len(able)
         before = load[able]
         after = np.minimum.accumulate(before + rows.costs[done:end])
@@ -148,30 +156,30 @@ def worst_fit(rows: Rows, state: State, stop: int) -> int:
         done = end
         if len(able) < max(2, len(load) // 8):
             break
-    state.bins = gather(rows.numbers[:done], where[:done], len(load))
+    state.bins = gather(rows.numbers[:done], where[:done], len(load)) if done else [[] for _ in load]
     return done
 
 
-def stripe(rows: Rows, state: State, start: int, stripes: int) -> None:
+def stripe(rows: Rows, state: State, start: int, stripes: int) -> int:
     """Give each bin `stripes` of the next rows, to and fro over the bins, starting from the one of least load.
 
-    Nothing is placed if a bin has no room for its part.
+    Returns how many were placed: none if a bin has no room for its part.
     """
-    end = start + stripes * len(state.load)
-
-    def columns(values: AnyArray) -> AnyArray:
-        table = values[start:end].reshape(stripes, -1).copy()
-        table[1::2] = table[1::2, ::-1]
-        return table
-
+    count = len(state.load)
+    end = start + stripes * count
     order = np.argsort(state.load, kind="stable")
-    tokens = columns(rows.lengths).sum(axis=0)
+    lengths = rows.lengths[start:end].reshape(stripes, count)
+    tokens = lengths[::2].sum(axis=0) + lengths[1::2].sum(axis=0)[::-1]
     if (tokens > state.room[order]).any():
-        return
+        return 0
     state.room[order] -= tokens
-    state.load[order] += columns(rows.costs).sum(axis=0)
-    for number, more in zip(order.tolist(), columns(rows.numbers).T.tolist(), strict=True):
+    mean = int(lengths[stripes // 2, count // 2])  # all parts are of like lengths: a token costs the same in each
+    state.load[order] += rows.cost.of_padded(1, mean) / mean * tokens
+    numbers = rows.numbers[start:end].reshape(stripes, count).copy()
+    numbers[1::2] = numbers[1::2, ::-1]
+    for number, more in zip(order.tolist(), numbers.T.tolist(), strict=True):
         state.bins[number] += more
+    return end - start
 
 
 def gather(numbers: Ints, where: Ints, count: int) -> list[list[int]]:
@@ -182,17 +190,16 @@ def gather(numbers: Ints, where: Ints, count: int) -> list[list[int]]:
     return [listed[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
-def fill_to_level(rows: Rows, state: State) -> tuple[Ints, Ints]:
-    """Fill the bins with the rows not placed yet, tightest bin first; returns what is left over, and its lengths."""
-    done = sum(map(len, state.bins))
+def fill_to_level(rows: Rows, state: State, done: int) -> tuple[Ints, Ints]:
+    """Fill the bins with the rows from `done` on, tightest bin first; returns what is left over, and its lengths."""
     if done == len(rows):
         return rows.numbers[done:], rows.lengths[done:]
     stock = Stock(rows.numbers[done:], rows.lengths[done:])
     tokens = int(rows.lengths[done:].sum())
-    unit = float(rows.costs[done:].sum()) / tokens
+    unit = float(rows.cost.of_rows(rows.lengths[done:]).sum()) / tokens
     limits = level_limits(state, unit, tokens) + 1  # above what rounding down has cut off
     able = np.flatnonzero(limits >= rows.lengths[-1])
-    able = able[np.argsort(limits[able], kind="stable")]
+    able = able[sort_ascending(limits[able])]
     used = stock.fill(limits[able].tolist(), state.room[able].tolist(), map(state.bins.__getitem__, able.tolist()))
     if stock.left:  # so all bins were gone over
         tokens_used = np.array(used, dtype=np.int64)
@@ -230,9 +237,9 @@ def place_rest(rows: Rows, state: State, left: Ints, lengths: Ints) -> bool:
     if not len(left):
         return True
     costs = rows.cost.of_rows(lengths).tolist()
-    able = np.flatnonzero(state.room >= lengths[-1]).tolist()
-    room, load = state.room.tolist(), state.load.tolist()
-    lightest = [(load[number], number) for number in able]
+    able = np.flatnonzero(state.room >= lengths[-1])
+    room: dict[int, int] = dict(zip(able.tolist(), state.room[able].tolist(), strict=True))
+    lightest: list[tuple[float, int]] = list(zip(state.load[able].tolist(), room, strict=True))
     heapify(lightest)
     roomiest: list[tuple[int, int]] = []
 

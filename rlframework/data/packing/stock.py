@@ -19,16 +19,17 @@ class Stock:
     """Rows that are not in a bin yet: `rows [n]` in descending order of their `lengths [n]`, all above 0."""
 
     def __init__(self, rows: Ints, lengths: Ints) -> None:
-        ascending = lengths[::-1]
-        cuts = np.flatnonzero(ascending[1:] != ascending[:-1]) + 1
-        ends = len(rows) - np.concatenate(([0], cuts)) if len(rows) else np.empty(0, dtype=np.int64)
         self.left = len(rows)
         self._numbers = rows
         self._rows: list[int] = rows.tolist()
+        ascending = lengths[::-1]
+        cuts = np.flatnonzero(ascending[1:] != ascending[:-1]) + 1
+        edges = np.concatenate((np.zeros(1, dtype=np.int64), cuts, np.full(min(1, self.left), self.left)))
         # Class 0 is a sentinel of length 0 without rows. Class j has the rows from first[j] to end[j].
-        self._lengths: list[int] = [0, *ascending[np.concatenate(([0], cuts))].tolist()] if len(rows) else [0]
-        self._first: list[int] = [0, *(len(rows) - cuts).tolist(), 0] if len(rows) else [0]
-        self._end: list[int] = [0, *ends.tolist()]
+        places: list[int] = (self.left - edges).tolist()
+        self._lengths: list[int] = [0, *ascending[edges[:-1]].tolist()]
+        self._first: list[int] = [0, *places[1:]]
+        self._end: list[int] = [0, *places[:-1]]
         self._link = list(range(len(self._lengths)))
         self._lowest = 1
 
@@ -121,6 +122,8 @@ class Stock:
 
     def rest(self) -> tuple[Ints, Ints]:
         """The rows that were not taken, by descending length, and their lengths."""
+        if not self.left:
+            return self._numbers[:0], self._numbers[:0]
         first = np.array(self._first[:0:-1], dtype=np.int64)
         counts = np.array(self._end[:0:-1], dtype=np.int64) - first
         places = np.arange(self.left) + np.repeat(first - np.cumsum(counts) + counts, counts)

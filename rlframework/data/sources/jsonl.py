@@ -139,7 +139,7 @@ class _File:
             found = json.loads(raw.decode("utf-8"))
         except UnicodeDecodeError as error:
             raise DataError(f"{self.where(row)}: not UTF-8 text ({error.reason})") from error
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:  # ValueError alone: a number with thousands of digits
             reason = f"not JSON ({error}); each line must be one JSON object{_array_hint(raw)}"
             raise DataError(f"{self.where(row)}: {reason}") from error
         if not isinstance(found, dict):

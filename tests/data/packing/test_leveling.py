@@ -89,7 +89,7 @@ def test_stripes_go_to_and_fro_from_the_bin_of_least_load():
     rows = rows_of([9, 8, 7, 6, 5, 4], LINEAR)
     state = state_of(2, 100)
     state.load[:] = [3.0, 0.0]
-    stripe(rows, state, 0, 3)  # 9 and 8, then 6 and 7, then 5 and 4
+    assert stripe(rows, state, 0, 3) == 6  # 9 and 8, then 6 and 7, then 5 and 4
     assert state.bins == [[1, 2, 5], [0, 3, 4]]
     assert state.load.tolist() == [3.0 + 19, 20.0]
     assert state.room.tolist() == [81, 80]
@@ -97,7 +97,7 @@ def test_stripes_go_to_and_fro_from_the_bin_of_least_load():
 
 def test_stripes_that_do_not_fit_are_left_out():
     state = state_of(2, 19)
-    stripe(rows_of([9, 8, 7, 6, 5, 4], LINEAR), state, 0, 3)
+    assert stripe(rows_of([9, 8, 7, 6, 5, 4], LINEAR), state, 0, 3) == 0
     assert state.bins == [[], []]
     assert state.room.tolist() == [19, 19]
 
@@ -144,7 +144,8 @@ def test_filling_keeps_to_the_room_and_levels_to_the_shortest_row(seed, bins, ro
     capacity = int(slack * lengths.sum() / bins) + 100
     state = state_of(bins, capacity)
     everything = rows_of(lengths, LINEAR)
-    left, _ = fill_to_level(everything, state)
+    state.bins = [[] for _ in range(bins)]
+    left, _ = fill_to_level(everything, state, 0)
     placed = [row for members in state.bins for row in members]
     assert sorted([*placed, *left.tolist()]) == list(range(rows))
     assert all(lengths[members].sum() <= capacity for members in state.bins)
