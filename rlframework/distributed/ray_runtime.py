@@ -56,7 +56,10 @@ def acquire(user: int) -> None:
             _OWNED_BY.add(user)
         return
     attach = bool(os.environ.get("RAY_ADDRESS"))
-    with _environment({"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}):
+    settings = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+    # Ray runs workers at niceness 15: beside another busy program on the same cores they would all but stand still
+    settings["RAY_worker_niceness"] = "0"
+    with _environment(settings):
         if attach:
             ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR)
         else:

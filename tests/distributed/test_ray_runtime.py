@@ -67,3 +67,14 @@ def test_reserved_ports_are_held_and_out_of_the_kernels_way():
     host._reserved.close()
     with socket.socket() as other:
         other.bind((address, port))
+
+
+@pytest.mark.xdist_group("ray")
+@pytest.mark.usefixtures("ray_session")
+def test_workers_get_as_much_of_the_cores_as_the_driver():
+    """Ray's own default, niceness 15, starves them as soon as something else is busy on the same cores."""
+    import os
+
+    import ray
+
+    assert ray.get(ray.remote(lambda: os.nice(0)).remote()) == os.nice(0)

@@ -1,4 +1,4 @@
-"""`balanced`, the packer of our own: as few bins as any of the others, of like cost, dealt by cost.
+"""`balanced`, our own packer: no more bins than first fit decreasing in either form, of like cost, dealt by cost.
 
 The cap on tokens is hard. Everything is O(n log n) and deterministic.
 """
@@ -23,7 +23,7 @@ from rlframework.data.packing.stock import Stock
 
 
 class BalancedPacker(SequencePacker):
-    """Bins of like cost, never more of them than modified first fit decreasing needs with the same arguments.
+    """Bins of like cost, never more of them than first fit decreasing or its modification need with these arguments.
 
     `bin_count_multiple` is how many bins run side by side (the ranks). The rounded-up number of bins is filled to like
     cost as far as the cap allows; where one row costs more than that, the other bins that run beside it are filled up

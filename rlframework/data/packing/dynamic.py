@@ -44,10 +44,10 @@ def balanced_microbatches(
     `BatchError` for a row that alone is over `max_tokens`, and for fewer rows than microbatches.
     """
     values = read_lengths(lengths, least=0)
-    shards = read_count(shards, "shards", 1)
+    shards, most = read_count(shards, "shards", 1), read_count(max_tokens, "max_tokens", 1)
     order = sort_descending(values)
     rows = order[: np.count_nonzero(values)]
-    plan = _Plan(padded_lengths(values[rows], max_tokens, length_round, width), max_tokens, read_cost(cost))
+    plan = _Plan(padded_lengths(values[rows], most, length_round, width), most, read_cost(cost))
     fewest = len(plan.runs(float("inf"), shards))
     wanted = round_up(max(1, fewest), shards)
     if len(values) < wanted:
@@ -66,9 +66,8 @@ def balanced_microbatches(
     return [[batches[number] for number in numbers] for numbers in deal_by_cost(costs, shards)]
 
 
-def padded_lengths(lengths: Ints, max_tokens: Any, length_round: Any, width: Any) -> Ints:
+def padded_lengths(lengths: Ints, max_tokens: int, length_round: Any, width: Any) -> Ints:
     """What rows of `lengths` are padded to, alone; `BatchError` for what is over `max_tokens` or `width`."""
-    most = read_count(max_tokens, "max_tokens", 1)
     multiple = read_count(length_round, "length_round", 1, LONGEST)
     padded = -(-np.maximum(lengths, 1) // multiple) * multiple
     if width is not None:
@@ -76,10 +75,10 @@ def padded_lengths(lengths: Ints, max_tokens: Any, length_round: Any, width: Any
         if len(lengths) and int(lengths.max()) > columns:
             raise BatchError(f"a row has {int(lengths.max())} tokens, but width says that there are {columns} columns")
         padded = np.minimum(padded, columns)
-    if len(padded) and int(padded.max()) > most:
+    if len(padded) and int(padded.max()) > max_tokens:
         raise BatchError(
             f"a row of {int(lengths.max())} tokens is padded to {int(padded.max())} (length_round {multiple}), but "
-            f"max_tokens is {most}: raise it, or shorten the row"
+            f"max_tokens is {max_tokens}: raise it, or shorten the row"
         )
     return padded
 
@@ -172,17 +171,17 @@ def round_robin_microbatches(
     the longest row that any shard has at a position. The number of rows must be a multiple of `shards`: `BatchError`.
     """
     values = read_lengths(lengths, least=0)
-    shards = read_count(shards, "shards", 1)
+    shards, most = read_count(shards, "shards", 1), read_count(max_tokens, "max_tokens", 1)
     if len(values) % shards:
         raise BatchError(
             f"{len(values)} rows cannot be dealt to {shards} shards evenly; give a multiple of {shards}, or use "
             "balanced microbatches"
         )
     order = np.argsort(values, kind="stable")
-    longest: list[int] = padded_lengths(values[order][shards - 1 :: shards], max_tokens, length_round, width).tolist()
+    longest: list[int] = padded_lengths(values[order][shards - 1 :: shards], most, length_round, width).tolist()
     bounds: list[list[int]] = []
     for position, length in enumerate(longest):  # ascending, so the latest is the longest
-        if bounds and (position + 1 - bounds[-1][0]) * length <= max_tokens:
+        if bounds and (position + 1 - bounds[-1][0]) * length <= most:
             bounds[-1][1] = position + 1
         else:
             bounds.append([position, position + 1])
