@@ -73,7 +73,6 @@ def test_reserved_ports_are_held_and_out_of_the_kernels_way():
 @pytest.mark.usefixtures("ray_session")
 def test_workers_get_as_much_of_the_cores_as_the_driver():
     """Ray's own default, niceness 15, starves them as soon as something else is busy on the same cores."""
-    import os
 
     import ray
 

@@ -64,7 +64,7 @@ def best_swap(top: int, lengths: Ints, costs: Floats, where: Ints, load: Floats,
     shorter = lengths[mine][:, None] - lengths[theirs]
     other = where[theirs]
     after = np.maximum(load[top] - cheaper, load[other] + cheaper)
-    after[(shorter > room[other]) | (-shorter > room[top])] = np.inf
+    after[shorter > room[other]] = np.inf  # bin `top` gives away the longer row, as that is what makes it cheaper
     best = int(after.argmin())
     if not after.flat[best] < load[top] * (1 - 1e-9):
         return None

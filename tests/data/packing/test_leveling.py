@@ -211,6 +211,12 @@ def test_levels_know_that_a_long_step_takes_more_than_the_longest_rows():
     assert step_levels(rows_of([20, 5, 5, 5, 5], LINEAR), 4, 100, 2).tolist() == [0, 0, 20, 20]
 
 
+def test_where_levels_leave_a_bin_empty_bins_are_levelled_without():
+    bins = level(rows_of([16] + [1] * 18, LINEAR), 6, 20, 2)
+    assert bins is not None
+    assert sorted(map(len, bins)) == [1, 3, 3, 4, 4, 4]
+
+
 @settings(deadline=None, max_examples=50)
 @given(st.integers(0, 10**6), st.integers(513, 900), st.integers(1, 60), st.integers(1, 4))
 def test_levelled_bins_hold_everything_or_nothing_is_returned(seed, rows, count, group):

@@ -109,6 +109,13 @@ def test_modified_first_fit_decreasing_by_hand():
     assert as_lengths(bins, lengths) == [[9, 12], [11, 15, 34], [25, 35]]
 
 
+def test_modified_first_fit_pairs_rows_above_a_sixth_before_it_is_greedy():
+    # 35 takes the pair 11 + 12 before 40, which has less room, gets a row; greedy alone would give 12 to 40
+    lengths = [40, 35, 12, 11, 11]
+    bins = get_packer("modified_first_fit_decreasing", 60).pack(lengths)
+    assert as_lengths(bins, lengths) == [[11, 12, 35], [11, 40]]
+
+
 def test_what_modified_first_fit_has_left_goes_to_the_emptiest_new_bin():
     # no row above 50: 40 | 40 (80) | 30 opens a bin | 30 (60) | 30 (90) | 20 beside the two of 40
     bins = get_packer("modified_first_fit_decreasing", 100).pack([40, 40, 30, 30, 30, 20])
