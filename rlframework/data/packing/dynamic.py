@@ -131,6 +131,8 @@ class _Plan:
     def _lowest(self, start: int, wanted: int, shards: int) -> list[Run]:
         best = self.runs(float("inf"), shards, start)
         low, high = sum(self._costs[start:]) / wanted, max(map(self.cost_of, best))
+        if self._costs[start] > low:  # steps that wait for one row may take more, and leave less for the others
+            low = 0.0
         while high - low > PRECISION * high:
             middle = (low + high) / 2
             runs = self.runs(middle, shards, start)
@@ -138,22 +140,30 @@ class _Plan:
                 best, high = runs, middle
             else:
                 low = middle
-        return self._split(best, wanted)
+        return self._split(best, wanted, high)
 
-    def _split(self, runs: list[Run], wanted: int) -> list[Run]:
-        """Halve the costliest run of two and more rows until there are `wanted`."""
+    def _split(self, runs: list[Run], wanted: int, level: float) -> list[Run]:
+        """Halve the costliest run of two and more rows until there are `wanted`; those above `level` are the last.
+
+        They are in steps that wait for one long row anyway.
+        """
+
+        def entry(run: Run) -> tuple[bool, float, Run]:
+            cost = self.cost_of(run)
+            return (cost > level, -cost, run)
+
         done = [run for run in runs if run[1] - run[0] == 1]
-        heap = [(-self.cost_of(run), run) for run in runs if run[1] - run[0] > 1]
+        heap = [entry(run) for run in runs if run[1] - run[0] > 1]
         heapify(heap)
         while len(done) + len(heap) < wanted:
-            _, (start, end) = heappop(heap)
+            start, end = heappop(heap)[-1]
             middle = (start + end) // 2
             for run in ((start, middle), (middle, end)):
                 if run[1] - run[0] > 1:
-                    heappush(heap, (-self.cost_of(run), run))
+                    heappush(heap, entry(run))
                 else:
                     done.append(run)
-        return sorted([*done, *(run for _, run in heap)])
+        return sorted([*done, *(run for _, _, run in heap)])
 
 
 def round_robin_microbatches(

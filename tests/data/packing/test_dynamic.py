@@ -75,6 +75,24 @@ def test_the_number_of_microbatches_that_rounding_up_adds_is_used():
     assert [[len(rows) for rows in steps] for steps in dealt] == [[3], [3], [3], [3]]
 
 
+def test_microbatches_are_levelled_not_halved():
+    dealt = balanced_microbatches([1] * 12, 12, shards=3, cost=LINEAR)
+    assert [[len(rows) for rows in steps] for steps in dealt] == [[4], [4], [4]]
+
+
+def test_a_step_that_waits_for_a_long_row_is_filled():
+    # 8 | 4 4 and 1 1 | 1 1 take 8 + 2; four microbatches as even as can be, 8 | 4 and 4 | 1 1 1 1, would take 8 + 4
+    dealt = balanced_microbatches([8, 4, 4, 1, 1, 1, 1], 8, shards=2, cost=LINEAR)
+    assert sorted(sorted(rows) for steps in dealt for rows in steps) == [[0], [1, 2], [3, 4], [5, 6]]
+    assert {tuple(sorted(steps[0])) for steps in dealt} == {(0,), (1, 2)}
+
+
+def test_rows_without_tokens_first_go_where_there_is_none():
+    assert sorted(balanced_microbatches([5, 0, 0], 8, shards=3)) == [[[0]], [[1]], [[2]]]
+    dealt = balanced_microbatches([5, 5, 0, 0, 0], 5, shards=2)
+    assert sorted(len(rows) for steps in dealt for rows in steps) == [2, 3]
+
+
 def fewest(lengths, most, multiple, width):
     """Fewest microbatches of neighbours by length, by trying all bounds."""
     ordered = sorted((padded(length, multiple, width) for length in lengths if length), reverse=True)
