@@ -131,8 +131,6 @@ class _Plan:
     def _lowest(self, start: int, wanted: int, shards: int) -> list[Run]:
         best = self.runs(float("inf"), shards, start)
         low, high = sum(self._costs[start:]) / wanted, max(map(self.cost_of, best))
-        if self._costs[start] > low:  # steps that wait for one row may take more, and leave less for the others
-            low = 0.0
         while high - low > PRECISION * high:
             middle = (low + high) / 2
             runs = self.runs(middle, shards, start)
