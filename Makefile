@@ -18,7 +18,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 PROJECTS := pyproject.toml $(wildcard plugins/*/pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test lint format types imports clean
+.PHONY: help quickstart test conformance lint format types imports clean
 
 help:  ## show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
@@ -28,6 +28,13 @@ quickstart: $(VENV)/.installed  ## the main job: supervised warm-up, then GRPO, 
 
 test: $(VENV)/.installed-dev  ## all tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# The page is made from the JSON, also where something does not conform; the exit code is pytest's.
+conformance: $(VENV)/.installed-dev  ## all parts in all their layouts; writes docs/results/conformance.json and .md
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -o timeout=900 tests/conformance/all_parts.py --conformance-layout all \
+		--conformance-json docs/results/conformance.json; status=$$?; \
+	$(BIN)/python -m rlframework.conformance.table docs/results/conformance.json docs/results/conformance.md && \
+	exit $$status
 
 lint: $(VENV)/.installed-dev  ## style: ruff check, ruff format --check
 	$(BIN)/ruff check .

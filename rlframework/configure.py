@@ -124,7 +124,7 @@ def _checked(tree: Tree, manager: PluginManager | None) -> RunConfig:
     for part in choice.parts.values():
         for problem in check_config(config, part, device):
             origin = tree.origin(tuple(problem.key.split(".")))
-            findings.append(Finding(problem.key, problem.message, NOT_GIVEN, origin, problem.hint))
+            findings.append(Finding(problem.key, problem.message, NOT_GIVEN, origin, problem.hint, problem.undeclared))
     raise_findings(findings)
     return config
 

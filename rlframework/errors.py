@@ -43,6 +43,10 @@ class NotSupported(UserError, NotImplementedError):
     """The chosen backend does not declare the capability that this call needs."""
 
 
+class UnsupportedConfig(ConfigError, NotSupported):
+    """The configuration asks for a capability that the chosen backend does not declare."""
+
+
 class WorkerError(RLFrameworkError):
     """A worker failed; the message carries its rank and its own traceback."""
 

@@ -22,6 +22,7 @@ from rlframework.files import check_writable, write_atomically
 from rlframework.interfaces.algorithm import Algorithm, Parts, RunResult
 from rlframework.plugins.hookspec import RunInfo
 from rlframework.plugins.manager import create_manager
+from rlframework.plugins.types import Capability
 
 if TYPE_CHECKING:
     from rlframework.config.sections import RunConfig
@@ -54,9 +55,12 @@ def build_parts(config: RunConfig, *, manager: PluginManager | None = None) -> I
     from rlframework.data.tokenizer import load_tokenizer
     from rlframework.generation.driver import Generation
     from rlframework.observers.dispatch import Observers
-    from rlframework.policy.policy import Policy
+    from rlframework.policy.policy import Policy, require
 
     manager = manager or create_manager(config.plugins)
+    backend = manager.select("policy_worker", config.policy.backend).record
+    # every generation engine lives in the workers so far
+    require(backend, Capability.EMBEDDED_GENERATION, "a run generates in the workers of its policy")
     device = _device(config)
     with ExitStack() as stack:
         environment = _make(manager, "environment", config.environment.name)(config.environment, seed=config.seed)

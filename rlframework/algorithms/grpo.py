@@ -62,7 +62,7 @@ class GRPO(StepLoop):
             self._add_logprobs(result.data)
         with timer.phase("train"):
             self.parts.policy.prepare_for_training()
-            trained = [self.parts.policy.train(result.data, self.loss) for _ in range(self.config.epochs_per_batch)]
+            trained = [self.train(step, result.data, self.loss) for _ in range(self.config.epochs_per_batch)]
         metrics |= _mean_metrics(trained)
         metrics["train/tokens"] = float(result.data["input_lengths"].sum())
         return metrics, result.records(step, "train", self.parts.config.observers.samples)

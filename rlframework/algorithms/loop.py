@@ -6,16 +6,19 @@ import time
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlframework.algorithms.inputs import InputCheck
+from rlframework.algorithms.recording import Recorder
 from rlframework.algorithms.rollout import validate
 from rlframework.errors import DataError
 from rlframework.interfaces.algorithm import Algorithm, Parts, RunResult
 from rlframework.policy.worker_base import resident_bytes
 
 if TYPE_CHECKING:
+    from rlframework.distributed.batched_data_dict import BatchedDataDict
     from rlframework.interfaces.environment import Sample
+    from rlframework.interfaces.loss import LossFunction
     from rlframework.plugins.hookspec import SampleRecord
 
 
@@ -51,6 +54,7 @@ class StepLoop(Algorithm):
                     f"environment {parts.config.environment.name!r} has no {split} samples; give it more data"
                 )
         self.inputs = InputCheck(parts)
+        self.recorder = Recorder(parts)
         validation = self.config.validation
         if validation.at_start or validation.at_end or validation.every:
             self.check_validation(parts.environment.samples("validation")[: validation.samples])
@@ -70,7 +74,14 @@ class StepLoop(Algorithm):
 
     @abstractmethod
     def train_step(self, step: int, timer: Timer) -> tuple[dict[str, float], list[SampleRecord]]:
-        """One step, counted from 1: its metrics by the names that the field uses, and samples to keep."""
+        """One step, counted from 1: its metrics by the names that the field uses, and samples to keep.
+
+        It trains with `train`, so that the step can be recorded.
+        """
+
+    def train(self, step: int, data: BatchedDataDict[Any], loss: LossFunction) -> dict[str, Any]:
+        """`policy.train` within step `step`, which is recorded where the configuration says so."""
+        return self.recorder.train(step, data, loss)
 
     def should_stop(self, metrics: dict[str, float]) -> bool:
         """Whether the run is done before `num_steps`."""
@@ -97,6 +108,7 @@ class StepLoop(Algorithm):
         timer = Timer()
         started = time.perf_counter()
         metrics, samples = self.train_step(step, timer)
+        self.recorder.require(step)
         seconds = time.perf_counter() - started
         metrics |= {f"time/{name}": value for name, value in timer.seconds.items()}
         metrics["time/step"] = seconds

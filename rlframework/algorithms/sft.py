@@ -52,7 +52,7 @@ class SFT(StepLoop):
             batch = self.next_batch()
         with timer.phase("train"):
             self.parts.policy.prepare_for_training()
-            result = self.parts.policy.train(batch, self.loss)
+            result = self.train(step, batch, self.loss)
         metrics = {
             "train/loss": result["loss"],
             "train/grad_norm": float(result["grad_norm"].mean()),

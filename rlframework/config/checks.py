@@ -25,6 +25,7 @@ def check_run(config: RunConfig, tree: Tree) -> Iterator[Finding]:
         yield from _check_batch(policy, workers // size, tree)
     yield from _check_optimizer(policy, tree)
     yield from _check_scheduler(policy, tree)
+    yield from _check_recording(config, tree)
 
 
 def _check_batch(policy: PolicyConfig, data_parallel: int, tree: Tree) -> Iterator[Finding]:
@@ -61,4 +62,15 @@ def _check_scheduler(policy: PolicyConfig, tree: Tree) -> Iterator[Finding]:
             f"must not be more than policy.scheduler.total_steps, which is {scheduler.total_steps}",
             scheduler.warmup_steps,
             tree.origin(("policy", "scheduler", "warmup_steps")),
+        )
+
+
+def _check_recording(config: RunConfig, tree: Tree) -> Iterator[Finding]:
+    last = config.algorithm.num_steps
+    if beyond := [step for step in config.recording.steps if step > last]:
+        yield Finding(
+            "recording.steps",
+            f"must be among the steps of the run, which are 1 to {last} (algorithm.num_steps)",
+            beyond[0] if len(beyond) == 1 else beyond,
+            tree.origin(("recording", "steps")),
         )

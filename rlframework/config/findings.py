@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlframework.errors import ConfigError, PluginError
+from rlframework.errors import ConfigError, PluginError, UnsupportedConfig
 
 NOT_GIVEN: Any = object()
 """Stands for "no value was given" where None is a value."""
@@ -17,13 +17,17 @@ _SHOWN = 80
 
 @dataclass(frozen=True)
 class Finding:
-    """One problem: the dotted key, what is wrong, the value that was given and where it was written, what to do."""
+    """One problem: the dotted key, what is wrong, the value that was given and where it was written, what to do.
+
+    `undeclared`: it asks for what the chosen backend does not declare.
+    """
 
     key: str
     message: str
     given: Any = NOT_GIVEN
     origin: str = ""
     hint: str = ""
+    undeclared: bool = False
 
     def __str__(self) -> str:
         facts = []
@@ -47,7 +51,8 @@ def raise_findings(findings: Sequence[Finding], cause: PluginError | None = None
     """Raise one error that lists `findings`; without any, return. `cause`: all of them are about choosing a plugin."""
     if not findings:
         return
-    error_type = PluginError if cause else ConfigError
+    undeclared = any(finding.undeclared for finding in findings)
+    error_type = PluginError if cause else UnsupportedConfig if undeclared else ConfigError
     if len(findings) == 1:
         raise error_type(str(findings[0])) from cause
     lines = "\n".join(f"- {finding}" for finding in findings)

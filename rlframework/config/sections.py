@@ -25,7 +25,7 @@ class DeadlinesConfig(Section):
 class WorkerGroupConfig(Section):
     """Where the workers run."""
 
-    name: str = Field("inline", description="`inline` (this process), `ray`, or a plugin's")
+    name: str = Field("inline", description="`inline` (this process), `processes`, `ray`, or a plugin's")
     num_workers: PositiveInt = 1
     deadlines: DeadlinesConfig = DeadlinesConfig()
 
@@ -87,6 +87,16 @@ class ObserversConfig(Section):
     samples: NonNegativeInt = Field(4, description="completions with rewards kept at each step")
 
 
+class RecordingConfig(Section):
+    """Training steps that are written to `output_dir/recorded`, for `rlframework parity --replay`; none by default.
+
+    A recorded step takes the room of the model in fp32 and of its batch, and the time to write them.
+    """
+
+    steps: tuple[PositiveInt, ...] = Field((), description="these steps, counted from 1")
+    every: NonNegativeInt = Field(0, description="and each step that is a multiple of this; 0: no others")
+
+
 class RunConfig(Section):
     """A whole run, resolved. `load_config` narrows the open sections to the models of the chosen plugins."""
 
@@ -100,3 +110,4 @@ class RunConfig(Section):
     generation: SerializeAsAny[GenerationConfig] = GenerationConfig()
     worker_group: SerializeAsAny[WorkerGroupConfig] = WorkerGroupConfig()
     observers: ObserversConfig = ObserversConfig()
+    recording: RecordingConfig = RecordingConfig()

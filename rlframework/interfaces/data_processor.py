@@ -103,7 +103,8 @@ class Microbatch(ProcessedMicrobatch):
     - `data_dict`: the rows, `[b, S']`, in which `S'` is the longest row of the microbatch;
     - `processed_inputs`: `[n, L]` with `n = b` and `L = S'` (padded to the rule), or one packed row;
     - `rows [b]` int64: where each row stands in the worker's batch;
-    - `cu_seqlens [b + 1]` int32, always on the CPU: bounds of the sequences in a packed row, None otherwise;
+    - `cu_seqlens [b + 1]` int32, always on the CPU: bounds of the sequences in a packed row, None otherwise. Padding at
+      the end of the row, where the rule asks for it, is one more sequence: `[b + 2]`;
     - `head_positions [N]` int64: flat indices into `n * L` at which the head runs (where the next token is wanted);
     - `targets [N]` int64: the token after each of them;
     - `scatter [N]` int64: flat indices into `b * S'` where the value of each belongs (the position of the target);
@@ -133,9 +134,10 @@ class DataProcessor(ABC):
     ) -> dict[str, Any]:
         """This rank's rows of the `batch_idx`-th global batch, and what losses are divided by.
 
-        `batch`: `data.get_batch(batch_idx, batch_size)`, so `batch_size` are this rank's rows of it.
-        `global_valid_seqs`: the sum of `sample_mask [B]`; `global_valid_toks`: that of `token_mask[:, 1:]` in such rows
-        (nothing predicts the first token); 0-dimensional fp32, both summed over `dp_group` (None: this rank alone).
+        `batch`: `data.get_batch(batch_idx, batch_size)`, so `batch_size` are this rank's rows of it (None: as many as
+        the driver dealt for it, `elem_counts_per_gb`). `global_valid_seqs`: the sum of `sample_mask [B]`;
+        `global_valid_toks`: that of `token_mask[:, 1:] * sample_mask` (nothing predicts the first token);
+        0-dimensional fp32, both summed over `dp_group` (None: this rank alone).
         """
 
     @abstractmethod

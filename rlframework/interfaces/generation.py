@@ -20,7 +20,8 @@ class GenerationEngine(ABC):
     """Samples completions with the weights that it was given last.
 
     The embedded engine lives in the trainer's process: `attach` hands it the live module (no copy), or, where the
-    trainer's module is sharded, `load_weights` fills a module of its own.
+    trainer's module is sharded, `load_weights` fills a module of its own. The module that is attached is left as it
+    was, weights and modes; generating without any weights is a `UserError`.
     """
 
     @abstractmethod
@@ -41,15 +42,19 @@ class GenerationEngine(ABC):
 
     @abstractmethod
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Take weights by the names that `save_pretrained` writes; all of them, or a `UserError` naming the missing."""
+        """Take weights by the names that `save_pretrained` writes; all of them, or a `UserError` naming the missing.
+
+        Each is copied before the next is asked for: the sender may use its memory again.
+        """
 
     @abstractmethod
     def generate(self, data: BatchedDataDict[Any], greedy: bool = False) -> BatchedDataDict[Any]:
         """Complete each row.
 
-        In: `input_ids [B, S]` int64, right-padded prompts; `input_lengths [B]`; `seeds [B]` int64. The
-        sample of a row depends on its prompt, its seed and the weights only: never on the rows beside it or how they
-        are spread over workers (up to the rounding of the forward).
+        In: `input_ids [B, S]` int64, right-padded prompts; `input_lengths [B]`; `seeds [B]` int64, all 64 bits of which
+        count. The sample of a row depends on its prompt, its seed and the weights only: never on the rows beside it or
+        how they are spread over workers (up to the rounding of the forward). A row ends with one of the model's end
+        tokens or of the configuration's. Missing seeds or an empty prompt are a `BatchError`.
 
         Out, on the CPU, in the order of the rows: `output_ids [B, T]` prompt and completion, right-padded with the
         tokenizer's pad id; `generation_lengths [B]` tokens of the completion, the stop token included;

@@ -7,8 +7,11 @@ the engine; a backend derives from it and supplies the primitives of `rlframewor
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
+
+from rlframework.errors import NotSupported
 
 if TYPE_CHECKING:
     from rlframework.distributed.batched_data_dict import BatchedDataDict
@@ -97,3 +100,46 @@ class PolicyWorker(ABC):
     @abstractmethod
     def shutdown(self) -> None:
         """Leave the process group; free the model."""
+
+    # What a backend may do besides: each raises `NotSupported` unless it declares the capability.
+
+    def score(self, data: BatchedDataDict[Any], micro_batch_size: int | None = None) -> BatchedDataDict[Any]:
+        """`scores [B]` fp32 of a reward model's head. Capability `scoring`."""
+        raise NotSupported(_undeclared(self, "give scores", "scoring"))
+
+    def save_checkpoint(
+        self, weights_path: str, optimizer_path: str | None = None, tokenizer_path: str | None = None
+    ) -> None:
+        """Write what training goes on from, in the portable form. Capability `portable_optimizer_state`."""
+        raise NotSupported(_undeclared(self, "save its optimizer", "portable_optimizer_state"))
+
+    def load_checkpoint(self, weights_path: str, optimizer_path: str | None = None) -> None:
+        """Go on from what `save_checkpoint` wrote. Capability `portable_optimizer_state`."""
+        raise NotSupported(_undeclared(self, "load an optimizer", "portable_optimizer_state"))
+
+    def init_collective(self, ip: str, port: int, world_size: int) -> None:
+        """Join the process group of a refit with engines in other processes. Capability `collective_refit`."""
+        raise NotSupported(_undeclared(self, "send weights over a process group", "collective_refit"))
+
+    def prepare_info_for_collective(self) -> dict[str, Any]:
+        """Name to shape and dtype of what `broadcast_weights_for_collective` sends. Capability `collective_refit`."""
+        raise NotSupported(_undeclared(self, "send weights over a process group", "collective_refit"))
+
+    def broadcast_weights_for_collective(self) -> None:
+        """Send all weights to the engines in the group. Capability `collective_refit`."""
+        raise NotSupported(_undeclared(self, "send weights over a process group", "collective_refit"))
+
+    def prepare_weights_for_ipc(self) -> tuple[list[tuple[str, int]], float]:
+        """Names and bytes of the weights, and the bytes that are free for a group of them. Capability `ipc_refit`."""
+        raise NotSupported(_undeclared(self, "share weights with another process", "ipc_refit"))
+
+    def get_weights_ipc_handles(self, keys: Iterable[str]) -> dict[str, Any]:
+        """Handles of the named weights for a process on the same device. Capability `ipc_refit`."""
+        raise NotSupported(_undeclared(self, "share weights with another process", "ipc_refit"))
+
+
+def _undeclared(worker: PolicyWorker, what: str, capability: str) -> str:
+    return (
+        f"{type(worker).__name__} does not {what}: its backend does not declare {capability}; choose a policy.backend "
+        "that does: see `rlframework plugins`"
+    )

@@ -66,9 +66,22 @@ class WorkerGroup(ABC):
 
     An implementation starts them in its constructor and returns when all are up, or raises: `DeadlineExceeded` after
     `config.deadlines.start` seconds, saying what it waited for and what was there; `WorkerError` with the rank and the
-    traceback of a worker that failed; `UserError` when the machine has fewer cores or GPUs than workers. An error of a
-    worker that is itself a `UserError` comes back as that class, so that it is told to the user as such. After any
-    failure of a call the group is unusable, and no process outlives the run.
+    traceback of a worker that failed; `UserError` where it cannot have these workers on this machine, such as more
+    than there are GPUs. An error of a worker that is itself one of rlframework's comes back as that class, so that a
+    mistake of the user is told as such.
+
+    What is wrong with a call itself reaches no worker, and the group goes on: positional arguments, and arguments that
+    cannot be sent to another process, are a `TypeError`; shares that are not those of the axis a `BatchError`; an axis
+    that is not there a `ValueError`. (Where only one worker's share cannot be sent the group may end instead.)
+
+    A call fails with the first worker that raises, dies or answers what cannot be sent (`WorkerError`, with its rank,
+    told at once, whatever the others do), or with the deadline (`DeadlineExceeded`, with the ranks that did not
+    answer). After that the group is unusable: its processes are gone, and every call is a `WorkerError`. No process
+    outlives the run, however it ends, and none outlives `shutdown`.
+
+    Workers have processes of their own and get copies of their arguments. A group whose one worker is in the driver's
+    process differs: arguments are handed over as they are and must not be changed, its worker's exceptions pass
+    through as they are, the group stays usable after one, and deadlines do not apply.
     """
 
     @abstractmethod
@@ -114,5 +127,6 @@ class WorkerGroup(ABC):
     def shutdown(self, cleanup_method: str | None = None, timeout: float | None = None) -> bool:
         """Call `cleanup_method` on all, wait at most `timeout` (default `deadlines.shutdown`), then end the workers.
 
-        Idempotent. False when a worker did not end in peace.
+        Idempotent: the clean-up is called once. False, and no exception, when a worker did not end in peace: its
+        clean-up raised or took too long, or it was dead.
         """

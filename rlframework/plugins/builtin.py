@@ -9,6 +9,7 @@ from rlframework.plugins.hookspec import hookimpl
 from rlframework.plugins.types import (
     API_VERSION,
     AlgorithmRecord,
+    Capability,
     DataProcessorRecord,
     EnvironmentRecord,
     GenerationEngineRecord,
@@ -32,7 +33,7 @@ def rlframework_data_processors() -> list[DataProcessorRecord]:
 
 @hookimpl
 def rlframework_worker_groups() -> list[WorkerGroupRecord]:
-    """One process, or Ray actors."""
+    """One process, several of this machine, or Ray actors."""
     return [
         WorkerGroupRecord(
             name="inline",
@@ -43,10 +44,19 @@ def rlframework_worker_groups() -> list[WorkerGroupRecord]:
             check=check_inline,
         ),
         WorkerGroupRecord(
+            name="processes",
+            target="rlframework.distributed.processes:ProcessWorkerGroup",
+            api_version=API_VERSION,
+            summary="N worker processes on this machine, without Ray",
+            capabilities=frozenset({Capability.DATA_PARALLEL}),
+            config_model=WorkerGroupConfig,
+        ),
+        WorkerGroupRecord(
             name="ray",
             target="rlframework.distributed.ray_group:RayWorkerGroup",
             api_version=API_VERSION,
             summary="N worker processes on this machine, by Ray",
+            capabilities=frozenset({Capability.DATA_PARALLEL}),
             config_model=WorkerGroupConfig,
         ),
     ]

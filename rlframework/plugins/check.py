@@ -42,6 +42,7 @@ def _capability_problems(config: RunConfig, registered: Registered) -> list[Prob
             key=key,
             message=f"{value}, but the backend {record.name!r} ({registered.blame}) does not declare {capability}.",
             hint=f"{remedy}, or choose a backend that declares it: see `rlframework plugins`.",
+            undeclared=True,
         )
         for key, value, capability, remedy in _needs(config)
         if capability not in record.capabilities

@@ -39,24 +39,33 @@ class Capability(StrEnum):
     COLLECTIVE_REFIT = "collective_refit"
     IPC_REFIT = "ipc_refit"
     PORTABLE_OPTIMIZER_STATE = "portable_optimizer_state"
+    LEARNED_POSITIONS = "learned_positions"
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that a plugin's `check` found: the dotted configuration key, what is wrong with it, and what to do."""
+    """One thing that a plugin's `check` found: the dotted configuration key, what is wrong with it, and what to do.
+
+    `undeclared`: it asks for a capability that the record does not declare.
+    """
 
     key: str
     message: str
     hint: str = ""
+    undeclared: bool = False
 
 
 @dataclass(frozen=True)
 class KnownFailure:
-    """A conformance test that a backend is known to fail: test name, exception type name and the reason."""
+    """A conformance test that a backend is known to fail: test name, exception type name and the reason.
+
+    `layouts`: where, such as `("tensor=2",)`; empty: everywhere.
+    """
 
     test: str
     exception: str
     reason: str
+    layouts: tuple[str, ...] = ()
 
 
 Check = Callable[[Any, str], list[Problem]]

@@ -44,6 +44,8 @@ def worker_spec(
     neutral = {name: getattr(config.policy, name) for name in PolicyConfig.model_fields}
     neutral["scheduler"] = resolve_total_steps(config.policy.scheduler, training_calls or config.algorithm.num_steps)
     section = getattr(config.policy, config.policy.backend, None)
+    generates = Capability.EMBEDDED_GENERATION in record.capabilities
+    engine = manager.select("generation_engine", config.generation.name).record.target if generates else None
     return WorkerSpec(
         target=record.target,
         part=(record.kind, record.name),
@@ -54,7 +56,7 @@ def worker_spec(
             "init_reference_model": init_reference_model,
             "backend_config": None if section is None else section.model_dump(),
             "generation": config.generation,
-            "generation_target": manager.select("generation_engine", config.generation.name).record.target,
+            "generation_target": engine,
             "processor_target": manager.select("data_processor", config.policy.data_processor).record.target,
         },
         plugins=tuple(config.plugins),
@@ -63,7 +65,7 @@ def worker_spec(
     )
 
 
-def _require(record: Record, capability: Capability, reason: str) -> None:
+def require(record: Record, capability: Capability, reason: str) -> None:
     """`NotSupported` unless the backend of `record` declares `capability`."""
     if capability not in record.capabilities:
         raise NotSupported(
@@ -107,22 +109,26 @@ class Policy:
         `NotSupported` when the backend does not declare what the run needs of it.
         """
         record = manager.select("policy_worker", config.policy.backend).record
-        # every generation engine lives in the workers so far
-        _require(record, Capability.EMBEDDED_GENERATION, "a run generates in the workers of its policy")
         if init_reference_model:
-            _require(record, Capability.REFERENCE_MODEL, "algorithm.loss.kl_coef asks for a reference policy")
+            require(record, Capability.REFERENCE_MODEL, "algorithm.loss.kl_coef asks for a reference policy")
         self.config = config
         group = manager.load(manager.select("worker_group", config.worker_group.name).record)
-        spec = worker_spec(
-            config,
-            tokenizer,
-            manager,
-            init_reference_model=init_reference_model,
-            init_optimizer=init_optimizer,
-            training_calls=training_calls,
+        spec = self._around(
+            worker_spec(
+                config,
+                tokenizer,
+                manager,
+                init_reference_model=init_reference_model,
+                init_optimizer=init_optimizer,
+                training_calls=training_calls,
+            )
         )
         sharding = policy_sharding(config.worker_group.num_workers, config.policy.parallelism)
         self.worker_group: WorkerGroup = group(spec, config.worker_group, sharding=sharding, device=device)
+
+    def _around(self, spec: WorkerSpec) -> WorkerSpec:
+        """What is started for `spec`: a subclass may put something around the workers."""
+        return spec
 
     @cached_property
     def _dealer(self) -> Dealer:

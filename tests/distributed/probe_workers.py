@@ -92,3 +92,52 @@ class Probe:
         if self.context.rank == only:
             os.kill(os.getpid(), signal.SIGKILL)
         dist.all_reduce(torch.zeros(1))
+
+    def give_back(self, value):
+        return value
+
+    def touch(self, path):
+        open(path, "w").close()
+
+    def hold_the_interpreter(self, seconds):
+        """No other thread of the process runs meanwhile."""
+        import ctypes
+
+        ctypes.PyDLL(None).sleep(seconds)
+
+    def leave(self, code):
+        sys.exit(code)
+
+    def die_forked(self, seconds):
+        """Rank 0 dies; a process that it forked, with all that it had open, lives on for a while."""
+        if self.context.rank == 0:
+            if os.fork() == 0:
+                os.setpgid(0, 0)
+                time.sleep(seconds)
+                os._exit(0)
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
+
+    def answer_of_a_class_that_is_only_there(self):
+        import types
+
+        module = sys.modules["only_there"] = types.ModuleType("only_there")
+        module.Thing = type("Thing", (), {"__module__": "only_there"})
+        return module.Thing()
+
+
+class Process:
+    """Tells of its process."""
+
+    def __init__(self, context):
+        self.child = None
+
+    def folder(self):
+        return os.getcwd()
+
+    def start_a_process(self):
+        import multiprocessing
+
+        self.child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        self.child.start()
+        return self.child.pid

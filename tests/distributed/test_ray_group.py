@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from rlframework.config.sections import DeadlinesConfig, WorkerGroupConfig
-from rlframework.distributed import ray_runtime
+from rlframework.distributed import machine
 from rlframework.distributed.batched_data_dict import BatchedDataDict
 from rlframework.distributed.named_sharding import NamedSharding
 from rlframework.distributed.ray_group import RayWorkerGroup
@@ -74,7 +74,7 @@ def test_workers_know_who_they_are(group):
     ]
     assert len({a["pid"] for a in answers} | {os.getpid()}) == 3
     assert all(a["address"] == "127.0.0.1" for a in answers)
-    assert all(a["threads"] == ray_runtime.threads_per_worker(2) for a in answers)
+    assert all(a["threads"] == machine.threads_per_worker(2) for a in answers)
     assert group.sharding == TWO
 
 
@@ -83,7 +83,7 @@ def test_only_named_variables_are_passed_and_torch_is_not_imported(group, monkey
     answers = ask(group, "who")
     for answer in answers:
         assert "SECRET_OF_THE_DRIVER" not in answer["environment"]
-        assert answer["environment"]["OMP_NUM_THREADS"] == str(ray_runtime.threads_per_worker(2))
+        assert answer["environment"]["OMP_NUM_THREADS"] == str(machine.threads_per_worker(2))
         assert answer["torch_imported"] is False
 
 
@@ -234,7 +234,7 @@ def test_shutdown_whose_cleanup_hangs(fresh):
 
 
 def test_more_workers_than_cores(probe_spec, group_config, line):
-    workers = ray_runtime.cpu_count() + 1
+    workers = machine.cpu_count() + 1
     with pytest.raises(ConfigError, match=rf"num_workers={workers}, but this process may use {workers - 1} CPU core"):
         RayWorkerGroup(probe_spec(), group_config("ray", workers), sharding=line(workers), device="cpu")
 

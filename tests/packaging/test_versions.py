@@ -70,12 +70,12 @@ def test_each_plugin_pins_the_core_of_its_release(name):
 
 def test_the_extras_pin_the_plugins_and_all_names_them_all():
     extras = project("core")["project"]["optional-dependencies"]
-    assert set(extras) == {*BACKENDS, "all", "wandb", "mlflow", "dev"}
+    assert set(extras) == {*BACKENDS, "all", "wandb", "mlflow", "conformance", "dev"}
     for name in BACKENDS:
         assert extras[name] == [f"rlframework-{name}=={version(name)}"]
     [everything] = map(Requirement, extras["all"])
     assert everything.name == "rlframework-core"
-    assert everything.extras == set(extras) - {"all", "dev"}
+    assert everything.extras == set(extras) - {"all", "conformance", "dev"}
 
 
 def test_core_depends_on_no_plugin():

@@ -63,6 +63,7 @@ def test_every_capability_of_the_configuration_has_a_case():
         Capability.REFERENCE_MODEL,
         Capability.SCORING,
         Capability.EMBEDDED_GENERATION,
+        Capability.LEARNED_POSITIONS,
         Capability.COLLECTIVE_REFIT,
         Capability.IPC_REFIT,
         Capability.PORTABLE_OPTIMIZER_STATE,

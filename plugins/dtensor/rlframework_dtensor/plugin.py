@@ -25,6 +25,7 @@ def rlframework_policy_workers() -> list[PolicyWorkerRecord]:
                     Capability.BFLOAT16,
                     Capability.REFERENCE_MODEL,
                     Capability.EMBEDDED_GENERATION,
+                    Capability.LEARNED_POSITIONS,
                 }
             ),
             config_model=DTensorConfig,

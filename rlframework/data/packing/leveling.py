@@ -20,7 +20,7 @@ from rlframework.data.packing.stock import Stock
 
 ONE_BY_ONE = 512
 """Up to so many rows are all placed row by row: that levels a little better, and costs next to nothing."""
-FILLED_PER_BIN = ((12, 4), (32, 3), (float("inf"), 2))
+FILLED_PER_BIN = ((8, 4), (24, 3), (float("inf"), 2))
 """Below so many tokens of slack a bin, so many rows a bin are left for filling: more of them hit the last tokens."""
 PLACED_PER_BIN = 3
 """At least so many rows a bin are placed before filling starts, if it is to hit the last tokens."""

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from rlframework.distributed import ray_runtime, worker_host
+from rlframework.distributed import machine, worker_host
 from rlframework.errors import ConfigError
 
 
@@ -17,8 +17,8 @@ def test_workers_get_named_variables_only(monkeypatch):
     monkeypatch.setenv("RLFRAMEWORK_DISABLE_PLUGINS", "this,that")
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     before = dict(os.environ)
-    given = ray_runtime.worker_environment(2)
-    allowed = {*ray_runtime.PASSED_ON, "OMP_NUM_THREADS", "PYTHONPATH", "GLOO_SOCKET_IFNAME"}
+    given = machine.worker_environment(2)
+    allowed = {*machine.PASSED_ON, "OMP_NUM_THREADS", "PYTHONPATH", "GLOO_SOCKET_IFNAME"}
     assert set(given) <= allowed
     assert given["RLFRAMEWORK_DISABLE_PLUGINS"] == "this,that"
     assert dict(os.environ) == before
@@ -26,20 +26,20 @@ def test_workers_get_named_variables_only(monkeypatch):
 
 def test_plugins_that_are_not_disabled_here_are_not_disabled_there(monkeypatch):
     monkeypatch.delenv("RLFRAMEWORK_DISABLE_PLUGINS", raising=False)
-    assert ray_runtime.worker_environment(1)["RLFRAMEWORK_DISABLE_PLUGINS"] == ""
+    assert machine.worker_environment(1)["RLFRAMEWORK_DISABLE_PLUGINS"] == ""
 
 
 @pytest.mark.parametrize(("cores", "workers", "threads"), [(8, 2, 4), (8, 3, 2), (2, 2, 1), (1, 1, 1), (1, 4, 1)])
 def test_threads_share_the_cores(monkeypatch, cores, workers, threads):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(ray_runtime, "cpu_count", lambda: cores)
-    assert ray_runtime.threads_per_worker(workers) == threads
+    monkeypatch.setattr(machine, "cpu_count", lambda: cores)
+    assert machine.threads_per_worker(workers) == threads
 
 
 def test_threads_that_the_user_set(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert ray_runtime.threads_per_worker(2) == 3
-    assert ray_runtime.worker_environment(2)["OMP_NUM_THREADS"] == "3"
+    assert machine.threads_per_worker(2) == 3
+    assert machine.worker_environment(2)["OMP_NUM_THREADS"] == "3"
 
 
 def test_import_path_has_the_drivers_sources_and_no_installed_packages(monkeypatch, tmp_path):
@@ -47,14 +47,14 @@ def test_import_path_has_the_drivers_sources_and_no_installed_packages(monkeypat
     installed.mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", ["", str(installed), os.__file__.rpartition("/")[0], str(tmp_path / "absent")])
-    assert ray_runtime.import_path() == [str(tmp_path)]
+    assert machine.import_path() == [str(tmp_path)]
 
 
 def test_cores(monkeypatch):
-    monkeypatch.setattr(ray_runtime, "cpu_count", lambda: 2)
-    ray_runtime.check_cores(2)
+    monkeypatch.setattr(machine, "cpu_count", lambda: 2)
+    machine.check_cores(2)
     with pytest.raises(ConfigError, match=r"num_workers=3, but this process may use 2 CPU core\(s\): set at most 2"):
-        ray_runtime.check_cores(3)
+        machine.check_cores(3)
 
 
 def test_reserved_ports_are_held_and_out_of_the_kernels_way():

@@ -1,0 +1,133 @@
+"""Tiny models and batches that the suites use: small enough for a CPU, and such that no bug hides in them.
+
+Weights are large enough that attention and positions matter (a model fresh from its initialisation answers nearly the
+same whatever it attends to), norms are not all one, biases not all zero, the vocabulary is odd, key-value heads are
+grouped.
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlframework.data.models import quiet_transformers
+from rlframework.distributed.batched_data_dict import BatchedDataDict
+from rlframework.files import replacing_directory
+
+ALPHABET = string.digits + string.ascii_lowercase + "+-=? "
+MAX_POSITIONS = 64
+WIDTH = 14
+
+
+def tokenizer() -> Any:
+    """A tokenizer of one token a character."""
+    from rlframework.data.tokenizer import character_tokenizer
+
+    return character_tokenizer(ALPHABET)
+
+
+def _llama(vocabulary: int, **changes: Any) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes: dict[str, Any] = {
+        "vocab_size": vocabulary,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": MAX_POSITIONS,
+        "tie_word_embeddings": False,
+    }
+    return LlamaForCausalLM(LlamaConfig(**(sizes | changes)))
+
+
+def _gpt2(vocabulary: int) -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes: dict[str, Any] = {
+        "vocab_size": vocabulary,
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": MAX_POSITIONS,
+    }
+    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=None, eos_token_id=None))
+
+
+MODELS: Mapping[str, Callable[[int], Any]] = {
+    "untied": _llama,
+    "tied": lambda vocabulary: _llama(vocabulary, tie_word_embeddings=True),
+    "dropout": lambda vocabulary: _llama(vocabulary, attention_dropout=0.5),
+    "learned_positions": _gpt2,
+}
+"""The models by what they are there for. `learned_positions` shows what rotary positions, being relative, hide."""
+
+
+def model(name: str, folder: Path) -> Path:
+    """Directory of the model `name` under `folder`, made when it is first asked for. Do not write to it."""
+    path = folder / name
+    if path.exists():
+        return path
+    tokens = tokenizer()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        made = MODELS[name](len(tokens))
+        randomize(made)
+    made.config.pad_token_id = made.generation_config.pad_token_id = tokens.pad_token_id
+    made.config.bos_token_id = made.generation_config.bos_token_id = tokens.bos_token_id
+    made.config.eos_token_id = made.generation_config.eos_token_id = tokens.eos_token_id
+    with replacing_directory(path) as directory, quiet_transformers():
+        made.save_pretrained(directory)
+        tokens.save_pretrained(directory)
+    return path
+
+
+@torch.no_grad()
+def randomize(made: torch.nn.Module) -> None:
+    """Weights that matter: matrices of standard deviation 0.2, norms around 1, biases around 0."""
+    for name, parameter in made.named_parameters():
+        if parameter.dim() > 1:
+            parameter.normal_(0.0, 0.2)
+        else:
+            parameter.normal_(0.0 if name.endswith("bias") else 1.0, 0.2)
+
+
+def batch(rows: int = 8, *, seed: int = 0, width: int = WIDTH, vocabulary: int | None = None) -> BatchedDataDict[Any]:
+    """Ragged rows of random tokens with everything that the losses read; row 1 is masked out where there are several.
+
+    Rows are not sorted by length, one of them is full. Padding holds a real token's id, the masks ask for about half of
+    the tokens, and advantages are around 1, so that a loss is not a small difference of large numbers.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    vocabulary = vocabulary or len(tokenizer())
+    lengths = torch.randint(3, width + 1, (rows,), generator=generator)
+    lengths[rows // 2] = width
+    real = torch.arange(width) < lengths[:, None]
+    asked = torch.rand(rows, width, generator=generator) > 0.4
+    asked[torch.arange(rows), lengths - 1] = True
+    sample_mask = torch.ones(rows)
+    if rows > 1:
+        sample_mask[1] = 0.0
+    ids = torch.randint(3, vocabulary, (rows, width), generator=generator)
+    return BatchedDataDict(
+        {
+            "input_ids": torch.where(real, ids, 5),
+            "input_lengths": lengths,
+            "token_mask": (real & asked).float(),
+            "sample_mask": sample_mask,
+            "advantages": 1.0 + 0.5 * torch.randn(rows, width, generator=generator),
+            "prev_logprobs": torch.zeros(rows, width),
+        }
+    )
+
+
+def with_prev_logprobs(data: BatchedDataDict[Any], logprobs: Tensor, seed: int = 0) -> BatchedDataDict[Any]:
+    """`data` with `prev_logprobs` near `logprobs`, so that some ratios are clipped and others are not."""
+    noise = 0.15 * torch.randn(logprobs.shape, generator=torch.Generator().manual_seed(seed))
+    return BatchedDataDict({**data, "prev_logprobs": logprobs + noise * (logprobs != 0)})

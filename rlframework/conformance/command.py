@@ -1,0 +1,274 @@
+"""`rlframework conformance BACKEND`: the suites of a part without a file of one's own.
+
+Writes the three lines that a backend's own repository would have into a temporary directory and runs pytest on them,
+with a configuration of its own. What counts is decided in `plugin` and `report`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlframework import conformance
+from rlframework.config.yaml_text import parse_value
+from rlframework.conformance.choosing import layouts_of
+from rlframework.conformance.layouts import Layout, declared_layouts
+from rlframework.errors import ConfigError, UserError
+from rlframework.files import check_writable, write_atomically
+from rlframework.plugins.manager import PluginManager, Registered, create_manager
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from rlframework.conformance.rules import Suite
+
+SUITES: Mapping[str, str] = {
+    "policy_worker": "PolicyWorkerSuite",
+    "data_processor": "DataProcessorSuite",
+    "worker_group": "WorkerGroupSuite",
+    "generation_engine": "GenerationEngineSuite",
+    "environment": "EnvironmentSuite",
+}
+"""Kind of record to its suite."""
+
+_INI = """[pytest]
+python_files = test_conformance.py
+python_classes = Test
+python_functions = test_*
+timeout = 900
+"""
+_OF_OTHERS = ("PYTEST_ADDOPTS", "PYTEST_PLUGINS", "PYTEST_DISABLE_PLUGIN_AUTOLOAD")
+"""Variables by which the caller's own tests would have a say."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked for: see `rlframework conformance --help`."""
+
+    backend: str
+    workers: int | None = None
+    layouts: Sequence[str] = ()
+    device: str = "cpu"
+    json: str | None = None
+    markdown: str | None = None
+    tests: Sequence[str] = ()
+    mutants: bool = False
+    keys: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the name that was given, its suite, and the layouts to run it in."""
+
+    registered: Registered
+    suite: type[Suite]
+    layouts: Sequence[Layout]
+
+
+def run(request: Request) -> int:
+    """Run what was asked for; 0 where all of it conforms, else 1. A `UserError` for what cannot be run."""
+    _require_pytest()
+    section = parse_section(request.keys)
+    parts = find_parts(request, create_manager())
+    _check(request, parts, section)
+    with tempfile.TemporaryDirectory(prefix="rlframework_conformance_") as name:
+        folder = Path(name)
+        (folder / "pytest.ini").write_text(_INI, encoding="utf-8")
+        module = folder / "test_conformance.py"
+        module.write_text(module_text(parts, section, mutants=request.mutants), encoding="utf-8")
+        report = Path(request.json or folder / "report.json").absolute()
+        code = _pytest(_arguments(request, parts, folder, module, report))
+        if not report.exists():
+            return code  # pytest could not start, and has said why
+        if request.markdown:
+            from rlframework.conformance.table import markdown_of
+
+            write_atomically(request.markdown, markdown_of([report]))
+        for path in filter(None, (request.json, request.markdown)):
+            print(f"written to {path}")
+    return code
+
+
+def table_of_tests(request: Request) -> Table:
+    """The tests of the suites, with the contract of each and what it needs."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table()
+    for title in ("suite", "contract", "test", "needs", "runs"):
+        table.add_column(title, overflow="fold")
+    for part in find_parts(request, create_manager()):
+        record = part.registered.record
+        for name, requirement in part.suite.tests().items():
+            needs = sorted(map(str, requirement.capabilities))
+            needs += [f"data={requirement.data_parallel}"] * (requirement.data_parallel > 1) + [
+                "a GPU"
+            ] * requirement.gpu
+            fits = any(name in part.suite.expected(record, layout, request.device) for layout in part.layouts)
+            runs = "yes" if fits else "no" if requirement.declared(record) else "not declared"
+            cells = (part.suite.__name__, str(requirement.contract), name, ", ".join(needs), runs)
+            table.add_row(*map(Text, cells))
+    return table
+
+
+def find_parts(request: Request, manager: PluginManager) -> list[Part]:
+    """The parts called `request.backend` of all kinds that have a suite; a `UserError` where there is none."""
+    found = [manager.select(kind, request.backend) for kind in SUITES if _is_known(manager, kind, request.backend)]
+    if not found:
+        raise ConfigError(_unknown(request.backend, manager))
+    parts = []
+    for registered in found:
+        suite = _suite(registered.record.kind)
+        parts.append(Part(registered, suite, _layouts(request, registered) if suite.layouts else [Layout()]))
+    return parts
+
+
+def _is_known(manager: PluginManager, kind: str, name: str) -> bool:
+    """Whether there is such a part, even a broken one: choosing that raises its own error."""
+    return any(
+        (row.name == name and row.kind == kind) or (row.kind is None and row.name == name) for row in manager.listing()
+    )
+
+
+def _unknown(name: str, manager: PluginManager) -> str:
+    known = {kind: sorted(manager.registered(kind)) for kind in SUITES}
+    if name in manager.registered("algorithm"):
+        return f"{name!r} is an algorithm, and there is no conformance suite for these"
+    near = difflib.get_close_matches(name, [known_name for names in known.values() for known_name in names], n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    listed = "; ".join(f"{kind}: {', '.join(names) or 'none'}" for kind, names in known.items())
+    return f"there is no part {name!r} with a conformance suite.{hint} Installed are {listed}"
+
+
+def _suite(kind: str) -> type[Suite]:
+    suite: type[Suite] = getattr(conformance, SUITES[kind])
+    return suite
+
+
+def _layouts(request: Request, registered: Registered) -> list[Layout]:
+    record = registered.record
+    if request.workers is None:
+        return layouts_of(record, request.layouts or ["all"])
+    if request.layouts:
+        raise ConfigError("give either --workers or --layout: a layout says how many workers it takes")
+    found = [layout for layout in declared_layouts(record) if layout.workers == request.workers]
+    if not found:
+        known = ", ".join(f"'{layout}'" for layout in declared_layouts(record))
+        raise ConfigError(f"{record.name!r} has no layout of {request.workers} workers; its layouts are {known}")
+    return found
+
+
+def parse_section(keys: Sequence[str]) -> dict[str, Any]:
+    """The section that `a=1 b.c=x` describe: dots go into a section within it, values are YAML."""
+    section: dict[str, Any] = {}
+    for key, equals, text in (word.partition("=") for word in keys):
+        if not equals or not all(key.split(".")):
+            raise ConfigError(f"{key + equals + text!r} is no key of the part's own section: write key=value")
+        *outer, last = key.split(".")
+        inside = section
+        for name in outer:
+            inside = inside.setdefault(name, {})
+            if not isinstance(inside, dict):
+                raise ConfigError(f"{key!r}: {name!r} has a value already")
+        inside[last] = parse_value(text, f"{key}=")
+    return section
+
+
+def module_text(parts: Sequence[Part], section: Mapping[str, Any], *, mutants: bool = False) -> str:
+    """The test module: what a backend's own repository has."""
+    lines = [] if not mutants else ["from rlframework.conformance.mutants.proof import MutantProof"]
+    if not mutants:
+        lines += [f"from rlframework.conformance import {part.suite.__name__}" for part in parts]
+    for part in parts:
+        kind = part.registered.record.kind
+        base = "MutantProof" if mutants else part.suite.__name__
+        lines += ["", "", f"class {_class_name(part)}({base}):", f"    backend = {part.registered.record.name!r}"]
+        lines += [f"    kind = {kind!r}"] * mutants + [f"    section = {dict(section)!r}"] * bool(section)
+    return "\n".join(lines) + "\n"
+
+
+def _class_name(part: Part) -> str:
+    return "Test" + part.registered.record.kind.title().replace("_", "")
+
+
+def _check(request: Request, parts: Sequence[Part], section: Mapping[str, Any]) -> None:
+    """Everything that can be told before pytest starts."""
+    for path in filter(None, (request.json, request.markdown)):
+        check_writable(Path(path).absolute().parent)
+    if request.device not in ("cpu", "cuda"):
+        raise ConfigError(f"--device is cpu or cuda, not {request.device!r}")
+    if request.device == "cuda" and not import_module("torch").cuda.is_available():
+        raise ConfigError("--device cuda: torch sees no GPU here")
+    for test in request.tests:
+        _check_test(test, request, parts)
+    for part in parts:
+        if part.registered.record.kind == "environment":
+            from rlframework.conformance.suites.environment import section_of
+
+            section_of(part.registered.record, section)
+
+
+def _check_test(test: str, request: Request, parts: Sequence[Part]) -> None:
+    known = [name for part in parts for name in part.suite.tests()]
+    name = request.backend
+    if test not in known:
+        near = difflib.get_close_matches(test, known, n=1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"--test: the suites of {name!r} have no test {test!r}.{hint} --list shows them")
+    if not any(_has(part, test, request.device) for part in parts):
+        raise ConfigError(f"--test: {test} does not apply to {name!r} in these layouts on {request.device}; see --list")
+
+
+def _has(part: Part, test: str, device: str) -> bool:
+    return any(test in part.suite.expected(part.registered.record, layout, device) for layout in part.layouts)
+
+
+def _arguments(request: Request, parts: Sequence[Part], folder: Path, module: Path, report: Path) -> list[str]:
+    chosen = [
+        f"{module}::{_class_name(part)}::{test}"
+        for test in request.tests
+        for part in parts
+        if _has(part, test, request.device)
+    ]
+    layouts = dict.fromkeys(str(layout) for part in parts if part.suite.layouts for layout in part.layouts)
+    return [
+        *(chosen or [str(module)]),
+        *("-c", str(folder / "pytest.ini"), "--rootdir", str(folder), "--import-mode", "importlib"),
+        *("-q", "-rfE", "--disable-warnings", "-p", "no:cacheprovider"),
+        *(word for layout in layouts for word in ("--conformance-layout", layout)),
+        *("--conformance-device", request.device, "--conformance-json", str(report)),
+    ]
+
+
+def _pytest(arguments: Sequence[str]) -> int:
+    import pytest
+
+    with _without(_OF_OTHERS):
+        code = int(pytest.main(list(arguments)))
+    return 0 if code == 0 else 1
+
+
+@contextmanager
+def _without(variables: Sequence[str]) -> Iterator[None]:
+    before = {name: os.environ.pop(name) for name in variables if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(before)
+
+
+def _require_pytest() -> None:
+    missing = [module for module in ("pytest", "pytest_timeout") if find_spec(module) is None]
+    if missing:
+        raise UserError(
+            f"the conformance suites need {' and '.join(missing).replace('_', '-')}: "
+            "pip install 'rlframework-core[conformance]'"
+        )

@@ -1,0 +1,29 @@
+"""What runs inside a worker's process for the suites: a worker that can be looked into, and what to look at."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rlframework.plugins.loading import load_target
+
+
+class Inspected:
+    """Holds a worker, and answers to its names. `inner` is the import path of its class; `mutant` breaks it first."""
+
+    def __init__(self, *, inner: str, mutant: str | None = None, **kwargs: Any) -> None:
+        worker_class = load_target(inner)
+        if mutant is not None:
+            from rlframework.conformance.mutants import find_mutant
+
+            worker_class = find_mutant("policy_worker", mutant).break_it(worker_class)
+        self.worker = worker_class(**kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "worker":  # it was not made: there is nothing behind this
+            raise AttributeError(name)
+        return getattr(self.worker, name)
+
+    def inspect(self, function: str, arguments: Mapping[str, Any]) -> Any:
+        """Call `module:function` with the worker."""
+        return load_target(function)(self.worker, **arguments)

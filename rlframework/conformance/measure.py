@@ -1,0 +1,139 @@
+"""Comparing a number with the one that is right: what was measured, and a failure that shows both.
+
+Errors are relative: `values` element by element to max(1, |expected|), `norm` by the L2 norms of whole tensors,
+`scalar` to |expected|. `exact` asks for equal bits. A NaN or an infinity that is not expected is an error of infinity.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rlframework.conformance.contracts import CONTRACTS
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """How far `quantity` was from what is right, and where it was farthest: `got` there, `expected` there."""
+
+    quantity: str
+    error: float
+    tolerance: float
+    got: float
+    expected: float
+    place: str = ""
+
+    @property
+    def holds(self) -> bool:
+        """Whether it is within the tolerance; an error that is NaN is not."""
+        return self.error <= self.tolerance
+
+
+class ConformanceFailure(AssertionError):
+    """A backend does not do what a contract says."""
+
+
+def scalar(quantity: str, got: float, expected: float, tolerance: float) -> Measurement:
+    """One number."""
+    got, expected = float(got), float(expected)
+    error = 0.0 if got == expected else abs(got - expected) / max(abs(expected), 1e-30)
+    return Measurement(quantity, _finite(error), tolerance, got, expected)
+
+
+def values(quantity: str, got: Tensor, expected: Tensor, tolerance: float) -> Measurement:
+    """Tensors of one shape, element by element; shapes that differ are a failure of their own."""
+    require_shape(quantity, got, expected)
+    if not expected.numel():
+        return Measurement(quantity, 0.0, tolerance, 0.0, 0.0)
+    got, expected = got.detach().double().cpu(), expected.detach().double().cpu()
+    errors = (got - expected).abs() / expected.abs().clamp(min=1.0)
+    errors = errors.masked_fill(errors.isnan(), math.inf).masked_fill(got == expected, 0.0)
+    worst = int(errors.argmax())
+    place = str(tuple(_unravel(worst, tuple(expected.shape))))
+    return Measurement(
+        quantity,
+        float(errors.flatten()[worst]),
+        tolerance,
+        float(got.flatten()[worst]),
+        float(expected.flatten()[worst]),
+        place,
+    )
+
+
+def norm(quantity: str, got: Tensor, expected: Tensor, tolerance: float, floor: float = 0.0) -> Measurement:
+    """A tensor as a whole: |got - expected| / max(|expected|, floor), in L2 norms."""
+    require_shape(quantity, got, expected)
+    got, expected = got.detach().double().cpu(), expected.detach().double().cpu()
+    size = float(expected.norm())
+    difference = float((got - expected).norm())
+    error = 0.0 if difference == 0.0 else difference / max(size, floor, 1e-30)
+    return Measurement(quantity, _finite(error), tolerance, float(got.norm()), size, "L2 norm")
+
+
+def whole(quantity: str, got: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float) -> Measurement:
+    """All tensors as one vector."""
+    require_names(quantity, got, expected)
+    squares = sum(float((got[name].double() - expected[name].double()).square().sum()) for name in expected)
+    total = sum(float(tensor.double().square().sum()) for tensor in expected.values())
+    size = sum(float(tensor.double().square().sum()) for tensor in got.values())
+    error = _finite(math.sqrt(squares) / max(math.sqrt(total), 1e-30))
+    return Measurement(quantity, error, tolerance, math.sqrt(size), math.sqrt(total), "L2 norm of all tensors")
+
+
+def exact(quantity: str, got: Tensor, expected: Tensor) -> Measurement:
+    """Equal, bit for bit (two NaN are equal), in dtype too."""
+    import torch
+
+    require_shape(quantity, got, expected)
+    if got.dtype != expected.dtype:
+        raise ConformanceFailure(f"{quantity} is {got.dtype}, and must be {expected.dtype}")
+    same = (got == expected) | (got != got) & (expected != expected)
+    if bool(torch.all(same)):
+        return Measurement(quantity, 0.0, 0.0, 0.0, 0.0)
+    worst = int((~same).flatten().int().argmax())
+    place = str(tuple(_unravel(worst, tuple(expected.shape))))
+    left, right = float(got.flatten()[worst]), float(expected.flatten()[worst])
+    return Measurement(quantity, max(abs(left - right), 5e-324), 0.0, left, right, place)
+
+
+def require_shape(quantity: str, got: Tensor, expected: Tensor) -> None:
+    """A `ConformanceFailure` unless both have one shape."""
+    if tuple(got.shape) != tuple(expected.shape):
+        raise ConformanceFailure(f"{quantity} has shape {tuple(got.shape)}, and must have {tuple(expected.shape)}")
+
+
+def require_names(quantity: str, got: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """A `ConformanceFailure` unless both have the same keys."""
+    missing, extra = sorted(expected.keys() - got.keys()), sorted(got.keys() - expected.keys())
+    if missing or extra:
+        raise ConformanceFailure(f"{quantity}: missing {missing or 'none'}, not expected {extra or 'none'}")
+
+
+def describe(measurement: Measurement, contract: int, who: str) -> str:
+    """The text of a failure: both numbers, the tolerance and the contract."""
+    place = f" at {measurement.place}" if measurement.place else ""
+    allowed = "equal bits" if measurement.tolerance == 0 else f"{measurement.tolerance:.3g}"
+    return (
+        f"{measurement.quantity} is wrong{place}\n"
+        f"  got       {measurement.got:.9g}  ({who})\n"
+        f"  expected  {measurement.expected:.9g}\n"
+        f"  error     {measurement.error:.3g}, allowed {allowed}\n"
+        f"  contract  {contract}: {CONTRACTS[contract]}"
+    )
+
+
+def _finite(error: float) -> float:
+    return math.inf if math.isnan(error) else error
+
+
+def _unravel(index: int, shape: tuple[int, ...]) -> list[int]:
+    place = []
+    for size in reversed(shape):
+        index, at = divmod(index, size)
+        place.append(at)
+    return place[::-1]

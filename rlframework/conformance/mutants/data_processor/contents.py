@@ -1,0 +1,131 @@
+"""Mutants of what the model and the head get of a microbatch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from rlframework.conformance.mutants.data_processor.breaking import broken_each
+from rlframework.conformance.mutants.mutant import Mutant
+
+_HEAD = "test_the_head_runs_at_the_token_before_each_target"
+_MASKED_HEAD = "test_the_head_runs_where_the_token_mask_asks_only"
+
+
+def _bin_order(microbatch: Any, data: Any) -> Any:
+    return replace(microbatch, rows=microbatch.rows.flip(0))
+
+
+def _inputs(microbatch: Any, **values: Any) -> Any:
+    return replace(microbatch, processed_inputs=replace(microbatch.processed_inputs, **values))
+
+
+def _as_wide_as_the_batch(microbatch: Any, data: Any) -> Any:
+    inputs, width = microbatch.processed_inputs, data["input_ids"].shape[1]
+    more = width - inputs.seq_len
+    if microbatch.cu_seqlens is not None or more <= 0:
+        return microbatch
+    places = microbatch.head_positions // inputs.seq_len * width + microbatch.head_positions % inputs.seq_len
+    ids = torch.nn.functional.pad(inputs.input_ids, (0, more))
+    return replace(_inputs(microbatch, input_ids=ids, seq_len=width, position_ids=None), head_positions=places)
+
+
+def _positions_run_through(microbatch: Any, data: Any) -> Any:
+    positions = microbatch.processed_inputs.position_ids
+    if microbatch.cu_seqlens is None:
+        return microbatch
+    return _inputs(microbatch, position_ids=torch.arange(positions.shape[1], device=positions.device)[None])
+
+
+def _packed_backwards(microbatch: Any, data: Any) -> Any:
+    if microbatch.cu_seqlens is None:
+        return microbatch
+    bounds = microbatch.cu_seqlens.tolist()
+    ids = microbatch.processed_inputs.input_ids[0]
+    parts = [ids[start:end] for start, end in pairwise(bounds)]
+    return _inputs(microbatch, input_ids=torch.cat(parts[::-1])[None])
+
+
+def _bounds_one_off(microbatch: Any, data: Any) -> Any:
+    bounds = microbatch.cu_seqlens
+    return microbatch if bounds is None else replace(microbatch, cu_seqlens=(bounds - 1).clamp(min=0))
+
+
+def _last_bound_missing(microbatch: Any, data: Any) -> Any:
+    bounds = microbatch.cu_seqlens
+    return microbatch if bounds is None else replace(microbatch, cu_seqlens=bounds[: len(microbatch.rows)])
+
+
+def _targets_off_by_one(microbatch: Any, data: Any) -> Any:
+    ids = microbatch.processed_inputs.input_ids.flatten()
+    return replace(microbatch, targets=ids[microbatch.head_positions])
+
+
+def _head_at_the_target(microbatch: Any, data: Any) -> Any:
+    last = microbatch.processed_inputs.input_ids.numel() - 1
+    return replace(microbatch, head_positions=(microbatch.head_positions + 1).clamp(max=last))
+
+
+def _scatter_at_the_position(microbatch: Any, data: Any) -> Any:
+    return replace(microbatch, scatter=microbatch.scatter - 1)
+
+
+MUTANTS: tuple[Mutant, ...] = (
+    Mutant(
+        "rows_in_bin_order",
+        "`rows` is in another order than the rows of the microbatch",
+        ("test_rows_say_where_each_row_stands",),
+        broken_each(_bin_order),
+    ),
+    Mutant(
+        "as_wide_as_the_batch",
+        "microbatches are padded to the longest row of the batch",
+        ("test_padded_rows_stand_under_each_other_with_padding_on_the_right",),
+        broken_each(_as_wide_as_the_batch),
+    ),
+    Mutant(
+        "positions_run_through",
+        "position ids run through packed sequences",
+        ("test_positions_start_again_with_each_packed_sequence",),
+        broken_each(_positions_run_through),
+    ),
+    Mutant(
+        "packed_backwards",
+        "sequences are packed in another order than `rows` and the bounds say",
+        ("test_packed_sequences_follow_each_other",),
+        broken_each(_packed_backwards),
+    ),
+    Mutant(
+        "bounds_one_off",
+        "the bounds of packed sequences are one too low: each sequence sees the last token of the one before",
+        ("test_bounds_of_packed_sequences_are_their_ends",),
+        broken_each(_bounds_one_off),
+    ),
+    Mutant(
+        "last_bound_missing",
+        "the last packed sequence has no end",
+        ("test_bounds_of_packed_sequences_are_their_ends",),
+        broken_each(_last_bound_missing),
+    ),
+    Mutant(
+        "targets_off_by_one",
+        "the head is asked for the token that it stands at",
+        (_HEAD, _MASKED_HEAD, "test_padding_is_no_target"),
+        broken_each(_targets_off_by_one),
+    ),
+    Mutant(
+        "head_at_the_target",
+        "the head runs at the target and so sees it",
+        (_HEAD, _MASKED_HEAD),
+        broken_each(_head_at_the_target),
+    ),
+    Mutant(
+        "scatter_at_the_position",
+        "log-probabilities stand one position too far left",
+        (_HEAD, _MASKED_HEAD),
+        broken_each(_scatter_at_the_position),
+    ),
+)

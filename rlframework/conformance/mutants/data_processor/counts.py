@@ -1,0 +1,106 @@
+"""Mutants of global batches: the wrong rows, the wrong counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from rlframework.conformance.mutants.data_processor.breaking import batch_with, broken_global_batch
+from rlframework.conformance.mutants.mutant import Mutant
+
+
+def _first_again(sound: Any, *args: Any, batch_idx: int, **where: Any) -> dict[str, Any]:
+    found: dict[str, Any] = sound(*args, batch_idx=0, **where)
+    return found
+
+
+def _by_batch_size(sound: Any, data: Any, *args: Any, **where: Any) -> dict[str, Any]:
+    plain = batch_with(data)
+    plain.elem_counts_per_gb = plain.micro_batch_indices = plain.micro_batch_lengths = None
+    found: dict[str, Any] = sound(plain, *args, **where)
+    return found
+
+
+def _first_token_counted(sound: Any, data: Any, *args: Any, **where: Any) -> dict[str, Any]:
+    found: dict[str, Any] = sound(data, *args, **where)
+    batch = found["batch"]
+    return found | {"global_valid_toks": (batch["token_mask"].sum(1) * batch["sample_mask"]).sum()}
+
+
+def _masked_rows_counted(sound: Any, data: Any, *args: Any, **where: Any) -> dict[str, Any]:
+    found: dict[str, Any] = sound(data, *args, **where)
+    return found | {"global_valid_toks": found["batch"]["token_mask"][:, 1:].sum()}
+
+
+def _this_rank_only(sound: Any, data: Any, loss_fn: Any, dp_group: Any, **where: Any) -> dict[str, Any]:
+    found: dict[str, Any] = sound(data, loss_fn, None, **where)
+    return found
+
+
+def _never_zero(sound: Any, *args: Any, **where: Any) -> dict[str, Any]:
+    found = sound(*args, **where)
+    return {name: value.clamp(min=1) if name.startswith("global_valid") else value for name, value in found.items()}
+
+
+def _integers(sound: Any, *args: Any, **where: Any) -> dict[str, Any]:
+    found = sound(*args, **where)
+    return {name: value.long() if name.startswith("global_valid") else value for name, value in found.items()}
+
+
+def _masks_made_up(sound: Any, data: Any, *args: Any, **where: Any) -> dict[str, Any]:
+    ones = {} if "sample_mask" in data else {"sample_mask": torch.ones(len(data["input_ids"]))}
+    found: dict[str, Any] = sound(batch_with(data, **ones), *args, **where)
+    return found
+
+
+MUTANTS: tuple[Mutant, ...] = (
+    Mutant(
+        "first_batch_again",
+        "every global batch is the first one",
+        ("test_a_global_batch_is_its_own_rows_in_their_order", "test_a_global_batch_is_as_long_as_the_driver_dealt_it"),
+        broken_global_batch(_first_again),
+    ),
+    Mutant(
+        "dealt_batches_cut_evenly",
+        "shards that hold uneven numbers of rows of each global batch are cut by the batch size",
+        ("test_a_global_batch_is_as_long_as_the_driver_dealt_it",),
+        broken_global_batch(_by_batch_size),
+    ),
+    Mutant(
+        "first_token_counted",
+        "the first token of a row counts, although nothing predicts it",
+        ("test_targets_of_rows_that_count_are_counted",),
+        broken_global_batch(_first_token_counted),
+    ),
+    Mutant(
+        "masked_rows_counted",
+        "tokens of rows whose sample_mask is 0 count",
+        ("test_targets_of_rows_that_count_are_counted", "test_counts_of_nothing_are_zero"),
+        broken_global_batch(_masked_rows_counted),
+    ),
+    Mutant(
+        "counts_of_this_rank",
+        "each rank divides by the counts of its own rows",
+        ("test_counts_are_summed_over_ranks",),
+        broken_global_batch(_this_rank_only),
+    ),
+    Mutant(
+        "counts_never_zero",
+        "a batch in which nothing counts counts one, so that the optimizer steps on nothing",
+        ("test_counts_of_nothing_are_zero",),
+        broken_global_batch(_never_zero),
+    ),
+    Mutant(
+        "counts_are_integers",
+        "the counts are int64",
+        ("test_counts_are_scalars_in_fp32",),
+        broken_global_batch(_integers),
+    ),
+    Mutant(
+        "masks_made_up",
+        "without sample_mask all rows count",
+        ("test_masks_that_are_missing_or_do_not_fit_are_refused",),
+        broken_global_batch(_masks_made_up),
+    ),
+)

@@ -1,0 +1,160 @@
+"""Mutants of microbatches that are given the wrong rows, limits or masks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from rlframework.conformance.mutants.data_processor.breaking import batch_with, broken_microbatches
+from rlframework.conformance.mutants.mutant import Mutant
+
+_HEAD = "test_the_head_runs_at_the_token_before_each_target"
+_MASKED_HEAD = "test_the_head_runs_where_the_token_mask_asks_only"
+
+
+def _last_dropped(make: Any, data: Any, plan: Any, *how: Any) -> list[Any]:
+    made: list[Any] = make(data, plan, *how)
+    partial = bool(made) and len(made[-1].rows) < max(len(each.rows) for each in made)
+    return made[:-1] if partial else made
+
+
+def _one_row_more(make: Any, data: Any, plan: Any, *how: Any) -> list[Any]:
+    made: list[Any] = make(data, replace(plan, rows=plan.rows + 1), *how)
+    return made
+
+
+def _limit_before_padding(make: Any, data: Any, plan: Any, *how: Any) -> list[Any]:
+    """As if the limit were looked at before the last row is added, not after."""
+    made: list[Any] = make(data, replace(plan, tokens=plan.tokens + int(data["input_lengths"].max())), *how)
+    return made
+
+
+def _plan_ignored(make: Any, data: Any, *how: Any) -> list[Any]:
+    plain = batch_with(data)
+    plain.micro_batch_indices = plain.micro_batch_lengths = None
+    made: list[Any] = make(plain, *how)
+    return made
+
+
+def _cut_to_the_limit(make: Any, data: Any, plan: Any, *how: Any) -> list[Any]:
+    if plan.mode != "padded":
+        data = batch_with(data, input_lengths=data["input_lengths"].clamp(max=plan.tokens))
+    made: list[Any] = make(data, plan, *how)
+    return made
+
+
+def _unknown_means_all(make: Any, data: Any, plan: Any, rule: Any, positions: str, device: Any) -> list[Any]:
+    known = positions if positions in ("token_mask", "loss") else "all"
+    made: list[Any] = make(data, plan, rule, known, device)
+    return made
+
+
+def _masked_rows_kept(make: Any, data: Any, plan: Any, rule: Any, positions: str, device: Any) -> list[Any]:
+    made: list[Any] = make(data, plan, rule, "token_mask" if positions == "loss" else positions, device)
+    return made
+
+
+def _token_mask_ignored(make: Any, data: Any, plan: Any, rule: Any, positions: str, device: Any) -> list[Any]:
+    made: list[Any] = make(data, plan, rule, "all" if positions == "token_mask" else positions, device)
+    return made
+
+
+def _multiple_ignored(make: Any, data: Any, plan: Any, rule: Any, *how: Any) -> list[Any]:
+    made: list[Any] = make(data, plan, replace(rule, pad_multiple=1), *how)
+    return made
+
+
+def _padding_is_real(make: Any, data: Any, *how: Any) -> list[Any]:
+    width = data["input_ids"].shape[1]
+    made: list[Any] = make(batch_with(data, input_lengths=torch.full_like(data["input_lengths"], width)), *how)
+    return made
+
+
+def _one_token_is_two(make: Any, data: Any, *how: Any) -> list[Any]:
+    made: list[Any] = make(batch_with(data, input_lengths=data["input_lengths"].clamp(min=2)), *how)
+    return made
+
+
+def _changed_in_place(make: Any, data: Any, *how: Any) -> list[Any]:
+    made: list[Any] = make(data, *how)
+    real = torch.arange(data["input_ids"].shape[1]) < data["input_lengths"][:, None]
+    data["input_ids"].masked_fill_(~real, 0)
+    return made
+
+
+MUTANTS: tuple[Mutant, ...] = (
+    Mutant(
+        "last_partial_batch_dropped",
+        "the last microbatch is dropped where it has fewer rows than others",
+        ("test_every_row_with_a_target_is_in_one_microbatch",),
+        broken_microbatches(_last_dropped),
+    ),
+    Mutant(
+        "token_limit_exceeded",
+        "a row is added to a microbatch before the limit is looked at",
+        ("test_no_microbatch_exceeds_the_token_limit", "test_a_row_over_the_token_limit_is_refused"),
+        broken_microbatches(_limit_before_padding),
+    ),
+    Mutant(
+        "one_row_more",
+        "padded microbatches have one row more than the plan says",
+        ("test_padded_microbatches_have_at_most_the_rows_of_the_plan",),
+        broken_microbatches(_one_row_more),
+    ),
+    Mutant(
+        "plan_of_the_driver_ignored",
+        "the worker makes its own microbatches where the driver has planned them",
+        ("test_microbatches_that_the_driver_planned_are_kept",),
+        broken_microbatches(_plan_ignored),
+    ),
+    Mutant(
+        "long_rows_cut",
+        "a row that is too long is cut to the limit in silence",
+        ("test_a_row_over_the_token_limit_is_refused",),
+        broken_microbatches(_cut_to_the_limit),
+    ),
+    Mutant(
+        "unknown_positions_mean_all",
+        "a misspelt `positions` means all",
+        ("test_unknown_positions_are_refused",),
+        broken_microbatches(_unknown_means_all),
+    ),
+    Mutant(
+        "masked_rows_scored",
+        "rows whose sample_mask is 0 go through the model in training",
+        ("test_rows_without_wanted_targets_are_left_out", _MASKED_HEAD),
+        broken_microbatches(_masked_rows_kept),
+    ),
+    Mutant(
+        "token_mask_ignored",
+        "the head runs at every token",
+        ("test_rows_without_wanted_targets_are_left_out", _MASKED_HEAD),
+        broken_microbatches(_token_mask_ignored),
+    ),
+    Mutant(
+        "multiple_ignored",
+        "lengths are not padded to the engine's multiple",
+        ("test_lengths_are_padded_to_the_multiple_of_the_engine",),
+        broken_microbatches(_multiple_ignored),
+    ),
+    Mutant(
+        "padding_is_real",
+        "rows are as long as the batch is wide: padding is packed, and is a target",
+        ("test_padding_is_no_target", "test_packed_sequences_follow_each_other", _HEAD),
+        broken_microbatches(_padding_is_real),
+    ),
+    Mutant(
+        "one_token_is_two",
+        "a row of one token or none gets a target all the same",
+        ("test_a_row_of_one_token_or_none_has_no_target",),
+        broken_microbatches(_one_token_is_two),
+    ),
+    Mutant(
+        "changed_in_place",
+        "the padding of the caller's rows is overwritten",
+        ("test_the_batch_itself_is_not_changed",),
+        broken_microbatches(_changed_in_place),
+    ),
+)

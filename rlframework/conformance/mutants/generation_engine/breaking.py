@@ -1,0 +1,114 @@
+"""Ways to break a generation engine: change what it is given, or what it gives back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rlframework.conformance.mutants.mutant import Mutant
+
+
+def broken_settings(change: Callable[[Any], dict[str, Any]]) -> Callable[[type], type]:
+    """An engine that is made with settings changed by `change(config)`."""
+
+    def break_it(part: Any) -> type:
+        class Broken(part):  # type: ignore[misc]
+            def __init__(self, config: Any, tokenizer: Any, **place: Any) -> None:
+                super().__init__(config.model_copy(update=change(config)), tokenizer, **place)
+
+        return Broken
+
+    return break_it
+
+
+def broken_generate(change: Callable[..., Any]) -> Callable[[type], type]:
+    """An engine whose `generate` is `change(self, sound, data, greedy)`; `self` knows settings and module."""
+
+    def break_it(part: Any) -> type:
+        class Broken(part):  # type: ignore[misc]
+            def __init__(self, config: Any, tokenizer: Any, **place: Any) -> None:
+                super().__init__(config, tokenizer, **place)
+                self.settings, self.pad_id, self.end_id = config, tokenizer.pad_token_id, tokenizer.eos_token_id
+
+            def attach(self, model: Any) -> None:
+                super().attach(model)
+                self.module = model
+
+            def generate(self, data: Any, greedy: bool = False) -> Any:
+                return change(self, super().generate, data, greedy)
+
+        return Broken
+
+    return break_it
+
+
+def broken_output(change: Callable[[Any, Any, Any], dict[str, Any]]) -> Callable[[type], type]:
+    """An engine whose output is updated by `change(self, output, greedy)`."""
+
+    def generate(engine: Any, sound: Any, data: Any, greedy: bool) -> Any:
+        output = sound(data, greedy=greedy)
+        output.update(change(engine, output, greedy))
+        return output
+
+    return broken_generate(generate)
+
+
+def broken_input(change: Callable[[Any], dict[str, Any]]) -> Callable[[type], type]:
+    """An engine that completes a batch updated by `change(data)`."""
+
+    def generate(engine: Any, sound: Any, data: Any, greedy: bool) -> Any:
+        return sound(type(data)({**data, **change(data)}), greedy=greedy)
+
+    return broken_generate(generate)
+
+
+def broken_weights(change: Callable[..., None]) -> Callable[[type], type]:
+    """An engine whose `load_weights` is `change(self, sound, weights)`; `self.loaded` are those of the call before."""
+
+    def break_it(part: Any) -> type:
+        class Broken(part):  # type: ignore[misc]
+            loaded: dict[str, Any] | None = None
+
+            def __init__(self, config: Any, tokenizer: Any, **place: Any) -> None:
+                super().__init__(config, tokenizer, **place)
+                self.model_name = place["model_name"]
+
+            def load_weights(self, weights: Any) -> None:
+                change(self, super().load_weights, weights)
+
+        return Broken
+
+    return break_it
+
+
+@contextmanager
+def in_mode(module: Any, *, training: bool) -> Iterator[None]:
+    """`module` in training or evaluation mode, and then as it was."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.train(training)
+    try:
+        yield
+    finally:
+        for part, mode in modes:
+            part.training = mode
+
+
+def broken_forward(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Callable[[type], type]:
+    """An engine whose module gets keyword arguments updated by `change`."""
+
+    def generate(engine: Any, sound: Any, data: Any, greedy: bool) -> Any:
+        handle = engine.module.register_forward_pre_hook(
+            lambda module, args, kwargs: (args, {**kwargs, **change(kwargs)}), with_kwargs=True
+        )
+        try:
+            return sound(data, greedy=greedy)
+        finally:
+            handle.remove()
+
+    return broken_generate(generate)
+
+
+def mutant(name: str, bug: str, break_it: Callable[[type], type], *tests: str) -> Mutant:
+    """A `Mutant` with its tests last."""
+    return Mutant(name, bug, tests, break_it)

@@ -1,0 +1,184 @@
+"""Mutants that sample with the wrong weights, or leave the module changed."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import Tensor
+
+from rlframework.conformance.mutants.generation_engine.breaking import broken_generate, broken_weights, mutant
+from rlframework.conformance.mutants.mutant import Mutant
+
+_LIVE = "test_attached_weights_are_live"
+_LAST_REFIT = "test_the_weights_of_the_last_refit_count"
+_ONE_BY_ONE = "test_weights_may_come_one_by_one_and_be_reused_by_the_sender"
+_GOES_ON = "test_generation_goes_on_after_it_was_finished"
+
+
+def _left_in_evaluation(engine: Any, sound: Any, data: Any, greedy: bool) -> Any:
+    output = sound(data, greedy=greedy)
+    engine.module.eval()
+    return output
+
+
+def _copied_at_attach(part: Any) -> type:
+    class Broken(part):  # type: ignore[misc]
+        def attach(self, model: Any) -> None:
+            super().attach(copy.deepcopy(model))
+
+    return Broken
+
+
+def _first_attached_kept(part: Any) -> type:
+    class Broken(part):  # type: ignore[misc]
+        kept: Any = None
+
+        def attach(self, model: Any) -> None:
+            self.kept = self.kept or model
+            super().attach(self.kept)
+
+    return Broken
+
+
+def _first_refit_only(engine: Any, sound: Any, weights: Any) -> None:
+    if engine.loaded is None:
+        engine.loaded = {name: tensor.clone() for name, tensor in weights}
+        sound(engine.loaded.items())
+
+
+def _one_skipped(engine: Any, sound: Any, weights: Any) -> None:
+    given = {name: tensor.clone() for name, tensor in weights}
+    last = max(given)
+    if engine.loaded is not None:
+        given[last] = engine.loaded[last]
+    engine.loaded = given
+    sound(given.items())
+
+
+def _references_kept(engine: Any, sound: Any, weights: Any) -> None:
+    sound(dict(weights).items())
+
+
+def _missing_from_disk(engine: Any, sound: Any, weights: Any) -> None:
+    sound({**_saved(engine.model_name), **dict(weights)}.items())
+
+
+def _given_ignored(engine: Any, sound: Any, weights: Any) -> None:
+    for _ in weights:
+        pass
+    sound(_saved(engine.model_name).items())
+
+
+def _saved(directory: str) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(f"{directory}/model.safetensors")
+
+
+def _begins_with_saved(part: Any) -> type:
+    class Broken(part):  # type: ignore[misc]
+        given = False
+
+        def __init__(self, config: Any, tokenizer: Any, **place: Any) -> None:
+            super().__init__(config, tokenizer, **place)
+            self.saved = place["model_name"]
+
+        def attach(self, model: Any) -> None:
+            self.given = True
+            super().attach(model)
+
+        def generate(self, data: Any, greedy: bool = False) -> Any:
+            if not self.given:
+                self.load_weights(_saved(self.saved).items())
+            return super().generate(data, greedy)
+
+    return Broken
+
+
+def _gone_when_finished(part: Any) -> type:
+    class Broken(part):  # type: ignore[misc]
+        def finish_generation(self, *args: Any, **kwargs: Any) -> None:
+            super().finish_generation(*args, **kwargs)
+
+    return Broken
+
+
+def _refit_pretended(part: Any) -> type:
+    class Broken(part):  # type: ignore[misc]
+        def update_weights_from_collective(self) -> bool:
+            return True
+
+    return Broken
+
+
+MUTANTS: tuple[Mutant, ...] = (
+    mutant(
+        "left_in_evaluation",
+        "the module is in evaluation mode afterwards, so that training goes on without dropout",
+        broken_generate(_left_in_evaluation),
+        "test_generating_leaves_the_module_as_it_was",
+    ),
+    mutant(
+        "copied_at_attach",
+        "the attached module is copied, so that training does not reach the samples",
+        _copied_at_attach,
+        _LIVE,
+    ),
+    mutant(
+        "first_module_kept",
+        "a module that is attached where there was one is not used",
+        _first_attached_kept,
+        "test_weights_given_last_count_however_they_came",
+    ),
+    mutant(
+        "stale_after_refit",
+        "only the first refit is taken",
+        broken_weights(_first_refit_only),
+        _LAST_REFIT,
+        "test_every_tensor_of_a_refit_arrives",
+    ),
+    mutant(
+        "one_tensor_skipped",
+        "one tensor of a refit stays as it was",
+        broken_weights(_one_skipped),
+        "test_every_tensor_of_a_refit_arrives",
+    ),
+    mutant(
+        "references_kept",
+        "tensors of a refit are used after the sender has overwritten them",
+        broken_weights(_references_kept),
+        _ONE_BY_ONE,
+    ),
+    mutant(
+        "missing_from_disk",
+        "names that are missing from a refit are taken from the model's directory",
+        broken_weights(_missing_from_disk),
+        "test_missing_weights_are_refused_by_name",
+    ),
+    mutant(
+        "given_weights_ignored",
+        "a refit loads the model's directory",
+        broken_weights(_given_ignored),
+        "test_loaded_weights_are_sampled_with",
+        _LAST_REFIT,
+    ),
+    mutant(
+        "begins_with_saved_weights",
+        "without weights the model's directory is loaded in silence",
+        _begins_with_saved,
+        "test_generating_without_weights_is_refused",
+    ),
+    mutant(
+        "finish_says_nothing",
+        "finish_generation returns None, which reads as not ready",
+        _gone_when_finished,
+        _GOES_ON,
+    ),
+    mutant(
+        "refit_pretended",
+        "a refit over a process group does nothing and says that all is well",
+        _refit_pretended,
+        "test_refit_that_is_not_declared_is_refused",
+    ),
+)

@@ -1,0 +1,14 @@
+"""Broken training engines: mixins over any worker that derives from `PolicyWorkerBase`. One part a contract."""
+
+from __future__ import annotations
+
+from rlframework.conformance.mutants.mutant import Mutant
+from rlframework.conformance.mutants.policy_worker import conventions, failures, grouping, saving, state, training
+
+MUTANTS: tuple[Mutant, ...] = tuple(
+    value
+    for part in (conventions, grouping, training, state, saving, failures)
+    for value in vars(part).values()
+    if isinstance(value, Mutant)
+)
+"""All of them."""

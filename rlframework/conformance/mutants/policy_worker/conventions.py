@@ -1,0 +1,193 @@
+"""Bugs against contract 1: conventions of what goes in and comes out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from rlframework.conformance.mutants.mutant import mutant
+from rlframework.conformance.mutants.policy_worker.reaching import module_of
+from rlframework.distributed.batched_data_dict import BatchedDataDict
+
+
+def _scored(change: Any) -> Any:
+    """A worker whose log-probabilities `[B, S]` are what `change(logprobs, data)` makes of them."""
+
+    def break_it(worker_class: Any) -> Any:
+        class Broken(worker_class):  # type: ignore[misc]
+            def get_logprobs(self, data: Any, *args: Any, **kwargs: Any) -> Any:
+                logprobs = super().get_logprobs(data, *args, **kwargs)["logprobs"]
+                return BatchedDataDict({"logprobs": change(logprobs, data)})
+
+        return Broken
+
+    return break_it
+
+
+off_by_one = mutant(
+    "logprobs_off_by_one",
+    "log-probabilities stand one position too early, at the token that predicts",
+    "test_logprobs_are_those_of_the_oracle",
+    "test_only_asked_positions_are_scored",
+)(_scored(lambda logprobs, data: logprobs.roll(-1, dims=1)))
+
+padding_scored = mutant(
+    "padding_scored",
+    "padding gets the log-probabilities of the ids that stand there",
+    "test_first_position_and_padding_are_zero",
+    "test_padding_changes_nothing",
+)(_scored(lambda logprobs, data: logprobs.where(logprobs != 0, torch.full_like(logprobs, -3.0))))
+
+half_results = mutant(
+    "half_results",
+    "results come back in the precision of the forward",
+    "test_results_are_fp32_on_the_cpu",
+)(_scored(lambda logprobs, data: logprobs.half()))
+
+bin_order = mutant(
+    "results_in_bin_order",
+    "results come back in the order in which rows were grouped, longest first",
+    "test_results_come_in_the_order_of_the_rows",
+    "test_packed_results_come_in_the_order_of_the_rows",
+)(_scored(lambda logprobs, data: logprobs[data["input_lengths"].argsort(descending=True)]))
+
+partial_batch_unscored = mutant(
+    "partial_batch_unscored",
+    "rows that do not fill a microbatch are not scored",
+    "test_a_batch_may_have_any_number_of_rows_when_scored",
+)(_scored(lambda logprobs, data: logprobs * (torch.arange(data.size) < data.size // 3 * 3)[:, None]))
+
+
+@mutant(
+    "positions_ignored",
+    "all positions are scored, whichever were asked for",
+    "test_only_asked_positions_are_scored",
+)
+def positions_ignored(worker_class: Any) -> Any:
+    """See its `bug`."""
+
+    class Broken(worker_class):  # type: ignore[misc]
+        def get_logprobs(self, data: Any, micro_batch_size: Any = None, positions: str = "all") -> Any:
+            return super().get_logprobs(data, micro_batch_size)
+
+    return Broken
+
+
+def _temperature(scoring: float | None, training: float | None) -> Any:
+    """A worker that scores and trains at fixed temperatures; None: as it should."""
+
+    def break_it(worker_class: Any) -> Any:
+        class Broken(worker_class):  # type: ignore[misc]
+            def forward_backward(self, microbatches: Any, head: Any, step: Any, *, forward_only: bool) -> Any:
+                fixed = scoring if forward_only else training
+                head = head if fixed is None else replace(head, temperature=fixed)
+                return super().forward_backward(microbatches, head, step, forward_only=forward_only)
+
+        return Broken
+
+    return break_it
+
+
+temperature_in_training_only = mutant(
+    "temperature_in_training_only",
+    "scores are of the distribution at temperature 1, samples and loss of the other",
+    "test_scoring_and_training_are_at_the_temperature_of_sampling",
+)(_temperature(1.0, None))
+
+temperature_in_scoring_only = mutant(
+    "temperature_in_scoring_only",
+    "the loss is of the distribution at temperature 1, samples and scores of the other",
+    "test_scoring_and_training_are_at_the_temperature_of_sampling",
+)(_temperature(None, 1.0))
+
+
+@mutant(
+    "temperature_in_every_loss",
+    "the supervised loss is taken at the temperature of sampling too",
+    "test_supervised_loss_is_at_temperature_one",
+)
+def temperature_in_every_loss(worker_class: Any) -> Any:
+    """See its `bug`."""
+
+    class Broken(worker_class):  # type: ignore[misc]
+        def _head_request(self, loss_fn: Any) -> Any:
+            return replace(super()._head_request(loss_fn), temperature=self._temperature())
+
+    return Broken
+
+
+@mutant("dropout_left_on", "dropout is on while scoring", "test_dropout_is_off", "test_scoring_changes_nothing")
+def dropout_left_on(worker_class: Any) -> Any:
+    """See its `bug`."""
+
+    class Broken(worker_class):  # type: ignore[misc]
+        def forward_backward(self, microbatches: Any, head: Any, step: Any, *, forward_only: bool) -> Any:
+            def drop(module: Any, inputs: Any, output: Any) -> Any:
+                return torch.nn.functional.dropout(output, 0.1, training=forward_only)
+
+            handle = module_of(self).get_input_embeddings().register_forward_hook(drop)  # type: ignore[operator]
+            try:
+                return super().forward_backward(microbatches, head, step, forward_only=forward_only)
+            finally:
+                handle.remove()
+
+    return Broken
+
+
+@mutant(
+    "padded_vocabulary_in_softmax",
+    "the head is padded to a round number of tokens, and its rows of zeros take part in the softmax",
+    "test_logprobs_are_those_of_the_oracle",
+    "test_first_step_is_that_of_the_oracle",
+)
+def padded_vocabulary(worker_class: Any) -> Any:
+    """See its `bug`. The rows appear in forwards only, so that names and shapes stay."""
+
+    class Broken(worker_class):  # type: ignore[misc]
+        def forward_backward(self, *args: Any, **kwargs: Any) -> Any:
+            head = module_of(self).get_output_embeddings()  # type: ignore[operator]
+            weight = head.weight
+            padded = torch.nn.functional.pad(weight, (0, 0, 0, -weight.shape[0] % 8))
+            del head._parameters["weight"]
+            head.weight = padded
+            try:
+                return super().forward_backward(*args, **kwargs)
+            finally:
+                del head.weight
+                head._parameters["weight"] = weight
+
+    return Broken
+
+
+@mutant(
+    "loss_scale_left_in",
+    "the loss of a low precision is scaled against underflow, and the gradient is not scaled back",
+    "test_bfloat16_is_near_fp32",
+)
+def loss_scale_left_in(worker_class: Any) -> Any:
+    """See its `bug`."""
+
+    class Broken(worker_class):  # type: ignore[misc]
+        def forward_backward(self, microbatches: Any, head: Any, step: Any, *, forward_only: bool) -> Any:
+            def scaled(output: Any, microbatch: Any) -> Any:
+                result = step(output, microbatch)
+                if result.loss is not None and self.config.precision != "float32":
+                    result.loss = result.loss * 8.0
+                return result
+
+            return super().forward_backward(microbatches, head, scaled, forward_only=forward_only)
+
+    return Broken
+
+
+@mutant("rank_one_everywhere", "each worker says that it is rank 1", "test_workers_tell_who_they_are")
+def rank_one_everywhere(worker_class: Any) -> Any:
+    """See its `bug`."""
+
+    class Broken(worker_class):  # type: ignore[misc]
+        def get_info(self) -> Any:
+            return {**super().get_info(), "rank": 1}
+
+    return Broken

@@ -1,0 +1,148 @@
+"""Bugs against contracts 7 and 8: what fails in silence."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict
+
+from rlframework.conformance.mutants.mutant import Mutant, mutant
+from rlframework.errors import UserError
+
+
+@mutant(
+    "failures_swallowed",
+    "an exception in a step is logged, and training goes on",
+    "test_a_failing_worker_fails_the_call",
+)
+def failures_swallowed(worker_class: Any) -> Any:
+    """See its `bug`."""
+
+    class Broken(worker_class):  # type: ignore[misc]
+        def train(self, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return super().train(*args, **kwargs)
+            except RuntimeError:
+                return {"global_loss": torch.zeros(1), "grad_norm": torch.zeros(1), "metrics": {}, "skipped": 0}
+
+    return Broken
+
+
+@mutant("shutdown_fails", "the engine cannot let go of what it holds", "test_shutdown_ends_in_peace_and_twice")
+def shutdown_fails(worker_class: Any) -> Any:
+    """See its `bug`."""
+
+    class Broken(worker_class):  # type: ignore[misc]
+        def shutdown(self) -> None:
+            super().shutdown()
+            raise RuntimeError("something is left")
+
+    return Broken
+
+
+@mutant(
+    "state_left_behind",
+    "what the first model left in the engine's globals is used for the second",
+    "test_one_policy_after_another",
+)
+def state_left_behind(worker_class: Any) -> Any:
+    """See its `bug`."""
+
+    class Broken(worker_class):  # type: ignore[misc]
+        def build(self, *, init_optimizer: bool) -> None:
+            super().build(init_optimizer=init_optimizer)
+            if _LEFT_BEHIND:
+                self.restore({name: 0.9 * weight for name, weight in self.snapshot().items()})
+            _LEFT_BEHIND.append(True)
+
+    return Broken
+
+
+_LEFT_BEHIND: list[bool] = []
+
+
+@mutant("input_not_checked", "a worker trusts what it is given", "test_bad_batches_are_refused_and_nothing_is_done")
+def input_not_checked(worker_class: Any) -> Any:
+    """See its `bug`."""
+
+    class Broken(worker_class):  # type: ignore[misc]
+        def train(self, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return super().train(*args, **kwargs)
+            except UserError as error:
+                raise RuntimeError(f"somewhere deep inside: {error}") from error
+
+    return Broken
+
+
+@mutant(
+    "rest_of_rows_dropped",
+    "rows beyond the last whole global batch are dropped",
+    "test_workers_refuse_rows_that_do_not_divide",
+)
+def rest_of_rows_dropped(worker_class: Any) -> Any:
+    """See its `bug`."""
+
+    class Broken(worker_class):  # type: ignore[misc]
+        def _global_batches(self, data: Any, global_batch_size: int) -> Any:
+            local = global_batch_size // self.data_parallel_size()
+            return super()._global_batches(data.slice(0, data.size // local * local), global_batch_size)
+
+    return Broken
+
+
+@mutant("undeclared_ignored", "a call that is not supported does nothing", "test_what_is_not_declared_is_refused")
+def undeclared_ignored(worker_class: Any) -> Any:
+    """See its `bug`."""
+
+    class Broken(worker_class):  # type: ignore[misc]
+        def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+            return None
+
+        def prepare_weights_for_ipc(self) -> Any:
+            return [], 0.0
+
+        def prepare_info_for_collective(self) -> Any:
+            return {}
+
+        def score(self, data: Any, micro_batch_size: Any = None) -> Any:
+            return None
+
+    return Broken
+
+
+@mutant("fresh_weights", "weights that cannot be loaded are made up", "test_a_model_that_is_not_there_is_an_error")
+def fresh_weights(worker_class: Any) -> Any:
+    """See its `bug`."""
+
+    class Broken(worker_class):  # type: ignore[misc]
+        def build(self, *, init_optimizer: bool) -> None:
+            try:
+                super().build(init_optimizer=init_optimizer)
+            except UserError:
+                self.model = torch.nn.Linear(1, 1)
+
+        def snapshot(self) -> Any:
+            return {}
+
+        def close(self) -> None:
+            return None
+
+    return Broken
+
+
+class _Anything(BaseModel):
+    """A section that takes whatever it is given."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+unknown_keys_taken = Mutant(
+    "unknown_keys_taken",
+    "the backend's own section takes keys that mean nothing",
+    ("test_an_unknown_key_of_its_own_section_is_refused",),
+    lambda worker_class: worker_class,
+    break_record=lambda record: replace(record, config_model=_Anything),
+)

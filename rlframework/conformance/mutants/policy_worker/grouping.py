@@ -1,0 +1,260 @@
+"""Bugs against contract 2: what depends on how rows are grouped, ordered, padded or shared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from rlframework.conformance.layouts import Layout
+from rlframework.conformance.mutants.mutant import mutant
+
+TWO = Layout(data=2)
+
+
+def _counted(change: Callable[[Any, dict[str, Any]], dict[str, Any]]) -> Any:
+    """A worker whose processor's global batch is what `change(worker, found)` makes of it."""
+
+    def break_it(worker_class: Any) -> Any:
+        class Broken(worker_class):  # type: ignore[misc]
+            _processor: Any
+
+            def _global_batch(self, *args: Any, **kwargs: Any) -> Any:
+                sound = self._processor
+
+                class Processor:
+                    microbatches = sound.microbatches
+
+                    @staticmethod
+                    def process_global_batch(*args: Any, **kwargs: Any) -> Any:
+                        return change(self, sound.process_global_batch(*args, **kwargs))
+
+                self._processor = Processor
+                try:
+                    return super()._global_batch(*args, **kwargs)
+                finally:
+                    self._processor = sound
+
+        return Broken
+
+    return break_it
+
+
+def _stepped(change: Callable[..., Any]) -> Any:
+    """A worker whose step in training is `change(worker, step, output, microbatch)`."""
+
+    def break_it(worker_class: Any) -> Any:
+        class Broken(worker_class):  # type: ignore[misc]
+            def forward_backward(self, microbatches: Any, head: Any, step: Any, *, forward_only: bool) -> Any:
+                self.microbatch_count = len(microbatches)
+
+                def broken(output: Any, microbatch: Any) -> Any:
+                    return change(self, step, output, microbatch)
+
+                return super().forward_backward(
+                    microbatches, head, step if forward_only else broken, forward_only=forward_only
+                )
+
+        return Broken
+
+    return break_it
+
+
+def _grouped(change: Callable[[Any, list[Any]], list[Any]]) -> Any:
+    """A worker whose microbatches in training are what `change(worker, microbatches)` makes of them."""
+
+    def break_it(worker_class: Any) -> Any:
+        class Broken(worker_class):  # type: ignore[misc]
+            def _microbatches(self, data: Any, positions: str, *args: Any) -> Any:
+                made = super()._microbatches(data, positions, *args)
+                return change(self, made) if positions == "loss" else made
+
+        return Broken
+
+    return break_it
+
+
+def _padding_counted(worker: Any, found: dict[str, Any]) -> dict[str, Any]:
+    return {**found, "global_valid_toks": torch.tensor(float(found["batch"]["input_ids"].numel()))}
+
+
+mean_over_padding = mutant(
+    "mean_over_padding",
+    "the loss is the mean over all positions, padding too",
+    "test_first_step_is_that_of_the_oracle",
+    "test_supervised_step_is_that_of_the_oracle",
+    "test_padding_changes_nothing",
+)(_counted(_padding_counted))
+
+
+def _masked_counted(worker: Any, found: dict[str, Any]) -> dict[str, Any]:
+    toks = found["batch"]["token_mask"][:, 1:].sum()
+    return {**found, "global_valid_toks": toks, "global_valid_seqs": torch.tensor(float(found["batch"].size))}
+
+
+masked_rows_counted = mutant(
+    "masked_rows_counted",
+    "rows whose sample_mask is 0 count in the denominator",
+    "test_masked_rows_count_for_nothing",
+    "test_counts_are_of_the_whole_global_batch",
+)(_counted(_masked_counted))
+
+
+def _own_counts(worker: Any, found: dict[str, Any]) -> dict[str, Any]:
+    batch = found["batch"]
+    mask = (batch["token_mask"] * batch["sample_mask"][:, None])[:, 1:]
+    return {
+        **found,
+        "global_valid_toks": mask.sum().clamp(min=1.0),
+        "global_valid_seqs": batch["sample_mask"].sum().clamp(min=1.0),
+    }
+
+
+local_counts = mutant(
+    "local_counts",
+    "each worker divides by the counts of its own rows",
+    "test_counts_are_of_the_whole_global_batch",
+    "test_workers_with_unequal_work_agree",
+    "test_order_of_rows_changes_nothing",
+    layout=TWO,
+)(_counted(_own_counts))
+
+tokens_for_sequences = mutant(
+    "tokens_for_sequences",
+    "the sequence-level loss divides by the number of tokens",
+    "test_sequence_level_loss_averages_over_sequences",
+)(_counted(lambda worker, found: {**found, "global_valid_seqs": found["global_valid_toks"]}))
+
+
+def _scaled(factor: float, step: Any, output: Any, microbatch: Any) -> Any:
+    result = step(output, microbatch)
+    result.loss = result.loss * factor
+    return result
+
+
+loss_averaged_per_microbatch = mutant(
+    "loss_averaged_per_microbatch",
+    "gradients are averaged over microbatches where they must be summed",
+    "test_microbatch_size_changes_nothing",
+    "test_first_step_is_that_of_the_oracle",
+    "test_packed_equals_padded",
+    "test_dynamic_equals_padded",
+)(_stepped(lambda worker, *args: _scaled(1 / worker.microbatch_count, *args)))
+
+gradient_averaged_over_ranks = mutant(
+    "gradient_averaged_over_ranks",
+    "gradients are averaged over data-parallel ranks where they must be summed",
+    "test_first_step_is_that_of_the_oracle",
+    "test_workers_with_unequal_work_agree",
+    layout=TWO,
+)(_stepped(lambda worker, *args: _scaled(1 / worker.data_parallel_size(), *args)))
+
+missing_all_reduce = mutant(
+    "missing_all_reduce",
+    "a rank's gradient is its own rows' alone",
+    "test_first_step_is_that_of_the_oracle",
+    "test_workers_with_unequal_work_agree",
+    layout=TWO,
+)(_stepped(lambda worker, *args: _scaled(0.0 if worker.context.rank else 2.0, *args)))
+
+
+def _dummy_as_real(worker: Any, step: Any, output: Any, microbatch: Any) -> Any:
+    if microbatch.is_dummy:
+        microbatch.is_dummy = False
+        microbatch.data_dict["sample_mask"] = torch.ones_like(microbatch.data_dict["sample_mask"])
+        microbatch.data_dict["token_mask"] = torch.ones_like(microbatch.data_dict["token_mask"])
+    return step(output, microbatch)
+
+
+dummy_counted = mutant(
+    "dummy_counted",
+    "microbatches that only keep ranks in step are learnt from",
+    "test_workers_with_unequal_work_agree",
+    layout=TWO,
+)(_stepped(_dummy_as_real))
+
+
+def _last_metrics(worker: Any, step: Any, output: Any, microbatch: Any) -> Any:
+    result = step(output, microbatch)
+    loss = result.outputs.get("loss")
+    if int(microbatch.rows.min()) != 0:
+        result.outputs = {} if loss is None else {"loss": loss}
+    return result
+
+
+metrics_of_one_microbatch = mutant(
+    "metrics_of_one_microbatch",
+    "metrics are those of the first microbatch",
+    "test_metrics_are_of_the_whole_global_batch",
+)(_stepped(_last_metrics))
+
+
+def _without_partial(worker: Any, made: list[Any]) -> list[Any]:
+    most = max(len(microbatch.rows) for microbatch in made)
+    return [microbatch for microbatch in made if len(microbatch.rows) == most]
+
+
+last_partial_batch_dropped = mutant(
+    "last_partial_batch_dropped",
+    "rows that do not fill a microbatch are not learnt from",
+    "test_first_step_is_that_of_the_oracle",
+    "test_supervised_step_is_that_of_the_oracle",
+    "test_order_of_rows_changes_nothing",
+)(_grouped(_without_partial))
+
+
+def _without_last_dynamic(worker: Any, made: list[Any]) -> list[Any]:
+    return made[:-1] if worker.config.batching.mode == "dynamic" else made
+
+
+last_dynamic_batch_dropped = mutant(
+    "last_dynamic_batch_dropped",
+    "the last dynamic microbatch, which is not full, is lost",
+    "test_dynamic_equals_padded",
+)(_grouped(_without_last_dynamic))
+
+
+def _one_segment(worker: Any, made: list[Any]) -> list[Any]:
+    for microbatch in made:
+        if microbatch.cu_seqlens is not None:
+            microbatch.cu_seqlens = microbatch.cu_seqlens[[0, -1]]
+    return made
+
+
+attention_across_sequences = mutant(
+    "attention_across_packed_sequences",
+    "sequences in a packed row see those before them",
+    "test_packed_equals_padded",
+)(_grouped(_one_segment))
+
+
+def _running_positions(worker: Any, made: list[Any]) -> list[Any]:
+    for microbatch in made:
+        inputs = microbatch.processed_inputs
+        if microbatch.cu_seqlens is not None:
+            inputs.position_ids = torch.arange(inputs.seq_len, device=inputs.input_ids.device)[None]
+    return made
+
+
+positions_run_through = mutant(
+    "positions_run_through",
+    "positions do not start again with each sequence of a packed row; rotary positions hide it",
+    "test_positions_start_again_in_packed_rows",
+)(_grouped(_running_positions))
+
+
+@mutant(
+    "one_step_for_all",
+    "all rows of a call are one global batch, whatever its size should be",
+    "test_several_global_batches_are_several_steps",
+    "test_the_schedule_moves_once_a_call",
+)
+def one_step_for_all(worker_class: Any) -> Any:
+    """See its `bug`."""
+
+    class Broken(worker_class):  # type: ignore[misc]
+        def train(self, data: Any, loss_fn: Any, eval_mode: bool = False, gbs: Any = None, mbs: Any = None) -> Any:
+            return super().train(data, loss_fn, eval_mode, data.size * self.data_parallel_size(), mbs)
+
+    return Broken

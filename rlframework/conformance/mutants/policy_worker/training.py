@@ -1,0 +1,330 @@
+"""Bugs against contract 3: training that is not what a plain AdamW program does."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from rlframework.conformance.layouts import Layout
+from rlframework.conformance.mutants.mutant import mutant
+from rlframework.conformance.mutants.policy_worker.reaching import (
+    change_weights,
+    gradients_of,
+    module_of,
+    optimizer_of,
+    to_bfloat16,
+)
+
+
+def _before_the_step(change: Any) -> Any:
+    """A worker that calls `change(worker, max_grad_norm)` with its gradients there; it may give another limit."""
+
+    def break_it(worker_class: Any) -> Any:
+        class Broken(worker_class):  # type: ignore[misc]
+            def clip_and_step(self, max_grad_norm: Any, lr: float) -> Any:
+                return super().clip_and_step(change(self, max_grad_norm), lr)
+
+        return Broken
+
+    return break_it
+
+
+def _scale_gradients(worker: Any, factor: float) -> None:
+    for gradient in gradients_of(worker):
+        gradient.mul_(factor)
+
+
+def _norm(worker: Any) -> float:
+    return math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients_of(worker)))
+
+
+def _learning_rate(factor: float) -> Any:
+    def break_it(worker_class: Any) -> Any:
+        class Broken(worker_class):  # type: ignore[misc]
+            def clip_and_step(self, max_grad_norm: Any, lr: float) -> Any:
+                return super().clip_and_step(max_grad_norm, lr * factor)
+
+        return Broken
+
+    return break_it
+
+
+update_too_small = mutant(
+    "update_too_small",
+    "each update is 2% too small",
+    "test_twenty_steps_end_at_the_oracles_weights",
+    "test_updates_go_against_the_gradient_at_the_learning_rate",
+)(_learning_rate(0.98))
+
+
+def _turn(worker: Any, limit: Any) -> Any:
+    _scale_gradients(worker, -1.0)
+    return limit
+
+
+update_sign = mutant(
+    "update_sign",
+    "updates go with the gradient",
+    "test_updates_go_against_the_gradient_at_the_learning_rate",
+    "test_twenty_steps_end_at_the_oracles_weights",
+    "test_first_step_is_that_of_the_oracle",
+)(_before_the_step(_turn))
+
+clipping_left_out = mutant(
+    "clipping_left_out",
+    "the gradient is never clipped",
+    "test_clipping_is_of_the_whole_gradient",
+)(_before_the_step(lambda worker, limit: None))
+
+
+def _clip_shards(worker: Any, limit: Any) -> Any:
+    if limit is not None and (norm := _norm(worker)) > limit:
+        _scale_gradients(worker, limit / norm)
+    return None
+
+
+clip_per_rank = mutant(
+    "clip_per_rank",
+    "each rank clips its shard of the gradient by that shard's norm",
+    "test_clipping_is_of_the_whole_gradient",
+    layout=Layout(data=2),
+)(_before_the_step(_clip_shards))
+
+
+def _always_to_the_limit(worker: Any, limit: Any) -> Any:
+    if limit is not None and (norm := _norm(worker)):
+        _scale_gradients(worker, limit / norm)
+    return limit
+
+
+gradient_scaled_up = mutant(
+    "gradient_scaled_up",
+    "gradients are brought to the limit, small ones too",
+    "test_a_gradient_within_the_limit_is_left_alone",
+)(_before_the_step(_always_to_the_limit))
+
+
+@mutant(
+    "norm_after_clipping",
+    "the norm that is told is the one after clipping",
+    "test_clipping_is_of_the_whole_gradient",
+    "test_twenty_steps_end_at_the_oracles_weights",
+)
+def norm_after_clipping(worker_class: Any) -> Any:
+    """See its `bug`."""
+
+    class Broken(worker_class):  # type: ignore[misc]
+        def clip_and_step(self, max_grad_norm: Any, lr: float) -> Any:
+            norm, skipped = super().clip_and_step(max_grad_norm, lr)
+            return norm if max_grad_norm is None else min(norm, max_grad_norm), skipped
+
+    return Broken
+
+
+def _optimizer(**settings: Any) -> Any:
+    """A worker whose optimizer has these settings in all its groups."""
+
+    def break_it(worker_class: Any) -> Any:
+        class Broken(worker_class):  # type: ignore[misc]
+            def build(self, *, init_optimizer: bool) -> None:
+                super().build(init_optimizer=init_optimizer)
+                for group in optimizer_of(self).param_groups:
+                    group.update(settings)
+
+        return Broken
+
+    return break_it
+
+
+@mutant(
+    "decay_on_everything",
+    "weight decay is applied to norms and biases too",
+    "test_weight_decay_spares_parameters_of_one_dimension",
+    "test_betas_and_epsilon_are_the_configured_ones",
+)
+def decay_on_everything(worker_class: Any) -> Any:
+    """See its `bug`."""
+
+    class Broken(worker_class):  # type: ignore[misc]
+        def build(self, *, init_optimizer: bool) -> None:
+            super().build(init_optimizer=init_optimizer)
+            for group in optimizer_of(self).param_groups:
+                group["weight_decay"] = self.config.optimizer.weight_decay
+
+    return Broken
+
+
+default_betas = mutant(
+    "default_betas",
+    "the engine's own betas are used, whatever the configuration says",
+    "test_betas_and_epsilon_are_the_configured_ones",
+)(_optimizer(betas=(0.9, 0.999)))
+
+default_epsilon = mutant(
+    "default_epsilon",
+    "the engine's own epsilon is used, whatever the configuration says",
+    "test_betas_and_epsilon_are_the_configured_ones",
+    "test_first_step_is_that_of_the_oracle",
+)(_optimizer(eps=1e-8))
+
+
+@mutant(
+    "schedule_ignored",
+    "the learning rate is always that of the configuration",
+    "test_the_schedule_moves_once_a_call",
+)
+def schedule_ignored(worker_class: Any) -> Any:
+    """See its `bug`."""
+
+    class Broken(worker_class):  # type: ignore[misc]
+        def clip_and_step(self, max_grad_norm: Any, lr: float) -> Any:
+            return super().clip_and_step(max_grad_norm, self.config.optimizer.lr)
+
+    return Broken
+
+
+@mutant(
+    "schedule_moves_each_step",
+    "the schedule moves with each optimizer step of a call",
+    "test_the_schedule_moves_once_a_call",
+)
+def schedule_moves_each_step(worker_class: Any) -> Any:
+    """See its `bug`."""
+
+    class Broken(worker_class):  # type: ignore[misc]
+        def _after_step(self, *args: Any) -> Any:
+            self._train_calls += 1
+            return super()._after_step(*args)
+
+    return Broken
+
+
+@mutant(
+    "tied_head_untied",
+    "a tied head becomes a weight of its own when the model is split",
+    "test_a_tied_head_stays_tied",
+    "test_saved_names_shapes_and_dtypes_are_those_of_the_model",
+)
+def tied_head_untied(worker_class: Any) -> Any:
+    """See its `bug`."""
+
+    class Broken(worker_class):  # type: ignore[misc]
+        def build(self, *, init_optimizer: bool) -> None:
+            super().build(init_optimizer=init_optimizer)
+            head = module_of(self).get_output_embeddings()  # type: ignore[operator]
+            if head.weight is module_of(self).get_input_embeddings().weight:  # type: ignore[operator]
+                head.weight = torch.nn.Parameter(head.weight.detach().clone())
+                optimizer_of(self).param_groups[0]["params"].append(head.weight)
+
+    return Broken
+
+
+def _no_nan(worker: Any, limit: Any) -> Any:
+    for gradient in gradients_of(worker):
+        gradient.nan_to_num_(0.0)
+    return limit
+
+
+not_finite_steps = mutant(
+    "not_finite_steps",
+    "a gradient that is not finite becomes 0, and the step follows old momentum",
+    "test_a_gradient_that_is_not_finite_is_skipped",
+    "test_too_many_gradients_that_are_not_finite_end_the_run",
+)(_before_the_step(_no_nan))
+
+
+@mutant(
+    "skips_for_ever",
+    "steps whose gradient is not finite are skipped without an end",
+    "test_too_many_gradients_that_are_not_finite_end_the_run",
+)
+def skips_for_ever(worker_class: Any) -> Any:
+    """See its `bug`."""
+
+    class Broken(worker_class):  # type: ignore[misc]
+        def _after_step(self, norm: Any, skipped: bool) -> None:
+            self._weights_version += not skipped
+
+    return Broken
+
+
+@mutant(
+    "steps_on_nothing",
+    "a batch without a valid token takes an optimizer step with a gradient of 0",
+    "test_a_batch_without_a_valid_token_takes_no_step",
+)
+def steps_on_nothing(worker_class: Any) -> Any:
+    """See its `bug`."""
+
+    class Broken(worker_class):  # type: ignore[misc]
+        def _global_batch(self, data: Any, *args: Any, **kwargs: Any) -> Any:
+            found = super()._global_batch(data, *args, **kwargs)
+            if not found["global_valid_toks"]:
+                for parameter in module_of(self).parameters():
+                    parameter.grad = torch.zeros_like(parameter)
+                self.clip_and_step(None, self.config.optimizer.lr)
+            return found
+
+    return Broken
+
+
+def _head_values(name: str, change: Any) -> Any:
+    """A worker whose head gives `change(value)` for `name`."""
+
+    def break_it(worker_class: Any) -> Any:
+        class Broken(worker_class):  # type: ignore[misc]
+            def forward_backward(self, microbatches: Any, head: Any, step: Any, *, forward_only: bool) -> Any:
+                def broken(output: Any, microbatch: Any) -> Any:
+                    if getattr(output, name) is not None:
+                        setattr(output, name, change(getattr(output, name)))
+                    return step(output, microbatch)
+
+                return super().forward_backward(microbatches, head, broken, forward_only=forward_only)
+
+        return Broken
+
+    return break_it
+
+
+logits_of_the_wrong_token = mutant(
+    "logits_of_the_wrong_token",
+    "logits are those one token later",
+    "test_losses_may_ask_for_logits",
+)(_head_values("logits", lambda logits: logits.roll(1, dims=0)))
+
+entropy_in_bits = mutant("entropy_in_bits", "entropy is told in bits", "test_losses_may_ask_for_entropy")(
+    _head_values("entropy", lambda entropy: entropy / math.log(2))
+)
+
+
+def _lose_one(worker: Any, limit: Any) -> Any:
+    if worker.config.activation_checkpointing:
+        next(gradients_of(worker)).zero_()
+    return limit
+
+
+checkpointing_loses_a_gradient = mutant(
+    "checkpointing_loses_a_gradient",
+    "with activation checkpointing the first weight gets no gradient",
+    "test_activation_checkpointing_changes_nothing",
+)(_before_the_step(_lose_one))
+
+
+@mutant(
+    "weights_in_bfloat16",
+    "weights are kept in the precision of the forward, and small updates are lost",
+    "test_small_updates_are_not_lost_in_bfloat16",
+)
+def weights_in_bfloat16(worker_class: Any) -> Any:
+    """See its `bug`."""
+
+    class Broken(worker_class):  # type: ignore[misc]
+        def clip_and_step(self, max_grad_norm: Any, lr: float) -> Any:
+            done = super().clip_and_step(max_grad_norm, lr)
+            if self.config.precision == "bfloat16":
+                change_weights(self, to_bfloat16)
+            return done
+
+    return Broken

@@ -1,0 +1,124 @@
+"""Where a backend first parts from the oracle: in which step, in which quantity, and in which tensor.
+
+Both go step by step, and their weights are compared after each. What is compared of a tensor is how far it has moved:
+a step changes weights so little that an update which is half as large as it should be hardly shows in the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlframework.conformance import measure
+from rlframework.conformance.contracts import FP32
+from rlframework.conformance.measure import Measurement
+from rlframework.conformance.parity import compare
+from rlframework.conformance.policies import InspectedPolicy, weights_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rlframework.conformance.parity.exam import Exam
+    from rlframework.plugins.manager import PluginManager
+
+UPDATE = 5e-3
+"""Of how far a tensor has moved, relative to how far it should have. Where only rounding differs it is up to 1e-4."""
+
+LOADED = "weights as loaded"
+WEIGHTS = compare.WEIGHTS
+
+
+@dataclass(frozen=True)
+class Parting:
+    """The first thing that is beyond its tolerance, `step` 0 being before the first one, and the first tensor that is.
+
+    "First" among tensors is in the model's order. `tensors` of `of` are beyond in that step. No tensor: none was.
+    """
+
+    quantity: str
+    step: int
+    measurement: Measurement
+    tensor: str = ""
+    tensor_step: int = 0
+    tensor_error: float = 0.0
+    tensors: int = 0
+    of: int = 0
+
+    def __str__(self) -> str:
+        if self.quantity in (LOADED, WEIGHTS):
+            return f"the {self.quantity} part first: {self._of_tensor()}"
+        found = self.measurement
+        text = f"the {self.quantity} part{'s' * (self.quantity != compare.LOGPROBS)} first, {_when(self.step)}: "
+        text += (
+            f"{found.got:.9g} instead of {found.expected:.9g} (error {found.error:.2g}, allowed {found.tolerance:g})"
+        )
+        return f"{text}; the first tensor that parts: {self._of_tensor() if self.tensor else 'none does'}"
+
+    def _of_tensor(self) -> str:
+        what = "what it has moved by" if self.tensor_step else "what was loaded"
+        return (
+            f"{self.tensor}, {_when(self.tensor_step)} ({what} is {self.tensor_error:.2g} off; {self.tensors} of "
+            f"{self.of} tensors part there)"
+        )
+
+
+def find_parting(exam: Exam, subject: compare.Subject, *, manager: PluginManager, folder: Path) -> Parting | None:
+    """Go through `exam` once more, step by step; None where nothing is beyond its tolerance in any step."""
+    first: Parting | None = None
+    with compare.opened(exam, subject, manager) as policy:
+        for number, found, tensors, of in _events(exam, policy, folder):
+            beyond = next((measurement for measurement in found if not measurement.holds), None)
+            if first is None and beyond is not None and not (tensors and number == 0):
+                first = Parting(beyond.quantity, number, beyond)
+            if tensors:
+                name, farthest = next(iter(tensors.items()))
+                first = first or Parting(LOADED if not number else WEIGHTS, number, farthest)
+                return replace(
+                    first,
+                    tensor=name,
+                    tensor_step=number,
+                    tensor_error=farthest.error,
+                    tensors=len(tensors),
+                    of=of,
+                )
+    return first
+
+
+def _events(
+    exam: Exam, policy: InspectedPolicy, folder: Path
+) -> Iterator[tuple[int, list[Measurement], dict[str, Measurement], int]]:
+    """For each step: its number, what was measured in order, the tensors beyond their tolerance, of how many."""
+    oracle = exam.oracle()
+    before = oracle.weights()
+    names = len(before)
+    loaded = _beyond(weights_of(policy, folder / "weights"), before, FP32, None)
+    logprobs = [policy.get_logprobs(batch)["logprobs"] for batch in exam.batches]
+    yield 0, [compare.logprobs_measured(logprobs, exam.answers.logprobs)[compare.LOGPROBS]], loaded, names
+    policy.prepare_for_training()
+    for number, batch in enumerate(exam.batches, start=1):
+        got, expected = compare.step(policy, exam, batch), exam.take(oracle, batch)
+        found = [
+            compare.loss_measured(exam, number, got[0], expected[0]),
+            compare.norm_measured(number, got[1], expected[1]),
+        ]
+        yield number, found, _beyond(weights_of(policy, folder / "weights"), oracle.weights(), UPDATE, before), names
+
+
+def _beyond(
+    got: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float, before: Mapping[str, Tensor] | None
+) -> dict[str, Measurement]:
+    """The tensors, in the model's order, that have moved from `before` otherwise than they should, or are others."""
+    measure.require_names("the weights", got, expected)
+    found = {}
+    for name, want in expected.items():
+        start = 0.0 if before is None else before[name].double()
+        measurement = measure.norm(name, got[name].double() - start, want.double() - start, tolerance, floor=1e-12)
+        if not measurement.holds:
+            found[name] = measurement
+    return found
+
+
+def _when(step: int) -> str:
+    return f"in step {step}" if step else "before the first step"

@@ -1,0 +1,286 @@
+"""The pytest plugin: runs a suite once a layout, and lets nothing pass in silence.
+
+Loaded by pytest wherever rlframework-core is installed; imports no torch. A skip that the suite did not grant is a
+failure, a known failure must fail as its record says, and what did not run makes the verdict INCOMPLETE.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from inspect import getattr_static
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from rlframework.conformance.choosing import layouts_of
+from rlframework.conformance.layouts import Layout
+from rlframework.conformance.rules import SETTINGS, Suite
+from rlframework.errors import ConfigError, PluginError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from rlframework.conformance.bench import Bench
+    from rlframework.conformance.mutants.proof import MutantProof
+    from rlframework.conformance.report import Subject, Verdict
+    from rlframework.plugins.manager import PluginManager, Registered
+
+MANAGER: pytest.StashKey[PluginManager] = pytest.StashKey()
+BENCH: pytest.StashKey[Bench] = pytest.StashKey()
+PLANNED = pytest.StashKey[dict[str, None]]()
+"""The subjects of the suites that were collected, as JSON: what should have results in the end."""
+WORKER_OUTPUT = "rlframework_conformance_planned"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The options of a run."""
+    group = parser.getgroup("rlframework", "rlframework conformance")
+    group.addoption(
+        "--conformance-layout",
+        action="append",
+        metavar="LAYOUT",
+        help="such as data=2,tensor=2; may be given again; `quick` (the default: one worker, and one layout of two) or "
+        "`all` that the backend declares",
+    )
+    group.addoption("--conformance-device", choices=("cpu", "cuda"), default="cpu", help="where the parts run (cpu)")
+    group.addoption("--conformance-json", metavar="FILE", help="write the verdicts and all measurements to FILE")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Nothing is planned yet."""
+    config.stash[PLANNED] = {}
+
+
+def manager_of(config: pytest.Config) -> PluginManager:
+    """The plugins of this session."""
+    if MANAGER not in config.stash:
+        from rlframework.plugins.manager import create_manager
+
+        config.stash[MANAGER] = create_manager()
+    return config.stash[MANAGER]
+
+
+# -- what runs ---------------------------------------------------------------------------------------------------------
+
+
+def _suite_of(node: Any) -> type[Suite] | None:
+    cls = getattr(node, "cls", None)
+    return cls if isinstance(cls, type) and issubclass(cls, Suite) else None
+
+
+def _is_of_suite(item: Any) -> bool:
+    suite = _suite_of(item)
+    return suite is not None and item.originalname in suite.tests()
+
+
+def _registered(config: pytest.Config, suite: type[Suite] | type[MutantProof]) -> Registered:
+    if not suite.backend:
+        raise pytest.Collector.CollectError(f"{suite.__module__}.{suite.__qualname__} must name its `backend`")
+    try:
+        registered = manager_of(config).select(suite.kind, suite.backend)
+    except PluginError as error:
+        raise pytest.Collector.CollectError(f"{suite.__qualname__}: {error}") from error
+    if not issubclass(suite, Suite):
+        return registered
+    strange = [known.test for known in registered.record.known_failures if known.test not in suite.tests()]
+    if strange:
+        raise pytest.Collector.CollectError(
+            f"{suite.__qualname__}: known_failures of {suite.backend!r}, of {registered.blame}, names "
+            f"{', '.join(strange)}, and the suite has no test of that name"
+        )
+    return registered
+
+
+def _subject(item: Any) -> Subject:
+    from rlframework.conformance.report import Subject
+
+    suite = item.cls
+    return Subject.of(
+        suite,
+        _registered(item.config, suite),
+        item.callspec.params["layout"],
+        item.config.getoption("--conformance-device"),
+        f"{item.path.name}::{suite.__qualname__}",
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makeitem(collector: Any, name: str, obj: object) -> list[pytest.Item] | None:
+    """`Suite.tests` is no test; a class that pytest would leave out in silence is an error."""
+    if name == "tests" and isinstance(getattr(collector, "obj", None), type) and issubclass(collector.obj, Suite):
+        return []
+    if isinstance(obj, type) and issubclass(obj, Suite) and obj.backend:
+        _require_whole(obj)
+    return None
+
+
+def _require_whole(suite: type[Suite]) -> None:
+    """What `rules` refuses when a class is made must not have been done to it since."""
+    sealed = next((base for base in suite.__mro__ if base.__dict__.get("_sealed")), Suite)
+    for name in ("__init__", "__new__", "__test__"):
+        if getattr(suite, name, None) is not getattr(Suite, name, None):
+            raise pytest.Collector.CollectError(
+                f"{suite.__qualname__} sets {name}, so pytest would not run it: take it out"
+            )
+    for name in dir(sealed):
+        own = name in SETTINGS or name.startswith("__")
+        if not own and getattr_static(suite, name, None) is not getattr_static(sealed, name):
+            raise pytest.Collector.CollectError(f"{suite.__qualname__}.{name} was changed: run the suite as it is")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Each test of a suite once a layout, and that of a proof once a mutant and test."""
+    if "mutant_case" in metafunc.fixturenames:
+        cases = metafunc.cls.cases(_registered(metafunc.config, metafunc.cls).record)
+        metafunc.parametrize("mutant_case", cases, ids=[f"{mutant.name}-{test}" for mutant, test in cases])
+        return
+    suite = _suite_of(metafunc)
+    if suite is None or "layout" not in metafunc.fixturenames:
+        return
+    registered = _registered(metafunc.config, suite)
+    layouts = [Layout()]
+    if suite.layouts:
+        try:
+            layouts = layouts_of(registered.record, metafunc.config.getoption("--conformance-layout"))
+        except ConfigError as error:
+            raise pytest.Collector.CollectError(str(error)) from error
+    ids = [str(layout) if suite.layouts else registered.record.name for layout in layouts]
+    metafunc.parametrize("layout", layouts, ids=ids, scope="class")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Take out the tests that do not apply: of what is not declared, or with nothing to test in the layout.
+
+    Before others choose among them, so that what those take out is missed.
+    """
+    for item in filter(_is_of_suite, items):
+        _require_own_bench(item)
+    subjects = {id(item): _subject(item) for item in items if _is_of_suite(item)}
+    config.stash[PLANNED].update(dict.fromkeys(subject.to_json() for subject in subjects.values()))
+    items[:] = [item for item in items if id(item) not in subjects or _name(item) in subjects[id(item)].expected]
+
+
+def _name(item: Any) -> str:
+    return str(item.originalname)
+
+
+def _require_own_bench(item: Any) -> None:
+    """What a suite's tests measure with cannot be replaced by a fixture of the same name."""
+    found = item._fixtureinfo.name2fixturedefs.get("bench", ())
+    if found and found[-1].func.__module__ != __name__:
+        raise pytest.UsageError(
+            f"{found[-1].func.__module__} has a fixture `bench`, which hides that of the conformance suites from "
+            f"{item.nodeid}: give it another name"
+        )
+
+
+@pytest.fixture
+def bench(request: pytest.FixtureRequest, layout: Layout, tmp_path: Path) -> Iterator[Bench]:
+    """What a suite's test works with: see `rlframework.conformance.bench.Bench`."""
+    suite, name = request.cls, request.node.originalname
+    record = _registered(request.config, suite).record
+    manager = manager_of(request.config)
+    if record.py_executable is None:
+        manager.load(record)  # a part that cannot be imported is an error of its own, before any test of what it does
+    made = suite.open_bench(
+        record,
+        layout,
+        manager=manager,
+        device=request.config.getoption("--conformance-device"),
+        folder=tmp_path,
+        models=request.getfixturevalue("conformance_models"),
+    )
+    if name in suite.tests():
+        made.contract = suite.tests()[name].contract
+    request.node.stash[BENCH] = made
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def open_proof_bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Bench]:
+    """`open(suite, layout, test, mutant)`: see `rlframework.conformance.mutants.proof`."""
+    from rlframework.conformance.mutants.proof import open_bench
+
+    return open_bench(
+        request.cls,
+        _registered(request.config, request.cls).record,
+        manager_of(request.config),
+        request.config.getoption("--conformance-device"),
+        request.getfixturevalue("conformance_models"),
+        tmp_path_factory.mktemp,
+    )
+
+
+@pytest.fixture(scope="session")
+def conformance_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for the tiny models that tests share."""
+    return tmp_path_factory.mktemp("conformance_models")
+
+
+# -- what is told ------------------------------------------------------------------------------------------------------
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_makereport(item: Any, call: pytest.CallInfo[None]) -> Any:
+    """Add what was measured; what counts for what is in `judging`."""
+    report = yield
+    if not _is_of_suite(item):
+        return report
+    from rlframework.conformance.judging import judge, result_of
+    from rlframework.conformance.report import PROPERTY
+
+    outcome = judge(report, call, item.cls, _registered(item.config, item.cls), item)
+    if report.when == "call" or outcome != "passed":
+        contract = item.cls.tests()[item.originalname].contract
+        result = result_of(report, outcome, _subject(item), item.originalname, contract, item.stash.get(BENCH, None))
+        report.user_properties.append((PROPERTY, result.to_json()))
+    return report
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Hand on what was planned; a session that left something out that nobody chose to leave out has failed."""
+    config = session.config
+    planned = config.stash[PLANNED]
+    if hasattr(config, "workeroutput"):
+        config.workeroutput[WORKER_OUTPUT] = list(planned)
+    elif exitstatus == 0 and not _chosen_by_hand(config) and any(found.missing for found in _verdicts(config)):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: Any) -> None:
+    """With pytest-xdist: what a worker process had planned."""
+    planned: list[str] = getattr(node, "workeroutput", {}).get(WORKER_OUTPUT, [])
+    node.config.stash[PLANNED].update(dict.fromkeys(planned))
+
+
+def _chosen_by_hand(config: pytest.Config) -> bool:
+    """Whether the command line itself asks for some tests only."""
+    options = ("keyword", "markexpr", "deselect", "lf", "stepwise", "collectonly")
+    return any(getattr(config.option, name, None) for name in options) or any("::" in word for word in config.args)
+
+
+def _verdicts(config: pytest.Config) -> list[Verdict]:
+    from rlframework.conformance.report import Subject, results_in, verdicts_of
+
+    reporter: Any = config.pluginmanager.get_plugin("terminalreporter")
+    results = results_in(reporter.stats) if reporter is not None else []
+    return verdicts_of(results, [Subject.from_json(json.loads(text)) for text in config.stash[PLANNED]])
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """One line for each backend, suite and layout."""
+    if not config.stash[PLANNED] or config.option.collectonly:
+        return
+    from rlframework.conformance.report import lines_of, write_json
+
+    verdicts = _verdicts(config)
+    terminalreporter.section("conformance")
+    for line in lines_of(verdicts):
+        terminalreporter.line(line)
+    if path := config.getoption("--conformance-json"):
+        write_json(path, verdicts)

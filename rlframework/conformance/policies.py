@@ -1,0 +1,112 @@
+"""Policies for the suites and for parity: a backend on a model, split as a layout says, without the rest of a run.
+
+One worker runs in this process, several in processes of their own (`worker_group.name=processes`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlframework.configure import load_config
+from rlframework.conformance.layouts import Layout
+from rlframework.interfaces.worker_group import WorkerSpec
+from rlframework.policy.policy import Policy
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rlframework.config.sections import RunConfig
+    from rlframework.plugins.manager import PluginManager
+
+DEFAULTS: Mapping[str, Any] = {
+    "train_global_batch_size": 8,
+    "train_micro_batch_size": 3,
+    "logprob_batch_size": 3,
+    "optimizer": {"lr": 1e-4},
+    "batching": {"mode": "padded"},
+}
+"""Keys of `policy` where a test names no others. Three rows a microbatch do not divide a batch: the last is partial."""
+
+DEADLINES = {"start": 120.0, "call": 120.0, "shutdown": 20.0}
+"""Seconds; tiny models take one, so that whoever hangs is told soon."""
+
+
+def run_config(
+    backend: str,
+    model: Path | str,
+    layout: Layout,
+    *,
+    manager: PluginManager,
+    device: str = "cpu",
+    folder: Path = Path("unused"),
+    generation: Mapping[str, Any] | None = None,
+    deadlines: Mapping[str, float] | None = None,
+    num_workers: int | None = None,
+    **keys: Any,
+) -> RunConfig:
+    """A checked configuration with `keys` of the section `policy`, over `DEFAULTS`; only its policy is ever used.
+
+    `num_workers`: those of `layout` where it is not given.
+    """
+    workers = num_workers or layout.workers
+    source: dict[str, Any] = {
+        "output_dir": str(folder / "unused"),
+        "device": device,
+        "algorithm": {"name": "sft"},
+        "environment": {"name": "addition"},
+        "generation": dict(generation or {}),
+        "policy": {
+            **DEFAULTS,
+            "model_name": str(model),
+            "backend": backend,
+            "parallelism": layout.parallelism,
+            **keys,
+        },
+        "worker_group": {
+            "name": "inline" if workers == 1 else "processes",
+            "num_workers": workers,
+            "deadlines": dict(deadlines or DEADLINES),
+        },
+    }
+    return load_config(source, manager=manager)
+
+
+class InspectedPolicy(Policy):
+    """A policy whose workers can be looked into, and may be mutants.
+
+    `mutant` is a name among `mutants.policy_worker`.
+    """
+
+    def __init__(self, *args: Any, mutant: str | None = None, **kwargs: Any) -> None:
+        self._mutant = mutant
+        super().__init__(*args, **kwargs)
+
+    def _around(self, spec: WorkerSpec) -> WorkerSpec:
+        """The workers of the policy, each inside an `Inspected`."""
+        return replace(
+            spec,
+            target="rlframework.conformance.inside:Inspected",
+            kwargs={**spec.kwargs, "inner": spec.target, "mutant": self._mutant},
+            part=None,
+            fingerprint=None,
+        )
+
+    def inspect(self, function: str, **kwargs: Any) -> list[Any]:
+        """What `module:function` returns for the worker itself, on each rank."""
+        return self._everywhere("inspect", function=function, arguments=kwargs)
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """The tensors in the safetensors files of a Hugging Face directory, by name."""
+    from safetensors.torch import load_file
+
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+def weights_of(policy: Policy, folder: Path) -> dict[str, Tensor]:
+    """The weights of `policy` as `save_pretrained` writes them; `folder` is replaced."""
+    policy.save_pretrained(str(folder))
+    return read_weights(folder)

@@ -1,0 +1,168 @@
+"""What a suite is: tests with the contract that each is of and what it needs; sealed against quiet changes.
+
+A suite's tests take one argument, `bench`, and nothing else, so that the proof can run them against mutants too. A
+subclass names a backend; it may add tests, and can neither override nor delete one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+from rlframework.conformance.contracts import CONTRACTS
+from rlframework.conformance.layouts import Layout
+from rlframework.plugins.types import Capability, Record
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from rlframework.conformance.bench import Bench
+    from rlframework.plugins.manager import PluginManager
+
+Test = TypeVar("Test", bound=Callable[..., Any])
+SETTINGS = frozenset({"backend", "section", "pytestmark", "__module__", "__doc__", "__qualname__", "__annotations__"})
+"""What a subclass of a sealed suite may set. `section`: keys of the part's own section in the configuration."""
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """What a test is of and needs: the number of its contract; capabilities; data-parallel ranks; a GPU."""
+
+    contract: int
+    capabilities: frozenset[Capability] = frozenset()
+    data_parallel: int = 1
+    gpu: bool = False
+
+    def declared(self, record: Record) -> bool:
+        """Whether `record` declares what it needs."""
+        return self.capabilities <= record.capabilities
+
+    def fits(self, layout: Layout, device: str) -> bool:
+        """Whether it has something to test with `layout` on `device`."""
+        return layout.data >= self.data_parallel and (device == "cuda" or not self.gpu)
+
+
+def holds(contract: int, *needs: Capability, data_parallel: int = 1, gpu: bool = False) -> Callable[[Test], Test]:
+    """Mark a test of a suite as one of `contract`, which `needs` capabilities and the rest."""
+    if contract not in CONTRACTS:
+        raise ValueError(f"there is no contract {contract}")
+
+    def mark(test: Test) -> Test:
+        test.requirement = Requirement(contract, frozenset(needs), data_parallel, gpu)  # type: ignore[attr-defined]
+        return test
+
+    return mark
+
+
+class _Sealing(type):
+    """Refuses what would change the tests of a sealed suite after it was made."""
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        if getattr(cls, "_sealed", False) and name not in SETTINGS and hasattr(cls, name) and not _is_special(name):
+            raise TypeError(f"{cls.__name__}.{name} is part of a conformance suite and cannot be replaced")
+        super().__setattr__(name, value)
+
+    def __delattr__(cls, name: str) -> None:
+        if name.startswith("test_"):
+            raise TypeError(f"{cls.__name__}.{name} is a test of a conformance suite and cannot be deleted")
+        super().__delattr__(name)
+
+
+class Suite(metaclass=_Sealing):
+    """Base of the suites. Each is made with `sealed=True`; the parts that it is put together from are not."""
+
+    kind: ClassVar[str] = ""
+    """The kind of record that the suite is for."""
+    backend: ClassVar[str] = ""
+    """The name of the record: the word in the configuration."""
+    section: ClassVar[Mapping[str, Any]] = {}
+    """Keys of the part's own section that it needs to run at all, such as the path of a data set."""
+    layouts: ClassVar[bool] = False
+    """Whether the suite runs once a layout."""
+    _sealed: ClassVar[bool] = False
+
+    def __init_subclass__(cls, sealed: bool = False, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for suite in cls.__mro__[1:]:
+            if suite.__dict__.get("_sealed"):
+                _refuse_changes(cls, suite)
+        if sealed:
+            _require_marks(cls)
+            type.__setattr__(cls, "_sealed", True)
+
+    @classmethod
+    def tests(cls) -> dict[str, Requirement]:
+        """The suite's tests by name, in the order of its parts; those that a subclass adds are not among them."""
+        suite = next((base for base in cls.__mro__ if base.__dict__.get("_sealed")), cls)
+        return dict(_marked(suite))
+
+    @classmethod
+    def expected(cls, record: Record, layout: Layout, device: str) -> list[str]:
+        """Names of the tests that `record` must pass with `layout` on `device`."""
+        return [
+            name
+            for name, requirement in cls.tests().items()
+            if requirement.declared(record) and requirement.fits(layout, device)
+        ]
+
+    @classmethod
+    def undeclared(cls, record: Record) -> list[str]:
+        """Names of the tests of what `record` does not declare."""
+        return [name for name, requirement in cls.tests().items() if not requirement.declared(record)]
+
+    @classmethod
+    def open_bench(
+        cls,
+        record: Record,
+        layout: Layout,
+        *,
+        manager: PluginManager,
+        device: str,
+        folder: Path,
+        models: Path,
+        target: type | None = None,
+        mutant: str | None = None,
+    ) -> Bench:
+        """What a test works with. `target`, `mutant`: a class in place of the record's own, or its broken form.
+
+        `folder` is the test's own, `models` is shared between tests.
+        """
+        raise NotImplementedError(f"{cls.__name__} has no bench")
+
+
+def _marked(suite: type) -> Iterator[tuple[str, Requirement]]:
+    seen = set()
+    for part in suite.__mro__:
+        for name, value in part.__dict__.items():
+            if name not in seen and (requirement := getattr(value, "requirement", None)) is not None:
+                seen.add(name)
+                yield name, requirement
+
+
+def _require_marks(cls: type) -> None:
+    for name in dir(cls):
+        if name.startswith("test_") and getattr(getattr(cls, name), "requirement", None) is None:
+            raise TypeError(f"{cls.__name__}.{name} names no contract: mark it with @holds")
+
+
+def _refuse_changes(cls: type, suite: type) -> None:
+    known = set(dir(suite))
+    for name in cls.__dict__:
+        if name in known and name not in SETTINGS and not _is_special(name):
+            raise TypeError(
+                f"{cls.__name__} overrides {suite.__name__}.{name}: a conformance suite is run as it is. What the "
+                f"backend is known to fail belongs on its record, in known_failures"
+            )
+    for name in _names_of_tests(suite):
+        if getattr(cls, name, None) is not getattr(suite, name):
+            raise TypeError(f"{cls.__name__} hides {suite.__name__}.{name} behind another base class")
+
+
+def _is_special(name: str) -> bool:
+    """Whether Python itself sets it."""
+    return name.startswith("__") and name.endswith("__")
+
+
+def _names_of_tests(suite: type) -> list[str]:
+    return [name for name in dir(suite) if name.startswith("test_")]

@@ -1,0 +1,82 @@
+"""Batches whose every token is known, and what follows from them, worked out row by row in plain Python.
+
+Token c of row r is 100 r + c + 1, so a token tells where it stands; what stands in the padding is a token of no row.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from rlframework.distributed.batched_data_dict import BatchedDataDict
+from rlframework.interfaces.data_processor import BatchPlan
+
+PADDING = 99_999
+PADDED, DYNAMIC, PACKED = BatchPlan("padded", 3, 0), BatchPlan("dynamic", 1, 24), BatchPlan("packed", 1, 24)
+PLANS = (PADDED, DYNAMIC, PACKED)
+"""One plan a mode; no row of `ragged_batches` is longer than these take, padded to 8 included."""
+
+
+def batch_of(
+    lengths: Sequence[int],
+    *,
+    width: int | None = None,
+    token_mask: Sequence[Sequence[int]] | None = None,
+    sample_mask: Sequence[int] | None = None,
+) -> BatchedDataDict[Any]:
+    """Rows of `lengths` tokens, with a list, one value a token and one value a row beside them. Masks: ones."""
+    width = max(lengths) if width is None else width
+    real = [[column < length for column in range(width)] for length in lengths]
+    ids = [[100 * r + c + 1 if here else PADDING for c, here in enumerate(row)] for r, row in enumerate(real)]
+    wanted = [[int(here) for here in row] for row in real] if token_mask is None else token_mask
+    return BatchedDataDict(
+        {
+            "input_ids": torch.tensor(ids, dtype=torch.int64).reshape(len(lengths), width),
+            "input_lengths": torch.tensor(lengths, dtype=torch.int64),
+            "token_mask": torch.tensor(wanted, dtype=torch.float32).reshape(len(lengths), width),
+            "sample_mask": torch.tensor(sample_mask or [1] * len(lengths), dtype=torch.float32),
+            "name": [f"row {row}" for row in range(len(lengths))],
+            "advantages": torch.tensor(ids, dtype=torch.float32).reshape(len(lengths), width) / 2,
+            "reward": torch.arange(len(lengths), dtype=torch.float32) / 4,
+        }
+    )
+
+
+def ragged_batches(count: int = 24) -> Iterator[BatchedDataDict[Any]]:
+    """Up to 9 rows of 0 to 12 tokens with masks at random; the same ones each time."""
+    dice = random.Random(20)
+    for _ in range(count):
+        lengths = [dice.randint(0, 12) for _ in range(dice.randint(1, 9))]
+        width = max(lengths) + dice.randint(0, 3)
+        mask = [[int(c < length and dice.random() < 0.5) for c in range(width)] for length in lengths]
+        yield batch_of(lengths, width=width, token_mask=mask, sample_mask=[int(dice.random() < 0.7) for _ in lengths])
+
+
+def lengths_of(data: BatchedDataDict[Any], rows: Sequence[int] | None = None) -> list[int]:
+    """Tokens of each row, or of `rows`."""
+    lengths: list[int] = data["input_lengths"].tolist()
+    return lengths if rows is None else [lengths[row] for row in rows]
+
+
+def targets_of(data: BatchedDataDict[Any], row: int, positions: str) -> list[int]:
+    """Columns of `row` whose token is a target: nothing predicts the first, and padding is no token."""
+    columns = range(1, lengths_of(data)[row])
+    if positions == "all":
+        return list(columns)
+    if positions == "loss" and not data["sample_mask"].tolist()[row]:
+        return []
+    mask = data["token_mask"][row].tolist()
+    return [column for column in columns if mask[column]]
+
+
+def rows_with_targets(data: BatchedDataDict[Any], positions: str) -> list[int]:
+    """The rows that are any work."""
+    return [row for row in range(data.size) if targets_of(data, row, positions)]
+
+
+def round_up(length: int, multiple: int) -> int:
+    """The least multiple of `multiple` that is not below `length`."""
+    return -(-length // multiple) * multiple

@@ -1,0 +1,30 @@
+"""What a generation engine must do: sample what the model says, and with the weights that it was given last.
+
+The specification is `rlframework.interfaces.generation`. Numbers are compared with whole forwards of one row at a time
+(`suites.plain_decoding`). Left out: speed, memory, and refit over a process group or IPC handles, of which only the
+refusal is tested.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from rlframework.conformance.suites.generation.decoding import Decoding
+from rlframework.conformance.suites.generation.layout import OutputLayout
+from rlframework.conformance.suites.generation.refusals import Refusals
+from rlframework.conformance.suites.generation.sampling import Sampling
+from rlframework.conformance.suites.generation.tools import GenerationBench
+from rlframework.conformance.suites.generation.weights import Weights
+
+__all__ = ["GenerationEngineSuite"]
+
+
+class GenerationEngineSuite(Decoding, Sampling, OutputLayout, Weights, Refusals, sealed=True):
+    """For the class that a `GenerationEngineRecord` names."""
+
+    kind: ClassVar[str] = "generation_engine"
+
+    @classmethod
+    def open_bench(cls, *args: Any, **kwargs: Any) -> GenerationBench:
+        """See `Suite.open_bench`."""
+        return GenerationBench(*args, **{"section": cls.section, **kwargs})

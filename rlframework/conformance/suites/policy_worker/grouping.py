@@ -1,0 +1,156 @@
+"""Contract 2: losses divide by global counts, so how rows are grouped, ordered, padded or shared changes no number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from rlframework.conformance.rules import Suite, holds
+from rlframework.conformance.suites.policy_worker.workbench import PROBE, PolicyBench, loss_function
+from rlframework.distributed.batched_data_dict import BatchedDataDict
+from rlframework.plugins.types import Capability
+
+
+class Grouping(Suite):
+    """Loss, gradient norm and the first step's gradient of each tensor, against the oracle's one padded batch."""
+
+    @holds(2)
+    def test_first_step_is_that_of_the_oracle(self, bench: PolicyBench) -> None:
+        """Padded microbatches of three rows, the last of them partial."""
+        bench.first_step(bench.batch(), "padded")
+
+    @holds(2)
+    def test_supervised_step_is_that_of_the_oracle(self, bench: PolicyBench) -> None:
+        """The mean over valid tokens: neither over padding nor over rows."""
+        bench.first_step(bench.batch(seed=1), "nll, padded", kind="nll")
+
+    @holds(2)
+    def test_sequence_level_loss_averages_over_sequences(self, bench: PolicyBench) -> None:
+        """The mean over sequences of each one's mean: rows of different lengths weigh the same."""
+        bench.first_step(bench.batch(), "sequence level", kind="sequence_pg")
+
+    @holds(2)
+    def test_microbatch_size_changes_nothing(self, bench: PolicyBench) -> None:
+        """One row at a time, all at once."""
+        for rows in (1, 8):
+            bench.first_step(bench.batch(), f"microbatches of {rows}", train_micro_batch_size=rows)
+
+    @holds(2)
+    def test_order_of_rows_changes_nothing(self, bench: PolicyBench) -> None:
+        """The rows sorted by length, longest first: with several workers one of them gets most of the tokens."""
+        data = bench.batch()
+        order = torch.argsort(data["input_lengths"], descending=True, stable=True)
+        right = bench.oracle().step(data, "pg")
+        result = bench.policy().train(data.select_indices(order), loss_function("pg"))
+        bench.scalar("loss, sorted rows", result["loss"], right.loss)
+        bench.scalar("gradient norm, sorted rows", result["grad_norm"][0], right.grad_norm)
+
+    @holds(2)
+    def test_padding_changes_nothing(self, bench: PolicyBench) -> None:
+        """Wider rows, with tokens and numbers in the padding that would be noticed."""
+        data = bench.batch()
+        wide: BatchedDataDict[Any] = BatchedDataDict(
+            {
+                name: torch.nn.functional.pad(value, (0, 9), value=7) if value.dim() == 2 else value
+                for name, value in data.items()
+            }
+        )
+        wide["token_mask"][:, data["input_ids"].shape[1] :] = 0.0
+        right = bench.oracle().step(data, "pg")
+        policy = bench.policy()
+        logprobs = policy.get_logprobs(wide)["logprobs"]
+        bench.values("log-probabilities, wider", logprobs[:, :-9], bench.oracle().logprobs(data))
+        bench.exact("log-probabilities of the padding", logprobs[:, -9:], torch.zeros(data.size, 9))
+        result = policy.train(wide, loss_function("pg"))
+        bench.scalar("loss, wider", result["loss"], right.loss)
+        bench.scalar("gradient norm, wider", result["grad_norm"][0], right.grad_norm)
+
+    @holds(2, Capability.PACKING)
+    def test_packed_equals_padded(self, bench: PolicyBench) -> None:
+        """Several sequences in one row: none sees another."""
+        bench.first_step(bench.batch(), "packed", batching={"mode": "packed", "tokens": 30})
+
+    @holds(2, Capability.PACKING, Capability.LEARNED_POSITIONS)
+    def test_positions_start_again_in_packed_rows(self, bench: PolicyBench) -> None:
+        """With learned positions, because rotary ones are relative and hide positions that run through."""
+        bench.first_step(bench.batch(), "packed", model="learned_positions", batching={"mode": "packed", "tokens": 30})
+
+    @holds(2, Capability.DYNAMIC_BATCHING)
+    def test_dynamic_equals_padded(self, bench: PolicyBench) -> None:
+        """Microbatches of so many tokens, padding counted."""
+        bench.first_step(bench.batch(), "dynamic", batching={"mode": "dynamic", "tokens": 30})
+
+    @holds(2)
+    def test_masked_rows_count_for_nothing(self, bench: PolicyBench) -> None:
+        """One row of eight is work, so a microbatch, and all but one of the workers, has nothing to learn from."""
+        data = bench.batch()
+        data["sample_mask"] = torch.zeros(data.size)
+        data["sample_mask"][3] = 1.0
+        bench.first_step(data, "one row of eight", batching={"mode": "auto", "tokens": 20})
+
+    @holds(2)
+    def test_counts_are_of_the_whole_global_batch(self, bench: PolicyBench) -> None:
+        """`global_valid_seqs` and `global_valid_toks`, counted by hand from the masks, over all workers."""
+        data = bench.batch()
+        result = bench.policy().train(data, loss_function("nll"))
+        rows = [row for row in range(data.size) if data["sample_mask"][row]]
+        tokens = sum(int(value) for row in rows for value in data["token_mask"][row][1:])
+        bench.equal("global_valid_seqs", result["global_valid_seqs"], len(rows))
+        bench.equal("global_valid_toks", result["global_valid_toks"], tokens)
+
+    @holds(2, data_parallel=2)
+    def test_workers_with_unequal_work_agree(self, bench: PolicyBench) -> None:
+        """One worker has one short row to learn from and the others the rest: as many forwards, the same sums."""
+        data = bench.batch()
+        data["token_mask"][:4] = 0.0
+        data["token_mask"][0, 1] = 1.0
+        data["sample_mask"][:] = 1.0
+        for mode in ("padded", "auto"):
+            batching = {"mode": mode, "tokens": 16}
+            bench.first_step(data, f"unequal work, {mode}", batching=batching, train_micro_batch_size=1)
+
+    @holds(2)
+    def test_several_global_batches_are_several_steps(self, bench: PolicyBench) -> None:
+        """24 rows with global batches of 8: three optimizer steps in one call, in the order of the rows."""
+        batches = [bench.batch(seed=seed) for seed in range(3)]
+        policy, oracle = bench.policy(), bench.oracle()
+        result = policy.train(BatchedDataDict.from_batches(batches), loss_function("pg"))
+        steps = [oracle.step(data, "pg") for data in batches]
+        bench.values("losses", result["global_loss"], torch.tensor([step.loss for step in steps]))
+        bench.values("gradient norms", result["grad_norm"], torch.tensor([step.grad_norm for step in steps]))
+        bench.tensors("weights after three steps", bench.weights(policy), oracle.weights(), 1e-5, 2e-4)
+
+    @holds(2)
+    def test_metrics_are_of_the_whole_global_batch(self, bench: PolicyBench) -> None:
+        """Sums over microbatches and workers; `_min` and `_max` are extremes."""
+        data = bench.batch()
+        policy = bench.policy(**PROBE)
+        metrics = policy.train(data, TellingLoss())["metrics"]
+        mask = (data["token_mask"] * data["sample_mask"][:, None])[:, 1:] > 0
+        advantages = data["advantages"][:, 1:][mask]
+        bench.scalar("metric summed over microbatches", metrics["advantage"], float(advantages.mean()))
+        bench.scalar("metric_min", metrics["advantage_min"], float(advantages.min()))
+        bench.scalar("metric_max", metrics["advantage_max"], float(advantages.max()))
+
+
+class TellingLoss:
+    """The supervised loss, with metrics whose value for the whole batch is known."""
+
+    def __init__(self) -> None:
+        self._loss = loss_function("nll")
+        self.loss_type, self.input_type = self._loss.loss_type, self._loss.input_type
+        self.wants_entropy = self.at_sampling_temperature = False
+
+    def __call__(
+        self, next_token_logprobs: Any, data: BatchedDataDict[Any], global_valid_seqs: Any, global_valid_toks: Any
+    ) -> tuple[Any, dict[str, Any]]:
+        """See `LossFunction`."""
+        loss, _ = self._loss(next_token_logprobs, data, global_valid_seqs, global_valid_toks)
+        mask = (data["token_mask"] * data["sample_mask"][:, None])[:, 1:]
+        advantages = data["advantages"][:, 1:]
+        metrics: dict[str, Any] = {"advantage": (advantages * mask).sum() / global_valid_toks}
+        if bool(mask.any()):
+            metrics["advantage_min"] = advantages[mask > 0].min()
+            metrics["advantage_max"] = advantages[mask > 0].max()
+        return loss, metrics

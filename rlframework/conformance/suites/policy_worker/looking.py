@@ -1,0 +1,27 @@
+"""What the suite does inside a worker's process: called by `InspectedPolicy.inspect` with the worker."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class Intended(Exception):
+    """Raised on purpose."""
+
+
+def raise_inside_reference(worker: Any) -> str:
+    """Raise while the worker holds its reference weights, and catch it outside."""
+    try:
+        with worker.use_reference_model():
+            raise Intended
+    except Intended:
+        return "seen"
+
+
+def call(worker: Any, method: str, arguments: dict[str, Any]) -> str:
+    """Call a method of the worker itself; the name of the class of what it raised, with its bases, or `nothing`."""
+    try:
+        getattr(worker, method)(**arguments)
+    except Exception as error:  # noqa: BLE001 - told to the suite, which judges it
+        return " ".join(kind.__name__ for kind in type(error).__mro__)
+    return "nothing"

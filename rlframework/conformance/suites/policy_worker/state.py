@@ -1,0 +1,115 @@
+"""Contract 4: looking changes nothing."""
+
+from __future__ import annotations
+
+import torch
+
+from rlframework.conformance.rules import Suite, holds
+from rlframework.conformance.suites.policy_worker.workbench import PolicyBench, loss_function
+from rlframework.plugins.types import Capability
+
+HERE = "rlframework.conformance.suites.policy_worker.looking"
+
+
+class State(Suite):
+    """Evaluating, scoring, generating, saving and swapping the reference in leave no trace."""
+
+    @holds(4)
+    def test_evaluating_gives_the_loss_and_changes_nothing(self, bench: PolicyBench) -> None:
+        """Weights stay to the bit; optimizer and schedule too: the next steps are those of a run without it."""
+        schedule = {"name": "linear", "warmup_steps": 1, "total_steps": 3}
+        policy, oracle = bench.policy(scheduler=schedule), bench.oracle()
+        first, second, other = (bench.batch(seed=seed) for seed in range(3))
+        policy.train(first, loss_function("nll"))
+        oracle.step(first, "nll")
+        before = bench.weights(policy)
+        result = policy.train(other, loss_function("nll"), eval_mode=True)
+        bench.scalar("loss of the evaluation", result["loss"], float(oracle.loss(other, "nll").detach()))
+        bench.equal("gradient norm of an evaluation", result["grad_norm"], None)
+        for name, weight in bench.weights(policy).items():
+            bench.exact(f"{name} after an evaluation", weight, before[name])
+        result = policy.train(second, loss_function("nll"))
+        bench.scalar("learning rate after an evaluation", result["lr"], 1e-4)
+        oracle.step(second, "nll")
+        bench.tensors("weights after the next step", bench.weights(policy), oracle.weights(), 1e-5, 2e-4)
+
+    @holds(4)
+    def test_scoring_changes_nothing(self, bench: PolicyBench) -> None:
+        """Between two steps and twice: the same numbers, the same weights, nothing added to the next gradient."""
+        policy, oracle = bench.policy(), bench.oracle()
+        bench.step(policy, oracle, bench.batch(), "nll", "before scoring")
+        before, data = bench.weights(policy), bench.batch(seed=1)
+        first, second = (policy.get_logprobs(data)["logprobs"] for _ in range(2))
+        bench.exact("log-probabilities, the second time", second, first)
+        for name, weight in bench.weights(policy).items():
+            bench.exact(f"{name} after scoring", weight, before[name])
+        bench.step(policy, oracle, bench.batch(seed=2), "nll", "after scoring")
+
+    @holds(4)
+    def test_scoring_is_with_the_weights_of_now(self, bench: PolicyBench) -> None:
+        """After each step, and not with a copy that was made before it."""
+        policy, oracle, data = bench.policy(optimizer={"lr": 1e-2}), bench.oracle(lr=1e-2), bench.batch()
+        policy.get_logprobs(data)
+        bench.step(policy, oracle, data, "nll", "a large step")
+        got = policy.get_logprobs(data)["logprobs"]
+        bench.values("log-probabilities after a step", got, oracle.logprobs(data), 2e-4)
+
+    @holds(4)
+    def test_data_is_not_changed(self, bench: PolicyBench) -> None:
+        """What the caller passes stays the caller's."""
+        policy, data = bench.policy(), bench.batch()
+        copies = {name: value.clone() for name, value in data.items()}
+        policy.get_logprobs(data)
+        policy.train(data, loss_function("pg"))
+        bench.equal("keys of the batch", sorted(data), sorted(copies))
+        for name, value in copies.items():
+            bench.exact(f"{name} of the caller's batch", data[name], value)
+
+    @holds(4, Capability.REFERENCE_MODEL)
+    def test_the_reference_is_the_model_of_the_start(self, bench: PolicyBench) -> None:
+        """To the bit, however many steps were taken; and scoring with it does not change the policy."""
+        data, policy = bench.batch(), bench.policy(reference=True, optimizer={"lr": 1e-2})
+        first = policy.get_logprobs(data)["logprobs"]
+        for seed in range(3):
+            policy.train(bench.batch(seed=seed), loss_function("nll"))
+        before, moved = bench.weights(policy), policy.get_logprobs(data)["logprobs"]
+        got = policy.get_reference_policy_logprobs(data)["reference_logprobs"]
+        bench.exact("reference log-probabilities after three steps", got, first)
+        bench.exact("the policy's own afterwards", policy.get_logprobs(data)["logprobs"], moved)
+        bench.require(bool((moved != first).any()), "three large steps change the policy's log-probabilities")
+        for name, weight in bench.weights(policy).items():
+            bench.exact(f"{name} after scoring with the reference", weight, before[name])
+
+    @holds(4, Capability.REFERENCE_MODEL)
+    def test_the_reference_gives_way_after_an_exception(self, bench: PolicyBench) -> None:
+        """Whatever happens inside `use_reference_model`: the weights of the policy come back, bit for bit."""
+        data, policy = bench.batch(), bench.policy(reference=True, optimizer={"lr": 1e-2})
+        policy.train(data, loss_function("nll"))
+        before, scored = bench.weights(policy), policy.get_logprobs(data)["logprobs"]
+        bench.equal(
+            "exceptions seen", policy.inspect(f"{HERE}:raise_inside_reference"), ["seen"] * bench.layout.workers
+        )
+        for name, weight in bench.weights(policy).items():
+            bench.exact(f"{name} after an exception", weight, before[name])
+        bench.exact("log-probabilities after an exception", policy.get_logprobs(data)["logprobs"], scored)
+
+    @holds(4, Capability.REFERENCE_MODEL)
+    def test_training_goes_on_after_the_reference(self, bench: PolicyBench) -> None:
+        """The swap does not touch the optimizer, and the next step is from the policy's own weights."""
+        policy, oracle = bench.policy(reference=True), bench.oracle()
+        for number in range(3):
+            data = bench.batch(seed=number)
+            policy.get_reference_policy_logprobs(data)
+            bench.step(policy, oracle, data, "nll", f"after the reference, step {number + 1}")
+        bench.tensors("weights", bench.weights(policy), oracle.weights(), 1e-5, 2e-4)
+
+    @holds(4)
+    def test_random_state_of_the_caller_is_left_alone(self, bench: PolicyBench) -> None:
+        """With a worker in the driver's process too: a user's own sampling must not depend on the backend."""
+        torch.manual_seed(5)
+        state = torch.get_rng_state()
+        policy = bench.policy()
+        data = bench.batch()
+        policy.get_logprobs(data)
+        policy.train(data, loss_function("nll"))
+        bench.exact("torch's random state in the driver", torch.get_rng_state(), state)

@@ -1,0 +1,127 @@
+"""What the tests of the policy-worker suite work with: policies of the backend, the oracle, and losses by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from rlframework.algorithms.losses import ClippedPGLoss, NLLLoss
+from rlframework.config.algorithms import ClippedPGLossConfig
+from rlframework.conformance import cases
+from rlframework.conformance.bench import Bench
+from rlframework.conformance.contracts import FP32
+from rlframework.conformance.oracle import Oracle
+from rlframework.conformance.policies import InspectedPolicy, read_weights, run_config
+from rlframework.data.tokenizer import load_tokenizer
+from rlframework.distributed.batched_data_dict import BatchedDataDict
+from rlframework.interfaces.loss import LossFunction
+
+PROBE_LR, PROBE_EPS = 1e6, 1e3
+PROBE: dict[str, Any] = {
+    "optimizer": {"lr": PROBE_LR, "eps": PROBE_EPS, "weight_decay": 0.0},
+    "max_grad_norm": None,
+}
+"""Keys under which the first step shows the gradient itself: with an epsilon far above the gradient g, AdamW's first
+update is lr * g / (|g| + eps), which can be solved for g. So a gradient is read from weights alone."""
+
+
+def loss_function(kind: str) -> LossFunction:
+    """The framework's loss for what the oracle calls `kind`."""
+    if kind == "nll":
+        return NLLLoss()
+    config = ClippedPGLossConfig(
+        ratio_clip_min=0.2, ratio_clip_max=0.2, kl_coef=0.0, level="sequence" if kind == "sequence_pg" else "token"
+    )
+    return ClippedPGLoss(config)
+
+
+@dataclass
+class PolicyBench(Bench):
+    """The bench of `PolicyWorkerSuite`. What it starts is shut down when the test is over."""
+
+    policies: list[InspectedPolicy] = field(default_factory=list)
+
+    def close(self) -> None:
+        """Shut all policies down."""
+        for policy in self.policies:
+            policy.shutdown()
+        super().close()
+
+    def model(self, name: str = "untied") -> Path:
+        """Directory of a tiny model of `cases.MODELS`."""
+        return cases.model(name, self.models)
+
+    def policy(
+        self,
+        model: str | Path = "untied",
+        *,
+        reference: bool = False,
+        generation: dict[str, Any] | None = None,
+        deadlines: dict[str, float] | None = None,
+        **keys: Any,
+    ) -> InspectedPolicy:
+        """A policy of the backend in the layout under test; `keys` of the section `policy`."""
+        path = self.model(model) if isinstance(model, str) else model
+        config = run_config(
+            self.record.name,
+            path,
+            self.layout,
+            manager=self.manager,
+            device=self.device,
+            folder=self.folder,
+            generation=generation,
+            deadlines=deadlines,
+            **keys,
+        )
+        policy = InspectedPolicy(
+            config,
+            load_tokenizer(str(path)),
+            self.manager,
+            device=self.device,
+            init_reference_model=reference,
+            mutant=self.mutant,
+        )
+        self.policies.append(policy)
+        return policy
+
+    def oracle(self, model: str = "untied", **settings: Any) -> Oracle:
+        """The oracle on the same model."""
+        return Oracle(self.model(model), **settings)
+
+    def batch(self, rows: int = 8, *, seed: int = 0) -> BatchedDataDict[Any]:
+        """A batch of `cases.batch` whose `prev_logprobs` are near those of the model `untied`."""
+        data = cases.batch(rows, seed=seed)
+        return cases.with_prev_logprobs(data, self.oracle().logprobs(data), seed)
+
+    def weights(self, policy: InspectedPolicy) -> dict[str, Tensor]:
+        """The weights of `policy`, as it saves them."""
+        folder = self.folder / f"weights-{len(list(self.folder.iterdir()))}"
+        policy.save_pretrained(str(folder))
+        return read_weights(folder)
+
+    def gradient(self, policy: InspectedPolicy, before: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The gradient of the one step that `policy`, made with `PROBE`, took from the weights `before`."""
+        after = self.weights(policy)
+        updates = {name: (before[name] - after[name]).double() for name in before}
+        return {name: PROBE_EPS * update / (PROBE_LR - update.abs()) for name, update in updates.items()}
+
+    def step(self, policy: InspectedPolicy, oracle: Oracle, data: BatchedDataDict[Any], kind: str, what: str) -> None:
+        """One step on both: equal loss and gradient norm."""
+        result, right = policy.train(data, loss_function(kind)), oracle.step(data, kind)
+        self.scalar(f"loss, {what}", result["loss"], right.loss)
+        self.scalar(f"gradient norm, {what}", result["grad_norm"][0], right.grad_norm)
+
+    def first_step(
+        self, data: BatchedDataDict[Any], what: str, *, kind: str = "pg", model: str = "untied", **keys: Any
+    ) -> None:
+        """Log-probabilities, loss, gradient norm and the gradient of each tensor of a step, against the oracle."""
+        policy, oracle = self.policy(model, **PROBE, **keys), self.oracle(model)
+        self.values(f"log-probabilities, {what}", policy.get_logprobs(data)["logprobs"], oracle.logprobs(data))
+        before, gradients = oracle.weights(), oracle.gradients(data, kind)
+        oracle.max_grad_norm = None
+        self.step(policy, oracle, data, kind, what)
+        found = self.gradient(policy, before)
+        self.tensors(f"gradient, {what}", found, gradients, FP32, FP32)

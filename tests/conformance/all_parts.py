@@ -1,0 +1,57 @@
+"""Every part of this repository that works, for `make conformance`; `make test` has them beside their own tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlframework.conformance import (
+    DataProcessorSuite,
+    EnvironmentSuite,
+    GenerationEngineSuite,
+    PolicyWorkerSuite,
+    WorkerGroupSuite,
+)
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+TRAIN, VALIDATION = str(FIXTURES / "gsm8k_train.jsonl"), str(FIXTURES / "gsm8k_test.jsonl")
+
+
+class TestDTensor(PolicyWorkerSuite):
+    backend = "dtensor"
+
+
+class TestMicrobatches(DataProcessorSuite):
+    backend = "microbatches"
+
+
+class TestInline(WorkerGroupSuite):
+    backend = "inline"
+
+
+class TestProcesses(WorkerGroupSuite):
+    backend = "processes"
+
+
+@pytest.mark.usefixtures("ray_session")
+class TestRay(WorkerGroupSuite):
+    backend = "ray"
+
+
+class TestTransformers(GenerationEngineSuite):
+    backend = "transformers"
+
+
+class TestAddition(EnvironmentSuite):
+    backend = "addition"
+
+
+class TestGsm8k(EnvironmentSuite):
+    backend = "gsm8k"
+    section = {"train_path": TRAIN, "validation_path": VALIDATION}  # noqa: RUF012
+
+
+class TestDataset(EnvironmentSuite):
+    backend = "dataset"
+    section = {"path": TRAIN, "validation_path": VALIDATION, "check": "math"}  # noqa: RUF012

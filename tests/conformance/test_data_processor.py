@@ -1,0 +1,114 @@
+"""The default data processor passes its suite, so does a plain one, and the suite notices each broken one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlframework.conformance import DataProcessorSuite
+from rlframework.conformance.bench import Bench
+from rlframework.conformance.layouts import Layout
+from rlframework.conformance.measure import ConformanceFailure
+from rlframework.conformance.mutants import Mutant, mutants_of
+from rlframework.errors import BatchError
+from rlframework.interfaces.data_processor import DataProcessor, Microbatch, ProcessedInputs
+from rlframework.plugins.manager import create_manager
+
+
+class TestDataProcessor(DataProcessorSuite):
+    backend = "microbatches"
+
+
+class PlainProcessor(DataProcessor):
+    """Written from the interface alone: each row in a microbatch of its own, but where the driver has planned them."""
+
+    def process_global_batch(self, data, loss_fn, dp_group, *, batch_idx, batch_size):
+        batch = data.get_batch(batch_idx, batch_size)
+        rows, width = batch["input_ids"].shape
+        for key, shape in (("sample_mask", (rows,)), ("token_mask", (rows, width))):
+            if key not in batch or batch[key].shape != shape:
+                raise BatchError(f"{key} must be there, of shape {shape}")
+        valid = batch["sample_mask"]
+        counts = torch.stack([valid.sum(), (batch["token_mask"][:, 1:] * valid[:, None]).sum()])
+        if dp_group is not None:
+            torch.distributed.all_reduce(counts, group=dp_group)
+        return {"batch": batch, "global_valid_seqs": counts[0], "global_valid_toks": counts[1]}
+
+    def microbatches(self, data, plan, rule, *, positions, device):
+        if positions not in ("all", "token_mask", "loss"):
+            raise BatchError(f"positions is {positions!r}")
+        groups: Any = [[row] for row in range(data.size)]
+        if data.micro_batch_indices is not None:
+            groups = [range(start, end) for start, end in data.micro_batch_indices[0]]
+        columns = [self.columns(data, row, positions) for row in range(data.size)]
+        kept = [[row for row in group if columns[row]] for group in groups]
+        return [self.made(data, rows, columns, plan, rule.pad_multiple) for rows in kept if rows]
+
+    def columns(self, data: Any, row: int, positions: str) -> list[int]:
+        if positions == "loss" and not data["sample_mask"][row]:
+            return []
+        every = range(1, int(data["input_lengths"][row]))
+        return [column for column in every if positions == "all" or data["token_mask"][row, column]]
+
+    def made(self, data: Any, rows: list[int], columns: Any, plan: Any, multiple: int) -> Microbatch:
+        part = data.select_indices(rows)
+        lengths = part["input_lengths"].tolist()
+        width = max(lengths)
+        part.truncate_tensors(1, width)
+        packed = plan.mode == "packed"
+        sequences = [data["input_ids"][row, :length] for row, length in zip(rows, lengths, strict=True)]
+        lines = [torch.cat(sequences)] if packed else sequences
+        length = max(map(len, lines))
+        length += -length % multiple
+        if plan.mode != "padded" and length * len(lines) > plan.tokens:
+            raise BatchError(f"{length} tokens are more than {plan.tokens}")
+        ids = torch.zeros(len(lines), length, dtype=torch.int64)
+        places = torch.zeros(len(lines), length, dtype=torch.int64)
+        for line, tokens in enumerate(lines):
+            ids[line, : len(tokens)] = tokens
+        starts = [sum(lengths[:place]) if packed else place * length for place in range(len(rows))]
+        for start, count in zip(starts, lengths, strict=True):
+            places.view(-1)[start : start + count] = torch.arange(count)
+        wanted = [(place, column) for place, row in enumerate(rows) for column in columns[row]]
+        return Microbatch(
+            data_dict=part,
+            processed_inputs=ProcessedInputs(input_ids=ids, seq_len=length, position_ids=places),
+            original_batch_size=len(rows),
+            original_seq_len=width,
+            rows=torch.tensor(rows),
+            head_positions=torch.tensor([starts[place] + column - 1 for place, column in wanted]),
+            targets=torch.tensor([int(part["input_ids"][place, column]) for place, column in wanted]),
+            scatter=torch.tensor([place * width + column for place, column in wanted]),
+            cu_seqlens=torch.tensor([*starts, sum(lengths)], dtype=torch.int32) if packed else None,
+        )
+
+
+def open_bench(folder: Path, target: Any, mutant: str | None = None) -> Bench:
+    """`target` makes the class under test from the sound one."""
+    manager = create_manager()
+    record = manager.select("data_processor", "microbatches").record
+    sound = manager.load(record)
+    where = {"manager": manager, "device": "cpu", "folder": folder, "models": folder}
+    return DataProcessorSuite.open_bench(record, Layout(), **where, target=target(sound), mutant=mutant)
+
+
+@pytest.mark.parametrize("test", sorted(set(DataProcessorSuite.tests()) - {"test_counts_are_summed_over_ranks"}))
+def test_a_plain_processor_passes(test: str, tmp_path: Path) -> None:
+    """The suite asks for what the interface says, not for how ours does it. (Workers cannot import this module.)"""
+    getattr(DataProcessorSuite(), test)(open_bench(tmp_path, lambda sound: PlainProcessor))
+
+
+@pytest.mark.parametrize("mutant", mutants_of("data_processor").values(), ids=lambda mutant: mutant.name)
+def test_the_suite_notices(mutant: Mutant, tmp_path: Path) -> None:
+    for test in mutant.tests:
+        bench = open_bench(tmp_path, mutant.break_it, mutant.name)
+        with pytest.raises(ConformanceFailure):
+            getattr(DataProcessorSuite(), test)(bench)
+
+
+def test_every_test_is_named_by_a_mutant() -> None:
+    named = {test for mutant in mutants_of("data_processor").values() for test in mutant.tests}
+    assert named == set(DataProcessorSuite.tests())

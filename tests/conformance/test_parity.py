@@ -1,0 +1,229 @@
+"""Parity: a sound backend agrees with the oracle, a broken one is told with the place where it parts."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlframework.algorithms.losses import NLLLoss
+from rlframework.cli import main
+from rlframework.conformance import cases
+from rlframework.conformance.layouts import Layout
+from rlframework.conformance.measure import Measurement
+from rlframework.conformance.parity import exam as exams
+from rlframework.conformance.parity.command import parity
+from rlframework.conformance.parity.compare import (
+    LOGPROBS,
+    LOSS,
+    MEAN,
+    NORM,
+    Outcome,
+    Subject,
+    examine,
+    farthest,
+    loss_measured,
+)
+from rlframework.conformance.parity.exam import Exam, made_exam, taking
+from rlframework.conformance.parity.parting import LOADED, WEIGHTS
+from rlframework.conformance.parity.report import notes
+from rlframework.distributed.batched_data_dict import BatchedDataDict
+from rlframework.errors import ConfigError, PluginError
+from rlframework.plugins.manager import create_manager
+
+TENSOR = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return cases.model("untied", tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture
+def manager(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))  # where probe_parity_backends lies
+    return create_manager(["probe_parity_backends"])
+
+
+def outcome_of(backend: str, exam: Exam, manager, folder: Path) -> Outcome:
+    return examine(exam, Subject(backend), manager=manager, folder=folder, named=True)
+
+
+@pytest.mark.parametrize("kind", ["nll", "pg"])
+def test_a_sound_backend_agrees(kind, model, manager, tmp_path):
+    outcome = outcome_of("dtensor", made_exam(kind, model, steps=3, rows=5), manager, tmp_path)
+    assert outcome.verdict == "agrees"
+    assert outcome.parting is None
+    assert set(outcome.measurements) == set(outcome.judged)
+
+
+def test_the_tensor_whose_update_is_wrong_is_named_with_its_step(model, manager, tmp_path):
+    outcome = outcome_of("small_update", made_exam("nll", model, steps=3, rows=8), manager, tmp_path)
+    assert outcome.fails
+    assert "weights" in outcome.beyond
+    parting = outcome.parting
+    assert (parting.quantity, parting.step) == (WEIGHTS, 2)
+    assert (parting.tensor, parting.tensor_step, parting.tensors, parting.of) == (TENSOR, 2, 1, 21)
+    # of two steps of about the same size half of the second is missing
+    assert parting.tensor_error == pytest.approx(0.25, abs=0.05)
+    (told,) = list(notes([outcome]))
+    assert told.startswith("small_update:data=1 float32, nll: the weights part first: " + TENSOR + ", in step 2")
+
+
+def test_a_tensor_that_was_loaded_wrongly_is_named_before_the_first_step(model, manager, tmp_path):
+    parting = outcome_of("misloaded", made_exam("nll", model, steps=1, rows=8), manager, tmp_path).parting
+    assert (parting.quantity, parting.step, parting.tensor, parting.tensors) == (LOADED, 0, TENSOR, 1)
+    assert "(what was loaded is" in str(parting)
+
+
+def test_a_norm_that_clipping_hides_from_the_weights_is_told(model, manager, tmp_path):
+    outcome = outcome_of("double_gradient", made_exam("nll", model, steps=2, rows=8), manager, tmp_path)
+    assert outcome.beyond == [NORM]
+    parting = outcome.parting
+    assert (parting.quantity, parting.step, parting.tensor) == (NORM, 1, "")
+    assert parting.measurement.got == pytest.approx(2 * parting.measurement.expected, rel=1e-5)
+
+
+def test_a_backend_that_breaks_is_told_and_the_others_go_on(model, manager, capsys):
+    assert parity(["dies:data=1", "dtensor:data=1"], steps=1, rows=2, precisions=["float32"], manager=manager) == 1
+    out = capsys.readouterr().out
+    assert "failed: RuntimeError: no engine in here" in out
+    assert [line.split()[-1] for line in out.splitlines() if line.startswith("dtensor ")] == ["agrees", "agrees"]
+
+
+def test_a_backend_that_can_be_made_must_work(model, manager, tmp_path):
+    """What it then says of its input is a failure, named or not: only what cannot be made is not available."""
+    exam = made_exam("nll", model, steps=1, rows=2)
+    outcome = examine(exam, Subject("refuses"), manager=manager, folder=tmp_path, named=False)
+    assert (outcome.verdict, outcome.reason, outcome.fails) == ("failed", "I like none of it", True)
+
+
+def test_all_that_is_installed_with_one_worker_and_two(tmp_path, capsys):
+    assert parity(steps=2, rows=4, precisions=["float32"], json_file=str(tmp_path / "parity.json")) == 0
+    found = json.loads((tmp_path / "parity.json").read_text())
+    assert found["settings"] == {"model": None, "steps": 2, "rows": 4, "lr": 1e-4}
+    assert found["machine"]["torch"] == torch.__version__
+    rows = {(row["backend"], row["layout"], row["loss"]): row for row in found["outcomes"]}
+    for layout in ("data=1", "data=2"):
+        for loss in ("nll", "pg"):
+            row = rows["dtensor", layout, loss]
+            assert row["verdict"] == "agrees"
+            assert row["measurements"]["weights"]["error"] <= 1e-5
+            assert row["measurements"][LOGPROBS]["tolerance"] == 1e-5
+    out = capsys.readouterr().out
+    for backend in ("deepspeed", "megatron"):
+        if any(name == backend for name, _, _ in rows):
+            assert f"{backend}:data=1 float32: not available: " in out
+
+
+def test_bfloat16_is_held_to_the_mean_of_its_log_probabilities(capsys):
+    assert parity(["dtensor:data=1"], steps=1, rows=4, precisions=["bfloat16"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[-1] for line in lines[2:4]] == ["agrees", "agrees"]
+    assert lines[2].count("(") == 5  # largest, loss, norm, weights and worst tensor are told only
+    assert lines[4].startswith("(in brackets): told without a verdict")
+
+
+def test_only_fp32_decides():
+    far = Measurement(MEAN, 0.5, 0.03, 0.5, 0.0)
+    wrong = {LOGPROBS: Measurement(LOGPROBS, 0.5, 1e-5, 1.0, 2.0), MEAN: far}
+    assert Outcome(Subject("x", precision="bfloat16"), "nll", wrong).beyond == [MEAN]
+    assert not Outcome(Subject("x", precision="bfloat16"), "nll", wrong).fails
+    assert Outcome(Subject("x"), "nll", wrong).fails
+    assert Outcome(Subject("x"), "nll", {LOSS: Measurement(LOSS, math.inf, 1e-5, math.nan, 2.0)}).fails
+
+
+def test_losses_near_nothing_are_compared_to_the_floor(model):
+    exam = Exam("x", model, [], NLLLoss(), taking(NLLLoss()), floor=1.0)
+    assert loss_measured(exam, 1, 3e-6, 1e-6).error == pytest.approx(2e-6)
+    assert loss_measured(exam, 1, 4.4, 4.0).error == pytest.approx(0.1)
+    assert loss_measured(exam, 1, math.nan, 1.0).error == math.inf
+    assert [loss_measured(exam, step, 1.0, 1.0).tolerance for step in (1, 2)] == [1e-5, 1e-4]
+
+
+def test_of_several_steps_one_that_is_beyond_its_tolerance_is_told():
+    first, later = Measurement(LOSS, 5e-5, 1e-5, 1.0, 1.0, "step 1"), Measurement(LOSS, 9e-5, 1e-4, 1.0, 1.0, "step 2")
+    assert farthest([first, later]) is first
+    assert farthest([replace(first, error=5e-6), later]) is later
+
+
+def test_the_oracle_takes_the_step_of_a_loss_function_in_parts(model, monkeypatch):
+    """By the loss function and some rows at a time it comes where its own formula on all rows leads."""
+    batch = cases.batch(8)
+    whole, parts = (exams.new_oracle(model, 1e-4, 1.0, 1.0, {}) for _ in range(2))
+    monkeypatch.setattr(exams, "ELEMENTS", 3 * cases.WIDTH * parts.model.config.vocab_size)  # three rows at a time
+    expected = whole.step(batch, "nll")
+    assert taking(NLLLoss())(parts, batch) == pytest.approx((expected.loss, expected.grad_norm), rel=1e-6)
+    for name, weight in whole.weights().items():
+        torch.testing.assert_close(parts.weights()[name], weight, rtol=1e-6, atol=1e-7)
+    assert torch.allclose(exams.scores(parts, batch), parts.logprobs(batch), atol=1e-6)
+
+
+def test_a_batch_without_valid_tokens_is_no_step(model):
+    oracle = exams.new_oracle(model, 1e-4, 1.0, 1.0, {})
+    before = oracle.weights()
+    batch = BatchedDataDict({**cases.batch(4), "sample_mask": torch.zeros(4)})
+    assert taking(NLLLoss())(oracle, batch) == (0.0, 0.0)
+    assert all(torch.equal(weight, before[name]) for name, weight in oracle.weights().items())
+
+
+def test_more_steps_and_a_larger_rate_leave_more_room(model):
+    exam = made_exam("nll", model, steps=1, rows=2)
+    assert exam.slack == 1.0
+    batches = list(exam.batches) * 40
+    assert Exam("x", model, batches, exam.loss, exam.take, lr=3e-4).slack == pytest.approx(6.0)
+
+
+@pytest.mark.parametrize(
+    ("words", "options", "error", "message"),
+    [
+        (["dtensr"], {}, PluginError, "Did you mean 'dtensor'"),
+        (["dtensor:rows=2"], {}, ConfigError, "is no layout"),
+        (["dtensor:"], {}, ConfigError, "names no layout after the colon"),
+        (["dtensor:data=3"], {"steps": 1}, ConfigError, "must divide by 3"),
+        (["deepspeed"], {"steps": 1}, ConfigError, "later release"),
+        (["dtensor"], {"precisions": ["float64"]}, ConfigError, "one of float32, bfloat16, float16"),
+        (["dtensor"], {"device": "tpu"}, ConfigError, "cpu or cuda"),
+        (["dtensor"], {"steps": 0}, ConfigError, "--steps is 0"),
+    ],
+)
+def test_wrong_input_is_one_error(words, options, error, message, capsys):
+    with pytest.raises(error, match=message):
+        parity(words, **options)
+    assert capsys.readouterr().out == ""
+
+
+def test_a_subject_is_told_by_backend_layout_and_precision():
+    assert str(Subject("x", Layout(data=2, tensor=2), "bfloat16")) == "x:data=2,tensor=2 bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--step", "3"], "--replay RUN_DIR and --step N go together"),
+        (["--replay", "run"], "--replay RUN_DIR and --step N go together"),
+        (["--replay", "run", "--step", "3", "--rows", "4", "--model", "m"], "--model, --rows cannot go with --replay"),
+        (["--replay", "no_such_run", "--step", "3"], "no_such_run is no folder of a run"),
+        (["dtensor:pipelines=2"], "'pipelines=2' is no layout"),
+    ],
+)
+def test_the_command_tells_mistakes_and_ends_with_2(words, message, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["parity", *words])
+    assert end.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_command_compares(tmp_path, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["parity", "dtensor:data=1", "--steps", "1", "--rows", "3", "--precision", "float32"])
+    assert end.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "beside the oracle: a tiny model, 1 step of 3 rows, cpu"
+    assert [line.split()[:4] for line in lines[2:4]] == [
+        ["dtensor", "data=1", "float32", loss] for loss in ("nll", "pg")
+    ]

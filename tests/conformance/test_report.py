@@ -1,0 +1,219 @@
+"""Verdicts, the JSON and the tables that are made from it."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rlframework.conformance.report import (
+    Result,
+    Subject,
+    Verdict,
+    as_json,
+    largest_errors,
+    lines_of,
+    verdicts_of,
+    write_json,
+)
+from rlframework.conformance.table import main, markdown, markdown_of, read
+from rlframework.errors import DataError
+
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
+SUBJECT = Subject(
+    suite="PolicyWorkerSuite",
+    kind="policy_worker",
+    backend="engine",
+    distribution="tiny",
+    version="1.5",
+    layout="data=2,tensor=2",
+    device="cuda",
+    where="test_it.py::TestIt",
+    capabilities=("data_parallel", "tensor_parallel"),
+    expected=("test_a", "test_b"),
+    undeclared=("test_c",),
+)
+
+NOT_CONFORMANT = (
+    "| engine | 1.5 | data=2,tensor=2 | cuda | PolicyWorkerSuite | NOT CONFORMANT "
+    "| 1 passed, 1 failed, 1 not declared |"
+)
+
+
+def measurement(error, tolerance, quantity="loss"):
+    return {"quantity": quantity, "error": error, "tolerance": tolerance, "got": 1.0, "expected": 2.0, "place": ""}
+
+
+def result(test, outcome="passed", subject=SUBJECT, contract=2, measurements=()):
+    return Result(subject, test, contract, outcome, "", tuple(measurements), 0.5)
+
+
+def verdict(*outcomes, **changes):
+    subject = replace(SUBJECT, **changes)
+    return Verdict(subject, [result(f"test_{name}", word, subject) for name, word in zip("ab", outcomes, strict=False)])
+
+
+# -- verdicts ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "changes", "word", "counts", "conformant"),
+    [
+        (("passed", "passed"), {}, "CONFORMANT", "2 passed, 1 not declared", True),
+        (("passed", "passed"), {"undeclared": ()}, "CONFORMANT", "2 passed", True),
+        (("passed", "passed"), {"device": "cpu"}, "CONFORMANT (cpu)", "2 passed, 1 not declared", True),
+        (
+            ("passed", "passed"),
+            {"device": "cpu", "kind": "environment"},
+            "CONFORMANT",
+            "2 passed, 1 not declared",
+            True,
+        ),
+        (
+            ("passed", "known_failure"),
+            {"device": "cpu"},
+            "CONFORMANT (cpu) except 1 known failure",
+            "1 passed, 1 known failure, 1 not declared",
+            True,
+        ),
+        (
+            ("known_failure", "known_failure"),
+            {},
+            "CONFORMANT except 2 known failures",
+            "0 passed, 2 known failures, 1 not declared",
+            True,
+        ),
+        (("passed",), {}, "INCOMPLETE (1 of 2 tests did not run)", "1 passed, 1 not declared", False),
+        ((), {}, "INCOMPLETE (2 of 2 tests did not run)", "0 passed, 1 not declared", False),
+        (("failed",), {}, "NOT CONFORMANT", "0 passed, 1 failed, 1 did not run, 1 not declared", False),
+        (("failed", "error"), {}, "NOT CONFORMANT", "0 passed, 1 failed, 1 error, 1 not declared", False),
+        (("error", "error"), {}, "NOT CONFORMANT", "0 passed, 2 errors, 1 not declared", False),
+    ],
+)
+def test_the_word_and_the_counts(outcomes, changes, word, counts, conformant):
+    found = verdict(*outcomes, **changes)
+    assert (found.word, found.counts, found.conformant) == (word, counts, conformant)
+
+
+def test_lines_are_in_columns():
+    verdicts = [verdict("passed", "passed"), verdict("passed", backend="a", layout="data=1")]
+    assert lines_of(verdicts) == [
+        "engine  PolicyWorkerSuite  data=2,tensor=2  CONFORMANT                             2 passed, 1 not declared",
+        "a       PolicyWorkerSuite  data=1           INCOMPLETE (1 of 2 tests did not run)  1 passed, 1 not declared",
+    ]
+
+
+def test_a_column_without_anything_is_left_out():
+    assert (
+        verdict("passed", "passed", layout="").line()
+        == "engine  PolicyWorkerSuite  CONFORMANT  2 passed, 1 not declared"
+    )
+
+
+def test_the_worst_that_a_test_had_counts_and_its_measurements_stay():
+    """Its call passed, and what ends it did not."""
+    passed = result("test_a", measurements=[measurement(1e-7, 1e-5)])
+    (found,) = verdicts_of([passed, result("test_a", "error"), result("test_b"), result("test_b")])
+    assert [(one.test, one.outcome) for one in found.results] == [("test_a", "error"), ("test_b", "passed")]
+    assert found.results[0].measurements == passed.measurements
+
+
+def test_each_subject_has_a_verdict_in_the_order_in_which_they_were_planned():
+    other = replace(SUBJECT, layout="data=1")
+    found = verdicts_of([result("test_b", subject=other), result("test_a", subject=other)], [SUBJECT, other])
+    assert [one.subject.layout for one in found] == ["data=2,tensor=2", "data=1"]
+    assert [one.test for one in found[1].results] == ["test_a", "test_b"]
+
+
+def test_a_result_travels_as_text():
+    sent = result("test_a", "failed", measurements=[measurement(1e-7, 1e-5)])
+    assert Result.from_json(sent.to_json()) == sent
+
+
+# -- JSON --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_largest_error_and_that_nearest_to_its_tolerance():
+    results = [
+        result("test_a", measurements=[measurement(2e-6, 1e-5), measurement(1e-3, 3e-2, "bf16")]),
+        result("test_b", measurements=[measurement(0.0, 0.0, "bits")]),
+        result("test_c", contract=5, measurements=[measurement(0.0, 0.0, "bits")]),
+    ]
+    found = largest_errors(results)
+    assert found.keys() == {"2", "5"}
+    assert found["2"]["measurements"] == 3
+    assert (found["2"]["largest"]["quantity"], found["2"]["largest"]["test"]) == ("bf16", "test_a")
+    assert found["2"]["nearest_to_tolerance"]["quantity"] == "loss"
+    assert found["2"]["nearest_to_tolerance"]["of_tolerance"] == pytest.approx(0.2)
+    assert found["5"]["largest"]["of_tolerance"] == 0
+
+
+@pytest.mark.parametrize("error", ["inf", 1e-9])
+def test_an_error_where_none_is_allowed_or_without_bound_is_text_in_json(error, tmp_path):
+    found = Verdict(SUBJECT, [result("test_a", "failed", measurements=[measurement(error, 0.0)])])
+    write_json(tmp_path / "a" / "report.json", [found])
+    text = (tmp_path / "a" / "report.json").read_text()
+    report = json.loads(text, parse_constant=pytest.fail)
+    largest = report["verdicts"][0]["contracts"]["2"]["largest"]
+    assert float(largest["error"]) == (math.inf if error == "inf" else 1e-9)
+    assert largest["of_tolerance"] == "inf"
+
+
+# -- the tables --------------------------------------------------------------------------------------------------------
+
+
+def test_the_page():
+    plain = Subject("EnvironmentSuite", "environment", "sums", "core", "0.1", "", "cpu", "x", (), ("test_a",), ())
+    report = as_json(
+        [
+            Verdict(SUBJECT, [result("test_a", measurements=[measurement(2e-6, 1e-5)]), result("test_b", "failed")]),
+            Verdict(plain, [result("test_a", subject=plain, contract=8)]),
+        ]
+    )
+    report["date"] = "2030-01-02T03:04:05+00:00"
+    report["machine"] = {"cpu": "a CPU", "cores": 2, "device": "cpu", "python": "3", "torch": "2", "transformers": "5"}
+    page = markdown([report]).split("\n\n")
+    assert page[:3] == [
+        "# Conformance",
+        "Run on 2030-01-02: a CPU, 2 cores; Python 3, torch 2, transformers 5.",
+        "## Verdicts",
+    ]
+    assert page[3].split("\n") == [
+        "| backend | version | layout | device | suite | verdict | tests |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+        NOT_CONFORMANT,
+        "| sums | 0.1 | - | cpu | EnvironmentSuite | CONFORMANT | 1 passed |",
+    ]
+    declared = page[5].split("\n")
+    assert declared[:4] == [
+        "| capability | engine |",
+        "| --- | --- |",
+        "| tensor parallel | yes |",
+        "| sequence parallel | no |",
+    ]
+    assert page[-1] == (
+        "| backend | layout | device | measured | largest (allowed) | nearest to its limit (allowed) | which is |\n"
+        "| --- | --- | --- | --- | --- | --- | --- |\n"
+        "| engine | data=2,tensor=2 | cuda | 1 | 2e-06 (1e-05) | 2e-06 (1e-05) | loss |\n"
+    )
+    assert page[-2].startswith("### 2: losses divide by global counts")
+
+
+@pytest.mark.parametrize("text", ["", "[1]", '{"format": 99}', None])
+def test_what_is_no_report_is_refused_by_name(text, tmp_path, capsys):
+    path = tmp_path / "report.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(DataError, match=r"report\.json"):
+        read(path)
+    with pytest.raises(SystemExit, match=r"error: .*report\.json"):
+        main([str(path), str(tmp_path / "page.md")])
+    assert not (tmp_path / "page.md").exists()
+
+
+def test_the_committed_page_is_made_from_the_committed_report():
+    """`make conformance` writes both."""
+    assert (RESULTS / "conformance.md").read_text() == markdown_of([RESULTS / "conformance.json"])

@@ -1,0 +1,141 @@
+"""The seal of a suite: what a subclass can do to it, and what is an error when the class is made."""
+
+from __future__ import annotations
+
+import ast
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from rlframework.conformance.layouts import Layout
+from rlframework.conformance.rules import Suite, holds
+from rlframework.plugins.types import Capability, PolicyWorkerRecord
+
+
+class Parts(Suite):
+    @holds(1)
+    def test_plain(self, bench):
+        raise AssertionError
+
+    @holds(2, Capability.LORA)
+    def test_adapters(self, bench):
+        raise AssertionError
+
+    @holds(3, data_parallel=2)
+    def test_replicas(self, bench):
+        raise AssertionError
+
+    @holds(4, gpu=True)
+    def test_gpu(self, bench):
+        raise AssertionError
+
+    def helper(self):
+        return 1
+
+
+class Sealed(Parts, sealed=True):
+    kind = "policy_worker"
+
+
+class Hiding:
+    def test_plain(self, bench):
+        pass
+
+
+def record(*capabilities):
+    return PolicyWorkerRecord(name="x", target="x:X", api_version=1, capabilities=frozenset(capabilities))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"test_plain": lambda self, bench: None},
+        {"test_plain": None},
+        {"helper": None},
+        {"kind": "environment"},
+        {"layouts": True},
+        {"tests": classmethod(lambda cls: {})},
+        {"expected": classmethod(lambda cls, *_: [])},
+        {"undeclared": classmethod(lambda cls, *_: [])},
+        {"open_bench": classmethod(lambda cls, *_, **__: None)},
+        {"_sealed": False},
+    ],
+    ids=lambda body: next(iter(body)),
+)
+def test_overriding_is_an_error(body):
+    (name,) = body
+    with pytest.raises(TypeError, match=f"TestIt overrides Sealed.{name}"):
+        type(Suite)("TestIt", (Sealed,), {"backend": "x", **body})
+
+
+@pytest.mark.parametrize("bases", [(Hiding, Sealed), (type("Deeper", (Hiding,), {}), Sealed)])
+def test_hiding_behind_a_mixin_is_an_error(bases):
+    with pytest.raises(TypeError, match=r"TestIt hides Sealed\.test_plain behind another base class"):
+        type(Suite)("TestIt", bases, {"backend": "x"})
+
+
+def test_a_subclass_of_a_subclass_is_no_way_round():
+    class TestIt(Sealed):
+        backend = "x"
+
+    with pytest.raises(TypeError, match=r"overrides Sealed\.test_plain"):
+
+        class TestAgain(TestIt):
+            test_plain = None
+
+
+@pytest.mark.parametrize("of", ["Sealed", "a subclass"])
+def test_changing_or_deleting_later_is_an_error(of):
+    cls = Sealed if of == "Sealed" else type(Suite)("TestIt", (Sealed,), {"backend": "x"})
+    with pytest.raises(TypeError, match="cannot be replaced"):
+        cls.test_plain = None
+    with pytest.raises(TypeError, match="cannot be deleted"):
+        del cls.test_plain
+
+
+def test_a_subclass_may_add_tests_and_settings():
+    class TestIt(Sealed):
+        """Mine."""
+
+        backend = "x"
+        section = {"a": 1}  # noqa: RUF012
+        pytestmark = pytest.mark.slow
+
+        def test_of_mine(self):
+            pass
+
+    assert TestIt.tests() == Sealed.tests()
+
+
+def test_a_test_without_a_contract_is_an_error():
+    class Unmarked(Suite):
+        def test_nothing(self, bench):
+            pass
+
+    with pytest.raises(TypeError, match=r"Mine\.test_nothing names no contract"):
+
+        class Mine(Unmarked, sealed=True):
+            pass
+
+    with pytest.raises(ValueError, match="there is no contract 9"):
+        holds(9)
+
+
+def test_what_is_declared_decides_what_is_expected():
+    assert list(Sealed.tests()) == ["test_plain", "test_adapters", "test_replicas", "test_gpu"]
+    assert Sealed.expected(record(), Layout(), "cpu") == ["test_plain"]
+    assert Sealed.expected(record(), Layout(data=2), "cpu") == ["test_plain", "test_replicas"]
+    assert Sealed.expected(record(Capability.LORA), Layout(), "cuda") == ["test_plain", "test_adapters", "test_gpu"]
+    assert Sealed.undeclared(record()) == ["test_adapters"]
+    assert Sealed.undeclared(record(Capability.LORA)) == []
+
+
+def test_the_oracle_imports_nothing_of_ours():
+    """Import-linter holds it against the other rooms; this also against the rest of the conformance room."""
+    tree = ast.parse(Path(find_spec("rlframework.conformance.oracle").origin).read_text())
+    names = [name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names]
+    froms = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    assert "torch" in {name.partition(".")[0] for name in (*names, *(node.module or "" for node in froms))}
+    assert not [name for name in names if name.startswith("rlframework")]
+    assert not [node.module for node in froms if node.level or (node.module or "").startswith("rlframework")]
