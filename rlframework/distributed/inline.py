@@ -27,7 +27,7 @@ class InlineWorkerGroup(DispatchingWorkerGroup):
         if config.num_workers != 1 or sharding.size != 1:
             raise ConfigError(
                 f"worker_group.name=inline runs one worker, got {max(config.num_workers, sharding.size)}: set "
-                "worker_group.num_workers=1, or take worker_group.name=ray"
+                "worker_group.num_workers=1, or take worker_group.name=processes or ray"
             )
         if spec.py_executable is not None:
             raise ConfigError(

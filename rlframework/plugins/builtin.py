@@ -132,7 +132,7 @@ def check_inline(config: RunConfig, device: str) -> list[Problem]:
     workers = config.worker_group.num_workers
     if workers == 1:
         return []
-    hint = "Set it to 1, or take worker_group.name=ray."
+    hint = "Set it to 1, or take worker_group.name=processes or ray."
     return [Problem("worker_group.num_workers", f"worker_group.name=inline runs one worker, not {workers}.", hint)]
 
 

@@ -9,10 +9,8 @@ import pytest
 import torch
 
 from rlframework.conformance import DataProcessorSuite
-from rlframework.conformance.bench import Bench
 from rlframework.conformance.layouts import Layout
-from rlframework.conformance.measure import ConformanceFailure
-from rlframework.conformance.mutants import Mutant, mutants_of
+from rlframework.conformance.mutants.proof import MutantProof
 from rlframework.errors import BatchError
 from rlframework.interfaces.data_processor import DataProcessor, Microbatch, ProcessedInputs
 from rlframework.plugins.manager import create_manager
@@ -86,29 +84,15 @@ class PlainProcessor(DataProcessor):
         )
 
 
-def open_bench(folder: Path, target: Any, mutant: str | None = None) -> Bench:
-    """`target` makes the class under test from the sound one."""
-    manager = create_manager()
-    record = manager.select("data_processor", "microbatches").record
-    sound = manager.load(record)
-    where = {"manager": manager, "device": "cpu", "folder": folder, "models": folder}
-    return DataProcessorSuite.open_bench(record, Layout(), **where, target=target(sound), mutant=mutant)
-
-
 @pytest.mark.parametrize("test", sorted(set(DataProcessorSuite.tests()) - {"test_counts_are_summed_over_ranks"}))
 def test_a_plain_processor_passes(test: str, tmp_path: Path) -> None:
     """The suite asks for what the interface says, not for how ours does it. (Workers cannot import this module.)"""
-    getattr(DataProcessorSuite(), test)(open_bench(tmp_path, lambda sound: PlainProcessor))
+    manager = create_manager()
+    record = manager.select("data_processor", "microbatches").record
+    where = {"manager": manager, "device": "cpu", "folder": tmp_path, "models": tmp_path}
+    getattr(DataProcessorSuite(), test)(DataProcessorSuite.open_bench(record, Layout(), **where, target=PlainProcessor))
 
 
-@pytest.mark.parametrize("mutant", mutants_of("data_processor").values(), ids=lambda mutant: mutant.name)
-def test_the_suite_notices(mutant: Mutant, tmp_path: Path) -> None:
-    for test in mutant.tests:
-        bench = open_bench(tmp_path, mutant.break_it, mutant.name)
-        with pytest.raises(ConformanceFailure):
-            getattr(DataProcessorSuite(), test)(bench)
-
-
-def test_every_test_is_named_by_a_mutant() -> None:
-    named = {test for mutant in mutants_of("data_processor").values() for test in mutant.tests}
-    assert named == set(DataProcessorSuite.tests())
+class TestMutants(MutantProof):
+    kind = "data_processor"
+    backend = "microbatches"

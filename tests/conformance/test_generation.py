@@ -12,10 +12,8 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from rlframework.conformance import GenerationEngineSuite
-from rlframework.conformance.bench import Bench
 from rlframework.conformance.layouts import Layout
-from rlframework.conformance.measure import ConformanceFailure
-from rlframework.conformance.mutants import Mutant, mutants_of
+from rlframework.conformance.mutants.proof import MutantProof
 from rlframework.distributed.batched_data_dict import BatchedDataDict
 from rlframework.errors import BatchError, ConfigError, UserError
 from rlframework.interfaces.generation import GenerationEngine
@@ -110,29 +108,17 @@ class PlainEngine(GenerationEngine):
         return int(tokens[min(int((kept.cumsum(0) <= chance * kept.sum()).sum()), len(kept) - 1)])
 
 
-def open_bench(folder: Path, models: Path, target: Any, mutant: str | None = None) -> Bench:
-    """`target` makes the class under test from the sound one."""
-    manager = create_manager()
-    record = manager.select("generation_engine", "transformers").record
-    sound = manager.load(record)
-    where = {"manager": manager, "device": "cpu", "folder": folder, "models": models}
-    return GenerationEngineSuite.open_bench(record, Layout(), **where, target=target(sound), mutant=mutant)
-
-
 @pytest.mark.parametrize("test", GenerationEngineSuite.tests())
 def test_a_plain_engine_passes(test: str, tmp_path: Path, conformance_models: Path) -> None:
     """The suite asks for what the interface says, not for how ours does it."""
-    getattr(GenerationEngineSuite(), test)(open_bench(tmp_path, conformance_models, lambda sound: PlainEngine))
+    manager = create_manager()
+    record = manager.select("generation_engine", "transformers").record
+    where = {"manager": manager, "device": "cpu", "folder": tmp_path, "models": conformance_models}
+    getattr(GenerationEngineSuite(), test)(
+        GenerationEngineSuite.open_bench(record, Layout(), **where, target=PlainEngine)
+    )
 
 
-@pytest.mark.parametrize("mutant", mutants_of("generation_engine").values(), ids=lambda mutant: mutant.name)
-def test_the_suite_notices(mutant: Mutant, tmp_path: Path, conformance_models: Path) -> None:
-    for test in mutant.tests:
-        bench = open_bench(tmp_path, conformance_models, mutant.break_it, mutant.name)
-        with pytest.raises(ConformanceFailure):
-            getattr(GenerationEngineSuite(), test)(bench)
-
-
-def test_every_test_is_named_by_a_mutant() -> None:
-    named = {test for mutant in mutants_of("generation_engine").values() for test in mutant.tests}
-    assert named == set(GenerationEngineSuite.tests())
+class TestMutants(MutantProof):
+    kind = "generation_engine"
+    backend = "transformers"

@@ -45,7 +45,7 @@ def choose_error(manager, kind, name) -> str:
 def test_cores_own_parts_come_through_the_same_hooks():
     manager = create_manager()
     assert {kind: set(manager.registered(kind)) for kind in ("worker_group", "generation_engine", "environment")} == {
-        "worker_group": {"inline", "ray"},
+        "worker_group": {"inline", "processes", "ray"},
         "generation_engine": {"transformers"},
         "environment": {"addition", "dataset", "gsm8k"},
     }
@@ -215,7 +215,7 @@ def test_one_record_of_a_plugin_can_be_disabled(install):
 
 def test_a_part_of_core_can_be_disabled():
     manager = create_manager(disabled=["ray"])
-    assert set(manager.registered("worker_group")) == {"inline"}
+    assert set(manager.registered("worker_group")) == {"inline", "processes"}
     assert "'ray' (rlframework-core" in choose_error(manager, "worker_group", "ray")
 
 

@@ -24,7 +24,7 @@ def validation_leaks(part: Any) -> type:
     class Leaking(part):  # type: ignore[misc]
         def samples(self, split: Split) -> Sequence[Sample]:
             samples = list(super().samples(split))
-            return samples + list(super().samples("validation"))[:1] if split == "train" else samples
+            return list(super().samples("validation"))[:1] + samples if split == "train" else samples
 
     return Leaking
 

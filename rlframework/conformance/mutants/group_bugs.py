@@ -67,14 +67,17 @@ def starting(change: Callable[..., tuple[Any, Any]]) -> Break:
 
 
 def values(change: Callable[[Any], Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Keywords whose values are changed, one by one."""
     return lambda given: {name: change(value) for name, value in given.items()}
 
 
 def without(*names: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Keywords without those of `names`."""
     return lambda given: {name: value for name, value in given.items() if name not in names}
 
 
 def reversed_shares(given: dict[str, Any]) -> dict[str, Any]:
+    """The shares backwards."""
     axes = given.get("in_sharded_axes")
     return {name: value[::-1] if axes and name in ("share", "value") else value for name, value in given.items()}
 
@@ -87,20 +90,24 @@ def cut_shares(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def only_first_sharded_axis(given: dict[str, Any]) -> dict[str, Any]:
+    """No axis is replicated."""
     return given | {"replicate_on_axes": []}
 
 
 def plain(value: Any) -> Any:
+    """A batch as a plain dictionary."""
     return dict(value) if isinstance(value, BatchedDataDict) else value
 
 
 def cut_to_a_buffer(value: Any) -> Any:
+    """The first million elements of a tensor."""
     if isinstance(value, list):
         return [cut_to_a_buffer(entry) for entry in value]
     return value[: 2**20] if isinstance(value, torch.Tensor) else value
 
 
 def picklable(given: dict[str, Any]) -> dict[str, Any]:
+    """What cannot be pickled becomes None."""
     kept = {}
     for name, value in given.items():
         try:
@@ -125,6 +132,8 @@ def shared_memory(part: Any) -> type:
 
 
 def positional(part: Any) -> type:
+    """A positional argument is taken for another one."""
+
     def single(self: Any, method_name: str, *args: Any, **given: Any) -> Any:
         return part.run_all_workers_single_data(self, method_name, **dict.fromkeys(["value"][: len(args)], 0), **given)
 
@@ -147,6 +156,7 @@ def awaiting(change: Callable[[Any, Callable[[], list[Any]]], list[Any]]) -> Bre
 
 
 def swallowed(group: Any, wait: Callable[[], list[Any]]) -> list[Any]:
+    """None for the results of a call that failed."""
     try:
         return wait()
     except Exception:  # noqa: BLE001 - this is the bug
@@ -154,6 +164,7 @@ def swallowed(group: Any, wait: Callable[[], list[Any]]) -> list[Any]:
 
 
 def first_line_only(group: Any, wait: Callable[[], list[Any]]) -> list[Any]:
+    """A failure without the rest of its message."""
     try:
         return wait()
     except WorkerError as error:
@@ -162,6 +173,7 @@ def first_line_only(group: Any, wait: Callable[[], list[Any]]) -> list[Any]:
 
 
 def all_worker_errors(group: Any, wait: Callable[[], list[Any]]) -> list[Any]:
+    """Errors without their class."""
     try:
         return wait()
     except RLFrameworkError as error:
@@ -169,6 +181,7 @@ def all_worker_errors(group: Any, wait: Callable[[], list[Any]]) -> list[Any]:
 
 
 def wrong_rank(group: Any, wait: Callable[[], list[Any]]) -> list[Any]:
+    """Failures of rank 1 are told as those of rank 0."""
     try:
         return wait()
     except RLFrameworkError as error:
@@ -176,6 +189,7 @@ def wrong_rank(group: Any, wait: Callable[[], list[Any]]) -> list[Any]:
 
 
 def deaths_as_silence(group: Any, wait: Callable[[], list[Any]]) -> list[Any]:
+    """A death is told as a deadline."""
     try:
         return wait()
     except WorkerError as error:
@@ -228,6 +242,7 @@ def probe(name: str) -> Break:
 
 
 def deadlines(config: Any) -> Any:
+    """A configuration with the deadlines that one has without any."""
     return config.model_copy(update={"deadlines": DeadlinesConfig()})
 
 
@@ -335,6 +350,8 @@ def hopeful(part: Any) -> type:
 
 
 def start_is_a_worker_error(part: Any) -> type:
+    """What goes wrong at the start loses its class."""
+
     def init(self: Any, *args: Any, **given: Any) -> None:
         try:
             part.__init__(self, *args, **given)
@@ -345,5 +362,6 @@ def start_is_a_worker_error(part: Any) -> type:
 
 
 def always_true(end: Callable[..., Any], cleanup_method: str | None, timeout: float | None) -> bool:
+    """Ends the group and says that all is well."""
     end(cleanup_method, timeout)
     return True
