@@ -83,7 +83,7 @@ def test_shutdown_whose_cleanup_fails_says_so(probe_spec, group_config, caplog):
 
 
 def test_more_than_one_worker(probe_spec, group_config, line):
-    with pytest.raises(ConfigError, match=r"runs one worker, got 2.*worker_group\.name=ray"):
+    with pytest.raises(ConfigError, match=r"runs one worker, got 2.*worker_group\.name=processes or ray"):
         InlineWorkerGroup(probe_spec(), group_config("inline", 2), sharding=line(2), device="cpu")
 
 
