@@ -11,6 +11,7 @@ import torch
 
 from rlframework.conformance.policies import run_config
 from rlframework.conformance.rules import Suite, holds
+from rlframework.conformance.suites.policy_worker.losses import FailingLoss
 from rlframework.conformance.suites.policy_worker.workbench import PolicyBench, loss_function
 from rlframework.distributed.batched_data_dict import BatchedDataDict
 from rlframework.errors import BatchError, NotSupported, UserError, WorkerError
@@ -182,24 +183,3 @@ def bad_batches(good: BatchedDataDict[Any]) -> dict[str, BatchedDataDict[Any]]:
         "a token that the model does not have": changed(input_ids=ids),
         "rows of different numbers": changed(sample_mask=torch.ones(5)),
     }
-
-
-class FailingLoss:
-    """The supervised loss, which raises on the rank that has one row."""
-
-    class Failed(RuntimeError):
-        """Raised on purpose."""
-
-    def __init__(self, failing_row: int) -> None:
-        self._loss = loss_function("nll")
-        self._failing_row = failing_row
-        self.loss_type, self.input_type = self._loss.loss_type, self._loss.input_type
-        self.wants_entropy = self.at_sampling_temperature = False
-
-    def __call__(
-        self, next_token_logprobs: Any, data: BatchedDataDict[Any], global_valid_seqs: Any, global_valid_toks: Any
-    ) -> tuple[Any, dict[str, Any]]:
-        """See `LossFunction`."""
-        if bool((data["row"] == self._failing_row).any()):
-            raise self.Failed("raised on purpose")
-        return self._loss(next_token_logprobs, data, global_valid_seqs, global_valid_toks)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from rlframework.conformance.rules import Suite, holds
+from rlframework.conformance.suites.policy_worker.losses import TellingLoss
 from rlframework.conformance.suites.policy_worker.workbench import PROBE, PolicyBench, loss_function
 from rlframework.distributed.batched_data_dict import BatchedDataDict
 from rlframework.plugins.types import Capability
@@ -132,25 +133,3 @@ class Grouping(Suite):
         bench.scalar("metric summed over microbatches", metrics["advantage"], float(advantages.mean()))
         bench.scalar("metric_min", metrics["advantage_min"], float(advantages.min()))
         bench.scalar("metric_max", metrics["advantage_max"], float(advantages.max()))
-
-
-class TellingLoss:
-    """The supervised loss, with metrics whose value for the whole batch is known."""
-
-    def __init__(self) -> None:
-        self._loss = loss_function("nll")
-        self.loss_type, self.input_type = self._loss.loss_type, self._loss.input_type
-        self.wants_entropy = self.at_sampling_temperature = False
-
-    def __call__(
-        self, next_token_logprobs: Any, data: BatchedDataDict[Any], global_valid_seqs: Any, global_valid_toks: Any
-    ) -> tuple[Any, dict[str, Any]]:
-        """See `LossFunction`."""
-        loss, _ = self._loss(next_token_logprobs, data, global_valid_seqs, global_valid_toks)
-        mask = (data["token_mask"] * data["sample_mask"][:, None])[:, 1:]
-        advantages = data["advantages"][:, 1:]
-        metrics: dict[str, Any] = {"advantage": (advantages * mask).sum() / global_valid_toks}
-        if bool(mask.any()):
-            metrics["advantage_min"] = advantages[mask > 0].min()
-            metrics["advantage_max"] = advantages[mask > 0].max()
-        return loss, metrics

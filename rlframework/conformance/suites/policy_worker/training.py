@@ -9,10 +9,10 @@ import torch
 
 from rlframework.conformance.contracts import FP32, TENSOR_AFTER_20_STEPS, WEIGHTS_AFTER_20_STEPS
 from rlframework.conformance.rules import Suite, holds
+from rlframework.conformance.suites.policy_worker.losses import LogitsLoss, NotFiniteLoss
 from rlframework.conformance.suites.policy_worker.workbench import PROBE, PolicyBench, loss_function
 from rlframework.distributed.batched_data_dict import BatchedDataDict
 from rlframework.errors import NonFiniteGradients
-from rlframework.interfaces.loss import LossInput
 from rlframework.plugins.types import Capability
 
 
@@ -191,36 +191,3 @@ class Training(Suite):
         share = float((moved > 0.5 * lr).float().mean())
         bench.require(share > 0.9, "nine of ten weights of the head moved in ten steps", got=share, expected="> 0.9")
         bench.require(float(moved.max()) < 11 * lr, "none moved by more than ten steps", got=float(moved.max()))
-
-
-class NotFiniteLoss:
-    """A supervised loss whose gradient is not a number."""
-
-    def __init__(self) -> None:
-        self._loss = loss_function("nll")
-        self.loss_type, self.input_type = self._loss.loss_type, self._loss.input_type
-        self.wants_entropy = self.at_sampling_temperature = False
-
-    def __call__(
-        self, next_token_logprobs: Any, data: BatchedDataDict[Any], global_valid_seqs: Any, global_valid_toks: Any
-    ) -> tuple[Any, dict[str, Any]]:
-        """See `LossFunction`."""
-        loss, metrics = self._loss(next_token_logprobs, data, global_valid_seqs, global_valid_toks)
-        return loss * math.nan, metrics
-
-
-class LogitsLoss:
-    """The supervised loss, from logits."""
-
-    def __init__(self) -> None:
-        self.loss_type, self.input_type = loss_function("nll").loss_type, LossInput.LOGITS
-        self.wants_entropy = self.at_sampling_temperature = False
-
-    def __call__(
-        self, next_token_logprobs: Any, data: BatchedDataDict[Any], global_valid_seqs: Any, global_valid_toks: Any
-    ) -> tuple[Any, dict[str, Any]]:
-        """See `LossFunction`; the first argument is `logits [B, S-1, V]`."""
-        targets = data["input_ids"][:, 1:].unsqueeze(-1)
-        logprobs = torch.log_softmax(next_token_logprobs, dim=-1).gather(-1, targets).squeeze(-1)
-        mask = (data["token_mask"] * data["sample_mask"][:, None])[:, 1:]
-        return -(logprobs * mask).sum() / global_valid_toks, {"num_valid_samples": data["sample_mask"].sum()}

@@ -1,0 +1,76 @@
+"""Losses that only the suite has: with metrics that are known, from logits, without a finite gradient, or raising."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlframework.algorithms.losses import NLLLoss
+from rlframework.distributed.batched_data_dict import BatchedDataDict
+from rlframework.interfaces.loss import LossInput
+
+Batch = BatchedDataDict[Any]
+Result = tuple[Tensor, dict[str, Any]]
+
+
+class TellingLoss(NLLLoss):
+    """With metrics whose value for the whole batch is known."""
+
+    def __call__(
+        self, next_token_logprobs: Tensor, data: Batch, global_valid_seqs: Tensor, global_valid_toks: Tensor
+    ) -> Result:
+        """See `LossFunction`."""
+        loss, _ = super().__call__(next_token_logprobs, data, global_valid_seqs, global_valid_toks)
+        mask = (data["token_mask"] * data["sample_mask"][:, None])[:, 1:]
+        advantages = data["advantages"][:, 1:]
+        metrics: dict[str, Any] = {"advantage": (advantages * mask).sum() / global_valid_toks}
+        if bool(mask.any()):
+            metrics["advantage_min"] = advantages[mask > 0].min()
+            metrics["advantage_max"] = advantages[mask > 0].max()
+        return loss, metrics
+
+
+class LogitsLoss(NLLLoss):
+    """From logits: the first argument is `[B, S-1, V]`."""
+
+    input_type = LossInput.LOGITS
+
+    def __call__(
+        self, next_token_logprobs: Tensor, data: Batch, global_valid_seqs: Tensor, global_valid_toks: Tensor
+    ) -> Result:
+        """See `LossFunction`."""
+        targets = data["input_ids"][:, 1:].unsqueeze(-1)
+        logprobs = torch.log_softmax(next_token_logprobs, dim=-1).gather(-1, targets).squeeze(-1)
+        return super().__call__(logprobs, data, global_valid_seqs, global_valid_toks)
+
+
+class NotFiniteLoss(NLLLoss):
+    """Its gradient is not a number."""
+
+    def __call__(
+        self, next_token_logprobs: Tensor, data: Batch, global_valid_seqs: Tensor, global_valid_toks: Tensor
+    ) -> Result:
+        """See `LossFunction`."""
+        loss, metrics = super().__call__(next_token_logprobs, data, global_valid_seqs, global_valid_toks)
+        return loss * math.nan, metrics
+
+
+class FailingLoss(NLLLoss):
+    """Raises where it sees the row whose entry in `data["row"]` is `failing_row`."""
+
+    class Failed(RuntimeError):
+        """Raised on purpose."""
+
+    def __init__(self, failing_row: int) -> None:
+        self.failing_row = failing_row
+
+    def __call__(
+        self, next_token_logprobs: Tensor, data: Batch, global_valid_seqs: Tensor, global_valid_toks: Tensor
+    ) -> Result:
+        """See `LossFunction`."""
+        if bool((data["row"] == self.failing_row).any()):
+            raise self.Failed("raised on purpose")
+        return super().__call__(next_token_logprobs, data, global_valid_seqs, global_valid_toks)
