@@ -132,7 +132,8 @@ def _require_whole(suite: type[Suite]) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Each test of a suite once a layout, and that of a proof once a mutant and test."""
     if "mutant_case" in metafunc.fixturenames:
-        cases = metafunc.cls.cases(_registered(metafunc.config, metafunc.cls).record)
+        device = metafunc.config.getoption("--conformance-device")
+        cases = metafunc.cls.cases(_registered(metafunc.config, metafunc.cls).record, device)
         metafunc.parametrize("mutant_case", cases, ids=[f"{mutant.name}-{test}" for mutant, test in cases])
         return
     suite = _suite_of(metafunc)

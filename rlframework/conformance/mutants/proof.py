@@ -37,14 +37,15 @@ class MutantProof:
     """Keys of the part's own section, as for the suite."""
 
     @classmethod
-    def cases(cls, record: Record) -> list[tuple[Mutant, str]]:
-        """Each mutant with each test that it names, where the part declares what the test needs."""
+    def cases(cls, record: Record, device: str) -> list[tuple[Mutant, str]]:
+        """Each mutant with each test that it names, where the part declares and `device` has what the test needs."""
         tests = suite_of(cls.kind).tests()
         return [
             (mutant, test)
             for mutant in mutants_of(cls.kind).values()
             for test in mutant.tests
-            if mutant.applies(cls.section) and (test not in tests or tests[test].declared(record))
+            if mutant.applies(cls.section)
+            and (test not in tests or (tests[test].declared(record) and tests[test].fits(mutant.layout, device)))
         ]
 
     def test_every_test_is_named_by_a_mutant(self) -> None:

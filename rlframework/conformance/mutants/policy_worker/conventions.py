@@ -182,6 +182,19 @@ def loss_scale_left_in(worker_class: Any) -> Any:
     return Broken
 
 
+@mutant("stays_on_the_cpu", "the model is never moved to the device", "test_the_model_lies_on_the_gpu")
+def stays_on_the_cpu(worker_class: Any) -> Any:
+    """See its `bug`."""
+
+    class Broken(worker_class):  # type: ignore[misc]
+        def build(self, *, init_optimizer: bool) -> None:
+            super().build(init_optimizer=False)
+            module_of(self).cpu()
+            torch.cuda.empty_cache()
+
+    return Broken
+
+
 @mutant("rank_one_everywhere", "each worker says that it is rank 1", "test_workers_tell_who_they_are")
 def rank_one_everywhere(worker_class: Any) -> Any:
     """See its `bug`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from rlframework.conformance.contracts import BF16
+from rlframework.conformance.policies import read_weights
 from rlframework.conformance.rules import Suite, holds
 from rlframework.conformance.suites.policy_worker.workbench import PROBE, PolicyBench, loss_function
 from rlframework.distributed.batched_data_dict import BatchedDataDict
@@ -123,6 +124,19 @@ class Conventions(Suite):
         result, step = policy.train(data, loss_function("nll")), oracle.step(data, "nll")
         bench.scalar("loss in bfloat16", result["loss"], step.loss, BF16)
         bench.scalar("gradient norm in bfloat16", result["grad_norm"][0], step.grad_norm, BF16)
+
+    @holds(1, gpu=True)
+    def test_the_model_lies_on_the_gpu(self, bench: PolicyBench) -> None:
+        """Each worker holds at least its share of the fp32 weights there."""
+        weights = sum(weight.nbytes for weight in read_weights(bench.model()).values())
+        for info in bench.policy().get_info():
+            share = weights / bench.layout.workers
+            bench.require(
+                info["memory_bytes"] >= share,
+                "the share of the weights is there",
+                got=info["memory_bytes"],
+                expected=share,
+            )
 
     @holds(1)
     def test_workers_tell_who_they_are(self, bench: PolicyBench) -> None:
