@@ -6,11 +6,12 @@ Everything is called on all ranks of the group at the same time.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from rlframework.errors import NotSupported
 from rlframework.interfaces.data_processor import MicrobatchRule
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rlframework.interfaces.data_processor import Microbatch
+    from rlframework.policy.checkpoint import Moments
     from rlframework.policy.head import HeadOutput, HeadRequest
 
 
@@ -80,6 +82,21 @@ class Engine(ABC):
     @abstractmethod
     def restore(self, snapshot: dict[str, Tensor]) -> None:
         """Put a snapshot back, in place, bit for bit."""
+
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Take whole weights, of all names of `weight_specs`: each rank its shards, in place. No collective."""
+        raise NotSupported(f"{type(self).__name__} does not load weights; its backend declares no portable state")
+
+    def gather_moments(self) -> Iterator[tuple[str, Moments]]:
+        """The optimizer's state of each trainable weight, whole, one at a time, on every rank. Collective, drained.
+
+        A weight that no step has touched has 0 steps and zeros.
+        """
+        raise NotSupported(f"{type(self).__name__} does not gather moments; its backend declares no portable state")
+
+    def load_moments(self, moments: Mapping[str, Moments]) -> None:
+        """Take what `gather_moments` gave, here or on another backend or layout: each rank its shards."""
+        raise NotSupported(f"{type(self).__name__} does not load moments; its backend declares no portable state")
 
     def microbatch_rule(self) -> MicrobatchRule:
         """What the engine asks of microbatches."""

@@ -218,6 +218,14 @@ class Policy:
         """Write weights, configuration and tokenizer as a Hugging Face directory, all or nothing."""
         self._everywhere("save_pretrained", path=path)
 
+    def save_checkpoint(self, weights_path: str, optimizer_path: str) -> None:
+        """Write what training goes on from, in the portable form: see `rlframework.policy.checkpoint`."""
+        self._everywhere("save_checkpoint", weights_path=weights_path, optimizer_path=optimizer_path)
+
+    def load_checkpoint(self, weights_path: str, optimizer_path: str | None = None) -> None:
+        """Go on from what `save_checkpoint` wrote, on this or another backend or layout."""
+        self._everywhere("load_checkpoint", weights_path=weights_path, optimizer_path=optimizer_path)
+
     def prepare_for_training(self) -> None:
         """Model and optimizer to the device."""
         self._everywhere("prepare_for_training")

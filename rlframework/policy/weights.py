@@ -33,7 +33,7 @@ def write_pretrained(
     try:
         with replacing_directory(path) as folder:
             _write_config(folder, model_name, tokenizer, trust_remote_code)
-            _write_weights(folder, weights)
+            write_tensors(folder, weights)
     finally:
         for _ in weights:
             pass
@@ -50,7 +50,8 @@ def _write_config(folder: Path, model_name: str, tokenizer: Any, trust_remote_co
     tokenizer.save_pretrained(folder)
 
 
-def _write_weights(folder: Path, weights: Iterator[tuple[str, Tensor]]) -> None:
+def write_tensors(folder: Path, weights: Iterator[tuple[str, Tensor]]) -> None:
+    """Write tensors, which come one at a time, as `model*.safetensors`; with an index where there are several files."""
     from safetensors.torch import save_file
 
     shards: list[list[str]] = []

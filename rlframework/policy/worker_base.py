@@ -2,8 +2,8 @@
 
 Global batches, microbatches and dummies, loss normalisation, metrics, log-probabilities in the order of the rows, the
 reference swap, the embedded generation engine, the schedule, and what happens on a gradient that is not finite. An
-engine derives from `PolicyWorkerBase` and supplies the primitives of `engine.py`. Not here yet: refit to other
-processes, checkpoints with optimizer state, scoring.
+engine derives from `PolicyWorkerBase` and supplies the primitives of `engine.py`. Checkpoints are in the portable form
+of `checkpoint.py`. Not here yet: refit to other processes, scoring.
 """
 
 from __future__ import annotations
@@ -32,6 +32,15 @@ from rlframework.interfaces.loss import LossFunction, LossInput, LossType
 from rlframework.interfaces.policy_worker import PolicyWorker
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.plugins.loading import load_target
+from rlframework.policy.checkpoint import (
+    Progress,
+    SavedMoments,
+    SavedTensors,
+    read_progress,
+    require_weights,
+    restore_random_states,
+    save_optimizer,
+)
 from rlframework.policy.engine import Engine
 from rlframework.policy.head import HeadRequest
 from rlframework.policy.metrics import average_metrics, reduce_metrics
@@ -66,10 +75,6 @@ class PolicyWorkerBase(Engine, PolicyWorker, ABC):
         `generation`, `generation_target`: settings and class (`module:Class`) of the embedded engine.
         `processor_target`: class of what makes microbatches.
         """
-        if weights_path or optimizer_path:
-            raise NotSupported(
-                "resuming from a checkpoint is not supported yet; give the saved model as policy.model_name"
-            )
         self.config = config if isinstance(config, PolicyConfig) else PolicyConfig.model_validate(dict(config))
         self.tokenizer = tokenizer
         self.context = context or WorkerContext()
@@ -88,7 +93,9 @@ class PolicyWorkerBase(Engine, PolicyWorker, ABC):
             torch.set_num_threads(self.context.threads)
         self.build(init_optimizer=init_optimizer)
         self._has_optimizer = init_optimizer
-        self._reference = self.snapshot() if init_reference_model else None
+        self._reference = self.snapshot() if init_reference_model else None  # before a checkpoint is loaded
+        if weights_path is not None:
+            self.load_checkpoint(weights_path, optimizer_path)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}[rank={self.context.rank}]"
@@ -335,6 +342,33 @@ class PolicyWorkerBase(Engine, PolicyWorker, ABC):
         else:
             for _ in weights:
                 pass
+
+    def save_checkpoint(
+        self, weights_path: str, optimizer_path: str | None = None, tokenizer_path: str | None = None
+    ) -> None:
+        """See `PolicyWorker.save_checkpoint`."""
+        if optimizer_path is not None and not self._has_optimizer:
+            raise NotSupported("this worker was built without an optimizer; there is no state of it to save")
+        moments = self.gather_moments()  # refuses where the backend has no portable state, before anything is written
+        self.save_pretrained(weights_path)
+        if tokenizer_path is not None and self.context.rank == 0:
+            self.tokenizer.save_pretrained(tokenizer_path)
+        if optimizer_path is not None:
+            progress = Progress(self._train_calls, self._skipped_in_a_row)
+            save_optimizer(optimizer_path, moments, progress, self.context, self.device, type(self).__name__)
+
+    def load_checkpoint(self, weights_path: str, optimizer_path: str | None = None) -> None:
+        """See `PolicyWorker.load_checkpoint`."""
+        progress = None if optimizer_path is None else read_progress(optimizer_path)  # told before anything changes
+        with SavedTensors(weights_path) as weights:
+            require_weights(weights, self.weight_specs())
+            self.load_weights(weights)
+        self._weights_version += 1
+        if optimizer_path is not None and progress is not None:
+            with SavedMoments(optimizer_path) as moments:
+                self.load_moments(moments)
+            self._train_calls, self._skipped_in_a_row = progress.train_calls, progress.skipped_in_a_row
+            restore_random_states(optimizer_path, self.context, self.device)
 
     def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
         """See `PolicyWorker.prepare_for_training`; everything stays on the device as long as nothing is offloaded."""

@@ -26,6 +26,7 @@ def rlframework_policy_workers() -> list[PolicyWorkerRecord]:
                     Capability.REFERENCE_MODEL,
                     Capability.EMBEDDED_GENERATION,
                     Capability.LEARNED_POSITIONS,
+                    Capability.PORTABLE_OPTIMIZER_STATE,
                 }
             ),
             config_model=DTensorConfig,

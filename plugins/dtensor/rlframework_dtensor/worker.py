@@ -3,12 +3,12 @@
 Vision-language models too, in padded and dynamic microbatches.
 
 Supplies the primitives of `rlframework.policy.engine.Engine`. Left out so far: tensor, context and sequence
-parallelism, refit to other processes, optimizer checkpoints, LoRA, offload.
+parallelism, refit to other processes, LoRA, offload.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rlframework.errors import NotSupported
 from rlframework.interfaces.data_processor import Microbatch
+from rlframework.policy.checkpoint import Moments
 from rlframework.policy.engine import Step, StepResult, WeightSpec
 from rlframework.policy.head import HeadPatch, HeadRequest, read_head_output, require_plain_head
 from rlframework.policy.optimizer import parameter_groups
@@ -39,6 +40,19 @@ from rlframework_dtensor.parallelize import (
 def _local(tensor: Tensor) -> Tensor:
     """This rank's part of `tensor`."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of `tensor`; a collective where it is sharded."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def like(tensor: Tensor, value: Tensor) -> Tensor:
+    """A copy of the whole `value` that lies and is sharded as `tensor` is; no collective."""
+    value = value.to(device=tensor.device, dtype=tensor.dtype, copy=True)
+    if not isinstance(tensor, DTensor):
+        return value
+    return distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
 
 
 class DTensorPolicyWorker(PolicyWorkerBase):
@@ -168,7 +182,7 @@ class DTensorPolicyWorker(PolicyWorkerBase):
         weights = self._weights()
         for name in names:
             weight = weights[name]
-            yield name, weight.full_tensor() if isinstance(weight, DTensor) else weight
+            yield name, whole(weight)
 
     def snapshot(self) -> dict[str, Tensor]:
         """See `Engine.snapshot`."""
@@ -179,6 +193,40 @@ class DTensorPolicyWorker(PolicyWorkerBase):
         """See `Engine.restore`."""
         for name, weight in self._weights().items():
             _local(weight).copy_(snapshot[name])
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """See `Engine.load_weights`."""
+        for name, weight in self._weights().items():
+            _local(weight).copy_(_local(like(weight, weights[name])))
+
+    def _trained(self) -> dict[str, Tensor]:
+        """The parameters that the optimizer has, by the names of `weight_specs`."""
+        assert self._optimizer is not None
+        return {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+
+    def gather_moments(self) -> Iterator[tuple[str, Moments]]:
+        """See `Engine.gather_moments`."""
+        assert self._optimizer is not None
+        for name, parameter in self._trained().items():
+            state = self._optimizer.state.get(parameter)
+            if state:
+                yield name, Moments(int(state["step"]), whole(state["exp_avg"]), whole(state["exp_avg_sq"]))
+            else:
+                yield name, Moments(0, torch.zeros(parameter.shape), torch.zeros(parameter.shape))
+
+    def load_moments(self, moments: Mapping[str, Moments]) -> None:
+        """See `Engine.load_moments`."""
+        assert self._optimizer is not None
+        for name, parameter in self._trained().items():
+            saved = moments[name]
+            self._optimizer.state[parameter] = {
+                "step": torch.tensor(float(saved.steps), device=self.device),
+                "exp_avg": like(parameter, saved.exp_avg),
+                "exp_avg_sq": like(parameter, saved.exp_avg_sq),
+            }
 
     # -- generation and the rest --------------------------------------------------------------------------------------
 

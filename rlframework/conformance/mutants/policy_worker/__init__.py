@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from rlframework.conformance.mutants.mutant import Mutant
-from rlframework.conformance.mutants.policy_worker import conventions, failures, grouping, saving, state, training
+from rlframework.conformance.mutants.policy_worker import (
+    checkpoints,
+    conventions,
+    failures,
+    grouping,
+    saving,
+    state,
+    training,
+)
 
 MUTANTS: tuple[Mutant, ...] = tuple(
     value
-    for part in (conventions, grouping, training, state, saving, failures)
+    for part in (conventions, grouping, training, state, saving, checkpoints, failures)
     for value in vars(part).values()
     if isinstance(value, Mutant)
 )

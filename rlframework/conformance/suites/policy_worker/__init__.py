@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from rlframework.conformance.suites.policy_worker.checkpoints import Checkpoints
 from rlframework.conformance.suites.policy_worker.conventions import Conventions
 from rlframework.conformance.suites.policy_worker.failures import Failures
 from rlframework.conformance.suites.policy_worker.grouping import Grouping
@@ -13,7 +14,7 @@ from rlframework.conformance.suites.policy_worker.training import Training
 from rlframework.conformance.suites.policy_worker.workbench import PolicyBench
 
 
-class PolicyWorkerSuite(Conventions, Grouping, Training, State, Saving, Failures, sealed=True):
+class PolicyWorkerSuite(Conventions, Grouping, Training, State, Saving, Checkpoints, Failures, sealed=True):
     """What a backend must do to be chosen by `policy.backend`. It runs once a layout that the backend declares."""
 
     kind = "policy_worker"

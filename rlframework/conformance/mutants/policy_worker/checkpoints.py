@@ -1,0 +1,153 @@
+"""Bugs against contract 5: training that does not go on where it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from rlframework.conformance.layouts import Layout
+from rlframework.conformance.mutants.mutant import mutant
+from rlframework.conformance.mutants.policy_worker.reaching import change_weights, to_bfloat16
+from rlframework.errors import DataError
+
+GOES_ON = "test_training_goes_on_to_the_bit"
+FROM_ANOTHER = "test_a_checkpoint_that_another_program_wrote_goes_on"
+
+
+def _after_loading(change: Callable[[Any], None]) -> Any:
+    """A worker that calls `change(worker)` when it has loaded a checkpoint."""
+
+    def break_it(worker_class: Any) -> Any:
+        class Broken(worker_class):  # type: ignore[misc]
+            def load_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+                super().load_checkpoint(*args, **kwargs)
+                change(self)
+
+        return Broken
+
+    return break_it
+
+
+def _moments(change: Callable[[Any], Any], *, loading: bool) -> Any:
+    """A worker that loads, or saves, what `change` makes of the moments of each weight."""
+
+    def break_it(worker_class: Any) -> Any:
+        class Broken(worker_class):  # type: ignore[misc]
+            def load_moments(self, moments: Any) -> None:
+                changed = {name: change(moments[name]) for name in moments} if loading else moments
+                super().load_moments(changed)
+
+            def gather_moments(self) -> Any:
+                for name, moments in super().gather_moments():
+                    yield name, moments if loading else change(moments)
+
+        return Broken
+
+    return break_it
+
+
+def _forget_schedule(worker: Any) -> None:
+    worker._train_calls = 0
+
+
+def _reseed(worker: Any) -> None:
+    torch.manual_seed(99)
+
+
+def _forget_skips(worker: Any) -> None:
+    worker._skipped_in_a_row = 0
+
+
+without_schedule = mutant("checkpoint_without_schedule", "the schedule starts again", GOES_ON)(
+    _after_loading(_forget_schedule)
+)
+without_skips = mutant(
+    "checkpoint_without_skips", "skipped steps are counted from 0 again", "test_skipped_steps_in_a_row_go_on"
+)(_after_loading(_forget_skips))
+without_random_state = mutant(
+    "checkpoint_without_random_state", "workers draw other random numbers", "test_random_numbers_go_on"
+)(_after_loading(_reseed))
+without_second_moments = mutant(
+    "checkpoint_without_second_moments",
+    "the second moments are not saved",
+    GOES_ON,
+    "test_moments_are_the_oracles",
+)(_moments(lambda saved: replace(saved, exp_avg_sq=torch.zeros_like(saved.exp_avg_sq)), loading=False))
+without_steps = mutant("checkpoint_without_steps", "the bias correction starts again", GOES_ON, FROM_ANOTHER)(
+    _moments(lambda saved: replace(saved, steps=0), loading=True)
+)
+moments_in_bfloat16 = mutant(
+    "moments_in_bfloat16", "moments are saved in bfloat16", GOES_ON, "test_moments_are_the_oracles"
+)(_moments(lambda saved: replace(saved, exp_avg=to_bfloat16(saved.exp_avg)), loading=False))
+
+
+@mutant("rank_zero_loads", "only rank 0 loads the weights", GOES_ON, FROM_ANOTHER, layout=Layout(data=2))
+def rank_zero_loads(worker_class: Any) -> Any:
+    """See its `bug`."""
+
+    class Broken(worker_class):  # type: ignore[misc]
+        def load_weights(self, weights: Any) -> None:
+            if self.context.rank == 0:
+                super().load_weights(weights)
+
+    return Broken
+
+
+@mutant("weights_only", "a checkpoint is the weights alone", GOES_ON, FROM_ANOTHER)
+def weights_only(worker_class: Any) -> Any:
+    """See its `bug`."""
+
+    class Broken(worker_class):  # type: ignore[misc]
+        def load_checkpoint(self, weights_path: str, optimizer_path: str | None = None) -> None:
+            super().load_checkpoint(weights_path)
+
+    return Broken
+
+
+@mutant(
+    "checkpoint_rounds_weights",
+    "saving a checkpoint casts the live weights",
+    "test_saving_a_checkpoint_changes_nothing",
+)
+def checkpoint_rounds_weights(worker_class: Any) -> Any:
+    """See its `bug`."""
+
+    class Broken(worker_class):  # type: ignore[misc]
+        def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+            super().save_checkpoint(*args, **kwargs)
+            change_weights(self, to_bfloat16)
+
+    return Broken
+
+
+@mutant(
+    "reference_from_the_checkpoint",
+    "the reference is taken from the checkpoint",
+    "test_the_reference_is_not_the_checkpoint",
+)
+def reference_from_the_checkpoint(worker_class: Any) -> Any:
+    """See its `bug`."""
+
+    class Broken(worker_class):  # type: ignore[misc]
+        def load_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+            super().load_checkpoint(*args, **kwargs)
+            self._reference = self.snapshot()
+
+    return Broken
+
+
+@mutant("damage_borne", "a checkpoint that cannot be read is left out", "test_damaged_checkpoints_are_refused")
+def damage_borne(worker_class: Any) -> Any:
+    """See its `bug`."""
+
+    class Broken(worker_class):  # type: ignore[misc]
+        def load_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+            try:
+                super().load_checkpoint(*args, **kwargs)
+            except DataError:
+                return
+
+    return Broken

@@ -1,0 +1,151 @@
+"""What a run left in its folder, read for the report: metrics, samples, configuration, environment.
+
+Only `metrics.jsonl` must be there. A run that was killed in the middle of a line is read up to that line.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlframework.errors import DataError, UserError
+from rlframework.observers.jsonl import METRICS_FILE, SAMPLES_FILE, read_history
+
+CONFIG_FILE, ENVIRONMENT_FILE, MODEL = "config.yaml", "environment.json", "model"
+NUMBERS = {"NaN", "Infinity", "-Infinity"}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run as read. `config` and `environment` are None where the run wrote none."""
+
+    name: str
+    path: Path
+    history: Sequence[Mapping[str, float]]
+    samples: Sequence[Mapping[str, Any]] = ()
+    config: Mapping[str, Any] | None = None
+    environment: Mapping[str, Any] | None = None
+    finished: bool = False
+    notes: Sequence[str] = field(default=())
+
+    @property
+    def last_step(self) -> int:
+        """The greatest step with metrics."""
+        return int(self.history[-1]["step"])
+
+
+def read_runs(paths: Sequence[Path]) -> list[Run]:
+    """The runs in `paths`, each once, by names that tell them apart."""
+    unique = list({path.resolve(): path for path in paths})
+    if not unique:
+        raise UserError("no run is given; name at least one folder that `rlframework train` wrote (its output_dir)")
+    return [read_run(path, name) for path, name in zip(unique, names_of(unique), strict=True)]
+
+
+def read_run(path: Path, name: str) -> Run:
+    """The run in folder `path`, called `name`."""
+    _check_folder(path)
+    try:
+        history = read_history(path / METRICS_FILE)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path / METRICS_FILE} is not text in UTF-8 (byte {error.start}); is it damaged?") from error
+    if not history:
+        raise UserError(
+            f"{path} has no metrics yet: its {METRICS_FILE} is empty. Try again when the first step is done"
+        )
+    notes: list[str] = []
+    samples = _read_samples(path / SAMPLES_FILE, notes)
+    config = _read_mapping(path / CONFIG_FILE)
+    environment = _read_mapping(path / ENVIRONMENT_FILE)
+    return Run(name, path, history, samples, config, environment, (path / MODEL).is_dir(), notes)
+
+
+def names_of(paths: Sequence[Path]) -> list[str]:
+    """The shortest ends of `paths`, all of as many parts, that tell them apart."""
+    longest = max(len(path.parts) for path in paths)
+    for count in range(1, longest):
+        names = ["/".join(path.parts[-count:]) for path in paths]
+        if len(set(names)) == len(paths):
+            return names
+    return [str(path) for path in paths]
+
+
+def _check_folder(path: Path) -> None:
+    if not path.exists():
+        raise UserError(f"{path} is not there; give the folder that a run wrote into (its output_dir)")
+    if not path.is_dir():
+        raise UserError(f"{path} is a file; give the folder that a run wrote into (its output_dir)")
+    if (path / METRICS_FILE).exists():
+        return
+    if (path / CONFIG_FILE).exists():
+        raise UserError(
+            f"{path} has no metrics yet: there is no {METRICS_FILE} in it. Try again when the first step is done; with "
+            "observers.jsonl=false a run writes none"
+        )
+    below = sorted(file.parent for level in (1, 2) for file in path.glob("*/" * level + METRICS_FILE))
+    if below:
+        given = " ".join(str(folder) for folder in below[:6]) + (" ..." if len(below) > 6 else "")
+        raise UserError(f"{path} is no run, but there are {len(below)} below it; give those:\n  {given}")
+    raise UserError(
+        f"{path} is no run: there is no {METRICS_FILE} in it. Give the folder that `rlframework train` wrote into (its "
+        "output_dir)"
+    )
+
+
+def _read_samples(path: Path, notes: list[str]) -> list[dict[str, Any]]:
+    """The completions in the order of their steps. Lines that are damaged are counted in `notes`, and left out.
+
+    As with metrics, a run that went on from an earlier step supersedes the rows from there on.
+    """
+    if not path.exists():
+        return []
+    rows: list[dict[str, Any]] = []
+    bad = 0
+    for line in _read_text(path).split("\n")[:-1]:
+        row = _sample(line)
+        if row is None:
+            bad += 1
+            continue
+        if rows and rows[-1]["step"] > row["step"]:
+            while rows and rows[-1]["step"] >= row["step"]:
+                rows.pop()
+        rows.append(row)
+    if bad:
+        notes.append(f"{bad} lines of {path.name} cannot be read and are left out")
+    return rows
+
+
+def _sample(line: str) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+        reward = row.get("reward")
+        reward = float(reward) if reward is not None else None
+        texts = {name: row[name] if isinstance(row[name], str) else json.dumps(row[name])
+                 for name in ("prompt", "completion")}  # fmt: skip
+        return {**row, **texts, "reward": reward, "step": int(row["step"]), "kind": str(row.get("kind", "train"))}
+    except (ValueError, AttributeError, TypeError, KeyError, OverflowError):
+        return None
+
+
+def _read_mapping(path: Path) -> dict[str, Any] | None:
+    if not path.exists():
+        return None
+    import yaml
+
+    try:
+        values = yaml.safe_load(_read_text(path))  # JSON too
+    except yaml.YAMLError as error:
+        raise DataError(f"{path} is not valid: {' '.join(str(error).split())[:200]}") from error
+    if not isinstance(values, dict):
+        raise DataError(f"{path} must hold keys and values, and holds {type(values).__name__}; is it damaged?")
+    return values
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8", "replace")
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
