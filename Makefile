@@ -29,10 +29,14 @@ quickstart: $(VENV)/.installed  ## the main job: supervised warm-up, then GRPO, 
 test: $(VENV)/.installed-dev  ## all tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 
-# The page is made from the JSON, also where something does not conform; the exit code is pytest's.
+# The page is made from the JSON, also where something does not conform; the exit code is pytest's. A run that could not
+# start leaves both as they were.
 conformance: $(VENV)/.installed-dev  ## all parts in all their layouts; writes docs/results/conformance.json and .md
+	rm -f $(VENV)/conformance.json
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -o timeout=900 tests/conformance/all_parts.py --conformance-layout all \
-		--conformance-json docs/results/conformance.json; status=$$?; \
+		--conformance-json $(VENV)/conformance.json; status=$$?; \
+	test -f $(VENV)/conformance.json || { echo "nothing was run, so docs/results is as it was" >&2; exit $$status; }; \
+	mv $(VENV)/conformance.json docs/results/conformance.json && \
 	$(BIN)/python -m rlframework.conformance.table docs/results/conformance.json docs/results/conformance.md && \
 	exit $$status
 

@@ -17,7 +17,7 @@ import typer
 from typer.core import TyperGroup
 
 from rlframework import __version__
-from rlframework.errors import RLFrameworkError, UserError
+from rlframework.errors import ConfigError, RLFrameworkError, UserError
 
 if TYPE_CHECKING:
     from rlframework.interfaces.algorithm import RunResult
@@ -36,8 +36,8 @@ class _Group(TyperGroup):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt as error:
-            _tell("interrupted", error, ctx)
-            raise typer.Exit(130) from None
+            _tell(str(error) or "interrupted", error, ctx)
+            raise typer.Exit(getattr(error, "exit_code", 130)) from None
         except RLFrameworkError as error:
             _tell(f"error: {error}", error, ctx)
             raise typer.Exit(2 if isinstance(error, UserError) else 1) from None
@@ -92,13 +92,160 @@ def root(debug: Debug = False, version: Version = False) -> None:
 
 
 @app.command()
-def train(config: Config, overrides: Overrides = None, debug: Debug = False) -> None:
-    """Run the training that CONFIG describes."""
+def train(
+    config: Annotated[str | None, typer.Argument(help="A YAML file.", show_default=False)] = None,
+    overrides: Overrides = None,
+    resume_from: Annotated[
+        str | None, typer.Option("--resume", metavar="RUN_DIR", help="Go on with this run from its newest checkpoint.")
+    ] = None,
+    dry: Annotated[
+        bool, typer.Option("--dry-run", help="Only check, and reckon memory, disk and tokens; write nothing.")
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    """Run the training that CONFIG describes, or go on with one that was stopped.
+
+    rlframework train --resume runs/run [a.b=value ...]
+    """
+    if dry:
+        _dry_run(config, overrides or (), resume_from)
+        return
+    if resume_from is not None:
+        from rlframework.runner import resume
+
+        changes = [word for word in (config, *(overrides or ())) if word is not None]
+        print(_summary(resume(resume_from, changes), resume_from))
+        return
+    if config is None:
+        raise ConfigError("give the YAML file of the run: rlframework train CONFIG, or --resume RUN_DIR")
     from rlframework.configure import load_config
     from rlframework.runner import run
 
     resolved = load_config(config, overrides or ())
     print(_summary(run(resolved), str(resolved.output_dir)))
+
+
+@app.command()
+def evaluate(
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN_OR_MODEL|a.b=value",
+            help="A run's output_dir (or a checkpoint in it), or a Hugging Face model directory or name; more of them "
+            "are compared. And settings.",
+            show_default=False,
+        ),
+    ],
+    config: Annotated[str | None, typer.Option(metavar="FILE", help="A YAML file; none: the run's.")] = None,
+    samples: Annotated[int | None, typer.Option(min=1, help="Only the first N prompts.", show_default=False)] = None,
+    attempts: Annotated[int | None, typer.Option(min=1, help="Answers to each prompt (1).", show_default=False)] = None,
+    k: Annotated[str, typer.Option(metavar="1,4,8", help="Tell pass@k of these.", show_default=False)] = "",
+    temperature: Annotated[
+        float | None, typer.Option(min=0.0, help="Sample; one attempt is greedy otherwise.", show_default=False)
+    ] = None,
+    split: Annotated[str, typer.Option(help="validation or train.")] = "validation",
+    out: Annotated[str | None, typer.Option(metavar="DIR", help="A folder that is not there yet.")] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Ask a model the held-out prompts; tell accuracy, pass@k and reward with 95 % intervals, keep every completion.
+
+    \b
+    rlframework evaluate runs/quickstart
+    rlframework evaluate runs/quickstart --attempts 8 --k 1,4,8 --temperature 0.8
+    rlframework evaluate models/base runs/quickstart --samples 200
+    rlframework evaluate models/base environment.name=gsm8k environment.validation_path=test.jsonl
+    """
+    from rlframework.algorithms.subjects import plan_evaluation
+
+    plan = plan_evaluation(
+        words, config=config, samples=samples, attempts=attempts, k=k, temperature=temperature, split=split, out=out
+    )
+    from rlframework.algorithms.evaluation_report import as_json as json_of
+    from rlframework.algorithms.evaluation_report import as_table
+    from rlframework.runner import evaluate as run_plan
+
+    results, summaries = run_plan(plan, progress=_bar)
+    if as_json:
+        print(json.dumps(json_of(plan.subjects, results, summaries), indent=2, allow_nan=False))
+        return
+    _print_table(as_table(plan.subjects, results, plan.settings))
+    print(f"done; completions and summary in {plan.out}")
+
+
+@app.command()
+def generate(
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN_OR_MODEL",
+            help="A run's output_dir, or a Hugging Face model directory or name.",
+            show_default=False,
+        ),
+    ],
+    prompts: Annotated[
+        list[str] | None, typer.Argument(metavar="PROMPT", help="None: from stdin, a line each.", show_default=False)
+    ] = None,
+    file: Annotated[
+        str | None, typer.Option(metavar="FILE", help="A prompt a line, or JSONL with `prompt` or `messages`.")
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Answers to each prompt.")] = 1,
+    temperature: Annotated[float | None, typer.Option(min=0.0, help="None: the run's, or 1.")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="None: the run's, or 256.")] = None,
+    greedy: Annotated[bool, typer.Option("--greedy", help="The likeliest token each time.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Without the chat template.")] = False,
+    seed: Annotated[int | None, typer.Option(min=0, help="None: the run's, or 0.")] = None,
+    changes: Annotated[
+        list[str] | None, typer.Option("--set", metavar="a.b=value", help="Another setting; again for more.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a line of JSON for each answer.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Answer prompts with a model: those given, those of a file, or what is typed, until Ctrl-D.
+
+    \b
+    rlframework generate runs/quickstart "3+4=" "12+9="
+    rlframework generate runs/quickstart --file prompts.jsonl --samples 4 --json > answers.jsonl
+    rlframework generate HuggingFaceTB/SmolLM2-135M-Instruct --greedy
+    echo "Once upon a time" | rlframework generate models/base --raw --max-new-tokens 50
+    """
+    if prompts and file is not None:
+        raise UserError("give prompts or --file, not both")
+    from rlframework.algorithms.subjects import generation_config
+
+    config = generation_config(
+        name,
+        overrides=changes or (),
+        samples=samples,
+        temperature=temperature,
+        max_new_tokens=max_new_tokens,
+        greedy=greedy,
+        seed=seed,
+    )
+    from rlframework.algorithms.answering import prompts_of_file, prompts_of_words
+    from rlframework.algorithms.talking import show, talk
+    from rlframework.runner import build_answerer
+
+    typed = not prompts and file is None and sys.stdin.isatty()
+    given = [] if typed else prompts_of_words(prompts) if prompts else prompts_of_file(file or "-")
+    with build_answerer(config, samples=samples, raw=raw) as answerer:
+        if typed:
+            talk(answerer, as_json=as_json)
+        else:
+            show(answerer, given, as_json=as_json)
+
+
+def _dry_run(config: str | None, overrides: Sequence[str], resume_from: str | None) -> None:
+    if config is None or resume_from is not None:
+        raise ConfigError("--dry-run is of a run that starts: rlframework train CONFIG --dry-run")
+    from rlframework.configure import load_config
+    from rlframework.runner import dry_run
+
+    found = dry_run(load_config(config, overrides))
+    _print_table(found.table())
+    for warning in found.warnings():
+        print(warning, file=sys.stderr)
+    print("checked: nothing was started and nothing written")
 
 
 @app.command()
@@ -180,7 +327,8 @@ def conformance(
 ) -> None:
     """Run the conformance suites of the part BACKEND, in all layouts that it declares.
 
-    Exit code 0: it conforms; 1: it does not; 2: it could not be run.
+    Exit code 0: it conforms, or with --test: the chosen tests hold, which alone leaves the verdict INCOMPLETE; with
+    --mutants: all are caught. 1: that is not so. 2: it could not be run.
 
     \b
     rlframework conformance dtensor --workers 2
@@ -228,6 +376,29 @@ def parity(
         raise typer.Exit(command.replay(run, step, backends or (), **common))
     common |= {name: value for name, value in (("steps", steps), ("rows", rows)) if value is not None}
     raise typer.Exit(command.parity(backends or (), model=model, **common))
+
+
+@app.command()
+def report(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN_DIR...", help="What runs wrote into.", show_default=False)],
+    out: Annotated[
+        str | None, typer.Option(metavar="FILE.html", help="The page; else report.html, of one run in its folder.")
+    ] = None,
+    smooth: Annotated[int | None, typer.Option(help="Smooth over so many steps; the page can change it.")] = None,
+    png: Annotated[str | None, typer.Option(metavar="DIR", help="For the pictures; else a folder by the page.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Make a page of RUN_DIR, or of several beside each other: curves, times, samples, configurations."""
+    from pathlib import Path
+
+    from rlframework.observers.report import write_report
+
+    figures = None if png is None else Path(png)
+    page, pictures = write_report(
+        [Path(run) for run in runs], Path(out) if out is not None else None, smooth=smooth, figures=figures
+    )
+    where = f"; {len(pictures)} pictures in {pictures[0].parent}" if pictures else ""
+    print(f"done: {page} ({page.stat().st_size / 1e6:.1f} MB, open it in a browser){where}")
 
 
 @contextmanager

@@ -47,6 +47,14 @@ class UnsupportedConfig(ConfigError, NotSupported):
     """The configuration asks for a capability that the chosen backend does not declare."""
 
 
+class RunInterrupted(KeyboardInterrupt):
+    """A run was told to stop by `signal`, and has; `resume` is the command that goes on from `checkpoint`."""
+
+    def __init__(self, signal: int, resume: str, checkpoint: object) -> None:
+        super().__init__(f"interrupted; a checkpoint lies in {checkpoint}. To go on: {resume}")
+        self.exit_code = 128 + int(signal)
+
+
 class WorkerError(RLFrameworkError):
     """A worker failed; the message carries its rank and its own traceback."""
 

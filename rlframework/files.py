@@ -92,6 +92,46 @@ def replacing_directory(path: str | Path) -> Iterator[Path]:
         raise
 
 
+@contextmanager
+def alone_in(folder: str | Path) -> Iterator[None]:
+    """Hold `folder`, which is made, for this process while the block runs; a `UserError` where another one does.
+
+    The lock ends with the process, however that ends. Left out: Windows, and network shares without locks.
+    """
+    path = Path(folder) / ".lock"
+    with _told(path, _REASONS):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    with path.open("a") as file:
+        try:
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except ImportError:  # not a Unix: nothing is held
+            pass
+        except OSError as error:
+            if error.errno not in (errno.EAGAIN, errno.EACCES):
+                raise
+            raise UserError(
+                f"another process is running in {str(folder)!r} now; wait for it, end it, or take another output_dir"
+            ) from error
+        yield
+
+
+def remove_directory(path: str | Path) -> None:
+    """Remove a directory so that under its own name there is all of it or nothing."""
+    aside = _beside(Path(path), "old")
+    os.rename(path, aside)
+    shutil.rmtree(aside)
+
+
+def remove_leftovers(folder: str | Path) -> None:
+    """Remove what killed processes left of directories that they were writing or removing in `folder`."""
+    for path in Path(folder).glob(".*"):
+        if path.suffix in (".tmp", ".old") and path.is_dir():
+            shutil.rmtree(path)
+
+
 def _beside(path: Path, suffix: str) -> Path:
     """A name in the same directory that nobody else uses."""
     return path.parent / f".{path.name}.{uuid.uuid4().hex[:12]}.{suffix}"

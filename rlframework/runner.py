@@ -11,84 +11,235 @@ or, to use the parts yourself:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlframework.configure import config_yaml, resolve_device
+from rlframework.configure import config_yaml, load_config, resolve_device
 from rlframework.errors import ConfigError, UserError
-from rlframework.files import check_writable, write_atomically
+from rlframework.files import alone_in, check_writable, write_atomically
 from rlframework.interfaces.algorithm import Algorithm, Parts, RunResult
 from rlframework.plugins.hookspec import RunInfo
 from rlframework.plugins.manager import create_manager
 from rlframework.plugins.types import Capability
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from rlframework.algorithms.answering import Answerer
+    from rlframework.algorithms.evaluation import Evaluation
+    from rlframework.algorithms.subjects import EvaluationPlan
     from rlframework.config.sections import RunConfig
+    from rlframework.estimates.estimate import Estimate
+    from rlframework.generation.driver import Generation
     from rlframework.plugins.manager import PluginManager
+    from rlframework.policy.policy import Policy
 
 
-def run(config: RunConfig, *, manager: PluginManager | None = None) -> RunResult:
+def run(config: RunConfig, *, manager: PluginManager | None = None, checkpoint: Path | None = None) -> RunResult:
     """Train as `config` says; the trained model lies in `config.output_dir / "model"` afterwards.
 
     Everything that can be wrong with the input is a `UserError` before `output_dir` is made. An `output_dir` that
-    holds a run already is refused.
+    holds a run already is refused, unless the run goes on from `checkpoint`: see `resume`.
     """
-    _check_output_dir(config.output_dir)
+    from rlframework.estimates.estimate import tell_estimate
+    from rlframework.observers.services import check_services
+
+    check_services(config.observers)
+    if checkpoint is None:
+        _check_output_dir(config.output_dir)
     manager = manager or create_manager(config.plugins)
-    with build_parts(config, manager=manager) as parts:
+    with build_parts(config, manager=manager, checkpoint=checkpoint, planning=tell_estimate) as parts:
         algorithm = _algorithm_class(config, manager)(parts)
-        write_config(config)
-        with parts.observers:
-            result = algorithm.run()
-            path = config.output_dir / "model"
-            parts.policy.save_pretrained(str(path))
-            parts.observers.checkpoint_saved(int(result.metrics["step"]), path)
-            parts.observers.run_finished(result.metrics)
+        with alone_in(config.output_dir):
+            write_config(config)
+            with _described(config, manager), parts.observers:
+                result = algorithm.run()
+                path = config.output_dir / "model"
+                parts.policy.save_pretrained(str(path))
+                parts.observers.checkpoint_saved(int(result.metrics["step"]), path)
+                parts.observers.run_finished(result.metrics)
     return result
 
 
+def resume(run_dir: str | Path, overrides: Sequence[str] = ()) -> RunResult:
+    """Go on with the run in `run_dir` from its newest checkpoint, with the same numbers as one that was never stopped.
+
+    `overrides` change its configuration, such as `algorithm.num_steps=200`. A `ConfigError` where there is no run, or
+    no checkpoint.
+    """
+    from rlframework.algorithms.checkpoints import latest_checkpoint
+
+    path = Path(run_dir) / "config.yaml"
+    if not path.is_file():
+        raise ConfigError(f"{str(run_dir)!r} holds no run to go on with: it has no config.yaml")
+    checkpoint = latest_checkpoint(run_dir)
+    return run(load_config(path, [*overrides, f"output_dir={run_dir}"]), checkpoint=checkpoint)
+
+
+def dry_run(config: RunConfig, *, manager: PluginManager | None = None) -> Estimate:
+    """Check all that `run` checks before it starts workers, and reckon what the run needs; nothing is written."""
+    from rlframework.estimates.estimate import estimate
+    from rlframework.observers.services import check_services
+
+    check_services(config.observers)
+    _check_output_dir(config.output_dir)
+    manager = manager or create_manager(config.plugins)
+    with _planned_parts(config, manager) as parts:
+        algorithm = _algorithm_class(config, manager)
+        algorithm(parts)
+        return estimate(parts, algorithm.needs_reference_model(config.algorithm))
+
+
 @contextmanager
-def build_parts(config: RunConfig, *, manager: PluginManager | None = None) -> Iterator[Parts]:
-    """The parts of a run, shut down at the end: environment, tokenizer, policy, generation, observers."""
-    from rlframework.data.tokenizer import load_tokenizer
+def build_parts(
+    config: RunConfig,
+    *,
+    manager: PluginManager | None = None,
+    checkpoint: Path | None = None,
+    planning: Callable[[Parts, bool], None] | None = None,
+) -> Iterator[Parts]:
+    """The parts of a run, shut down at the end: environment, tokenizer, policy, generation, observers.
+
+    `planning` is called before workers start, with the parts, whose policy and generation are not there yet, and with
+    whether a reference policy is kept.
+    """
     from rlframework.generation.driver import Generation
-    from rlframework.observers.dispatch import Observers
-    from rlframework.policy.policy import Policy, require
+    from rlframework.policy.policy import Policy
 
     manager = manager or create_manager(config.plugins)
-    backend = manager.select("policy_worker", config.policy.backend).record
-    # every generation engine lives in the workers so far
-    require(backend, Capability.EMBEDDED_GENERATION, "a run generates in the workers of its policy")
-    device = _device(config)
     with ExitStack() as stack:
-        environment = _make(manager, "environment", config.environment.name)(config.environment, seed=config.seed)
-        stack.callback(environment.shutdown)
-        policy_config = config.policy
-        tokenizer = load_tokenizer(
-            policy_config.tokenizer_name or policy_config.model_name,
-            policy_config.trust_remote_code,
-            policy_config.chat_template,
-        )
+        parts = stack.enter_context(_planned_parts(config, manager))
         algorithm = _algorithm_class(config, manager)
+        reference = algorithm.needs_reference_model(config.algorithm)
+        if planning is not None:
+            planning(parts, reference)
         policy = Policy(
             config,
-            tokenizer,
+            parts.tokenizer,
             manager,
-            device=device,
-            init_reference_model=algorithm.needs_reference_model(config.algorithm),
+            device=_device(config),
+            init_reference_model=reference,
             training_calls=algorithm.training_calls(config.algorithm),
         )
         stack.callback(policy.shutdown)
-        yield Parts(
-            config=config,
-            tokenizer=tokenizer,
-            policy=policy,
-            generation=Generation(policy.worker_group, config.generation, tokenizer),
-            environment=environment,
-            observers=Observers(config.observers, RunInfo(config, config.output_dir), manager.hook),
+        generation = Generation(policy.worker_group, config.generation, parts.tokenizer)
+        yield replace(parts, policy=policy, generation=generation, checkpoint=checkpoint)
+
+
+@contextmanager
+def _planned_parts(config: RunConfig, manager: PluginManager) -> Iterator[Parts]:
+    """The parts of a run before its workers are started, with what can be checked of these."""
+    from rlframework.data.tokenizer import load_tokenizer
+    from rlframework.estimates.planned import NotStarted, PlannedPolicy
+    from rlframework.observers.dispatch import Observers
+    from rlframework.policy.policy import require
+
+    backend = manager.select("policy_worker", config.policy.backend).record
+    # every generation engine lives in the workers so far
+    require(backend, Capability.EMBEDDED_GENERATION, "a run generates in the workers of its policy")
+    _device(config)
+    with ExitStack() as stack:
+        environment = _make(manager, "environment", config.environment.name)(config.environment, seed=config.seed)
+        stack.callback(environment.shutdown)
+        given = config.policy
+        tokenizer = load_tokenizer(
+            given.tokenizer_name or given.model_name, given.trust_remote_code, given.chat_template
         )
+        algorithm = _algorithm_class(config, manager)
+        policy: Any = PlannedPolicy(
+            config,
+            tokenizer,
+            manager,
+            init_reference_model=algorithm.needs_reference_model(config.algorithm),
+            training_calls=algorithm.training_calls(config.algorithm),
+        )
+        generation: Any = NotStarted()
+        observers = Observers(config.observers, RunInfo(config, config.output_dir), manager.hook)
+        yield Parts(config, tokenizer, policy, generation, environment, observers)
+
+
+@contextmanager
+def build_generation(
+    config: RunConfig, *, manager: PluginManager | None = None
+) -> Iterator[tuple[PreTrainedTokenizerBase, Policy, Generation]]:
+    """What generates with the model of `config` and does not train it: no optimizer, no reference model, no data."""
+    from rlframework.data.tokenizer import load_tokenizer
+    from rlframework.generation.driver import Generation
+    from rlframework.policy.policy import Policy, require
+
+    manager = manager or create_manager(config.plugins)
+    given = config.policy
+    backend = manager.select("policy_worker", given.backend).record
+    require(backend, Capability.EMBEDDED_GENERATION, "the workers of the policy generate")
+    device = _device(config)
+    tokenizer = load_tokenizer(given.tokenizer_name or given.model_name, given.trust_remote_code, given.chat_template)
+    calls = _algorithm_class(config, manager).training_calls(config.algorithm)  # the schedule must fit into them
+    policy = Policy(config, tokenizer, manager, device=device, init_optimizer=False, training_calls=calls)
+    with policy:
+        yield tokenizer, policy, Generation(policy.worker_group, config.generation, tokenizer)
+
+
+@contextmanager
+def build_answerer(config: RunConfig, *, samples: int = 1, raw: bool = False) -> Iterator[Answerer]:
+    """What answers prompts with the model of `config`, `samples` times each; `raw`: without the chat template."""
+    from rlframework.algorithms.answering import Answerer
+
+    with build_generation(config) as (tokenizer, _, generation):
+        yield Answerer(config, tokenizer, generation, samples=samples, raw=raw)
+
+
+@contextmanager
+def build_evaluation(config: RunConfig, *, manager: PluginManager | None = None) -> Iterator[Parts]:
+    """`build_generation` with the environment that judges the answers, as parts to which no observer listens."""
+    from rlframework.config.sections import ObserversConfig
+    from rlframework.observers.dispatch import Observers
+
+    manager = manager or create_manager(config.plugins)
+    silent = ObserversConfig(console=False, jsonl=False, tensorboard=False, curve=False)
+    with ExitStack() as stack:
+        environment = _make(manager, "environment", config.environment.name)(config.environment, seed=config.seed)
+        stack.callback(environment.shutdown)
+        tokenizer, policy, generation = stack.enter_context(build_generation(config, manager=manager))
+        observers = Observers(silent, RunInfo(config, config.output_dir))
+        yield Parts(config, tokenizer, policy, generation, environment, observers)
+
+
+def evaluate(
+    plan: EvaluationPlan, *, progress: Callable[[str], AbstractContextManager[Callable[[int, int], None]]] | None = None
+) -> tuple[list[Evaluation], list[dict[str, Any]]]:
+    """Ask each subject of `plan`, one after the other; what came of each, and its summary, which is also written.
+
+    `progress` gives a context for each subject's name, which yields what is called with completions done and all.
+    """
+    from rlframework.algorithms import evaluation
+    from rlframework.algorithms.evaluation_report import comparison, summary
+
+    results: list[Evaluation] = []
+    summaries: list[dict[str, Any]] = []
+    for number, (subject, config) in enumerate(zip(plan.subjects, plan.configs, strict=True)):
+        out = plan.folder(number)
+        bar = progress(subject.name) if progress else nullcontext(lambda done, total: None)
+        with bar as told, build_evaluation(config) as parts:
+            results.append(evaluation.evaluate(parts, plan.settings, out, progress=told))
+            summaries.append(summary(subject, parts, plan.settings, results[-1]))
+        write_atomically(out / evaluation.SUMMARY, json.dumps(summaries[-1], indent=2, allow_nan=False) + "\n")
+    if len(results) > 1:
+        compared = json.dumps(comparison(plan.subjects, results), indent=2, allow_nan=False)
+        write_atomically(plan.out / "comparison.json", compared + "\n")
+    return results, summaries
+
+
+@contextmanager
+def _described(config: RunConfig, manager: PluginManager) -> Iterator[None]:
+    """Write `environment.json` on entry: after the directory is this run's alone, before observers ask for its id."""
+    from rlframework.observers.environment import write_environment
+
+    write_environment(config.output_dir, manager.listing())
+    yield
 
 
 def write_config(config: RunConfig) -> None:

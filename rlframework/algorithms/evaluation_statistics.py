@@ -1,7 +1,7 @@
 """What an evaluation says beyond its mean: pass@k without bias, and how far the same measurement would scatter.
 
 Intervals are over prompts, which are what was drawn: of a proportion of prompts Wilson's (1927), of any other mean a
-percentile bootstrap with a fixed seed. Left out: what another seed of the sampling, or another training run, would give.
+percentile bootstrap with a fixed seed. Left out: what another seed of the sampling, or of the training, would give.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ _TOGETHER = 4_000_000
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over prompts with its interval at `LEVEL`: by `wilson`, `bootstrap`, or none where one value is all."""
+    """A mean over prompts with its interval at `LEVEL`, by `wilson` or `bootstrap`.
+
+    None where there is nothing to tell it from: values that are all alike (and no proportion), or not finite.
+    """
 
     value: float
     low: float | None
@@ -84,13 +87,13 @@ def estimate(values: Sequence[float]) -> Estimate:
     return _resampled(values, mean)
 
 
-def paired_difference(before: Sequence[float], after: Sequence[float]) -> Estimate:
-    """The mean of `after - before`, prompt by prompt, by the bootstrap over prompts."""
-    differences = [b - a for a, b in zip(before, after, strict=True)]
+def paired_difference(first: Sequence[float], other: Sequence[float]) -> Estimate:
+    """The mean of `other - first`, prompt by prompt, by the bootstrap over prompts."""
+    differences = [theirs - own for own, theirs in zip(first, other, strict=True)]
     return _resampled(differences, float(np.mean(differences)))
 
 
 def _resampled(values: Sequence[float], mean: float) -> Estimate:
-    if len(values) < 2 or not np.isfinite(mean):  # nothing to draw from
+    if not np.isfinite(mean) or max(values) - min(values) < 1e-12:  # drawing anew would always give the same
         return Estimate(mean, None, None, None)
     return Estimate(mean, *bootstrap(values), "bootstrap")

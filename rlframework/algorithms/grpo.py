@@ -14,15 +14,17 @@ from rlframework.algorithms.advantages import group_advantages, overlong_penalty
 from rlframework.algorithms.loop import StepLoop, Timer
 from rlframework.algorithms.losses import ClippedPGLoss
 from rlframework.algorithms.rollout import Rollout, rollout, row_seeds
-from rlframework.config.algorithms import GRPOConfig
+from rlframework.config.algorithms import ClippedPGLossConfig, GRPOConfig, OwnPolicyLossConfig
 from rlframework.data.loader import PromptLoader
 from rlframework.distributed.batched_data_dict import BatchedDataDict
 from rlframework.interfaces.algorithm import Parts
+from rlframework.plugins.own_parts import load_loss
 from rlframework.policy.metrics import average_metrics
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from rlframework.interfaces.loss import LossFunction
     from rlframework.plugins.hookspec import SampleRecord
 
 
@@ -44,7 +46,7 @@ class GRPO(StepLoop):
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
         self.loader = PromptLoader(self.train_samples, self.config.prompts_per_step, parts.config.seed)
-        self.loss = ClippedPGLoss(self.config.loss)
+        self.loss = make_policy_loss(self.config.loss)
         rows = self.config.prompts_per_step * self.config.samples_per_prompt
         steps_on_batch = self.config.epochs_per_batch * rows // parts.config.policy.train_global_batch_size
         # with one optimizer step on a batch the policy that scores it is the one that trains on it
@@ -91,7 +93,7 @@ class GRPO(StepLoop):
             "train/completion_length": float(result.completion_lengths.float().mean()),
             "train/truncated_fraction": float(result.truncated.float().mean()),
             "train/zero_variance_groups": float(constant.sum()) / config.samples_per_prompt,
-        }
+        } | {f"train/{name}": value for name, value in result.metrics.items()}
 
     def _sample_mask(self, result: Rollout, constant: Tensor) -> Tensor:
         """1 for the rows that count in the loss.
@@ -115,6 +117,14 @@ class GRPO(StepLoop):
         if self.uses_reference:
             scored = policy.get_reference_policy_logprobs(data, positions="loss")
             data["reference_policy_logprobs"] = scored["reference_logprobs"]
+
+
+def make_policy_loss(config: ClippedPGLossConfig | OwnPolicyLossConfig) -> LossFunction:
+    """The loss of the section `algorithm.loss`: the clipped policy gradient, or the user's own."""
+    if isinstance(config, ClippedPGLossConfig):
+        return ClippedPGLoss(config)
+    loss: LossFunction = load_loss(config.name, config.keys)
+    return loss
 
 
 def _mean_metrics(results: list[dict[str, Any]]) -> dict[str, float]:

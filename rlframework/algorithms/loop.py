@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from rlframework.algorithms.checkpoints import Checkpoints
 from rlframework.algorithms.inputs import InputCheck
 from rlframework.algorithms.recording import Recorder
 from rlframework.algorithms.rollout import validate
+from rlframework.data.loader import PromptLoader
 from rlframework.errors import DataError
 from rlframework.interfaces.algorithm import Algorithm, Parts, RunResult
 from rlframework.policy.worker_base import resident_bytes
@@ -41,8 +43,11 @@ class Timer:
 class StepLoop(Algorithm):
     """Runs `num_steps` steps with validation before, between and after.
 
-    The constructor checks what validation reads; an algorithm's own checks, with `inputs`, what it trains on.
+    The constructor checks what validation reads; an algorithm's own checks, with `inputs`, what it trains on, and makes
+    the `loader` of its training data.
     """
+
+    loader: PromptLoader[Any]
 
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
@@ -55,6 +60,7 @@ class StepLoop(Algorithm):
                 )
         self.inputs = InputCheck(parts)
         self.recorder = Recorder(parts)
+        self.checkpoints = Checkpoints(parts)
         validation = self.config.validation
         if validation.at_start or validation.at_end or validation.every:
             self.check_validation(parts.environment.samples("validation")[: validation.samples])
@@ -88,21 +94,50 @@ class StepLoop(Algorithm):
         return False
 
     def run(self) -> RunResult:
-        """See `Algorithm.run`."""
+        """See `Algorithm.run`. Of a run that goes on, `history` has the steps from there on."""
         history: list[dict[str, float]] = []
+        with self.checkpoints.listening():
+            last = self._begin(history)
+            for step in range(int(last["step"]) + 1, self.config.num_steps + 1):
+                metrics = self._whole_step(step, history)
+                last |= {"step": float(step), **metrics}
+                if self.should_stop(metrics):
+                    break
+                self.checkpoints.after_step(step, self.state_dict(), last)
+        return RunResult(metrics=last, history=history)
+
+    def _begin(self, history: list[dict[str, float]]) -> dict[str, float]:
+        """The last metrics so far, `step` among them: of the checkpoint that the run goes on from, or of step 0."""
+        restored = self.checkpoints.restore()
+        if restored is not None:
+            self.load_state_dict(restored["state"])
+            return {**restored["metrics"], "step": float(restored["step"])}
         if self.config.validation.at_start:
-            self._tell(0, *self.validate(0), history)
-        for step in range(1, self.config.num_steps + 1):
-            metrics, samples = self._timed_step(step)
-            if self._validates_after(step):
-                validation, validation_samples = self.validate(step)
-                metrics |= validation
-                samples = [*samples, *validation_samples]
-            self._tell(step, metrics, samples, history)
-            if self.should_stop(metrics):
-                break
-        final = {name: value for entry in history for name, value in entry.items()}
-        return RunResult(metrics=final, history=history)
+            self._tell(0, *self._timed_validation(0), history)
+        return {"step": 0.0, **(history[-1] if history else {})}
+
+    def _whole_step(self, step: int, history: list[dict[str, float]]) -> dict[str, float]:
+        metrics, samples = self._timed_step(step)
+        if self._validates_after(step):
+            validation, validation_samples = self._timed_validation(step)
+            metrics |= validation
+            samples = [*samples, *validation_samples]
+        self._tell(step, metrics, samples, history)
+        return metrics
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is the algorithm's own of a checkpoint, as numbers and words: where it stands in the data."""
+        return {"loader": self.loader.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` gave."""
+        self.loader.load_state_dict(state["loader"])
+
+    def _timed_validation(self, step: int) -> tuple[dict[str, float], list[SampleRecord]]:
+        timer = Timer()
+        with timer.phase("validation"):
+            metrics, samples = self.validate(step)
+        return metrics | {"time/validation": timer.seconds["validation"]}, samples
 
     def _timed_step(self, step: int) -> tuple[dict[str, float], list[SampleRecord]]:
         timer = Timer()

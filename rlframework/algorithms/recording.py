@@ -28,6 +28,7 @@ from pydantic import BaseModel
 import rlframework
 from rlframework.configure import dump_config
 from rlframework.files import replacing_directory, write_atomically
+from rlframework.interfaces.loss import LossInput
 from rlframework.plugins.loading import load_target
 
 if TYPE_CHECKING:
@@ -131,8 +132,8 @@ class Recorder:
 def describe_loss(loss: LossFunction) -> dict[str, Any]:
     """How `loss` is made again, `{"target", "config"}`, or why it cannot be: `{"not_replayable": reason}`.
 
-    It can where its class, found under its own name, takes nothing and holds nothing, or takes a pydantic model as its
-    only argument and holds it as `config`.
+    It can where its class, found under its own name (see `is_loss_class`), takes nothing and holds nothing, or takes a
+    pydantic model as its only argument and holds it as `config`.
     """
     kind = type(loss)
     target = f"{kind.__module__}:{kind.__qualname__}"
@@ -141,6 +142,8 @@ def describe_loss(loss: LossFunction) -> dict[str, Any]:
             raise TypeError("another class is there")
     except Exception as error:  # noqa: BLE001 - whatever it is, it is the reason
         return {"not_replayable": f"{target} cannot be imported ({error})"}
+    if not is_loss_class(kind):
+        return {"not_replayable": f"{target} has no input_type as a class: it is told for a loss by that"}
     config = getattr(loss, "config", None)
     try:
         again = kind(config) if isinstance(config, BaseModel) else kind()
@@ -152,6 +155,16 @@ def describe_loss(loss: LossFunction) -> dict[str, Any]:
         return {"not_replayable": f"{target} holds more than what it is made of"}
     model = None if config is None else f"{type(config).__module__}:{type(config).__qualname__}"
     return {"target": target, "config": None if config is None else config.model_dump(mode="json"), "model": model}
+
+
+def is_loss_class(kind: Any) -> bool:
+    """Whether `kind` is a class of losses: its instances can be called, and itself it says what they read.
+
+    `loss_type` may depend on the settings, and then only instances have it.
+    """
+    if not isinstance(kind, type) or not any("__call__" in vars(base) for base in kind.__mro__):
+        return False
+    return getattr(kind, "input_type", None) in tuple(LossInput)
 
 
 def _write_batch(folder: Path, data: BatchedDataDict[Any]) -> dict[str, str]:

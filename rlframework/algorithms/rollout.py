@@ -6,7 +6,7 @@ Single turn: an environment that wants to go on after the first answer is refuse
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -22,7 +22,7 @@ from rlframework.plugins.hookspec import SampleRecord
 
 if TYPE_CHECKING:
     from rlframework.interfaces.algorithm import Parts
-    from rlframework.interfaces.environment import Sample
+    from rlframework.interfaces.environment import Sample, StepOutcome
 
 
 @dataclass
@@ -31,6 +31,7 @@ class Rollout:
 
     `data`: `input_ids [B, T]`, `input_lengths [B]`, `token_mask [B, T]` (1 on completions), `sample_mask [B]`,
     `generation_logprobs [B, T]`. `rewards [B]`, `accuracies [B]` fp32, `completion_lengths [B]`, `truncated [B]` bool.
+    `metrics`: what the outcomes tell besides, see `outcome_metrics`.
     """
 
     samples: Sequence[Sample]
@@ -40,6 +41,7 @@ class Rollout:
     accuracies: Tensor
     completion_lengths: Tensor
     truncated: Tensor
+    metrics: dict[str, float] = field(default_factory=dict)
 
     def records(self, step: int, kind: Literal["train", "validation"], count: int) -> list[SampleRecord]:
         """At most `count` of them, evenly spread, to look at."""
@@ -69,7 +71,7 @@ def rollout(parts: Parts, samples: Sequence[Sample], seeds: Tensor, *, greedy: b
     columns = torch.arange(output["output_ids"].shape[1])
     completion_mask = (columns >= prompt_lengths[:, None]) & (columns < lengths[:, None])
     completions = _texts(parts, output["output_ids"], prompt_lengths, lengths)
-    rewards, accuracies = _judge(parts, samples, completions)
+    rewards, accuracies, metrics = _judge(parts, samples, completions)
     data: BatchedDataDict[Any] = BatchedDataDict(
         {
             "input_ids": output["output_ids"],
@@ -79,7 +81,8 @@ def rollout(parts: Parts, samples: Sequence[Sample], seeds: Tensor, *, greedy: b
             "generation_logprobs": output["logprobs"],
         }
     )
-    return Rollout(samples, completions, data, rewards, accuracies, output["generation_lengths"], output["truncated"])
+    lengths, truncated = output["generation_lengths"], output["truncated"]
+    return Rollout(samples, completions, data, rewards, accuracies, lengths, truncated, metrics)
 
 
 def _generate(
@@ -91,10 +94,9 @@ def _generate(
         {"input_ids": input_ids, "input_lengths": lengths, "seeds": seeds}
     )
     parts.generation.prepare_for_generation()
-    try:
-        return parts.generation.generate(prompt_data, greedy=greedy), lengths
-    finally:
-        parts.generation.finish_generation()
+    output = parts.generation.generate(prompt_data, greedy=greedy)
+    parts.generation.finish_generation()  # not after a failure: an error of its own would hide what went wrong
+    return output, lengths
 
 
 def _texts(parts: Parts, output_ids: Tensor, starts: Tensor, ends: Tensor) -> list[str]:
@@ -103,8 +105,13 @@ def _texts(parts: Parts, output_ids: Tensor, starts: Tensor, ends: Tensor) -> li
     return texts
 
 
-def _judge(parts: Parts, samples: Sequence[Sample], completions: Sequence[str]) -> tuple[Tensor, Tensor]:
-    """Rewards and accuracies `[B]`; an outcome without an `accuracy` metric is right when its reward is 1 or more."""
+def _judge(
+    parts: Parts, samples: Sequence[Sample], completions: Sequence[str]
+) -> tuple[Tensor, Tensor, dict[str, float]]:
+    """Rewards and accuracies `[B]`, and the other metrics.
+
+    An outcome without an `accuracy` metric is right when its reward is 1 or more.
+    """
     conversations = [
         [*sample.messages, Message(role="assistant", content=completion)]
         for sample, completion in zip(samples, completions, strict=True)
@@ -117,7 +124,21 @@ def _judge(parts: Parts, samples: Sequence[Sample], completions: Sequence[str]) 
         )
     rewards = torch.tensor([float(outcome.reward) for outcome in outcomes])
     right = [float(outcome.metrics.get("accuracy", outcome.reward >= 1.0)) for outcome in outcomes]
-    return rewards, torch.tensor(right)
+    return rewards, torch.tensor(right), outcome_metrics(outcomes)
+
+
+def outcome_metrics(outcomes: Sequence[StepOutcome]) -> dict[str, float]:
+    """What `outcomes` tell besides reward and accuracy, by metric name.
+
+    `reward_failures` is a number of outcomes; any other is `reward/NAME`, the mean over the outcomes that have it.
+    """
+    found: dict[str, list[float]] = {}
+    for outcome in outcomes:
+        for name, value in outcome.metrics.items():
+            found.setdefault(name, []).append(float(value))
+    found.pop("accuracy", None)
+    failures = {"reward_failures": sum(found.pop("reward_failures"))} if "reward_failures" in found else {}
+    return failures | {f"reward/{name}": sum(values) / len(values) for name, values in found.items()}
 
 
 def validate(parts: Parts, step: int) -> tuple[dict[str, float], list[SampleRecord]]:
@@ -131,5 +152,5 @@ def validate(parts: Parts, step: int) -> tuple[dict[str, float], list[SampleReco
         "validation/completion_length": float(result.completion_lengths.float().mean()),
         "validation/truncated_fraction": float(result.truncated.float().mean()),
         "validation/samples": float(len(samples)),
-    }
+    } | {f"validation/{name}": value for name, value in result.metrics.items()}
     return metrics, result.records(step, "validation", parts.config.observers.samples)

@@ -21,11 +21,13 @@ from rlframework.data.tokens.reading import TokenData
 from rlframework.distributed.batched_data_dict import BatchedDataDict
 from rlframework.errors import ConfigError
 from rlframework.interfaces.algorithm import Parts
+from rlframework.plugins.own_parts import load_loss
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rlframework.interfaces.environment import Sample, Split
+    from rlframework.interfaces.loss import LossFunction
     from rlframework.plugins.hookspec import SampleRecord
 
 
@@ -40,11 +42,12 @@ class SFT(StepLoop):
         self.tokens = None if self.config.token_data is None else open_token_data(self.config, parts)
         if self.tokens is None:
             self.inputs.rows("train", self.train_samples, self.render)
-            self.loader: PromptLoader[Any] = PromptLoader(self.train_samples, batch_size, seed)
+            self.loader = PromptLoader(self.train_samples, batch_size, seed)
         else:
             self.inputs.tokens(self.tokens.lengths, str(self.tokens.path))
             self.loader = PromptLoader(self.tokens, batch_size, seed)
-        self.loss = NLLLoss()
+        own = self.config.loss
+        self.loss: LossFunction = NLLLoss() if own is None else load_loss(own.name, own.keys)
 
     def train_step(self, step: int, timer: Timer) -> tuple[dict[str, float], list[SampleRecord]]:
         """See `StepLoop.train_step`."""

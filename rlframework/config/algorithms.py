@@ -1,9 +1,19 @@
 """The sections of core's own algorithms: `algorithm: {name: sft | grpo, ...}`."""
 
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    Tag,
+    field_validator,
+    model_validator,
+)
 
 from rlframework.config.base import Section
 from rlframework.config.sections import AlgorithmConfig
@@ -12,6 +22,50 @@ TrainOn = Literal["last", "assistant", "all"]
 """What supervised training learns of a conversation: its last assistant turn, all of them, or every token."""
 
 NonNegative = Annotated[float, Field(ge=0.0)]
+
+
+OwnPath = Annotated[str, Field(pattern=":")]
+
+
+class OwnLossConfig(Section):
+    """A loss of your own by its import path. Further keys go to the class or function that makes it."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: str = Field(description="module:name, such as my_losses:MyLoss")
+
+    @field_validator("name")
+    @classmethod
+    def _is_path(cls, name: str) -> str:
+        if ":" not in name:
+            raise ValueError("must be a section with keys of its own, or an import path, such as my_losses:MyLoss")
+        return name
+
+    @property
+    def keys(self) -> dict[str, Any]:
+        """What the loss is made with."""
+        return dict(self.model_extra or {})
+
+
+class OwnPolicyLossConfig(OwnLossConfig):
+    """The same, for training on rollouts."""
+
+    kl_coef: NonNegative = Field(0.0, description="above 0: a reference policy is kept and scores the data")
+
+    @property
+    def keys(self) -> dict[str, Any]:
+        """See `OwnLossConfig`: `kl_coef` is one of them where it is not 0."""
+        return super().keys | ({"kl_coef": self.kl_coef} if self.kl_coef else {})
+
+
+def _path_as_section(value: Any) -> Any:
+    """`module:name` for `{name: module:name}`."""
+    return {"name": value} if isinstance(value, str) else value
+
+
+def _which_loss(value: Any) -> str:
+    named = "name" in value if isinstance(value, dict) else isinstance(value, OwnLossConfig)
+    return "own" if named else "clipped"
 
 
 class SFTConfig(AlgorithmConfig):
@@ -25,6 +79,9 @@ class SFTConfig(AlgorithmConfig):
     token_data: Path | None = Field(
         None, description="a folder that `rlframework tokenize` wrote: its rows are trained on, and nothing is rendered"
     )
+    loss: Annotated[
+        OwnLossConfig | None, BeforeValidator(_path_as_section, json_schema_input_type=OwnLossConfig | OwnPath | None)
+    ] = Field(None, description="a loss of your own, by its import path; none: -log p of what is learnt")
     stop_at_accuracy: Annotated[float, Field(gt=0.0, le=1.0)] | None = Field(
         None, description="end as soon as a validation reaches this accuracy"
     )
@@ -68,10 +125,16 @@ class GRPOConfig(AlgorithmConfig):
     normalize_std: bool = Field(True, description="divide advantages by the group's standard deviation")
     skip_zero_variance: bool = Field(True, description="groups of equal rewards do no work and are counted")
     overlong: OverlongConfig = OverlongConfig()
-    loss: ClippedPGLossConfig = ClippedPGLossConfig()
+    loss: Annotated[
+        Annotated[ClippedPGLossConfig, Tag("clipped")] | Annotated[OwnPolicyLossConfig, Tag("own")],
+        Discriminator(_which_loss),
+        BeforeValidator(_path_as_section, json_schema_input_type=ClippedPGLossConfig | OwnPolicyLossConfig | OwnPath),
+    ] = Field(ClippedPGLossConfig(), description="or a loss of your own, by its import path")
 
     @model_validator(mode="after")
     def _clip_range(self) -> Self:
+        if not isinstance(self.loss, ClippedPGLossConfig):
+            return self
         if self.loss.ratio_clip_min >= 1.0:
             raise ValueError("loss.ratio_clip_min must be below 1: the ratio is clipped at 1 - ratio_clip_min")
         bound, above = self.loss.ratio_clip_c, 1.0 + self.loss.ratio_clip_max

@@ -85,8 +85,12 @@ class Gsm8kConfig(EnvironmentConfig):
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
-        if (self.train_path is None) == (self.dataset is None):
-            raise ValueError("give either train_path (a JSONL or Parquet file) or dataset (a Hugging Face name)")
+        files = self.train_path is not None or self.validation_path is not None
+        if (not files and self.dataset is None) or (self.train_path is not None and self.dataset is not None):
+            raise ValueError(
+                "give either train_path (a JSONL or Parquet file) or dataset (a Hugging Face name); to evaluate, "
+                "validation_path alone is enough"
+            )
         if self.dataset is not None and self.validation_path is not None:
             raise ValueError("validation_path goes with train_path; with dataset, use validation_split")
         return self
@@ -137,6 +141,30 @@ class DatasetConfig(EnvironmentConfig):
         description="how answers are judged: not at all (for sft), the whole text, or by math-verify, where the gold "
         "answer may be text with #### before the result",
     )
+    reward: str | None = Field(
+        None, description="instead of `check`: your own function as an import path, such as my_rewards:score"
+    )
+    reward_timeout: Annotated[float, Field(gt=0.0)] | None = Field(
+        60.0,
+        description="seconds for an answer, for all of a step where the function takes all; the function runs in a "
+        "process of its own, which is then ended. null: in this process, where nothing can end it",
+    )
+    reward_concurrency: PositiveInt = Field(16, description="calls of an async function that are awaited together")
+    max_reward_failures: Annotated[float, Field(ge=0.0, le=1.0)] = Field(
+        0.1, description="share of a step's answers that may have no reward because the function failed"
+    )
+    failed_reward: Annotated[float, Field(allow_inf_nan=False)] = Field(0.0, description="what such an answer gets")
+
+    @property
+    def judges(self) -> bool:
+        """Whether answers have a reward."""
+        return self.check != "none" or self.reward is not None
+
+    @model_validator(mode="after")
+    def _one_judge(self) -> Self:
+        if self.check != "none" and self.reward is not None:
+            raise ValueError(f"reward ({self.reward}) and check ({self.check}) both judge answers: give one of them")
+        return self
 
     @property
     def unseen_by_training(self) -> frozenset[str]:
@@ -145,4 +173,6 @@ class DatasetConfig(EnvironmentConfig):
         `max_validation_samples` counts all the same: prompts of those rows are left out of training.
         """
         drawn = self.validation_path is None and self.validation_split is None
-        return frozenset({"environment.check"} | (set() if drawn else {"environment.validation_fraction", "seed"}))
+        judging = {"check", "reward", "reward_timeout", "reward_concurrency", "max_reward_failures", "failed_reward"}
+        drawing = set() if drawn else {"environment.validation_fraction", "seed"}
+        return frozenset({f"environment.{key}" for key in judging} | drawing)

@@ -11,11 +11,11 @@ from functools import reduce
 from operator import or_
 from typing import Any, Literal
 
-from pydantic import Field, create_model
+from pydantic import ConfigDict, Field, create_model
 
 from rlframework.config.base import Section
 from rlframework.config.narrow import OPEN_SECTIONS, narrow_policy
-from rlframework.config.sections import RunConfig
+from rlframework.config.sections import EnvironmentConfig, RunConfig
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
@@ -37,6 +37,9 @@ def run_schema(sections: Mapping[str, Models], backends: Models) -> dict[str, An
         for section, models in sections.items()
         if models
     }
+    if "environment" in fields:
+        models, info = fields["environment"]
+        fields["environment"] = (models | _OwnEnvironment, info)
     policy = narrow_policy(backends)
     fields["policy"] = (policy, Field(None, description=policy.__doc__))
     model = create_model("RunConfig", __base__=RunConfig, **fields)
@@ -45,6 +48,14 @@ def run_schema(sections: Mapping[str, Models], backends: Models) -> dict[str, An
     definitions = {**schema.pop("$defs"), _INTERPOLATION: {"type": "string", "pattern": r"\$\{"}}
     head = {"$schema": DIALECT, "title": "rlframework", "description": "A run of rlframework."}
     return {**schema, **head, "$defs": definitions}
+
+
+class _OwnEnvironment(EnvironmentConfig):
+    """Your own class by its import path; its further keys are those of its `config_model`."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: str = Field(pattern=":", description="module:Class")
 
 
 def _any_of(models: Models) -> Any:

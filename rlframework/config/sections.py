@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeInt, PositiveInt, SerializeAsAny
 
 from rlframework.config.base import Section
+from rlframework.config.observers import MlflowConfig, WandbConfig
 from rlframework.config.policy import PolicyConfig
 
 Seconds = Annotated[float, Field(gt=0.0)]
@@ -85,6 +86,8 @@ class ObserversConfig(Section):
     tensorboard: bool = True
     curve: bool = Field(True, description="a picture of reward and accuracy at the end")
     samples: NonNegativeInt = Field(4, description="completions with rewards kept at each step")
+    wandb: WandbConfig | Literal[False] = Field(False, description="a section switches it on; `{}` for its defaults")
+    mlflow: MlflowConfig | Literal[False] = Field(False, description="a section switches it on; `{}` for its defaults")
 
 
 class RecordingConfig(Section):
@@ -95,6 +98,19 @@ class RecordingConfig(Section):
 
     steps: tuple[PositiveInt, ...] = Field((), description="these steps, counted from 1")
     every: NonNegativeInt = Field(0, description="and each step that is a multiple of this; 0: no others")
+
+
+class CheckpointsConfig(Section):
+    """What `rlframework train --resume` goes on from, in `output_dir/checkpoints`."""
+
+    every: NonNegativeInt = Field(0, description="steps between checkpoints; 0: none but when the run is told to stop")
+    keep_last: PositiveInt = Field(2, description="of the newest")
+    keep_best: NonNegativeInt = Field(0, description="besides, of those with the best `metric` at their step")
+    metric: str = "validation/accuracy"
+    best: Literal["highest", "lowest"] = "highest"
+    on_interrupt: bool = Field(
+        True, description="Ctrl-C and SIGTERM end the step and write a checkpoint first, where the backend can"
+    )
 
 
 class RunConfig(Section):
@@ -110,4 +126,5 @@ class RunConfig(Section):
     generation: SerializeAsAny[GenerationConfig] = GenerationConfig()
     worker_group: SerializeAsAny[WorkerGroupConfig] = WorkerGroupConfig()
     observers: ObserversConfig = ObserversConfig()
+    checkpoints: CheckpointsConfig = CheckpointsConfig()
     recording: RecordingConfig = RecordingConfig()

@@ -19,6 +19,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rlframework.conformance.rules import Suite
     from rlframework.conformance.suites.data_processor import DataProcessorSuite
     from rlframework.conformance.suites.environment import EnvironmentSuite
     from rlframework.conformance.suites.generation import GenerationEngineSuite
@@ -33,22 +34,28 @@ __all__ = [
     "WorkerGroupSuite",
 ]
 
-_MODULES = {
-    "DataProcessorSuite": "data_processor",
-    "EnvironmentSuite": "environment",
-    "GenerationEngineSuite": "generation",
-    "PolicyWorkerSuite": "policy_worker",
-    "WorkerGroupSuite": "worker_group",
+SUITES = {
+    "policy_worker": ("policy_worker", "PolicyWorkerSuite"),
+    "data_processor": ("data_processor", "DataProcessorSuite"),
+    "worker_group": ("worker_group", "WorkerGroupSuite"),
+    "generation_engine": ("generation", "GenerationEngineSuite"),
+    "environment": ("environment", "EnvironmentSuite"),
 }
-"""The suites and where they are: one for each kind of part that a plugin can bring, algorithms apart."""
+"""Kind of part to its suite, as module and class: all kinds that a plugin can bring, algorithms apart."""
+
+
+def suite_of(kind: str) -> type[Suite]:
+    """The suite of a kind of part."""
+    suite: type[Suite] = getattr(import_module(__name__), SUITES[kind][1])
+    return suite
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.suites.{_MODULES[name]}"), name)
-    globals()[name] = value
-    return value
+    for module, suite in SUITES.values():
+        if name == suite:
+            globals()[name] = getattr(import_module(f"{__name__}.suites.{module}"), name)
+            return globals()[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -70,7 +70,7 @@ class Bench:
         self._note(measure.norm(quantity, got, expected, tolerance, floor))
 
     def exact(self, quantity: str, got: Tensor, expected: Tensor) -> None:
-        """Bit for bit."""
+        """Equal in value, without any tolerance, and in dtype."""
         self._note(measure.exact(quantity, got, expected))
 
     def tensors(

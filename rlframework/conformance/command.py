@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,10 +18,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlframework import conformance
 from rlframework.config.yaml_text import parse_value
+from rlframework.conformance import SUITES, suite_of
 from rlframework.conformance.choosing import layouts_of
 from rlframework.conformance.layouts import Layout, declared_layouts
+from rlframework.conformance.sections import section_of
 from rlframework.errors import ConfigError, UserError
 from rlframework.files import check_writable, write_atomically
 from rlframework.plugins.manager import PluginManager, Registered, create_manager
@@ -29,15 +31,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from rlframework.conformance.rules import Suite
-
-SUITES: Mapping[str, str] = {
-    "policy_worker": "PolicyWorkerSuite",
-    "data_processor": "DataProcessorSuite",
-    "worker_group": "WorkerGroupSuite",
-    "generation_engine": "GenerationEngineSuite",
-    "environment": "EnvironmentSuite",
-}
-"""Kind of record to its suite."""
 
 _INI = """[pytest]
 python_files = test_conformance.py
@@ -84,17 +77,25 @@ def run(request: Request) -> int:
         (folder / "pytest.ini").write_text(_INI, encoding="utf-8")
         module = folder / "test_conformance.py"
         module.write_text(module_text(parts, section, mutants=request.mutants), encoding="utf-8")
-        report = Path(request.json or folder / "report.json").absolute()
-        code = _pytest(_arguments(request, parts, folder, module, report))
-        if not report.exists():
-            return code  # pytest could not start, and has said why
-        if request.markdown:
-            from rlframework.conformance.table import markdown_of
-
-            write_atomically(request.markdown, markdown_of([report]))
-        for path in filter(None, (request.json, request.markdown)):
-            print(f"written to {path}")
+        report = folder / "report.json"
+        code = _pytest(_arguments(request, parts, section, module, report))
+        _write(request, report)
     return code
+
+
+def _write(request: Request, report: Path) -> None:
+    """What was asked for, from the `report` of this run: without one, what lies there from before is left alone."""
+    if request.json and report.exists():
+        write_atomically(request.json, report.read_bytes())
+    if request.markdown and report.exists():
+        from rlframework.conformance.table import markdown_of
+
+        write_atomically(request.markdown, markdown_of([report]))
+    for path in filter(None, (request.json, request.markdown)):
+        if report.exists():
+            print(f"written to {path}")
+        else:  # pytest could not start, and has said why
+            print(f"{path} is not written: there are no verdicts", file=sys.stderr)
 
 
 def table_of_tests(request: Request) -> Table:
@@ -121,13 +122,18 @@ def table_of_tests(request: Request) -> Table:
 
 def find_parts(request: Request, manager: PluginManager) -> list[Part]:
     """The parts called `request.backend` of all kinds that have a suite; a `UserError` where there is none."""
+    if request.workers is not None and request.layouts:
+        raise ConfigError("give either --workers or --layout: a layout says how many workers it takes")
     found = [manager.select(kind, request.backend) for kind in SUITES if _is_known(manager, kind, request.backend)]
     if not found:
         raise ConfigError(_unknown(request.backend, manager))
     parts = []
     for registered in found:
-        suite = _suite(registered.record.kind)
+        suite = suite_of(registered.record.kind)
         parts.append(Part(registered, suite, _layouts(request, registered) if suite.layouts else [Layout()]))
+    if (request.workers is not None or request.layouts) and not any(part.suite.layouts for part in parts):
+        kinds = " and ".join(part.registered.record.kind.replace("_", " ") for part in parts)
+        raise ConfigError(f"--workers and --layout have no effect on the {kinds} {request.backend!r}: leave them out")
     return parts
 
 
@@ -148,17 +154,10 @@ def _unknown(name: str, manager: PluginManager) -> str:
     return f"there is no part {name!r} with a conformance suite.{hint} Installed are {listed}"
 
 
-def _suite(kind: str) -> type[Suite]:
-    suite: type[Suite] = getattr(conformance, SUITES[kind])
-    return suite
-
-
 def _layouts(request: Request, registered: Registered) -> list[Layout]:
     record = registered.record
     if request.workers is None:
         return layouts_of(record, request.layouts or ["all"])
-    if request.layouts:
-        raise ConfigError("give either --workers or --layout: a layout says how many workers it takes")
     found = [layout for layout in declared_layouts(record) if layout.workers == request.workers]
     if not found:
         known = ", ".join(f"'{layout}'" for layout in declared_layouts(record))
@@ -201,8 +200,13 @@ def _class_name(part: Part) -> str:
 
 def _check(request: Request, parts: Sequence[Part], section: Mapping[str, Any]) -> None:
     """Everything that can be told before pytest starts."""
-    for path in filter(None, (request.json, request.markdown)):
-        check_writable(Path(path).absolute().parent)
+    _check_files(request)
+    given = {"--workers": request.workers, "--layout": request.layouts}
+    given |= {"--json": request.json, "--markdown": request.markdown}
+    if request.mutants and (wrong := [name for name, value in given.items() if value]):
+        raise ConfigError(
+            f"{' and '.join(wrong)} cannot go with --mutants: each mutant has its own layout, and the proof no verdicts"
+        )
     if request.device not in ("cpu", "cuda"):
         raise ConfigError(f"--device is cpu or cuda, not {request.device!r}")
     if request.device == "cuda" and not import_module("torch").cuda.is_available():
@@ -210,10 +214,18 @@ def _check(request: Request, parts: Sequence[Part], section: Mapping[str, Any]) 
     for test in request.tests:
         _check_test(test, request, parts)
     for part in parts:
-        if part.registered.record.kind == "environment":
-            from rlframework.conformance.suites.environment import section_of
+        section_of(part.registered.record, section)
 
-            section_of(part.registered.record, section)
+
+def _check_files(request: Request) -> None:
+    for option, path in (("--json", request.json), ("--markdown", request.markdown)):
+        folder = Path(path or ".").absolute().parent
+        if path and not folder.is_dir():
+            raise ConfigError(f"{option} {path}: there is no folder {folder}; make it first")
+        if path and Path(path).is_dir():
+            raise ConfigError(f"{option} {path}: it is a folder; name a file in it")
+        if path:
+            check_writable(folder)
 
 
 def _check_test(test: str, request: Request, parts: Sequence[Part]) -> None:
@@ -231,13 +243,32 @@ def _has(part: Part, test: str, device: str) -> bool:
     return any(test in part.suite.expected(part.registered.record, layout, device) for layout in part.layouts)
 
 
-def _arguments(request: Request, parts: Sequence[Part], folder: Path, module: Path, report: Path) -> list[str]:
-    chosen = [
-        f"{module}::{_class_name(part)}::{test}"
-        for test in request.tests
-        for part in parts
-        if _has(part, test, request.device)
-    ]
+def _chosen(request: Request, parts: Sequence[Part], section: Mapping[str, Any]) -> list[str]:
+    """The tests of `--test`, each as `class::test`; with `--mutants` the mutants that name them."""
+    if not request.mutants:
+        return [
+            f"{_class_name(part)}::{test}"
+            for test in request.tests
+            for part in parts
+            if _has(part, test, request.device)
+        ]
+    from rlframework.conformance.mutants.proof import MutantProof, case_id
+
+    found = []
+    for part in parts if request.tests else ():
+        record = part.registered.record
+        proof: type[MutantProof] = type("Proof", (MutantProof,), {"kind": record.kind, "section": section})
+        cases = [case_id(mutant, test) for mutant, test in proof.cases(record, request.device) if test in request.tests]
+        found += [f"{_class_name(part)}::test_mutant_is_caught[{case}]" for case in cases]
+    if request.tests and not found:
+        raise ConfigError(f"--test: no mutant that breaks {request.backend!r} here names {', '.join(request.tests)}")
+    return found
+
+
+def _arguments(
+    request: Request, parts: Sequence[Part], section: Mapping[str, Any], module: Path, report: Path
+) -> list[str]:
+    folder, chosen = module.parent, [f"{module}::{found}" for found in _chosen(request, parts, section)]
     layouts = dict.fromkeys(str(layout) for part in parts if part.suite.layouts for layout in part.layouts)
     return [
         *(chosen or [str(module)]),

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 from rlframework.errors import ConfigError
-from rlframework.plugins.types import Capability, Record
+from rlframework.plugins.types import CAPABILITY_OF_AXIS, Capability, Record
 
 AXES = ("data", "tensor", "context", "pipeline", "expert")
 
@@ -50,17 +50,19 @@ class Layout:
         """The section `policy.parallelism`."""
         return {name: value for name, value in asdict(self).items() if name != "data"}
 
+    @property
+    def capabilities(self) -> frozenset[Capability]:
+        """What a backend must declare to be split so."""
+        axes = [axis for axis in AXES if getattr(self, axis) > 1] + ["sequence"] * self.sequence
+        return frozenset(CAPABILITY_OF_AXIS[axis] for axis in axes)
+
     def __str__(self) -> str:
         sizes = {axis: getattr(self, axis) for axis in AXES}
         named = [f"{axis}={size}" for axis, size in sizes.items() if size > 1] + ["sequence"] * self.sequence
         return ",".join(named) or "data=1"
 
 
-_SPLITS = {
-    "tensor": Capability.TENSOR_PARALLEL,
-    "context": Capability.CONTEXT_PARALLEL,
-    "pipeline": Capability.PIPELINE_PARALLEL,
-}
+_SPLITS = ("tensor", "context", "pipeline")
 
 
 def declared_layouts(record: Record) -> list[Layout]:
@@ -73,7 +75,7 @@ def _declared(declared: frozenset[Capability]) -> Iterator[Layout]:
     several = Capability.DATA_PARALLEL in declared
     if several:
         yield Layout(data=2)
-    splits = [axis for axis, capability in _SPLITS.items() if capability in declared]
+    splits = [axis for axis in _SPLITS if CAPABILITY_OF_AXIS[axis] in declared]
     for axis in splits:
         yield Layout(**{axis: 2})  # type: ignore[arg-type]
     if "tensor" in splits and Capability.SEQUENCE_PARALLEL in declared:

@@ -1,7 +1,8 @@
 """Comparing a number with the one that is right: what was measured, and a failure that shows both.
 
 Errors are relative: `values` element by element to max(1, |expected|), `norm` by the L2 norms of whole tensors,
-`scalar` to |expected|. `exact` asks for equal bits. A NaN or an infinity that is not expected is an error of infinity.
+`scalar` to |expected|. `exact` asks for equal values. A NaN or an infinity that is not expected is an error of
+infinity.
 """
 
 from __future__ import annotations
@@ -76,8 +77,12 @@ def norm(quantity: str, got: Tensor, expected: Tensor, tolerance: float, floor: 
 
 
 def whole(quantity: str, got: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float) -> Measurement:
-    """All tensors as one vector."""
+    """All tensors as one vector; names and shapes must be the same, and an expectation of nothing is a failure."""
     require_names(quantity, got, expected)
+    if not any(tensor.numel() for tensor in expected.values()):
+        raise ConformanceFailure(f"{quantity}: there is nothing to compare, no tensor with an element is expected")
+    for name, tensor in expected.items():
+        require_shape(f"{quantity}: {name}", got[name], tensor)
     squares = sum(float((got[name].double() - expected[name].double()).square().sum()) for name in expected)
     total = sum(float(tensor.double().square().sum()) for tensor in expected.values())
     size = sum(float(tensor.double().square().sum()) for tensor in got.values())
@@ -86,7 +91,7 @@ def whole(quantity: str, got: Mapping[str, Tensor], expected: Mapping[str, Tenso
 
 
 def exact(quantity: str, got: Tensor, expected: Tensor) -> Measurement:
-    """Equal, bit for bit (two NaN are equal), in dtype too."""
+    """Equal in value, without any tolerance (two NaN are equal, and so are 0.0 and -0.0), and in dtype."""
     import torch
 
     require_shape(quantity, got, expected)
@@ -117,7 +122,7 @@ def require_names(quantity: str, got: Mapping[str, Any], expected: Mapping[str, 
 def describe(measurement: Measurement, contract: int, who: str) -> str:
     """The text of a failure: both numbers, the tolerance and the contract."""
     place = f" at {measurement.place}" if measurement.place else ""
-    allowed = "equal bits" if measurement.tolerance == 0 else f"{measurement.tolerance:.3g}"
+    allowed = "equal values" if measurement.tolerance == 0 else f"{measurement.tolerance:.3g}"
     return (
         f"{measurement.quantity} is wrong{place}\n"
         f"  got       {measurement.got:.9g}  ({who})\n"

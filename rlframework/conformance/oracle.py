@@ -79,6 +79,11 @@ class Oracle:
             logs = self._distributions(batch, self.temperature if temperature is None else temperature)
             return torch.nn.functional.pad(-(logs.exp() * logs).sum(-1), (1, 0)) * _real(batch)
 
+    def likeliest(self, batch: Batch) -> Tensor:
+        """`[B, S]` int64: entry i is the token that is likeliest after those before i; 0 at position 0."""
+        with torch.no_grad():
+            return torch.nn.functional.pad(self._distributions(batch, 1.0).argmax(-1), (1, 0))
+
     def _distributions(self, batch: Batch, temperature: float) -> Tensor:
         """`[B, S - 1, V]`: log-softmax of the logits that predict positions 1 to S - 1."""
         logits = self.model(input_ids=batch["input_ids"], attention_mask=_real(batch).long(), use_cache=False).logits

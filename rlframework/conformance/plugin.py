@@ -6,21 +6,21 @@ failure, a known failure must fail as its record says, and what did not run make
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Callable, Iterator
-from inspect import getattr_static
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from rlframework.conformance.choosing import layouts_of
 from rlframework.conformance.layouts import Layout
-from rlframework.conformance.rules import SETTINGS, Suite
-from rlframework.errors import ConfigError, PluginError
+from rlframework.conformance.rules import Suite, changed_since_sealed
+from rlframework.errors import ConfigError, PluginError, UserError
+from rlframework.files import check_writable
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from rlframework.conformance.bench import Bench
     from rlframework.conformance.mutants.proof import MutantProof
     from rlframework.conformance.report import Subject, Verdict
@@ -48,8 +48,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Nothing is planned yet."""
+    """Nothing is planned yet; a report that could not be written is told before the run, and not after it."""
     config.stash[PLANNED] = {}
+    if path := config.getoption("--conformance-json"):
+        try:
+            check_writable(Path(path).absolute().parent)
+        except UserError as error:
+            raise pytest.UsageError(f"--conformance-json: {error}") from error
 
 
 def manager_of(config: pytest.Config) -> PluginManager:
@@ -93,16 +98,15 @@ def _registered(config: pytest.Config, suite: type[Suite] | type[MutantProof]) -
 
 
 def _subject(item: Any) -> Subject:
+    return _subject_of(item.config, item.cls, item.callspec.params["layout"], item.path)
+
+
+def _subject_of(config: pytest.Config, suite: type[Suite], layout: Layout, path: Path) -> Subject:
     from rlframework.conformance.report import Subject
 
-    suite = item.cls
-    return Subject.of(
-        suite,
-        _registered(item.config, suite),
-        item.callspec.params["layout"],
-        item.config.getoption("--conformance-device"),
-        f"{item.path.name}::{suite.__qualname__}",
-    )
+    device = config.getoption("--conformance-device")
+    where = f"{path.name}::{suite.__qualname__}"
+    return Subject.of(suite, _registered(config, suite), layout, device, where)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -112,29 +116,48 @@ def pytest_pycollect_makeitem(collector: Any, name: str, obj: object) -> list[py
         return []
     if isinstance(obj, type) and issubclass(obj, Suite) and obj.backend:
         _require_whole(obj)
+        _require_collected(collector, obj)
     return None
 
 
 def _require_whole(suite: type[Suite]) -> None:
     """What `rules` refuses when a class is made must not have been done to it since."""
-    sealed = next((base for base in suite.__mro__ if base.__dict__.get("_sealed")), Suite)
     for name in ("__init__", "__new__", "__test__"):
         if getattr(suite, name, None) is not getattr(Suite, name, None):
             raise pytest.Collector.CollectError(
                 f"{suite.__qualname__} sets {name}, so pytest would not run it: take it out"
             )
-    for name in dir(sealed):
-        own = name in SETTINGS or name.startswith("__")
-        if not own and getattr_static(suite, name, None) is not getattr_static(sealed, name):
-            raise pytest.Collector.CollectError(f"{suite.__qualname__}.{name} was changed: run the suite as it is")
+    if changed := changed_since_sealed(suite):
+        names = ", ".join(f"{suite.__qualname__}.{name}" for name in changed)
+        raise pytest.Collector.CollectError(f"{names} was changed: run the suite as it is")
+
+
+def _require_collected(collector: Any, suite: type[Suite]) -> None:
+    """Names that pytest, or the caller's configuration of it, would pass over; a base of other classes may have one."""
+    names = [name for name, value in vars(collector.obj).items() if value is suite]
+    if not any(map(collector.classnamefilter, names)) and not suite.__subclasses__():
+        raise pytest.Collector.CollectError(
+            f"{suite.__qualname__} runs a conformance suite, and pytest does not look at classes of that name: rename "
+            f"it, to Test{suite.__name__} (or see python_classes in the pytest configuration)"
+        )
+    if passed_over := [test for test in suite.tests() if not collector.funcnamefilter(test)]:
+        raise pytest.Collector.CollectError(
+            f"{suite.__qualname__}: python_functions in the pytest configuration passes over {passed_over[0]} and "
+            f"{len(passed_over) - 1} more tests of the suite: add test_*"
+        )
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Each test of a suite once a layout, and that of a proof once a mutant and test."""
-    if "mutant_case" in metafunc.fixturenames:
+    """Each test of a suite once a layout, and that of a proof once a mutant and test.
+
+    What should have results is planned here, from the class, so that whoever takes tests out later is found out.
+    """
+    if "mutant_case" in metafunc.fixturenames and _is_proof(metafunc.cls):
+        from rlframework.conformance.mutants.proof import case_id
+
         device = metafunc.config.getoption("--conformance-device")
         cases = metafunc.cls.cases(_registered(metafunc.config, metafunc.cls).record, device)
-        metafunc.parametrize("mutant_case", cases, ids=[f"{mutant.name}-{test}" for mutant, test in cases])
+        metafunc.parametrize("mutant_case", cases, ids=[case_id(mutant, test) for mutant, test in cases])
         return
     suite = _suite_of(metafunc)
     if suite is None or "layout" not in metafunc.fixturenames:
@@ -146,20 +169,28 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             layouts = layouts_of(registered.record, metafunc.config.getoption("--conformance-layout"))
         except ConfigError as error:
             raise pytest.Collector.CollectError(str(error)) from error
+    for layout in layouts:
+        subject = _subject_of(metafunc.config, suite, layout, metafunc.definition.path)
+        metafunc.config.stash[PLANNED][subject.to_json()] = None
     ids = [str(layout) if suite.layouts else registered.record.name for layout in layouts]
     metafunc.parametrize("layout", layouts, ids=ids, scope="class")
 
 
+def _is_proof(cls: Any) -> Any:
+    """Whether it is a `MutantProof`: others may have a fixture `mutant_case` of their own."""
+    if not isinstance(cls, type):
+        return False
+    from rlframework.conformance.mutants.proof import MutantProof
+
+    return issubclass(cls, MutantProof)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Take out the tests that do not apply: of what is not declared, or with nothing to test in the layout.
-
-    Before others choose among them, so that what those take out is missed.
-    """
+    """Take out the tests that do not apply: of what is not declared, or with nothing to test in the layout."""
     for item in filter(_is_of_suite, items):
         _require_own_bench(item)
     subjects = {id(item): _subject(item) for item in items if _is_of_suite(item)}
-    config.stash[PLANNED].update(dict.fromkeys(subject.to_json() for subject in subjects.values()))
     items[:] = [item for item in items if id(item) not in subjects or _name(item) in subjects[id(item)].expected]
 
 
@@ -181,6 +212,7 @@ def _require_own_bench(item: Any) -> None:
 def bench(request: pytest.FixtureRequest, layout: Layout, tmp_path: Path) -> Iterator[Bench]:
     """What a suite's test works with: see `rlframework.conformance.bench.Bench`."""
     suite, name = request.cls, request.node.originalname
+    _require_whole(suite)
     record = _registered(request.config, suite).record
     manager = manager_of(request.config)
     if record.py_executable is None:
@@ -260,9 +292,17 @@ def pytest_testnodedown(node: Any, error: Any) -> None:
 
 
 def _chosen_by_hand(config: pytest.Config) -> bool:
-    """Whether the command line itself asks for some tests only."""
-    options = ("keyword", "markexpr", "deselect", "lf", "stepwise", "collectonly")
-    return any(getattr(config.option, name, None) for name in options) or any("::" in word for word in config.args)
+    """Whether the command line itself asks for some tests only; `addopts` and `testpaths` of a file do not count."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in ("-k", "-m", "--deselect"):
+        parser.add_argument(name, dest="chosen", action="append")
+    for names in (("--lf", "--last-failed"), ("--sw", "--stepwise"), ("--sw-skip", "--stepwise-skip")):
+        parser.add_argument(*names, dest="fewer", action="store_true")
+    parser.add_argument("--co", "--collect-only", "--collectonly", dest="fewer", action="store_true")
+    for flag in "qvsxl":  # they may stand before a letter that matters, as in -xk
+        parser.add_argument(f"-{flag}", action="count")
+    found, others = parser.parse_known_args([str(word) for word in config.invocation_params.args])
+    return bool(found.fewer or any(found.chosen or ()) or any("::" in word for word in others))
 
 
 def _verdicts(config: pytest.Config) -> list[Verdict]:

@@ -1,6 +1,7 @@
 """Policies for the suites and for parity: a backend on a model, split as a layout says, without the rest of a run.
 
-One worker runs in this process, several in processes of their own (`worker_group.name=processes`).
+One worker runs in this process, several in processes of their own (`worker_group.name=processes`, or `ray` where the
+backend needs another Python).
 """
 
 from __future__ import annotations
@@ -45,13 +46,17 @@ def run_config(
     generation: Mapping[str, Any] | None = None,
     deadlines: Mapping[str, float] | None = None,
     num_workers: int | None = None,
+    apart: bool = False,
     **keys: Any,
 ) -> RunConfig:
     """A checked configuration with `keys` of the section `policy`, over `DEFAULTS`; only its policy is ever used.
 
-    `num_workers`: those of `layout` where it is not given.
+    `num_workers`: those of `layout` where it is not given. `apart`: a single worker has a process of its own too.
     """
     workers = num_workers or layout.workers
+    group = "inline" if workers == 1 and not apart else "processes"
+    if manager.select("policy_worker", backend).record.py_executable is not None:
+        group = "ray"  # which alone can give a worker a Python of its own
     source: dict[str, Any] = {
         "output_dir": str(folder / "unused"),
         "device": device,
@@ -66,7 +71,7 @@ def run_config(
             **keys,
         },
         "worker_group": {
-            "name": "inline" if workers == 1 else "processes",
+            "name": group,
             "num_workers": workers,
             "deadlines": dict(deadlines or DEADLINES),
         },
@@ -93,6 +98,10 @@ class InspectedPolicy(Policy):
             part=None,
             fingerprint=None,
         )
+
+    def everywhere(self, method: str, **kwargs: Any) -> list[Any]:
+        """What `method` of the worker returns on each rank."""
+        return self._everywhere(method, **kwargs)
 
     def inspect(self, function: str, **kwargs: Any) -> list[Any]:
         """What `module:function` returns for the worker itself, on each rank."""

@@ -39,7 +39,10 @@ _WORDS = {"passed": "passed", "failed": "failed", "error": "error", "known_failu
 
 @dataclass(frozen=True)
 class Subject:
-    """What one verdict is about: a part, as the class `where` tests it, in a layout, and what it must pass."""
+    """What one verdict is about: a part, as the class `where` tests it, in a layout, and what it must pass.
+
+    `tested` are those of its `capabilities` that a test needs, or the layout itself uses.
+    """
 
     suite: str
     kind: str
@@ -52,6 +55,7 @@ class Subject:
     capabilities: tuple[str, ...] = ()
     expected: tuple[str, ...] = ()
     undeclared: tuple[str, ...] = ()
+    tested: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, suite: type[Suite], registered: Registered, layout: Layout, device: str, where: str) -> Subject:
@@ -69,6 +73,7 @@ class Subject:
             capabilities=tuple(sorted(str(capability) for capability in record.capabilities)),
             expected=tuple(suite.expected(record, layout, device)),
             undeclared=tuple(suite.undeclared(record)),
+            tested=tuple(sorted(map(str, suite.uses(record, layout, device)))),
         )
 
     @classmethod
@@ -111,12 +116,13 @@ class Result:
 # -- results -----------------------------------------------------------------------------------------------------------
 
 
-def plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON has no infinity and no NaN: these become text."""
-    return {
-        key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in values.items()
-    }
+def plain(value: Any) -> Any:
+    """JSON has no infinity and no NaN: wherever they are in `value`, they become text."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def results_in(stats: Mapping[str, Sequence[Any]]) -> list[Result]:
@@ -135,10 +141,14 @@ def results_in(stats: Mapping[str, Sequence[Any]]) -> list[Result]:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What all results of one subject come to; one result for each test, the worst that there was."""
+    """What all results of one subject come to; one result for each test, the worst that there was.
+
+    `untested`: capabilities that the part declares and that nothing in the whole run looked at, in no layout.
+    """
 
     subject: Subject
     results: Sequence[Result] = field(default_factory=tuple)
+    untested: Sequence[str] = ()
 
     @property
     def missing(self) -> list[str]:
@@ -164,7 +174,8 @@ class Verdict:
             return f"INCOMPLETE ({len(self.missing)} of {_tests(len(self.subject.expected))} did not run)"
         on_cpu = " (cpu)" if self.subject.kind in OF_DEVICES and self.subject.device == "cpu" else ""
         known = self.count("known_failure")
-        return f"CONFORMANT{on_cpu}" + (f" except {known} known failure{'s' * (known != 1)}" if known else "")
+        failures = f" except {known} known failure{'s' * (known != 1)}" if known else ""
+        return f"CONFORMANT{on_cpu}{failures}" + (f", untested: {', '.join(self.untested)}" if self.untested else "")
 
     @property
     def counts(self) -> str:
@@ -213,10 +224,27 @@ def verdicts_of(results: Iterable[Result], planned: Iterable[Subject] = ()) -> l
         if before is None or _WORST.index(result.outcome) > _WORST.index(before.outcome):
             before_measurements = before.measurements if before is not None else ()
             tests[result.test] = replace(result, measurements=result.measurements or before_measurements)
+    tested = _tested(subject for subject, tests in found.items() if tests)
     return [
-        Verdict(subject, sorted(tests.values(), key=lambda result: _place(subject, result)))
+        Verdict(
+            subject,
+            sorted(tests.values(), key=lambda result: _place(subject, result)),
+            tuple(name for name in subject.capabilities if name not in tested.get(_part(subject), ())),
+        )
         for subject, tests in found.items()
     ]
+
+
+def _tested(ran: Iterable[Subject]) -> dict[tuple[str, ...], set[str]]:
+    """By part, what was looked at in any of its layouts: a line of one worker need not say that others split."""
+    tested: dict[tuple[str, ...], set[str]] = {}
+    for subject in ran:
+        tested.setdefault(_part(subject), set()).update(subject.tested)
+    return tested
+
+
+def _part(subject: Subject) -> tuple[str, ...]:
+    return subject.kind, subject.backend, subject.distribution, subject.version
 
 
 def _place(subject: Subject, result: Result) -> int:
@@ -243,13 +271,14 @@ def as_json(verdicts: Sequence[Verdict]) -> dict[str, Any]:
 
 def _verdict_json(verdict: Verdict) -> dict[str, Any]:
     subject = asdict(verdict.subject)
-    del subject["expected"], subject["where"]
+    del subject["expected"], subject["where"], subject["tested"]
     return {
         **subject,
         "verdict": verdict.word,
         "conformant": verdict.conformant,
         "counts": {outcome: verdict.count(outcome) for outcome in _WORST},
         "missing": verdict.missing,
+        "untested": verdict.untested,
         "seconds": round(sum(result.seconds for result in verdict.results), 1),
         "contracts": largest_errors(verdict.results),
         "tests": [

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from inspect import getattr_static
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from rlframework.conformance.contracts import CONTRACTS
@@ -55,11 +57,19 @@ def holds(contract: int, *needs: Capability, data_parallel: int = 1, gpu: bool =
     return mark
 
 
+_PARTS: set[type] = set()
+"""The sealed suites, and all that they were put together from."""
+_WHOLE: dict[type, Mapping[str, tuple[object, ...]]] = {}
+"""What each sealed suite was made of: see `changed_since_sealed`."""
+
+
 class _Sealing(type):
-    """Refuses what would change the tests of a sealed suite after it was made."""
+    """Refuses what would change the tests of a sealed suite, or of its parts, after it was made."""
 
     def __setattr__(cls, name: str, value: Any) -> None:
-        if getattr(cls, "_sealed", False) and name not in SETTINGS and hasattr(cls, name) and not _is_special(name):
+        is_part = cls in _PARTS
+        is_there = hasattr(cls, name) or (is_part and name.startswith("test_"))
+        if is_there and (is_part or getattr(cls, "_sealed", False)) and name not in SETTINGS and not _is_special(name):
             raise TypeError(f"{cls.__name__}.{name} is part of a conformance suite and cannot be replaced")
         super().__setattr__(name, value)
 
@@ -88,8 +98,7 @@ class Suite(metaclass=_Sealing):
             if suite.__dict__.get("_sealed"):
                 _refuse_changes(cls, suite)
         if sealed:
-            _require_marks(cls)
-            type.__setattr__(cls, "_sealed", True)
+            _seal(cls)
 
     @classmethod
     def tests(cls) -> dict[str, Requirement]:
@@ -110,6 +119,16 @@ class Suite(metaclass=_Sealing):
     def undeclared(cls, record: Record) -> list[str]:
         """Names of the tests of what `record` does not declare."""
         return [name for name, requirement in cls.tests().items() if not requirement.declared(record)]
+
+    @classmethod
+    def uses(cls, record: Record, layout: Layout, device: str) -> frozenset[Capability]:
+        """The capabilities of `record` that are put to use with `layout` on `device`: by a test, or by the layout.
+
+        Not experts: the suites have no mixture-of-experts model, so that axis of a layout splits nothing.
+        """
+        tests, used = cls.tests(), layout.capabilities - {Capability.EXPERT_PARALLEL}
+        needed = [tests[name].capabilities for name in cls.expected(record, layout, device)]
+        return record.capabilities & used.union(*needed)
 
     @classmethod
     def open_bench(
@@ -138,6 +157,33 @@ def _marked(suite: type) -> Iterator[tuple[str, Requirement]]:
             if name not in seen and (requirement := getattr(value, "requirement", None)) is not None:
                 seen.add(name)
                 yield name, requirement
+
+
+def _seal(cls: type[Suite]) -> None:
+    _require_marks(cls)
+    type.__setattr__(cls, "_sealed", True)
+    _PARTS.update(part for part in cls.__mro__ if issubclass(part, Suite))
+    names = [name for name in dir(cls) if name not in SETTINGS and not _is_special(name)]
+    _WHOLE[cls] = MappingProxyType({name: _contents(cls, name) for name in names})
+
+
+def _contents(cls: type, name: str) -> tuple[object, ...]:
+    """What `name` is, and for a function what it does and needs: neither may be exchanged within it."""
+    value = getattr_static(cls, name, None)
+    function = getattr(value, "__func__", value)
+    return value, getattr(function, "__code__", None), getattr(function, "requirement", None)
+
+
+def changed_since_sealed(suite: type[Suite]) -> list[str]:
+    """Names in `suite` that are not what they were when it was sealed, however that was done."""
+    sealed = next((base for base in suite.__mro__ if base in _WHOLE), None)
+    if sealed is None:
+        return []
+    return [
+        name
+        for name, before in _WHOLE[sealed].items()
+        if any(now is not then for now, then in zip(_contents(suite, name), before, strict=True))
+    ]
 
 
 def _require_marks(cls: type) -> None:

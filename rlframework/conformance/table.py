@@ -20,17 +20,8 @@ from rlframework.files import write_atomically
 from rlframework.plugins.types import Capability
 
 Row = Sequence[str]
-_ERRORS = (
-    "backend",
-    "layout",
-    "device",
-    "measured",
-    "largest (allowed)",
-    "nearest to its limit (allowed)",
-    "which is",
-)
 _MEANING = """For each contract, how far the numbers were from those of the oracle, or from what was worked out by hand:
-the largest error, and the one that took most of what it is allowed. `0` is equal, bit for bit."""
+the largest error, and the one that took most of what it is allowed. `0` is equal in value."""
 
 
 def markdown_of(paths: Sequence[str | Path]) -> str:
@@ -92,13 +83,25 @@ def _who(verdict: Mapping[str, Any]) -> tuple[str, str, str, str]:
 
 
 def _capabilities(verdicts: Iterable[Mapping[str, Any]]) -> str:
-    """Backends across, capabilities down; only backends of kinds that have capabilities at all."""
-    declared = {verdict["backend"]: set(verdict["capabilities"]) for verdict in verdicts if verdict["capabilities"]}
+    """Parts across, capabilities down; only parts that declare any. Tested is what was, in any of the reports."""
+    declared: dict[str, set[str]] = {}
+    tested: dict[str, set[str]] = {}
+    for verdict in verdicts:
+        if capabilities := set(verdict["capabilities"]):
+            part = f"{verdict['backend']}, {verdict['kind'].replace('_', ' ')}"
+            declared.setdefault(part, set()).update(capabilities)
+            tested.setdefault(part, set()).update(capabilities.difference(verdict["untested"]))
     rows = [
-        (str(capability).replace("_", " "), *("yes" if capability in found else "no" for found in declared.values()))
+        (str(capability).replace("_", " "), *(_declares(capability, declared[part], tested[part]) for part in declared))
         for capability in Capability
     ]
     return _table(("capability", *declared), rows) if declared else ""
+
+
+def _declares(capability: Capability, declared: set[str], tested: set[str]) -> str:
+    if capability not in declared:
+        return "no"
+    return "yes" if capability in tested else "declared, untested"
 
 
 def _errors(verdicts: Sequence[Mapping[str, Any]]) -> Iterator[str]:

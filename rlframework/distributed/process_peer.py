@@ -176,7 +176,8 @@ def serve(link: connection.Connection, surroundings: Surroundings) -> None:
     os.setpgid(0, 0)  # processes that the worker starts are ended with it
     _die_with_server()
     threading.Thread(target=_die_with_driver, name="driver-watch", daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver, which ends these
+    for told in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C and a job's end are for the driver, which ends these
+        signal.signal(told, signal.SIG_IGN)
     os.environ.clear()
     os.environ.update(surroundings.environment)
     os.chdir(surroundings.folder)

@@ -20,6 +20,7 @@ from rlframework.data.loader import shuffled
 from rlframework.data.sources.opening import is_local, open_rows
 from rlframework.data.sources.rows import Rows
 from rlframework.environments.math_answers import is_comparable, same_answer
+from rlframework.environments.own import OwnReward
 from rlframework.environments.verifiable import VerifiableEnvironment
 from rlframework.errors import DataError
 from rlframework.interfaces.environment import Message, Sample, Split, StepOutcome
@@ -77,7 +78,8 @@ class DatasetEnvironment(VerifiableEnvironment):
         self._config = config
         self._unanswered: list[int] = []
         train, validation = _open(config)
-        self.scores = config.check != "none"
+        self.scores = config.judges
+        self._reward = None if config.reward is None else OwnReward(config)
         if validation is None:
             kept, held_out = self._hold_out(train, seed)
             validation = train
@@ -102,17 +104,30 @@ class DatasetEnvironment(VerifiableEnvironment):
         return float(completion.strip() == sample.answer.strip())
 
     def step(self, samples: Sequence[Sample], conversations: Sequence[Sequence[Message]]) -> list[StepOutcome]:
-        """See `VerifiableEnvironment.step`; with `check: none` a `DataError`."""
+        """See `VerifiableEnvironment.step`; by the user's own function where there is one. A `DataError` without."""
         if not self.scores:
-            raise DataError("environment.check is none, so answers cannot be judged; set it to exact or math")
-        return super().step(samples, conversations)
+            raise DataError(
+                "environment.check is none, so answers cannot be judged; set it to exact or math, or set "
+                "environment.reward to a function of your own"
+            )
+        if self._reward is None:
+            return super().step(samples, conversations)
+        return self._reward.judge(samples, self.answers(samples, conversations))
+
+    def shutdown(self) -> None:
+        """End what runs the user's own function."""
+        if self._reward is not None:
+            self._reward.close()
 
     def _sample(self, rows: Rows, number: int) -> Sample:
-        where = rows.where(number)
-        conversation = conversation_of(rows[number], self._config.columns, where)
-        answer = self._gold(conversation, where) if self.scores else conversation.answer or ""
+        where, row = rows.where(number), rows[number]
+        conversation = conversation_of(row, self._config.columns, where)
+        own = self._reward is not None
+        answer = self._gold(conversation, where) if self.scores and not own else conversation.answer or ""
+        if own and not conversation.messages:
+            raise DataError(f"{where}: a text without a prompt cannot be judged; leave environment.reward out")
         messages = _with_texts(conversation.messages, self._config.system_prompt, self._config.instruction)
-        return Sample(rows.label(number), messages, answer, conversation.completion)
+        return Sample(rows.label(number), messages, answer, conversation.completion, row if own else {})
 
     def _gold(self, conversation: Conversation, where: str) -> str:
         """What answers are compared with: behind the last `####`, where there is one and `check` is math."""

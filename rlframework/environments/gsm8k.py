@@ -40,7 +40,7 @@ class Gsm8kEnvironment(VerifiableEnvironment):
         validation = validation[: config.max_validation_samples]
         held_out = {_normal(sample) for sample in validation}
         kept = [sample for sample in train if _normal(sample) not in held_out][: config.max_samples]
-        if not kept:
+        if train and not kept:
             raise DataError("environment gsm8k: no training sample is left; every question is also in validation")
         self._samples: dict[Split, list[Sample]] = {"train": kept, "validation": validation}
 
@@ -70,8 +70,8 @@ def _load(config: Gsm8kConfig) -> tuple[list[Sample], list[Sample] | None]:
         train = _from_dataset(config, config.dataset, config.train_split)
         split = config.validation_split
         return train, None if split is None else _from_dataset(config, config.dataset, split)
-    assert config.train_path is not None  # the configuration's own check
-    train = _samples(config, open_rows(config.train_path))
+    # without training data there are answers to judge only: `rlframework evaluate`
+    train = [] if config.train_path is None else _samples(config, open_rows(config.train_path))
     return train, None if config.validation_path is None else _samples(config, open_rows(config.validation_path))
 
 

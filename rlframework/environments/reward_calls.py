@@ -7,6 +7,7 @@ functions are awaited in one event loop, which stays the same from call to call.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import math
 import numbers
 import traceback
@@ -60,9 +61,9 @@ class RewardCalls:
             self._runner = self._runner or asyncio.Runner()
             self._runner.run(self._awaited(samples, completions, tell))
         elif self.form.batched:
-            numbers = list(range(len(samples)))
-            tell(numbers, None)
-            tell(numbers, self._all(self._called(samples, completions), len(samples)))
+            everything = list(range(len(samples)))
+            tell(everything, None)
+            tell(everything, self._all(self._called(samples, completions), len(samples)))
         else:
             for number, (sample, completion) in enumerate(zip(samples, completions, strict=True)):
                 tell([number], None)
@@ -121,12 +122,11 @@ class RewardCalls:
         """The verdicts in what a batched function returned."""
         if isinstance(returned, Failure):
             return [returned] * count
-        returned = returned.tolist() if hasattr(returned, "tolist") else returned  # an array, a tensor
         if isinstance(returned, (str, bytes, Mapping)) or not isinstance(returned, Iterable):
             wrong = f"it returned {_shown(returned)}, not a list with a value for each of the answers"
             return [_wrong(wrong, returned)] * count
         try:
-            values = list(returned)
+            values = list(returned.tolist() if hasattr(returned, "tolist") else returned)  # an array, a tensor
         except (Exception, SystemExit) as error:  # noqa: BLE001 - a generator is the user's own code
             return [failure_of(error)] * count
         if len(values) != count:
@@ -161,6 +161,13 @@ def _one(value: Any) -> Judged:
     """The verdict in one value: a number, or a dict with `reward` and other numbers."""
     if isinstance(value, Failure):
         return value
+    try:
+        return _read(value)
+    except Exception as error:  # noqa: BLE001 - a class of the user's own
+        return failure_of(error)
+
+
+def _read(value: Any) -> Judged:
     named = dict(value) if isinstance(value, Mapping) else {"reward": value}
     if "reward" not in named:
         return _wrong(f"it returned a dict without 'reward': {_shown(value)}", value)
@@ -188,6 +195,8 @@ def _number(value: Any) -> float | None:
 
 def _wrong(text: str, value: Any) -> Failure:
     hint = "; write `async def`" if isinstance(value, Awaitable) else ""
+    if inspect.iscoroutine(value):
+        value.close()  # nobody awaits it
     return Failure(text + hint, f"wrong type: {_type(value)}")
 
 

@@ -27,14 +27,20 @@ class VerifiableEnvironment(Environment):
 
     def step(self, samples: Sequence[Sample], conversations: Sequence[Sequence[Message]]) -> list[StepOutcome]:
         """One outcome each: `reward` is the score plus the bonuses, `metrics["accuracy"]` the score alone."""
+        texts = self.answers(samples, conversations)
+        return [self._judge(sample, text) for sample, text in zip(samples, texts, strict=True)]
+
+    @staticmethod
+    def answers(samples: Sequence[Sample], conversations: Sequence[Sequence[Message]]) -> list[str]:
+        """The assistant's last words in each conversation; a `BatchError` where that is not what it ends with."""
         if len(samples) != len(conversations):
             raise BatchError(f"{len(samples)} samples but {len(conversations)} conversations: give one for each sample")
-        return [self._judge(sample, turns) for sample, turns in zip(samples, conversations, strict=True)]
+        for sample, conversation in zip(samples, conversations, strict=True):
+            if not conversation or conversation[-1]["role"] != "assistant":
+                raise BatchError(f"the conversation of sample {sample.id!r} must end with an assistant message")
+        return [conversation[-1]["content"] for conversation in conversations]
 
-    def _judge(self, sample: Sample, conversation: Sequence[Message]) -> StepOutcome:
-        if not conversation or conversation[-1]["role"] != "assistant":
-            raise BatchError(f"the conversation of sample {sample.id!r} must end with an assistant message")
-        text = conversation[-1]["content"]
+    def _judge(self, sample: Sample, text: str) -> StepOutcome:
         score, bonus = self.score(sample, text), self.bonus(sample, text)
         return StepOutcome(reward=score + sum(bonus.values()), metrics={"accuracy": score, **bonus})
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Parts:
-    """What an algorithm works with."""
+    """What an algorithm works with. `checkpoint`: where a run that was stopped goes on from; None: it starts."""
 
     config: RunConfig
     tokenizer: PreTrainedTokenizerBase
@@ -27,6 +28,7 @@ class Parts:
     generation: Generation
     environment: Environment
     observers: Observers
+    checkpoint: Path | None = None
 
 
 @dataclass(frozen=True)

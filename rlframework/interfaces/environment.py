@@ -22,7 +22,11 @@ class Message(TypedDict):
 
 @dataclass(frozen=True)
 class Sample:
-    """One task: the conversation so far, the answer to check against, and a completion for supervised training."""
+    """One task: the conversation so far, the answer to check against, and a completion for supervised training.
+
+    `completion`, or `answer` where there is no completion, is a right reply to `messages`: an environment that scores
+    gives it more than a wrong one. Where a right reply has a form of its own, such as tags, `completion` shows it.
+    """
 
     id: str
     messages: tuple[Message, ...]
@@ -68,3 +72,10 @@ class Environment(ABC):
 
     def shutdown(self) -> None:
         """Free what the environment holds."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a run that was stopped goes on from, as JSON; empty where outcomes depend on their arguments alone."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` gave."""

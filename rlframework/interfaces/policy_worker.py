@@ -21,6 +21,11 @@ if TYPE_CHECKING:
 class PolicyWorker(ABC):
     """One worker of a policy. Every method is called on all workers of the group at the same time.
 
+    Made with the keyword arguments of `PolicyWorkerBase`: `config` (the neutral keys), `tokenizer`, `backend_config`
+    (its own section), `context`, `init_optimizer`, `init_reference_model`, `generation` and `generation_target` (None:
+    it is not asked to generate), `processor_target`. A model that cannot be loaded is a `UserError`, and never one with
+    fresh weights in its place.
+
     Batches are right-padded, dimension 1 is the sequence: `input_ids [B, S]` int64, `input_lengths [B]` int64,
     `token_mask [B, S]` and `sample_mask [B]` of 0 and 1. Each data-parallel rank gets its own rows. Results come back
     on the CPU in the order of the rows. What the backend does not declare raises `NotSupported`.
@@ -36,6 +41,11 @@ class PolicyWorker(ABC):
         mbs: int | None = None,
     ) -> dict[str, Any]:
         """One optimizer step for each global batch of `gbs` rows over all ranks; `eval_mode`: none, nothing changes.
+
+        A batch without masks, or rows that do not divide, are a `BatchError` of each worker itself. A global batch
+        without a valid token takes no step; one whose gradient is not finite is skipped, and the
+        `non_finite_gradients.stop_after`-th in a row is `NonFiniteGradients`. Metrics whose names end in `_min` and
+        `_max` are extremes, others sums over microbatches and ranks; losses that want it find `entropy` in their data.
 
         Returns `global_loss` (CPU tensor, one value a global batch, the same on all ranks), `grad_norm` (CPU tensor,
         one value a global batch, before clipping; None in eval mode), `metrics` (name to float: the loss's metrics over
@@ -74,7 +84,10 @@ class PolicyWorker(ABC):
 
     @abstractmethod
     def save_pretrained(self, path: str) -> None:
-        """Write weights, configuration and tokenizer as a Hugging Face directory; rank 0 writes, all take part."""
+        """Write weights (fp32 safetensors), configuration and tokenizer as a Hugging Face directory, whole or not.
+
+        Rank 0 writes, all take part. Where it cannot be written: a `UserError`.
+        """
 
     @abstractmethod
     def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
@@ -90,7 +103,7 @@ class PolicyWorker(ABC):
 
     @abstractmethod
     def get_info(self) -> dict[str, Any]:
-        """Rank, process id, device, memory in bytes, threads, and the versions of the engine's packages.
+        """`rank`, `pid`, `device`, `memory_bytes`, `threads`, and `versions` of the engine's packages.
 
         The driver reads how this worker makes microbatches, to plan them for all ranks at once: `batching` (padded,
         dynamic or packed; padded where it is not told), `preferred_tokens` of one, where the configuration does not

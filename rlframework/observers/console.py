@@ -112,7 +112,7 @@ class PlainView:
         important = step <= 1 or step >= self._total or any(name.startswith("validation/") for name in metrics)
         if important or now - self._written >= self._interval(now):
             self._written = now
-            self._print(f"step {step}/{self._total}", *describe(metrics), pace_text(self._pace))
+            self._print(f"step {step}/{self._total}", *describe(metrics), *resources(metrics), pace_text(self._pace))
 
     def finish(self, metrics: Mapping[str, float]) -> None:
         """The closing line."""
@@ -147,9 +147,7 @@ class LiveView:
         self._pace.mark(step, self._clock())
         self._latest.update(metrics)
         self._progress.update(self._task, completed=step, pace=pace_text(self._pace))
-        memory = self._latest.get("memory/rss_mb")
-        parts = [*describe(self._latest), *([f"memory {memory:,.0f} MB"] if memory else [])]
-        self._text.plain = "  ".join(parts)
+        self._text.plain = "  ".join([*describe(self._latest), *resources(self._latest)])
         self._live.refresh()
 
     def finish(self, metrics: Mapping[str, float]) -> None:
@@ -189,6 +187,15 @@ def make_live(name: str, total: int, stream: TextIO) -> tuple[Live, Progress, Ta
 def describe(metrics: Mapping[str, float]) -> list[str]:
     """The known ones of `metrics`, each as a word and a number."""
     return [f"{word} {metrics[name]:{form}}" for name, word, form in SHOWN if name in metrics]
+
+
+def resources(metrics: Mapping[str, float]) -> list[str]:
+    """Throughput and memory, where `metrics` have them."""
+    tokens, memory = metrics.get("throughput/tokens_per_second"), metrics.get("memory/rss_mb")
+    return [
+        *([f"{tokens:,.0f} tokens/s"] if tokens else []),
+        *([f"memory {memory:,.0f} MB"] if memory else []),
+    ]
 
 
 def pace_text(pace: Pace) -> str:

@@ -10,8 +10,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
+from rlframework.observers.secrets import hide_in_text
 from rlframework.plugins.hookspec import SampleRecord
 from rlframework.plugins.loading import load_target
 from rlframework.plugins.reading import new_pluggy
@@ -29,8 +30,16 @@ CORE_OBSERVERS = {
     "jsonl": "rlframework.observers.jsonl:JsonlObserver",
     "tensorboard": "rlframework.observers.tensorboard:TensorBoardObserver",
     "curve": "rlframework.observers.curve:CurveObserver",
+    "wandb": "rlframework.observers.wandb:WandbObserver",
+    "mlflow": "rlframework.observers.mlflow:MlflowObserver",
 }
-"""Core's observers by their switch in the `observers` section: the class to construct, without arguments."""
+"""Core's observers by their switch in the `observers` section: the class to construct, without arguments.
+
+Besides hooks each has `close()`, and may have `ended(state)`, which is called before it, however the run ended.
+"""
+
+State = Literal["finished", "failed", "killed"]
+"""How a run ended; killed: by Ctrl-C or a signal."""
 
 
 class Observers:
@@ -46,7 +55,7 @@ class Observers:
         self._relays = [] if hook is None else [hook]
         self._dropped: set[int] = set()
         self._core = self._make_core(config)
-        self._closed = False
+        self._closed = self._finished = False
 
     def run_started(self) -> None:
         """The parts are built and the first step is about to begin."""
@@ -63,14 +72,22 @@ class Observers:
     def run_finished(self, metrics: Mapping[str, float]) -> None:
         """The run came to its end with these last metrics."""
         self._tell("rlframework_run_finished", metrics=_numbers(metrics))
+        self._finished = True
 
-    def close(self) -> None:
-        """Free what core's observers hold: files, the progress display. Idempotent; also after a failure."""
+    def close(self, state: State | None = None) -> None:
+        """Tell core's observers how the run ended, and free what they hold: files, the progress display. Idempotent.
+
+        `state` None: finished where `run_finished` was called, else failed.
+        """
         if self._closed:
             return
         self._closed = True
+        state = state or ("finished" if self._finished else "failed")
         for observer in self._core.get_plugins():
-            self._guarded(observer, self._core.get_name(observer), observer.close, {})
+            name = self._core.get_name(observer)
+            if hasattr(observer, "ended") and id(observer) not in self._dropped:
+                self._guarded(observer, name, observer.ended, {"state": state})
+            self._guarded(observer, name, observer.close, {})
 
     def __enter__(self) -> Self:
         self.run_started()
@@ -79,7 +96,7 @@ class Observers:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.close()
+        self.close("killed" if kind is not None and issubclass(kind, (KeyboardInterrupt, SystemExit)) else None)
 
     def _make_core(self, config: ObserversConfig) -> PluginManager:
         manager = new_pluggy()
@@ -112,7 +129,8 @@ class Observers:
         if id(plugin) in self._dropped:
             return
         self._dropped.add(id(plugin))
-        print(f"observer {name!r} failed and is left out; the run goes on: {reason}", file=sys.stderr, flush=True)
+        told = f"observer {name!r} failed and is left out; the run goes on: {hide_in_text(reason)}"
+        print(told, file=sys.stderr, flush=True)
 
 
 def _register(manager: PluginManager, name: str, target: str) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from rlframework.errors import DataError
+from rlframework.observers.environment import run_id
 from rlframework.plugins.hookspec import RunInfo, hookimpl
 
 if TYPE_CHECKING:
@@ -28,11 +29,13 @@ class JsonlObserver:
     def __init__(self) -> None:
         self._metrics: TextIO | None = None
         self._samples: TextIO | None = None
+        self._run_id = ""
 
     @hookimpl
     def rlframework_run_started(self, run: RunInfo) -> None:
         """Open both files behind their last whole line."""
         run.output_dir.mkdir(parents=True, exist_ok=True)
+        self._run_id = run_id(run.output_dir)
         self._metrics = _open_behind_last_line(run.output_dir / METRICS_FILE)
         if run.config.observers.samples:
             self._samples = _open_behind_last_line(run.output_dir / SAMPLES_FILE)
@@ -41,9 +44,9 @@ class JsonlObserver:
     def rlframework_step_finished(
         self, step: int, metrics: Mapping[str, float], samples: Sequence[SampleRecord]
     ) -> None:
-        """Write the step's line, `time` being seconds since 1970, and its completions; flush."""
+        """Write the step's line, `time` being seconds since 1970, and its completions with the run's id; flush."""
         _write(self._metrics, [{"step": step, "time": round(time.time(), 3), **metrics}])
-        _write(self._samples, [asdict(sample) for sample in samples])
+        _write(self._samples, [{"run": self._run_id, **asdict(sample)} for sample in samples])
 
     def close(self) -> None:
         """Close both files."""

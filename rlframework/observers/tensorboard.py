@@ -1,4 +1,7 @@
-"""Metrics for TensorBoard, under `tensorboard/` in the run's directory."""
+"""Metrics for TensorBoard, under `tensorboard/` in the run's directory.
+
+A run that goes on from a checkpoint does some steps again: TensorBoard drops what it had of them.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +16,24 @@ class TensorBoardObserver:
 
     def __init__(self) -> None:
         self._writer: Any = None
+        self._make: Any = None
 
     @hookimpl
     def rlframework_run_started(self, run: RunInfo) -> None:
-        """Open the event file. Imports TensorBoard, which takes seconds."""
+        """Choose the folder. Imports TensorBoard, which takes seconds."""
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(log_dir=str(run.output_dir / "tensorboard"))
+        folder = run.output_dir / "tensorboard"
+        goes_on = folder.is_dir() and any(folder.iterdir())
+        self._make = lambda step: SummaryWriter(log_dir=str(folder), purge_step=step if goes_on else None)
+        if not goes_on:
+            self._writer = self._make(0)
 
     @hookimpl
     def rlframework_step_finished(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add the step's scalars."""
+        if self._writer is None:
+            self._writer = self._make(step)
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
 

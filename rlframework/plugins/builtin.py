@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from rlframework.config.algorithms import GRPOConfig, SFTConfig
+from rlframework.config.algorithms import GRPOConfig, OwnLossConfig, SFTConfig
+from rlframework.config.base import Section
 from rlframework.config.environments import AdditionConfig, DatasetConfig, Gsm8kConfig
 from rlframework.config.sections import GenerationConfig, RunConfig, WorkerGroupConfig
+from rlframework.errors import ConfigError
 from rlframework.plugins.hookspec import hookimpl
+from rlframework.plugins.own_parts import load_loss, load_reward
 from rlframework.plugins.types import (
     API_VERSION,
     AlgorithmRecord,
@@ -114,6 +117,7 @@ def rlframework_algorithms() -> list[AlgorithmRecord]:
             target="rlframework.algorithms.sft:SFT",
             api_version=API_VERSION,
             summary="supervised training on the environment's own answers",
+            check=check_sft,
             config_model=SFTConfig,
         ),
         AlgorithmRecord(
@@ -139,9 +143,16 @@ def check_inline(config: RunConfig, device: str) -> list[Problem]:
 def check_dataset(config: RunConfig, device: str) -> list[Problem]:
     """What needs rewards needs a way to judge answers."""
     environment, algorithm = config.environment, config.algorithm
-    if not isinstance(environment, DatasetConfig) or environment.check != "none":
+    if not isinstance(environment, DatasetConfig):
         return []
-    hint = "Set it to exact or math; the data must have the right answers (environment.columns.answer)."
+    if environment.reward is not None:
+        return _check_reward(environment.reward)
+    if environment.judges:
+        return []
+    hint = (
+        "Set it to exact or math; the data must have the right answers (environment.columns.answer). Or give a "
+        "function of your own (environment.reward)."
+    )
     if isinstance(algorithm, GRPOConfig):
         return [Problem("environment.check", "answers are not judged, so GRPO has no rewards.", hint)]
     if isinstance(algorithm, SFTConfig) and algorithm.stop_at_accuracy is not None:
@@ -150,12 +161,36 @@ def check_dataset(config: RunConfig, device: str) -> list[Problem]:
     return []
 
 
+def _check_reward(path: str) -> list[Problem]:
+    """The function is there, and can be called."""
+    try:
+        load_reward(path)
+    except ConfigError as error:
+        return [Problem("environment.reward", str(error))]
+    return []
+
+
+def check_sft(config: RunConfig, device: str) -> list[Problem]:
+    """A loss of the user's own is there."""
+    return _check_loss(config.algorithm.loss) if isinstance(config.algorithm, SFTConfig) else []
+
+
+def _check_loss(loss: Section | None) -> list[Problem]:
+    """A loss of the user's own can be made."""
+    try:
+        if isinstance(loss, OwnLossConfig):
+            load_loss(loss.name, loss.keys)
+    except ConfigError as error:
+        return [Problem("algorithm.loss", str(error))]
+    return []
+
+
 def check_grpo(config: RunConfig, device: str) -> list[Problem]:
     """A rollout batch is a whole number of global batches, samples differ, and the overlong part is one of answers."""
-    problems = []
     algorithm, batch_size = config.algorithm, config.policy.train_global_batch_size
     if not isinstance(algorithm, GRPOConfig):
         return []
+    problems = _check_loss(algorithm.loss)
     rows = algorithm.prompts_per_step * algorithm.samples_per_prompt
     if rows % batch_size:
         message = (

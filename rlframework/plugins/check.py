@@ -11,14 +11,9 @@ from rlframework.config.policy import PolicyConfig
 from rlframework.config.sections import RunConfig
 from rlframework.errors import PluginError
 from rlframework.plugins.manager import Registered
-from rlframework.plugins.types import Capability, Problem
+from rlframework.plugins.types import CAPABILITY_OF_AXIS, Capability, Problem
 
-_PARALLELISM = {
-    "tensor": Capability.TENSOR_PARALLEL,
-    "context": Capability.CONTEXT_PARALLEL,
-    "pipeline": Capability.PIPELINE_PARALLEL,
-    "expert": Capability.EXPERT_PARALLEL,
-}
+_MODEL_AXES = ("tensor", "context", "pipeline", "expert")
 _BATCHING = {"dynamic": Capability.DYNAMIC_BATCHING, "packed": Capability.PACKING}
 _PRECISION = {"bfloat16": Capability.BFLOAT16, "float16": Capability.FLOAT16}
 
@@ -52,12 +47,12 @@ def _capability_problems(config: RunConfig, registered: Registered) -> list[Prob
 def _needs(config: RunConfig) -> Iterator[tuple[str, object, Capability, str]]:
     """Key, value, the capability that the value needs, and the value that needs none."""
     policy = config.policy
-    for axis, capability in _PARALLELISM.items():
+    for axis in _MODEL_AXES:
         size = getattr(policy.parallelism, axis)
         if size > 1:
-            yield f"policy.parallelism.{axis}", size, capability, "Set it to 1"
+            yield f"policy.parallelism.{axis}", size, CAPABILITY_OF_AXIS[axis], "Set it to 1"
     if policy.parallelism.sequence:
-        yield "policy.parallelism.sequence", "true", Capability.SEQUENCE_PARALLEL, "Set it to false"
+        yield "policy.parallelism.sequence", "true", CAPABILITY_OF_AXIS["sequence"], "Set it to false"
     if config.worker_group.num_workers > policy.parallelism.model_size:
         workers = config.worker_group.num_workers
         yield "worker_group.num_workers", workers, Capability.DATA_PARALLEL, "Take fewer workers"
@@ -66,6 +61,9 @@ def _needs(config: RunConfig) -> Iterator[tuple[str, object, Capability, str]]:
     if policy.precision in _PRECISION:
         yield "policy.precision", policy.precision, _PRECISION[policy.precision], "Set it to float32"
     yield from _switches(policy)
+    if config.checkpoints.every:
+        every = config.checkpoints.every
+        yield "checkpoints.every", every, Capability.PORTABLE_OPTIMIZER_STATE, "Set it to 0"
 
 
 def _switches(policy: PolicyConfig) -> Iterator[tuple[str, object, Capability, str]]:

@@ -17,9 +17,16 @@ import pluggy
 from rlframework.errors import PluginError
 from rlframework.plugins import messages
 from rlframework.plugins.listing import PluginListing
-from rlframework.plugins.loading import LoadedPlugin, find_sources, load_source, make_current_directory_importable
+from rlframework.plugins.loading import (
+    UNVERSIONED,
+    LoadedPlugin,
+    find_sources,
+    load_source,
+    make_current_directory_importable,
+)
+from rlframework.plugins.own_parts import environment_record
 from rlframework.plugins.reading import HOOK_OF_KIND, new_pluggy
-from rlframework.plugins.types import Record
+from rlframework.plugins.types import EnvironmentRecord, Record
 
 
 @dataclass(frozen=True)
@@ -82,11 +89,13 @@ class PluginManager:
         return {name: found[0] for (of, name), found in self._by_name().items() if of == kind and len(found) == 1}
 
     def select(self, kind: str, name: str) -> Registered:
-        """The record of `kind` that is called `name`.
+        """The record of `kind` that is called `name`; for an environment also that of an import path `module:Class`.
 
         Raises `PluginError` when it is unknown, broken (from the plugin's own error), disabled, or there twice.
         """
         _check_kind(kind)
+        if kind == EnvironmentRecord.kind and ":" in name:
+            return _own_environment(name)
         found = self._by_name().get((kind, name), [])
         if len(found) > 1:
             raise PluginError(messages.duplicate(kind, name, [entry.blame for entry in found]))
@@ -213,6 +222,12 @@ class PluginManager:
             if plugin.source.name == name and plugin.error is not None:
                 return f"it broken ({plugin.source}: {messages.reason(plugin.error)})"
         return _side(self.fingerprint().get(name))
+
+
+def _own_environment(path: str) -> Registered:
+    """What an import path stands for, as if a plugin had registered it."""
+    module = f"module {path.partition(':')[0]}"
+    return Registered(environment_record(path), module, UNVERSIONED, module)
 
 
 def _side(entry: Sequence[str] | None) -> str:

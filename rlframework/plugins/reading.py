@@ -110,14 +110,15 @@ def _check_record(record: Record) -> None:
         raise PluginError(f"the policy_worker name {record.name!r} is already a key of the section `policy`")
     if not re.fullmatch(r"[\w.]+:[\w.]+", record.target):
         raise PluginError(f"the target {record.target!r} of {record.name!r} is not of the form 'package.module:Class'")
-    _check_model(record)
+    check_model(record)
     strange = [str(item) for item in record.capabilities if not isinstance(item, Capability)]
     if strange:
         allowed = ", ".join(Capability)
         raise PluginError(f"{record.name!r} declares {', '.join(strange)}; the capabilities are {allowed}")
 
 
-def _check_model(record: Record) -> None:
+def check_model(record: Record) -> None:
+    """A `PluginError` where the record's `config_model` is none of its kind."""
     model, base = record.config_model, SECTION_OF_KIND.get(record.kind, BaseModel)
     if model is not None and not (isinstance(model, type) and issubclass(model, base)):
         raise PluginError(

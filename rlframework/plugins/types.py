@@ -5,7 +5,7 @@ Light on purpose: nothing here, and nothing that a `plugin.py` needs to make a r
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -40,6 +40,17 @@ class Capability(StrEnum):
     IPC_REFIT = "ipc_refit"
     PORTABLE_OPTIMIZER_STATE = "portable_optimizer_state"
     LEARNED_POSITIONS = "learned_positions"
+
+
+CAPABILITY_OF_AXIS: Mapping[str, Capability] = {
+    "data": Capability.DATA_PARALLEL,
+    "tensor": Capability.TENSOR_PARALLEL,
+    "sequence": Capability.SEQUENCE_PARALLEL,
+    "context": Capability.CONTEXT_PARALLEL,
+    "pipeline": Capability.PIPELINE_PARALLEL,
+    "expert": Capability.EXPERT_PARALLEL,
+}
+"""What splitting a model or its batches takes, by the name of the axis in `policy.parallelism`, and `data`."""
 
 
 @dataclass(frozen=True)

@@ -112,6 +112,7 @@ class Policy:
         if init_reference_model:
             require(record, Capability.REFERENCE_MODEL, "algorithm.loss.kl_coef asks for a reference policy")
         self.config = config
+        self.capabilities = record.capabilities
         group = manager.load(manager.select("worker_group", config.worker_group.name).record)
         spec = self._around(
             worker_spec(

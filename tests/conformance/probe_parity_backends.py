@@ -6,7 +6,7 @@ import torch
 
 from rlframework.errors import BatchError
 from rlframework.plugins.hookspec import hookimpl
-from rlframework.plugins.types import Capability, PolicyWorkerRecord
+from rlframework.plugins.types import Capability, PolicyWorkerRecord, Problem
 from rlframework_dtensor.worker import DTensorPolicyWorker
 
 TENSOR = "model.layers.1.mlp.up_proj.weight"
@@ -60,10 +60,16 @@ class Refuses(DTensorPolicyWorker):
         raise BatchError("I like none of it")
 
 
+def not_yet(config, device):
+    """What a backend says that only has its name so far."""
+    return [Problem("policy.backend", "tomorrow comes with a later release", "use another")]
+
+
 @hookimpl
 def rlframework_policy_workers():
     declared = frozenset({Capability.DATA_PARALLEL, Capability.PACKING, Capability.DYNAMIC_BATCHING})
-    return [
+    tomorrow = PolicyWorkerRecord("tomorrow", "probe_parity_backends:Dies", 1, capabilities=declared, check=not_yet)
+    return [tomorrow] + [
         PolicyWorkerRecord(name, f"probe_parity_backends:{kind.__name__}", 1, capabilities=declared)
         for name, kind in {
             "small_update": SmallUpdate,

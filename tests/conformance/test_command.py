@@ -7,16 +7,20 @@ import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from rlframework.cli import main
 from rlframework.conformance import command
 from rlframework.conformance.command import Request, find_parts, module_text, parse_section
+from rlframework.conformance.report import write_json
 from rlframework.errors import ConfigError, UserError
 from rlframework.plugins.manager import create_manager
 
 TEST = "test_each_sample_has_an_id_of_its_own"
+FILE = "test_a_missing_file_is_an_error_that_names_it"
 WORTH = "test_a_right_answer_is_worth_more_than_a_wrong_one"
 GENEROUS = """
     from dataclasses import replace
@@ -54,6 +58,7 @@ def test_a_part_that_conforms(tmp_path):
     """The caller's own pytest configuration, conftest and plugins of the environment have no say."""
     (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --no-such-option\n")
     (tmp_path / "conftest.py").write_text("raise RuntimeError('not mine')\n")
+    (tmp_path / "out").mkdir()
     done = run("addition", "digits=1", "--json", "out/a.json", "--markdown", "out/a.md", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "addition  EnvironmentSuite  CONFORMANT  16 passed" in done.stdout
@@ -93,11 +98,84 @@ def test_a_part_that_does_not_conform(tmp_path):
         (["dtensor", "--workers", "2", "--layout", "data=2"], "give either --workers or --layout"),
         (["dtensor", "--layout", "expert=2"], "'dtensor' does not declare expert_parallel"),
         (["dtensor", "--layout", "tensr=2"], "'tensr=2' is no layout"),
+        (["dtensor", "--layout", "data=16"], "data can be 1, 2, 4 or 8: the suite's batches have 8 rows"),
+        (["ray", "--layout", "data=4"], "data can be 1 or 2: "),
+        (["addition", "--workers", "2", "--layout", "data=2"], "give either --workers or --layout"),
+        (["addition", "--workers", "2"], "--workers and --layout have no effect on the environment 'addition'"),
+        (["addition", "--layout", "data=2"], "--workers and --layout have no effect on the environment 'addition'"),
+        (["dtensor", "no_such=1"], "no_such"),
+        (["microbatches", "no_such=1"], "no_such: the data processor 'microbatches' has no section of its own"),
+        (["transformers", "no_such=1"], "no_such"),
+        (["transformers", "batch_size=many"], "batch_size"),
+        (["ray", "no_such=1"], "no_such"),
+        (["ray", "num_workers=2"], "num_workers: the suite itself sets this for the worker group 'ray'"),
+        (["addition", "name=gsm8k"], "name: the suite itself sets this for the environment 'addition'"),
+        (["addition", "--json", "not_there/a.json"], "there is no folder"),
+        (["addition", "--markdown", "not_there/a.md"], "there is no folder"),
+        (["addition", "--json", "."], "it is a folder"),
+        (["addition", "--mutants", "--json", "a.json"], "--json cannot go with --mutants"),
+        (["dtensor", "--mutants", "--layout", "data=2"], "--layout cannot go with --mutants"),
+        (["dtensor", "--mutants", "--workers", "1", "--markdown", "a.md"], "--workers and --markdown cannot go with"),
+        (["addition", "--mutants", "--test", FILE], f"no mutant that breaks 'addition' here names {FILE}"),
     ],
 )
-def test_what_cannot_be_run_is_refused(args, says, capsys):
+def test_what_cannot_be_run_is_refused(args, says, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
     assert called(*args) == 2
     assert says in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def started(monkeypatch, tmp_path):
+    """The arguments of a pytest that does nothing but what the test puts here: `started.does(report)`."""
+    calls = []
+
+    def pytest_(arguments):
+        calls.append(list(arguments))
+        does.pop(0)(Path(arguments[arguments.index("--conformance-json") + 1])) if does else None
+        return 1
+
+    does = []
+    monkeypatch.setattr(command, "_pytest", pytest_)
+    monkeypatch.chdir(tmp_path)
+    return SimpleNamespace(calls=calls, does=does.append)
+
+
+def test_a_report_of_before_is_not_passed_off_as_new(started, tmp_path, capsys):
+    """Pytest could not start: the files are as they were, and that is said."""
+    for name in ("a.json", "a.md"):
+        (tmp_path / name).write_text("old")
+    assert called("addition", "--json", "a.json", "--markdown", "a.md") == 1
+    told = capsys.readouterr()
+    assert "written to" not in told.out
+    assert "a.json is not written: there are no verdicts\na.md is not written" in told.err
+    assert [(tmp_path / name).read_text() for name in ("a.json", "a.md")] == ["old", "old"]
+
+
+def test_a_new_report_takes_the_place_of_the_old_one(started, tmp_path, capsys):
+    (tmp_path / "a.json").write_text("old")
+    started.does(lambda report: write_json(report, []))
+    assert called("addition", "--json", "a.json", "--markdown", "a.md") == 1
+    assert capsys.readouterr().out == "written to a.json\nwritten to a.md\n"
+    assert json.loads((tmp_path / "a.json").read_text())["verdicts"] == []
+    assert (tmp_path / "a.md").read_text().startswith("# Conformance")
+
+
+def test_mutants_of_one_test(started):
+    """All that name it, and none of those of another test."""
+    assert called("addition", "--mutants", "--test", WORTH) == 1
+    chosen = [word.partition("::")[2] for word in started.calls[0] if "::" in word]
+    assert chosen == [
+        f"TestEnvironment::test_mutant_is_caught[{name}-{WORTH}]"
+        for name in ("last_outcome_dropped", "constant_reward", "upside_down")
+    ]
+
+
+def test_mutants_of_one_test_run(tmp_path):
+    done = run("addition", "--mutants", "--test", WORTH, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "3 passed" in done.stdout
 
 
 def test_without_pytest_the_extra_is_named(monkeypatch):

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from rlframework.conformance import EnvironmentSuite
+from rlframework.conformance.layouts import Layout
+from rlframework.conformance.measure import ConformanceFailure
 from rlframework.conformance.mutants.proof import MutantProof
+from rlframework.environments.addition import AdditionEnvironment
+from rlframework.errors import DataError
+from rlframework.plugins.manager import create_manager
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 PATHS = {"train_path": str(FIXTURES / "gsm8k_train.jsonl"), "validation_path": str(FIXTURES / "gsm8k_test.jsonl")}
@@ -34,3 +43,88 @@ class TestMutants(MutantProof):
     kind = "environment"
     backend = "gsm8k"
     section = PATHS
+
+
+class Tagged(AdditionEnvironment):
+    """A right reply has tags, and no sample shows that."""
+
+    def samples(self, split):
+        return [replace(sample, completion="") for sample in super().samples(split)]
+
+    def step(self, samples, conversations):
+        found = [re.search("<answer>(.*)</answer>", turns[-1]["content"]) for turns in conversations]
+        rewards = [float(one is not None and one[1] == sample.answer) for one, sample in zip(found, samples)]  # noqa: B905
+        outcomes = super().step(samples, conversations)
+        return [replace(outcome, reward=reward) for outcome, reward in zip(outcomes, rewards, strict=True)]
+
+
+class Shown(Tagged):
+    """Each sample's completion shows it."""
+
+    def samples(self, split):
+        return [replace(sample, completion=f"<answer>{sample.answer}</answer>") for sample in super().samples(split)]
+
+
+class Unscored(AdditionEnvironment):
+    scores = False
+
+    def step(self, samples, conversations):
+        raise DataError("there is no judge")
+
+
+class Careless(Unscored):
+    """Judges where there are two turns."""
+
+    def step(self, samples, conversations):
+        if conversations and len(conversations[0]) > 3:
+            return []
+        return super().step(samples, conversations)
+
+
+def failures_of(part, tmp_path):
+    """Tests of judging that fail, to what they say."""
+    manager = create_manager()
+    record = manager.select("environment", "addition").record
+    own = type("Own", (EnvironmentSuite,), {"backend": "addition", "section": {"digits": 1}})
+    bench = own.open_bench(
+        record, Layout(), manager=manager, device="cpu", folder=tmp_path, models=tmp_path, target=part
+    )
+    found = {}
+    for name in own.tests():
+        try:
+            getattr(own(), name)(bench)
+        except ConformanceFailure as failure:
+            found[name] = str(failure)
+    return found
+
+
+def test_a_right_reply_is_the_completion_or_the_answer_without_one(tmp_path):
+    assert failures_of(Shown, tmp_path) == {}
+    found = failures_of(Tagged, tmp_path)
+    assert list(found) == ["test_a_right_answer_is_worth_more_than_a_wrong_one"]
+    assert "the sample's answer (it has no completion) is a right reply" in next(iter(found.values()))
+
+
+def test_without_scores_the_tests_of_judging_ask_for_refusals(tmp_path):
+    assert failures_of(Unscored, tmp_path) == {}
+    found = failures_of(Careless, tmp_path)
+    assert set(found) == {
+        "test_a_right_answer_is_worth_more_than_a_wrong_one",
+        "test_outcomes_are_in_the_order_of_the_conversations",
+        "test_a_batch_is_judged_as_its_rows_one_by_one",
+        "test_the_last_turn_of_the_assistant_is_judged",
+        "test_judging_changes_no_argument",
+        "test_rewards_are_finite_whatever_the_model_writes",
+    }
+    assert all("judging second answers with `scores` False" in text for text in found.values())
+
+
+@pytest.mark.parametrize("extra", [1, -1])
+def test_each_odd_reply_has_an_outcome(extra, tmp_path):
+    class Miscounting(AdditionEnvironment):
+        def step(self, samples, conversations):
+            outcomes = super().step(samples, conversations)
+            odd = any("boxed" in turns[-1]["content"] for turns in conversations)
+            return outcomes if not odd else outcomes + outcomes[:1] if extra > 0 else outcomes[:-1]
+
+    assert list(failures_of(Miscounting, tmp_path)) == ["test_rewards_are_finite_whatever_the_model_writes"]

@@ -22,6 +22,7 @@ from rlframework.conformance.parity.compare import (
     LOSS,
     MEAN,
     NORM,
+    UPDATE,
     Outcome,
     Subject,
     examine,
@@ -31,6 +32,7 @@ from rlframework.conformance.parity.compare import (
 from rlframework.conformance.parity.exam import Exam, made_exam, taking
 from rlframework.conformance.parity.parting import LOADED, WEIGHTS
 from rlframework.conformance.parity.report import notes
+from rlframework.conformance.parity.update import Start, says_something
 from rlframework.distributed.batched_data_dict import BatchedDataDict
 from rlframework.errors import ConfigError, PluginError
 from rlframework.plugins.manager import create_manager
@@ -72,6 +74,91 @@ def test_the_tensor_whose_update_is_wrong_is_named_with_its_step(model, manager,
     assert parting.tensor_error == pytest.approx(0.25, abs=0.05)
     (told,) = list(notes([outcome]))
     assert told.startswith("small_update:data=1 float32, nll: the weights part first: " + TENSOR + ", in step 2")
+
+
+RATES = (1e-6, 1e-4, 1e-2)
+
+
+def at_rate(model: Path, lr: float, steps: int = 20, kind: str = "nll") -> Exam:
+    return replace(made_exam(kind, model, steps=steps, rows=8), lr=lr)
+
+
+@pytest.mark.parametrize("kind", ["nll", "pg"])
+@pytest.mark.parametrize("lr", RATES)
+def test_a_sound_backend_agrees_at_any_learning_rate(kind, lr, model, manager, tmp_path):
+    outcome = outcome_of("dtensor", at_rate(model, lr, kind=kind), manager, tmp_path)
+    assert outcome.verdict == "agrees"
+    update = outcome.measurements[UPDATE]
+    assert update.error < 2e-4  # far from 5e-3, which is for engines that compute otherwise
+
+
+@pytest.mark.parametrize("name", ["tied", "learned_positions"])
+def test_a_sound_backend_agrees_where_gradients_are_rounding(name, manager, tmp_path):
+    """The bias of attention keys has no gradient but rounding, and AdamW moves it by the learning rate all the same."""
+    outcome = outcome_of("dtensor", at_rate(cases.model(name, tmp_path), 1e-4, 2), manager, tmp_path)
+    assert outcome.measurements[UPDATE].error < 2e-4
+
+
+@pytest.mark.parametrize(
+    ("mutant", "lr", "error"),
+    [
+        ("update_sign", 1e-6, 2.0),
+        ("update_sign", 1e-2, 2.0),
+        ("update_too_small", 1e-5, 0.02),
+        ("update_too_small", 1e-2, 0.02),
+    ],
+)
+def test_a_wrong_update_is_told_at_any_learning_rate(mutant, lr, error, model, manager, tmp_path):
+    subject = Subject("dtensor", mutant=mutant)
+    outcome = examine(at_rate(model, lr, 1), subject, manager=manager, folder=tmp_path, named=True)
+    assert outcome.fails
+    assert UPDATE in outcome.beyond
+    assert outcome.measurements[UPDATE].error == pytest.approx(error, rel=0.2)
+    assert (outcome.parting.quantity, outcome.parting.step) == (WEIGHTS, 1)
+    assert outcome.parting.tensor_error == pytest.approx(error, rel=0.2)
+
+
+def test_an_update_that_rounding_hides_is_said_not_to_be_known(model, manager, tmp_path):
+    outcome = outcome_of("dtensor", at_rate(model, 1e-9, 1), manager, tmp_path)
+    assert UPDATE not in outcome.measurements
+    (told,) = list(notes([outcome]))
+    assert told.endswith("nothing is said of the update")
+
+
+def started(gradient: list[float], weights: list[float]) -> Start:
+    return Start.of({"w": torch.tensor(weights)}, {"w": torch.tensor(gradient)})
+
+
+def test_elements_whose_gradient_is_rounding_are_not_compared():
+    start = started([1.0, 1e-4, -1.0, 0.0], [0.0] * 4)
+    (found,) = start.tensors({"w": torch.tensor([0.9, 5.0, 1.0, 5.0])}, {"w": torch.tensor([1.0, -1.0, 1.0, 0.0])}, 1)
+    assert found.error == pytest.approx(0.1 / math.sqrt(2), rel=1e-5)
+    assert not found.holds
+
+
+def test_a_tensor_whose_whole_gradient_is_rounding_is_not_compared():
+    weights = {"w": torch.zeros(2), "bias": torch.zeros(2)}
+    start = Start.of(weights, {"w": torch.ones(2), "bias": torch.tensor([1e-8, -2e-8])})
+    assert [found.quantity for found in start.tensors(weights, weights, 1)] == ["w"]
+
+
+@pytest.mark.parametrize("gradients", [{}, {"w": torch.zeros(2)}])
+def test_where_nothing_should_move_whatever_moves_is_told(gradients):
+    start = Start.of({"w": torch.tensor([1.0, 2.0])}, gradients)
+    assert start.whole(start.weights, start.weights, 1).holds
+    moved = start.whole({"w": torch.tensor([1.0, 2.00001])}, start.weights, 1)
+    assert not moved.holds
+    assert says_something(moved)
+
+
+def test_rounding_of_the_weights_is_allowed_beside_the_limit():
+    """One unit in the last place of a weight of 1 is 12% of a step of 1e-6."""
+    start, step = started([1.0], [1.0]), 1e-6
+    right, next_to_it = torch.tensor([1.0]) + step, torch.tensor([1.0]) + step + 2**-23
+    (found,) = start.tensors({"w": next_to_it}, {"w": right}, 1)
+    assert found.error > 0.1
+    assert found.holds
+    assert not start.tensors({"w": torch.tensor([1.0]) - step}, {"w": right}, 1)[0].holds
 
 
 def test_a_tensor_that_was_loaded_wrongly_is_named_before_the_first_step(model, manager, tmp_path):
@@ -124,7 +211,7 @@ def test_bfloat16_is_held_to_the_mean_of_its_log_probabilities(capsys):
     assert parity(["dtensor:data=1"], steps=1, rows=4, precisions=["bfloat16"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[-1] for line in lines[2:4]] == ["agrees", "agrees"]
-    assert lines[2].count("(") == 5  # largest, loss, norm, weights and worst tensor are told only
+    assert lines[2].count("(") == 6  # largest, loss, norm, weights, update and worst tensor are told only
     assert lines[4].startswith("(in brackets): told without a verdict")
 
 
@@ -171,6 +258,16 @@ def test_a_batch_without_valid_tokens_is_no_step(model):
     assert all(torch.equal(weight, before[name]) for name, weight in oracle.weights().items())
 
 
+def test_a_batch_without_valid_tokens_moves_nothing_on_either_side(model, manager, tmp_path):
+    """The gradient that says which elements are compared is then that of the next batch."""
+    empty = BatchedDataDict({**cases.batch(8), "sample_mask": torch.zeros(8)})
+    exam = Exam("x", model, [empty, cases.batch(8)], NLLLoss(), taking(NLLLoss()), floor=1.0)
+    assert not exam.answers.start.compared["model.embed_tokens.weight"].all()
+    assert outcome_of("dtensor", exam, manager, tmp_path).verdict == "agrees"
+    nothing = Exam("x", model, [empty], NLLLoss(), taking(NLLLoss()), floor=1.0)
+    assert outcome_of("dtensor", nothing, manager, tmp_path).verdict == "agrees"
+
+
 def test_more_steps_and_a_larger_rate_leave_more_room(model):
     exam = made_exam("nll", model, steps=1, rows=2)
     assert exam.slack == 1.0
@@ -184,8 +281,6 @@ def test_more_steps_and_a_larger_rate_leave_more_room(model):
         (["dtensr"], {}, PluginError, "Did you mean 'dtensor'"),
         (["dtensor:rows=2"], {}, ConfigError, "is no layout"),
         (["dtensor:"], {}, ConfigError, "names no layout after the colon"),
-        (["dtensor:data=3"], {"steps": 1}, ConfigError, "must divide by 3"),
-        (["deepspeed"], {"steps": 1}, ConfigError, "later release"),
         (["dtensor"], {"precisions": ["float64"]}, ConfigError, "one of float32, bfloat16, float16"),
         (["dtensor"], {"device": "tpu"}, ConfigError, "cpu or cuda"),
         (["dtensor"], {"steps": 0}, ConfigError, "--steps is 0"),
@@ -195,6 +290,27 @@ def test_wrong_input_is_one_error(words, options, error, message, capsys):
     with pytest.raises(error, match=message):
         parity(words, **options)
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("word", "reason"), [("dtensor:data=3", "must divide by 3"), ("tomorrow:data=1", "comes with a later release")]
+)
+def test_what_is_named_and_cannot_be_made_is_told_and_the_others_go_on(word, reason, manager, capsys):
+    precisions = ["float32", "bfloat16"]
+    assert parity([word, "dtensor:data=1"], steps=1, rows=4, precisions=precisions, manager=manager) == 1
+    lines = capsys.readouterr().out.splitlines()
+    (told,) = [line for line in lines if reason in line]  # once, and not for each loss and precision
+    assert told.startswith(f"{word} float32: failed: ")
+    assert [line.split()[-1] for line in lines if line.startswith("dtensor ")][-4:] == ["agrees"] * 4
+
+
+def test_where_nothing_was_compared_it_says_so_and_fails(manager, monkeypatch, capsys):
+    only = {"tomorrow": manager.registered("policy_worker")["tomorrow"]}
+    monkeypatch.setattr(type(manager), "registered", lambda self, kind: only)
+    assert parity([], steps=1, rows=2, manager=manager) == 1
+    out = capsys.readouterr().out
+    assert "tomorrow:data=1 float32: not available: " in out
+    assert out.splitlines()[-1] == "nothing was compared: no backend gave any figures"
 
 
 def test_a_subject_is_told_by_backend_layout_and_precision():

@@ -22,6 +22,7 @@ PARTS = """
     def rlframework_environments():
         return [
             record("sound", "Sound"),
+            record("boasting", "Sound", capabilities=(Capability.LORA, Capability.SCORING)),
             record("wrong", "Wrong"),
             record("raising", "Raising"),
             record("skipping", "Skipping"),
@@ -242,6 +243,42 @@ def test_a_conftest_that_takes_tests_out_fails_the_run(tests, pytester):
     assert verdict(result) == ["sound  TinySuite  INCOMPLETE (1 of 2 tests did not run)  1 passed, 1 not declared"]
 
 
+def test_a_conftest_that_takes_out_a_whole_layout_before_all_others_fails_the_run(tests, pytester):
+    tests.of("engine", "EngineSuite")
+    pytester.makeconftest(
+        """
+        import pytest
+
+        @pytest.hookimpl(tryfirst=True)
+        def pytest_collection_modifyitems(items):
+            items[:] = [item for item in items if "data=2" not in item.name]
+        """
+    )
+    result = run(pytester)
+    assert result.ret == 1
+    assert [line.split()[2:4] for line in verdict(result)] == [["data=1", "CONFORMANT"], ["data=2", "INCOMPLETE"]]
+    assert "INCOMPLETE (3 of 3 tests did not run)" in verdict(result)[1]
+
+
+@pytest.mark.parametrize("options", ["-k there", "-m 'not slow'", "--deselect test_it.py::TestIt::test_it_is_there"])
+def test_options_of_a_file_are_not_chosen_by_hand(tests, pytester, options):
+    """Each of them, with a conftest that takes out one test."""
+    tests.of("sound")
+    pytester.makeini(f"[pytest]\naddopts = {options}\n")
+    pytester.makeconftest("def pytest_collection_modifyitems(items):\n    del items[-1]\n")
+    result = run(pytester)
+    assert result.ret in (1, pytest.ExitCode.NO_TESTS_COLLECTED)
+    assert "INCOMPLETE" in verdict(result)[0]
+
+
+@pytest.mark.parametrize("args", [["-xk", "there"], ["-kthere"], ["--deselect=test_it.py::TestIt::test_it_is_there"]])
+def test_what_the_command_line_chooses_is_chosen_by_hand(tests, pytester, args):
+    tests.of("sound")
+    result = run(pytester, *args)
+    assert result.ret == 0
+    assert verdict(result) == ["sound  TinySuite  INCOMPLETE (1 of 2 tests did not run)  1 passed, 1 not declared"]
+
+
 def test_an_unknown_backend_is_an_error(tests, pytester):
     tests.of("soudn")
     result = run(pytester)
@@ -329,6 +366,69 @@ def test_a_class_that_is_changed_after_it_was_made_is_an_error(tests, pytester, 
     result.stdout.fnmatch_lines([f"TestIt.{name} was changed: run the suite as it is"])
 
 
+@pytest.mark.parametrize(
+    "trick",
+    [
+        "tiny_suite.Parts.test_it_is_there = None",
+        "type.__setattr__(tiny_suite.Parts, 'test_it_is_there', tiny_suite.holds(1)(lambda self, bench: None))",
+        "type.__setattr__(TinySuite, 'test_it_is_there', tiny_suite.holds(1)(lambda self, bench: None))",
+        "type.__delattr__(tiny_suite.Parts, 'test_it_is_there')",
+    ],
+    ids=["assigned", "set on a part", "set on the suite", "deleted"],
+)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_suite_that_is_changed_behind_its_seal_is_an_error(tests, pytester, trick, when):
+    mine = "class TestIt(TinySuite):\n    backend = 'sound'\n"
+    lines = [f"import tiny_suite\n{trick}\n", mine]
+    tests("\n".join(lines if when == "before" else lines[::-1]))
+    result = run(pytester)
+    assert result.ret == 2
+    result.stdout.fnmatch_lines(["*test_it_is_there *cannot be replaced*" if " = " in trick else "TestIt.test_it_is_*"])
+
+
+def test_a_suite_that_is_changed_after_the_collection_is_an_error(tests, pytester):
+    tests.of("sound")
+    pytester.makeconftest(
+        """
+        def pytest_collection_finish(session):
+            import tiny_suite
+            type.__setattr__(tiny_suite.Parts, "test_the_number_is_two", lambda self, bench: None)
+        """
+    )
+    result = run(pytester)
+    assert result.ret == 1
+    result.stdout.fnmatch_lines(["*TestIt.test_the_number_is_two was changed: run the suite as it is"])
+
+
+@pytest.mark.parametrize("name", ["Conformance", "MyTests"])
+def test_a_class_that_pytest_does_not_look_at_is_an_error(tests, pytester, name):
+    tests(f"class {name}(TinySuite):\n    backend = 'wrong'\n\ndef test_x():\n    pass\n")
+    result = run(pytester)
+    assert result.ret == 2
+    result.stdout.fnmatch_lines([f"{name} runs a conformance suite*rename it, to Test{name}*"])
+
+
+@pytest.mark.parametrize("more", ["class TestIt(Base):\n    pass", "TestIt = Base"])
+def test_the_base_of_a_collected_class_may_have_any_name(tests, pytester, more):
+    tests(f"class Base(TinySuite):\n    backend = 'sound'\n\n{more}\n")
+    assert run(pytester).ret == 0
+
+
+def test_test_functions_of_another_name_are_an_error(tests, pytester):
+    tests.of("sound")
+    pytester.makeini("[pytest]\npython_functions = check_*\n")
+    result = run(pytester)
+    assert result.ret == 2
+    result.stdout.fnmatch_lines(["TestIt: python_functions in the pytest configuration passes over*"])
+
+
+def test_a_fixture_of_the_name_of_ours_in_a_project_without_suites(tests, pytester):
+    tests(
+        "@pytest.fixture\ndef mutant_case():\n    return 1\n\n\ndef test_mine(mutant_case):\n    assert mutant_case\n"
+    )
+    run(pytester).assert_outcomes(passed=1)
+
+
 def test_another_fixture_of_the_bench_s_name_is_an_error(tests, pytester):
     tests.of("sound")
     pytester.makeconftest("import pytest\n\n@pytest.fixture\ndef bench():\n    return None\n")
@@ -343,6 +443,18 @@ def test_tests_of_one_s_own_run_beside_the_suite(tests, pytester):
     assert result.ret == 0
     result.assert_outcomes(passed=3)
     assert verdict(result) == ["sound  TinySuite  CONFORMANT  2 passed, 1 not declared"]
+
+
+def test_what_is_declared_and_no_test_looks_at_is_told(tests, pytester):
+    """It has adapters of a kind, as the suite's test of them is mended here; of scoring there is none."""
+    tests.of("boasting")
+    (pytester.path / "tiny_suite.py").write_text(
+        (pytester.path / "tiny_suite.py").read_text().replace('bench.require(False, "never run")', "pass")
+    )
+    result = run(pytester, "--conformance-json", "report.json")
+    assert result.ret == 0
+    assert verdict(result) == ["boasting  TinySuite  CONFORMANT, untested: scoring  3 passed"]
+    assert json.loads((pytester.path / "report.json").read_text())["verdicts"][0]["untested"] == ["scoring"]
 
 
 # -- layouts -----------------------------------------------------------------------------------------------------------
@@ -369,8 +481,8 @@ def test_what_has_nothing_to_test_does_not_run_and_the_cpu_is_told(tests, pytest
     result = run(pytester)
     assert result.ret == 0
     assert verdict(result) == [
-        "engine  EngineSuite  data=1  CONFORMANT (cpu)  2 passed, 1 not declared",
-        "engine  EngineSuite  data=2  CONFORMANT (cpu)  3 passed, 1 not declared",
+        "engine  EngineSuite  data=1  CONFORMANT (cpu), untested: tensor_parallel  2 passed, 1 not declared",
+        "engine  EngineSuite  data=2  CONFORMANT (cpu), untested: tensor_parallel  3 passed, 1 not declared",
     ]
 
 
@@ -410,6 +522,14 @@ def test_the_report_holds_what_was_measured(tests, pytester, processes):
     assert (largest["got"], largest["expected"], largest["test"]) == (3.0, 2.0, "test_the_number_is_two")
     assert [test["outcome"] for test in found["tests"]] == ["passed", "failed"]
     assert "contract  2" in found["tests"][1]["message"]
+
+
+def test_a_report_that_cannot_be_written_is_told_before_the_run(tests, pytester):
+    tests.of("sound")
+    (pytester.path / "file").write_text("")
+    result = run(pytester, "--conformance-json", "file/report.json")
+    assert result.ret == 4
+    result.stderr.fnmatch_lines(["*--conformance-json: *a part of the path is a file*"])
 
 
 def test_with_xdist_what_did_not_run_is_known(tests, pytester):

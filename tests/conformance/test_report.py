@@ -98,6 +98,51 @@ def test_the_word_and_the_counts(outcomes, changes, word, counts, conformant):
     assert (found.word, found.counts, found.conformant) == (word, counts, conformant)
 
 
+# -- what is declared and not tested -----------------------------------------------------------------------------------
+
+
+def passing(**changes):
+    subject = replace(SUBJECT, **changes)
+    return [result(test, subject=subject) for test in subject.expected]
+
+
+def test_what_is_declared_and_not_tested_is_in_the_word_and_in_json():
+    capabilities = {"capabilities": ("lora", "packing", "scoring", "tensor_parallel"), "tested": ("packing",)}
+    (found,) = verdicts_of(passing(layout="data=1", device="cpu", **capabilities))
+    assert found.word == "CONFORMANT (cpu), untested: lora, scoring, tensor_parallel"
+    assert found.conformant
+    (written,) = as_json([found])["verdicts"]
+    assert list(written["untested"]) == ["lora", "scoring", "tensor_parallel"]
+    assert written["verdict"] == found.word
+
+
+def test_what_another_layout_of_the_run_tested_is_tested():
+    both = {"capabilities": ("data_parallel", "lora")}
+    one = passing(layout="data=1", **both)
+    assert [found.untested for found in verdicts_of(one)] == [("data_parallel", "lora")]
+    two = passing(layout="data=2", tested=("data_parallel",), **both)
+    assert [found.untested for found in verdicts_of([*one, *two])] == [("lora",), ("lora",)]
+    planned = [two[0].subject]
+    assert [found.untested for found in verdicts_of(one, planned)][1] == ("data_parallel", "lora"), "it did not run"
+    other = passing(layout="data=2", tested=("data_parallel",), kind="worker_group", **both)
+    assert [found.untested for found in verdicts_of([*one, *other])] == [("data_parallel", "lora"), ("lora",)]
+
+
+def test_known_failures_and_what_is_untested():
+    found = replace(verdict("passed", "known_failure", device="cpu"), untested=("lora",))
+    assert found.word == "CONFORMANT (cpu) except 1 known failure, untested: lora"
+    assert replace(verdict("passed"), untested=("lora",)).word == "INCOMPLETE (1 of 2 tests did not run)"
+
+
+def test_parts_of_one_name_have_a_column_each():
+    engine, group = (replace(SUBJECT, kind=kind, capabilities=("data_parallel",)) for kind in ("policy_worker", "a_b"))
+    report = as_json([Verdict(engine, (), ("data_parallel",)), Verdict(group), Verdict(engine, ())])
+    page = markdown([report])
+    assert "| capability | engine, policy worker | engine, a b |" in page
+    assert "| data parallel | yes | yes |" in page, "a later verdict of the engine has tested it"
+    assert "| lora | no | no |" in page
+
+
 def test_lines_are_in_columns():
     verdicts = [verdict("passed", "passed"), verdict("passed", backend="a", layout="data=1")]
     assert lines_of(verdicts) == [
@@ -169,7 +214,11 @@ def test_the_page():
     plain = Subject("EnvironmentSuite", "environment", "sums", "core", "0.1", "", "cpu", "x", (), ("test_a",), ())
     report = as_json(
         [
-            Verdict(SUBJECT, [result("test_a", measurements=[measurement(2e-6, 1e-5)]), result("test_b", "failed")]),
+            Verdict(
+                replace(SUBJECT, capabilities=(*SUBJECT.capabilities, "scoring")),
+                [result("test_a", measurements=[measurement(2e-6, 1e-5)]), result("test_b", "failed")],
+                ("scoring",),
+            ),
             Verdict(plain, [result("test_a", subject=plain, contract=8)]),
         ]
     )
@@ -189,11 +238,12 @@ def test_the_page():
     ]
     declared = page[5].split("\n")
     assert declared[:4] == [
-        "| capability | engine |",
+        "| capability | engine, policy worker |",
         "| --- | --- |",
         "| tensor parallel | yes |",
         "| sequence parallel | no |",
     ]
+    assert "| scoring | declared, untested |" in declared
     assert page[-1] == (
         "| backend | layout | device | measured | largest (allowed) | nearest to its limit (allowed) | which is |\n"
         "| --- | --- | --- | --- | --- | --- | --- |\n"

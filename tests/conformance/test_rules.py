@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from rlframework.conformance.layouts import Layout
-from rlframework.conformance.rules import Suite, holds
+from rlframework.conformance import PolicyWorkerSuite
+from rlframework.conformance.layouts import Layout, quick_layouts
+from rlframework.conformance.rules import Suite, changed_since_sealed, holds
+from rlframework.plugins.manager import create_manager
+from rlframework.plugins.reading import HOOK_OF_KIND
 from rlframework.plugins.types import Capability, PolicyWorkerRecord
 
 
@@ -94,6 +97,48 @@ def test_changing_or_deleting_later_is_an_error(of):
         del cls.test_plain
 
 
+def made():
+    """A part, a suite of it, and its subclass; each test breaks its own."""
+    part = type(Suite)("Part", (Suite,), {"test_plain": holds(1)(lambda self, bench: None), "helper": lambda self: 1})
+    sealed = type(Suite)("OfPart", (part,), {"kind": "policy_worker"}, sealed=True)
+    return part, sealed, type(Suite)("TestIt", (sealed,), {"backend": "x"})
+
+
+@pytest.mark.parametrize("name", ["test_plain", "test_new", "helper"])
+def test_a_part_is_sealed_with_its_suite(name):
+    part, _, _ = made()
+    with pytest.raises(TypeError, match=rf"Part\.{name} is part of a conformance suite and cannot be replaced"):
+        setattr(part, name, holds(1)(lambda self, bench: None))
+    with pytest.raises(TypeError, match=r"Suite\.tests is part of a conformance suite"):
+        Suite.tests = None
+
+
+def exchange_code(part, sealed):
+    part.test_plain.__code__ = (lambda self, bench: 2).__code__
+
+
+def exchange_requirement(part, sealed):
+    part.test_plain.requirement = holds(1, Capability.LORA)(lambda: None).requirement
+
+
+@pytest.mark.parametrize(
+    "trick",
+    [
+        lambda part, sealed: type.__setattr__(part, "test_plain", holds(1)(lambda self, bench: None)),
+        lambda part, sealed: type.__setattr__(sealed, "test_plain", holds(1)(lambda self, bench: None)),
+        lambda part, sealed: type.__delattr__(part, "test_plain"),
+        exchange_code,
+        exchange_requirement,
+    ],
+    ids=["set on the part", "set on the suite", "deleted", "code", "requirement"],
+)
+def test_tricks_behind_the_seal_are_noticed(trick):
+    part, sealed, mine = made()
+    assert changed_since_sealed(mine) == []
+    trick(part, sealed)
+    assert changed_since_sealed(mine) == ["test_plain"]
+
+
 def test_a_subclass_may_add_tests_and_settings():
     class TestIt(Sealed):
         """Mine."""
@@ -131,6 +176,25 @@ def test_what_is_declared_decides_what_is_expected():
     assert Sealed.undeclared(record(Capability.LORA)) == []
 
 
+def test_what_is_tested_of_what_is_declared():
+    everything = record(*Capability)
+    splits = {Capability.DATA_PARALLEL, Capability.TENSOR_PARALLEL, Capability.SEQUENCE_PARALLEL}
+    assert Sealed.uses(everything, Layout(), "cpu") == {Capability.LORA}
+    assert Sealed.uses(record(Capability.SCORING), Layout(), "cpu") == set()
+    assert Sealed.uses(everything, Layout(data=2, tensor=2, sequence=True), "cpu") == {Capability.LORA, *splits}
+    assert Capability.SEQUENCE_PARALLEL not in Sealed.uses(everything, Layout(tensor=2), "cpu")
+    experts = Sealed.uses(everything, Layout(data=2, expert=2), "cpu")
+    assert experts == {Capability.LORA, Capability.DATA_PARALLEL}, "no model of the suites has experts"
+
+
+def test_all_that_dtensor_declares_is_tested():
+    """And the quick layouts are enough for that, one worker alone is not."""
+    record = create_manager().select("policy_worker", "dtensor").record
+    tested = [PolicyWorkerSuite.uses(record, layout, "cpu") for layout in quick_layouts(record)]
+    assert frozenset().union(*tested) == record.capabilities
+    assert record.capabilities - tested[0] == {Capability.DATA_PARALLEL}
+
+
 def test_the_oracle_imports_nothing_of_ours():
     """Import-linter holds it against the other rooms; this also against the rest of the conformance room."""
     tree = ast.parse(Path(find_spec("rlframework.conformance.oracle").origin).read_text())
@@ -139,3 +203,12 @@ def test_the_oracle_imports_nothing_of_ours():
     assert "torch" in {name.partition(".")[0] for name in (*names, *(node.module or "" for node in froms))}
     assert not [name for name in names if name.startswith("rlframework")]
     assert not [node.module for node in froms if node.level or (node.module or "").startswith("rlframework")]
+
+
+def test_our_own_parts_have_no_known_failures():
+    """Of core, and of the plugins of this repository; of all kinds."""
+    manager = create_manager()
+    ours = [found for kind in HOOK_OF_KIND for found in manager.registered(kind).values()]
+    ours = [found for found in ours if found.distribution.startswith("rlframework-")]
+    assert {"dtensor", "microbatches", "ray", "transformers", "gsm8k"} <= {found.record.name for found in ours}
+    assert [found.record.name for found in ours if found.record.known_failures] == []

@@ -57,6 +57,17 @@ def test_a_line_has_the_step_the_known_metrics_the_pace_and_what_remains(tmp_pat
     assert line == ("step 12/60  reward 0.410  accuracy 0.520  loss -0.01235  KL 0.05  1.8 s/step, remaining 1m26s")
 
 
+def test_throughput_and_memory_show_where_they_were_measured(tmp_path, clock):
+    stream = io.StringIO()
+    observer = begin(stream, clock, tmp_path, steps=1)
+    metrics = {"train/loss": 0.5, "throughput/tokens_per_second": 1234.6, "memory/rss_mb": 2048.4}
+    observer.rlframework_step_finished(1, metrics)
+    assert (
+        stream.getvalue().splitlines()[1]
+        == "step 1/1  loss 0.5  1,235 tokens/s  memory 2,048 MB  0 s/step, remaining 0s"
+    )
+
+
 def test_supervised_metrics_show_validation_where_it_was_measured(tmp_path, clock):
     stream = io.StringIO()
     observer = begin(stream, clock, tmp_path, steps=2, name="sft")

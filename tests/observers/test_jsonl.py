@@ -57,7 +57,8 @@ def test_samples_are_one_object_each_with_text_as_it_was(tmp_path):
     observer.close()
     file = (tmp_path / "samples.jsonl").read_text(encoding="utf-8")
     assert file.count("\n") == 1
-    assert strict(file) == {"prompt": "1+1=", "completion": text, "reward": 1.0, "step": 3, "kind": "validation"}
+    expected = {"prompt": "1+1=", "completion": text, "reward": 1.0, "step": 3, "kind": "validation"}
+    assert strict(file) == {"run": tmp_path.name, **expected}
 
 
 def test_no_samples_file_when_none_are_wanted(tmp_path):

@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 
 from rlframework.config.policy import PolicyConfig
-from rlframework.config.sections import AlgorithmConfig, EnvironmentConfig, RunConfig, WorkerGroupConfig
+from rlframework.config.sections import (
+    AlgorithmConfig,
+    CheckpointsConfig,
+    EnvironmentConfig,
+    RunConfig,
+    WorkerGroupConfig,
+)
 from rlframework.errors import PluginError
 from rlframework.plugins.check import check_config
 from rlframework.plugins.manager import Registered
@@ -69,6 +75,14 @@ def test_every_capability_of_the_configuration_has_a_case():
         Capability.PORTABLE_OPTIMIZER_STATE,
     }
     assert {case[3] for case in CASES} | of_calls == set(Capability)
+
+
+def test_checkpoints_need_a_backend_that_saves_its_optimizer():
+    config = run_config({}, 1).model_copy(update={"checkpoints": CheckpointsConfig(every=5)})
+    [problem] = check_config(config, backend(), "cpu")
+    assert problem.key == "checkpoints.every"
+    assert problem.undeclared
+    assert check_config(config, backend(Capability.PORTABLE_OPTIMIZER_STATE), "cpu") == []
 
 
 @pytest.mark.parametrize("mode", ["auto", "padded"])

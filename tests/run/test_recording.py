@@ -13,10 +13,14 @@ from rlframework.algorithms.losses import ClippedPGLoss, NLLLoss
 from rlframework.algorithms.recording import describe_loss
 from rlframework.config.algorithms import ClippedPGLossConfig
 from rlframework.conformance.parity.command import replay
+from rlframework.conformance.parity.compare import UPDATE, Subject, examine
 from rlframework.conformance.parity.recorded import read_step
+from rlframework.conformance.parity.replay import exam_of
 from rlframework.conformance.policies import read_weights
 from rlframework.data.packed_tensor import PackedTensor
 from rlframework.errors import ConfigError, DataError, NotSupported
+from rlframework.interfaces.loss import LossInput, LossType
+from rlframework.plugins.manager import create_manager
 from rlframework.policy.policy import Policy
 
 ONE_SUBJECT = ["dtensor"]
@@ -145,6 +149,65 @@ def test_a_loss_of_somebody_elses_is_told_at_replay(one_step):
         replay(str(one_step.output_dir), 1)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"target": "subprocess:getoutput"}, "names subprocess:getoutput as its loss, which is no class of losses"),
+        ({"target": "subprocess:Popen"}, "names subprocess:Popen as its loss, which is no class of losses"),
+        ({"target": "probe_loss:Loss", "model": "subprocess:getoutput"}, "names subprocess:getoutput for its loss"),
+        ({"target": "probe_loss:Loss", "model": "subprocess:Popen"}, "which is no pydantic model; it is not called"),
+    ],
+)
+def test_nothing_but_losses_and_their_settings_is_called(one_step, tmp_path, monkeypatch, changes, message):
+    """A folder of a run may be anybody's."""
+    called = tmp_path / "called"
+    (tmp_path / "probe_loss.py").write_text(f"""
+class Loss:
+    loss_type, input_type = "token_level", "logprobs"
+
+    def __init__(self, *config):
+        open({str(called)!r}, "w").close()
+
+    def __call__(self):
+        pass
+""")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    path = recorded(one_step, 1) / "step.json"
+    description = json.loads(path.read_text())
+    command = f"touch {called}"
+    keys = {"cmd": command} if "getoutput" in str(changes) else {"args": command, "shell": True}
+    description["loss"] = {"target": "", "config": keys, "model": "subprocess:getoutput"} | changes
+    path.write_text(json.dumps(description))
+    with pytest.raises(DataError, match=message):
+        replay(str(one_step.output_dir), 1, ONE_SUBJECT)
+    assert not called.exists()
+
+
+class Unsaid:
+    """A loss, but for what it reads, which only its instances say."""
+
+    def __init__(self):
+        self.loss_type, self.input_type = LossType.TOKEN_LEVEL, LossInput.LOGPROBS
+
+    def __call__(self, *_):
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("lr", [1e-6, 1e-2])
+def test_a_wrong_update_is_told_of_a_recorded_step(run_config, tmp_path, lr):
+    config = run_config("sft", f"policy.optimizer.lr={lr}", "recording.steps=[2]")
+    run(config)
+    exam, manager = exam_of(read_step(config.output_dir, 2)), create_manager(config.plugins)
+    sound, wrong = (
+        examine(exam, Subject("dtensor", mutant=mutant), manager=manager, folder=tmp_path, named=True)
+        for mutant in (None, "update_sign")
+    )
+    assert sound.verdict == "agrees"
+    assert sound.measurements[UPDATE].error < 2e-4
+    assert UPDATE in wrong.beyond
+    assert wrong.parting.tensor_step == 1
+
+
 def test_losses_are_described_so_that_they_can_be_made_again():
     class Local(NLLLoss):
         pass
@@ -157,6 +220,7 @@ def test_losses_are_described_so_that_they_can_be_made_again():
     assert described["model"] == "rlframework.config.algorithms:ClippedPGLossConfig"
     assert "cannot be imported" in describe_loss(Local())["not_replayable"]
     assert "holds more" in describe_loss(odd)["not_replayable"]
+    assert "has no input_type as a class" in describe_loss(Unsaid())["not_replayable"]
 
 
 def test_what_cannot_be_written_of_a_batch_is_said(tmp_path):

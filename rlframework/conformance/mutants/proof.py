@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from rlframework import conformance
+from rlframework.conformance import suite_of
 from rlframework.conformance.layouts import Layout
 from rlframework.conformance.measure import ConformanceFailure
 from rlframework.conformance.mutants import Mutant, mutants_of
@@ -22,10 +22,9 @@ from rlframework.conformance.rules import Suite
 from rlframework.plugins.types import Record
 
 
-def suite_of(kind: str) -> type[Suite]:
-    """The suite of a kind of part."""
-    suites: list[type[Suite]] = [getattr(conformance, name) for name in conformance.__all__]
-    return next(suite for suite in suites if suite.kind == kind)
+def case_id(mutant: Mutant, test: str) -> str:
+    """How pytest calls a mutant with one of the tests that it names."""
+    return f"{mutant.name}-{test}"
 
 
 class MutantProof:

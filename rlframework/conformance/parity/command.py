@@ -44,8 +44,8 @@ def parity(
 ) -> int:
     """Compare the backends that `words` name, `BACKEND[:LAYOUT]`, with the oracle; print it; the exit code.
 
-    No words: every policy worker that is installed, and what cannot be made is told. `model`: a directory; none: a
-    tiny model made here.
+    No words: every policy worker that is installed. What cannot be made is told, and the others go on; it makes the
+    command fail where it was named. `model`: a directory; none: a tiny model made here.
     """
     _check(device, json_file, steps=steps, rows=rows)
     manager = manager or create_manager()
@@ -65,7 +65,7 @@ def parity(
 def _examined(
     exams: Sequence[Exam], subjects: Sequence[tuple[Subject, bool]], manager: PluginManager, folder: Path
 ) -> Iterator[Outcome]:
-    """Each subject in each exam; a backend that is not available in fp32 is told once a layout."""
+    """Each subject in each exam; a backend that cannot be made in fp32 is told once a layout."""
     absent: set[tuple[str, Layout]] = set()
     for subject, named in subjects:
         for exam in exams:
@@ -73,7 +73,7 @@ def _examined(
                 break
             outcome = _told(examine(exam, subject, manager=manager, folder=folder, named=named))
             yield outcome
-            if outcome.verdict == "not available":
+            if not outcome.made:
                 absent |= {(subject.backend, subject.layout)} if subject.precision == "float32" else set()
                 break
 
@@ -189,4 +189,7 @@ def _end(
     if json_file is not None:
         report.write_json(json_file, report.as_json(outcomes, settings, slack))
         print(f"written to {json_file}")
+    if not any(outcome.measurements for outcome in outcomes if not outcome.is_run):
+        print("nothing was compared: no backend gave any figures")
+        return 1
     return int(any(outcome.fails for outcome in outcomes))

@@ -1,4 +1,4 @@
-"""A backend beside the oracle: how far its log-probabilities, losses, gradient norms and weights are from the oracle's.
+"""A backend beside the oracle: how far its log-probabilities, losses, gradient norms, weights and updates are from it.
 
 A verdict needs a tolerance. In fp32 there is one for each quantity; in other precisions for the mean error of
 log-probabilities alone: the largest grows with the number of tokens, and the rest has no bound that means something.
@@ -20,6 +20,7 @@ from rlframework.conformance import measure
 from rlframework.conformance.contracts import BF16, FP32, TENSOR_AFTER_20_STEPS, WEIGHTS_AFTER_20_STEPS
 from rlframework.conformance.layouts import Layout
 from rlframework.conformance.measure import Measurement
+from rlframework.conformance.parity.update import says_something
 from rlframework.conformance.policies import DEADLINES, InspectedPolicy, run_config, weights_of
 from rlframework.data.tokenizer import load_tokenizer
 from rlframework.errors import RLFrameworkError, UserError
@@ -31,10 +32,13 @@ if TYPE_CHECKING:
     from rlframework.conformance.parity.parting import Parting
     from rlframework.plugins.manager import PluginManager
 
-LOGPROBS, MEAN, LOSS, NORM, WEIGHTS, TENSOR = QUANTITIES = (
-    "log-probabilities", "mean of log-probabilities", "loss", "gradient norm", "weights", "tensor",
+LOGPROBS, MEAN, LOSS, NORM, WEIGHTS, UPDATE, TENSOR = QUANTITIES = (
+    "log-probabilities", "mean of log-probabilities", "loss", "gradient norm", "weights", "update", "tensor",
 )  # fmt: skip
-"""What is measured, in the order of the table. `TENSOR`: the tensor that is farthest off."""
+"""What is measured, in the order of the table. `TENSOR`: the tensor that is farthest off.
+
+`UPDATE`: what a tensor was moved by in the first step, or all together in all steps, whichever is farthest off.
+"""
 
 AFTER_STEPS = 1e-4
 """fp32: loss and gradient norm of steps after the first, which are of weights that may have parted a little already."""
@@ -69,8 +73,8 @@ class Seen:
 class Outcome:
     """What came of one subject in one exam. `reason`: why there are no figures, or why they are of no use.
 
-    `error`: whether that is a failure, rather than something that is not there. `against_run`: how far the subject is
-    from what a recorded run itself saw.
+    `error`: whether that is a failure, rather than something that is not there. `made`: whether there is a backend that
+    could be asked. `against_run`: how far the subject is from what a recorded run itself saw.
     """
 
     subject: Subject
@@ -78,6 +82,7 @@ class Outcome:
     measurements: Mapping[str, Measurement] = field(default_factory=dict)
     reason: str = ""
     error: bool = False
+    made: bool = True
     parting: Parting | None = None
     against_run: Mapping[str, Measurement] = field(default_factory=dict)
     seconds: float = 0.0
@@ -110,16 +115,14 @@ class Outcome:
 def examine(exam: Exam, subject: Subject, *, manager: PluginManager, folder: Path, named: bool) -> Outcome:
     """Put `subject` through `exam`, and look for where it parts from the oracle if it does.
 
-    `named`: somebody asked for this subject, so that it is an error (`UserError`) where it cannot be made.
+    `named`: somebody asked for this subject, so that it is an error where it cannot be made.
     """
     started = time.perf_counter()
     with ExitStack() as stack:
         try:
             policy = stack.enter_context(opened(exam, subject, manager))
         except UserError as error:
-            if named:
-                raise
-            return Outcome(subject, exam.name, reason=first_line(error))
+            return Outcome(subject, exam.name, reason=first_line(error), error=named, made=False)
         except Exception as error:  # noqa: BLE001 - a backend that breaks is told, and the others go on
             return Outcome(subject, exam.name, reason=first_line(error), error=True)
         try:
@@ -134,8 +137,11 @@ def examine(exam: Exam, subject: Subject, *, manager: PluginManager, folder: Pat
 def _measured(exam: Exam, subject: Subject, policy: InspectedPolicy, folder: Path) -> Outcome:
     logprobs = [policy.get_logprobs(batch)["logprobs"] for batch in exam.batches]
     policy.prepare_for_training()
-    steps = [step(policy, exam, batch) for batch in exam.batches]
-    outcome = compared(exam, subject, logprobs, steps, weights_of(policy, folder / "weights"))
+    steps = [step(policy, exam, batch) for batch in exam.batches[:1]]
+    first = last = weights_of(policy, folder / "weights")
+    if later := [step(policy, exam, batch) for batch in exam.batches[1:]]:
+        steps, last = steps + later, weights_of(policy, folder / "weights")
+    outcome = compared(exam, subject, logprobs, steps, (first, last))
     return replace(outcome, seen=Seen(logprobs, steps))
 
 
@@ -187,9 +193,12 @@ def compared(
     subject: Subject,
     logprobs: Sequence[Tensor],
     steps: Steps,
-    weights: Mapping[str, Tensor] | None,
+    weights: tuple[Mapping[str, Tensor], Mapping[str, Tensor]] | None,
 ) -> Outcome:
-    """How far these are from the oracle's answers. Fewer batches or steps than the exam has are its first."""
+    """How far these are from the oracle's answers. Fewer batches or steps than the exam has are its first.
+
+    `weights`: those after the first step and after all, where they are known.
+    """
     answers = exam.answers
     pairs = list(enumerate(zip(steps, answers.steps[: len(steps)], strict=True), start=1))
     measurements = {
@@ -198,12 +207,24 @@ def compared(
         NORM: farthest([norm_measured(number, got[1], want[1]) for number, (got, want) in pairs]),
     }
     if weights is not None:
-        after = answers.weights
-        measure.require_names("the weights that save_pretrained wrote", weights, after)
-        measurements[WEIGHTS] = measure.whole("weights", weights, after, WEIGHTS_AFTER_20_STEPS * exam.slack)
-        allowed = TENSOR_AFTER_20_STEPS * exam.slack
-        measurements[TENSOR] = farthest([measure.norm(name, weights[name], after[name], allowed) for name in after])
+        measurements.update(_weights_measured(exam, *weights))
     return Outcome(subject, exam.name, measurements)
+
+
+def _weights_measured(
+    exam: Exam, first: Mapping[str, Tensor], last: Mapping[str, Tensor]
+) -> Iterator[tuple[str, Measurement]]:
+    answers, after = exam.answers, exam.answers.weights
+    measure.require_names("the weights that save_pretrained wrote", last, after)
+    yield WEIGHTS, measure.whole("weights", last, after, WEIGHTS_AFTER_20_STEPS * exam.slack)
+    updates = [
+        *answers.start.tensors(first, answers.first, 1),
+        answers.start.whole(last, after, len(exam.batches)),
+    ]
+    if telling := [found for found in updates if says_something(found)]:
+        yield UPDATE, farthest(telling)
+    allowed = TENSOR_AFTER_20_STEPS * exam.slack
+    yield TENSOR, farthest([measure.norm(name, last[name], after[name], allowed) for name in after])
 
 
 def logprobs_measured(got: Sequence[Tensor], expected: Sequence[Tensor]) -> dict[str, Measurement]:
@@ -237,8 +258,8 @@ def norm_measured(number: int, got: float, expected: float) -> Measurement:
 
 
 def farthest(measurements: Sequence[Measurement]) -> Measurement:
-    """The one with the largest error, of those beyond their tolerance where there are such; the first of several."""
-    return max(measurements, key=lambda measurement: (not measurement.holds, measurement.error))
+    """The one with the largest error as a part of its tolerance; the first of several."""
+    return max(measurements, key=lambda measurement: measurement.error / measurement.tolerance)
 
 
 def first_line(error: BaseException) -> str:

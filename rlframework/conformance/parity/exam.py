@@ -14,6 +14,7 @@ from rlframework.algorithms.losses import ClippedPGLoss, NLLLoss
 from rlframework.config.algorithms import ClippedPGLossConfig
 from rlframework.conformance import cases
 from rlframework.conformance.oracle import Oracle
+from rlframework.conformance.parity.update import Start
 from rlframework.distributed.batched_data_dict import BatchedDataDict
 from rlframework.errors import DataError
 
@@ -70,8 +71,14 @@ class Exam:
         """The oracle's, computed when they are first asked for."""
         oracle = self.oracle()
         logprobs = [scores(oracle, batch) for batch in self.batches]
-        steps = [self.take(oracle, batch) for batch in self.batches]
-        return Answers(logprobs, steps, oracle.weights())
+        before = oracle.weights()
+        steps: list[tuple[float, float]] = []
+        gradients: dict[str, Tensor] = {}
+        first: dict[str, Tensor] = {}
+        for batch in self.batches:
+            steps.append(self.take(oracle, batch))
+            gradients, first = gradients or _gradients(oracle), first or oracle.weights()
+        return Answers(logprobs, steps, Start.of(before, gradients), first, oracle.weights())
 
     @property
     def slack(self) -> float:
@@ -81,11 +88,24 @@ class Exam:
 
 @dataclass(frozen=True)
 class Answers:
-    """Log-probabilities of each batch under the first weights; loss and norm of each step; the weights after all."""
+    """Log-probabilities of each batch under the first weights; loss and norm of each step; the weights.
+
+    `start`: before the first step, `first`: after it, `weights`: after all.
+    """
 
     logprobs: list[Tensor]
     steps: list[tuple[float, float]]
+    start: Start
+    first: dict[str, Tensor]
     weights: dict[str, Tensor]
+
+
+def _gradients(oracle: Oracle) -> dict[str, Tensor]:
+    """Those of the step that was taken last; nothing where there is none, or none that made a step."""
+    known = {name: parameter.grad for name, parameter in oracle.model.named_parameters()}
+    found = {name: gradient.clone() for name, gradient in known.items() if gradient is not None}
+    usable = all(bool(gradient.isfinite().all()) for gradient in found.values())
+    return found if usable and any(bool(gradient.any()) for gradient in found.values()) else {}
 
 
 def new_oracle(

@@ -1,12 +1,12 @@
 """Where a backend first parts from the oracle: in which step, in which quantity, and in which tensor.
 
-Both go step by step, and their weights are compared after each. What is compared of a tensor is how far it has moved:
-a step changes weights so little that an update which is half as large as it should be hardly shows in the weights.
+Both go step by step, and their weights are compared after each. What is compared of a tensor is how far it has moved
+(`update`): an update which is half as large as it should be hardly shows in the weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,9 +22,6 @@ if TYPE_CHECKING:
 
     from rlframework.conformance.parity.exam import Exam
     from rlframework.plugins.manager import PluginManager
-
-UPDATE = 5e-3
-"""Of how far a tensor has moved, relative to how far it should have. Where only rounding differs it is up to 1e-4."""
 
 LOADED = "weights as loaded"
 WEIGHTS = compare.WEIGHTS
@@ -91,9 +88,9 @@ def _events(
 ) -> Iterator[tuple[int, list[Measurement], dict[str, Measurement], int]]:
     """For each step: its number, what was measured in order, the tensors beyond their tolerance, of how many."""
     oracle = exam.oracle()
-    before = oracle.weights()
-    names = len(before)
-    loaded = _beyond(weights_of(policy, folder / "weights"), before, FP32, None)
+    start = exam.answers.start
+    names = len(start.weights)
+    loaded = _beyond(_loaded(weights_of(policy, folder / "weights"), start.weights))
     logprobs = [policy.get_logprobs(batch)["logprobs"] for batch in exam.batches]
     yield 0, [compare.logprobs_measured(logprobs, exam.answers.logprobs)[compare.LOGPROBS]], loaded, names
     policy.prepare_for_training()
@@ -103,21 +100,18 @@ def _events(
             compare.loss_measured(exam, number, got[0], expected[0]),
             compare.norm_measured(number, got[1], expected[1]),
         ]
-        yield number, found, _beyond(weights_of(policy, folder / "weights"), oracle.weights(), UPDATE, before), names
+        moved = start.tensors(weights_of(policy, folder / "weights"), oracle.weights(), number)
+        yield number, found, _beyond(moved), names
 
 
-def _beyond(
-    got: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float, before: Mapping[str, Tensor] | None
-) -> dict[str, Measurement]:
-    """The tensors, in the model's order, that have moved from `before` otherwise than they should, or are others."""
+def _loaded(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[Measurement]:
     measure.require_names("the weights", got, expected)
-    found = {}
-    for name, want in expected.items():
-        start = 0.0 if before is None else before[name].double()
-        measurement = measure.norm(name, got[name].double() - start, want.double() - start, tolerance, floor=1e-12)
-        if not measurement.holds:
-            found[name] = measurement
-    return found
+    return [measure.norm(name, got[name], want, FP32, floor=1e-12) for name, want in expected.items()]
+
+
+def _beyond(tensors: Sequence[Measurement]) -> dict[str, Measurement]:
+    """Those that are beyond their tolerance, in the model's order."""
+    return {found.quantity: found for found in tensors if not found.holds}
 
 
 def _when(step: int) -> str:

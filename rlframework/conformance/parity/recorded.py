@@ -1,4 +1,8 @@
-"""Reading what `rlframework.algorithms.recording` wrote: one training step of a run. What is damaged is an error."""
+"""Reading what `rlframework.algorithms.recording` wrote: one training step of a run. What is damaged is an error.
+
+A step names its loss and the modules of its plugins, and these are imported, as for the run itself. Called is nothing
+but the class of a loss, and a pydantic model of its settings.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlframework.algorithms.recording import FOLDER, FORMAT, folder_of
+from pydantic import BaseModel
+
+from rlframework.algorithms.recording import FOLDER, FORMAT, folder_of, is_loss_class
 from rlframework.distributed.batched_data_dict import BatchedDataDict
 from rlframework.errors import DataError, NotSupported
 from rlframework.interfaces.loss import LossInput
@@ -135,14 +141,30 @@ def _read(path: Path, description: Mapping[str, Any]) -> RecordedStep:
 
 
 def _loss(path: Path, description: Mapping[str, Any]) -> LossFunction:
-    target = description["target"]
+    target, model = description["target"], description["model"]
     try:
         kind = load_target(target)
-        made: LossFunction = (
-            kind() if description["model"] is None else kind(load_target(description["model"])(**description["config"]))
-        )
+        config_kind = None if model is None else load_target(model)
     except Exception as error:  # whatever it is, it is told with the name of the loss
-        raise NotSupported(f"the loss {target} of the step in {path} cannot be made again: {error}") from error
-    if made.input_type != LossInput.LOGPROBS:
+        raise _cannot_be_made(path, target, error) from error
+    _refuse_others(path, target, kind, model, config_kind)
+    try:
+        made: LossFunction = kind() if config_kind is None else kind(config_kind(**description["config"]))
+        made_of = made.loss_type, made.input_type
+    except Exception as error:  # as above
+        raise _cannot_be_made(path, target, error) from error
+    if made_of[1] != LossInput.LOGPROBS:
         raise NotSupported(f"the step in {path} cannot be computed again: its loss {target} reads logits")
     return made
+
+
+def _cannot_be_made(path: Path, target: str, error: Exception) -> NotSupported:
+    return NotSupported(f"the loss {target} of the step in {path} cannot be made again: {error}")
+
+
+def _refuse_others(path: Path, target: str, kind: Any, model: str | None, config_kind: Any) -> None:
+    """The file may be anybody's: what it names is called only if it is what a recorded step names."""
+    if not is_loss_class(kind):
+        raise DataError(f"the step in {path} names {target} as its loss, which is no class of losses; it is not called")
+    if model is not None and not (isinstance(config_kind, type) and issubclass(config_kind, BaseModel)):
+        raise DataError(f"the step in {path} names {model} for its loss, which is no pydantic model; it is not called")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -12,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import rlframework
 from rlframework.conformance.contracts import BF16, FP32, TENSOR_AFTER_20_STEPS, WEIGHTS_AFTER_20_STEPS
-from rlframework.conformance.parity.compare import AFTER_STEPS
-from rlframework.conformance.report import machine
+from rlframework.conformance.parity import update
+from rlframework.conformance.parity.compare import AFTER_STEPS, UPDATE, WEIGHTS
+from rlframework.conformance.report import machine, plain
 from rlframework.files import write_atomically
 
 if TYPE_CHECKING:
@@ -25,9 +25,9 @@ FORMAT = 1
 
 HEADS = (
     "backend", "layout", "precision", "loss", "log-probs max", "mean", "loss err", "grad norm", "weights",
-    "worst tensor", "verdict",
+    "update", "worst tensor", "verdict",
 )  # fmt: skip
-FIGURES = ("log-probabilities", "mean of log-probabilities", "loss", "gradient norm", "weights")
+FIGURES = ("log-probabilities", "mean of log-probabilities", "loss", "gradient norm", "weights", "update")
 
 
 def print_outcomes(outcomes: Sequence[Outcome], title: str) -> None:
@@ -55,7 +55,7 @@ def _cells(outcome: Outcome) -> tuple[str, ...]:
     figures = tuple(_figure(outcome, quantity) for quantity in FIGURES)
     worst = outcome.measurements.get("tensor")
     tensor = "" if worst is None else f"{_figure(outcome, 'tensor')} {worst.quantity}"
-    exam = outcome.exam if outcome.measurements or outcome.error else "-"
+    exam = outcome.exam if outcome.made else "-"
     return (name, str(subject.layout), subject.precision, exam, *figures, tensor, outcome.verdict)
 
 
@@ -84,12 +84,14 @@ def notes(outcomes: Sequence[Outcome]) -> Iterator[str]:
             f"log-probabilities is held to something: {BF16:g}"
         )
     for outcome in outcomes:
-        exam = f", {outcome.exam}" if outcome.measurements or outcome.error else ""
+        exam = f", {outcome.exam}" if outcome.made else ""
         who = f"{'the run, ' if outcome.is_run else ''}{outcome.subject}{exam}"
         if outcome.reason:
             yield f"{who}: {outcome.verdict}: {outcome.reason}"
         if outcome.fails and outcome.measurements and not outcome.is_run:
             yield f"{who}: {outcome.parting or 'nothing parts within a step: the difference grows slowly'}"
+        if WEIGHTS in outcome.measurements and UPDATE not in outcome.measurements:
+            yield f"{who}: the steps changed less than the weights are rounded by, so nothing is said of the update"
         if outcome.against_run:
             told = "; ".join(f"{name} {found.error:.1e}" for name, found in outcome.against_run.items())
             yield f"{who}, beside what the run saw: {told}"
@@ -101,6 +103,7 @@ def tolerances(slack: float) -> dict[str, float]:
         "float32": FP32,
         "loss and gradient norm after the first step": AFTER_STEPS,
         "weights": WEIGHTS_AFTER_20_STEPS * slack,
+        "update": update.LIMIT,
         "tensor": TENSOR_AFTER_20_STEPS * slack,
         "other precisions, mean of log-probabilities": BF16,
     }
@@ -121,7 +124,7 @@ def as_json(outcomes: Sequence[Outcome], settings: Mapping[str, Any], slack: flo
 
 def write_json(path: str | Path, content: Mapping[str, Any]) -> None:
     """Write it to `path`, whole or not at all."""
-    write_atomically(path, json.dumps(_plain(content), indent=1, allow_nan=False) + "\n")
+    write_atomically(path, json.dumps(plain(content), indent=1, allow_nan=False) + "\n")
 
 
 def _outcome_json(outcome: Outcome) -> dict[str, Any]:
@@ -150,12 +153,3 @@ def _measured(found: Measurement, judged: bool) -> dict[str, Any]:
     if not judged:
         values["tolerance"] = None
     return values
-
-
-def _plain(value: Any) -> Any:
-    """JSON has no infinity and no NaN: these become text."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

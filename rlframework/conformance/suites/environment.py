@@ -14,15 +14,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from pydantic import BaseModel, create_model
-
-from rlframework.config.findings import raise_findings
-from rlframework.config.load import Tree
 from rlframework.config.sections import EnvironmentConfig
-from rlframework.config.validate import validate
 from rlframework.conformance.bench import Bench
 from rlframework.conformance.measure import ConformanceFailure
 from rlframework.conformance.rules import Suite, holds
+from rlframework.conformance.sections import plain_paths, section_of
 from rlframework.errors import ConfigError, DataError, UserError
 from rlframework.interfaces.environment import Environment, Message, Sample, Split, StepOutcome
 
@@ -46,7 +42,10 @@ class EnvironmentBench(Bench):
 
     def config(self, **changes: Any) -> EnvironmentConfig:
         """The environment's section with `changes`, checked as a run's configuration is."""
-        return section_of(self.record, {**self.section, **changes}, getattr(self.target, "config_model", None))
+        section = {**self.section, **changes}
+        config: Any = section_of(self.record, section, getattr(self.target, "config_model", None))
+        checked: EnvironmentConfig = config
+        return checked
 
     def make(self, seed: int = 0) -> Environment:
         """A new environment."""
@@ -68,34 +67,21 @@ class EnvironmentBench(Bench):
         self.equal("step gives one outcome for each conversation", len(outcomes), len(pairs))
         return [outcome.reward for outcome in outcomes]
 
-    def calling(self, what: str, call: Callable[[], Result]) -> Result:
-        """`call`'s result; an exception is a failure."""
+    def calling(self, what: str, call: Callable[[], Result], *allowed: type[Exception]) -> Result:
+        """`call`'s result; an exception but those `allowed` is a failure."""
         try:
             return call()
         except ConformanceFailure:
             raise
         except Exception as error:
+            if isinstance(error, allowed):
+                raise
             self.require(False, f"{what} raises nothing", got=f"{type(error).__name__}: {error}", expected="no error")
             raise AssertionError from error  # not reached
 
 
-def section_of(record: Record, section: Mapping[str, Any], model: type[BaseModel] | None = None) -> EnvironmentConfig:
-    """The section of the environment of `record`, checked; a `ConfigError` that lists what is wrong with it."""
-    model = model or record.config_model or EnvironmentConfig
-    holder: type[BaseModel] = create_model("Configuration", environment=(model, ...))
-    config, findings = validate(Tree({"environment": {"name": record.name, **_plain(section)}}), holder)
-    raise_findings(findings)
-    checked: EnvironmentConfig = config.environment  # type: ignore[union-attr]
-    return checked
-
-
-def _plain(section: Mapping[str, Any]) -> dict[str, Any]:
-    """Paths as text, as YAML has them."""
-    return {key: str(value) if isinstance(value, Path) else value for key, value in section.items()}
-
-
 def right_answer(sample: Sample) -> str:
-    """What is right: the completion to learn from, or the answer itself."""
+    """What is right, as `Sample` says: the completion to learn from, or the answer itself where there is none."""
     return sample.completion or sample.answer
 
 
@@ -217,17 +203,16 @@ class EnvironmentSuite(Suite, sealed=True):
 
     @holds(1)
     def test_a_right_answer_is_worth_more_than_a_wrong_one(self, bench: EnvironmentBench) -> None:
-        """Than that of another sample, and than none at all. Right is the answer, or the completion that has it."""
+        """Than that of another sample, and than none at all. Right is the completion, or the answer without one."""
         environment, cases = _judged(bench)
         if not cases:
             return
         right = bench.rewards(environment, [(sample, with_reply(sample, good)) for sample, good, _ in cases])
-        plain = bench.rewards(environment, [(sample, with_reply(sample, sample.answer)) for sample, _, _ in cases])
-        right = [max(pair) for pair in zip(right, plain, strict=True)]
         wrong = bench.rewards(environment, [(sample, with_reply(sample, bad)) for sample, _, bad in cases])
         empty = bench.rewards(environment, [(sample, with_reply(sample, "")) for sample, _, _ in cases])
         for (sample, good, bad), *rewards in zip(cases, right, wrong, empty, strict=True):
-            what = f"the answer {good[-60:]!r} to {sample.id!r} is worth more than"
+            whose = "completion" if sample.completion else "answer (it has no completion)"
+            what = f"the sample's {whose} is a right reply: {good[-60:]!r} to {sample.id!r} is worth more than"
             bench.require(rewards[0] > rewards[1], f"{what} {bad[-60:]!r}", got=rewards[0], expected=f"> {rewards[1]}")
             bench.require(rewards[0] > rewards[2], f"{what} no answer", got=rewards[0], expected=f"> {rewards[2]}")
 
@@ -292,7 +277,9 @@ class EnvironmentSuite(Suite, sealed=True):
             return
         for reply in ODD_REPLIES:
             pairs = [(sample, with_reply(sample, reply)) for sample, _, _ in cases]
-            for (sample, _), outcome in zip(pairs, bench.step(environment, pairs), strict=False):
+            outcomes = bench.step(environment, pairs)
+            bench.equal(f"the number of outcomes of {reply[:20]!r}", len(outcomes), len(pairs))
+            for (sample, _), outcome in zip(pairs, outcomes, strict=True):
                 numbers = {"reward": outcome.reward, **outcome.metrics}
                 for name, value in numbers.items():
                     what = f"the {name} of {sample.id!r} for {reply[:20]!r} is finite"
@@ -300,10 +287,14 @@ class EnvironmentSuite(Suite, sealed=True):
 
     @holds(1)
     def test_judging_nothing_gives_nothing(self, bench: EnvironmentBench) -> None:
-        """The last batch of a rollout may be empty."""
+        """The last batch of a rollout may be empty. With `scores` False it may be refused as well."""
         environment = bench.make()
-        if environment.scores:
-            bench.equal("outcomes of no conversations", list(bench.step(environment, [])), [])
+        try:
+            outcomes = bench.calling("step", lambda: list(environment.step([], [])), UserError)
+        except UserError as refused:
+            bench.require(not environment.scores, "only without `scores` this is refused", got=repr(refused))
+        else:
+            bench.equal("outcomes of no conversations", outcomes, [])
 
     # -- the configuration, and the end -------------------------------------------------------------------------------
 
@@ -317,7 +308,7 @@ class EnvironmentSuite(Suite, sealed=True):
     @holds(8)
     def test_a_missing_file_is_an_error_that_names_it(self, bench: EnvironmentBench) -> None:
         """For each key of the section that is the path of a file; an environment without files has nothing to miss."""
-        for key, value in _plain(bench.section).items():
+        for key, value in plain_paths(bench.section).items():
             if isinstance(value, str) and Path(value).exists():
                 missing = f"{bench.folder}/not_there{Path(value).suffix}"
                 make = partial(bench.part(), bench.config(**{key: missing}), seed=0)
@@ -334,12 +325,31 @@ class EnvironmentSuite(Suite, sealed=True):
 
 
 def _judged(bench: EnvironmentBench) -> tuple[Environment, list[tuple[Sample, str, str]]]:
-    """An environment, and samples with right and wrong answers; none where it does not score."""
+    """An environment, and samples with right and wrong answers. Where it does not score, none of these is judged.
+
+    Then all that a test of judging would ask for must be refused, and there is nothing else for it to hold: such a test
+    ends where there are no cases.
+    """
     environment = bench.make()
-    if not environment.scores:
-        return environment, []
-    samples = [sample for split in SPLITS[::-1] for sample in bench.samples(environment, split, JUDGED)]
-    return environment, right_and_wrong(samples[:JUDGED])
+    samples = [sample for split in SPLITS[::-1] for sample in bench.samples(environment, split, JUDGED)][:JUDGED]
+    bench.require(samples, "there are samples to judge", got=0, expected="some")
+    cases = right_and_wrong(samples)
+    if environment.scores:
+        return environment, cases
+    for what, replies in _REPLIES.items():
+        told = [with_reply(sample, *replies(good, bad)) for sample, good, bad in cases]
+        asked = partial(environment.step, samples, told)
+        bench.refuses(UserError, asked, f"judging {what} with `scores` False")
+    return environment, []
+
+
+_REPLIES: Mapping[str, Callable[[str, str], tuple[str, ...]]] = {
+    "right answers": lambda good, bad: (good,),
+    "wrong answers": lambda good, bad: (bad,),
+    "no answers": lambda good, bad: ("",),
+    "second answers": lambda good, bad: (bad, good),
+    "odd answers": lambda good, bad: (ODD_REPLIES[-2],),
+}
 
 
 def _ids(samples: Sequence[Sample]) -> list[str]:

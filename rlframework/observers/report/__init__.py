@@ -29,8 +29,9 @@ def write_report(
 ) -> tuple[Path, list[Path]]:
     """Write the page of `runs`, and PNGs into the folder `figures`; returns the page's path and the pictures'.
 
-    `smooth` is the span, in steps, of the smoothing that the page opens with (a 50th of the longest run). Raises
-    `UserError` where a folder is no run, a file cannot be read, or there are no metrics yet; nothing is written then.
+    `smooth` is the span, in steps, of the smoothing that the page opens with; by default a 25th of the longest run, at
+    most 100. Raises `UserError` where a folder is no run, a file cannot be read, or there are no metrics yet; nothing
+    is written then.
     """
     page = page or default_page(runs)
     _check(page, smooth)
@@ -40,7 +41,7 @@ def write_report(
     from rlframework.observers.report.reading import read_runs
 
     read = read_runs(runs)
-    span = smooth or max(1, min(100, round(max(run.last_step for run in read) / 50)))
+    span = smooth or max(1, min(100, round(max(run.last_step for run in read) / 25)))
     write_atomically(page, render(content(read, span)))
     return page, draw_figures(read, figures or page.with_name(f"{page.stem}-figures"), span)
 

@@ -22,7 +22,8 @@ FIRST = (
     "clip_fraction", "ratio", "completion_length", "truncated_fraction", "throughput/tokens_per_second", "time/step",
 )  # fmt: skip
 TITLES = {
-    "lr": "Learning rate", "kl": "KL to the reference", "grad_norm": "Gradient norm", "memory/rss_mb": "Memory (RSS), MB",
+    "lr": "Learning rate", "kl": "KL to the reference", "grad_norm": "Gradient norm",
+    "memory/rss_mb": "Memory (RSS), MB",
     "throughput/tokens_per_second": "Tokens per second", "time/step": "Seconds per step", "ratio": "Probability ratio",
     "generation_kl": "KL, generation to trainer", "global_valid_toks": "Tokens in the loss",
     "generation_logprob_difference": "Log-prob difference, generation to trainer", "tokens": "Tokens per step",
@@ -41,6 +42,8 @@ class Chart:
     title: str
     names: Sequence[str]
     percent: bool
+    planned: bool
+    """Not measured but set, such as the learning rate: smoothing would only blur it."""
 
 
 def split_of(name: str) -> str:
@@ -81,4 +84,5 @@ def _rank(quantity: str) -> tuple[int, str]:
 def _chart(quantity: str, names: Sequence[str]) -> Chart:
     words = re.sub(r"[_/]+", " ", quantity).strip() or quantity
     percent = bool(re.search(r"accuracy|fraction|rate$|pass[@_]", quantity))
-    return Chart(quantity, TITLES.get(quantity, words[:1].upper() + words[1:]), names, percent)
+    planned = bool(re.search(r"(^|/|_)lr$|learning_rate", quantity))
+    return Chart(quantity, TITLES.get(quantity, words[:1].upper() + words[1:]), names, percent, planned)

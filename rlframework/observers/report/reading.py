@@ -6,16 +6,17 @@ Only `metrics.jsonl` must be there. A run that was killed in the middle of a lin
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rlframework.errors import DataError, UserError
+from rlframework.observers.environment import ENVIRONMENT_FILE
 from rlframework.observers.jsonl import METRICS_FILE, SAMPLES_FILE, read_history
 
-CONFIG_FILE, ENVIRONMENT_FILE, MODEL = "config.yaml", "environment.json", "model"
-NUMBERS = {"NaN", "Infinity", "-Infinity"}
+CONFIG_FILE, MODEL = "config.yaml", "model"
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,8 @@ def read_run(path: Path, name: str) -> Run:
         raise UserError(
             f"{path} has no metrics yet: its {METRICS_FILE} is empty. Try again when the first step is done"
         )
+    if not all(math.isfinite(row["step"]) for row in history):
+        raise DataError(f"{path / METRICS_FILE} has a row whose step is not finite; is it damaged?")
     notes: list[str] = []
     samples = _read_samples(path / SAMPLES_FILE, notes)
     config = _read_mapping(path / CONFIG_FILE)

@@ -258,3 +258,54 @@ def one_step_for_all(worker_class: Any) -> Any:
             return super().train(data, loss_fn, eval_mode, data.size * self.data_parallel_size(), mbs)
 
     return Broken
+
+
+@mutant(
+    "sizes_of_calls_ignored",
+    "global batches have the configured size, whatever the call says",
+    "test_sizes_may_be_given_with_the_call",
+)
+def sizes_of_calls_ignored(worker_class: Any) -> Any:
+    """See its `bug`."""
+
+    class Broken(worker_class):  # type: ignore[misc]
+        def train(self, data: Any, loss_fn: Any, eval_mode: bool = False, gbs: Any = None, mbs: Any = None) -> Any:
+            data.elem_counts_per_gb = None
+            return super().train(data, loss_fn, eval_mode, self.config.train_global_batch_size, mbs)
+
+    return Broken
+
+
+@mutant(
+    "metrics_summed_over_batches",
+    "metrics of several global batches are added up",
+    "test_metrics_are_of_the_whole_global_batch",
+)
+def metrics_summed_over_batches(worker_class: Any) -> Any:
+    """See its `bug`."""
+
+    class Broken(worker_class):  # type: ignore[misc]
+        def _summary(self, batches: Any, *args: Any) -> Any:
+            summary = super()._summary(batches, *args)
+            summary["metrics"] = {name: value * len(batches) for name, value in summary["metrics"].items()}
+            return summary
+
+    return Broken
+
+
+@mutant(
+    "evaluates_the_first_batch",
+    "an evaluation gives the loss of the first global batch for all",
+    "test_several_global_batches_are_evaluated_one_by_one",
+)
+def evaluates_the_first_batch(worker_class: Any) -> Any:
+    """See its `bug`."""
+
+    class Broken(worker_class):  # type: ignore[misc]
+        def train(self, data: Any, loss_fn: Any, eval_mode: bool = False, gbs: Any = None, mbs: Any = None) -> Any:
+            result = super().train(data, loss_fn, eval_mode, gbs, mbs)
+            if eval_mode:
+                result["global_loss"] = result["global_loss"][:1].expand(len(result["global_loss"]))
+            return result
+
+    return Broken

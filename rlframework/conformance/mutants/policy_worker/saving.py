@@ -11,6 +11,7 @@ from rlframework.conformance.layouts import Layout
 from rlframework.conformance.mutants.mutant import mutant
 from rlframework.conformance.mutants.policy_worker.reaching import change_weights, to_bfloat16
 from rlframework.distributed.batched_data_dict import BatchedDataDict
+from rlframework.errors import UserError
 
 TWO = Layout(data=2)
 
@@ -164,5 +165,32 @@ def seeds_by_place(worker_class: Any) -> Any:
     class Broken(worker_class):  # type: ignore[misc]
         def generate(self, data: Any, greedy: bool = False) -> Any:
             return super().generate(BatchedDataDict({**data, "seeds": torch.arange(data.size)}), greedy)
+
+    return Broken
+
+
+@mutant(
+    "saving_fails_in_silence", "a model that cannot be saved is a warning", "test_saving_where_it_cannot_is_an_error"
+)
+def saving_fails_in_silence(worker_class: Any) -> Any:
+    """See its `bug`."""
+
+    class Broken(worker_class):  # type: ignore[misc]
+        def save_pretrained(self, path: str) -> None:
+            try:
+                super().save_pretrained(path)
+            except UserError:
+                return
+
+    return Broken
+
+
+@mutant("greedy_samples", "greedy answers are drawn like others", "test_greedy_generation_takes_the_likeliest_tokens")
+def greedy_samples(worker_class: Any) -> Any:
+    """See its `bug`."""
+
+    class Broken(worker_class):  # type: ignore[misc]
+        def generate(self, data: Any, greedy: bool = False) -> Any:
+            return super().generate(data, False)
 
     return Broken

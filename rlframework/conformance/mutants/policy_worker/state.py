@@ -154,3 +154,41 @@ def reseeds(worker_class: Any) -> Any:
             super().build(init_optimizer=init_optimizer)
 
     return Broken
+
+
+@mutant("preparing_rounds_weights", "moving to the device and back casts weights", "test_preparing_changes_nothing")
+def preparing_rounds_weights(worker_class: Any) -> Any:
+    """See its `bug`."""
+
+    class Broken(worker_class):  # type: ignore[misc]
+        def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
+            super().prepare_for_training(*args, **kwargs)
+            change_weights(self, to_bfloat16)
+
+    return Broken
+
+
+@mutant(
+    "reference_at_temperature_one",
+    "the reference is scored at temperature 1, the policy at that of sampling",
+    "test_the_reference_is_scored_like_the_policy",
+)
+def reference_at_temperature_one(worker_class: Any) -> Any:
+    """See its `bug`."""
+
+    class Broken(worker_class):  # type: ignore[misc]
+        cold = False
+
+        @contextmanager
+        def use_reference_model(self) -> Any:
+            with super().use_reference_model():
+                self.cold = True
+                try:
+                    yield
+                finally:
+                    self.cold = False
+
+        def _temperature(self) -> Any:
+            return 1.0 if self.cold else super()._temperature()
+
+    return Broken

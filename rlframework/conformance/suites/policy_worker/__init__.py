@@ -23,4 +23,4 @@ class PolicyWorkerSuite(Conventions, Grouping, Training, State, Saving, Checkpoi
     @classmethod
     def open_bench(cls, record: Any, layout: Any, **settings: Any) -> PolicyBench:
         """See `Suite.open_bench`."""
-        return PolicyBench(record, layout, **settings)
+        return PolicyBench(record, layout, section=cls.section, **settings)

@@ -29,18 +29,19 @@ class Checkpoints(Suite):
     @holds(5, STATE)
     def test_training_goes_on_to_the_bit(self, bench: PolicyBench) -> None:
         """Weights, moments, their bias correction and the schedule: three steps more end at the same weights."""
-        settings: dict[str, Any] = {"scheduler": SCHEDULE, "optimizer": {"lr": 1e-3}}
+        settings: dict[str, Any] = {"scheduler": SCHEDULE, "optimizer": {"lr": 1e-3}, "apart": True}
         first = bench.policy(**settings)
         train(bench, first, range(3))
-        second = bench.policy(**settings)
-        second.load_checkpoint(*saved(bench, first))
-        for seed in range(3, 6):
-            wanted, got = (policy.train(bench.batch(seed=seed), loss_function("pg")) for policy in (first, second))
-            bench.scalar(f"learning rate of step {seed + 1}", got["lr"], wanted["lr"], 0.0)
-            bench.exact(f"loss of step {seed + 1}", got["global_loss"], wanted["global_loss"])
-        right = bench.weights(first)
-        for name, weight in bench.weights(second).items():
-            bench.exact(f"{name} after going on", weight, right[name])
+        paths = saved(bench, first)
+        wanted, right = train(bench, first, range(3, 6)), bench.weights(first)
+        second = bench.policy(**settings)  # in other processes: those of the first are gone
+        second.load_checkpoint(*paths)
+        for step, (left, got) in enumerate(zip(wanted, train(bench, second, range(3, 6)), strict=True), start=4):
+            bench.scalar(f"learning rate of step {step}", got["lr"], left["lr"], 0.0)
+            bench.exact(f"loss of step {step}", got["global_loss"], left["global_loss"])
+        weights = bench.weights(second)
+        for name, weight in right.items():
+            bench.exact(f"{name} after going on", weights[name], weight)
 
     @holds(5, STATE)
     def test_moments_are_the_oracles(self, bench: PolicyBench) -> None:
@@ -73,9 +74,11 @@ class Checkpoints(Suite):
     def test_skipped_steps_in_a_row_go_on(self, bench: PolicyBench) -> None:
         """A run that is stopped between bad steps does not start counting again."""
         settings: dict[str, Any] = {"non_finite_gradients": {"stop_after": 2}}
-        first, second = bench.policy(**settings), bench.policy(**settings)
+        first = bench.policy(**settings)
         first.train(bench.batch(), NotFiniteLoss())
-        second.load_checkpoint(*saved(bench, first))
+        paths = saved(bench, first)
+        second = bench.policy(**settings)
+        second.load_checkpoint(*paths)
         bench.refuses(
             NonFiniteGradients,
             lambda: second.train(bench.batch(), NotFiniteLoss()),
@@ -106,12 +109,12 @@ class Checkpoints(Suite):
         """It is the model that the run started with, before and after going on."""
         data, first = bench.batch(), bench.policy(optimizer={"lr": 1e-2})
         train(bench, first, range(2))
+        paths, wanted = saved(bench, first), first.get_logprobs(data)["logprobs"]
         second = bench.policy(reference=True)
-        second.load_checkpoint(*saved(bench, first))
+        second.load_checkpoint(*paths)
         got = second.get_reference_policy_logprobs(data)["reference_logprobs"]
         bench.values("reference log-probabilities after going on", got, bench.oracle().logprobs(data))
-        moved = second.get_logprobs(data)["logprobs"]
-        bench.exact("the policy's own", moved, first.get_logprobs(data)["logprobs"])
+        bench.exact("the policy's own", second.get_logprobs(data)["logprobs"], wanted)
 
     @holds(5, STATE)
     def test_damaged_checkpoints_are_refused(self, bench: PolicyBench) -> None:
@@ -134,10 +137,9 @@ class Checkpoints(Suite):
         bench.refuses(UserError, lambda: policy.load_checkpoint(*paths), what, says)
 
 
-def train(bench: PolicyBench, policy: InspectedPolicy, seeds: range) -> None:
-    """A step for each seed."""
-    for seed in seeds:
-        policy.train(bench.batch(seed=seed), loss_function("pg"))
+def train(bench: PolicyBench, policy: InspectedPolicy, seeds: range) -> list[dict[str, Any]]:
+    """A step for each seed; what each gave."""
+    return [policy.train(bench.batch(seed=seed), loss_function("pg")) for seed in seeds]
 
 
 def saved(bench: PolicyBench, policy: InspectedPolicy) -> tuple[str, str]:

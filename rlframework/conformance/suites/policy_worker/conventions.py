@@ -79,15 +79,17 @@ class Conventions(Suite):
     @holds(1)
     def test_only_asked_positions_are_scored(self, bench: PolicyBench) -> None:
         """`token_mask` and `loss` are there so that the head runs at fewer positions; the rest is 0."""
-        data, policy = bench.batch(), bench.policy()
+        data = bench.batch()
         right = bench.oracle().logprobs(data)
         masks = {
             "token_mask": data["token_mask"],
             "loss": data["token_mask"] * data["sample_mask"][:, None],
         }
-        for positions, mask in masks.items():
-            got = policy.get_logprobs(data, positions=positions)["logprobs"]
-            bench.values(f"log-probabilities at positions={positions}", got, right * mask)
+        for mode in ("padded", "auto"):
+            policy = bench.policy(batching={"mode": mode, "tokens": 28})
+            for positions, mask in masks.items():
+                got = policy.get_logprobs(data, positions=positions)["logprobs"]
+                bench.values(f"log-probabilities at positions={positions}, {mode}", got, right * mask)
 
     @holds(1)
     def test_scoring_and_training_are_at_the_temperature_of_sampling(self, bench: PolicyBench) -> None:

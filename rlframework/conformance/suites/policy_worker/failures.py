@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from rlframework.conformance import cases
 from rlframework.conformance.policies import run_config
 from rlframework.conformance.rules import Suite, holds
 from rlframework.conformance.suites.policy_worker.losses import FailingLoss
@@ -40,6 +41,8 @@ REFUSED_BY_THE_WORKER: Mapping[Capability, tuple[str, dict[str, Any]]] = {
     Capability.PORTABLE_OPTIMIZER_STATE: ("save_checkpoint", {"weights_path": "nowhere"}),
     Capability.COLLECTIVE_REFIT: ("prepare_info_for_collective", {}),
     Capability.IPC_REFIT: ("prepare_weights_for_ipc", {}),
+    Capability.REFERENCE_MODEL: ("get_reference_policy_logprobs", {"data": cases.batch()}),
+    Capability.EMBEDDED_GENERATION: ("generate", {"data": cases.batch()}),
 }
 """Calls of a worker that use one."""
 

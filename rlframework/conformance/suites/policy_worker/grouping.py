@@ -8,7 +8,7 @@ import torch
 
 from rlframework.conformance.rules import Suite, holds
 from rlframework.conformance.suites.policy_worker.losses import TellingLoss
-from rlframework.conformance.suites.policy_worker.workbench import PROBE, PolicyBench, loss_function
+from rlframework.conformance.suites.policy_worker.workbench import PolicyBench, loss_function
 from rlframework.distributed.batched_data_dict import BatchedDataDict
 from rlframework.plugins.types import Capability
 
@@ -42,10 +42,10 @@ class Grouping(Suite):
         """The rows sorted by length, longest first: with several workers one of them gets most of the tokens."""
         data = bench.batch()
         order = torch.argsort(data["input_lengths"], descending=True, stable=True)
+        bench.first_step(data.select_indices(order), "sorted rows")
         right = bench.oracle().step(data, "pg")
         result = bench.policy().train(data.select_indices(order), loss_function("pg"))
-        bench.scalar("loss, sorted rows", result["loss"], right.loss)
-        bench.scalar("gradient norm, sorted rows", result["grad_norm"][0], right.grad_norm)
+        bench.scalar("loss, sorted rows and not", result["loss"], right.loss)
 
     @holds(2)
     def test_padding_changes_nothing(self, bench: PolicyBench) -> None:
@@ -58,14 +58,13 @@ class Grouping(Suite):
             }
         )
         wide["token_mask"][:, data["input_ids"].shape[1] :] = 0.0
-        right = bench.oracle().step(data, "pg")
-        policy = bench.policy()
+        bench.first_step(wide, "wider")
+        oracle, policy = bench.oracle(), bench.policy()
         logprobs = policy.get_logprobs(wide)["logprobs"]
-        bench.values("log-probabilities, wider", logprobs[:, :-9], bench.oracle().logprobs(data))
+        bench.values("log-probabilities, wider", logprobs[:, :-9], oracle.logprobs(data))
         bench.exact("log-probabilities of the padding", logprobs[:, -9:], torch.zeros(data.size, 9))
-        result = policy.train(wide, loss_function("pg"))
-        bench.scalar("loss, wider", result["loss"], right.loss)
-        bench.scalar("gradient norm, wider", result["grad_norm"][0], right.grad_norm)
+        result, right = policy.train(wide, loss_function("pg")), oracle.step(data, "pg")
+        bench.scalar("loss, wider and not", result["loss"], right.loss)
 
     @holds(2, Capability.PACKING)
     def test_packed_equals_padded(self, bench: PolicyBench) -> None:
@@ -124,12 +123,43 @@ class Grouping(Suite):
 
     @holds(2)
     def test_metrics_are_of_the_whole_global_batch(self, bench: PolicyBench) -> None:
-        """Sums over microbatches and workers; `_min` and `_max` are extremes."""
-        data = bench.batch()
-        policy = bench.policy(**PROBE)
-        metrics = policy.train(data, TellingLoss())["metrics"]
-        mask = (data["token_mask"] * data["sample_mask"][:, None])[:, 1:] > 0
-        advantages = data["advantages"][:, 1:][mask]
-        bench.scalar("metric summed over microbatches", metrics["advantage"], float(advantages.mean()))
-        bench.scalar("metric_min", metrics["advantage_min"], float(advantages.min()))
-        bench.scalar("metric_max", metrics["advantage_max"], float(advantages.max()))
+        """Sums over microbatches and workers; `_min` and `_max` are extremes; the mean over several global batches."""
+        policy, batches = bench.policy(), [bench.batch(seed=seed) for seed in range(2)]
+        rows = [valid_advantages(data) for data in batches]
+        for evaluate in (True, False):
+            for count in (1, 2):
+                given: BatchedDataDict[Any] = BatchedDataDict.from_batches(batches[:count])
+                result = policy.train(given, TellingLoss(), eval_mode=evaluate)
+                metrics, what = result["metrics"], f"{count} global batches, eval_mode={evaluate}"
+                right = sum(float(row.mean()) for row in rows[:count]) / count
+                bench.scalar(f"metric, {what}", metrics["advantage"], right)
+                bench.scalar(f"metric_min, {what}", metrics["advantage_min"], min(float(r.min()) for r in rows[:count]))
+                bench.scalar(f"metric_max, {what}", metrics["advantage_max"], max(float(r.max()) for r in rows[:count]))
+                bench.equal(f"valid tokens, {what}", result["global_valid_toks"], sum(len(r) for r in rows[:count]))
+
+    @holds(2)
+    def test_sizes_may_be_given_with_the_call(self, bench: PolicyBench) -> None:
+        """`gbs`, `mbs` and `micro_batch_size` stand for what the configuration says."""
+        policy, oracle, data = bench.policy(), bench.oracle(), bench.batch()
+        right = oracle.logprobs(data)
+        for size in (1, 5):
+            got = policy.get_logprobs(data, micro_batch_size=size)["logprobs"]
+            bench.values(f"log-probabilities in microbatches of {size}", got, right)
+        result = policy.train(data, loss_function("pg"), gbs=4, mbs=1)
+        steps = [oracle.step(data.slice(start, start + 4), "pg") for start in (0, 4)]
+        bench.values("losses of two global batches of 4", result["global_loss"], torch.tensor([s.loss for s in steps]))
+
+    @holds(2)
+    def test_several_global_batches_are_evaluated_one_by_one(self, bench: PolicyBench) -> None:
+        """A loss for each, as in training."""
+        batches = [bench.batch(seed=seed) for seed in range(2)]
+        result = bench.policy().train(BatchedDataDict.from_batches(batches), loss_function("nll"), eval_mode=True)
+        right = torch.tensor([float(bench.oracle().loss(data, "nll").detach()) for data in batches])
+        bench.values("losses of two global batches, evaluated", result["global_loss"], right)
+
+
+def valid_advantages(data: BatchedDataDict[Any]) -> torch.Tensor:
+    """The advantages of the tokens that count."""
+    mask = (data["token_mask"] * data["sample_mask"][:, None])[:, 1:] > 0
+    found: torch.Tensor = data["advantages"][:, 1:][mask]
+    return found

@@ -13,6 +13,7 @@ from rlframework.conformance.rules import Suite, holds
 from rlframework.conformance.suites.policy_worker.workbench import PolicyBench, loss_function
 from rlframework.data.tokenizer import load_tokenizer
 from rlframework.distributed.batched_data_dict import BatchedDataDict
+from rlframework.errors import UserError
 from rlframework.generation.driver import Generation
 from rlframework.plugins.types import Capability
 
@@ -65,8 +66,9 @@ class Saving(Suite):
         policy.train(data, loss_function("nll"))
         folder = bench.folder / "to-go-on"
         policy.save_pretrained(str(folder))
-        got = bench.policy(folder).get_logprobs(data)["logprobs"]
-        bench.exact("log-probabilities of the policy that goes on", got, policy.get_logprobs(data)["logprobs"])
+        wanted = policy.get_logprobs(data)["logprobs"]
+        got = bench.policy(folder, apart=True).get_logprobs(data)["logprobs"]
+        bench.exact("log-probabilities of the policy that goes on", got, wanted)
 
     @holds(5)
     def test_saving_changes_nothing(self, bench: PolicyBench) -> None:
@@ -75,6 +77,26 @@ class Saving(Suite):
         for number in range(3):
             bench.step(policy, oracle, bench.batch(seed=number), "nll", f"beside saving, step {number + 1}")
             policy.save_pretrained(str(bench.folder / "again"))
+
+    @holds(8)
+    def test_saving_where_it_cannot_is_an_error(self, bench: PolicyBench) -> None:
+        """A file stands in the way: the caller is told, and the file stays."""
+        (bench.folder / "file").write_text("mine")
+        policy = bench.policy()
+        bench.refuses(UserError, lambda: policy.save_pretrained(str(bench.folder / "file" / "model")), "such a path")
+        bench.equal("what stood in the way", (bench.folder / "file").read_text(), "mine")
+
+    @holds(6, Capability.EMBEDDED_GENERATION)
+    def test_greedy_generation_takes_the_likeliest_tokens(self, bench: PolicyBench) -> None:
+        """Of the model as it is now, whatever the temperature of sampling."""
+        policy, oracle = bench.policy(generation=SAMPLING), bench.oracle()
+        bench.step(policy, oracle, bench.batch(), "nll", "before generating")
+        output = generate(policy, greedy=True)
+        lengths = output["unpadded_sequence_lengths"]
+        right = oracle.likeliest({"input_ids": output["output_ids"], "input_lengths": lengths})
+        for row, (end, count) in enumerate(zip(lengths.tolist(), output["generation_lengths"].tolist(), strict=True)):
+            got = output["output_ids"][row, end - count : end].tolist()
+            bench.equal(f"greedy tokens of row {row}", got, right[row, end - count : end].tolist())
 
     @holds(6, Capability.EMBEDDED_GENERATION)
     def test_generation_uses_the_weights_of_now(self, bench: PolicyBench) -> None:
@@ -116,12 +138,14 @@ class Saving(Suite):
             bench.equal(f"tokens of row {row}", together[row].tolist()[: alone.shape[1]], alone[0].tolist())
 
 
-def generate(policy: InspectedPolicy, data: BatchedDataDict[Any] | None = None) -> BatchedDataDict[Any]:
+def generate(
+    policy: InspectedPolicy, data: BatchedDataDict[Any] | None = None, *, greedy: bool = False
+) -> BatchedDataDict[Any]:
     """Completions of `prompts` from the engine that is embedded in the workers."""
     config = policy.config
     generation = Generation(policy.worker_group, config.generation, load_tokenizer(config.policy.model_name))
     generation.prepare_for_generation()
-    output = generation.generate(prompts() if data is None else data)
+    output = generation.generate(prompts() if data is None else data, greedy=greedy)
     generation.finish_generation()
     return output
 

@@ -80,6 +80,27 @@ class State(Suite):
         for name, weight in bench.weights(policy).items():
             bench.exact(f"{name} after scoring with the reference", weight, before[name])
 
+    @holds(4)
+    def test_preparing_changes_nothing(self, bench: PolicyBench) -> None:
+        """`prepare_for_lp_inference` and `prepare_for_training` move what must be moved, and no number."""
+        policy, oracle = bench.policy(), bench.oracle()
+        for number in range(2):
+            data = bench.batch(seed=number)
+            policy.prepare_for_lp_inference()
+            got = policy.get_logprobs(data)["logprobs"]
+            bench.values(f"log-probabilities of step {number + 1}, prepared", got, oracle.logprobs(data))
+            bench.step(policy, oracle, data, "nll", f"prepared, step {number + 1}")
+        bench.equal("is_alive of all workers", policy.everywhere("is_alive"), [True] * bench.layout.workers)
+
+    @holds(4, Capability.REFERENCE_MODEL)
+    def test_the_reference_is_scored_like_the_policy(self, bench: PolicyBench) -> None:
+        """At the temperature of sampling and at the positions that are asked for: the KL term compares the two."""
+        data, policy = bench.batch(), bench.policy(reference=True, generation={"temperature": 0.7})
+        right = bench.oracle(temperature=0.7).logprobs(data)
+        for positions, mask in {"all": torch.ones_like(right), "token_mask": data["token_mask"]}.items():
+            got = policy.get_reference_policy_logprobs(data, positions=positions)["reference_logprobs"]
+            bench.values(f"reference log-probabilities at positions={positions}", got, right * mask)
+
     @holds(4, Capability.REFERENCE_MODEL)
     def test_the_reference_gives_way_after_an_exception(self, bench: PolicyBench) -> None:
         """Whatever happens inside `use_reference_model`: the weights of the policy come back, bit for bit."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +42,13 @@ def loss_function(kind: str) -> LossFunction:
 class PolicyBench(Bench):
     """The bench of `PolicyWorkerSuite`. What it starts is shut down when the test is over."""
 
-    policies: list[InspectedPolicy] = field(default_factory=list)
+    started: InspectedPolicy | None = None
 
     def close(self) -> None:
-        """Shut all policies down."""
-        for policy in self.policies:
-            policy.shutdown()
+        """Shut the policy down."""
+        if self.started is not None:
+            self.started.shutdown()
+            self.started = None
         super().close()
 
     def model(self, name: str = "untied") -> Path:
@@ -61,10 +62,18 @@ class PolicyBench(Bench):
         reference: bool = False,
         generation: dict[str, Any] | None = None,
         deadlines: dict[str, float] | None = None,
+        apart: bool = False,
         **keys: Any,
     ) -> InspectedPolicy:
-        """A policy of the backend in the layout under test; `keys` of the section `policy`."""
+        """A policy of the backend in the layout under test; `keys` of the section `policy`.
+
+        One at a time: the one before it is shut down, because engines may have state that a process has once. `apart`:
+        in processes of its own even where it is one worker.
+        """
+        self.close()
         path = self.model(model) if isinstance(model, str) else model
+        if self.section:
+            keys.setdefault(self.record.name, dict(self.section))
         config = run_config(
             self.record.name,
             path,
@@ -74,6 +83,7 @@ class PolicyBench(Bench):
             folder=self.folder,
             generation=generation,
             deadlines=deadlines,
+            apart=apart,
             **keys,
         )
         policy = InspectedPolicy(
@@ -84,7 +94,7 @@ class PolicyBench(Bench):
             init_reference_model=reference,
             mutant=self.mutant,
         )
-        self.policies.append(policy)
+        self.started = policy
         return policy
 
     def oracle(self, model: str = "untied", **settings: Any) -> Oracle:
@@ -110,6 +120,7 @@ class PolicyBench(Bench):
 
     def step(self, policy: InspectedPolicy, oracle: Oracle, data: BatchedDataDict[Any], kind: str, what: str) -> None:
         """One step on both: equal loss and gradient norm."""
+        policy.prepare_for_training()
         result, right = policy.train(data, loss_function(kind)), oracle.step(data, kind)
         self.scalar(f"loss, {what}", result["loss"], right.loss)
         self.scalar(f"gradient norm, {what}", result["grad_norm"][0], right.grad_norm)

@@ -1,0 +1,181 @@
+"""Checkpoints of a run: written every so many steps and when it is told to stop, gone on from with the same numbers.
+
+    checkpoints/step-000010/
+        run.json      the step, where the data stands, random states of the driver, the last metrics
+        model/        the weights, as a Hugging Face directory
+        optimizer/    moments, schedule, random states of the workers (`rlframework.policy.checkpoint`)
+
+A folder of that name is whole: it is written beside and renamed. Left out: asynchronous saving, engines' own formats.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from rlframework.errors import ConfigError, DataError, RunInterrupted
+from rlframework.files import remove_directory, remove_leftovers, replacing_directory
+from rlframework.plugins.types import Capability
+
+if TYPE_CHECKING:
+    from rlframework.interfaces.algorithm import Parts
+
+FORMAT = 1
+FOLDER = "checkpoints"
+_PREFIX = "step-"
+
+
+def checkpoints_in(run_dir: str | Path) -> list[Path]:
+    """The checkpoints of a run, the oldest first."""
+    folder = Path(run_dir) / FOLDER
+    return sorted(path for path in folder.glob(f"{_PREFIX}*") if path.name.removeprefix(_PREFIX).isdigit())
+
+
+def latest_checkpoint(run_dir: str | Path) -> Path:
+    """The newest checkpoint of a run; a `ConfigError` where there is none."""
+    found = checkpoints_in(run_dir)
+    if not found:
+        raise ConfigError(
+            f"{str(run_dir)!r} has no checkpoint to go on from: none was written before the run ended. Start it again "
+            "in another output_dir; checkpoints.every=N writes one every N steps"
+        )
+    return found[-1]
+
+
+class Checkpoints:
+    """Saves and restores a run of `parts`; an algorithm gives what is its own as numbers and words for JSON."""
+
+    def __init__(self, parts: Parts) -> None:
+        """Where the backend cannot save its optimizer, a run that is told to stop does so at once."""
+        self._parts = parts
+        self._config = parts.config.checkpoints
+        self._supported = Capability.PORTABLE_OPTIMIZER_STATE in parts.policy.capabilities
+        self._folder = parts.config.output_dir / FOLDER
+        self._stop: signal.Signals | None = None
+
+    # -- saving -------------------------------------------------------------------------------------------------------
+
+    def after_step(self, step: int, state: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
+        """Save where the configuration says so; where the run was told to stop, save and raise `RunInterrupted`."""
+        due = self._config.every > 0 and step % self._config.every == 0
+        if due or self._stop is not None:
+            path = self.save(step, state, metrics)
+            if self._stop is not None:
+                raise RunInterrupted(self._stop, f"rlframework train --resume {self._parts.config.output_dir}", path)
+
+    def save(self, step: int, state: Mapping[str, Any], metrics: Mapping[str, float]) -> Path:
+        """Write the checkpoint of `step`, then let go of those that need not be kept; where it lies."""
+        path = self._folder / f"{_PREFIX}{step:06d}"
+        facts = {
+            "format": FORMAT,
+            "step": step,
+            "state": dict(state),
+            "environment": self._parts.environment.state_dict(),
+            "metrics": dict(metrics),
+            "random": _random_states(),
+        }
+        with replacing_directory(path) as folder:
+            self._parts.policy.save_checkpoint(str(folder / "model"), str(folder / "optimizer"))
+            (folder / "run.json").write_text(json.dumps(facts) + "\n", encoding="utf-8")
+        self._parts.observers.checkpoint_saved(step, path)
+        for old in self._beyond_keeping():
+            remove_directory(old)
+        return path
+
+    def _beyond_keeping(self) -> list[Path]:
+        """All but the last and the best."""
+        there = checkpoints_in(self._parts.config.output_dir)
+        kept = set(there[-self._config.keep_last :])
+        if self._config.keep_best:
+            sign = 1.0 if self._config.best == "highest" else -1.0
+            scores = {path: self._score(path) for path in there}
+            scored = [path for path in there if scores[path] is not None]
+            kept.update(sorted(scored, key=lambda path: sign * (scores[path] or 0.0))[-self._config.keep_best :])
+        return [path for path in there if path not in kept]
+
+    def _score(self, path: Path) -> float | None:
+        metrics: dict[str, float] = _read(path)["metrics"]
+        return metrics.get(self._config.metric)
+
+    # -- going on -----------------------------------------------------------------------------------------------------
+
+    def restore(self) -> dict[str, Any] | None:
+        """What the run goes on from: `step`, `state` and `metrics`; None for a run that starts."""
+        remove_leftovers(self._folder)
+        path = self._parts.checkpoint
+        if path is None:
+            return None
+        facts = _read(path)
+        self._parts.policy.load_checkpoint(str(path / "model"), str(path / "optimizer"))
+        self._parts.environment.load_state_dict(facts["environment"])
+        _restore_random_states(facts["random"])
+        return facts
+
+    # -- being told to stop -------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Inside, Ctrl-C and SIGTERM let the step end and a checkpoint be written; a second one ends at once."""
+        main = threading.current_thread() is threading.main_thread()
+        if not (self._supported and self._config.on_interrupt and main):
+            yield
+            return
+        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+        def told(number: int, frame: FrameType | None) -> None:
+            if self._stop is not None:
+                raise KeyboardInterrupt
+            self._stop = signal.Signals(number)
+            print("stopping after this step, with a checkpoint; once more stops at once", file=sys.stderr, flush=True)
+
+        for number in before:
+            signal.signal(number, told)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    file = path / "run.json"
+    try:
+        facts: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        found = facts["format"]
+        facts["step"], facts["state"], facts["environment"], facts["metrics"], facts["random"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{file} cannot be read as a checkpoint: {type(error).__name__}: {error}") from error
+    if found != FORMAT:
+        raise DataError(f"{file} is of format {found!r}, and this version reads {FORMAT}")
+    return facts
+
+
+def _random_states() -> dict[str, Any]:
+    """Those of this process: Python's, numpy's global one and torch's, for whoever draws from them."""
+    version, internal, gauss = random.getstate()
+    numpy_state: Any = np.random.get_state(legacy=False)
+    return {
+        "python": [version, list(internal), gauss],
+        "numpy": {**numpy_state, "state": {name: np.asarray(v).tolist() for name, v in numpy_state["state"].items()}},
+        "torch": bytes(torch.get_rng_state().tolist()).hex(),
+    }
+
+
+def _restore_random_states(states: Mapping[str, Any]) -> None:
+    version, internal, gauss = states["python"]
+    random.setstate((version, tuple(internal), gauss))
+    state = dict(states["numpy"])
+    state["state"] = {**state["state"], "key": np.array(state["state"]["key"], dtype=np.uint32)}
+    np.random.set_state(state)
+    torch.set_rng_state(torch.tensor(list(bytes.fromhex(states["torch"])), dtype=torch.uint8))

@@ -1,0 +1,51 @@
+"""The keys of a part's own section that a run of its suite is given: checked as a run's configuration checks them.
+
+So that no key is passed over in silence, and one that is missing is told before anything starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, create_model
+
+from rlframework.config.findings import raise_findings
+from rlframework.config.load import Tree
+from rlframework.config.narrow import OPEN_SECTIONS
+from rlframework.config.validate import validate
+from rlframework.configure import KIND_OF_SECTION
+from rlframework.errors import ConfigError
+from rlframework.plugins.types import Record
+
+_SET_BY_SUITE: Mapping[str, frozenset[str]] = {"worker_group": frozenset({"name", "num_workers", "deadlines"})}
+
+
+def section_of(record: Record, section: Mapping[str, Any], model: type[BaseModel] | None = None) -> BaseModel | None:
+    """`section` as the model of the part of `record`, or as `model`; None for a part that has no keys, and gets none.
+
+    A `ConfigError` lists what is wrong with it: unknown keys, missing ones, values, and what the suite itself sets.
+    """
+    kind = record.kind.replace("_", " ")
+    place = next((name for name, of in KIND_OF_SECTION.items() if of == record.kind), "")
+    if taken := sorted(section.keys() & _SET_BY_SUITE.get(place, {"name"} if place else frozenset())):
+        raise ConfigError(f"{', '.join(taken)}: the suite itself sets this for the {kind} {record.name!r}")
+    model = model or record.config_model or OPEN_SECTIONS.get(place)
+    if model is None:
+        if section:
+            keys = ", ".join(section)
+            raise ConfigError(f"{keys}: the {kind} {record.name!r} has no section of its own, so nothing reads this")
+        return None
+    name = place or record.name
+    holder: type[BaseModel] = create_model("Configuration", **{name: (model, ...)})  # type: ignore[call-overload]
+    values = {**({"name": record.name} if place else {}), **plain_paths(section)}
+    config, findings = validate(Tree({name: values}), holder)
+    raise_findings(findings)
+    checked: BaseModel = getattr(config, name)
+    return checked
+
+
+def plain_paths(section: Mapping[str, Any]) -> dict[str, Any]:
+    """Paths as text, as YAML has them."""
+    return {key: str(value) if isinstance(value, Path) else value for key, value in section.items()}

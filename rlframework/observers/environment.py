@@ -1,0 +1,118 @@
+"""`environment.json` in a run's directory: with which software and on what machine it ran, and the run's own id.
+
+No user names, and no environment variables beyond `VARIABLES`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import uuid
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlframework.distributed.machine import cpu_count
+from rlframework.files import write_atomically
+from rlframework.observers import host
+from rlframework.observers.secrets import clean_command
+
+if TYPE_CHECKING:
+    from rlframework.plugins.listing import PluginListing
+
+ENVIRONMENT_FILE = "environment.json"
+
+PACKAGES = (
+    "rlframework-core", "torch", "transformers", "tokenizers", "datasets", "numpy", "pyarrow", "ray", "safetensors",
+    "tensordict", "deepspeed", "megatron-core", "transformer-engine", "flash-attn", "peft", "math-verify", "wandb",
+    "mlflow-skinny",
+)  # fmt: skip
+"""Distributions whose versions are written down where they are installed, besides those of plugins."""
+
+VARIABLES = (
+    "CUDA_VISIBLE_DEVICES", "HF_DATASETS_OFFLINE", "HF_HUB_OFFLINE", "OMP_NUM_THREADS", "PYTORCH_CUDA_ALLOC_CONF",
+    "RLFRAMEWORK_DISABLE_PLUGINS", "TOKENIZERS_PARALLELISM", "TRANSFORMERS_OFFLINE",
+)  # fmt: skip
+"""The only environment variables that are written down."""
+
+
+def write_environment(output_dir: Path, plugins: Iterable[PluginListing] = ()) -> dict[str, Any]:
+    """Write `environment.json`, and return what is in it.
+
+    A run that goes on keeps its `run_id`; what it ran on before stands under `earlier`.
+    """
+    before = read_environment(output_dir)
+    earlier = before.pop("earlier", [])
+    found = describe(plugins)
+    found["run_id"] = before.get("run_id", found["run_id"])
+    if before:
+        found["earlier"] = [*earlier, before]
+    write_atomically(output_dir / ENVIRONMENT_FILE, json.dumps(found, indent=2, ensure_ascii=False) + "\n")
+    return found
+
+
+def read_environment(output_dir: Path) -> dict[str, Any]:
+    """What `environment.json` says; empty where there is none, or it is not what `write_environment` writes."""
+    try:
+        found = json.loads((output_dir / ENVIRONMENT_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def run_id(output_dir: Path) -> str:
+    """The run's own id, the same after a resume; the directory's name where there is no `environment.json`."""
+    return str(read_environment(output_dir).get("run_id") or output_dir.name)
+
+
+def describe(plugins: Iterable[PluginListing] = ()) -> dict[str, Any]:
+    """What is known of this process, in JSON's types."""
+    rows = [row for row in plugins if row.kind is not None]
+    return {
+        "run_id": uuid.uuid4().hex[:12],
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": clean_command(sys.argv),
+        "python": f"{platform.python_implementation()} {platform.python_version()}",
+        "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "packages": _versions(PACKAGES),
+        "plugins": [
+            {"name": row.name, "kind": row.kind, "distribution": row.distribution, "version": row.version}
+            for row in rows
+            if row.status == "active"
+        ],
+        "git": _git(),
+        "host": _host(),
+        "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
+    }
+
+
+def _host() -> dict[str, Any]:
+    return {
+        "processor": host.cpu_name(),
+        "cores": cpu_count(),
+        "memory_bytes": host.total_memory(),
+        "devices": [{"name": gpu.name, "memory_bytes": gpu.memory_bytes} for gpu in host.gpus()],
+    }
+
+
+def _git() -> dict[str, Any] | None:
+    """The commit of the working directory, and whether tracked files were changed since."""
+    commit = host.command_output(["git", "rev-parse", "HEAD"])
+    if commit is None:
+        return None
+    changed = host.command_output(["git", "status", "--porcelain", "--untracked-files=no"])
+    return {"commit": commit.strip(), "changed": bool(changed)}
+
+
+def _versions(names: Iterable[str]) -> dict[str, str]:
+    versions = {}
+    for name in names:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions

@@ -1,0 +1,98 @@
+"""This machine as a run finds it: processor, memory, GPUs. Asks files and nvidia-smi, and initialises nothing."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+_MEMINFO, _CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+_SECONDS = 20.0
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU of this machine, with its memory in bytes."""
+
+    name: str
+    memory_bytes: int
+    free_bytes: int
+
+
+def cpu_name() -> str:
+    """The processor's model, or its architecture where the system does not tell."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "") or platform.machine()
+
+
+def total_memory() -> int | None:
+    """Bytes of memory that processes here may have, a container's limit included; None where nobody tells."""
+    return _least(_meminfo("MemTotal"), _cgroup("memory.max"))
+
+
+def available_memory() -> int | None:
+    """Bytes of memory that are free, or could be, now; None where nobody tells."""
+    limit, used = _cgroup("memory.max"), _cgroup("memory.current")
+    inside = None if limit is None or used is None else max(limit - used, 0)
+    return _least(_meminfo("MemAvailable"), inside)
+
+
+def free_disk(path: Path) -> int:
+    """Bytes that can be written to `path`, which need not be there yet."""
+    path = path.absolute()
+    return shutil.disk_usage(next(place for place in (path, *path.parents) if place.exists())).free
+
+
+def gpus() -> list[Gpu]:
+    """The GPUs that `nvidia-smi` sees, those that CUDA_VISIBLE_DEVICES names by number where it does; else none."""
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,memory.free", "--format=csv,noheader,nounits"]
+    text = command_output(query)
+    found = [_gpu(line) for line in (text or "").splitlines() if line.count(",") == 2]
+    known = [gpu for gpu in found if gpu is not None]
+    numbers = [word.strip() for word in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    if all(number.isdigit() for number in numbers):
+        return [known[int(number)] for number in numbers if int(number) < len(known)]
+    return known
+
+
+def command_output(command: list[str]) -> str | None:
+    """What a small program prints; None where there is no such program, or it fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=True)
+    except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
+        return None
+    return done.stdout
+
+
+def _gpu(line: str) -> Gpu | None:
+    name, total, free = (part.strip() for part in line.split(","))
+    if not (total.isdigit() and free.isdigit()):
+        return None  # a part of a GPU may say [N/A]
+    return Gpu(name, int(total) << 20, int(free) << 20)
+
+
+def _meminfo(name: str) -> int | None:
+    try:
+        lines = _MEMINFO.read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith(f"{name}:")), None)
+
+
+def _cgroup(name: str) -> int | None:
+    try:
+        text = (_CGROUP / name).read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def _least(*values: int | None) -> int | None:
+    return min((value for value in values if value is not None), default=None)

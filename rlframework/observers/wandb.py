@@ -1,0 +1,81 @@
+"""A run in Weights & Biases, behind the extra `wandb`. The package is imported when a run starts.
+
+The API key is W&B's own to find (`wandb login`, WANDB_API_KEY); nothing here reads it. Left out: uploading models (only
+their paths are told), and W&B's own record of the command line, the user and the host, which may hold what
+`rlframework.observers.secrets` hides.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlframework.observers.environment import run_id
+from rlframework.observers.services import COLUMNS, facts, rows_of, run_name
+from rlframework.plugins.hookspec import RunInfo, hookimpl
+
+if TYPE_CHECKING:
+    from rlframework.plugins.hookspec import SampleRecord
+
+
+class WandbObserver:
+    """Metrics by step under their own names, a table `samples`, checkpoint paths and the final state."""
+
+    def __init__(self) -> None:
+        self._run: Any = None
+        self._wandb: Any = None
+
+    @hookimpl
+    def rlframework_run_started(self, run: RunInfo) -> None:
+        """Begin the run, or go on with it where `output_dir` was one of W&B's before."""
+        import wandb
+
+        section = run.config.observers.wandb
+        assert section
+        self._wandb = wandb
+        self._run = wandb.init(
+            project=section.project,
+            entity=section.entity,
+            name=run_name(run, section.run_name),
+            tags=list(section.tags),
+            mode=section.mode,
+            dir=str(run.output_dir),
+            id=run_id(run.output_dir),
+            resume="allow" if section.mode == "online" else None,
+            config=facts(run),
+            settings=wandb.Settings(
+                console="off", silent=True, disable_git=True, disable_code=True, save_code=False, x_disable_meta=True
+            ),
+        )
+        # a run that goes on from a checkpoint does some steps again, and W&B's own count never goes back
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+        where = self._run.dir if section.mode == "offline" else self._run.url
+        print(f"W&B: {where}", file=sys.stderr, flush=True)
+
+    @hookimpl
+    def rlframework_step_finished(
+        self, step: int, metrics: Mapping[str, float], samples: Sequence[SampleRecord]
+    ) -> None:
+        """Send the step."""
+        values: dict[str, Any] = {"step": step, **metrics}
+        if samples:
+            values["samples"] = self._wandb.Table(columns=list(COLUMNS), data=rows_of(samples))
+        self._run.log(values)
+
+    @hookimpl
+    def rlframework_checkpoint_saved(self, step: int, path: Path) -> None:
+        """Tell where the last checkpoint lies."""
+        self._run.summary.update({"checkpoint/step": step, "checkpoint/path": str(path)})
+
+    def ended(self, state: str) -> None:
+        """End the run as `state`: finished, failed or killed."""
+        if self._run is not None:
+            self._run.summary["state"] = state
+            self._run.finish(exit_code=0 if state == "finished" else 1)
+            self._run = None
+
+    def close(self) -> None:
+        """Nothing is held after `ended`."""

@@ -1,0 +1,103 @@
+"""Pages of the documentation are run as a reader would: their files are written, their commands are run, in order.
+
+- A block with `title="NAME"` is the file NAME.
+- A `shell` block is run by bash, and must end well; a line that begins with `! ` must fail.
+- Each line of a `text` block behind it stands in what it printed.
+- Other blocks are to be read.
+
+Another page is another test at the end, which calls `execute`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+_BLOCK = re.compile(r"^```(\w*)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_TITLE = re.compile(r'\s*title="([^"]+)"')
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: its language, the file that it is (empty: none), its text, and the line where it starts."""
+
+    language: str
+    title: str
+    text: str
+    line: int
+
+
+def blocks(page: str) -> list[Block]:
+    """The fenced blocks of `page`, in order."""
+    found = []
+    for match in _BLOCK.finditer(page):
+        title = _TITLE.fullmatch(match[2])
+        found.append(Block(match[1], title[1] if title else "", match[3], page.count("\n", 0, match.start()) + 1))
+    return found
+
+
+def execute(path: Path, folder: Path, timeout: float = 300.0) -> str:
+    """Do what the page at `path` says, in `folder`; all that its commands printed. What goes wrong names its line."""
+    printed, everything = "", ""
+    for block in blocks(path.read_text(encoding="utf-8")):
+        where = f"{path.name}, line {block.line}"
+        if block.title:
+            (folder / block.title).write_text(block.text, encoding="utf-8")
+        elif block.language == "shell":
+            printed = _run(block.text, folder, where, timeout)
+            everything += printed
+        elif block.language == "text":
+            for line in block.text.splitlines():
+                assert line in printed, f"{where}: {line!r} is not in what was printed:\n{printed}"
+    return everything
+
+
+def _run(commands: str, folder: Path, where: str, timeout: float) -> str:
+    negated = re.sub(r"^! (.*)$", r"if \1; then echo 'this must fail'; exit 1; fi", commands, flags=re.MULTILINE)
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", negated],
+        cwd=folder,
+        env=os.environ | {"PATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    assert done.returncode == 0, f"{where}: exit code {done.returncode}\n{commands}\n{done.stdout}"
+    return done.stdout
+
+
+def test_what_a_page_shows_and_does_not_do_is_found(tmp_path: Path) -> None:
+    """The runner itself can fail: at a command, at one that should have failed, at a line that was not printed."""
+    page = tmp_path / "page.md"
+    good = '```text title="a.txt"\none\n```\n\n```shell\ncat a.txt\n! cat b.txt\n```\n\n```text\none\n```\n'
+    page.write_text(good)
+    assert execute(page, tmp_path).startswith("one\n")
+    for change in (("cat a.txt", "cat c.txt"), ("! cat b", "! cat a"), ("```text\none", "```text\ntwo")):
+        page.write_text(good.replace(*change))
+        with pytest.raises(AssertionError, match=r"page\.md, line (5|10)"):
+            execute(page, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_your_own_reward_function(tmp_path: Path) -> None:
+    execute(DOCS / "your_own.md", tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "runs/own/metrics.jsonl").read_text().splitlines()]
+    first, last = rows[1]["train/reward"], rows[-1]["train/reward"]
+    assert first < 0.15
+    assert last > 0.5  # the page says from some 0.04 to some 0.7
+    assert all(row["train/reward_failures"] == 0 for row in rows[1:])
+    assert (tmp_path / "runs/own/model/model.safetensors").exists()
+    assert not (tmp_path / "runs/fragile/model").exists()

@@ -1,0 +1,451 @@
+"""A user's own reward function: how it is found and called, what it may return, and what comes of its failures."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlframework.config.environments import DatasetConfig
+from rlframework.environments import reward_calls
+from rlframework.environments.dataset import DatasetEnvironment
+from rlframework.errors import BatchError, ConfigError, UserError
+from rlframework.interfaces.environment import Sample
+
+REWARDS = """
+import asyncio
+import functools
+import os
+import re
+import sys
+import time
+
+import numpy as np
+
+
+def lengths(samples, completions):
+    return [len(completion) for completion in completions]
+
+
+def everything(completions, prompts, answers, samples):
+    def right(p, c, a, s):
+        return p == f"{a}?" and c == f"{a}!" and s.metadata["level"] == a
+
+    rows = zip(prompts, completions, answers, samples, strict=True)
+    return [{"reward": 1, "accuracy": right(*row)} for row in rows]
+
+
+def one(prompt, completion, answer):
+    return prompt == f"{answer}?" and completion == f"{answer}!"
+
+
+def with_default(sample, completion, scale=2.0):
+    return scale * len(completion)
+
+
+class Scorer:
+    def __call__(self, completion):
+        return 0.5
+
+    def method(self, completion):
+        return 0.25
+
+
+scorer = Scorer()
+partial = functools.partial(with_default, scale=3.0)
+
+
+async def single(completion, answer):
+    await asyncio.sleep(0.05)
+    return float(answer)
+
+
+async def together(samples, completions):
+    await asyncio.sleep(0)
+    return np.arange(len(samples), dtype=np.float32)
+
+
+def tensor(samples, completions):
+    import torch
+
+    return torch.arange(len(samples))
+
+
+def generator(completions):
+    yield from (1.0 for _ in completions)
+
+
+def scalars(samples, completions):
+    import torch
+
+    return [np.float32(0.5), np.bool_(True), torch.tensor(2), torch.tensor([3.0])[0], np.array(4)][: len(samples)]
+
+
+def too_few(samples, completions):
+    return [1.0] * (len(samples) - 1)
+
+
+def act(completion, answer):
+    print("judging", answer, file=sys.stderr)
+    if completion == "sleep":
+        time.sleep(60)
+    if completion == "regex":
+        re.match("(a+)+$", "a" * 40 + "b")
+    if completion == "die":
+        os._exit(3)
+    if completion == "raise":
+        raise ValueError(f"bad {answer}")
+    if completion == "nan":
+        return float("nan")
+    if completion == "text":
+        return "good"
+    if completion == "none":
+        return None
+    if completion == "huge":
+        return 10**400
+    if completion == "exit":
+        sys.exit(4)
+    if completion == "dict":
+        return {"accuracy": 1.0}
+    return {"reward": 1.0, "length": len(completion)}
+
+
+async def act_async(completion, answer):
+    if completion == "sleep":
+        await asyncio.sleep(60)
+    if completion == "block":
+        time.sleep(60)
+    if completion == "raise":
+        raise ValueError(f"bad {answer}")
+    return 1.0
+
+
+async def act_all(samples, completions):
+    await asyncio.sleep(60 if "sleep" in completions else 0)
+    return [1.0] * len(samples)
+
+
+def forgot(completion):
+    return single(completion, "1")
+
+
+def process_id(completion):
+    return os.getpid()
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with `own_rewards.py` and rows."""
+    (tmp_path / "own_rewards.py").write_text(REWARDS)
+    rows = [{"prompt": f"{n}?", "answer": n, "level": str(n)} for n in range(40)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "own_rewards", raising=False)
+    return tmp_path
+
+
+@pytest.fixture
+def make():
+    """`make(function, **keys)`: an environment with that function of `own_rewards`; shut down afterwards."""
+    made = []
+
+    def environment(function: str, **keys: Any) -> DatasetEnvironment:
+        path = function if ":" in function else f"own_rewards:{function}"
+        made.append(DatasetEnvironment(DatasetConfig(path="rows.jsonl", reward=path, **keys), seed=0))
+        return made[-1]
+
+    yield environment
+    for environment_ in made:
+        environment_.shutdown()
+
+
+def judged(environment: DatasetEnvironment, completions: list[str]) -> list[Any]:
+    samples = environment.samples("train")[: len(completions)]
+    return judge(environment, list(samples), completions)
+
+
+def judge(environment: DatasetEnvironment, samples: list[Sample], completions: list[str]) -> list[Any]:
+    conversations = [
+        [*sample.messages, {"role": "assistant", "content": completion}]
+        for sample, completion in zip(samples, completions, strict=True)
+    ]
+    return environment.step(samples, conversations)  # type: ignore[arg-type]
+
+
+def rewards(environment: DatasetEnvironment, completions: list[str]) -> list[float]:
+    return [outcome.reward for outcome in judged(environment, completions)]
+
+
+@pytest.mark.parametrize("timeout", [None, 60.0], ids=["here", "process"])
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        ("lengths", [0, 1, 2]),
+        ("with_default", [0, 2, 4]),
+        ("partial", [0, 3, 6]),
+        ("scorer", [0.5, 0.5, 0.5]),
+        ("scorer.method", [0.25, 0.25, 0.25]),
+        ("together", [0, 1, 2]),
+        ("tensor", [0, 1, 2]),
+        ("generator", [1, 1, 1]),
+        ("scalars", [0.5, 1.0, 2.0]),
+    ],
+)
+def test_what_may_be_written(make, function: str, expected: list[float], timeout: float | None) -> None:
+    environment = make(function, reward_timeout=timeout)
+    assert rewards(environment, ["", "x", "xy"]) == expected
+    assert rewards(environment, ["", "x", "xy"]) == expected
+    assert environment.scores
+
+
+@pytest.mark.parametrize("timeout", [None, 60.0], ids=["here", "process"])
+@pytest.mark.parametrize("function", ["everything", "one"])
+def test_each_answer_comes_with_its_own_prompt_and_row(make, function: str, timeout: float | None) -> None:
+    environment = make(function, reward_timeout=timeout)
+    samples = list(environment.samples("train")[:4])
+    outcomes = judge(environment, samples, [f"{sample.answer}!" for sample in samples[:3]] + ["no!"])
+    name = "accuracy" if function == "everything" else "reward"
+    assert [outcome.metrics.get("accuracy", outcome.reward) for outcome in outcomes] == [1, 1, 1, 0], name
+
+
+def test_async_calls_are_awaited_together_and_keep_their_order(make) -> None:
+    """Forty of 0.05 s, eight at a time, take some 0.25 s, and one by one 2 s."""
+    environment = make("single", reward_concurrency=8)
+    samples = list(environment.samples("train"))
+    judge(environment, samples[:1], ["x"])  # the process is up
+    began = time.monotonic()
+    outcomes = judge(environment, samples, ["x"] * len(samples))
+    assert time.monotonic() - began < 1.5
+    assert [outcome.reward for outcome in outcomes] == [float(sample.answer) for sample in samples]
+
+
+def test_dicts_carry_metrics(make) -> None:
+    [outcome] = judged(make("act"), ["four"])
+    assert (outcome.reward, dict(outcome.metrics)) == (1.0, {"length": 4.0, "reward_failures": 0.0})
+
+
+@pytest.mark.parametrize("timeout", [None, 60.0], ids=["here", "process"])
+def test_failures_are_counted_told_once_and_get_their_reward(make, capfd, timeout: float | None) -> None:
+    environment = make("act", max_reward_failures=0.8, failed_reward=-1.0, reward_timeout=timeout)
+    kinds = ["ok", "raise", "nan", "text", "none", "raise", "huge", "exit", "dict", "ok"]
+    outcomes = judged(environment, kinds)
+    assert [outcome.reward for outcome in outcomes] == [1.0 if kind == "ok" else -1.0 for kind in kinds]
+    assert [outcome.metrics["reward_failures"] for outcome in outcomes] == [float(kind != "ok") for kind in kinds]
+    told = capfd.readouterr().err
+    assert told.count("ValueError: bad") == 1
+    assert told.count("own_rewards:act") == 6  # nan and huge are both not finite
+    assert "own_rewards.py" in told
+    assert "reward_calls.py" not in told
+    assert "it returned None, which is no number: NoneType" in told
+    assert "reward is not finite" in told
+    assert "it returned a dict without 'reward': {'accuracy': 1.0}" in told
+    judged(environment, kinds)
+    assert "failed" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["sleep", "regex", "die"])
+def test_what_hangs_or_dies_is_one_failure_and_the_others_are_judged(make, capfd, kind: str) -> None:
+    environment = make("act", reward_timeout=1.0, max_reward_failures=0.5)
+    judged(environment, ["ok"])
+    began = time.monotonic()
+    outcomes = judged(environment, ["ok", kind, "ok", "ok"])
+    assert time.monotonic() - began < 30
+    assert [outcome.reward for outcome in outcomes] == [1.0, 0.0, 1.0, 1.0]
+    told = capfd.readouterr().err
+    if kind == "die":
+        assert "ended with exit code 3" in told
+    else:
+        assert "took more than environment.reward_timeout, which is 1 s" in told
+        line = 1 + next(
+            n
+            for n, text in enumerate(REWARDS.splitlines())
+            if ("time.sleep" in text, "re.match" in text)[kind == "regex"]
+        )
+        assert f'own_rewards.py", line {line} in act' in told
+
+
+def test_async_calls_time_out_alone_but_one_that_blocks_takes_its_neighbours_with_it(make) -> None:
+    environment = make("act_async", reward_timeout=0.5, max_reward_failures=0.9, reward_concurrency=2)
+    assert rewards(environment, ["ok", "sleep", "raise", "ok", "ok"]) == [1.0, 0.0, 0.0, 1.0, 1.0]
+    assert rewards(environment, ["ok", "block", "sleep", "ok", "ok", "ok"]) == [1.0, 0.0, 0.0, 1.0, 1.0, 1.0]
+
+
+def test_a_batched_function_that_times_out_fails_for_all(make) -> None:
+    environment = make("act_all", reward_timeout=0.5, max_reward_failures=1.0)
+    assert rewards(environment, ["ok", "sleep"]) == [0.0, 0.0]
+    assert rewards(environment, ["ok", "ok"]) == [1.0, 1.0]
+
+
+def test_too_many_failures_end_the_run_and_name_the_place(make, folder: Path) -> None:
+    environment = make("act")
+    assert rewards(environment, ["raise", *["ok"] * 9])[0] == 0.0  # a tenth is allowed
+    with pytest.raises(UserError) as error:
+        judged(environment, ["ok", "raise", "nan", *["ok"] * 7])
+    line = 1 + REWARDS.splitlines().index("def act(completion, answer):")
+    text = str(error.value)
+    assert (
+        f"environment.reward='own_rewards:act' ({folder / 'own_rewards.py'}, line {line}) failed for 2 of the" in text
+    )
+    assert "of 10 answers, which is more than environment.max_reward_failures=0.1 allows" in text
+    assert "ValueError: bad" in text
+
+
+def test_one_failure_is_too_many_where_none_is_allowed(make) -> None:
+    with pytest.raises(UserError, match=r"max_reward_failures=0 allows"):
+        judged(make("act", max_reward_failures=0), ["ok", "raise"])
+
+
+@pytest.mark.parametrize("timeout", [None, 60.0], ids=["here", "process"])
+def test_a_wrong_number_of_values_is_an_error_at_once(make, timeout: float | None) -> None:
+    environment = make("too_few", max_reward_failures=1.0, reward_timeout=timeout)
+    with pytest.raises(UserError, match=r"own_rewards:too_few.* returned 2 values for 3 answers"):
+        judged(environment, ["", "", ""])
+
+
+def test_a_coroutine_that_nobody_awaits_is_told(make, capfd) -> None:
+    assert rewards(make("forgot", max_reward_failures=1.0, reward_timeout=None), ["x"]) == [0.0]
+    assert "write `async def`" in capfd.readouterr().err
+
+
+def test_no_process_outlives_the_environment(make) -> None:
+    environment = make("process_id")
+    [pid] = rewards(environment, ["x"])
+    assert pid != os.getpid()
+    environment.shutdown()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid), 0)
+    assert rewards(make("process_id", reward_timeout=None), ["x"]) == [os.getpid()]
+
+
+def test_no_process_outlives_a_killed_driver(folder: Path) -> None:
+    """The driver gets SIGKILL while the function holds Python's lock."""
+    (folder / "driver.py").write_text(
+        "from rlframework.environments.reward_process import RewardJob, RewardProcess\n"
+        "from rlframework.interfaces.environment import Sample\n"
+        "process = RewardProcess(RewardJob('own_rewards:act', 600.0, 1, False))\n"
+        "sample = Sample('a', (), 'A')\n"
+        "process.judge([sample], ['ok'], lambda *_: None)\n"
+        "print(process._child._process.pid, flush=True)\n"
+        "process.judge([sample], ['regex'], lambda numbers, judged: print('begun', flush=True))\n"
+    )
+    with subprocess.Popen([sys.executable, "driver.py"], stdout=subprocess.PIPE, text=True) as driver:
+        assert driver.stdout is not None
+        pid = int(driver.stdout.readline())
+        assert driver.stdout.readline() == "begun\n"
+        driver.kill()
+    until = time.monotonic() + 10
+    while (
+        Path(f"/proc/{pid}/stat").exists()
+        and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    ):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("source", "path", "message"),
+    [
+        ("", "own", "'own' is no import path: write module:name"),
+        ("", "own.py:score", "has no 'py'|there is no module 'own.py'"),
+        ("", "no_such_module_here:score", "there is no module 'no_such_module_here'. It is looked for in the current"),
+        ("", "own:score", r"the module 'own' \(.*own\.py\) has no 'score'"),
+        ("import not_installed_at_all", "own:score", "there is no module 'not_installed_at_all'|raised ModuleNotFound"),
+        (
+            "def f():\n    raise KeyError('x')\nf()",
+            "own:score",
+            r"import of 'own' raised KeyError: 'x' \(.*own\.py, line 2",
+        ),
+        ("def score(:", "own:score", "raised SyntaxError"),
+        ("import sys\nsys.exit(3)", "own:score", "raised SystemExit: 3"),
+        ("score = 3", "own:score", "cannot be called, it is int"),
+        ("class score:\n    pass", "own:score", "is a class: name a function, or an object that can be called"),
+        (
+            "def score(text): ...",
+            "own:score",
+            r"own\.py, line 1\) has the parameters \(text\)\. Accepted are functions",
+        ),
+        ("def score(prompt, completions): ...", "own:score", r"has the parameters \(prompt, completions\)"),
+        ("def score(completion, answers): ...", "own:score", r"has the parameters \(completion, answers\)"),
+        ("def score(prompt, answer): ...", "own:score", r"has the parameters \(prompt, answer\)"),
+        ("def score(completion, /): ...", "own:score", r"has the parameters"),
+        ("def score(sample, completion='', /): ...", "own:score", r"has the parameters"),
+        ("def score(completion, **rest): ...", "own:score", r"has the parameters \(completion, \*\*rest\)"),
+        ("score = print", "own:score", r"has the parameters|does not tell its parameters"),
+    ],
+)
+def test_paths_that_do_not_work_are_told(folder: Path, source: str, path: str, message: str, monkeypatch) -> None:
+    (folder / "own.py").write_text(source)
+    monkeypatch.delitem(sys.modules, "own", raising=False)
+    with pytest.raises(ConfigError, match=message) as error:
+        DatasetEnvironment(DatasetConfig(path="rows.jsonl", reward=path), seed=0)
+    assert str(error.value).startswith("environment.reward: ")
+    sys.modules.pop("own", None)
+
+
+def test_a_function_of_the_program_itself_needs_no_process(make, monkeypatch) -> None:
+    monkeypatch.setattr(sys.modules["__main__"], "score", lambda completion: 0.5, raising=False)
+    assert rewards(make("__main__:score", reward_timeout=None), ["x"]) == [0.5]
+    with pytest.raises(ConfigError, match="is in the program itself"):
+        make("__main__:score", reward_timeout=5.0)
+
+
+def test_two_judges_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"reward \(a:b\) and check \(exact\) both judge answers"):
+        DatasetConfig(path="rows.jsonl", reward="a:b", check="exact")
+
+
+def test_a_conversation_must_end_with_the_answer(make) -> None:
+    environment = make("lengths")
+    with pytest.raises(BatchError, match="must end with an assistant message"):
+        environment.step([environment.samples("train")[0]], [[{"role": "user", "content": "x"}]])
+
+
+class Spiteful:
+    """A value of the user's own that raises at whatever is done with it."""
+
+    def __getattr__(self, name):
+        raise RuntimeError(name)
+
+    def __repr__(self):
+        raise RuntimeError("repr")
+
+
+VALUES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(),
+    st.binary(),
+    st.complex_numbers(),
+    st.builds(Spiteful),
+)
+
+
+@given(st.one_of(VALUES, st.lists(VALUES), st.dictionaries(st.sampled_from(["reward", "accuracy", 3]), VALUES)))
+def test_whatever_is_returned_is_a_verdict_of_finite_numbers_or_a_failure(value: Any) -> None:
+    read = reward_calls._one(value)
+    if isinstance(read, reward_calls.Verdict):
+        given_ = value if isinstance(value, dict) else {"reward": value}
+        assert {"reward": read.reward, **read.metrics} == {name: float(number) for name, number in given_.items()}
+        assert all(math.isfinite(number) for number in (read.reward, *read.metrics.values()))
+    else:
+        assert read.text
+        assert read.cause
+
+
+def test_training_rows_do_not_depend_on_how_answers_are_judged() -> None:
+    config = DatasetConfig(path="rows.jsonl", validation_path="rows.jsonl", reward="a:b", failed_reward=1.0)
+    judging = {"reward", "reward_timeout", "reward_concurrency", "max_reward_failures", "failed_reward", "check"}
+    assert {f"environment.{key}" for key in judging} <= config.unseen_by_training

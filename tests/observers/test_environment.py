@@ -1,0 +1,103 @@
+"""`environment.json`: what it says, what it never says, and what a run that goes on keeps of it."""
+
+import json
+import subprocess
+
+import pytest
+
+import rlframework
+from rlframework.observers import host
+from rlframework.observers.environment import read_environment, run_id, write_environment
+from rlframework.observers.host import Gpu, available_memory, free_disk, gpus, total_memory
+from rlframework.plugins.manager import create_manager
+
+
+def test_it_names_versions_plugins_and_the_machine(tmp_path):
+    written = write_environment(tmp_path / "run", create_manager().listing())
+    found = read_environment(tmp_path / "run")
+    assert found == written
+    assert found["packages"]["rlframework-core"] == rlframework.__version__
+    assert {"name": "grpo", "kind": "algorithm", "distribution": "rlframework-core",
+            "version": rlframework.__version__} in found["plugins"]  # fmt: skip
+    assert found["host"]["cores"] >= 1
+    assert found["python"].startswith("CPython 3.")
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["environment.json"]
+
+
+def test_variables_that_are_not_listed_and_users_are_not_in_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "not-for-anybody")
+    monkeypatch.setenv("USER", "ada-of-the-test")
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.setattr("sys.argv", ["rlframework", "train", "x.yaml", "hub.password=not-for-anybody"])
+    write_environment(tmp_path)
+    text = (tmp_path / "environment.json").read_text()
+    assert "not-for-anybody" not in text
+    assert "ada-of-the-test" not in text
+    assert json.loads(text)["variables"]["OMP_NUM_THREADS"] == "3"
+
+
+def test_a_run_that_goes_on_keeps_its_id_and_what_it_ran_on(tmp_path):
+    first, second, third = (write_environment(tmp_path) for _ in range(3))
+    assert first["run_id"] == second["run_id"] == third["run_id"] == run_id(tmp_path)
+    assert "earlier" not in first
+    assert [entry["started"] for entry in third["earlier"]] == [first["started"], second["started"]]
+    assert write_environment(tmp_path / "other")["run_id"] != first["run_id"]
+
+
+@pytest.mark.parametrize("text", [None, "", "{", "[1]", "\0"])
+def test_without_a_readable_file_the_id_is_the_name_of_the_directory(tmp_path, text):
+    folder = tmp_path / "my_run"
+    folder.mkdir()
+    if text is not None:
+        (folder / "environment.json").write_text(text)
+    assert run_id(folder) == "my_run"
+    assert read_environment(folder) == {}
+
+
+def test_the_commit_of_the_working_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert write_environment(tmp_path / "a")["git"] is None
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
+    (tmp_path / "file").write_text("1")
+    for words in (["init", "-q"], ["add", "file"], ["commit", "-q", "-m", "x"]):
+        subprocess.run([*git, *words], check=True)
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    assert write_environment(tmp_path / "b")["git"] == {"commit": commit, "changed": False}
+    (tmp_path / "file").write_text("2")
+    assert write_environment(tmp_path / "c")["git"] == {"commit": commit, "changed": True}
+
+
+def test_gpus_are_those_that_the_process_may_see(monkeypatch):
+    printed = "NVIDIA A, 1000, 900\nNVIDIA B, 2000, 1500\nNVIDIA MIG, [N/A], [N/A]\n"
+    monkeypatch.setattr(host, "command_output", lambda command: printed)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    a, b = Gpu("NVIDIA A", 1000 << 20, 900 << 20), Gpu("NVIDIA B", 2000 << 20, 1500 << 20)
+    assert gpus() == [a, b]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert gpus() == [b]
+    monkeypatch.setattr(host, "command_output", lambda command: None)
+    assert gpus() == []
+
+
+def test_a_program_that_is_missing_or_fails_says_nothing():
+    assert host.command_output(["no-such-program-here"]) is None
+    assert host.command_output(["false"]) is None
+    assert host.command_output(["echo", "x"]) == "x\n"
+
+
+def test_a_container_s_limit_counts(tmp_path, monkeypatch):
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal:       1000 kB\nMemFree: 1 kB\nMemAvailable:    600 kB\n")
+    monkeypatch.setattr(host, "_MEMINFO", meminfo)
+    monkeypatch.setattr(host, "_CGROUP", tmp_path)
+    assert (total_memory(), available_memory()) == (1000 << 10, 600 << 10)
+    (tmp_path / "memory.max").write_text(f"{500 << 10}\n")
+    (tmp_path / "memory.current").write_text(f"{100 << 10}\n")
+    assert (total_memory(), available_memory()) == (500 << 10, 400 << 10)
+    (tmp_path / "memory.max").write_text("max\n")
+    assert (total_memory(), available_memory()) == (1000 << 10, 600 << 10)
+
+
+def test_free_disk_of_a_folder_that_is_not_there_is_that_of_the_one_above(tmp_path):
+    assert abs(free_disk(tmp_path / "a" / "b") - free_disk(tmp_path)) < 1 << 30

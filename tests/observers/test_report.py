@@ -1,0 +1,336 @@
+"""The page of a run: what is read, what is kept of it, and that text from a run stays text."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlframework.cli import main
+from rlframework.errors import DataError, UserError
+from rlframework.observers.report import write_report
+from rlframework.observers.report.content import content, phases_of
+from rlframework.observers.report.facts import facts_of, headline_of
+from rlframework.observers.report.metrics import arrange
+from rlframework.observers.report.page import render
+from rlframework.observers.report.reading import Run, names_of, read_run, read_runs
+from rlframework.observers.report.settings import environment_of, flat
+from rlframework.observers.report.thinning import smoothed, thin, thin_samples
+
+CONFIG = """
+seed: 3
+algorithm: {name: grpo, num_steps: 4}
+policy: {model_name: m/tiny, backend: dtensor, optimizer: {lr: 0.5}}
+worker_group: {name: inline, num_workers: 1}
+environment: {name: addition}
+"""
+ROWS: list[dict[str, Any]] = [
+    {"step": 0, "time": 1000.0, "validation/accuracy": 0.25},
+    {"step": 1, "time": 1002.0, "train/reward": 0.5, "train/loss": 2.0, "time/generate": 1.0, "time/step": 2.0},
+    {"step": 2, "time": 1006.0, "train/reward": 1.5, "train/loss": "NaN", "time/generate": 3.0, "time/step": 4.0,
+     "validation/accuracy": 0.75},
+    {"step": 3, "time": 1008.0, "train/reward": 1.0, "train/loss": 1.0, "time/generate": 1.0, "time/step": 2.0,
+     "validation/accuracy": 0.5},
+]  # fmt: skip
+
+
+def sample(step: int, completion: str, kind: str = "train", prompt: str = "1+1=", **more: Any) -> dict[str, Any]:
+    return {"step": step, "kind": kind, "prompt": prompt, "completion": completion, "reward": 1.0, **more}
+
+
+def lines(rows: list[dict[str, Any]]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    folder = tmp_path / "runs" / "a"
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text(lines(ROWS))
+    (folder / "samples.jsonl").write_text(lines([sample(1, "2"), sample(2, "3", "validation", run="xyz", failed="no")]))
+    (folder / "config.yaml").write_text(CONFIG)
+    return folder
+
+
+def data_of(page: str) -> Any:
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)
+    assert found
+    return json.loads(found[1])
+
+
+def call(*args: str) -> int:
+    with pytest.raises(SystemExit) as end:
+        main(args)
+    return int(end.value.code or 0)
+
+
+def test_the_command_writes_the_page_and_pictures(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("report", str(run_dir)) == 0
+    assert capsys.readouterr().out.startswith(f"done: {run_dir / 'report.html'} (")
+    data = data_of((run_dir / "report.html").read_text())
+    assert data["title"] == "a"
+    [run] = data["runs"]
+    assert run["series"]["train/reward"] == [run["places"].index([1, 2, 3]), [0.5, 1.5, 1]]
+    assert run["bad"] == {"train/loss": [2]}
+    assert run["samples"]["rows"] == [[1, "train", 0, "2", 1.0, {}], [2, "validation", 0, "3", 1.0, {"failed": "no"}]]
+    pictures = sorted(file.name for file in (run_dir / "report-figures").iterdir())
+    assert pictures == ["optimisation.png", "outcome.png", "phases.png", "speed.png"]
+    assert (run_dir / "report-figures" / "outcome.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_several_runs_go_where_the_options_say(run_dir: Path, tmp_path: Path) -> None:
+    other = tmp_path / "runs" / "b"
+    other.mkdir()
+    (other / "metrics.jsonl").write_text(lines(ROWS[:2]))
+    page, pictures = tmp_path / "new" / "p.html", tmp_path / "png"
+    given = [str(run_dir), str(other), str(run_dir), "--out", str(page), "--png", str(pictures), "--smooth", "7"]
+    assert call("report", *given) == 0
+    data = data_of(page.read_text())
+    assert [run["name"] for run in data["runs"]] == ["a", "b"]
+    assert data["smooth"] == 7
+    assert data["runs"][1]["config"] is None
+    assert (pictures / "outcome.png").exists()
+
+
+def test_the_head_says_what_the_run_was_and_how_far_it_came(run_dir: Path) -> None:
+    run = read_run(run_dir, "a")
+    facts = dict(facts_of(run))
+    assert facts["algorithm"] == "grpo"
+    assert facts["model"] == "m/tiny"
+    assert facts["backend"] == "dtensor"
+    assert facts["workers"] == "1 (inline)"
+    assert facts["seed"] == "3"
+    assert facts["steps"] == "3 of 4"
+    assert facts["held-out accuracy"] == "best 75.0% at step 2, last 50.0% at step 3"
+    assert facts["training time"] == "8s"
+    assert facts["duration"] == "8s"
+    assert headline_of(run)["state"] == "not finished, at step 3"
+    (run_dir / "model").mkdir()
+    assert headline_of(read_run(run_dir, "a"))["state"] == "finished"
+
+
+def test_a_run_that_was_cut_off_is_read_up_to_there(run_dir: Path) -> None:
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "train/rew')
+    with (run_dir / "samples.jsonl").open("a") as file:
+        file.write('{"nothing": 1}\nnot json\n{"step": 4, "prom')
+    run = read_run(run_dir, "a")
+    assert run.last_step == 3
+    assert [row["completion"] for row in run.samples] == ["2", "3"]
+    assert run.notes == ["2 lines of samples.jsonl cannot be read and are left out"]
+
+
+def test_samples_of_a_run_that_went_on_from_an_earlier_step(run_dir: Path) -> None:
+    rows = [sample(1, "a"), sample(2, "b"), sample(2, "c"), sample(3, "d"), sample(2, "e"), sample(2, "f")]
+    (run_dir / "samples.jsonl").write_text(lines(rows))
+    assert [row["completion"] for row in read_run(run_dir, "a").samples] == ["a", "e", "f"]
+
+
+@pytest.mark.parametrize(
+    ("prepare", "told"),
+    [
+        (lambda folder: folder / "gone", "is not there"),
+        (lambda folder: folder / "config.yaml", "is a file"),
+        (lambda folder: folder.parent, "1 below it; give those:"),
+        (lambda folder: [(folder / "metrics.jsonl").write_text("")] and folder, "no metrics yet"),
+        (lambda folder: [(folder / "metrics.jsonl").unlink()] and folder, "no metrics yet"),
+        (lambda folder: [(folder / name).unlink() for name in ("metrics.jsonl", "config.yaml")] and folder, "no run"),
+        (lambda folder: [(folder / "metrics.jsonl").write_bytes(b"\xff\xfe\n")] and folder, "UTF-8"),
+        (lambda folder: [(folder / "metrics.jsonl").write_text("nonsense\n")] and folder, "line 1"),
+        (lambda folder: [(folder / "config.yaml").write_text("a: [")] and folder, "is not valid"),
+        (lambda folder: [(folder / "config.yaml").write_text("- 1")] and folder, "keys and values"),
+    ],
+)
+def test_what_cannot_be_reported_is_told_and_nothing_written(
+    run_dir: Path, prepare: Any, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = run_dir.parent / "page.html"
+    assert call("report", str(prepare(run_dir)), "--out", str(page)) == 2
+    assert told in capsys.readouterr().err
+    assert not page.exists()
+
+
+def test_a_page_overwrites_nothing_but_a_page(run_dir: Path) -> None:
+    with pytest.raises(UserError, match=r"must end in \.html"):
+        write_report([run_dir], run_dir / "metrics.jsonl")
+    with pytest.raises(UserError, match="span in steps"):
+        write_report([run_dir], run_dir / "p.html", smooth=0)
+    (run_dir / "d.html").mkdir()
+    with pytest.raises(UserError, match="is a folder"):
+        write_report([run_dir], run_dir / "d.html")
+    assert read_run(run_dir, "a").last_step == 3
+    with pytest.raises(UserError, match="no run is given"):
+        read_runs([])
+
+
+def test_names_are_as_long_as_they_must_be() -> None:
+    assert names_of([Path("/r/seed-0/grpo")]) == ["grpo"]
+    assert names_of([Path("/r/seed-0/grpo"), Path("/r/seed-1/grpo")]) == ["seed-0/grpo", "seed-1/grpo"]
+    assert names_of([Path("/a/x"), Path("/b/x"), Path("/b/y")]) == ["a/x", "b/x", "b/y"]
+
+
+class Scripts(HTMLParser):
+    """Counts what a browser would run or load."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements: list[str] = []
+        self.attributes: set[str] = set()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append(tag)
+        self.attributes |= {name for name, _ in attrs}
+
+
+EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)><!--<script>]]>&lt;b&gt;\u2028\x00\ud800%%data%%"
+
+
+def test_no_text_of_a_run_becomes_markup(run_dir: Path) -> None:
+    clean = Scripts()
+    clean.feed(render(content(read_runs([run_dir]), 1)))
+    rows = [{**sample(1, EVIL, prompt=EVIL), "kind": EVIL, EVIL: EVIL}]
+    metrics = [{"step": 1, f"train/{EVIL}": 1.0}]
+    run = Run(EVIL, Path(EVIL.replace("\x00", "")), metrics, rows, {EVIL: EVIL}, {EVIL: EVIL}, notes=[EVIL])
+    page = render(content([run], 1))
+    found = Scripts()
+    found.feed(page.encode("utf-8").decode())
+    assert found.elements == clean.elements
+    assert found.attributes == clean.attributes
+    assert data_of(page)["runs"][0]["samples"]["rows"][0][3] == EVIL
+    assert not {name for name in found.attributes if name.startswith("on")}
+
+
+@given(st.text(max_size=60))
+def test_any_text_comes_back_from_the_page(text: str) -> None:
+    run = Run("r", Path("r"), [{"step": 1.0, "a": 1.0}], [{**sample(1, text)}])
+    page = render(content([run], 1))
+    assert data_of(page.encode("utf-8").decode())["runs"][0]["samples"]["rows"][0][3] == text
+    assert page.count("</script>") == 2
+
+
+def test_the_page_fetches_nothing(run_dir: Path) -> None:
+    page = render(content(read_runs([run_dir]), 1))
+    found = Scripts()
+    found.feed(page)
+    assert not {"link", "img", "iframe", "object", "embed"} & set(found.elements)
+    assert not {"src", "srcset", "action"} & found.attributes
+    assert "default-src 'none'" in page
+    addresses = set(re.findall(r"https?://[^\s\"'`)]+", page))
+    assert addresses == {"http://www.w3.org/2000/svg"}  # a name, never fetched
+    assert "innerHTML" not in page
+    assert "eval(" not in page
+
+
+def test_a_long_series_keeps_its_ends_and_extremes() -> None:
+    values = [0.0] * 5000
+    values[1234], values[4000], values[0], values[-1] = 9.0, -7.0, 3.0, 4.0
+    thinned = thin([float(i) for i in range(5000)], values, 1000, 500)
+    assert len(thinned.mean) <= 500
+    assert thinned.low is not None
+    assert thinned.high is not None
+    assert (max(thinned.high), min(thinned.low)) == (9.0, -7.0)
+    assert (thinned.mean[0], thinned.mean[-1]) == (3.0, 4.0)
+    assert (thinned.at[0], thinned.at[-1]) == (0.0, 4999.0)
+    # each of the 4,998 between the ends lies in one of 454 buckets of 11 and one of 4
+    assert len(thinned.mean) == 2 + math.ceil(4998 / 11)
+    assert thin([1.0, 2.0], [5.0, 6.0], 2, 2).low is None
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=300), st.integers(4, 60))
+def test_thinning_loses_no_extreme(values: list[float], points: int) -> None:
+    thinned = thin([float(i) for i in range(len(values))], values, points, max(3, points // 2))
+    assert len(thinned.mean) <= points
+    assert max(thinned.high or thinned.mean) == max(values)
+    assert min(thinned.low or thinned.mean) == min(values)
+    assert list(thinned.at) == sorted(thinned.at)
+
+
+def test_smoothing_by_hand() -> None:
+    # span 3: a step back counts half; (4 + 0.5 * 1) / 1.5 = 3, and after a gap of two (7 + 0.25 * 4.5) / (1 + 0.375)
+    assert smoothed([1, 2, 4], [1.0, 4.0, 7.0], 3) == pytest.approx([1.0, 3.0, 8.125 / 1.375])
+    assert smoothed([1, 2], [1.0, 4.0], 1) == [1.0, 4.0]
+
+
+def test_samples_are_thinned_by_whole_steps_and_keep_the_last() -> None:
+    rows = [sample(step, "x" * 56, kind) for step in range(1, 11) for kind in ("train", "validation")]
+    kept = thin_samples(rows, 2 * 400)  # each step of a kind is 56 + 4 + 40 = 100: four fit into its half
+    assert [row["step"] for row in kept if row["kind"] == "train"] == [1, 4, 7, 10]
+    assert len(kept) == 8
+    assert [row["step"] for row in thin_samples(rows, 0) if row["kind"] == "train"] == [10]
+    assert thin_samples([], 100) == []
+
+
+def test_phases_add_up_to_the_step() -> None:
+    run = Run("r", Path("r"), [{"step": float(i), "time/a": 1.0, "time/b": 2.0, "time/step": 4.0} for i in range(1, 5)])
+    phases = phases_of(run, columns=2)
+    assert phases == {
+        "names": ["a", "b", "other"],
+        "from": [1, 3],
+        "to": [2, 4],
+        "values": [[1, 1], [2, 2], [1, 1]],
+        "totals": [4, 8, 4],
+    }
+    assert phases_of(Run("r", Path("r"), [{"step": 1.0, "time/step": 1.0}])) is None
+
+
+def test_every_metric_has_a_chart_in_one_group() -> None:
+    names = ["step", "time", "time/train", "time/step", "train/reward", "validation/reward", "train/lr",
+             "train/entropy", "train/completion_length", "memory/rss_mb", "my/own"]  # fmt: skip
+    arranged = {key: [chart.names for chart in charts] for key, _, charts in arrange(names)}
+    assert arranged == {
+        "outcome": [["train/reward", "validation/reward"]],
+        "optimisation": [["train/lr"]],
+        "policy": [["train/entropy"]],
+        "completions": [["train/completion_length"]],
+        "speed": [["time/step"], ["memory/rss_mb"]],
+        "other": [["my/own"]],
+    }
+
+
+def test_what_never_changes_or_copies_another_is_a_word() -> None:
+    history = [{"step": i, "train/loss": 1.0 / i, "train/policy_loss": 1.0 / i, "train/grad_norm": 2.0} for i in (1, 2)]
+    [group] = content([Run("r", Path("r"), history)], 1)["groups"]
+    assert [chart["quantity"] for chart in group["charts"]] == ["loss"]
+    assert group["same"] == [("Policy loss", "Loss")]
+    assert group["constant"] == [["Gradient norm", 2.0]]
+
+
+def test_settings_are_flat_and_without_secrets() -> None:
+    assert flat({"a": {"b": 1, "c": {}}, "d": [1], "api_key": "xyz"}) == {
+        "a.b": "1",
+        "a.c": "{}",
+        "d": "[1]",
+        "api_key": "***",
+    }
+    machine = {"devices": [{"name": "x", "memory_bytes": 2**31}, {"name": "x", "memory_bytes": 2**30}]}
+    assert environment_of({"host": machine, "earlier": [{"started": "monday", "git": None}]}) == {
+        "host.devices.x": "2.0 GiB",
+        "host.devices.x (1)": "1.0 GiB",
+        "earlier starts": "monday",
+    }
+    assert flat(None) is environment_of(None) is None
+
+
+def test_a_long_run_of_three_stays_small() -> None:
+    history = [{"step": float(i), **{f"train/m{n}": math.sin(i * n) for n in range(1, 36)}} for i in range(1, 1001)]
+    rows = [sample(i, "word " * 400) for i in range(1, 1001)]
+    runs = [Run(name, Path(name), history, rows) for name in "abc"]
+    page = render(content(runs, 20))
+    assert len(page.encode()) < 2_000_000
+    data = data_of(page)
+    assert [run["samples"]["total"] for run in data["runs"]] == [1000] * 3
+    assert data["runs"][0]["samples"]["rows"][-1][0] == 1000
+
+
+def test_unreadable_samples_are_told(run_dir: Path) -> None:
+    (run_dir / "samples.jsonl").unlink()
+    (run_dir / "samples.jsonl").mkdir()
+    with pytest.raises(DataError, match="cannot read"):
+        read_run(run_dir, "a")

@@ -1,0 +1,61 @@
+"""What is hidden, and what is not."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlframework.observers.secrets import clean_command, hide_in_text, hide_secrets, is_secret_name
+
+
+@pytest.mark.parametrize(
+    "name", ["api_key", "hub.api_key", "--api-key", "password", "HF_TOKEN", "client_secret", "secret", "AWS_ACCESS_KEY"]
+)
+def test_names_of_secrets(name):
+    assert is_secret_name(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["max_tokens", "max_new_tokens", "tokenizer_name", "stop_token_ids", "key", "tokens", "keyboard", "pad_token"],
+)
+def test_names_of_settings_are_no_secrets(name):
+    assert not is_secret_name(name)
+
+
+def test_known_shapes_and_users_of_addresses_are_hidden():
+    # made of parts, so that nobody takes them for real ones
+    token = "hf_" + "a1B2" * 8
+    assert hide_in_text(f"login with {token} please") == "login with *** please"
+    assert hide_in_text("http://me:pw@host:5000/x") == "http://***@host:5000/x"
+    assert hide_in_text("a@b.org, http://host/x@y") == "a@b.org, http://host/x@y"
+
+
+def test_values_are_hidden_at_any_depth_and_the_original_stays():
+    values = {"a": {"api_key": "k", "lr": 0.1}, "b": [{"password": 5}, "x"], "c": {"secret": {"inner": 1}}, "d": None}
+    assert hide_secrets(values) == {
+        "a": {"api_key": "***", "lr": 0.1},
+        "b": [{"password": "***"}, "x"],
+        "c": {"secret": "***"},
+        "d": None,
+    }
+    assert values["a"]["api_key"] == "k"
+
+
+def test_a_command_is_written_down_without_secrets_and_without_the_home_directory(monkeypatch):
+    monkeypatch.setattr(Path, "home", lambda: Path("/home/ada"))
+    command = [
+        "/home/ada/env/bin/rlframework", "train", "/home/ada/run.yaml", "hub.api_key=abc", "--token-file", "x",
+        "--api-key", "abc", "seed=1", "environment.path=/home/ada/data", "/home/adam/y",
+    ]  # fmt: skip
+    assert clean_command(command) == [
+        "rlframework", "train", "~/run.yaml", "hub.api_key=***", "--token-file", "x",
+        "--api-key", "***", "seed=1", "environment.path=~/data", "/home/adam/y",
+    ]  # fmt: skip
+    assert clean_command([]) == []
+
+
+@given(st.recursive(st.none() | st.integers() | st.text("abc:/@ ", max_size=6), lambda inner: st.lists(inner)))
+def test_hiding_twice_is_hiding_once(values):
+    assert hide_secrets(hide_secrets(values)) == hide_secrets(values)

@@ -1,0 +1,214 @@
+"""W&B and MLflow: with the real packages where they are installed, offline; and what is said where they are not."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from rlframework.config.algorithms import GRPOConfig
+from rlframework.config.environments import AdditionConfig
+from rlframework.config.observers import MlflowConfig, WandbConfig
+from rlframework.config.policy import PolicyConfig
+from rlframework.config.sections import ObserversConfig, RunConfig
+from rlframework.errors import ConfigError
+from rlframework.observers import services
+from rlframework.observers.dispatch import Observers
+from rlframework.observers.environment import write_environment
+from rlframework.observers.services import check_services
+from rlframework.plugins.hookspec import RunInfo, SampleRecord
+
+QUIET = {"console": False, "jsonl": False, "tensorboard": False, "curve": False}
+SAMPLE = SampleRecord("1+1=", "2", 1.0, 1)
+
+
+def info(path: Path, **services_of_run) -> RunInfo:
+    config = RunConfig(
+        algorithm=GRPOConfig(num_steps=3),
+        policy=PolicyConfig(model_name="m"),
+        environment=AdditionConfig(),
+        output_dir=path,
+        observers=ObserversConfig(**QUIET, **services_of_run),
+    )
+    return RunInfo(config, path)
+
+
+def tell(run: RunInfo, *, error: type[BaseException] | None = None) -> None:
+    """A run of two steps and a checkpoint, which ends with `error`."""
+    try:
+        with Observers(run.config.observers, run) as observers:
+            observers.step_finished(1, {"train/loss": 0.5, "train/kl": float("nan")}, [SAMPLE])
+            observers.step_finished(2, {"train/loss": 0.25})
+            observers.checkpoint_saved(2, run.output_dir / "model")
+            if error is not None:
+                raise error
+            observers.run_finished({"train/loss": 0.25})
+    except (KeyboardInterrupt, ValueError):
+        pass
+
+
+# -- before the run ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+def test_a_missing_package_is_an_error_before_the_run_that_names_the_extra(name, monkeypatch):
+    monkeypatch.setattr(services, "_installed", lambda module: module != name)
+    check_services(ObserversConfig())
+    with pytest.raises(ConfigError, match=rf"pip install 'rlframework-core\[{name}\]', or set observers.{name}=false"):
+        check_services(ObserversConfig(**{name: {}}))
+
+
+def test_the_folder_that_a_run_of_wandb_leaves_is_not_the_package(tmp_path, monkeypatch):
+    (tmp_path / "a_service_for_this_test").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not services._installed("a_service_for_this_test")
+    assert not services._installed("no_such_service_for_this_test")
+    assert services._installed("pydantic")
+
+
+def test_a_password_in_the_address_is_refused_and_not_repeated(monkeypatch):
+    monkeypatch.setattr(services, "_installed", lambda module: True)
+    with pytest.raises(ConfigError, match="MLFLOW_TRACKING_PASSWORD") as error:
+        check_services(ObserversConfig(mlflow=MlflowConfig(tracking_uri="https://me:hush@host/x")))
+    assert "hush" not in str(error.value)
+    check_services(ObserversConfig(mlflow=MlflowConfig(tracking_uri="https://host/x")))
+
+
+def test_the_run_refuses_before_anything_is_written(tmp_path, monkeypatch):
+    from rlframework.runner import run
+
+    monkeypatch.setattr(services, "_installed", lambda module: False)
+    with pytest.raises(ConfigError, match=r"observers\.wandb is given"):
+        run(info(tmp_path / "out", wandb={}).config)
+    assert not (tmp_path / "out").exists()
+
+
+# -- a package that fails, and one that records -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+def test_a_service_that_raises_is_reported_once_and_the_run_goes_on(name, tmp_path, monkeypatch, capsys):
+    def fail(*arguments, **named):
+        raise RuntimeError("no route to https://me:hush@host")
+
+    module = types.ModuleType(name)
+    module.init = module.Settings = module.MlflowClient = fail
+    monkeypatch.setitem(sys.modules, name, module)
+    tell(info(tmp_path, **{name: {}}))
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+    assert told.startswith(f"observer '{name}' failed and is left out; the run goes on: RuntimeError: no route to ")
+    assert "hush" not in told
+
+
+class FakeWandb(types.ModuleType):
+    """Records what W&B is given: what cannot be read back from its own file without its private parts."""
+
+    def __init__(self):
+        super().__init__("wandb")
+        self.logged, self.summary, self.url, self.dir, self.code = [], {}, None, "here", None
+
+    def init(self, **named):
+        self.named = named
+        return self
+
+    def Settings(self, **named):  # noqa: N802
+        return named
+
+    def Table(self, columns, data):  # noqa: N802
+        return ("table", columns, data)
+
+    def define_metric(self, name, step_metric=None):
+        pass
+
+    def log(self, values):
+        self.logged.append(values)
+
+    def finish(self, exit_code):
+        self.code = exit_code
+
+
+@pytest.mark.parametrize(
+    ("error", "state", "code"), [(None, "finished", 0), (ValueError, "failed", 1), (KeyboardInterrupt, "killed", 1)]
+)
+def test_what_wandb_is_given(tmp_path, monkeypatch, error, state, code):
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    own = write_environment(tmp_path / "run7")["run_id"]
+    tell(info(tmp_path / "run7", wandb=WandbConfig(project="p", tags=("a", "b"), mode="offline")), error=error)
+    assert {name: fake.named[name] for name in ("project", "name", "tags", "mode", "id")} == {
+        "project": "p", "name": "run7", "tags": ["a", "b"], "mode": "offline", "id": own,
+    }  # fmt: skip
+    assert fake.named["config"]["policy"]["optimizer"]["lr"] == 1e-6
+    assert fake.named["config"]["environment_of_run"]["run_id"] == own
+    assert [row["step"] for row in fake.logged] == [1, 2]
+    assert fake.logged[0]["train/loss"] == 0.5
+    columns = ["step", "kind", "prompt", "completion", "reward"]
+    assert fake.logged[0]["samples"] == ("table", columns, [[1, "train", "1+1=", "2", 1.0]])
+    assert "samples" not in fake.logged[1]
+    path = str(tmp_path / "run7" / "model")
+    assert fake.summary == {"checkpoint/step": 2, "checkpoint/path": path, "state": state}
+    assert fake.code == code
+
+
+# -- the real packages ------------------------------------------------------------------------------------------------
+
+
+needs_wandb = pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")
+needs_mlflow = pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("mlflow", "sqlalchemy", "alembic")),
+    reason="mlflow is not installed",
+)
+
+
+@needs_wandb
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+def test_wandb_offline_keeps_the_run_in_its_directory(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789" * 4)
+    run = info(tmp_path / "run", wandb=WandbConfig(mode="offline"))
+    own = write_environment(run.output_dir)["run_id"]
+    tell(run)
+    told = capfd.readouterr().err
+    assert "failed and is left out" not in told
+    [file] = (run.output_dir / "wandb").glob(f"offline-run-*-{own}/run-{own}.wandb")
+    content = file.read_bytes()
+    assert b"train/loss" in content
+    [table] = (run.output_dir / "wandb").rglob("*.table.json")
+    assert json.loads(table.read_text())["data"] == [[1, "train", "1+1=", "2", 1.0]]
+    everything = b"".join(path.read_bytes() for path in run.output_dir.rglob("*") if path.is_file())
+    assert b"0123456789" * 4 not in everything
+
+
+@needs_mlflow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning", "ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_mlflow_keeps_the_run_and_goes_on_with_it(tmp_path, monkeypatch, capfd):
+    from mlflow import MlflowClient
+
+    monkeypatch.chdir(tmp_path)  # artifacts go to the working directory where there is no server
+    uri = f"sqlite:///{tmp_path}/runs.db"
+    run = info(tmp_path / "run", mlflow=MlflowConfig(tracking_uri=uri, experiment="e", tags={"who": "test"}))
+    own = write_environment(run.output_dir)["run_id"]
+    tell(run, error=KeyboardInterrupt)
+    client = MlflowClient(uri)
+    experiment = client.get_experiment_by_name("e").experiment_id
+    [seen] = client.search_runs([experiment])
+    assert seen.info.status == "KILLED"
+    assert seen.info.run_name == "run"
+    assert seen.data.params["policy.optimizer.lr"] == "1e-06"
+    assert seen.data.tags["who"] == "test"
+    assert seen.data.tags["rlframework.run_id"] == own
+    assert seen.data.tags["checkpoint.path"] == str(run.output_dir / "model")
+    history = client.get_metric_history(seen.info.run_id, "train/loss")
+    assert [(metric.step, metric.value) for metric in history] == [(1, 0.5), (2, 0.25)]
+    folder = Path(seen.info.artifact_uri.removeprefix("file://"))
+    table = json.loads((folder / "samples" / "step-000001.json").read_text())
+    assert table["data"] == [[1, "train", "1+1=", "2", 1.0]]
+    tell(run)  # the same directory: the same run
+    [seen] = client.search_runs([experiment])
+    assert seen.info.status == "FINISHED"
+    assert "failed and is left out" not in capfd.readouterr().err
