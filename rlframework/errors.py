@@ -55,6 +55,12 @@ class RunInterrupted(KeyboardInterrupt):
         self.exit_code = 128 + int(signal)
 
 
+class RunTerminated(KeyboardInterrupt):
+    """SIGTERM came where there was nothing to save."""
+
+    exit_code = 143
+
+
 class WorkerError(RLFrameworkError):
     """A worker failed; the message carries its rank and its own traceback."""
 

@@ -12,14 +12,17 @@ or, to use the parts yourself:
 from __future__ import annotations
 
 import json
+import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from rlframework.configure import config_yaml, load_config, resolve_device
-from rlframework.errors import ConfigError, UserError
+from rlframework.errors import ConfigError, RunTerminated, UserError
 from rlframework.files import alone_in, check_writable, write_atomically
 from rlframework.interfaces.algorithm import Algorithm, Parts, RunResult
 from rlframework.plugins.hookspec import RunInfo
@@ -52,7 +55,10 @@ def run(config: RunConfig, *, manager: PluginManager | None = None, checkpoint: 
     if checkpoint is None:
         _check_output_dir(config.output_dir)
     manager = manager or create_manager(config.plugins)
-    with build_parts(config, manager=manager, checkpoint=checkpoint, planning=tell_estimate) as parts:
+    with (
+        _ending_on_sigterm(),
+        build_parts(config, manager=manager, checkpoint=checkpoint, planning=tell_estimate) as parts,
+    ):
         algorithm = _algorithm_class(config, manager)(parts)
         with alone_in(config.output_dir):
             write_config(config)
@@ -63,6 +69,23 @@ def run(config: RunConfig, *, manager: PluginManager | None = None, checkpoint: 
                 parts.observers.checkpoint_saved(int(result.metrics["step"]), path)
                 parts.observers.run_finished(result.metrics)
     return result
+
+
+@contextmanager
+def _ending_on_sigterm() -> Iterator[None]:
+    """Inside, SIGTERM is an exception, so that workers and observers are let go of. The loop listens for it itself."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def told(number: int, frame: FrameType | None) -> None:
+        raise RunTerminated("terminated")
+
+    before = signal.signal(signal.SIGTERM, told)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def resume(run_dir: str | Path, overrides: Sequence[str] = ()) -> RunResult:

@@ -66,15 +66,22 @@ class Checkpoints:
 
     # -- saving -------------------------------------------------------------------------------------------------------
 
-    def after_step(self, step: int, state: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
-        """Save where the configuration says so; where the run was told to stop, save and raise `RunInterrupted`."""
+    def after_step(
+        self, step: int, state: Mapping[str, Any], metrics: Mapping[str, float], measured: Mapping[str, float]
+    ) -> None:
+        """Save where the configuration says so; where the run was told to stop, save and raise `RunInterrupted`.
+
+        `metrics`: the last value of each so far; `measured`: those of this step alone.
+        """
         due = self._config.every > 0 and step % self._config.every == 0
         if due or self._stop is not None:
-            path = self.save(step, state, metrics)
+            path = self.save(step, state, metrics, measured)
             if self._stop is not None:
                 raise RunInterrupted(self._stop, f"rlframework train --resume {self._parts.config.output_dir}", path)
 
-    def save(self, step: int, state: Mapping[str, Any], metrics: Mapping[str, float]) -> Path:
+    def save(
+        self, step: int, state: Mapping[str, Any], metrics: Mapping[str, float], measured: Mapping[str, float]
+    ) -> Path:
         """Write the checkpoint of `step`, then let go of those that need not be kept; where it lies."""
         path = self._folder / f"{_PREFIX}{step:06d}"
         facts = {
@@ -83,6 +90,7 @@ class Checkpoints:
             "state": dict(state),
             "environment": self._parts.environment.state_dict(),
             "metrics": dict(metrics),
+            "measured": dict(measured),
             "random": _random_states(),
         }
         with replacing_directory(path) as folder:
@@ -105,8 +113,8 @@ class Checkpoints:
         return [path for path in there if path not in kept]
 
     def _score(self, path: Path) -> float | None:
-        metrics: dict[str, float] = _read(path)["metrics"]
-        return metrics.get(self._config.metric)
+        measured: dict[str, float] = _read(path)["measured"]
+        return measured.get(self._config.metric)
 
     # -- going on -----------------------------------------------------------------------------------------------------
 
@@ -153,7 +161,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         facts: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         found = facts["format"]
-        facts["step"], facts["state"], facts["environment"], facts["metrics"], facts["random"]
+        facts["step"], facts["state"], facts["environment"], facts["metrics"], facts["measured"], facts["random"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{file} cannot be read as a checkpoint: {type(error).__name__}: {error}") from error
     if found != FORMAT:

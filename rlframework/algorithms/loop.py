@@ -103,7 +103,7 @@ class StepLoop(Algorithm):
                 last |= {"step": float(step), **metrics}
                 if self.should_stop(metrics):
                     break
-                self.checkpoints.after_step(step, self.state_dict(), last)
+                self.checkpoints.after_step(step, self.state_dict(), last, metrics)
         return RunResult(metrics=last, history=history)
 
     def _begin(self, history: list[dict[str, float]]) -> dict[str, float]:

@@ -113,3 +113,9 @@ def test_history_leaves_out_a_last_line_that_was_cut(tmp_path):
 def test_no_history_is_a_data_error(tmp_path):
     with pytest.raises(DataError, match=r"cannot read .*metrics\.jsonl"):
         read_history(tmp_path / "metrics.jsonl")
+
+
+def test_bytes_that_are_no_text_are_told(tmp_path):
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n\xff\xfe\n')
+    with pytest.raises(DataError, match=r"cannot read .*metrics\.jsonl: 'utf-8' codec"):
+        read_history(tmp_path / "metrics.jsonl")

@@ -9,6 +9,7 @@ import os
 import random
 import signal
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from rlframework import run
 from rlframework.algorithms.checkpoints import checkpoints_in
 from rlframework.configure import config_yaml, load_config
 from rlframework.distributed.processes import PRELOADED
-from rlframework.errors import ConfigError, DataError, UserError
+from rlframework.errors import ConfigError, DataError, RunTerminated, UserError
 from rlframework.files import alone_in
 from rlframework.policy.policy import Policy
 from rlframework.runner import resume
@@ -72,6 +73,33 @@ def test_the_last_and_the_best_are_kept(run_config, tmp_path):
     best = min((loss, step) for step, loss in losses.items())[1]
     kept = [int(path.name.removeprefix("step-")) for path in checkpoints_in(tmp_path / "run")]
     assert kept == sorted({best, 6})
+
+
+def test_a_metric_counts_for_the_step_that_it_was_measured_at(run_config, tmp_path):
+    """Validation is after steps 3 and 6: the checkpoints of 4 and 5 have no accuracy of their own."""
+    keep = ["checkpoints.every=1", "checkpoints.keep_last=1", "checkpoints.keep_best=3"]
+    run(run_config("sft", *overrides(tmp_path / "run", *keep)))
+    assert [path.name for path in checkpoints_in(tmp_path / "run")] == ["step-000003", "step-000006"]
+
+
+def test_sigterm_before_the_first_step_lets_go_of_everything(run_config, tmp_path, monkeypatch):
+    let_go = []
+
+    @contextmanager
+    def parts(*args, **kwargs):
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            yield
+        finally:
+            let_go.append(True)
+
+    monkeypatch.setattr("rlframework.runner.build_parts", parts)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(RunTerminated, match="terminated") as caught:
+        run(run_config("sft", *overrides(tmp_path / "run")))
+    assert caught.value.exit_code == 143
+    assert let_go == [True]
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_nothing_to_go_on_with(run_config, tmp_path):
