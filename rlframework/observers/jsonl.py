@@ -64,8 +64,10 @@ def read_history(path: Path) -> list[dict[str, float]]:
     """
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot read {path}: {error}") from error
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"cannot read {path}: it is not UTF-8 text ({error})") from error
     rows: list[dict[str, float]] = []
     lines = text.split("\n")
     for number, line in enumerate(lines[:-1], start=1):

@@ -117,5 +117,5 @@ def test_no_history_is_a_data_error(tmp_path):
 
 def test_bytes_that_are_no_text_are_told(tmp_path):
     (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n\xff\xfe\n')
-    with pytest.raises(DataError, match=r"cannot read .*metrics\.jsonl: 'utf-8' codec"):
+    with pytest.raises(DataError, match=r"cannot read .*metrics\.jsonl: it is not UTF-8 text"):
         read_history(tmp_path / "metrics.jsonl")
