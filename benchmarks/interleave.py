@@ -73,13 +73,10 @@ def machine() -> dict[str, Any]:
     import torch
     import transformers
 
-    model = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        models = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
-        model = models[0] if models else model
+    from rlframework.observers.host import cpu_name
+
     return {
-        "cpu": model,
+        "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "load_average": round(os.getloadavg()[0], 2),

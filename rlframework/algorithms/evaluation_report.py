@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlframework.algorithms.evaluation import COMPLETIONS, Evaluation, EvaluationSettings, differences, plain
 from rlframework.algorithms.evaluation_statistics import LEVEL, RESAMPLES, Estimate
 from rlframework.configure import dump_config
 from rlframework.distributed.machine import cpu_count
+from rlframework.observers.host import cpu_name, package_version
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -46,7 +44,10 @@ def summary(subject: Subject, parts: Parts, settings: EvaluationSettings, result
         "finished": datetime.now(UTC).isoformat(timespec="seconds"),
         "seconds": round(result.seconds, 3),
         "machine": _machine(parts),
-        "versions": {"python": platform.python_version(), **{name: _version(of) for name, of in _PACKAGES.items()}},
+        "versions": {
+            "python": platform.python_version(),
+            **{name: package_version(of) for name, of in _PACKAGES.items()},
+        },
         "config": {name: value for name, value in dump_config(parts.config).items() if name in _ASKED_WITH},
     }
 
@@ -119,24 +120,9 @@ def _cell(metric: str, given: Estimate, *, signed: bool = False) -> tuple[str, s
 def _machine(parts: Parts) -> dict[str, Any]:
     workers = parts.policy.get_info()
     return {
-        "cpu": _cpu_model(),
+        "cpu": cpu_name(),
         "cores": cpu_count(),
         "workers": len(workers),
         "devices": [str(worker.get("device_name", "unknown")) for worker in workers],
         "system": f"{platform.system()} {platform.release()}",
     }
-
-
-def _cpu_model() -> str:
-    known = platform.processor() or platform.machine()
-    if not os.path.exists("/proc/cpuinfo"):
-        return known
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), known)
-
-
-def _version(distribution: str) -> str:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return "not installed"

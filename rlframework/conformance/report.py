@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import platform
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rlframework.conformance.contracts import CONTRACTS
+from rlframework.distributed.machine import cpu_count
 from rlframework.files import write_atomically
+from rlframework.observers.host import cpu_name, package_version
 
 if TYPE_CHECKING:
     from rlframework.conformance.layouts import Layout
@@ -322,26 +322,9 @@ def machine(gpu: bool) -> dict[str, Any]:
 
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU that torch sees"
     return {
-        "cpu": next(_cpu_models(), platform.processor() or platform.machine()),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cpu": cpu_name(),
+        "cores": cpu_count(),
         "device": device,
         "python": platform.python_version(),
-        **{name: _version(name) for name in ("torch", "transformers")},
+        **{name: package_version(name) for name in ("torch", "transformers")},
     }
-
-
-def _cpu_models() -> Iterator[str]:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return
-    for line in lines:
-        if line.startswith("model name"):
-            yield line.partition(":")[2].strip()
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "not installed"

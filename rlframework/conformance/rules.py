@@ -12,6 +12,7 @@ from inspect import getattr_static
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+from rlframework.conformance.bench import Bench
 from rlframework.conformance.contracts import CONTRACTS
 from rlframework.conformance.layouts import Layout
 from rlframework.plugins.types import Capability, Record
@@ -19,7 +20,6 @@ from rlframework.plugins.types import Capability, Record
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from rlframework.conformance.bench import Bench
     from rlframework.plugins.manager import PluginManager
 
 Test = TypeVar("Test", bound=Callable[..., Any])
@@ -88,6 +88,8 @@ class Suite(metaclass=_Sealing):
     """The name of the record: the word in the configuration."""
     section: ClassVar[Mapping[str, Any]] = {}
     """Keys of the part's own section that it needs to run at all, such as the path of a data set."""
+    bench_class: ClassVar[type[Bench]] = Bench
+    """What its tests work with."""
     layouts: ClassVar[bool] = False
     """Whether the suite runs once a layout."""
     _sealed: ClassVar[bool] = False
@@ -147,7 +149,9 @@ class Suite(metaclass=_Sealing):
 
         `folder` is the test's own, `models` is shared between tests.
         """
-        raise NotImplementedError(f"{cls.__name__} has no bench")
+        return cls.bench_class(
+            record, layout, manager, device, folder, models, target=target, mutant=mutant, section=cls.section
+        )
 
 
 def _marked(suite: type) -> Iterator[tuple[str, Requirement]]:

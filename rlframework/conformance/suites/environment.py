@@ -23,9 +23,7 @@ from rlframework.errors import ConfigError, DataError, UserError
 from rlframework.interfaces.environment import Environment, Message, Sample, Split, StepOutcome
 
 if TYPE_CHECKING:
-    from rlframework.conformance.layouts import Layout
-    from rlframework.plugins.manager import PluginManager
-    from rlframework.plugins.types import Record
+    pass
 
 Result = TypeVar("Result")
 SPLITS: tuple[Split, Split] = ("train", "validation")
@@ -108,24 +106,7 @@ class EnvironmentSuite(Suite, sealed=True):
     """Of `rlframework.interfaces.environment.Environment`."""
 
     kind = "environment"
-
-    @classmethod
-    def open_bench(
-        cls,
-        record: Record,
-        layout: Layout,
-        *,
-        manager: PluginManager,
-        device: str,
-        folder: Path,
-        models: Path,
-        target: type | None = None,
-        mutant: str | None = None,
-    ) -> EnvironmentBench:
-        """See `Suite.open_bench`."""
-        return EnvironmentBench(
-            record, layout, manager, device, folder, models, target=target, mutant=mutant, section=cls.section
-        )
+    bench_class = EnvironmentBench
 
     # -- samples ------------------------------------------------------------------------------------------------------
 

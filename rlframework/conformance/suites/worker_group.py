@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import threading
 import traceback
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,9 +21,7 @@ from rlframework.errors import BatchError, DeadlineExceeded, PluginError, Worker
 from rlframework.interfaces.worker_group import WorkerSpec
 
 if TYPE_CHECKING:
-    from rlframework.conformance.layouts import Layout
-    from rlframework.plugins.manager import PluginManager
-    from rlframework.plugins.types import Record
+    pass
 
 
 class _Calls:
@@ -348,22 +345,5 @@ class WorkerGroupSuite(_Calls, _Values, _Failures, _Lives, Suite, sealed=True):
     """The suite of `rlframework.interfaces.worker_group.WorkerGroup`."""
 
     kind = "worker_group"
+    bench_class = WorkerGroupBench
     layouts = True
-
-    @classmethod
-    def open_bench(
-        cls,
-        record: Record,
-        layout: Layout,
-        *,
-        manager: PluginManager,
-        device: str,
-        folder: Path,
-        models: Path,
-        target: type | None = None,
-        mutant: str | None = None,
-    ) -> WorkerGroupBench:
-        """A bench that starts groups."""
-        return WorkerGroupBench(
-            record, layout, manager, device, folder, models, target=target, mutant=mutant, section=cls.section
-        )

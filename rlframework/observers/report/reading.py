@@ -49,10 +49,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
 def read_run(path: Path, name: str) -> Run:
     """The run in folder `path`, called `name`."""
     _check_folder(path)
-    try:
-        history = read_history(path / METRICS_FILE)
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path / METRICS_FILE} is not text in UTF-8 (byte {error.start}); is it damaged?") from error
+    history = read_history(path / METRICS_FILE)
     if not history:
         raise UserError(
             f"{path} has no metrics yet: its {METRICS_FILE} is empty. Try again when the first step is done"

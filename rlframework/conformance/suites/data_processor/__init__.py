@@ -7,7 +7,7 @@ ranks run as many forwards (dummies).
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from rlframework.conformance.suites.data_processor.counts import GlobalBatches
 from rlframework.conformance.suites.data_processor.grouping import Grouping
@@ -22,8 +22,4 @@ class DataProcessorSuite(GlobalBatches, Grouping, ModelInputs, HeadPlaces, seale
     """For the class that a `DataProcessorRecord` names."""
 
     kind: ClassVar[str] = "data_processor"
-
-    @classmethod
-    def open_bench(cls, *args: Any, **kwargs: Any) -> ProcessorBench:
-        """See `Suite.open_bench`."""
-        return ProcessorBench(*args, **kwargs)
+    bench_class = ProcessorBench

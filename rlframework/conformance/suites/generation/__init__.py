@@ -7,7 +7,7 @@ refusal is tested.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from rlframework.conformance.suites.generation.decoding import Decoding
 from rlframework.conformance.suites.generation.layout import OutputLayout
@@ -23,8 +23,4 @@ class GenerationEngineSuite(Decoding, Sampling, OutputLayout, Weights, Refusals,
     """For the class that a `GenerationEngineRecord` names."""
 
     kind: ClassVar[str] = "generation_engine"
-
-    @classmethod
-    def open_bench(cls, *args: Any, **kwargs: Any) -> GenerationBench:
-        """See `Suite.open_bench`."""
-        return GenerationBench(*args, **{"section": cls.section, **kwargs})
+    bench_class = GenerationBench

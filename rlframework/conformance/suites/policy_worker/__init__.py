@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from rlframework.conformance.suites.policy_worker.checkpoints import Checkpoints
 from rlframework.conformance.suites.policy_worker.conventions import Conventions
 from rlframework.conformance.suites.policy_worker.failures import Failures
@@ -18,9 +16,5 @@ class PolicyWorkerSuite(Conventions, Grouping, Training, State, Saving, Checkpoi
     """What a backend must do to be chosen by `policy.backend`. It runs once a layout that the backend declares."""
 
     kind = "policy_worker"
+    bench_class = PolicyBench
     layouts = True
-
-    @classmethod
-    def open_bench(cls, record: Any, layout: Any, **settings: Any) -> PolicyBench:
-        """See `Suite.open_bench`."""
-        return PolicyBench(record, layout, section=cls.section, **settings)
