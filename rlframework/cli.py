@@ -9,8 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -163,9 +162,10 @@ def evaluate(
     )
     from rlframework.algorithms.evaluation_report import as_json as json_of
     from rlframework.algorithms.evaluation_report import as_table
+    from rlframework.observers.counting import counting
     from rlframework.runner import evaluate as run_plan
 
-    results, summaries = run_plan(plan, progress=_bar)
+    results, summaries = run_plan(plan, progress=counting)
     if as_json:
         print(json.dumps(json_of(plan.subjects, results, summaries), indent=2, allow_nan=False))
         return
@@ -252,9 +252,10 @@ def _dry_run(config: str | None, overrides: Sequence[str], resume_from: str | No
 def tokenize(config: Config, out: Out, overrides: Overrides = None, debug: Debug = False) -> None:
     """Render the training rows of CONFIG once, into the folder OUT, for algorithm.token_data."""
     from rlframework.configure import load_config
+    from rlframework.observers.counting import counting
 
     resolved = load_config(config, overrides or ())
-    with _bar("rows") as progress:
+    with counting("rows") as progress:
         from rlframework.algorithms.tokenizing import tokenize as write
 
         meta = write(resolved, out, progress=progress).meta
@@ -399,19 +400,6 @@ def report(
     )
     where = f"; {len(pictures)} pictures in {pictures[0].parent}" if pictures else ""
     print(f"done: {page} ({page.stat().st_size / 1e6:.1f} MB, open it in a browser){where}")
-
-
-@contextmanager
-def _bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar on stderr, where that is a terminal; yields what moves it: rows done, and all there are."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task(what, total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
 def _summary(result: RunResult, output_dir: str) -> str:

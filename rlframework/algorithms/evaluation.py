@@ -40,7 +40,7 @@ COMPLETIONS, PARTIAL, SUMMARY = "completions.jsonl", "completions.partial.jsonl"
 
 _FILE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EEXIST)
 
-ROWS_ON_CPU = 32
+ROWS_ON_CPU = 128
 """Rows of one worker that are answered together on a CPU: more are hardly faster, and tell of themselves later."""
 
 Progress = Callable[[int, int], None]

@@ -108,9 +108,9 @@ class _Forward:
 
     def prefill(self) -> Tensor:
         """Logits `[n, V]` after the prompts, each different prompt computed once."""
-        from transformers import DynamicCache
+        from rlframework.generation.cache import decoding_cache  # transformers is heavy
 
-        self._cache = DynamicCache(config=self._model.config)
+        self._cache = decoding_cache(self._model.config)
         positions = (self._mask[:, : self._width].cumsum(-1) - 1).clamp_(min=0)
         logits = self._call(self._ids, positions)
         every_prompt_once = torch.arange(len(self._ids), device=self._device)

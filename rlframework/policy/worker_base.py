@@ -43,6 +43,7 @@ from rlframework.policy.checkpoint import (
 )
 from rlframework.policy.engine import Engine
 from rlframework.policy.head import HeadRequest
+from rlframework.policy.heap import Heap
 from rlframework.policy.metrics import average_metrics, reduce_metrics
 from rlframework.policy.scheduler import learning_rate
 from rlframework.policy.steps import logprobs_step, loss_step
@@ -87,6 +88,7 @@ class PolicyWorkerBase(Engine, PolicyWorker, ABC):
         self._skipped_in_a_row = 0
         self._weights_version = 0
         self._generation_version = -1
+        self._heap = Heap()
         # light, and before the model is built: bad settings are told first
         self._generation_engine = self._make_generation_engine(generation_target) if generation_target else None
         if self.context.threads:
@@ -120,6 +122,7 @@ class PolicyWorkerBase(Engine, PolicyWorker, ABC):
         batches = [self._global_batch(data, index, rows, loss_fn, mbs, lr, eval_mode) for index in range(count)]
         if not eval_mode:
             self._train_calls += 1
+        self._heap.give_back()
         return self._summary(batches, lr, time.perf_counter() - started)
 
     def _check_training_data(self, data: BatchedDataDict[Any], loss_fn: LossFunction) -> None:
