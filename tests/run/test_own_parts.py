@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from rlframework import config_yaml, load_config, run
 from rlframework.errors import ConfigError, PluginError, UserError
+from rlframework.runner import resume
 
 PARTS = """
 from rlframework.config.sections import EnvironmentConfig
@@ -51,6 +55,26 @@ class Plain(Counting):
 
     def __init__(self, config, *, seed):
         self.config = CountingConfig(name="x")
+
+
+class Tiring(Counting):
+    # its rewards depend on what it judged before, so a run that goes on needs its state
+
+    def __init__(self, config, *, seed):
+        self.config, self.judged = config, 0
+
+    def step(self, samples, conversations):
+        outcomes = []
+        for talk in conversations:
+            self.judged += 1
+            outcomes.append(StepOutcome(digits(talk[-1]["content"])["reward"] / self.judged))
+        return outcomes
+
+    def state_dict(self):
+        return {"judged": self.judged}
+
+    def load_state_dict(self, state):
+        self.judged = state["judged"]
 
 
 class Half(Environment):
@@ -242,6 +266,22 @@ def test_an_own_loss_in_other_processes_with_a_reference(run_config) -> None:
     keys = f"{{name: '{OWN_LOSS}', weight: 2.0, kl_coef: 0.5}}"
     config = run_config("grpo", f"algorithm.loss={keys}", "algorithm.num_steps=1", "worker_group.name=processes")
     assert run(config).metrics["train/weight_seen"] == pytest.approx(2.0, rel=1e-5)
+
+
+@pytest.mark.usefixtures("losses")
+def test_a_run_of_own_parts_goes_on_with_the_numbers_of_one_that_was_not_stopped(run_config, folder: Path) -> None:
+    keys = [*with_environment("Tiring"), f"algorithm.loss={{name: '{OWN_LOSS}', weight: 2.0}}"]
+    keys += ["checkpoints.every=2", "algorithm.validation.every=0"]
+    whole = run(run_config("grpo", *keys, f"output_dir={folder / 'whole'}", "algorithm.num_steps=4")).history
+    shutil.copytree(folder / "whole", folder / "two")
+    shutil.rmtree(folder / "two" / "checkpoints" / "step-000004")
+    shutil.rmtree(folder / "two" / "model")
+    two = resume(folder / "two").history
+    rewards = [row["train/reward"] for row in whole if "train/reward" in row]
+    assert rewards[2:] == [row["train/reward"] for row in two if "train/reward" in row][-2:]
+    assert rewards[2] < rewards[0] / 2  # tired, and not fresh again
+    left, right = (load_file(folder / name / "model" / "model.safetensors") for name in ("whole", "two"))
+    assert all(torch.equal(left[name], right[name]) for name in left)
 
 
 @pytest.mark.parametrize(
