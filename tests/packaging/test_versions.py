@@ -101,7 +101,7 @@ def test_the_script_is_there():
 def test_the_developers_requirements_have_one_line_for_each_distribution():
     lines = (ROOT / "requirements-dev.txt").read_text().splitlines()
     wanted = [line for line in lines if line and not line.startswith("#")]
-    assert sorted(wanted) == sorted(["-e .[dev]", *(f"-e plugins/{name}" for name in BACKENDS)])
+    assert sorted(wanted) == sorted(["-e .[dev,wandb,mlflow]", *(f"-e plugins/{name}" for name in BACKENDS)])
 
 
 def test_the_quickstart_installs_core_and_the_reference_backend():
