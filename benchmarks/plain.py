@@ -1,4 +1,4 @@
-"""The loop that `step.py` measures against: torch and transformers alone, as one would write it by hand.
+"""The loop that the other side of a measurement is: torch and transformers alone, as one would write it by hand.
 
 Right-padded microbatches of a fixed number of rows, in the order given (`padded`) or sorted by length first
 (`sorted`); the model's own logits at all positions; fused AdamW. Imports nothing of rlframework.
@@ -28,8 +28,20 @@ class Rows:
 class PlainLoop:
     """A model with its optimizer; `order` is "padded" or "sorted"."""
 
-    def __init__(self, model_path: Path, order: str, rows: int, *, lr: float, weight_decay: float, clip: float) -> None:
-        self.model: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    def __init__(
+        self,
+        model_path: Path,
+        order: str,
+        rows: int,
+        *,
+        lr: float,
+        weight_decay: float,
+        clip: float,
+        device: str = "cpu",
+        precision: str = "float32",
+    ) -> None:
+        self.model: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).to(device)
+        self.device, self.dtype = device, getattr(torch, precision)
         self.order, self.rows, self.clip = order, rows, clip
         parameters = list(self.model.parameters())
         groups = [
@@ -45,7 +57,8 @@ class PlainLoop:
         valid = batch.mask[:, 1:].sum()
         total = 0.0
         for index in self._microbatches(batch.lengths):
-            loss = -(self._logprobs(batch, index) * self._cut(batch.mask, batch, index)[:, 1:]).sum() / valid
+            mask = self._cut(batch.mask, batch, index)[:, 1:].to(self.device)
+            loss = -(self._logprobs(batch, index) * mask).sum() / valid
             loss.backward()
             total += loss.item()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
@@ -56,11 +69,11 @@ class PlainLoop:
     def get_logprobs(self, batch: Rows) -> Tensor:
         """`[B, S]`: entry i is log p(token i | tokens before i); 0 at position 0 and at padding."""
         self.model.eval()
-        result = torch.zeros(batch.input_ids.shape)
+        result = torch.zeros(batch.input_ids.shape, device=self.device)
         for index in self._microbatches(batch.lengths):
             values = self._logprobs(batch, index)
             result[index, 1 : values.shape[1] + 1] = values
-        return result * (torch.arange(result.shape[1]) < batch.lengths[:, None])
+        return result * (torch.arange(result.shape[1]) < batch.lengths[:, None]).to(self.device)
 
     @torch.no_grad()
     def generate(
@@ -95,9 +108,10 @@ class PlainLoop:
         yield from order.split(self.rows)
 
     def _logprobs(self, batch: Rows, index: Tensor) -> Tensor:
-        ids = self._cut(batch.input_ids, batch, index)
-        attention = (torch.arange(ids.shape[1]) < batch.lengths[index, None]).long()
-        logits = self.model(input_ids=ids, attention_mask=attention, use_cache=False).logits[:, :-1].float()
+        ids = self._cut(batch.input_ids, batch, index).to(self.device)
+        attention = (torch.arange(ids.shape[1]) < batch.lengths[index, None]).long().to(self.device)
+        with torch.autocast(self.device, self.dtype, enabled=self.dtype != torch.float32):
+            logits = self.model(input_ids=ids, attention_mask=attention, use_cache=False).logits[:, :-1].float()
         targets = ids[:, 1:]
         nll = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
         return -nll.view(targets.shape)

@@ -299,6 +299,34 @@ def plugins(as_json: Json = False, debug: Debug = False) -> None:
     _print_table(as_table(rows))
 
 
+@app.command()
+def doctor(
+    config: Annotated[str | None, typer.Argument(help="A YAML file: is it ready to run?", show_default=False)] = None,
+    overrides: Overrides = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Say what this machine, its GPUs, packages, plugins and cluster look like, what will not work, and what to do.
+
+    With CONFIG also whether its run can start: model, workers, memory, disk. Exit code 1: something that is needed is
+    broken; 0: nothing is.
+
+    \b
+    rlframework doctor
+    rlframework doctor grpo.yaml worker_group.num_workers=8
+    """
+    from rlframework.doctor import showing
+    from rlframework.doctor.examine import examine
+
+    found = examine(config, overrides or ())
+    if as_json:
+        print(showing.as_json(found))
+    else:
+        _print_table(showing.as_table(found))
+        print(showing.summary(found))
+    raise typer.Exit(found.exit_code)
+
+
 def _print_table(table: Any) -> None:
     from rich.console import Console
 
@@ -358,6 +386,8 @@ def parity(
     steps: Annotated[int | None, typer.Option(help="Optimizer steps (20).", show_default=False)] = None,
     rows: Annotated[int | None, typer.Option(help="Rows of each (8).", show_default=False)] = None,
     precision: Annotated[list[str] | None, typer.Option(help="float32, bfloat16; again for more.")] = None,
+    batching: Annotated[list[str] | None, typer.Option(help="padded, dynamic, packed; again for more.")] = None,
+    checkpointing: Annotated[bool, typer.Option("--checkpointing", help="Activation checkpointing too.")] = False,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     run: Annotated[str | None, typer.Option("--replay", metavar="RUN_DIR", help="A recorded step of this run.")] = None,
     step: Annotated[int | None, typer.Option(help="The step to replay.", show_default=False)] = None,
@@ -367,7 +397,8 @@ def parity(
     """Compare backends with the oracle: log-probabilities, loss, gradient norm and weights after the same steps."""
     if (run is None) != (step is None):
         raise UserError("--replay RUN_DIR and --step N go together: which run, and which of its recorded steps")
-    given = {"--model": model, "--steps": steps, "--rows": rows}
+    given = {"--model": model, "--steps": steps, "--rows": rows, "--batching": batching}
+    given["--checkpointing"] = checkpointing or None
     if run is not None and (wrong := [name for name, value in given.items() if value is not None]):
         raise UserError(f"{', '.join(wrong)} cannot go with --replay: the recorded step says what is computed")
     from rlframework.conformance.parity import command
@@ -376,6 +407,7 @@ def parity(
     if run is not None and step is not None:
         raise typer.Exit(command.replay(run, step, backends or (), **common))
     common |= {name: value for name, value in (("steps", steps), ("rows", rows)) if value is not None}
+    common |= {"modes": batching or (), "checkpointing": checkpointing}
     raise typer.Exit(command.parity(backends or (), model=model, **common))
 
 

@@ -56,13 +56,19 @@ class RunInterrupted(KeyboardInterrupt):
 
 
 class RunTerminated(KeyboardInterrupt):
-    """SIGTERM came where there was nothing to save."""
+    """A run was told to stop by `signal` where there was nothing to save, or it could not be saved."""
 
-    exit_code = 143
+    def __init__(self, message: str = "terminated", signal: int = 15) -> None:
+        super().__init__(message)
+        self.exit_code = 128 + int(signal)
 
 
 class WorkerError(RLFrameworkError):
     """A worker failed; the message carries its rank and its own traceback."""
+
+
+class WorkerLost(WorkerError):
+    """A worker is gone: its process died or its machine left. New workers can do the work again."""
 
 
 class DeadlineExceeded(RLFrameworkError, TimeoutError):

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from rlframework.algorithms.answering import Answerer
     from rlframework.algorithms.evaluation import Evaluation
+    from rlframework.algorithms.restarts import Attempt
     from rlframework.algorithms.subjects import EvaluationPlan
     from rlframework.config.sections import RunConfig
     from rlframework.estimates.estimate import Estimate
@@ -46,28 +47,37 @@ def run(config: RunConfig, *, manager: PluginManager | None = None, checkpoint: 
     """Train as `config` says; the trained model lies in `config.output_dir / "model"` afterwards.
 
     Everything that can be wrong with the input is a `UserError` before `output_dir` is made. An `output_dir` that
-    holds a run already is refused, unless the run goes on from `checkpoint`: see `resume`.
+    holds a run already is refused, unless the run goes on from `checkpoint`: see `resume`. A run that lost a worker
+    starts again as `config.fault_tolerance` says; the result's `history` is then that of the last start.
     """
-    from rlframework.estimates.estimate import tell_estimate
+    from rlframework.algorithms.restarts import Restarts
     from rlframework.observers.services import check_services
 
     check_services(config.observers)
     if checkpoint is None:
         _check_output_dir(config.output_dir)
     manager = manager or create_manager(config.plugins)
-    with (
-        _ending_on_sigterm(),
-        build_parts(config, manager=manager, checkpoint=checkpoint, planning=tell_estimate) as parts,
-    ):
+    with _ending_on_sigterm(), ExitStack() as held:
+        return Restarts(config, checkpoint).run(lambda tried: _train(config, manager, tried, held))
+
+
+def _train(config: RunConfig, manager: PluginManager, tried: Attempt, held: ExitStack) -> RunResult:
+    """One attempt at the run. The first one takes its folder, for as long as `held` is open."""
+    from rlframework.estimates.estimate import tell_estimate
+
+    planning = tell_estimate if tried.first else None
+    with build_parts(config, manager=manager, checkpoint=tried.checkpoint, planning=planning) as parts:
         algorithm = _algorithm_class(config, manager)(parts)
-        with alone_in(config.output_dir):
+        if tried.first:
+            held.enter_context(alone_in(config.output_dir))
             write_config(config)
-            with _described(config, manager), parts.observers:
-                result = algorithm.run()
-                path = config.output_dir / "model"
-                parts.policy.save_pretrained(str(path))
-                parts.observers.checkpoint_saved(int(result.metrics["step"]), path)
-                parts.observers.run_finished(result.metrics)
+        with _described(config, manager), parts.observers:
+            tried.observers = parts.observers
+            result = algorithm.run()
+            path = config.output_dir / "model"
+            parts.policy.save_pretrained(str(path))
+            parts.observers.checkpoint_saved(int(result.metrics["step"]), path)
+            parts.observers.run_finished(result.metrics)
     return result
 
 

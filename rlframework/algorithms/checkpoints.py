@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from rlframework.errors import ConfigError, DataError, RunInterrupted
+from rlframework.errors import ConfigError, DataError, DeadlineExceeded, RunInterrupted, RunTerminated, WorkerError
 from rlframework.files import remove_directory, remove_leftovers, replacing_directory
 from rlframework.plugins.types import Capability
 
@@ -42,15 +42,25 @@ def checkpoints_in(run_dir: str | Path) -> list[Path]:
     return sorted(path for path in folder.glob(f"{_PREFIX}*") if path.name.removeprefix(_PREFIX).isdigit())
 
 
+def newest_checkpoint(run_dir: str | Path) -> Path | None:
+    """The newest checkpoint of a run, None where there is none."""
+    return next(reversed(checkpoints_in(run_dir)), None)
+
+
 def latest_checkpoint(run_dir: str | Path) -> Path:
     """The newest checkpoint of a run; a `ConfigError` where there is none."""
-    found = checkpoints_in(run_dir)
-    if not found:
+    found = newest_checkpoint(run_dir)
+    if found is None:
         raise ConfigError(
             f"{str(run_dir)!r} has no checkpoint to go on from: none was written before the run ended. Start it again "
             "in another output_dir; checkpoints.every=N writes one every N steps"
         )
-    return found[-1]
+    return found
+
+
+def step_of_checkpoint(path: Path) -> int:
+    """The step that a checkpoint was written after."""
+    return int(path.name.removeprefix(_PREFIX))
 
 
 class Checkpoints:
@@ -91,7 +101,7 @@ class Checkpoints:
             "environment": self._parts.environment.state_dict(),
             "metrics": dict(metrics),
             "measured": dict(measured),
-            "random": _random_states(),
+            "random": random_states(),
         }
         with replacing_directory(path) as folder:
             self._parts.policy.save_checkpoint(str(folder / "model"), str(folder / "optimizer"))
@@ -127,7 +137,7 @@ class Checkpoints:
         facts = _read(path)
         self._parts.policy.load_checkpoint(str(path / "model"), str(path / "optimizer"))
         self._parts.environment.load_state_dict(facts["environment"])
-        _restore_random_states(facts["random"])
+        restore_random_states(facts["random"])
         return facts
 
     # -- being told to stop -------------------------------------------------------------------------------------------
@@ -151,6 +161,10 @@ class Checkpoints:
             signal.signal(number, told)
         try:
             yield
+        except (WorkerError, DeadlineExceeded) as error:
+            if self._stop is not None:  # workers may be told too, and are lost because of it
+                raise RunTerminated(f"told to stop, and the step did not end: {error}", self._stop) from error
+            raise
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -169,7 +183,7 @@ def _read(path: Path) -> dict[str, Any]:
     return facts
 
 
-def _random_states() -> dict[str, Any]:
+def random_states() -> dict[str, Any]:
     """Those of this process: Python's, numpy's global one and torch's, for whoever draws from them."""
     version, internal, gauss = random.getstate()
     numpy_state: Any = np.random.get_state(legacy=False)
@@ -180,7 +194,8 @@ def _random_states() -> dict[str, Any]:
     }
 
 
-def _restore_random_states(states: Mapping[str, Any]) -> None:
+def restore_random_states(states: Mapping[str, Any]) -> None:
+    """Set them to what `random_states` gave."""
     version, internal, gauss = states["python"]
     random.setstate((version, tuple(internal), gauss))
     state = dict(states["numpy"])

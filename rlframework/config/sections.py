@@ -31,6 +31,41 @@ class WorkerGroupConfig(Section):
     deadlines: DeadlinesConfig = DeadlinesConfig()
 
 
+class HostedGroupConfig(WorkerGroupConfig):
+    """Workers in processes of their own: of the driver's environment variables they get what is named, and no more."""
+
+    environment: dict[str, str] = Field({}, description="environment variables of the workers, by name")
+    pass_environment: tuple[str, ...] = Field(
+        (), description="names of environment variables that the workers get from this process, where it has them"
+    )
+
+
+class RayGroupConfig(HostedGroupConfig):
+    """Workers that are Ray actors, on this machine or on several."""
+
+    address: str | None = Field(
+        None,
+        description="of a Ray cluster to run on, `host:port` or `auto`; by default RAY_ADDRESS where that is set, and "
+        "otherwise this run starts a Ray of its own on this machine and ends it",
+    )
+    workers_per_node: PositiveInt | None = Field(
+        None, description="of a cluster: this many on each node; by default as `placement` says"
+    )
+    placement: Literal["pack", "spread"] = Field(
+        "pack", description="of a cluster, without workers_per_node: on as few nodes as they fit, or on as many"
+    )
+    listen: str = Field(
+        "127.0.0.1",
+        description="address of this machine at which the Ray that this run starts listens: loopback, so that no other "
+        "machine reaches it. On several nodes of a cluster the workers listen at the addresses that their nodes have",
+    )
+    python: str | None = Field(
+        None,
+        description="Python executable of the workers, on each node, with the same versions of Python and Ray; by "
+        "default the backend's own where it names one, and otherwise that of the cluster or of this process",
+    )
+
+
 class GenerationConfig(Section):
     """What all generation engines understand."""
 
@@ -113,6 +148,20 @@ class CheckpointsConfig(Section):
     )
 
 
+class FaultToleranceConfig(Section):
+    """What happens when a worker is lost while the run trains: its process died, its machine left, or it hangs.
+
+    Not for errors that would come again: a user's mistake, an error that a worker raised, gradients that are not
+    finite. An interrupt ends the run.
+    """
+
+    max_restarts: NonNegativeInt = Field(
+        0, description="from the last checkpoint, with new workers, in a row; a new checkpoint starts the count anew"
+    )
+    backoff: Seconds = Field(5.0, description="seconds before the first restart; doubled for each further one in a row")
+    max_backoff: Seconds = Field(300.0, description="the most seconds before a restart")
+
+
 class RunConfig(Section):
     """A whole run, resolved. `load_config` narrows the open sections to the models of the chosen plugins."""
 
@@ -127,4 +176,5 @@ class RunConfig(Section):
     worker_group: SerializeAsAny[WorkerGroupConfig] = WorkerGroupConfig()
     observers: ObserversConfig = ObserversConfig()
     checkpoints: CheckpointsConfig = CheckpointsConfig()
+    fault_tolerance: FaultToleranceConfig = FaultToleranceConfig()
     recording: RecordingConfig = RecordingConfig()

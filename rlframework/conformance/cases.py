@@ -47,6 +47,23 @@ def _llama(vocabulary: int, **changes: Any) -> Any:
     return LlamaForCausalLM(LlamaConfig(**(sizes | changes)))
 
 
+def _qwen3(vocabulary: int) -> Any:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    sizes: dict[str, Any] = {
+        "vocab_size": vocabulary,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": MAX_POSITIONS,
+        "tie_word_embeddings": False,
+    }
+    return Qwen3ForCausalLM(Qwen3Config(**sizes))
+
+
 def _gpt2(vocabulary: int) -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -65,8 +82,10 @@ MODELS: Mapping[str, Callable[[int], Any]] = {
     "tied": lambda vocabulary: _llama(vocabulary, tie_word_embeddings=True),
     "dropout": lambda vocabulary: _llama(vocabulary, attention_dropout=0.5),
     "learned_positions": _gpt2,
+    "norms_of_heads": _qwen3,
 }
-"""The models by what they are there for. `learned_positions` shows what rotary positions, being relative, hide."""
+"""The models by what they are there for. `learned_positions` shows what rotary positions, being relative, hide;
+`norms_of_heads` has weights that all heads share, which ranks with some heads each learn from theirs alone."""
 
 
 def model(name: str, folder: Path) -> Path:

@@ -79,6 +79,21 @@ class Oracle:
             logs = self._distributions(batch, self.temperature if temperature is None else temperature)
             return torch.nn.functional.pad(-(logs.exp() * logs).sum(-1), (1, 0)) * _real(batch)
 
+    def top_logits(self, batch: Batch, k: int, temperature: float | None = None) -> tuple[Tensor, Tensor]:
+        """`[B, S, k]` each: the largest logits over the temperature, and their tokens; entry i is of what predicts i.
+
+        0 where `logprobs` is.
+        """
+        with torch.no_grad():
+            logits = self.model(
+                input_ids=batch["input_ids"], attention_mask=_real(batch).long(), use_cache=False
+            ).logits
+        over = logits[:, :-1].float() / (self.temperature if temperature is None else temperature)
+        real = _real(batch)[:, 1:, None]
+        found = over.sort(dim=-1, descending=True)
+        values, tokens = found.values[..., :k] * real, found.indices[..., :k] * real.long()
+        return torch.nn.functional.pad(values, (0, 0, 1, 0)), torch.nn.functional.pad(tokens, (0, 0, 1, 0))
+
     def likeliest(self, batch: Batch) -> Tensor:
         """`[B, S]` int64: entry i is the token that is likeliest after those before i; 0 at position 0."""
         with torch.no_grad():

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlframework.distributed.named_sharding import NamedSharding
-from rlframework.errors import BatchError
+from rlframework.errors import BatchError, UserError
 from rlframework.interfaces.worker_group import MultiWorkerFuture
 
 
@@ -20,10 +20,14 @@ class Dispatch:
     kept: list[int]
 
 
+class PositionalArgumentsError(UserError, TypeError, AssertionError):
+    """A worker was called with positional arguments. An `AssertionError` too, for code written for NeMo-RL."""
+
+
 def refuse_positional(method_name: str, args: Sequence[Any]) -> None:
     """A `TypeError` that says to use keywords, when there are `args`."""
     if args:
-        raise TypeError(
+        raise PositionalArgumentsError(
             f"{method_name}: {len(args)} positional argument(s) given; workers take keywords: pass each as name=value"
         )
 
@@ -39,6 +43,42 @@ def dispatch_single_data(
         if NamedSharding.is_axis_zero(sharding.get_worker_coords(worker), axes)
     ]
     return Dispatch(called, [dict(kwargs) for _ in called], called)
+
+
+def dispatch_to_one(sharding: NamedSharding, worker_idx: int, kwargs: Mapping[str, Any]) -> Dispatch:
+    """`kwargs` to worker `worker_idx` alone; an `IndexError` where there is none."""
+    if not 0 <= worker_idx < sharding.size:
+        raise IndexError(f"worker {worker_idx} of {sharding.size}: `worker_idx` must be in 0..{sharding.size - 1}")
+    return Dispatch([worker_idx], [dict(kwargs)], [worker_idx])
+
+
+def dispatch_multiple_data(
+    sharding: NamedSharding,
+    kwargs: Mapping[str, Any],
+    *,
+    run_rank_0_only_axes: Sequence[str] | None = None,
+    common_kwargs: Mapping[str, Any] | None = None,
+) -> Dispatch:
+    """Entry i of each value to the i-th worker that is called: see `WorkerGroup.run_all_workers_multiple_data`.
+
+    No value at all, or one that is no list of as many entries as workers are called, is a `BatchError`.
+    """
+    called = dispatch_single_data(sharding, {}, run_rank_0_only_axes).called
+    if not kwargs:
+        raise BatchError(
+            "run_all_workers_multiple_data needs an argument with one entry for each worker; what is the same for all "
+            "goes by run_all_workers_single_data"
+        )
+    for name, value in kwargs.items():
+        if not isinstance(value, (list, tuple)) or len(value) != len(called):
+            got = f"{len(value)} entries" if isinstance(value, (list, tuple)) else f"a {type(value).__name__}"
+            raise BatchError(
+                f"argument {name!r} must be a list of {len(called)} entries, one for each worker that is called; got "
+                f"{got}; pass what is the same for all in common_kwargs"
+            )
+    common = common_kwargs or {}
+    shares = [{**{name: value[entry] for name, value in kwargs.items()}, **common} for entry in range(len(called))]
+    return Dispatch(called, shares, called)
 
 
 def dispatch_sharded_data(

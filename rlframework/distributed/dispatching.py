@@ -28,6 +28,28 @@ class DispatchingWorkerGroup(WorkerGroup):
     def _run(self, method_name: str, plan: dispatch.Dispatch) -> MultiWorkerFuture:
         """Begin the calls of `plan`."""
 
+    def run_single_worker_single_data(
+        self, method_name: str, worker_idx: int, *args: Any, **kwargs: Any
+    ) -> MultiWorkerFuture:
+        """See `WorkerGroup.run_single_worker_single_data`."""
+        dispatch.refuse_positional(method_name, args)
+        return self._run(method_name, dispatch.dispatch_to_one(self._sharding, worker_idx, kwargs))
+
+    def run_all_workers_multiple_data(
+        self,
+        method_name: str,
+        *args: Any,
+        run_rank_0_only_axes: Sequence[str] | None = None,
+        common_kwargs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> MultiWorkerFuture:
+        """See `WorkerGroup.run_all_workers_multiple_data`."""
+        dispatch.refuse_positional(method_name, args)
+        plan = dispatch.dispatch_multiple_data(
+            self._sharding, kwargs, run_rank_0_only_axes=run_rank_0_only_axes, common_kwargs=common_kwargs
+        )
+        return self._run(method_name, plan)
+
     def run_all_workers_single_data(
         self, method_name: str, *args: Any, run_rank_0_only_axes: Sequence[str] | None = None, **kwargs: Any
     ) -> MultiWorkerFuture:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import importlib
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from rlframework.errors import RLFrameworkError, WorkerError
+from rlframework.errors import RLFrameworkError, WorkerError, WorkerLost
 
-_LOST_PEER = ("connection closed by peer", "connection reset by peer", "connection refused", "gloo", "remote process")
+_CONNECTION_GONE = ("connection closed by peer", "connection reset by peer", "connection refused", "remote process")
+_LOST_PEER = (*_CONNECTION_GONE, "gloo")
 
 
 @dataclass(frozen=True)
@@ -42,30 +43,43 @@ class HostFailure:
         text = self.message.lower()
         return "DistError" in names or ("RuntimeError" in names and any(words in text for words in _LOST_PEER))
 
+    @property
+    def tells_of_a_lost_worker(self) -> bool:
+        """True when a process is gone: this one, or the one at the other end of a connection that was cut."""
+        cut = any(words in self.message.lower() for words in _CONNECTION_GONE)
+        return self.died or (cut and self.is_about_a_lost_peer)
+
 
 def blame(failures: Mapping[int, HostFailure]) -> int:
     """The rank whose failure explains the others: a dead process, then any error that is not the echo of one."""
     return min(failures, key=lambda rank: (not failures[rank].died, failures[rank].is_about_a_lost_peer, rank))
 
 
-def as_exception(failures: Mapping[int, HostFailure], world_size: int, doing: str) -> Exception:
-    """What the driver raises: an error of rlframework as its own class and message, anything else as `WorkerError`."""
+def as_exception(
+    failures: Mapping[int, HostFailure], world_size: int, doing: str, where: Callable[[int], str] = lambda rank: ""
+) -> Exception:
+    """What the driver raises: an error of rlframework as its own class and message, anything else as `WorkerError`.
+
+    A `WorkerLost` where a process died, or where nothing but connections that were cut tells of one on a lost machine.
+    `where` says of a rank where it ran, in words to stand behind it.
+    """
     rank = blame(failures)
     failure = failures[rank]
+    who = f"rank {rank} of {world_size}{where(rank)}"
     others = [other for other in sorted(failures) if other != rank]
     also = f"\n(also failed: rank {', '.join(map(str, others))})" if others else ""
     if failure.died:
-        return WorkerError(f"the process of rank {rank} of {world_size} died in {doing}: {failure.message}{also}")
+        return WorkerLost(f"the process of {who} died in {doing}: {failure.message}{also}")
     kind = failure.classes[0][1]
-    remote = WorkerError(
-        f"rank {rank} of {world_size} failed in {doing}: {kind}: {failure.message}{also}\n\n{failure.traceback}"
+    remote = (WorkerLost if failure.tells_of_a_lost_worker else WorkerError)(
+        f"{who} failed in {doing}: {kind}: {failure.message}{also}\n\n{failure.traceback}"
     )
     own = _own_class(failure)
     if own is None:
         return remote
     error = own.__new__(own)
     error.args = (failure.message,)
-    error.add_note(f"raised by rank {rank} of {world_size} in {doing}")
+    error.add_note(f"raised by {who} in {doing}")
     error.__cause__ = remote
     return error
 

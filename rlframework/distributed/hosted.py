@@ -19,14 +19,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from rlframework.distributed import dispatch
+from rlframework.distributed import dispatch, machine
 from rlframework.distributed.dispatching import DispatchingWorkerGroup
 from rlframework.distributed.failures import HostFailure, as_exception
+from rlframework.distributed.transport import is_small
 from rlframework.errors import DeadlineExceeded, WorkerError
 from rlframework.interfaces.worker_group import MultiWorkerFuture, WorkerContext, WorkerSpec
 
 if TYPE_CHECKING:
-    from rlframework.config.sections import WorkerGroupConfig
+    from rlframework.config.sections import HostedGroupConfig, WorkerGroupConfig
     from rlframework.distributed.named_sharding import NamedSharding
 
 _LOG = logging.getLogger(__name__)
@@ -36,6 +37,16 @@ _KILL_WAIT = 5.0
 _BURIAL = 1.0
 """Seconds in which whoever started a process should have noticed its end."""
 _LIVE: weakref.WeakSet[HostedWorkerGroup] = weakref.WeakSet()
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a worker is: see `WorkerContext`. At `address` of its machine it can listen for the others."""
+
+    node_rank: int
+    local_rank: int
+    node: str
+    address: str
 
 
 @dataclass
@@ -52,11 +63,13 @@ class HostedWorkerGroup(DispatchingWorkerGroup):
         if sorted(sharding.layout.ravel().tolist()) != list(range(sharding.size)):
             raise ValueError(f"the ranks of a worker group are 0..{sharding.size - 1}, got {sharding}")
         super().__init__(sharding)
+        self._config = as_hosted(config)
         self._deadlines = config.deadlines
         self._ended: str | None = None
         self._gone: bool | None = None
         self._driver = os.getpid()
         self._pids: dict[int, int] = {}
+        self._elsewhere: dict[int, int] = {}
         self._prepare(spec, device)
         _LIVE.add(self)
         try:
@@ -110,9 +123,25 @@ class HostedWorkerGroup(DispatchingWorkerGroup):
         """`value`, which goes to all ranks, in a form that is stored once."""
         return value
 
-    def _threads(self) -> int | None:
+    def _threads(self, rank: int) -> int | None:
         """Threads of a worker."""
         return None
+
+    def _place(self, rank: int) -> Place:
+        """Where a worker is. Asked when the processes are up."""
+        return Place(0, rank, "", "127.0.0.1")
+
+    def _where(self, rank: int) -> str:
+        """The same for messages, to stand behind the rank; empty where there is nothing to tell."""
+        return ""
+
+    def _what_is_there(self) -> str:
+        """What the machines have and what of it was asked, for messages; empty where there is nothing to tell."""
+        return ""
+
+    def _others_gone(self, ranks: Sequence[int]) -> bool:
+        """Wait, for a short time, until the processes on other machines have ended."""
+        return True
 
     # -- the rest is the same -----------------------------------------------------------------------------------------
 
@@ -144,18 +173,30 @@ class HostedWorkerGroup(DispatchingWorkerGroup):
         def wait(refs: dict[int, Any], doing: str) -> dict[int, Any]:
             return self._wait(refs, doing, "start", seconds, begun)
 
-        self._pids = wait({rank: self._ask(rank, "pid") for rank in ranks}, "starting its process")
-        address, port = wait({0: self._ask(0, "reserve_address")}, "reserving a port")[0]
+        up = wait({rank: self._ask(rank, "pid") for rank in ranks}, "starting its process")
+        for rank, (pid, where) in up.items():
+            (self._pids if where == machine.identity() else self._elsewhere)[rank] = pid
+        places = [self._place(rank) for rank in ranks]
+        address, port = wait({0: self._ask(0, "reserve_address", places[0].address)}, "reserving a port")[0]
         context = WorkerContext(
             world_size=self._sharding.size,
             master_addr=address,
             master_port=port,
             device=device,
             deadline=self._deadlines.call,
-            threads=self._threads(),
         )
         shared = self._shared(spec)
-        contexts = [replace(context, rank=rank, local_rank=rank) for rank in ranks]
+        contexts = [
+            replace(
+                context,
+                rank=rank,
+                local_rank=places[rank].local_rank,
+                node_rank=places[rank].node_rank,
+                node=places[rank].node,
+                threads=self._threads(rank),
+            )
+            for rank in ranks
+        ]
         refs = {rank: self._ask(rank, "start", shared, contexts[rank]) for rank in ranks}
         wait(refs, f"constructing {spec.target}")
 
@@ -168,8 +209,8 @@ class HostedWorkerGroup(DispatchingWorkerGroup):
                 (
                     method_name,
                     worker in plan.kept,
-                    list(kwargs),
-                    *[shared.get(id(value), value) for value in kwargs.values()],
+                    tuple(kwargs),
+                    *[shared[id(value)] if id(value) in shared else self._argument(value) for value in kwargs.values()],
                 ),
             )
             for worker, kwargs in zip(plan.called, plan.kwargs, strict=True)
@@ -185,12 +226,11 @@ class HostedWorkerGroup(DispatchingWorkerGroup):
             for value in share.values():
                 counts[id(value)] = counts.get(id(value), 0) + 1
                 values[id(value)] = value
-        small = (type(None), bool, int, float, str)
-        return {
-            key: self._shared(value)
-            for key, value in values.items()
-            if counts[key] > 1 and not isinstance(value, small)
-        }
+        return {key: self._shared(value) for key, value in values.items() if counts[key] > 1 and not is_small(value)}
+
+    def _argument(self, value: Any) -> Any:
+        """`value`, which one rank gets, in the form in which `_ask` takes it."""
+        return value
 
     def _require_usable(self, doing: str) -> None:
         if self._ended is not None:
@@ -222,7 +262,7 @@ class HostedWorkerGroup(DispatchingWorkerGroup):
                     failures[rank] = answers[rank]
                     until = min(until, time.monotonic() + _GRACE)
         if failures:
-            raise as_exception(failures, self._sharding.size, doing)
+            raise as_exception(failures, self._sharding.size, doing, self._where)
         if pending:
             self._tell_deadline(sorted(pending.values()), sorted(answers), doing, deadline, seconds)
         return {rank: answers[rank] for rank in refs}
@@ -231,10 +271,12 @@ class HostedWorkerGroup(DispatchingWorkerGroup):
         self, missing: list[int], answered: list[int], doing: str, deadline: str, seconds: float
     ) -> NoReturn:
         size = self._sharding.size
+        nodes = {self._where(rank) for rank in missing} - {""}
         raise DeadlineExceeded(
-            f"{doing}: no answer within {seconds:g} s from rank {', '.join(map(str, missing))} of {size}; answered: "
-            f"{', '.join(map(str, answered)) or 'none'}. The workers were ended. If they only need longer, raise "
-            f"worker_group.deadlines.{deadline}"
+            f"{doing}: no answer within {seconds:g} s from rank {', '.join(map(str, missing))} of {size}"
+            f"{','.join(sorted(nodes))}; answered: {', '.join(map(str, answered)) or 'none'}. The workers were ended. "
+            + (self._what_is_there() if deadline == "start" else "")
+            + f"If they only need longer, raise worker_group.deadlines.{deadline}"
         )
 
     def _end(self, reason: str) -> bool:
@@ -242,11 +284,18 @@ class HostedWorkerGroup(DispatchingWorkerGroup):
         self._ended = self._ended or reason
         if self._gone is None:  # an interrupt on the way leaves it so: the end of the program tries again
             self._end_hosts()
-            gone = _wait_until_gone(self._pids.values())
+            gone = _wait_until_gone(self._pids.values()) and self._others_gone(sorted(self._elsewhere))
             self._released()
             _LIVE.discard(self)
             self._gone = gone
         return self._gone
+
+
+def as_hosted(config: WorkerGroupConfig) -> HostedGroupConfig:
+    """`config` with the keys that all groups of processes have."""
+    from rlframework.config.sections import HostedGroupConfig
+
+    return config if isinstance(config, HostedGroupConfig) else HostedGroupConfig(**config.model_dump())
 
 
 def _wait_until_gone(pids: Iterable[int]) -> bool:

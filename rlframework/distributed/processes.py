@@ -32,11 +32,6 @@ PRELOADED = (
 )
 """What the process that workers are forked from has imported: slow to import, and of no effect."""
 
-KEPT = ("PATH", "HOME", "TMPDIR", "TZ", "LANG", "LD_LIBRARY_PATH", "USER")
-"""Environment variables of the driver that a worker keeps, besides `machine.PASSED_ON`; all others go."""
-KEPT_BEGINNINGS = ("LC_", "XDG_", "CUDA_", "NCCL_", "TORCH", "PYTORCH_", "TRITON_", "GLOO_")
-"""The same, by how they begin: the settings of those who read no configuration of ours."""
-
 _imported_with: list[dict[str, str]] = []
 """Variables of `machine.PASSED_ON`, as the fork server's imports found them; empty before there is one."""
 
@@ -66,10 +61,12 @@ class ProcessWorkerGroup(HostedWorkerGroup):
 
     def _start_hosts(self, spec: WorkerSpec, device: str) -> None:
         method = _start_method()
-        environment = _environment(self._sharding.size)
+        environment = machine.kept_environment() | machine.worker_environment(
+            self._sharding.size, self._config.environment, self._config.pass_environment
+        )
         for rank in range(self._sharding.size):
             own = {"CUDA_VISIBLE_DEVICES": self._gpus[rank]} if self._gpus else {}
-            surroundings = Surroundings(environment | own, os.getcwd(), self._threads())
+            surroundings = Surroundings(environment | own, os.getcwd(), self._threads(rank))
             self._peers.append(Peer(rank, method, surroundings, self._answers))
 
     def _ask(self, rank: int, method: str, *args: Any) -> Any:
@@ -83,7 +80,7 @@ class ProcessWorkerGroup(HostedWorkerGroup):
     def _shared(self, value: Any) -> Any:
         return _Pickled(value)
 
-    def _threads(self) -> int:
+    def _threads(self, rank: int) -> int:
         return machine.threads_per_worker(self._sharding.size)
 
     def _ready(self, refs: Sequence[Any], timeout: float) -> list[Any]:
@@ -120,11 +117,6 @@ def _pickled(value: Any) -> bytes:
         return pickle.dumps(value, protocol=5)
     except Exception as error:
         raise TypeError(f"what goes to worker processes must be picklable: {type(error).__name__}: {error}") from error
-
-
-def _environment(workers: int) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if name in KEPT or name.startswith(KEPT_BEGINNINGS)}
-    return kept | machine.worker_environment(workers)
 
 
 def _start_method() -> BaseContext:

@@ -6,18 +6,17 @@ Light: torch is imported by the worker's own module. Nothing here knows of Ray, 
 from __future__ import annotations
 
 import os
-import random
 import socket
 from collections.abc import Sequence
 from typing import Any
 
+from rlframework.distributed import machine
 from rlframework.distributed.failures import HostFailure
-from rlframework.errors import WorkerError
+from rlframework.distributed.ports import bind_free_port
 from rlframework.interfaces.worker_group import WorkerContext, WorkerSpec
 from rlframework.plugins.loading import load_target
 
 _LOOPBACK = "127.0.0.1"
-_LOWEST_PORT = 20000
 
 
 def find_target(spec: WorkerSpec) -> Any:
@@ -41,18 +40,18 @@ class WorkerHost:
         self._worker: Any = None
         self._reserved: socket.socket | None = None
 
-    def pid(self) -> int:
-        """The process id; an answer also says that the process is up."""
-        return os.getpid()
+    def pid(self) -> tuple[int, str]:
+        """The process id and its machine's `machine.identity`; an answer also says that the process is up."""
+        return os.getpid(), machine.identity()
 
-    def reserve_address(self) -> tuple[str, int] | HostFailure:
-        """An address for the process group, bound until the worker is constructed."""
+    def reserve_address(self, address: str = _LOOPBACK) -> tuple[str, int] | HostFailure:
+        """A port of `address`, one of this machine's, for the process group; bound until the worker is constructed."""
         try:
-            self._reserved = _bind_free_port()
+            self._reserved = bind_free_port(address)
         except OSError as error:
             return HostFailure.of(error)
-        address, port = self._reserved.getsockname()
-        return str(address), int(port)
+        found, port = self._reserved.getsockname()
+        return str(found), int(port)
 
     def start(self, spec: WorkerSpec, context: WorkerContext) -> HostFailure | None:
         """Compare plugins, import the worker's module and construct the worker."""
@@ -60,6 +59,8 @@ class WorkerHost:
             target = find_target(spec)
             if self._reserved is not None:
                 self._reserved.close()
+            if context.node and "GLOO_SOCKET_IFNAME" not in os.environ and (name := machine.interface_of(context.node)):
+                os.environ["GLOO_SOCKET_IFNAME"] = name  # else it listens where the name of the host happens to lead
             self._worker = target(**spec.kwargs, context=context)
         except Exception as error:  # noqa: BLE001 - whatever it is, it goes to the driver
             return HostFailure.of(error)
@@ -72,29 +73,3 @@ class WorkerHost:
         except Exception as error:  # noqa: BLE001 - whatever it is, it goes to the driver
             return HostFailure.of(error)
         return result if wants_result else None
-
-
-def _bind_free_port() -> socket.socket:
-    """A bound socket on a free port below those that the kernel gives out by itself, so that no other connection of
-    this machine takes it between its release here and its use.
-    """
-    highest = _first_ephemeral_port() - 1
-    dice = random.SystemRandom()
-    for _ in range(100):
-        candidate = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        try:
-            candidate.bind((_LOOPBACK, dice.randint(_LOWEST_PORT, highest)))
-        except OSError:
-            candidate.close()
-        else:
-            return candidate
-    raise WorkerError(f"no free port between {_LOWEST_PORT} and {highest} on {_LOOPBACK} in 100 tries")
-
-
-def _first_ephemeral_port() -> int:
-    try:
-        with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
-            first = int(file.read().split()[0])
-    except (OSError, ValueError, IndexError):  # not Linux: IANA's range
-        return 49152
-    return first if first > _LOWEST_PORT + 1000 else 61000

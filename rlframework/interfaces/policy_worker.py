@@ -55,13 +55,29 @@ class PolicyWorker(ABC):
 
     @abstractmethod
     def get_logprobs(
-        self, data: BatchedDataDict[Any], micro_batch_size: int | None = None, positions: str = "all"
+        self,
+        data: BatchedDataDict[Any],
+        micro_batch_size: int | None = None,
+        positions: str = "all",
+        entropy: bool = False,
     ) -> BatchedDataDict[Any]:
         """`logprobs [B, S]` fp32: entry i is log p(token i | tokens before i); 0 at position 0 and at padding.
+
+        With `entropy`, also `entropy [B, S]` fp32 in nats: entry i is of the distribution that token i was drawn from.
 
         At the temperature of `generation.temperature`, at which samples are drawn (1 where that is 0, greedy).
         `positions="token_mask"`: only where `token_mask` is not 0; `"loss"`: and in rows whose `sample_mask` is not 0;
         0 elsewhere.
+        """
+
+    @abstractmethod
+    def get_topk_logits(
+        self, data: BatchedDataDict[Any], k: int, micro_batch_size: int | None = None, positions: str = "all"
+    ) -> BatchedDataDict[Any]:
+        """`topk_logits [B, S, k]` fp32, largest first, and `topk_indices [B, S, k]` int64, the tokens they are of.
+
+        Entry i is of the distribution that token i was drawn from, so logits are at the temperature of `get_logprobs`;
+        0 at position 0, at padding, and where `positions` does not ask.
         """
 
     @abstractmethod

@@ -1,7 +1,7 @@
 """The worker-group interface: N worker processes that the driver calls as one.
 
-Names and meaning follow NeMo-RL's `RayWorkerGroup`. Here: one machine, sharded and replicated axes, single calls and
-shutdown. Not here yet: several nodes, colocated groups, generators.
+Names and meaning follow NeMo-RL's `RayWorkerGroup`. Here: workers on one machine or several, sharded and replicated
+axes, single calls and shutdown. Not here: groups that share devices, generators (`distributed.worker_groups`).
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ class WorkerContext:
     """Who a worker is: passed to its constructor as `context`.
 
     `device` is "cpu" or "cuda"; a worker on a GPU sees that one only, as device 0, whatever its `local_rank`.
+    `local_rank` counts the workers of one machine from 0, `node_rank` the machines in the order of ranks; `node` is the
+    address of the worker's own machine (empty where there is one only) and `master_addr` one of rank 0's.
     `deadline` is the time in seconds that forming the process group and each collective may take.
     """
 
@@ -32,6 +34,8 @@ class WorkerContext:
     device: str = "cpu"
     deadline: float = 180.0
     threads: int | None = None
+    node_rank: int = 0
+    node: str = ""
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,12 @@ class MultiWorkerFuture:
     return_from_workers: list[int] | None = None
     called_workers: list[int] | None = None
 
+    def get_results(self, worker_group: Any, return_generators_as_proxies: bool = False) -> list[Any]:
+        """What `worker_group`, which began the calls, says of them: see its `get_all_worker_results`."""
+        more = {"return_generators_as_proxies": True} if return_generators_as_proxies else {}
+        results: list[Any] = worker_group.get_all_worker_results(self, **more)
+        return results
+
 
 class WorkerGroup(ABC):
     """N workers of one class, called together.
@@ -75,13 +85,15 @@ class WorkerGroup(ABC):
     that is not there a `ValueError`. (Where only one worker's share cannot be sent the group may end instead.)
 
     A call fails with the first worker that raises, dies or answers what cannot be sent (`WorkerError`, with its rank,
-    told at once, whatever the others do), or with the deadline (`DeadlineExceeded`, with the ranks that did not
-    answer). After that the group is unusable: its processes are gone, and every call is a `WorkerError`. No process
-    outlives the run, however it ends, and none outlives `shutdown`.
+    told at once, whatever the others do; a `WorkerLost` where it died, never where it raised), or with the deadline
+    (`DeadlineExceeded`, with the ranks that did not answer). After that the group is unusable: its processes are gone,
+    and every call is a `WorkerError`. No process outlives the run, however it ends, and none outlives `shutdown`.
 
-    Workers have processes of their own and get copies of their arguments. A group whose one worker is in the driver's
-    process differs: arguments are handed over as they are and must not be changed, its worker's exceptions pass
-    through as they are, the group stays usable after one, and deadlines do not apply.
+    Workers have processes of their own, and their arguments are their own: a worker may write into them, and nobody
+    else sees it. (They need not be copies: memory may be shared until it is written to, so a worker that only reads is
+    the faster one, and one that keeps a tensor of a large argument keeps all of it.) A group whose one worker is in the
+    driver's process differs: arguments are handed over as they are and must not be changed, its worker's exceptions
+    pass through as they are, the group stays usable after one, and deadlines do not apply.
     """
 
     @abstractmethod
@@ -92,6 +104,25 @@ class WorkerGroup(ABC):
     @abstractmethod
     def sharding(self) -> NamedSharding:
         """The axes of the group: pipeline_parallel, data_parallel, context_parallel, tensor_parallel."""
+
+    @abstractmethod
+    def run_single_worker_single_data(self, method_name: str, worker_idx: int, **kwargs: Any) -> MultiWorkerFuture:
+        """Call `method_name` on worker `worker_idx` alone; its result is the only one. No such worker: `IndexError`."""
+
+    @abstractmethod
+    def run_all_workers_multiple_data(
+        self,
+        method_name: str,
+        *,
+        run_rank_0_only_axes: Sequence[str] | None = None,
+        common_kwargs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> MultiWorkerFuture:
+        """Call `method_name` with entry i of each of `kwargs` on the i-th worker; `common_kwargs` go to all.
+
+        Each value is a list with one entry for each worker that is called: all, or those at 0 on
+        `run_rank_0_only_axes`. Anything else, and no value at all, is a `BatchError`.
+        """
 
     @abstractmethod
     def run_all_workers_single_data(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rlframework.files import write_atomically
+from rlframework.observers.jsonl import METRICS_FILE, read_history
 from rlframework.observers.series import History, last_step, seconds_of, series, smooth, step_of
 from rlframework.plugins.hookspec import RunInfo, hookimpl
 
@@ -43,9 +44,20 @@ class CurveObserver:
         self._rows: list[dict[str, float]] = []
 
     @hookimpl
+    def rlframework_run_started(self, run: RunInfo) -> None:
+        """Take up what `metrics.jsonl` has of a run that goes on."""
+        path = run.output_dir / METRICS_FILE
+        self._rows = read_history(path) if path.is_file() else []
+
+    @hookimpl
     def rlframework_step_finished(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Keep the step's metrics."""
-        self._rows.append({"step": float(step), **metrics})
+        """Keep the step's metrics; it supersedes steps from there on that were done before."""
+        while self._rows and self._rows[-1]["step"] > step:
+            self._rows.pop()
+        if self._rows and self._rows[-1]["step"] == step:
+            self._rows[-1].update(metrics)
+        else:
+            self._rows.append({"step": float(step), **metrics})
 
     @hookimpl
     def rlframework_run_finished(self, run: RunInfo) -> None:

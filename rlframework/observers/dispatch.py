@@ -56,6 +56,8 @@ class Observers:
         self._dropped: set[int] = set()
         self._core = self._make_core(config)
         self._closed = self._finished = False
+        self.last_step = 0
+        """The step that was told last; 0 before the first one is done."""
 
     def run_started(self) -> None:
         """The parts are built and the first step is about to begin."""
@@ -63,6 +65,7 @@ class Observers:
 
     def step_finished(self, step: int, metrics: Mapping[str, float], samples: Sequence[SampleRecord] = ()) -> None:
         """Step `step` is done (0: before the first); `metrics` by name, `samples` all or some of its completions."""
+        self.last_step = step
         self._tell("rlframework_step_finished", step=step, metrics=_numbers(metrics), samples=tuple(samples))
 
     def checkpoint_saved(self, step: int, path: Path) -> None:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
 from rlframework.errors import DataError
 from rlframework.observers.environment import run_id
@@ -79,6 +79,27 @@ def read_history(path: Path) -> list[dict[str, float]]:
         else:
             rows.append(row)
     return rows
+
+
+def drop_steps_after(output_dir: Path, step: int) -> None:
+    """Cut what `metrics.jsonl` and `samples.jsonl` tell of steps after `step` from their ends; below 0: everything.
+
+    For a run that goes on from `step` and does these steps again. Nobody may have the files open.
+    """
+    for path in (output_dir / METRICS_FILE, output_dir / SAMPLES_FILE):
+        if path.is_file():
+            with path.open("rb+") as file:
+                file.truncate(_end_of_step(file, step))
+
+
+def _end_of_step(lines: BinaryIO, step: int) -> int:
+    """Where the last whole line ends whose step is at most `step`."""
+    end = position = 0
+    for line in lines:
+        position += len(line)
+        if line.endswith(b"\n") and json.loads(line)["step"] <= step:
+            end = position
+    return end
 
 
 def _parse(path: Path, number: int, line: str) -> dict[str, float]:

@@ -5,7 +5,13 @@ from __future__ import annotations
 from rlframework.config.algorithms import GRPOConfig, OwnLossConfig, SFTConfig
 from rlframework.config.base import Section
 from rlframework.config.environments import AdditionConfig, DatasetConfig, Gsm8kConfig
-from rlframework.config.sections import GenerationConfig, RunConfig, WorkerGroupConfig
+from rlframework.config.sections import (
+    GenerationConfig,
+    HostedGroupConfig,
+    RayGroupConfig,
+    RunConfig,
+    WorkerGroupConfig,
+)
 from rlframework.errors import ConfigError
 from rlframework.plugins.hookspec import hookimpl
 from rlframework.plugins.own_parts import load_loss, load_reward
@@ -52,15 +58,15 @@ def rlframework_worker_groups() -> list[WorkerGroupRecord]:
             api_version=API_VERSION,
             summary="N worker processes on this machine, without Ray",
             capabilities=frozenset({Capability.DATA_PARALLEL}),
-            config_model=WorkerGroupConfig,
+            config_model=HostedGroupConfig,
         ),
         WorkerGroupRecord(
             name="ray",
-            target="rlframework.distributed.ray_group:RayWorkerGroup",
+            target="rlframework.distributed.ray_group:RayHostedGroup",
             api_version=API_VERSION,
-            summary="N worker processes on this machine, by Ray",
+            summary="N worker processes on this machine or on those of a cluster, by Ray",
             capabilities=frozenset({Capability.DATA_PARALLEL}),
-            config_model=WorkerGroupConfig,
+            config_model=RayGroupConfig,
         ),
     ]
 

@@ -123,6 +123,17 @@ class SavedTensors(Mapping[str, "Tensor"]):
         tensor: Tensor = self._files[name].get_tensor(name)
         return tensor
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of the tensor `name`, which is not read."""
+        return tuple(self._files[name].get_slice(name).get_shape())
+
+    def part(self, name: str, where: tuple[slice, ...]) -> Tensor:
+        """The part `where` of the tensor `name`, of which no more is read."""
+        if not where or any(one.start == one.stop for one in where):  # safetensors slices neither
+            return self[name][where]
+        tensor: Tensor = self._files[name].get_slice(name)[where]
+        return tensor
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._files)
 

@@ -3,7 +3,7 @@
 `chunked_logprobs` is the function, with a backward written by hand that recomputes each chunk. `HeadPatch` puts it in
 place of `lm_head.forward`, because under FSDP2 and ZeRO-3 the head's weight is whole only inside the model's forward.
 
-Shapes: N wanted tokens, H hidden size, V vocabulary. Left out: vocabulary-parallel heads, top-k logits.
+Shapes: N wanted tokens, H hidden size, V vocabulary. Heads whose rows several ranks share: `head_parallel`.
 """
 
 from __future__ import annotations
@@ -11,12 +11,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from rlframework.errors import NotSupported
+
+if TYPE_CHECKING:
+    from rlframework.policy.head_parallel import VocabularyShard
 
 CHUNK_ELEMENTS = 1 << 23
 """Most fp32 logits held at once: 32 MiB."""
@@ -24,31 +27,53 @@ CHUNK_ELEMENTS = 1 << 23
 
 @dataclass(frozen=True)
 class HeadRequest:
-    """What the head computes in each forward: `wants` holds "logprobs", "entropy" or "logits"."""
+    """What the head computes in each forward: `wants` holds "logprobs", "entropy", "topk" (alone) or "logits" (alone).
+
+    `top_k`: how many of the likeliest tokens.
+    """
 
     wants: frozenset[str] = frozenset({"logprobs"})
     temperature: float = 1.0
+    top_k: int = 0
 
     @property
     def columns(self) -> tuple[str, ...]:
         """Order of the columns in what the patched head returns."""
         return ("logprobs", "entropy") if "entropy" in self.wants else ("logprobs",)
 
+    @property
+    def results(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape of one token's value, and dtype, by the names in `HeadOutput.results`."""
+        if "topk" in self.wants:
+            return {"topk_logits": ((self.top_k,), torch.float32), "topk_indices": ((self.top_k,), torch.int64)}
+        return dict.fromkeys(self.columns, ((), torch.float32))
+
 
 @dataclass
 class HeadOutput:
-    """What the head computed at the `N` head positions of a microbatch: `[N]` fp32 each, `logits [N, V]`."""
+    """What the head computed at the `N` head positions of a microbatch: `[N]` fp32 each, `logits [N, V]`.
+
+    `topk_logits [N, k]` fp32, largest first, and `topk_indices [N, k]` int64, the tokens that they are of.
+    """
 
     logprobs: Tensor | None = None
     entropy: Tensor | None = None
     logits: Tensor | None = None
+    topk_logits: Tensor | None = None
+    topk_indices: Tensor | None = None
+
+    def results(self) -> dict[str, Tensor]:
+        """What is there, by name."""
+        return {name: value for name, value in vars(self).items() if value is not None}
 
 
-def _chunk_rows(vocabulary: int) -> int:
+def chunk_rows(vocabulary: int) -> int:
+    """Tokens whose logits are held at once."""
     return max(1, CHUNK_ELEMENTS // vocabulary)
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
+def scaled_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
+    """fp32 logits `[N, V]` of `hidden [N, H]` at `temperature`."""
     logits = torch.nn.functional.linear(hidden, weight, bias).float()
     return logits if temperature == 1.0 else logits.div_(temperature)
 
@@ -66,13 +91,13 @@ class _ChunkedLogprobs(torch.autograd.Function):
         temperature: float,
         wants_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
-        count, rows = hidden.shape[0], _chunk_rows(weight.shape[0])
+        count, rows = hidden.shape[0], chunk_rows(weight.shape[0])
         logprobs = torch.empty(count, dtype=torch.float32, device=hidden.device)
         normalizers = torch.empty_like(logprobs)
         entropy = torch.empty_like(logprobs) if wants_entropy else logprobs.new_empty(0)
         for start in range(0, count, rows):
             part = slice(start, start + rows)
-            logits = _logits(hidden[part], weight, bias, temperature)
+            logits = scaled_logits(hidden[part], weight, bias, temperature)
             normalizer = logits.logsumexp(-1)
             normalizers[part] = normalizer
             logprobs[part] = logits.gather(-1, targets[part, None]).squeeze(-1) - normalizer
@@ -87,14 +112,14 @@ class _ChunkedLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, normalizers = ctx.saved_tensors
         grad = grads[0]
-        rows = _chunk_rows(weight.shape[0])
+        rows = chunk_rows(weight.shape[0])
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if ctx.needs_input_grad[2] else None
         for start in range(0, hidden.shape[0], rows):
             part = slice(start, start + rows)
             scale = grad[part, None] / ctx.temperature
-            logits = _logits(hidden[part], weight, bias, ctx.temperature)
+            logits = scaled_logits(hidden[part], weight, bias, ctx.temperature)
             # d logprob / d logits = onehot(target) - softmax: -softmax * scale, and + scale at the target
             slope = logits.sub_(normalizers[part, None]).exp_().mul_(-scale)
             slope.scatter_add_(1, targets[part, None], scale)
@@ -136,10 +161,10 @@ def chunked_logprobs(
     `hidden [N, H]`, `weight [V, H]`, `bias [V]`, `targets [N]` int64; returns `[N]` fp32 each. The gradient flows
     through the log-probabilities to `hidden`, `weight` and `bias`; the entropy has none.
     """
-    if hidden.shape[0] <= _chunk_rows(
+    if hidden.shape[0] <= chunk_rows(
         weight.shape[0]
     ):  # one chunk: the fused kernel, which saves what we would recompute
-        logits = _logits(hidden, weight, bias, temperature)
+        logits = scaled_logits(hidden, weight, bias, temperature)
         logprobs = -torch.nn.functional.cross_entropy(logits, targets, reduction="none")
         entropy = None
         if wants_entropy:
@@ -152,19 +177,28 @@ def chunked_logprobs(
     return logprobs, entropies if wants_entropy else None
 
 
+def own_rows(weight: Any) -> Any:
+    """The rows of a `DTensor` that are on this rank; any other tensor as it is, and None."""
+    return weight.to_local() if hasattr(weight, "to_local") else weight
+
+
 class HeadPatch:
     """Replaces `lm_head.forward`: inside `computing(...)` the model returns the head's values instead of logits.
 
     Outside it the head is the ordinary one, so that generation and anything else can use the model as it is.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        """`model`: a transformers causal LM with a linear head; else `NotSupported`. See also `require_plain_head`."""
+    def __init__(self, model: torch.nn.Module, shard: VocabularyShard | None = None) -> None:
+        """`model`: a transformers causal LM with a linear head; else `NotSupported`. See also `require_plain_head`.
+
+        `shard`: which rows of the head's weight are here, where a group of ranks holds them together.
+        """
         head = getattr(model, "get_output_embeddings", lambda: None)()
         if head is None or not hasattr(head, "weight"):
             raise NotSupported(f"{type(model).__name__} has no linear output head; take a causal language model")
         self._ordinary = head.forward
         self._head = head
+        self._shard = shard
         self._request: HeadRequest | None = None
         self._positions: Tensor | None = None
         self._targets: Tensor | None = None
@@ -183,19 +217,32 @@ class HeadPatch:
         if self._request is None or self._positions is None or self._targets is None:
             logits: Tensor = self._ordinary(hidden)
             return logits
-        request = self._request
         rows = hidden.reshape(-1, hidden.shape[-1]).index_select(0, self._positions)
-        bias = getattr(self._head, "bias", None)
+        weight, bias = own_rows(self._head.weight), own_rows(getattr(self._head, "bias", None))
+        return self._values(self._request, rows, weight, bias, self._targets)
+
+    def _values(
+        self, request: HeadRequest, rows: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor
+    ) -> Tensor:
+        # these import this module
+        from rlframework.policy.head_parallel import parallel_logits, parallel_logprobs
+        from rlframework.policy.head_topk import top_logits
+
+        temperature, wants_entropy = request.temperature, "entropy" in request.wants
+        if "topk" in request.wants:
+            return top_logits(rows, weight, bias, self._shard, request.top_k, temperature)
         if "logits" in request.wants:
-            return _logits(rows, self._head.weight, bias, request.temperature)
-        logprobs, entropy = chunked_logprobs(
-            rows,
-            self._head.weight,
-            bias,
-            self._targets,
-            temperature=request.temperature,
-            wants_entropy="entropy" in request.wants,
-        )
+            if self._shard is not None:
+                return parallel_logits(rows, weight, bias, self._shard, temperature=temperature)
+            return scaled_logits(rows, weight, bias, temperature)
+        if self._shard is not None:
+            logprobs, entropy = parallel_logprobs(
+                rows, weight, bias, targets, self._shard, temperature=temperature, wants_entropy=wants_entropy
+            )
+        else:
+            logprobs, entropy = chunked_logprobs(
+                rows, weight, bias, targets, temperature=temperature, wants_entropy=wants_entropy
+            )
         # a new tensor, not a view: FSDP2 hangs its hook for the backward on what the model returns
         return torch.stack((logprobs,) if entropy is None else (logprobs, entropy), dim=1)
 
@@ -230,6 +277,9 @@ def read_head_output(values: Tensor, request: HeadRequest) -> HeadOutput:
     """Name the columns of what a patched model returned as its logits."""
     if "logits" in request.wants:
         return HeadOutput(logits=values)
+    if "topk" in request.wants:
+        logits, tokens = values.split(request.top_k, 1)
+        return HeadOutput(topk_logits=logits, topk_indices=tokens.long())
     columns = {name: values[:, index] for index, name in enumerate(request.columns)}
     if "entropy" in columns:
         columns["entropy"] = columns["entropy"].detach()

@@ -181,10 +181,21 @@ class Policy:
         return {**result, "loss": float(result["global_loss"].mean())}
 
     def get_logprobs(
-        self, data: BatchedDataDict[Any], micro_batch_size: int | None = None, positions: str = "all"
+        self,
+        data: BatchedDataDict[Any],
+        micro_batch_size: int | None = None,
+        positions: str = "all",
+        entropy: bool = False,
     ) -> BatchedDataDict[Any]:
-        """`logprobs [B, S]` of the rows of `data`, in order: see `PolicyWorker.get_logprobs`."""
-        return self._scored("get_logprobs", data, micro_batch_size, positions)
+        """`logprobs [B, S]` of the rows of `data`, in order, and `entropy`: see `PolicyWorker.get_logprobs`."""
+        return self._scored("get_logprobs", data, micro_batch_size, positions, **({"entropy": True} if entropy else {}))
+
+    def get_topk_logits(
+        self, data: BatchedDataDict[Any], k: int, micro_batch_size: int | None = None, positions: str = "all"
+    ) -> BatchedDataDict[Any]:
+        """`topk_logits [B, S, k]` and `topk_indices [B, S, k]`, in order: see `PolicyWorker.get_topk_logits`."""
+        _require_positive(k=k)
+        return self._scored("get_topk_logits", data, micro_batch_size, positions, k=k)
 
     def get_reference_policy_logprobs(
         self, data: BatchedDataDict[Any], micro_batch_size: int | None = None, positions: str = "all"
@@ -193,7 +204,7 @@ class Policy:
         return self._scored("get_reference_policy_logprobs", data, micro_batch_size, positions)
 
     def _scored(
-        self, method: str, data: BatchedDataDict[Any], micro_batch_size: int | None, positions: str
+        self, method: str, data: BatchedDataDict[Any], micro_batch_size: int | None, positions: str, **wanted: Any
     ) -> BatchedDataDict[Any]:
         _require_batch(method, data)
         _require_positive(micro_batch_size=micro_batch_size)
@@ -208,7 +219,7 @@ class Policy:
             needed, batch_size=None, positions=positions, tokens=batching.logprob_tokens or batching.tokens
         )
         results = self._sharded(
-            method, {"data": shards}, {"micro_batch_size": micro_batch_size, "positions": positions}
+            method, {"data": shards}, {"micro_batch_size": micro_batch_size, "positions": positions, **wanted}
         )
         scored: BatchedDataDict[Any] = BatchedDataDict.from_batches(results)
         if order is not None:

@@ -20,10 +20,9 @@ def _dense(values: Tensor, microbatch: Microbatch) -> Tensor:
     return flat.view(rows, width, *values.shape[1:])
 
 
-def logprobs_step(output: HeadOutput, microbatch: Microbatch) -> StepResult:
-    """Log-probabilities `[b, S']` of the rows of the microbatch."""
-    assert output.logprobs is not None
-    return StepResult(outputs={"logprobs": _dense(output.logprobs, microbatch)})
+def values_step(output: HeadOutput, microbatch: Microbatch) -> StepResult:
+    """All that the head computed, `[b, S', ...]` each, by the names of `HeadRequest.results`."""
+    return StepResult(outputs={name: _dense(values, microbatch) for name, values in output.results().items()})
 
 
 def loss_step(loss_fn: LossFunction, global_valid_seqs: Tensor, global_valid_toks: Tensor) -> Step:

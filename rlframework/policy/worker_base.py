@@ -1,9 +1,9 @@
 """The shared step: everything of a policy worker that does not depend on the engine.
 
-Global batches, microbatches and dummies, loss normalisation, metrics, log-probabilities in the order of the rows, the
-reference swap, the embedded generation engine, the schedule, and what happens on a gradient that is not finite. An
-engine derives from `PolicyWorkerBase` and supplies the primitives of `engine.py`. Checkpoints are in the portable form
-of `checkpoint.py`. Not here yet: refit to other processes, scoring.
+Global batches, microbatches and dummies, loss normalisation, metrics, the embedded generation engine, the schedule, and
+what happens on a gradient that is not finite. An engine derives from `PolicyWorkerBase` and supplies the primitives of
+`engine.py`. Log-probabilities and the like, and the reference swap, are in `scoring.py`; checkpoints are in the
+portable form of `checkpoint.py`. Not here yet: refit to other processes.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from __future__ import annotations
 import os
 import time
 from abc import ABC
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -29,7 +28,6 @@ from rlframework.distributed.batched_data_dict import BatchedDataDict
 from rlframework.errors import BatchError, NonFiniteGradients, NotSupported
 from rlframework.interfaces.data_processor import BatchPlan, DataProcessor, Microbatch
 from rlframework.interfaces.loss import LossFunction, LossInput, LossType
-from rlframework.interfaces.policy_worker import PolicyWorker
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.plugins.loading import load_target
 from rlframework.policy.checkpoint import (
@@ -41,15 +39,15 @@ from rlframework.policy.checkpoint import (
     restore_random_states,
     save_optimizer,
 )
-from rlframework.policy.engine import Engine
 from rlframework.policy.head import HeadRequest
 from rlframework.policy.heap import Heap
 from rlframework.policy.metrics import average_metrics, reduce_metrics
 from rlframework.policy.scheduler import learning_rate
-from rlframework.policy.steps import logprobs_step, loss_step
+from rlframework.policy.scoring import Scoring
+from rlframework.policy.steps import loss_step
 
 
-class PolicyWorkerBase(Engine, PolicyWorker, ABC):
+class PolicyWorkerBase(Scoring, ABC):
     """A policy worker on the primitives of an engine."""
 
     backend_config_model: ClassVar[type[Section]] = Section
@@ -251,51 +249,6 @@ class PolicyWorkerBase(Engine, PolicyWorker, ABC):
             return mode
         preferred = self.preferred_batching()
         return "dynamic" if preferred == "packed" and data is not None and has_media(data) else preferred
-
-    # -- scoring ------------------------------------------------------------------------------------------------------
-
-    def get_logprobs(
-        self, data: BatchedDataDict[Any], micro_batch_size: int | None = None, positions: str = "all"
-    ) -> BatchedDataDict[Any]:
-        """See `PolicyWorker.get_logprobs`."""
-        check_rows(data)
-        batching = self.config.batching
-        microbatches = self._microbatches(
-            data,
-            positions,
-            micro_batch_size or self.config.logprob_batch_size,
-            batching.logprob_tokens or batching.tokens,
-        )
-        head = HeadRequest(temperature=self._temperature())
-        logprobs = torch.zeros(data["input_ids"].shape, dtype=torch.float32)
-        if microbatches:
-            for result, microbatch in zip(
-                self.forward_backward(microbatches, head, logprobs_step, forward_only=True), microbatches, strict=True
-            ):
-                if not microbatch.is_dummy:
-                    values = result.outputs["logprobs"].cpu()
-                    logprobs[microbatch.rows, : values.shape[1]] = values
-        return BatchedDataDict({"logprobs": logprobs})
-
-    def get_reference_policy_logprobs(
-        self, data: BatchedDataDict[Any], micro_batch_size: int | None = None, positions: str = "all"
-    ) -> BatchedDataDict[Any]:
-        """See `PolicyWorker.get_reference_policy_logprobs`."""
-        with self.use_reference_model():
-            logprobs = self.get_logprobs(data, micro_batch_size, positions)
-        return BatchedDataDict({"reference_logprobs": logprobs["logprobs"]})
-
-    @contextmanager
-    def use_reference_model(self) -> Iterator[None]:
-        """See `PolicyWorker.use_reference_model`."""
-        if self._reference is None:
-            raise NotSupported("this worker keeps no reference weights; build it with init_reference_model=True")
-        current = self.snapshot()
-        self.restore(self._reference)
-        try:
-            yield
-        finally:
-            self.restore(current)
 
     # -- generation ---------------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -207,6 +208,18 @@ def test_all_that_is_installed_with_one_worker_and_two(tmp_path, capsys):
             assert f"{backend}:data=1 float32: not available: " in out
 
 
+def test_each_way_to_make_microbatches_is_compared_with_and_without_checkpointing(capsys):
+    modes = ["packed", "padded"]
+    word = "dtensor:data=1"
+    assert parity([word], steps=1, rows=4, precisions=["float32"], modes=modes, checkpointing=True) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("dtensor")]
+    ways = ("packed", "padded", "packed checkpointed", "padded checkpointed")
+    assert [re.split(r"\s{2,}", line)[3] for line in lines] == [
+        f"{loss} {way}" for way in ways for loss in ("nll", "pg")
+    ]
+    assert all("agrees" in line for line in lines)
+
+
 def test_bfloat16_is_held_to_the_mean_of_its_log_probabilities(capsys):
     assert parity(["dtensor:data=1"], steps=1, rows=4, precisions=["bfloat16"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -282,6 +295,12 @@ def test_more_steps_and_a_larger_rate_leave_more_room(model):
         (["dtensor:rows=2"], {}, ConfigError, "is no layout"),
         (["dtensor:"], {}, ConfigError, "names no layout after the colon"),
         (["dtensor"], {"precisions": ["float64"]}, ConfigError, "one of float32, bfloat16, float16"),
+        (
+            ["dtensor"],
+            {"modes": ["folded"]},
+            ConfigError,
+            "--batching is 'folded'; it must be one of padded, dynamic, ",
+        ),
         (["dtensor"], {"device": "tpu"}, ConfigError, "cpu or cuda"),
         (["dtensor"], {"steps": 0}, ConfigError, "--steps is 0"),
     ],

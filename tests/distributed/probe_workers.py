@@ -8,6 +8,12 @@ import sys
 import time
 
 
+def node_id():
+    """Ray's id of this node; None where this is no worker of Ray's."""
+    ray = sys.modules.get("ray")
+    return ray.get_runtime_context().get_node_id() if ray is not None and ray.is_initialized() else None
+
+
 class Probe:
     """Answers with who it is and what it was given; fails, dies or hangs on request."""
 
@@ -31,6 +37,10 @@ class Probe:
             "pid": os.getpid(),
             "environment": dict(os.environ),
             "torch_imported": "torch" in sys.modules,
+            "node_rank": self.context.node_rank,
+            "local_rank": self.context.local_rank,
+            "node": self.context.node,
+            "node_id": node_id(),
         }
 
     def echo(self, **kwargs):
@@ -69,9 +79,11 @@ class Probe:
         import torch
         import torch.distributed as dist
 
+        from rlframework.distributed.rendezvous import process_store
+
         dist.init_process_group(
             "gloo",
-            init_method=f"tcp://{self.context.master_addr}:{self.context.master_port}",
+            store=process_store(self.context),
             rank=self.context.rank,
             world_size=self.context.world_size,
             timeout=dt.timedelta(seconds=self.context.deadline),

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from rlframework.distributed.dispatch import (
+    dispatch_multiple_data,
     dispatch_sharded_data,
     dispatch_single_data,
+    dispatch_to_one,
     keep_results,
     refuse_positional,
 )
@@ -34,6 +36,48 @@ def test_single_data_to_all():
 def test_single_data_to_rank_0_of_axes(axes, called):
     found = dispatch_single_data(GRID, {}, axes)
     assert found.called == found.kept == called
+
+
+def test_one_worker_alone():
+    found = dispatch_to_one(GRID, 2, {"x": 1})
+    assert (found.called, found.kwargs, found.kept) == ([2], [{"x": 1}], [2])
+
+
+@pytest.mark.parametrize("worker", [-1, 4])
+def test_one_worker_that_is_not_there(worker):
+    with pytest.raises(IndexError, match=rf"worker {worker} of 4: `worker_idx` must be in 0\.\.3"):
+        dispatch_to_one(GRID, worker, {})
+
+
+def test_multiple_data_by_worker():
+    found = dispatch_multiple_data(GRID, {"x": list("abcd"), "z": (1, 2, 3, 4)}, common_kwargs={"y": 7})
+    assert found.called == found.kept == [0, 1, 2, 3]
+    assert found.kwargs == [{"x": x, "z": z, "y": 7} for x, z in zip("abcd", (1, 2, 3, 4), strict=True)]
+
+
+def test_multiple_data_of_those_at_rank_0():
+    found = dispatch_multiple_data(GRID, {"x": ["a", "b"]}, run_rank_0_only_axes=["tensor"])
+    assert (found.called, found.kept) == ([0, 2], [0, 2])
+    assert found.kwargs == [{"x": "a"}, {"x": "b"}]
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "axes", "message"),
+    [
+        ({}, None, "needs an argument with one entry for each worker"),
+        (
+            {"x": list("abc")},
+            None,
+            "'x' must be a list of 4 entries, one for each worker that is called; got 3 entries",
+        ),
+        ({"x": list("abcd"), "y": [1]}, None, "'y' must be a list of 4 entries.*got 1 entries"),
+        ({"x": "abcd"}, None, "'x' must be a list of 4 entries.*got a str"),
+        ({"x": list("abcd")}, ["tensor"], "'x' must be a list of 2 entries.*got 4 entries"),
+    ],
+)
+def test_multiple_data_of_the_wrong_number(kwargs, axes, message):
+    with pytest.raises(BatchError, match=message):
+        dispatch_multiple_data(GRID, kwargs, run_rank_0_only_axes=axes)
 
 
 def test_sharded_and_replicated_with_one_result_a_shard():

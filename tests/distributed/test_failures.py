@@ -7,7 +7,15 @@ import types
 import pytest
 
 from rlframework.distributed.failures import HostFailure, as_exception, blame
-from rlframework.errors import BatchError, BatchKeyError, NonFiniteGradients, RLFrameworkError, UserError, WorkerError
+from rlframework.errors import (
+    BatchError,
+    BatchKeyError,
+    NonFiniteGradients,
+    RLFrameworkError,
+    UserError,
+    WorkerError,
+    WorkerLost,
+)
 
 
 def failure_of(error):
@@ -83,5 +91,24 @@ def test_others_that_failed_are_named():
 
 def test_death():
     error = as_exception({1: HostFailure((), "was killed", "", died=True)}, 2, "train")
-    assert type(error) is WorkerError
+    assert type(error) is WorkerLost
     assert str(error) == "the process of rank 1 of 2 died in train: was killed"
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:3"), WorkerLost),
+        (RuntimeError("gloo cannot do this with that type"), WorkerError),
+        (RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1000ms for recv"), WorkerError),
+        (ConnectionRefusedError("Connection refused: the user's own server is down"), WorkerError),
+    ],
+)
+def test_a_cut_connection_between_workers_tells_of_a_lost_one(error, kind):
+    """Where a machine left, its workers cannot tell; those that talked to them can."""
+    assert type(as_exception({0: failure_of(error)}, 2, "train")) is kind
+
+
+def test_a_worker_s_own_error_is_not_the_loss_of_the_others():
+    cut = failure_of(RuntimeError("Connection closed by peer"))
+    assert type(as_exception({0: cut, 1: failure_of(ZeroDivisionError("by zero"))}, 2, "train")) is WorkerError

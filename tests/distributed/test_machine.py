@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from rlframework.distributed import machine, worker_host
+from rlframework.distributed import machine, ports, worker_host
 from rlframework.errors import ConfigError
 
 
@@ -61,7 +61,7 @@ def test_reserved_ports_are_held_and_out_of_the_kernels_way():
     host = worker_host.WorkerHost()
     address, port = host.reserve_address()
     assert address == "127.0.0.1"
-    assert port < worker_host._first_ephemeral_port()
+    assert port < ports.first_ephemeral_port()
     with socket.socket() as other, pytest.raises(OSError, match="in use"):
         other.bind((address, port))
     host._reserved.close()

@@ -81,8 +81,8 @@ def test_only_named_variables_are_passed(monkeypatch, fresh):
         assert "SECRET_OF_THE_DRIVER" not in names
         assert answer["environment"]["NCCL_DEBUG"] == "WARN"  # as it is now, not when the fork server began
         assert answer["environment"]["OMP_NUM_THREADS"] == str(machine.threads_per_worker(2))
-        passed = {*processes.KEPT, *machine.PASSED_ON, "OMP_NUM_THREADS", "PYTHONPATH", "GLOO_SOCKET_IFNAME"}
-        assert all(name in passed or name.startswith(processes.KEPT_BEGINNINGS) for name in names)
+        passed = {*machine.KEPT, *machine.PASSED_ON, "OMP_NUM_THREADS", "PYTHONPATH", "GLOO_SOCKET_IFNAME"}
+        assert all(name in passed or name.startswith(machine.KEPT_BEGINNINGS) for name in names)
 
 
 def test_a_variable_that_imports_read_is_not_that_of_an_older_group(monkeypatch, group):

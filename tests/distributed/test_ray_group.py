@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
+import platform
 import signal
 import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
 
 import pytest
 import torch
 
-from rlframework.config.sections import DeadlinesConfig, WorkerGroupConfig
+from rlframework.config.sections import DeadlinesConfig, RayGroupConfig, WorkerGroupConfig
 from rlframework.distributed import machine
 from rlframework.distributed.batched_data_dict import BatchedDataDict
 from rlframework.distributed.named_sharding import NamedSharding
-from rlframework.distributed.ray_group import RayWorkerGroup
+from rlframework.distributed.ray_group import RayHostedGroup
 from rlframework.errors import (
     BatchError,
     ConfigError,
     DeadlineExceeded,
     PluginError,
     WorkerError,
+    WorkerLost,
 )
 from rlframework.interfaces.worker_group import WorkerSpec
 
@@ -34,7 +38,7 @@ TWO = NamedSharding([0, 1], ["data_parallel"])
 
 def start(sharding=TWO, target="probe_workers:Probe", spec=None, **deadlines):
     config = WorkerGroupConfig(name="ray", num_workers=sharding.size, deadlines=DeadlinesConfig(**deadlines))
-    return RayWorkerGroup(spec or WorkerSpec(target, {"word": "hi"}), config, sharding=sharding, device="cpu")
+    return RayHostedGroup(spec or WorkerSpec(target, {"word": "hi"}), config, sharding=sharding, device="cpu")
 
 
 def ask(group, method, **kwargs):
@@ -123,7 +127,7 @@ def test_what_goes_to_several_workers_is_stored_once(group, monkeypatch):
     )
     answers = group.get_all_worker_results(future)
     assert len(stored) == 1
-    assert stored[0] is shared
+    assert torch.equal(pickle.loads(pickle.dumps(stored[0], protocol=5))["big"], torch.arange(4))  # noqa: S301 - ours
     assert [kwargs["x"] for _, kwargs in answers] == names
     assert all(torch.equal(kwargs["shared"]["big"], torch.arange(4)) for _, kwargs in answers)
 
@@ -154,7 +158,9 @@ def test_a_failing_rank_ends_the_call_at_once(fresh):
     group = fresh()
     pids = [answer["pid"] for answer in ask(group, "who")]
     begun = time.monotonic()
-    with pytest.raises(WorkerError, match=r"^rank 1 of 2 failed in fail: Plain: bad thing on 1\n") as caught:
+    with pytest.raises(
+        WorkerError, match=r"^rank 1 of 2 on node \S+ failed in fail: Plain: bad thing on 1\n"
+    ) as caught:
         ask(group, "fail", kind="Plain", only=1)  # rank 0 sleeps for a minute
     assert time.monotonic() - begun < 10
     assert "in fail\n" in str(caught.value)
@@ -171,15 +177,63 @@ def test_own_errors_come_back_as_their_class(fresh, monkeypatch):
         ask(fresh(), "fail", kind="Special")
     assert str(caught.value) == "bad thing on 0"
     assert type(caught.value) is BatchError  # the nearest class that the driver knows
-    assert "raised by rank 0 of 2 in fail" in caught.value.__notes__
+    assert f"raised by rank 0 of 2 on node {platform.node()} in fail" in caught.value.__notes__
     assert "probe_errors" not in sys.modules
 
 
 def test_a_dying_rank_is_named_although_its_peer_noticed_too(fresh):
     group = fresh()
     ask(group, "all_reduce", value=1)
-    with pytest.raises(WorkerError, match=r"^the process of rank 1 of 2 died in wait_for_peer: "):
+    with pytest.raises(WorkerError, match=r"^the process of rank 1 of 2 on node \S+ died in wait_for_peer: "):
         ask(group, "wait_for_peer", only=1)
+
+
+def test_a_worker_that_is_killed_from_outside_is_told_at_once(fresh):
+    group = fresh()
+    pids = [answer["pid"] for answer in ask(group, "who")]
+    future = group.run_all_workers_single_data("sleep", seconds=60)
+    time.sleep(0.5)
+    os.kill(pids[1], signal.SIGKILL)
+    begun = time.monotonic()
+    with pytest.raises(WorkerLost, match=rf"^the process of rank 1 of 2 on node {platform.node()} died in sleep: "):
+        group.get_all_worker_results(future)
+    assert time.monotonic() - begun < 5
+    assert running(pids) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        ("probe_broken_module", "RuntimeError: this module is broken on purpose"),
+        ("probe_cannot_import", "ModuleNotFoundError: No module named 'a_module_that_is_nowhere'"),
+    ],
+)
+def test_a_module_that_cannot_be_imported_is_told_with_its_traceback(ray_session, module, message):
+    with pytest.raises(WorkerError, match=message) as caught:
+        start(target=f"{module}:Anything")
+    told = "".join(traceback.format_exception(caught.value))
+    assert f"rank 0 of 2 on node {platform.node()}" in told
+    assert f'{module}.py", line 3' in told
+    assert module not in sys.modules
+
+
+def test_a_python_that_is_not_there_is_refused_before_anything_starts(probe_spec, line):
+    config = RayGroupConfig(name="ray", num_workers=1, python="/no/such/python")
+    with pytest.raises(ConfigError, match=r"worker_group\.python=/no/such/python: there is no such program"):
+        RayHostedGroup(probe_spec(), config, sharding=line(1), device="cpu")
+
+
+def test_variables_that_are_named_reach_the_workers(probe_spec, line, monkeypatch, ray_session):
+    monkeypatch.setenv("NAMED", "from the driver")
+    monkeypatch.setenv("NOT_NAMED", "from the driver")
+    config = RayGroupConfig(
+        name="ray", num_workers=1, pass_environment=("NAMED", "NOT_THERE"), environment={"GIVEN": "a value"}
+    )
+    group = RayHostedGroup(probe_spec(), config, sharding=line(1), device="cpu")
+    (who,) = ask(group, "who")
+    found = {name: who["environment"].get(name) for name in ("NAMED", "NOT_NAMED", "NOT_THERE", "GIVEN")}
+    assert found == {"NAMED": "from the driver", "NOT_NAMED": None, "NOT_THERE": None, "GIVEN": "a value"}
+    assert group.shutdown()
 
 
 def test_the_last_words_of_a_dead_process_are_told(fresh):
@@ -192,7 +246,7 @@ def test_deadline(fresh):
     pids = [answer["pid"] for answer in ask(group, "who")]
     with pytest.raises(
         DeadlineExceeded,
-        match=r"^sleep: no answer within 1\.5 s from rank 1 of 2; answered: 0\. .*worker_group\.deadlines\.call$",
+        match=r"^sleep: no answer within 1\.5 s from rank 1 of 2 on node \S+; answered: 0\. .*group\.deadlines\.call$",
     ):
         ask(group, "sleep", seconds=60, only=1)
     assert running(pids) == []
@@ -207,7 +261,7 @@ def test_a_worker_that_cannot_be_built(ray_session):
     spec = WorkerSpec("probe_workers:Probe", {"word": "wood", "fail_rank": 1})
     with pytest.raises(
         WorkerError,
-        match=r"^rank 1 of 2 failed in constructing probe_workers:Probe: ValueError: cannot build with wood",
+        match=r"^rank 1 of 2 on node \S+ failed in constructing probe_workers:Probe: ValueError: cannot build with wo",
     ):
         start(spec=spec)
 
@@ -220,7 +274,7 @@ def test_plugins_that_differ(ray_session):
 
 def test_start_has_a_deadline(ray_session):
     with pytest.raises(
-        DeadlineExceeded, match=r"no answer within 0\.01 s from rank 0, 1 of 2; answered: none\..*start$"
+        DeadlineExceeded, match=r"no answer within 0\.01 s from rank 0, 1 of 2 on node \S+; answered: none\..*start$"
     ):
         start(start=0.01)
 
@@ -236,30 +290,31 @@ def test_shutdown_whose_cleanup_hangs(fresh):
 def test_more_workers_than_cores(probe_spec, group_config, line):
     workers = machine.cpu_count() + 1
     with pytest.raises(ConfigError, match=rf"num_workers={workers}, but this process may use {workers - 1} CPU core"):
-        RayWorkerGroup(probe_spec(), group_config("ray", workers), sharding=line(workers), device="cpu")
+        RayHostedGroup(probe_spec(), group_config("ray", workers), sharding=line(workers), device="cpu")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs here")
 def test_more_workers_than_gpus(probe_spec, group_config, line, ray_session):
     with pytest.raises(ConfigError, match=r"num_workers=1 on device cuda, but there are 0 GPU\(s\)"):
-        RayWorkerGroup(probe_spec(), group_config("ray", 1), sharding=line(1), device="cuda")
+        RayHostedGroup(probe_spec(), group_config("ray", 1), sharding=line(1), device="cuda")
 
 
 def test_ranks_must_be_those_of_a_group(probe_spec, group_config):
     sharding = NamedSharding([1, 2], ["data_parallel"])
     with pytest.raises(ValueError, match=r"the ranks of a worker group are 0\.\.1"):
-        RayWorkerGroup(probe_spec(), group_config("ray", 2), sharding=sharding, device="cpu")
+        RayHostedGroup(probe_spec(), group_config("ray", 2), sharding=sharding, device="cpu")
 
 
 DRIVER = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has programs in the background ignore Ctrl-C
 sys.path.append({folder!r})
 from rlframework.config.sections import WorkerGroupConfig
 from rlframework.distributed.named_sharding import NamedSharding
-from rlframework.distributed.ray_group import RayWorkerGroup
+from rlframework.distributed.ray_group import RayHostedGroup
 from rlframework.interfaces.worker_group import WorkerSpec
 
-group = RayWorkerGroup(
+group = RayHostedGroup(
     WorkerSpec("probe_workers:Probe", {{}}),
     WorkerGroupConfig(name="ray", num_workers=1),
     sharding=NamedSharding([0], ["data_parallel"]),

@@ -88,3 +88,19 @@ def test_the_observer_draws_what_it_heard_at_the_end(tmp_path):
     assert not (tmp_path / "curve.png").exists()
     observer.rlframework_run_finished(RunInfo(named, tmp_path))
     assert (tmp_path / "curve.png").stat().st_size > 1000
+
+
+def test_the_curve_of_a_run_that_went_on_has_the_steps_before(tmp_path, monkeypatch):
+    """Steps 1 to 3 were told by the process before; this one goes on from step 2."""
+    named = SimpleNamespace(algorithm=SimpleNamespace(name="sft"), environment=SimpleNamespace(name="addition"))
+    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {n}, "train/loss": {n}}}\n' for n in (1, 2, 3)))
+    drawn = []
+    monkeypatch.setattr(curve, "draw_curve", lambda histories, *_: drawn.extend(histories))
+    observer = CurveObserver()
+    observer.rlframework_run_started(RunInfo(named, tmp_path))
+    observer.rlframework_step_finished(3, {"train/loss": 30.0})
+    observer.rlframework_step_finished(4, {"train/loss": 40.0})
+    observer.rlframework_run_finished(RunInfo(named, tmp_path))
+    [(_, rows)] = drawn
+    assert [(row["step"], row["train/loss"]) for row in rows][:2] == [(1, 1.0), (2, 2.0)]
+    assert [(row["step"], row["train/loss"]) for row in rows][2:] == [(3, 30.0), (4, 40.0)]

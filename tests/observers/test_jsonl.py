@@ -8,7 +8,7 @@ import pytest
 
 from rlframework.config.sections import ObserversConfig
 from rlframework.errors import DataError
-from rlframework.observers.jsonl import JsonlObserver, read_history
+from rlframework.observers.jsonl import JsonlObserver, drop_steps_after, read_history
 from rlframework.plugins.hookspec import RunInfo, SampleRecord
 
 
@@ -119,3 +119,26 @@ def test_bytes_that_are_no_text_are_told(tmp_path):
     (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n\xff\xfe\n')
     with pytest.raises(DataError, match=r"cannot read .*metrics\.jsonl: it is not UTF-8 text"):
         read_history(tmp_path / "metrics.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("steps", "last", "kept"),
+    [
+        ([0, 1, 2, 3], 2, [0, 1, 2]),
+        ([0, 1, 2, 3], 3, [0, 1, 2, 3]),
+        ([0, 1, 2, 3], -1, []),
+        ([1, 2, 3, 2, 3, 4], 3, [1, 2, 3, 2, 3]),  # it was resumed before, from step 1
+        ([], 2, []),
+    ],
+)
+def test_what_a_run_does_again_is_cut_off(tmp_path, steps, last, kept):
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        (tmp_path / name).write_text("".join(f'{{"step": {step}, "text": "\\u00e4"}}\n' for step in steps) + '{"st')
+    drop_steps_after(tmp_path, last)
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        assert [json.loads(line)["step"] for line in (tmp_path / name).read_text().splitlines()] == kept
+
+
+def test_nothing_is_cut_off_where_nothing_was_written(tmp_path):
+    drop_steps_after(tmp_path, 3)
+    assert list(tmp_path.iterdir()) == []

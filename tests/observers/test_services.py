@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -175,8 +176,10 @@ def test_wandb_offline_keeps_the_run_in_its_directory(tmp_path, monkeypatch, cap
     told = capfd.readouterr().err
     assert "failed and is left out" not in told
     [file] = (run.output_dir / "wandb").glob(f"offline-run-*-{own}/run-{own}.wandb")
-    content = file.read_bytes()
-    assert b"train/loss" in content
+    until = time.monotonic() + 60
+    while b"train/loss" not in file.read_bytes() and time.monotonic() < until:  # wandb's own process writes it
+        time.sleep(0.1)
+    assert b"train/loss" in file.read_bytes()
     [table] = (run.output_dir / "wandb").rglob("*.table.json")
     assert json.loads(table.read_text())["data"] == [[1, "train", "1+1=", "2", 1.0]]
     everything = b"".join(path.read_bytes() for path in run.output_dir.rglob("*") if path.is_file())

@@ -1,13 +1,13 @@
 """Attention by segments: a packed row whose sequences do not see each other, without a mask of L x L.
 
-Registered in `transformers.AttentionInterface` under `SEGMENTS`; the bounds of the sequences come as `cu_seqlens`, a
+Registered in `transformers.AttentionInterface` under `SEGMENTS`; they come as `segments`, a
 keyword of the model's forward. No mask function is registered under that name, so transformers makes no mask. Runs on
 any device. Left out: soft-capped scores and attention sinks, which are refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby, pairwise
 from typing import Any
@@ -20,6 +20,18 @@ from rlframework.errors import NotSupported
 SEGMENTS = "rlframework_segments"
 
 
+class Segments:
+    """The sequences of a packed row: `runs`, (length, count) of each run of one length, attended to in one call.
+
+    An object of its own, and not numbers, so that `torch.compile` does not compile a forward for each row.
+    """
+
+    def __init__(self, bounds: Sequence[int]) -> None:
+        """`bounds`: where each sequence begins, and where the last ends."""
+        sizes = (end - start for start, end in pairwise(bounds))
+        self.runs = [(length, len(list(run))) for length, run in groupby(sizes)]
+
+
 def segment_attention(
     module: nn.Module,
     query: Tensor,
@@ -27,7 +39,7 @@ def segment_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    cu_seqlens: list[int],
+    segments: Segments,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -37,20 +49,21 @@ def segment_attention(
 ) -> tuple[Tensor, None]:
     """Causal attention within each segment of a packed row.
 
-    `query [1, heads, L, D]`, `key` and `value [1, kv_heads, L, D]`; `cu_seqlens`: the bounds, a list so that nothing
-    waits for the device. Returns `[1, L, heads, D]`.
+    `query [1, heads, L, D]`, `key` and `value [1, kv_heads, L, D]`; the sequences are those of `segments`.
+    Returns `[1, L, heads, D]`.
     """
     if softcap is not None or s_aux is not None:
         raise NotSupported(
             "packed attention does not do soft-capped scores or attention sinks; set policy.batching.mode=dynamic"
         )
-    runs = segment_runs(cu_seqlens)
+    runs = segments.runs
     sizes = [length * count for length, count in runs]
     outputs = []
     for (length, count), *parts in zip(
         runs, query.split(sizes, 2), key.split(sizes, 2), value.split(sizes, 2), strict=True
     ):
-        q, k, v = (part[0].unflatten(1, (count, length)).transpose(0, 1) for part in parts)  # [count, heads, length, D]
+        # [count, heads, length, D]; squeeze, because the backward of an index fills a tensor with zeros first
+        q, k, v = (part.squeeze(0).unflatten(1, (count, length)).transpose(0, 1) for part in parts)
         window = None if sliding_window is None or length <= sliding_window else sliding_window
         output = nn.functional.scaled_dot_product_attention(
             q,
@@ -64,12 +77,6 @@ def segment_attention(
         )
         outputs.append(output.transpose(1, 2).flatten(0, 1))  # [count * length, heads, D]
     return torch.cat(outputs)[None], None
-
-
-def segment_runs(cu_seqlens: list[int]) -> list[tuple[int, int]]:
-    """(length, count) of each run of segments of one length: these are attended to in one call."""
-    sizes = (end - start for start, end in pairwise(cu_seqlens))
-    return [(length, len(list(run))) for length, run in groupby(sizes)]
 
 
 def _window_mask(length: int, window: int, device: torch.device) -> Tensor:

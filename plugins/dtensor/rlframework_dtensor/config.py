@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import os
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
-from typing import Literal
+from pathlib import Path
+from shutil import which
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, PositiveInt
 
 from rlframework.config.base import Section
 from rlframework.config.sections import RunConfig
@@ -21,21 +26,102 @@ class DTensorConfig(Section):
     reshard_after_forward: bool = Field(
         True, description="free the gathered weights after each forward; false: keep them until the backward"
     )
+    compile: bool = Field(
+        False, description="torch.compile of each block: faster steps after first ones that take a minute"
+    )
+    replicate: PositiveInt = Field(
+        1, description="copies of the weights among the workers that share the rows (HSDP); 1: one, split over all"
+    )
+    custom_parallel_plan: str | None = Field(
+        None, description="module:name of a plan of tensor parallelism for the blocks; none: the one for the model"
+    )
+
+
+COMPILERS = ("c++", "g++", "clang++")
+"""What torch.compile looks for on a CPU, unless CXX names one."""
+
+DIVIDED = {
+    "num_attention_heads": "attention heads",
+    "num_key_value_heads": "key-value heads",
+    "intermediate_size": "units of the MLP",
+}
+"""What of a model tensor parallelism deals out, by the names of its configuration."""
 
 
 def check(config: RunConfig, device: str) -> list[Problem]:
     """What the capabilities of the record do not say: `device` is "cpu" or "cuda"."""
     section = getattr(config.policy, "dtensor", None) or DTensorConfig()
+    return [
+        *_attention_problems(config, section, device),
+        *_layout_problems(config, section),
+        *_context_problems(config, section),
+        *_compile_problems(config, section, device),
+    ]
+
+
+def _attention_problems(config: RunConfig, section: DTensorConfig, device: str) -> Iterator[Problem]:
     if section.attention != "flash_attention_2":
-        return []
-    problems, key = [], "policy.dtensor.attention"
+        return
+    key = "policy.dtensor.attention"
     if device != "cuda":
-        problems.append(Problem(key, f"flash_attention_2 needs a GPU, and the device is {device}.", "Set it to auto."))
+        yield Problem(key, f"flash_attention_2 needs a GPU, and the device is {device}.", "Set it to auto.")
     elif find_spec("flash_attn") is None:
-        problems.append(
-            Problem(key, "flash_attention_2 needs the package flash-attn.", "Install it, or set it to auto.")
-        )
+        yield Problem(key, "flash_attention_2 needs the package flash-attn.", "Install it, or set it to auto.")
     if config.policy.precision == "float32":
         hint = "Set policy.precision to bfloat16, or the attention to auto."
-        problems.append(Problem(key, "flash_attention_2 does not compute in float32.", hint))
-    return problems
+        yield Problem(key, "flash_attention_2 does not compute in float32.", hint)
+
+
+def _layout_problems(config: RunConfig, section: DTensorConfig) -> Iterator[Problem]:
+    parallelism = config.policy.parallelism
+    data = config.worker_group.num_workers // parallelism.model_size
+    if data % section.replicate:
+        message = f"{section.replicate} copies of the weights do not divide the {data} workers that share the rows."
+        yield Problem("policy.dtensor.replicate", message, "Set it to 1, or to a divisor.")
+    if parallelism.tensor > 1:
+        found = indivisible(_model_config(config.policy.model_name), parallelism.tensor)
+        if found:
+            yield Problem("policy.parallelism.tensor", f"{found}.", "Choose a divisor.")
+        return
+    if parallelism.sequence:
+        message = "sequence parallelism goes with tensor parallelism, and policy.parallelism.tensor is 1."
+        yield Problem("policy.parallelism.sequence", message, "Set it to false, or split tensors.")
+    if section.custom_parallel_plan is not None:
+        message = "a plan of tensor parallelism is of no use where policy.parallelism.tensor is 1."
+        yield Problem("policy.dtensor.custom_parallel_plan", message, "Take it out, or split tensors.")
+
+
+def _context_problems(config: RunConfig, section: DTensorConfig) -> Iterator[Problem]:
+    if config.policy.parallelism.context > 1 and section.attention not in ("auto", "sdpa"):
+        message = f"context parallelism has an attention of its own, and does not do {section.attention}."
+        yield Problem("policy.dtensor.attention", message, "Set it to auto.")
+
+
+def _compile_problems(config: RunConfig, section: DTensorConfig, device: str) -> Iterator[Problem]:
+    if not section.compile:
+        return
+    key = "policy.dtensor.compile"
+    if device == "cpu" and not any(map(which, (os.environ.get("CXX", ""), *COMPILERS))):
+        message = f"torch.compile needs a C++ compiler on a CPU: none of {', '.join(COMPILERS)} is there."
+        yield Problem(key, message, "Install one, or set it to false.")
+    if config.worker_group.num_workers > 1:  # not proven yet
+        message = f"compiled blocks are for one worker only so far, and there are {config.worker_group.num_workers}."
+        yield Problem(key, message, "Set it to false.")
+
+
+def indivisible(model: Mapping[str, Any], tensor: int) -> str | None:
+    """What of a model, as its configuration says, `tensor` workers cannot share; None where they can."""
+    for name, what in DIVIDED.items():
+        size = model.get(name)
+        if isinstance(size, int) and size % tensor:
+            return f"the model has {size} {what}, which policy.parallelism.tensor={tensor} does not divide"
+    return None
+
+
+def _model_config(model_name: str) -> dict[str, Any]:
+    """The config.json of a model directory; nothing for a name on the hub, which the workers look at."""
+    try:
+        found = json.loads((Path(model_name) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # told by whoever reads the model
+        return {}
+    return found if isinstance(found, dict) else {}

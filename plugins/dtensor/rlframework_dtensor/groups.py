@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
+from rlframework.distributed.rendezvous import process_store
 from rlframework.interfaces.worker_group import WorkerContext
 
 _users = 0
@@ -47,7 +48,7 @@ def _make(context: WorkerContext, device: torch.device) -> None:
         return
     dist.init_process_group(
         backend,
-        init_method=f"tcp://{context.master_addr}:{context.master_port}",
+        store=process_store(context),
         rank=context.rank,
         world_size=context.world_size,
         timeout=timedelta(seconds=context.deadline),

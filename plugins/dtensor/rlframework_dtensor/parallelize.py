@@ -1,7 +1,7 @@
-"""Loading a Hugging Face causal LM, with eyes or without, and splitting it over workers with FSDP2.
+"""A Hugging Face causal LM, with eyes or without: loading it whole, what it can do, and FSDP2 over its blocks.
 
-One process in fp32 keeps the plain module: there is nothing to split or cast, and generation can share it. Left out:
-tensor and context parallelism, loading without a whole copy on every process.
+`building` puts it together. Elsewhere: `loading` (each process reads its pieces), `tensor_parallel` and
+`context_parallel`.
 """
 
 from __future__ import annotations
@@ -27,29 +27,53 @@ def load_model(config: PolicyConfig, attention: str | None) -> Any:
     name of transformers; None: the model's own choice.
     """
     from safetensors import SafetensorError
-    from transformers import AutoConfig
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    model_config = load_config(config)
     try:
-        model_config = AutoConfig.from_pretrained(config.model_name, trust_remote_code=config.trust_remote_code)
-        silence_dropout(model_config)
-        model = _auto_class(model_config).from_pretrained(
+        model, found = auto_class(model_config).from_pretrained(
             config.model_name,
             config=model_config,
             dtype=torch.float32,
             attn_implementation=attention,
             trust_remote_code=config.trust_remote_code,
+            output_loading_info=True,
         )
     except (OSError, ValueError, SafetensorError) as error:
-        raise DataError(
-            f"policy.model_name={config.model_name!r} cannot be loaded as a causal language model: {error}"
-        ) from error
+        raise _cannot_be_loaded(config, error) from error
+    if found["missing_keys"]:  # transformers has drawn random numbers for them, in each process others
+        raise _cannot_be_loaded(config, f"it lacks {sorted(found['missing_keys'])[:3]}")
     model.config.use_cache = False
     return model.eval()
 
 
-def _auto_class(config: Any) -> Any:
+def load_config(config: PolicyConfig) -> Any:
+    """The configuration of the model alone, without dropout."""
+    from transformers import AutoConfig
+
+    try:
+        model_config = AutoConfig.from_pretrained(config.model_name, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise _cannot_be_loaded(config, error) from error
+    _require_language_model(config, model_config)
+    silence_dropout(model_config)
+    return model_config
+
+
+def _require_language_model(config: PolicyConfig, model_config: Any) -> None:
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    known = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
+    if not getattr(model_config, "auto_map", None) and all(type(model_config) not in mapping for mapping in known):
+        raise _cannot_be_loaded(config, f"Unrecognized configuration class {type(model_config).__name__}")
+
+
+def _cannot_be_loaded(config: PolicyConfig, why: object) -> DataError:
+    return DataError(f"policy.model_name={config.model_name!r} cannot be loaded as a causal language model: {why}")
+
+
+def auto_class(config: Any) -> Any:
     """The class of transformers that makes the model of `config`."""
     from transformers import (
         MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -108,7 +132,7 @@ def packs(model: Any) -> bool:
             together = model(
                 input_ids=torch.cat((first, second))[None],
                 position_ids=positions,
-                cu_seqlens=[0, 4, 6],
+                segments=segments.Segments([0, 4, 6]),
                 use_cache=False,
             ).logits[0]
     except (TypeError, ValueError, KeyError, AttributeError, NotSupported):  # a model says "no" in many ways

@@ -14,11 +14,14 @@ def rlframework_policy_workers() -> list[PolicyWorkerRecord]:
         PolicyWorkerRecord(
             name="dtensor",
             target="rlframework_dtensor.worker:DTensorPolicyWorker",
-            summary="FSDP2 over DTensor, for any causal LM of Hugging Face transformers",
+            summary="FSDP2, tensor and context parallelism over DTensor, for any causal LM of transformers",
             api_version=1,
             capabilities=frozenset(
                 {
                     Capability.DATA_PARALLEL,
+                    Capability.TENSOR_PARALLEL,
+                    Capability.SEQUENCE_PARALLEL,
+                    Capability.CONTEXT_PARALLEL,
                     Capability.DYNAMIC_BATCHING,
                     Capability.PACKING,
                     Capability.ACTIVATION_CHECKPOINTING,

@@ -1,61 +1,39 @@
-"""The reference training engine: FSDP2 over any Hugging Face causal language model, on CPU (gloo) and GPU (NCCL).
+"""The reference training engine: any Hugging Face causal language model, on CPU (gloo) and GPU (NCCL).
+
+Split by FSDP2 or HSDP, tensor and sequence parallelism, and context parallelism, over one mesh (`mesh`).
 
 Vision-language models too, in padded and dynamic microbatches.
 
-Supplies the primitives of `rlframework.policy.engine.Engine`. Left out so far: tensor, context and sequence
-parallelism, refit to other processes, LoRA, offload.
+Supplies the primitives of `rlframework.policy.engine.Engine`. Left out so far: refit to other processes, LoRA, offload,
+scores of reward models.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, distribute_tensor
 
-from rlframework.errors import NotSupported
-from rlframework.interfaces.data_processor import Microbatch
+from rlframework.interfaces.data_processor import Microbatch, MicrobatchRule
 from rlframework.policy.checkpoint import Moments
 from rlframework.policy.engine import Step, StepResult, WeightSpec
-from rlframework.policy.head import HeadPatch, HeadRequest, read_head_output, require_plain_head
+from rlframework.policy.head import HeadRequest, read_head_output
 from rlframework.policy.optimizer import parameter_groups
 from rlframework.policy.worker_base import PolicyWorkerBase
-from rlframework_dtensor import attention, groups, media
+from rlframework_dtensor import attention, context_parallel, gradients, groups, media
+from rlframework_dtensor.building import build_model
 from rlframework_dtensor.config import DTensorConfig
-from rlframework_dtensor.parallelize import (
-    checkpoint_activations,
-    is_multimodal,
-    load_model,
-    packs,
-    require_vocabulary,
-    shard,
-)
+from rlframework_dtensor.mesh import Sizes
+from rlframework_dtensor.parallelize import is_multimodal
+from rlframework_dtensor.pieces import like, local, put, whole
 
 
-def _local(tensor: Tensor) -> Tensor:
-    """This rank's part of `tensor`."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """All of `tensor`; a collective where it is sharded."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def like(tensor: Tensor, value: Tensor) -> Tensor:
-    """A copy of the whole `value` that lies and is sharded as `tensor` is; no collective."""
-    value = value.to(device=tensor.device, dtype=tensor.dtype, copy=True)
-    if not isinstance(tensor, DTensor):
-        return value
-    return distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
-
-
-class DTensorPolicyWorker(PolicyWorkerBase):
+class DTensorPolicyWorker(context_parallel.TorchContextParallel, PolicyWorkerBase):
     """One rank of a model under FSDP2. Constructor arguments: see `PolicyWorkerBase`."""
 
     backend_config: DTensorConfig
@@ -63,34 +41,13 @@ class DTensorPolicyWorker(PolicyWorkerBase):
 
     def build(self, *, init_optimizer: bool) -> None:
         """See `Engine.build`."""
-        choice = self.backend_config.attention
-        attention.register()
-        model = load_model(self.config, None if choice == "auto" else choice)
-        require_vocabulary(model, self.tokenizer)
-        require_plain_head(model)
-        mode = self.config.batching.mode
-        may_pack = mode == "packed" or (mode == "auto" and self.device.type == "cpu")  # else there is nothing to try
-        self._packs = may_pack and choice in ("auto", "sdpa") and packs(model)
-        if mode == "packed" and not self._packs:
-            raise NotSupported(
-                f"{type(model).__name__} with policy.dtensor.attention={choice} does not keep packed sequences apart; "
-                "set policy.batching.mode to dynamic or auto"
-            )
-        self._multimodal = is_multimodal(model)
-        model = model.to(self.device)
-        if self.config.activation_checkpointing:
-            checkpoint_activations(model)
-        self._head = HeadPatch(model)
-        self._sharded = self.context.world_size > 1 or self.config.precision != "float32"
-        self._mesh = self._make_mesh() if self._sharded else None
-        if self._sharded:
-            shard(model, self._mesh, self.config.precision, self.backend_config.reshard_after_forward)
-        self.model = model
+        self._sizes = Sizes.of(self.context.world_size, self.config.parallelism, self.backend_config.replicate)
+        built = build_model(self.config, self.backend_config, self.context, self._sizes, self.tokenizer, self.device)
+        self.model, self._head, self._mesh, self._packs = built.model, built.head, built.mesh, built.packs
+        self._multimodal = is_multimodal(self.model)
+        group = self._mesh.context_group() if self._mesh is not None else None
+        self._context = context_parallel.ContextParallel(group) if group is not None else None
         self._optimizer = self._make_optimizer() if init_optimizer else None
-
-    def _make_mesh(self) -> Any:
-        groups.join(self.context, self.device)
-        return init_device_mesh(self.device.type, (self.context.world_size,), mesh_dim_names=("data_parallel",))
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
         config = self.config.optimizer
@@ -111,23 +68,27 @@ class DTensorPolicyWorker(PolicyWorkerBase):
         return [self._run_microbatch(microbatch, head, step, forward_only) for microbatch in microbatches]
 
     def _run_microbatch(self, microbatch: Microbatch, head: HeadRequest, step: Step, forward_only: bool) -> StepResult:
-        packed = microbatch.cu_seqlens is not None
+        own = attention.SEGMENTS if microbatch.cu_seqlens is not None else None
+        own = own if self._context is None else context_parallel.CONTEXT
         # around the backward too: activation checkpointing runs the attention again there
-        with attention.attention(self.model.config, attention.SEGMENTS) if packed else nullcontext():
+        with attention.attention(self.model.config, own) if own is not None else nullcontext():
             with torch.no_grad() if forward_only else nullcontext():
                 result = step(read_head_output(self._forward(microbatch, head), head), microbatch)
             if not forward_only:
                 assert result.loss is not None
                 # FSDP2 takes the mean over ranks, the contract is the sum
-                (result.loss * self.data_parallel_size()).backward()
+                (result.loss * self._sizes.gradient_ranks).backward()
                 result.loss = None
         return result
 
     def _forward(self, microbatch: Microbatch, head: HeadRequest) -> Tensor:
+        if self._context is not None:
+            return self._context.forward(self.model, self._head, microbatch, head)
         processed = microbatch.processed_inputs
         inputs: dict[str, Any] = {"input_ids": processed.input_ids, "use_cache": False, **processed.vlm_kwargs}
         if microbatch.cu_seqlens is not None:
-            inputs |= {"position_ids": processed.position_ids, "cu_seqlens": microbatch.cu_seqlens.tolist()}
+            segments = attention.Segments(microbatch.cu_seqlens.tolist())
+            inputs |= {"position_ids": processed.position_ids, "segments": segments}
         with self._head.computing(head, microbatch.head_positions, microbatch.targets):
             values: Tensor = self.model(**inputs).logits
         return values
@@ -135,18 +96,23 @@ class DTensorPolicyWorker(PolicyWorkerBase):
     def clip_and_step(self, max_grad_norm: float | None, lr: float) -> tuple[float, bool]:
         """See `Engine.clip_and_step`."""
         assert self._optimizer is not None
-        parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
-        total = nn.utils.get_total_norm([gradient for p in parameters if (gradient := p.grad) is not None])
-        norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
-        skipped = not torch.isfinite(torch.tensor(norm)).item()
+        found = gradients.gradients_of(self.model.parameters())
+        norm = float(gradients.total_norm(found, self._mesh))
+        skipped = not math.isfinite(norm)
         if not skipped:
             if max_grad_norm is not None and norm > max_grad_norm:
-                nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, total)
+                gradients.clip(found, max_grad_norm, norm)
             for group in self._optimizer.param_groups:
                 group["lr"] = lr
             self._optimizer.step()
         self.model.zero_grad(set_to_none=True)
         return norm, skipped
+
+    def microbatch_rule(self) -> MicrobatchRule:
+        """See `Engine.microbatch_rule`."""
+        multiple = 1 if self._context is None else self._context.pad_multiple
+        # with sequence parallelism each rank has as many tokens
+        return MicrobatchRule(pad_multiple=multiple * (self._sizes.tensor if self.config.parallelism.sequence else 1))
 
     def preferred_batching(self) -> str:
         """See `Engine.preferred_batching`: segments on a CPU; a GPU would start a kernel for each segment."""
@@ -186,13 +152,13 @@ class DTensorPolicyWorker(PolicyWorkerBase):
 
     def snapshot(self) -> dict[str, Tensor]:
         """See `Engine.snapshot`."""
-        return {name: _local(weight).to("cpu", copy=True) for name, weight in self._weights().items()}
+        return {name: local(weight).to("cpu", copy=True) for name, weight in self._weights().items()}
 
     @torch.no_grad()
     def restore(self, snapshot: dict[str, Tensor]) -> None:
         """See `Engine.restore`."""
         for name, weight in self._weights().items():
-            _local(weight).copy_(snapshot[name])
+            local(weight).copy_(snapshot[name])
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -200,7 +166,7 @@ class DTensorPolicyWorker(PolicyWorkerBase):
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """See `Engine.load_weights`."""
         for name, weight in self._weights().items():
-            _local(weight).copy_(_local(like(weight, weights[name])))
+            put(weight, weights[name])
 
     def _trained(self) -> dict[str, Tensor]:
         """The parameters that the optimizer has, by the names of `weight_specs`."""
@@ -232,7 +198,7 @@ class DTensorPolicyWorker(PolicyWorkerBase):
 
     def whole_model(self) -> nn.Module | None:
         """See `Engine.whole_model`."""
-        return None if self._sharded else self.model
+        return None if self._mesh is not None else self.model
 
     @contextmanager
     def generating(self) -> Iterator[None]:
@@ -242,16 +208,16 @@ class DTensorPolicyWorker(PolicyWorkerBase):
 
     def data_parallel_group(self) -> Any:
         """See `Engine.data_parallel_group`."""
-        return self._mesh.get_group() if self._mesh is not None and self.context.world_size > 1 else None
+        return self._mesh.data_group() if self._mesh is not None else None
 
     def data_parallel_size(self) -> int:
         """See `Engine.data_parallel_size`."""
-        return self.context.world_size
+        return self._sizes.data
 
     def close(self) -> None:
         """See `Engine.close`."""
         self._optimizer = None
         del self.model
-        if self._sharded:
-            self._sharded = False
+        if self._mesh is not None:
+            self._mesh = None
             groups.leave()

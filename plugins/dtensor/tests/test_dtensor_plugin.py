@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
@@ -25,9 +26,10 @@ def registered(monkeypatch):
     return create_manager(["rlframework_dtensor.plugin"]).select("policy_worker", "dtensor")
 
 
-def problems_of(registered, device="cpu", **policy):
+def problems_of(registered, device="cpu", workers=1, **policy):
     config = RunConfig(
         algorithm=AlgorithmConfig(name="a"),
+        worker_group={"num_workers": workers},
         policy=PolicyWithDTensor.model_validate({"model_name": "m", **policy}),
         environment=EnvironmentConfig(name="e"),
     )
@@ -57,6 +59,21 @@ def test_flash_attention_on_a_cpu_is_refused(registered):
     assert problems == [("policy.dtensor.attention", "flash_attention_2 needs a GPU, and the device is cpu.")]
 
 
+def test_context_parallelism_with_another_attention_is_refused(registered):
+    problems = problems_of(registered, parallelism={"context": 2}, dtensor={"attention": "eager"})
+    message = "context parallelism has an attention of its own, and does not do eager."
+    assert ("policy.dtensor.attention", message) in problems
+    assert problems_of(registered, parallelism={"context": 2}, dtensor={"attention": "sdpa"}) == []
+
+
+def test_compiling_on_a_cpu_without_a_compiler_is_refused(registered, monkeypatch):
+    monkeypatch.setattr(dtensor_config, "which", lambda name: None)
+    [(key, message)] = problems_of(registered, dtensor={"compile": True})
+    assert key == "policy.dtensor.compile"
+    assert "needs a C++ compiler" in message
+    assert problems_of(registered, device="cuda", dtensor={"compile": True}) == []
+
+
 @pytest.mark.parametrize("installed", [True, False])
 def test_flash_attention_needs_its_package_and_half_precision(registered, monkeypatch, installed):
     monkeypatch.setattr(dtensor_config, "find_spec", lambda name: object() if installed else None)
@@ -65,6 +82,40 @@ def test_flash_attention_needs_its_package_and_half_precision(registered, monkey
     wrong = [("policy.dtensor.attention", "flash_attention_2 does not compute in float32.")]
     assert problems_of(registered, "cuda", precision="bfloat16", dtensor=choice) == ([] if installed else missing)
     assert problems_of(registered, "cuda", dtensor=choice) == ([] if installed else missing) + wrong
+
+
+LLAMA = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64}
+
+
+@pytest.mark.parametrize(
+    ("model", "tensor", "said"),
+    [
+        (LLAMA, 2, None),
+        (LLAMA, 4, "the model has 2 key-value heads, which policy.parallelism.tensor=4 does not divide."),
+        (LLAMA | {"intermediate_size": 63}, 2, "the model has 63 units of the MLP"),
+        (LLAMA | {"num_attention_heads": 5}, 2, "the model has 5 attention heads"),
+        ({}, 3, None),  # a name on the hub: the workers look
+    ],
+)
+def test_heads_that_tensor_parallelism_does_not_divide_are_refused(registered, tmp_path, model, tensor, said):
+    if model:
+        (tmp_path / "config.json").write_text(json.dumps(model))
+    found = problems_of(registered, workers=tensor, model_name=str(tmp_path), parallelism={"tensor": tensor})
+    assert [key for key, _ in found] == ["policy.parallelism.tensor"] * (said is not None)
+    assert said is None or said in found[0][1]
+
+
+def test_what_needs_tensor_parallelism_is_refused_without_it(registered):
+    [(key, message)] = problems_of(registered, parallelism={"sequence": True})
+    assert (key, "goes with tensor parallelism" in message) == ("policy.parallelism.sequence", True)
+    [(key, _)] = problems_of(registered, dtensor={"custom_parallel_plan": "module:plan"})
+    assert key == "policy.dtensor.custom_parallel_plan"
+
+
+@pytest.mark.parametrize(("replicate", "refused"), [(1, False), (2, False), (3, True), (4, False)])
+def test_copies_of_the_weights_divide_the_workers_that_share_rows(registered, replicate, refused):
+    found = problems_of(registered, workers=4, dtensor={"replicate": replicate})
+    assert [key for key, _ in found] == ["policy.dtensor.replicate"] * refused
 
 
 def test_unknown_keys_of_the_section_are_refused():

@@ -16,7 +16,7 @@ import torch
 from rlframework.config.sections import DeadlinesConfig
 from rlframework.conformance.suites.probe_worker import ProbeWorker
 from rlframework.distributed.batched_data_dict import BatchedDataDict
-from rlframework.errors import DeadlineExceeded, RLFrameworkError, WorkerError
+from rlframework.errors import DeadlineExceeded, RLFrameworkError, WorkerError, WorkerLost
 from rlframework.interfaces.worker_group import WorkerContext
 
 Break = Callable[[type], type]
@@ -52,6 +52,64 @@ def calling(change: Callable[[dict[str, Any]], Mapping[str, Any]]) -> Break:
         return _with(part, run_all_workers_single_data=run)
 
     return break_it
+
+
+def giving_entries(change: Callable[[dict[str, Any]], Mapping[str, Any]]) -> Break:
+    """Calls with an entry for each worker are made with changed keywords."""
+
+    def break_it(part: Any) -> type:
+        def run(self: Any, method_name: str, *args: Any, **given: Any) -> Any:
+            return part.run_all_workers_multiple_data(self, method_name, *args, **change(given))
+
+        return _with(part, run_all_workers_multiple_data=run)
+
+    return break_it
+
+
+def backwards(value: Any) -> Any:
+    """A list from its end."""
+    return value[::-1] if isinstance(value, list) else value
+
+
+def cut_to_two(value: Any) -> Any:
+    """The first two entries of a list."""
+    return value[:2] if isinstance(value, list) else value
+
+
+def entries_for_all(given: dict[str, Any]) -> dict[str, Any]:
+    """Nobody is skipped, and for whoever should have been there is another of the same."""
+    if given.get("run_rank_0_only_axes") is None:
+        return given
+    return {name: value * 2 for name, value in given.items() if name == "value"}
+
+
+def always_the_first(part: Any) -> type:
+    """Worker 0 is called."""
+
+    def run(self: Any, method_name: str, worker_idx: int, **given: Any) -> Any:
+        return part.run_single_worker_single_data(self, method_name, 0 * worker_idx, **given)
+
+    return _with(part, run_single_worker_single_data=run)
+
+
+def all_for_one(part: Any) -> type:
+    """All are called, and the answer of the one is returned."""
+
+    def run(self: Any, method_name: str, worker_idx: int, **given: Any) -> Any:
+        future = part.run_all_workers_single_data(self, method_name, **given)
+        future.return_from_workers = [worker_idx]
+        return future
+
+    return _with(part, run_single_worker_single_data=run)
+
+
+def wrapping_around(part: Any) -> type:
+    """Python's indices."""
+
+    def run(self: Any, method_name: str, worker_idx: int, *args: Any, **given: Any) -> Any:
+        return part.run_single_worker_single_data(self, method_name, worker_idx % self.sharding.size, *args, **given)
+
+    return _with(part, run_single_worker_single_data=run)
 
 
 def starting(change: Callable[..., tuple[Any, Any]]) -> Break:
@@ -198,6 +256,22 @@ def deaths_as_silence(group: Any, wait: Callable[[], list[Any]]) -> list[Any]:
         raise
 
 
+def deaths_as_failures(group: Any, wait: Callable[[], list[Any]]) -> list[Any]:
+    """A death is told as any other failure."""
+    try:
+        return wait()
+    except WorkerLost as error:
+        raise WorkerError(str(error)) from None
+
+
+def failures_as_deaths(group: Any, wait: Callable[[], list[Any]]) -> list[Any]:
+    """What a worker raises is told as its death."""
+    try:
+        return wait()
+    except WorkerError as error:
+        raise WorkerLost(str(error)) from None
+
+
 def one_slot(part: Any) -> type:
     """The answers of the last call, whichever future is awaited."""
 
@@ -267,6 +341,19 @@ class OwnAddress(ProbeWorker):
 
     def __init__(self, context: WorkerContext, **kwargs: Any) -> None:
         super().__init__(replace(context, master_port=context.master_port + context.rank), **kwargs)
+
+
+class OneMemoryForAll(ProbeWorker):
+    """What the first writes into a large argument reaches the others through a file, as shared memory would do it."""
+
+    def spoil_in_turn(self, tensor: Any) -> float:
+        """See `ProbeWorker`."""
+        written = self._folder / "written"
+        if self._context.rank and written.exists():
+            tensor.zero_()
+        total = super().spoil_in_turn(tensor)
+        written.touch()
+        return total
 
 
 def one_process(part: Any) -> type:

@@ -37,13 +37,14 @@ class MutantProof:
 
     @classmethod
     def cases(cls, record: Record, device: str) -> list[tuple[Mutant, str]]:
-        """Each mutant with each test that it names, where the part declares and `device` has what the test needs."""
+        """Each mutant with each test that it names, where the part declares and `device` has what both need."""
         tests = suite_of(cls.kind).tests()
         return [
             (mutant, test)
             for mutant in mutants_of(cls.kind).values()
             for test in mutant.tests
             if mutant.applies(cls.section)
+            and mutant.layout.capabilities <= record.capabilities
             and (test not in tests or (tests[test].declared(record) and tests[test].fits(mutant.layout, device)))
         ]
 

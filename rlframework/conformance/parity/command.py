@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from rlframework.plugins.manager import PluginManager
 
 KIND = "policy_worker"
+MODES = ("padded", "dynamic", "packed")
 PRECISIONS: tuple[str, ...] = get_args(PolicyConfig.model_fields["precision"].annotation)
 
 
@@ -38,6 +39,8 @@ def parity(
     steps: int = 20,
     rows: int = 8,
     precisions: Sequence[str] = (),
+    modes: Sequence[str] = (),
+    checkpointing: bool = False,
     device: str = "cpu",
     json_file: str | None = None,
     manager: PluginManager | None = None,
@@ -45,15 +48,18 @@ def parity(
     """Compare the backends that `words` name, `BACKEND[:LAYOUT]`, with the oracle; print it; the exit code.
 
     No words: every policy worker that is installed. What cannot be made is told, and the others go on; it makes the
-    command fail where it was named. `model`: a directory; none: a tiny model made here.
+    command fail where it was named. `model`: a directory; none: a tiny model made here. `modes`: of `policy.batching`;
+    none: padded. `checkpointing`: each once more, with activation checkpointing.
     """
     _check(device, json_file, steps=steps, rows=rows)
+    variants = list(_variants(modes, checkpointing))
     manager = manager or create_manager()
     subjects = _subjects(words, _known(precisions or ("float32", "bfloat16")), device, manager, quick=True)
     with _folder() as folder:
         path: Path | str = model or cases.model("untied", folder)
         vocabulary = _vocabulary(path) if model else None
         exams = [made_exam(kind, path, steps=steps, rows=rows, vocabulary=vocabulary) for kind in LOSSES]
+        exams = [exam.varied(variant, keys) for variant, keys in variants for exam in exams]
         outcomes = list(_examined(exams, subjects, manager, folder))
         title = (
             f"beside the oracle: {model or 'a tiny model'}, {_count(steps, 'step')} of {_count(rows, 'row')}, {device}"
@@ -66,16 +72,18 @@ def _examined(
     exams: Sequence[Exam], subjects: Sequence[tuple[Subject, bool]], manager: PluginManager, folder: Path
 ) -> Iterator[Outcome]:
     """Each subject in each exam; a backend that cannot be made in fp32 is told once a layout."""
-    absent: set[tuple[str, Layout]] = set()
+    absent: set[tuple[str, Layout, str]] = set()
     for subject, named in subjects:
+        unmade: set[str] = set()
         for exam in exams:
-            if (subject.backend, subject.layout) in absent:
-                break
+            if exam.variant in unmade or (subject.backend, subject.layout, exam.variant) in absent:
+                continue
             outcome = _told(examine(exam, subject, manager=manager, folder=folder, named=named))
             yield outcome
             if not outcome.made:
-                absent |= {(subject.backend, subject.layout)} if subject.precision == "float32" else set()
-                break
+                unmade.add(exam.variant)
+                if subject.precision == "float32":
+                    absent.add((subject.backend, subject.layout, exam.variant))
 
 
 def replay(
@@ -160,6 +168,18 @@ def _subjects(
         for name, layout, named in dict.fromkeys(found)
         for precision in precisions
     ]
+
+
+def _variants(modes: Sequence[str], checkpointing: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each way to make microbatches, in words and as keys of `policy`; of few tokens, so that there are several."""
+    for mode in modes:
+        if mode not in MODES:
+            raise ConfigError(f"--batching is {mode!r}; it must be one of {', '.join(MODES)}")
+    tokens = 3 * cases.WIDTH - 2
+    for again in (False, True)[: 1 + checkpointing]:
+        for mode in dict.fromkeys(modes) or ("padded",):
+            words = [mode] * bool(modes) + ["checkpointed"] * again
+            yield " ".join(words), {"batching": {"mode": mode, "tokens": tokens}, "activation_checkpointing": again}
 
 
 def _vocabulary(model: Path | str) -> int:

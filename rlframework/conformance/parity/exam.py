@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +61,15 @@ class Exam:
     settings: Mapping[str, Any] = field(default_factory=dict)
     sections: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     floor: float = 0.0
+    variant: str = ""
+    """What `settings` ask for beyond the ordinary, in words."""
+
+    def varied(self, variant: str, settings: Mapping[str, Any]) -> Exam:
+        """The same, with the same answers, of a backend with other `settings`."""
+        name = f"{self.name} {variant}".strip()
+        other = replace(self, name=name, variant=variant, settings={**self.settings, **settings})
+        vars(other)["answers"] = self.answers  # the oracle's do not hang on the settings
+        return other
 
     def oracle(self) -> Oracle:
         """A fresh one."""

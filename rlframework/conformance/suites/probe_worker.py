@@ -77,6 +77,13 @@ class ProbeWorker:
         tensor.zero_()
         return self._context.rank
 
+    def spoil_in_turn(self, tensor: Any) -> float:
+        """Wait until the ranks before it are done; then the sum of what it was given, and all of that set to 0."""
+        time.sleep(0.3 * self._context.rank)
+        total = float(tensor.double().sum())
+        tensor.zero_()
+        return total
+
     def sleep(self, seconds: Sequence[float]) -> int:
         """Rank i takes `seconds[i]`."""
         time.sleep(seconds[self._context.rank])

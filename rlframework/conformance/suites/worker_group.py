@@ -17,7 +17,7 @@ import torch
 from rlframework.conformance.rules import Suite, holds
 from rlframework.conformance.suites.worker_group_bench import PATIENCE, PROBE, WorkerGroupBench
 from rlframework.distributed.batched_data_dict import BatchedDataDict
-from rlframework.errors import BatchError, DeadlineExceeded, PluginError, WorkerError
+from rlframework.errors import BatchError, DeadlineExceeded, PluginError, WorkerError, WorkerLost
 from rlframework.interfaces.worker_group import WorkerSpec
 
 if TYPE_CHECKING:
@@ -110,6 +110,33 @@ class _Calls:
         bench.equal("results", group.get_all_worker_results(future), [(0, {"value": 1})])
         bench.equal("calls", bench.ask(group, "calls"), [["echo"], []])
 
+    @holds(1)
+    def test_a_call_of_one_worker_reaches_that_one_alone(self, bench: WorkerGroupBench) -> None:
+        """By its index, and what comes back is its answer."""
+        group, last = bench.group(), bench.layout.workers - 1
+        future = group.run_single_worker_single_data("echo", worker_idx=last, value="to one")
+        bench.equal("results", group.get_all_worker_results(future), [(last, {"value": "to one"})])
+        expected: list[list[str]] = [[] for _ in range(last)]
+        bench.equal("calls", bench.ask(group, "calls"), [*expected, ["echo"]])
+
+    @holds(1)
+    def test_multiple_data_gives_each_worker_its_entry(self, bench: WorkerGroupBench) -> None:
+        """Entry i to worker i, whatever the axes, and to all what is common."""
+        group, size = bench.group(), bench.layout.workers
+        future = group.run_all_workers_multiple_data(
+            "echo", common_kwargs={"common": "x"}, value=[f"entry {rank}" for rank in range(size)]
+        )
+        expected = [(rank, {"value": f"entry {rank}", "common": "x"}) for rank in range(size)]
+        bench.equal("what the workers got", group.get_all_worker_results(future), expected)
+
+    @holds(1, data_parallel=2)
+    def test_multiple_data_skips_who_is_not_at_rank_0(self, bench: WorkerGroupBench) -> None:
+        """`run_rank_0_only_axes`: whoever is skipped takes no entry."""
+        group = bench.group()
+        future = group.run_all_workers_multiple_data("echo", run_rank_0_only_axes=["data_parallel"], value=["only"])
+        bench.equal("results", group.get_all_worker_results(future), [(0, {"value": "only"})])
+        bench.equal("calls", bench.ask(group, "calls"), [["echo"], []])
+
     @holds(7)
     def test_futures_may_be_awaited_in_any_order(self, bench: WorkerGroupBench) -> None:
         """Two calls are on their way, and each future has the results of its own."""
@@ -167,14 +194,26 @@ class _Values:
         bench.equal("the driver's list", numbers, [3, 4])
         bench.exact("the driver's tensor", tensor, torch.tensor([1.5, 2.5]))
 
+    @holds(1, data_parallel=2)
+    def test_workers_cannot_change_what_other_workers_got(self, bench: WorkerGroupBench) -> None:
+        """16 MiB for all, which a group may store once: what one writes into it, no other sees, nor the next call."""
+        group = bench.group()
+        tensor = torch.ones(4 * 2**20)
+        sums = bench.ask(group, "spoil_in_turn", tensor=tensor)
+        bench.equal("sums that the workers saw, each before it wrote", sums, [float(4 * 2**20)] * len(sums))
+        bench.equal("sums of the next call", bench.ask(group, "spoil_in_turn", tensor=tensor), sums)
+
     @holds(8)
     def test_positional_arguments_are_refused(self, bench: WorkerGroupBench) -> None:
         """Which argument is shared out is said by name; the group goes on."""
         group: Any = bench.group()
         single = group.run_all_workers_single_data
         bench.refuses(TypeError, lambda: single("give_back", 1), "a positional argument")
-        shared = group.run_all_workers_sharded_data
+        shared, entries = group.run_all_workers_sharded_data, group.run_all_workers_multiple_data
         bench.refuses(TypeError, lambda: shared("give_back", [1]), "a positional argument that is shared out")
+        bench.refuses(TypeError, lambda: entries("give_back", [1]), "a positional argument with entries")
+        one = group.run_single_worker_single_data
+        bench.refuses(TypeError, lambda: one("give_back", 0, 1), "a positional argument for one worker")
         size = bench.layout.workers
         bench.equal("results afterwards", bench.ask(group, "give_back", value=2), [2] * size)
 
@@ -191,6 +230,14 @@ class _Values:
         bench.refuses(BatchError, lambda: share(["x"] * (size + 1)), "more shares than workers", says=str(size + 1))
         bench.refuses(BatchError, lambda: share(7), "a number as shares", says="value")
         bench.refuses(ValueError, lambda: share(["x"] * size, "time"), "an axis that is not there", says="time")
+        entries, workers = group.run_all_workers_multiple_data, bench.layout.workers
+        many = ["x"] * (workers + 1)
+        bench.refuses(BatchError, lambda: entries("echo", value=many), "more entries than workers", says="value")
+        bench.refuses(BatchError, lambda: entries("echo", value=7), "a number as entries", says="value")
+        bench.refuses(BatchError, lambda: entries("echo"), "no entries at all")
+        one = group.run_single_worker_single_data
+        bench.refuses(IndexError, lambda: one("echo", workers), "a worker that is not there", says=str(workers))
+        bench.refuses(IndexError, lambda: one("echo", -1), "a worker before the first", says="-1")
         bench.equal("calls", bench.ask(group, "calls"), [[]] * bench.layout.workers)
 
     @holds(8, data_parallel=2)
@@ -228,20 +275,23 @@ class _Failures:
     def test_one_failing_rank_fails_the_call_at_once(self, bench: WorkerGroupBench) -> None:
         """The other rank, which is busy for a minute, is not waited for."""
         group = bench.start()
-        bench.refuses(
+        raised = bench.refuses(
             WorkerError,
             lambda: bench.within(PATIENCE, "telling", lambda: bench.ask(group, "fail", rank=1, others_take=60.0)),
             "a call in which one rank fails",
             says=r"rank 1\b.*a nut is loose on rank 1",
         )
+        bench.equal("a failure is the loss of a worker", isinstance(raised, WorkerLost), False)
         bench.require_nobody_left("a failure")
 
     @holds(7, data_parallel=2)
     def test_a_rank_that_dies_fails_the_call_at_once(self, bench: WorkerGroupBench) -> None:
-        """Killed for want of memory, say: noticed without waiting for the deadline."""
+        """Killed for want of memory, say: noticed without waiting for the deadline, and told as what a run can restart
+        from.
+        """
         group = bench.start()
         bench.refuses(
-            WorkerError,
+            WorkerLost,
             lambda: bench.within(PATIENCE, "telling", lambda: bench.ask(group, "die", rank=1, others_take=60.0)),
             "a call in which one rank dies",
             says=r"rank 1\b",

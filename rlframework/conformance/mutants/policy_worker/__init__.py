@@ -5,17 +5,19 @@ from __future__ import annotations
 from rlframework.conformance.mutants.mutant import Mutant
 from rlframework.conformance.mutants.policy_worker import (
     checkpoints,
+    context,
     conventions,
     failures,
     grouping,
     saving,
     state,
+    tensor,
     training,
 )
 
 MUTANTS: tuple[Mutant, ...] = tuple(
     value
-    for part in (conventions, grouping, training, state, saving, checkpoints, failures)
+    for part in (conventions, grouping, context, tensor, training, state, saving, checkpoints, failures)
     for value in vars(part).values()
     if isinstance(value, Mutant)
 )

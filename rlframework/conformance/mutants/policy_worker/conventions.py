@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -39,6 +40,39 @@ padding_scored = mutant(
     "test_first_position_and_padding_are_zero",
     "test_padding_changes_nothing",
 )(_scored(lambda logprobs, data: logprobs.where(logprobs != 0, torch.full_like(logprobs, -3.0))))
+
+
+@mutant(
+    "scored_entropy_in_bits",
+    "entropies are in bits, not in nats",
+    "test_entropies_come_with_log_probabilities",
+)
+def scored_entropy_in_bits(worker_class: Any) -> Any:
+    """See its `bug`."""
+
+    class Broken(worker_class):  # type: ignore[misc]
+        def get_logprobs(self, *args: Any, **kwargs: Any) -> Any:
+            found = super().get_logprobs(*args, **kwargs)
+            return BatchedDataDict({k: v / math.log(2) if k == "entropy" else v for k, v in found.items()})
+
+    return Broken
+
+
+@mutant(
+    "next_top_tokens",
+    "the likeliest tokens stand at the position that predicts them, as logits do",
+    "test_the_likeliest_tokens_are_those_of_the_oracle",
+)
+def next_top_tokens(worker_class: Any) -> Any:
+    """See its `bug`."""
+
+    class Broken(worker_class):  # type: ignore[misc]
+        def get_topk_logits(self, *args: Any, **kwargs: Any) -> Any:
+            found = super().get_topk_logits(*args, **kwargs)
+            return BatchedDataDict({name: values.roll(-1, dims=1) for name, values in found.items()})
+
+    return Broken
+
 
 half_results = mutant(
     "half_results",

@@ -41,7 +41,7 @@ def _counted(change: Callable[[Any, dict[str, Any]], dict[str, Any]]) -> Any:
     return break_it
 
 
-def _stepped(change: Callable[..., Any]) -> Any:
+def stepped(change: Callable[..., Any]) -> Any:
     """A worker whose step in training is `change(worker, step, output, microbatch)`."""
 
     def break_it(worker_class: Any) -> Any:
@@ -127,7 +127,8 @@ tokens_for_sequences = mutant(
 )(_counted(lambda worker, found: {**found, "global_valid_seqs": found["global_valid_toks"]}))
 
 
-def _scaled(factor: float, step: Any, output: Any, microbatch: Any) -> Any:
+def scaled(factor: float, step: Any, output: Any, microbatch: Any) -> Any:
+    """What `step` gives, its loss times `factor`."""
     result = step(output, microbatch)
     result.loss = result.loss * factor
     return result
@@ -140,7 +141,7 @@ loss_averaged_per_microbatch = mutant(
     "test_first_step_is_that_of_the_oracle",
     "test_packed_equals_padded",
     "test_dynamic_equals_padded",
-)(_stepped(lambda worker, *args: _scaled(1 / worker.microbatch_count, *args)))
+)(stepped(lambda worker, *args: scaled(1 / worker.microbatch_count, *args)))
 
 gradient_averaged_over_ranks = mutant(
     "gradient_averaged_over_ranks",
@@ -148,7 +149,7 @@ gradient_averaged_over_ranks = mutant(
     "test_first_step_is_that_of_the_oracle",
     "test_workers_with_unequal_work_agree",
     layout=TWO,
-)(_stepped(lambda worker, *args: _scaled(1 / worker.data_parallel_size(), *args)))
+)(stepped(lambda worker, *args: scaled(1 / worker.data_parallel_size(), *args)))
 
 missing_all_reduce = mutant(
     "missing_all_reduce",
@@ -156,7 +157,7 @@ missing_all_reduce = mutant(
     "test_first_step_is_that_of_the_oracle",
     "test_workers_with_unequal_work_agree",
     layout=TWO,
-)(_stepped(lambda worker, *args: _scaled(0.0 if worker.context.rank else 2.0, *args)))
+)(stepped(lambda worker, *args: scaled(0.0 if worker.context.rank else 2.0, *args)))
 
 
 def _dummy_as_real(worker: Any, step: Any, output: Any, microbatch: Any) -> Any:
@@ -172,7 +173,7 @@ dummy_counted = mutant(
     "microbatches that only keep ranks in step are learnt from",
     "test_workers_with_unequal_work_agree",
     layout=TWO,
-)(_stepped(_dummy_as_real))
+)(stepped(_dummy_as_real))
 
 
 def _last_metrics(worker: Any, step: Any, output: Any, microbatch: Any) -> Any:
@@ -187,7 +188,7 @@ metrics_of_one_microbatch = mutant(
     "metrics_of_one_microbatch",
     "metrics are those of the first microbatch",
     "test_metrics_are_of_the_whole_global_batch",
-)(_stepped(_last_metrics))
+)(stepped(_last_metrics))
 
 
 def _without_partial(worker: Any, made: list[Any]) -> list[Any]:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from rlframework.conformance.bench import Bench
 from rlframework.distributed.batched_data_dict import BatchedDataDict
+from rlframework.distributed.rendezvous import process_store
 from rlframework.interfaces.data_processor import BatchPlan, Microbatch, MicrobatchRule
 from rlframework.interfaces.loss import LossInput, LossType
 from rlframework.interfaces.worker_group import WorkerContext, WorkerSpec
@@ -80,7 +81,7 @@ class CountingWorker:
         self._part = part if mutant is None else find_mutant("data_processor", mutant).break_it(part)
         dist.init_process_group(
             "gloo",
-            init_method=f"tcp://{context.master_addr}:{context.master_port}",
+            store=process_store(context),
             rank=context.rank,
             world_size=context.world_size,
             timeout=timedelta(seconds=context.deadline),

@@ -92,6 +92,29 @@ class Conventions(Suite):
                 bench.values(f"log-probabilities at positions={positions}, {mode}", got, right * mask)
 
     @holds(1)
+    def test_entropies_come_with_log_probabilities(self, bench: PolicyBench) -> None:
+        """In nats, of the distribution that each token was drawn from, at the temperature of sampling; 0 elsewhere."""
+        data, oracle = bench.batch(), bench.oracle(temperature=0.7)
+        for mode in ("padded", "auto"):
+            policy = bench.policy(generation={"temperature": 0.7}, batching={"mode": mode, "tokens": 28})
+            got = policy.get_logprobs(data, entropy=True)
+            bench.values(f"entropies, {mode}", got["entropy"], oracle.entropy(data))
+            bench.values(f"log-probabilities beside entropies, {mode}", got["logprobs"], oracle.logprobs(data))
+        asked = policy.get_logprobs(data, positions="token_mask", entropy=True)["entropy"]
+        bench.values("entropies where token_mask asks", asked, oracle.entropy(data) * data["token_mask"])
+
+    @holds(1)
+    def test_the_likeliest_tokens_are_those_of_the_oracle(self, bench: PolicyBench) -> None:
+        """The `k` largest logits, largest first, with their tokens: of the distribution that token i was drawn from."""
+        data, oracle = bench.batch(), bench.oracle(temperature=0.7)
+        logits, tokens = oracle.top_logits(data, 5)
+        for mode in ("padded", "auto"):
+            policy = bench.policy(generation={"temperature": 0.7}, batching={"mode": mode, "tokens": 28})
+            got = policy.get_topk_logits(data, 5)
+            bench.values(f"largest logits, {mode}", got["topk_logits"], logits)
+            bench.exact(f"likeliest tokens, {mode}", got["topk_indices"], tokens)
+
+    @holds(1)
     def test_scoring_and_training_are_at_the_temperature_of_sampling(self, bench: PolicyBench) -> None:
         """Samples are drawn from softmax(logits / T): their log-probabilities are of that, on both sides."""
         data = bench.batch()

@@ -90,6 +90,18 @@ class Grouping(Suite):
         bench.first_step(data, "one row of eight", batching={"mode": "auto", "tokens": 20})
 
     @holds(2)
+    def test_targets_may_lie_at_one_end_of_their_rows(self, bench: PolicyBench) -> None:
+        """Only the third token of each row is learnt from, then only the last: a part of a row may have none."""
+        data = bench.batch()
+        third, last = (torch.zeros_like(data["token_mask"]) for _ in range(2))
+        third[:, 2] = 1.0
+        last[torch.arange(data.size), data["input_lengths"] - 1] = 1.0
+        for what, mask in (("third token", third), ("last token", last)):
+            for mode in ("padded", "auto"):
+                given: BatchedDataDict[Any] = BatchedDataDict({**data, "token_mask": mask})
+                bench.first_step(given, f"{what} of each row, {mode}", batching={"mode": mode, "tokens": 30})
+
+    @holds(2)
     def test_counts_are_of_the_whole_global_batch(self, bench: PolicyBench) -> None:
         """`global_valid_seqs` and `global_valid_toks`, counted by hand from the masks, over all workers."""
         data = bench.batch()

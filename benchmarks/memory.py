@@ -1,0 +1,78 @@
+"""How much memory a piece of work takes at most, beyond what was held before it.
+
+On Linux's CPU side: the high-water mark of the process, which the kernel lets a process set back. On a GPU: the
+allocator's own count. Run as a program, it tells the peak of one way to compute log-probabilities; see `head_memory`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+TOKENS, HIDDEN, VOCABULARY = 1024, 256, 150_000
+WAYS = ("whole logits", "in chunks")
+
+
+def peak_bytes(work: Callable[[], Any], device: str = "cpu") -> int:
+    """Bytes that `work` held at most, beyond those that were held before it."""
+    import torch
+
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        work()
+        torch.cuda.synchronize()
+        return int(torch.cuda.max_memory_allocated() - before)
+    with suppress(OSError, AttributeError):  # no glibc
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+    before = _status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # sets the high-water mark back
+    work()
+    return _status("VmHWM") - before
+
+
+def _status(name: str) -> int:
+    """Bytes that Linux says under `name` of this process."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"/proc/self/status has no {name}")
+
+
+def head_memory(device: str = "cpu") -> dict[str, int]:
+    """Peak bytes of log-probabilities and their backward, each way in a process of its own."""
+    command = [sys.executable, __file__, device]
+    return {way: int(subprocess.check_output([*command, way], text=True).split()[-1]) for way in WAYS}
+
+
+def _head(device: str, way: str) -> int:
+    import torch
+
+    from rlframework.policy.head import chunked_logprobs
+
+    torch.manual_seed(0)
+    hidden = torch.randn(TOKENS, HIDDEN, device=device).requires_grad_()
+    weight = (0.02 * torch.randn(VOCABULARY, HIDDEN, device=device)).requires_grad_()
+    targets = torch.randint(VOCABULARY, (TOKENS,), device=device)
+
+    def work() -> None:
+        if way == "in chunks":
+            logprobs, _ = chunked_logprobs(hidden, weight, None, targets)
+        else:
+            logits = torch.nn.functional.linear(hidden, weight)
+            logprobs = torch.log_softmax(logits, -1).gather(-1, targets[:, None])
+        logprobs.sum().backward()
+
+    return peak_bytes(work, device)
+
+
+if __name__ == "__main__":
+    print(_head(sys.argv[1], sys.argv[2]))

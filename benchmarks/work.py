@@ -1,0 +1,161 @@
+"""What `policy.py` and `generation.py` have in common: models with random weights, rows, and the framework's side.
+
+Shapes: a Llama of 4 layers x 256 with 2,048 tokens, which a CPU trains in a second, and Qwen2.5's of 0.5B and 3B for a
+GPU.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from plain import PlainLoop, Rows
+
+from rlframework import create_manager, load_config
+from rlframework.algorithms.losses import NLLLoss
+from rlframework.data.models import make_llama, quiet_transformers
+from rlframework.data.tokenizer import character_tokenizer
+from rlframework.distributed.batched_data_dict import BatchedDataDict
+from rlframework.policy.policy import Policy
+
+VOCABULARY, ROWS, MICRO_ROWS = 2048, 32, 8
+LR, WEIGHT_DECAY, CLIP = 1e-4, 0.01, 1.0
+PADDED, SORTED = "padded loop", "sorted loop"
+
+QWEN: Mapping[str, dict[str, Any]] = {
+    "qwen-0.5b": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14},
+    "qwen-3b": {"hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16},
+}
+SHAPES = ("llama-4x256", *QWEN)
+
+
+def make_model(path: Path, shape: str = SHAPES[0], longest: int = 512) -> Any:
+    """A model with random weights in `path`, and its tokenizer, which has no end token: nothing ends of itself."""
+    tokenizer = character_tokenizer([chr(0x4E00 + index) for index in range(VOCABULARY - 2)])
+    tokenizer.eos_token = None
+    if shape == SHAPES[0]:
+        make_llama(path, tokenizer, hidden=256, layers=4, heads=4, init_std=0.08, max_positions=longest)
+        return tokenizer
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        vocab_size=151_936,
+        num_key_value_heads=2,
+        max_position_embeddings=longest,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        **QWEN[shape],
+    )
+    with quiet_transformers():
+        Qwen2ForCausalLM(config).save_pretrained(path)
+        tokenizer.save_pretrained(path)
+    return tokenizer
+
+
+def make_rows(lengths: str, count: int = ROWS, longest: int = 175, seed: int = 0) -> Rows:
+    """`count` rows, the first quarter of each a prompt that does not count.
+
+    `lengths`: "even", evenly drawn from 12 to `longest`; "tailed", 8 and more, exponentially distributed around half of
+    that, cut at 512 where `longest` is 175: most are short and few are long, as a policy answers.
+    """
+    rng = random.Random(seed)
+    if lengths == "even":
+        drawn = [rng.randint(longest * 12 // 175, longest) for _ in range(count)]
+    else:
+        drawn = [min(longest * 512 // 175, 8 + round(rng.expovariate(2 / longest))) for _ in range(count)]
+    sizes = torch.tensor(drawn)
+    columns = torch.arange(int(sizes.max()))
+    ids = torch.randint(2, VOCABULARY, (count, len(columns)), generator=torch.Generator().manual_seed(seed))
+    inside = columns < sizes[:, None]
+    mask = inside & (columns >= sizes[:, None] // 4)
+    return Rows(torch.where(inside, ids, 0), sizes, mask.float())
+
+
+def padded_tokens(rows: Rows, order: str) -> int:
+    """Tokens that the plain loop computes, padding included."""
+    lengths = rows.lengths.sort().values if order == "sorted" else rows.lengths
+    return sum(int(part.max()) * len(part) for part in lengths.split(MICRO_ROWS))
+
+
+def as_batch(rows: Rows) -> BatchedDataDict[Any]:
+    return BatchedDataDict(
+        {
+            "input_ids": rows.input_ids,
+            "input_lengths": rows.lengths,
+            "token_mask": rows.mask,
+            "sample_mask": torch.ones(len(rows.lengths)),
+        }
+    )
+
+
+@contextmanager
+def make_policy(
+    model: Path,
+    tokenizer: Any,
+    mode: str,
+    *,
+    backend: str = "dtensor",
+    device: str = "cpu",
+    rows: int = ROWS,
+    generation: Mapping[str, Any] | None = None,
+    **keys: Any,
+) -> Iterator[Policy]:
+    """The framework's side, in this process; `keys` of the section `policy`."""
+    config = load_config(
+        {
+            "output_dir": str(model.parent / "run"),
+            "device": device,
+            "algorithm": {"name": "sft"},
+            "environment": {"name": "addition"},
+            "policy": {
+                "model_name": str(model),
+                "backend": backend,
+                "batching": {"mode": mode},
+                "train_global_batch_size": rows,
+                "train_micro_batch_size": MICRO_ROWS,
+                "logprob_batch_size": MICRO_ROWS,
+                "optimizer": {"lr": LR, "weight_decay": WEIGHT_DECAY},
+                "max_grad_norm": CLIP,
+                **keys,
+            },
+            "generation": dict(generation or {}),
+            "worker_group": {"name": "inline"},
+        }
+    )
+    with Policy(config, tokenizer, create_manager(), device=device) as policy:
+        torch.set_num_threads(1)
+        yield policy
+
+
+def make_loop(model: Path, order: str, device: str = "cpu", precision: str = "float32") -> PlainLoop:
+    """The plain loop, "padded" or "sorted"."""
+    options = {"lr": LR, "weight_decay": WEIGHT_DECAY, "clip": CLIP, "device": device, "precision": precision}
+    return PlainLoop(model, order, MICRO_ROWS, **options)  # type: ignore[arg-type]
+
+
+def check_same(policy: Policy, name: str, loop: PlainLoop, rows: Rows, slack: float = 1.0) -> list[str]:
+    """One step on `policy`, called `name`, and the sorted `loop`; a line for each comparison.
+
+    Ends the program when they differ by more than is allowed, times `slack`.
+    """
+    batch, lines = as_batch(rows), []
+    ours = policy.get_logprobs(batch, positions="token_mask")["logprobs"]
+    trained = policy.train(batch, NLLLoss())
+    theirs = loop.get_logprobs(rows).cpu() * rows.mask
+    theirs[:, 0] = 0.0
+    loss, norm = loop.train(rows)
+    differences = {
+        "log-probabilities": (float((ours - theirs).abs().max()), 1e-4 * slack),
+        "loss": (abs(trained["loss"] / loss - 1.0), 1e-5 * slack),
+        "gradient norm": (abs(float(trained["grad_norm"][0]) / norm - 1.0), 1e-4 * slack),
+    }
+    for what, (difference, allowed) in differences.items():
+        lines.append(f"{what}, {name} against the {SORTED}: {difference:.1e} (allowed {allowed:.0e})")
+        if not difference <= allowed:
+            sys.exit(f"the two sides do not compute the same: {lines[-1]}")
+    return lines

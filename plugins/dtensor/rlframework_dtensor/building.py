@@ -1,0 +1,113 @@
+"""From a configuration to a model that is split over its workers, filled, and ready for the step.
+
+One process in fp32 keeps the plain module: there is nothing to split or cast, and generation can share it. What cannot
+be is refused before a weight is loaded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rlframework.config.policy import PolicyConfig
+from rlframework.errors import NotSupported
+from rlframework.interfaces.worker_group import WorkerContext
+from rlframework.policy.head import HeadPatch, require_plain_head
+from rlframework_dtensor import attention, context_parallel, groups
+from rlframework_dtensor.compiling import compile_blocks
+from rlframework_dtensor.config import DTensorConfig
+from rlframework_dtensor.context_limits import require_splittable
+from rlframework_dtensor.loading import empty_model, fill
+from rlframework_dtensor.mesh import Mesh, Sizes
+from rlframework_dtensor.parallelize import (
+    checkpoint_activations,
+    is_multimodal,
+    load_config,
+    load_model,
+    packs,
+    require_vocabulary,
+    shard,
+)
+from rlframework_dtensor.probing import stir, tiny_model
+from rlframework_dtensor.tensor_parallel import require_divisible, split
+
+
+@dataclass
+class Built:
+    """The model on the device, its head for `HeadPatch.computing`, its mesh (None: one plain module)."""
+
+    model: Any
+    head: HeadPatch
+    mesh: Mesh | None
+    packs: bool
+
+
+def build_model(
+    config: PolicyConfig,
+    section: DTensorConfig,
+    context: WorkerContext,
+    sizes: Sizes,
+    tokenizer: Any,
+    device: torch.device,
+) -> Built:
+    """Collective where there are several workers."""
+    attention.register()
+    context_parallel.register()
+    model_config = load_config(config)
+    if sizes.context > 1:
+        require_splittable(model_config)
+    require_divisible(model_config, sizes.tensor)
+    can_pack = _try_it(config, section, sizes, model_config, device)
+    choice = None if section.attention == "auto" else section.attention
+    if context.world_size == 1 and config.precision == "float32":
+        model = load_model(config, choice)
+        _ready(model, config, section, tokenizer, sizes)
+        model = model.to(device)
+        return Built(model, HeadPatch(model), None, can_pack)
+    model = empty_model(config, model_config, choice)
+    _ready(model, config, section, tokenizer, sizes)
+    groups.join(context, device)
+    mesh = Mesh(sizes, device.type)
+    rows = None
+    if sizes.tensor > 1:
+        rows = split(model, mesh.tensor, sequence=config.parallelism.sequence, custom_plan=section.custom_parallel_plan)
+    head = HeadPatch(model, rows)
+    shard(model, mesh.fsdp, config.precision, section.reshard_after_forward)
+    fill(model, config, choice, device)
+    return Built(model, head, mesh, can_pack)
+
+
+def _ready(model: Any, config: PolicyConfig, section: DTensorConfig, tokenizer: Any, sizes: Sizes) -> None:
+    """What is done to a model before it is split."""
+    require_vocabulary(model, tokenizer)
+    if sizes.tensor > 1 and is_multimodal(model):
+        raise NotSupported(
+            f"{type(model).__name__} takes more than text, which tensor parallelism does not do; "
+            "set policy.parallelism.tensor to 1"
+        )
+    if config.activation_checkpointing:
+        checkpoint_activations(model)
+    if section.compile:
+        compile_blocks(model)
+
+
+def _try_it(
+    config: PolicyConfig, section: DTensorConfig, sizes: Sizes, model_config: Any, device: torch.device
+) -> bool:
+    """Whether rows may be packed; `NotSupported` for a model whose head cannot be replaced, or where they must be."""
+    choice, mode = section.attention, config.batching.mode
+    model = tiny_model(config, model_config, None if choice == "auto" else choice)
+    require_plain_head(model)
+    wanted = mode == "packed" or sizes.context > 1
+    if not wanted and (mode != "auto" or device.type != "cpu"):  # there is nothing to try
+        return False
+    stir(model)
+    can_pack = choice in ("auto", "sdpa") and packs(model)
+    if wanted and not can_pack:
+        raise NotSupported(
+            f"{type(model).__name__} with policy.dtensor.attention={choice} does not keep packed sequences apart; "
+            "set policy.batching.mode to dynamic or auto, and policy.parallelism.context to 1"
+        )
+    return can_pack

@@ -1,0 +1,47 @@
+"""Which models context parallelism refuses, told from their configuration before a weight is loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlframework.errors import NotSupported
+
+KNOWN_LAYERS = {"full_attention", "sliding_attention"}
+CHANGING_ROPES = {"dynamic", "longrope"}
+"""Rotary embeddings whose frequencies hang on the longest position that a forward sees, which ranks would not share."""
+
+CANNOT = "context parallelism (policy.parallelism.context) does not do"
+REMEDY = "set policy.parallelism.context to 1"
+
+
+def require_splittable(config: Any) -> None:
+    """`NotSupported` where a model of the transformers `config` cannot be split along the sequence; loads nothing.
+
+    What this cannot see, layers that mix tokens by other means than attention, `parallelize.packs` finds by trying.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)] if known else None
+    name, text = getattr(model_class, "__name__", type(config).__name__), config.get_text_config()
+    if text is not config:
+        raise NotSupported(f"{CANNOT} multimodal models ({name}); {REMEDY}")
+    if not getattr(model_class, "_supports_attention_backend", not known):
+        raise NotSupported(f"{CANNOT} {name}: its attention is its own and cannot be exchanged for ours; {REMEDY}")
+    layers = set(getattr(text, "layer_types", None) or ()) - KNOWN_LAYERS
+    if layers:
+        raise NotSupported(f"{CANNOT} layers of the kinds {sorted(layers)} ({name}); {REMEDY}")
+    if getattr(text, "attn_logit_softcapping", None) is not None:
+        raise NotSupported(f"{CANNOT} soft-capped attention scores ({name}); {REMEDY}")
+    ropes = _rope_kinds(getattr(text, "rope_parameters", None) or {}) & CHANGING_ROPES
+    if ropes:
+        raise NotSupported(f"{CANNOT} rotary embeddings that change with the length: {sorted(ropes)}; {REMEDY}")
+
+
+def _rope_kinds(parameters: Any) -> set[str]:
+    """The `rope_type`s in `rope_parameters`: one for all layers, or one a kind of layer."""
+    if not isinstance(parameters, dict):
+        return set()
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    own = parameters.get("rope_type")
+    return set().union(*map(_rope_kinds, nested), {str(own)} if own else set())

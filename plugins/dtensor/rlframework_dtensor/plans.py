@@ -1,0 +1,175 @@
+"""Which module is split how: plans by family, the model's own, or one that the configuration names.
+
+A plan is about the blocks and the last norm. The embedding and the head are split over the vocabulary in any case (see
+`tensor_parallel`). Left out: mixtures of experts, and models whose attention mixes q, k and v in one weight, unless
+their own plan says how.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+
+from rlframework.errors import ConfigError, NotSupported
+from rlframework_dtensor.styles import (
+    SEQUENCE,
+    WHOLE,
+    ConvColumns,
+    ConvRows,
+    HeadNorm,
+    Hidden,
+    Joined,
+    Norm,
+    Output,
+    Plan,
+)
+
+KEY = "policy.dtensor.custom_parallel_plan"
+TWO_NORMS = ("input_layernorm", "post_attention_layernorm")
+FOUR_NORMS = (*TWO_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm")
+NORMS = {
+    "llama": TWO_NORMS,
+    "mistral": TWO_NORMS,
+    "qwen2": TWO_NORMS,
+    "qwen3": TWO_NORMS,
+    "gemma": TWO_NORMS,
+    "gemma2": FOUR_NORMS,
+    "gemma3_text": FOUR_NORMS,
+}
+"""The norms of a block, by `model_type`, of the families whose blocks are q, k, v, o and gate, up, down."""
+HEAD_NORMS = frozenset({"qwen3", "gemma3_text"})
+"""Those of them that norm each head of q and k."""
+
+
+def make_plan(model: Any, *, sequence: bool, custom: str | None) -> Plan:
+    """The plan for `model`; `NotSupported` or a `ConfigError` where there is none.
+
+    `sequence`: hidden states between the split modules lie split along the sequence. `custom`: an import path.
+    """
+    if custom is not None:
+        plan = _custom(custom)
+    elif model.config.model_type in NORMS:
+        plan = _family(model.base_model_prefix, model.config.model_type, sequence)
+    elif model.config.model_type == "gpt2":
+        plan = _gpt2(model.base_model_prefix, sequence)
+    elif sequence:
+        raise NotSupported(
+            f"there is no plan of sequence parallelism for {model.config.model_type!r}; it is there for "
+            f"{', '.join([*NORMS, 'gpt2'])}. Set policy.parallelism.sequence to false, or {KEY}"
+        )
+    else:
+        plan = _own(model)
+    _require_modules(model, plan)
+    return plan
+
+
+def _family(base: str, kind: str, sequence: bool) -> Plan:
+    between = SEQUENCE if sequence else WHOLE
+    block = f"{base}.layers.*"
+    # the input is moved once for the parts that share it, and their shares of its gradient are summed once
+    plan: Plan = {f"{block}.{part}": Hidden(between, WHOLE) for part in ("self_attn", "mlp")}
+    split = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+    plan |= {f"{block}.{part}": ColwiseParallel() for part in split}
+    plan |= {
+        f"{block}.{part}": RowwiseParallel(output_layouts=between) for part in ("self_attn.o_proj", "mlp.down_proj")
+    }
+    if kind in HEAD_NORMS:
+        plan |= {f"{block}.self_attn.{part}": HeadNorm() for part in ("q_norm", "k_norm")}
+    if sequence:
+        plan |= _along_the_sequence(f"{base}.layers.0", f"{base}.norm", [f"{block}.{norm}" for norm in NORMS[kind]])
+    return plan
+
+
+def _gpt2(base: str, sequence: bool) -> Plan:
+    """Embedding, head and MLP are split; attention, whose q, k and v are one weight, is computed by every rank."""
+    between = SEQUENCE if sequence else WHOLE
+    block = f"{base}.h.*"
+    plan: Plan = {
+        f"{block}.mlp": Hidden(between, WHOLE),
+        f"{block}.mlp.c_fc": ConvColumns(),
+        f"{block}.mlp.c_proj": ConvRows(output_layouts=between),
+    }
+    if sequence:
+        plan[f"{block}.attn"] = Joined(Hidden(SEQUENCE, WHOLE, local=True), Output(WHOLE, SEQUENCE))
+        plan |= _along_the_sequence(f"{base}.h.0", f"{base}.ln_f", [f"{block}.ln_1", f"{block}.ln_2"])
+    return plan
+
+
+def _along_the_sequence(first_block: str, last_norm: str, norms: list[str]) -> Plan:
+    plan: Plan = {norm: Norm() for norm in norms}
+    plan[first_block] = Hidden(WHOLE, SEQUENCE, local=True)
+    plan[last_norm] = Joined(Norm(), Output(SEQUENCE, WHOLE))
+    return plan
+
+
+def _own(model: Any) -> Plan:
+    """The plan that comes with the model's configuration."""
+    found = getattr(model.config, "base_model_tp_plan", None)
+    if not found:
+        raise NotSupported(
+            f"there is no plan of tensor parallelism for {model.config.model_type!r}; set policy.parallelism.tensor "
+            f"to 1, or {KEY}"
+        )
+    return {f"{model.base_model_prefix}.{path}": _style(path, word) for path, word in found.items()}
+
+
+def _style(path: str, word: str) -> ParallelStyle:
+    """The style that transformers calls `word`."""
+    styles: dict[str, ParallelStyle] = {
+        "colwise": ColwiseParallel(),
+        "rowwise": RowwiseParallel(),
+        "colwise_gather_output": ColwiseParallel(output_layouts=Replicate()),
+        "colwise_rep": ColwiseParallel(output_layouts=Replicate()),
+        "rowwise_split_input": RowwiseParallel(input_layouts=Replicate()),
+        "rowwise_rep": RowwiseParallel(input_layouts=Replicate()),
+        "replicated_with_grad_allreduce": HeadNorm(),
+    }
+    if word not in styles:
+        raise NotSupported(
+            f"the model's own plan splits {path} as {word!r}, which this backend does not do (it does "
+            f"{', '.join(styles)}); set policy.parallelism.tensor to 1, or {KEY}"
+        )
+    return styles[word]
+
+
+def _custom(path: str) -> Plan:
+    """The plan at `module:name` or `module.name`: a dictionary, or a function of no arguments that gives one."""
+    module, _, name = path.replace(":", ".").rpartition(".")
+    try:
+        found: Any = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"{KEY}={path!r} cannot be imported: {error}; write module:name") from error
+    plan = found() if callable(found) else found
+    if not isinstance(plan, dict) or not all(isinstance(style, ParallelStyle) for style in plan.values()):
+        raise ConfigError(
+            f"{KEY}={path!r} is no plan: a dictionary of torch.distributed.tensor.parallel styles by module path, or "
+            f"a function that gives one, and not {plan!r}"
+        )
+    return dict(plan)
+
+
+def _require_modules(model: nn.Module, plan: Plan) -> None:
+    """Each path of `plan` stands for a module, and none for the embedding or the head."""
+    from fnmatch import fnmatch
+
+    names = [name for name, _ in model.named_modules()]
+    vocabulary = {name for name, module in model.named_modules() if module in _ends(model)}
+    for path in plan:
+        matches = {name for name in names if name.count(".") == path.count(".") and fnmatch(name, path)}
+        if not matches:
+            raise ConfigError(
+                f"the plan of tensor parallelism names {path}, which {type(model).__name__} does not have"
+            )
+        if matches & vocabulary:
+            raise ConfigError(
+                f"the plan of tensor parallelism names {path}; the backend splits the embedding and the head "
+                f"over the vocabulary: take it out of {KEY}"
+            )
+
+
+def _ends(model: Any) -> tuple[nn.Module, nn.Module]:
+    return model.get_input_embeddings(), model.get_output_embeddings()

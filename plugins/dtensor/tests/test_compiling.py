@@ -1,0 +1,46 @@
+"""`policy.dtensor.compile`: the same numbers, for rows of any lengths."""
+
+from __future__ import annotations
+
+from shutil import which
+
+import pytest
+import torch
+
+from rlframework.algorithms.losses import NLLLoss
+from rlframework_dtensor.config import COMPILERS
+from rlframework_dtensor.worker import DTensorPolicyWorker
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(not any(map(which, COMPILERS)), reason="torch.compile needs a C++ compiler on a CPU"),
+    # torch's compiler trips over warnings of its own
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+]
+
+
+@pytest.mark.parametrize(("mode", "checkpointing"), [("padded", False), ("packed", False), ("packed", True)])
+@pytest.mark.parametrize("model_path", [True], indirect=True, ids=["tied"])
+def test_a_compiled_step_is_that_of_the_oracle(model_path, tokenizer, oracle, batches, mode, checkpointing):
+    worker = DTensorPolicyWorker(
+        {
+            "model_name": str(model_path),
+            "train_global_batch_size": 8,
+            "batching": {"mode": mode, "tokens": 40},
+            "activation_checkpointing": checkpointing,
+            "optimizer": {"lr": 1e-4},
+        },
+        tokenizer,
+        backend_config={"compile": True},
+    )
+    plain = oracle(lr=1e-4)
+    compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for batch in batches(3):
+        torch.testing.assert_close(worker.get_logprobs(batch)["logprobs"], plain.logprobs(batch), rtol=1e-5, atol=1e-5)
+        result, right = worker.train(batch, NLLLoss()), plain.step(batch, "nll")
+        assert float(result["global_loss"][0]) == pytest.approx(right.loss, rel=1e-5)
+        assert float(result["grad_norm"][0]) == pytest.approx(right.grad_norm, rel=1e-5)
+    worker.shutdown()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > compiled

@@ -1,0 +1,99 @@
+"""Weights straight from files into the pieces of a model; one process in bfloat16 is split over itself alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rlframework.config.policy import PolicyConfig
+from rlframework.conformance import cases
+from rlframework.errors import DataError
+from rlframework.interfaces.worker_group import WorkerContext
+from rlframework_dtensor import groups, loading
+from rlframework_dtensor.building import build_model
+from rlframework_dtensor.config import DTensorConfig
+from rlframework_dtensor.mesh import Sizes
+from rlframework_dtensor.pieces import whole
+
+
+@pytest.fixture
+def loaded():
+    """`loaded(path)`: the weights, whole, of the model that a worker has of the files at `path`."""
+    joined = []
+
+    def load(path):
+        config = PolicyConfig(model_name=str(path), precision="bfloat16")
+        built = build_model(
+            config, DTensorConfig(), WorkerContext(), Sizes(1, 1, 1, 1), cases.tokenizer(), torch.device("cpu")
+        )
+        joined.append(built)
+        return {name: whole(weight.detach()) for name, weight in built.model.named_parameters()}
+
+    yield load
+    for _ in joined:
+        groups.leave()
+
+
+@pytest.fixture
+def model(tmp_path):
+    """`model(name, change)`: a directory of the suite's model whose weights `change` made into others, and these."""
+
+    def make(name, change=lambda weights: weights):
+        path = cases.model(name, tmp_path)
+        weights = change(load_file(path / "model.safetensors"))
+        save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+        return path, weights
+
+    return make
+
+
+def test_files_in_half_precision_are_read_as_fp32(loaded, model, monkeypatch):
+    path, saved = model("untied", lambda weights: {name: value.bfloat16() for name, value in weights.items()})
+    monkeypatch.setattr(loading, "load_model", None)  # no whole model is made
+    found = loaded(path)
+    assert found.keys() == saved.keys()
+    for name, weight in found.items():
+        assert weight.dtype == torch.float32
+        assert torch.equal(weight, saved[name].float()), name
+
+
+def test_files_may_leave_the_prefix_of_the_base_model_out(loaded, model, monkeypatch):
+    path, saved = model(
+        "learned_positions", lambda weights: {name.removeprefix("transformer."): w for name, w in weights.items()}
+    )
+    monkeypatch.setattr(loading, "load_model", None)
+    for name, weight in loaded(path).items():
+        assert torch.equal(weight, saved[name.removeprefix("transformer.")]), name
+
+
+def test_files_may_have_a_tied_head_under_the_name_of_the_head(loaded, model, monkeypatch):
+    old, new = "model.embed_tokens.weight", "lm_head.weight"
+    path, saved = model("tied", lambda weights: {new if name == old else name: w for name, w in weights.items()})
+    monkeypatch.setattr(loading, "load_model", None)
+    found = loaded(path)
+    assert torch.equal(found[old], saved[new])
+    assert new not in found
+
+
+def test_a_file_that_lacks_a_weight_is_refused(model):
+    path, _ = model("untied", lambda weights: {name: w for name, w in weights.items() if "layers.1.mlp" not in name})
+    config = PolicyConfig(model_name=str(path))
+    with pytest.raises(DataError, match=r"it lacks \['model\.layers\.1\.mlp\.down_proj\.weight'"):
+        loading.load_model(config, None)
+
+
+def test_frequencies_of_rotary_positions_are_those_of_the_model(model):
+    """They are in no file."""
+    path, _ = model("untied")
+    config = PolicyConfig(model_name=str(path))
+    from rlframework_dtensor.parallelize import load_config
+
+    empty = loading.empty_model(config, load_config(config), None)
+    assert all(parameter.is_meta for parameter in empty.parameters())
+    loading.fill(empty, config, None, torch.device("cpu"))
+    right = loading.load_model(config, None)
+    for name, buffer in right.named_buffers():
+        assert torch.equal(dict(empty.named_buffers())[name], buffer), name
+    for name, parameter in right.named_parameters():
+        assert torch.equal(dict(empty.named_parameters())[name], parameter), name

@@ -1,0 +1,123 @@
+"""GPUs, their driver, and what torch can do with them: CUDA, NCCL, gloo. Torch is imported by a child process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rlframework.doctor.context import Context, ProbeError
+from rlframework.doctor.findings import Finding, note, ok, warning
+from rlframework.doctor.machine import gib
+from rlframework.doctor.registry import check
+from rlframework.observers import host
+
+LEAST_CAPABILITY = (8, 0)
+"""Compute capability from which on a GPU computes in bfloat16."""
+
+_NO_GPU = "None is needed: everything runs on CPUs"
+_REINSTALL = "Install torch again: pip install --force-reinstall torch"
+
+
+@check("devices", "GPUs")
+def gpus(context: Context) -> Iterator[Finding]:
+    """What nvidia-smi lists."""
+    found = host.gpus()
+    driver = host.command_output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
+    if not found:
+        text = "nvidia-smi finds no GPU" if driver is not None else "no GPU: there is no nvidia-smi, or it fails"
+        if context.device == "cuda":
+            remedy = "Set device=cpu, or run where nvidia-smi shows a GPU (in a container: docker run --gpus all)"
+            yield context.problem(f"{text}, and device=cuda", remedy, needed=not context.uses_group("ray"))
+        else:
+            yield note(text, _NO_GPU)
+        return
+    version = (driver or "").strip().partition("\n")[0]
+    for number, gpu in enumerate(found):
+        text = f"GPU {number}: {gpu.name}, {gib(gpu.memory_bytes)}, of which {gib(gpu.free_bytes)} are free"
+        facts = {"memory_bytes": gpu.memory_bytes, "free_bytes": gpu.free_bytes, "driver": version}
+        if gpu.free_bytes < gpu.memory_bytes // 2:
+            yield warning(f"{text}: somebody uses it", "nvidia-smi names the processes; take another GPU", **facts)
+        else:
+            yield ok(f"{text}; driver {version}", **facts)
+
+
+@check("devices", "torch")
+def torch(context: Context) -> Iterator[Finding]:
+    """Whether torch can be imported, sees the GPUs that are there, and computes on them."""
+    try:
+        found = context.probe("torch_devices")
+    except ProbeError as error:
+        yield context.problem(f"torch cannot be imported: {error}", _REINSTALL, needed=True)
+        return
+    cuda = f"built for CUDA {found['cuda']}" if found["cuda"] else "built without CUDA"
+    yield ok(f"torch {found['torch']}, {cuda}", **{name: found[name] for name in ("torch", "cuda", "cuda_available")})
+    if host.gpus() and not found["cuda_available"]:
+        yield _unseen_gpus(context, found)
+    for number, gpu in enumerate(found["gpus"]):
+        yield from _gpu(context, number, gpu)
+
+
+@check("devices", "NCCL")
+def nccl(context: Context) -> Iterator[Finding]:
+    """What workers on GPUs talk by."""
+    found = _probed(context)
+    if found is None or not found["cuda"]:
+        return
+    if found["nccl"]:
+        yield ok(f"NCCL {found['nccl']}, within torch", nccl=found["nccl"])
+    else:
+        text = "torch is built for CUDA and has no NCCL: several GPUs cannot work together"
+        yield context.problem(text, "Take torch's own wheels for Linux", needed=context.device == "cuda")
+
+
+@check("devices", "gloo")
+def gloo(context: Context) -> Iterator[Finding]:
+    """What workers on CPUs talk by; a group of one is formed."""
+    found = _probed(context)
+    if found is None:
+        return
+    if found["gloo_error"] is None:
+        yield ok("gloo forms a group")
+        return
+    named = os.environ.get("GLOO_SOCKET_IFNAME")
+    remedy = (
+        f"Set GLOO_SOCKET_IFNAME to an interface that `ip addr` shows (it is {named!r})"
+        if named
+        else "Let this machine's name have an address (/etc/hosts), or set GLOO_SOCKET_IFNAME=lo"
+    )
+    several = context.config is not None and context.config.worker_group.num_workers > 1
+    yield context.problem(f"gloo forms no group: {found['gloo_error']}", remedy, needed=several)
+
+
+def _probed(context: Context) -> Mapping[str, Any] | None:
+    """What the child process found; None where it failed, which the check `torch` tells."""
+    try:
+        return context.probe("torch_devices")
+    except ProbeError:
+        return None
+
+
+def _unseen_gpus(context: Context, found: Mapping[str, Any]) -> Finding:
+    needed = context.device == "cuda"
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return note("torch sees no GPU, as CUDA_VISIBLE_DEVICES is empty", "Unset it to use GPUs")
+    if not found["cuda"]:
+        text = "there is a GPU, and this torch is built without CUDA"
+        return context.problem(text, "Install torch's CUDA wheel: see https://pytorch.org/get-started", needed=needed)
+    said = f" ({'; '.join(found['warnings'])})" if found["warnings"] else ""
+    text = f"torch for CUDA {found['cuda']} cannot use the GPU that is there{said}"
+    remedy = (
+        "Update the driver, or install a torch that is built for an older CUDA: nvidia-smi shows the newest it takes"
+    )
+    return context.problem(text, remedy, needed=needed)
+
+
+def _gpu(context: Context, number: int, gpu: Mapping[str, Any]) -> Iterator[Finding]:
+    needed = context.device == "cuda"
+    if gpu["error"]:
+        text = f"torch does not compute on GPU {number} ({gpu['name']}): {gpu['error']}"
+        yield context.problem(text, "See nvidia-smi; leave the GPU out with CUDA_VISIBLE_DEVICES", needed=needed)
+    elif tuple(gpu["capability"]) < LEAST_CAPABILITY:
+        text = f"GPU {number} ({gpu['name']}) has compute capability {'.'.join(map(str, gpu['capability']))}"
+        yield warning(f"{text}: no bfloat16 in hardware", "Set policy.precision=float32")

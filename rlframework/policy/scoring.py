@@ -1,0 +1,97 @@
+"""What a worker computes of rows without learning from them: log-probabilities, entropies, the likeliest tokens.
+
+`PolicyWorkerBase` derives from it. Left out: scores of a reward model's head.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlframework.config.policy import PolicyConfig
+from rlframework.data.row_checks import check_rows
+from rlframework.distributed.batched_data_dict import BatchedDataDict
+from rlframework.errors import BatchError, NotSupported
+from rlframework.interfaces.data_processor import Microbatch
+from rlframework.interfaces.policy_worker import PolicyWorker
+from rlframework.policy.engine import Engine
+from rlframework.policy.head import HeadRequest
+from rlframework.policy.steps import values_step
+
+Rows = BatchedDataDict[Any]
+
+
+class Scoring(Engine, PolicyWorker, ABC):
+    """The calls that look at rows, on the primitives of an engine."""
+
+    config: PolicyConfig
+    _reference: dict[str, Tensor] | None
+
+    @abstractmethod
+    def _microbatches(self, data: Rows, positions: str, rows: int, tokens: int | None) -> list[Microbatch]:
+        """This rank's microbatches of `data`, and dummies."""
+
+    @abstractmethod
+    def _temperature(self) -> float:
+        """At which samples are drawn."""
+
+    def get_logprobs(
+        self,
+        data: Rows,
+        micro_batch_size: int | None = None,
+        positions: str = "all",
+        entropy: bool = False,
+    ) -> Rows:
+        """See `PolicyWorker.get_logprobs`."""
+        wants = {"logprobs", "entropy"} if entropy else {"logprobs"}
+        return self._looked_at(data, HeadRequest(frozenset(wants), self._temperature()), micro_batch_size, positions)
+
+    def get_topk_logits(self, data: Rows, k: int, micro_batch_size: int | None = None, positions: str = "all") -> Rows:
+        """See `PolicyWorker.get_topk_logits`."""
+        if k < 1:
+            raise BatchError(f"the {k} likeliest tokens were asked for; the least is 1")
+        head = HeadRequest(frozenset({"topk"}), self._temperature(), k)
+        return self._looked_at(data, head, micro_batch_size, positions)
+
+    def get_reference_policy_logprobs(
+        self, data: Rows, micro_batch_size: int | None = None, positions: str = "all"
+    ) -> Rows:
+        """See `PolicyWorker.get_reference_policy_logprobs`."""
+        with self.use_reference_model():
+            logprobs = self.get_logprobs(data, micro_batch_size, positions)
+        return BatchedDataDict({"reference_logprobs": logprobs["logprobs"]})
+
+    def _looked_at(self, data: Rows, head: HeadRequest, micro_batch_size: int | None, positions: str) -> Rows:
+        """What the head computes of each token, at its place in `[B, S, ...]` on the CPU; 0 where it does not."""
+        check_rows(data)
+        batching = self.config.batching
+        tokens = batching.logprob_tokens or batching.tokens
+        microbatches = self._microbatches(data, positions, micro_batch_size or self.config.logprob_batch_size, tokens)
+        found = {
+            name: torch.zeros((*data["input_ids"].shape, *shape), dtype=dtype)
+            for name, (shape, dtype) in head.results.items()
+        }
+        if not microbatches:
+            return BatchedDataDict(found)
+        results = self.forward_backward(microbatches, head, values_step, forward_only=True)
+        for result, microbatch in zip(results, microbatches, strict=True):
+            for name, values in result.outputs.items() if not microbatch.is_dummy else ():
+                found[name][microbatch.rows, : values.shape[1]] = values.cpu()
+        return BatchedDataDict(found)
+
+    @contextmanager
+    def use_reference_model(self) -> Iterator[None]:
+        """See `PolicyWorker.use_reference_model`."""
+        if self._reference is None:
+            raise NotSupported("this worker keeps no reference weights; build it with init_reference_model=True")
+        current = self.snapshot()
+        self.restore(self._reference)
+        try:
+            yield
+        finally:
+            self.restore(current)

@@ -1,0 +1,3 @@
+"""A module of a worker that cannot be imported."""
+
+import a_module_that_is_nowhere  # noqa: F401

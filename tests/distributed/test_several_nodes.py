@@ -1,0 +1,128 @@
+"""Worker groups on a Ray cluster of three nodes, all on this machine, in a program of its own: see `several_nodes`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.slow, pytest.mark.timeout(300)]
+
+FOLDER = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def seen():
+    """What each scenario returned, by name."""
+    path = os.pathsep.join([str(FOLDER), str(FOLDER.parent.parent)])
+    ran = subprocess.run(
+        [sys.executable, str(FOLDER / "several_nodes.py")],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env={**os.environ, "PYTHONPATH": path},
+        check=False,
+    )
+    lines = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    return {line["name"]: line for line in lines}
+
+
+@pytest.fixture
+def of(seen):
+    """`of(scenario)`: what it returned; it fails with the scenario's own traceback."""
+
+    def returned(name):
+        assert "traceback" not in seen[name], seen[name]["traceback"]
+        return seen[name]["returned"]
+
+    return returned
+
+
+def test_each_node_has_the_workers_that_were_asked_and_ranks_follow_nodes(of):
+    told = of("one_group_a_node")
+    first, second, third = told["nodes"][0], told["nodes"][2], told["nodes"][4]
+    assert told["nodes"] == [first, first, second, second, third]
+    assert len({first, second, third}) == 3
+    assert told["node_ranks"] == ["0", "0", "1", "1", "2"]
+    assert told["local_ranks"] == ["0", "1", "0", "1", "0"]
+    assert [each["node_idx"] for each in told["metadata"]] == [0, 0, 1, 1, 2]
+    assert [each["name"] for each in told["metadata"]] == ["-0-0", "-0-1", "-1-0", "-1-1", "-2-0"]
+
+
+def test_a_node_without_bundles_counts_for_nothing(of):
+    told = of("one_group_a_node")
+    assert (told["node_count"], told["world_size"], told["groups"]) == (3, 5, 3)
+
+
+def test_workers_on_several_nodes_meet_at_an_address_of_the_first(of):
+    assert of("one_group_a_node")["address"].startswith("127.0.0.")
+    assert of("one_group_a_node")["address"] != "127.0.0.1"  # which each node takes for itself
+
+
+def test_nothing_is_left_after_shutdown(of):
+    told = of("one_group_a_node")
+    assert told["peaceful"]
+    assert told["running"] == []
+    assert told["all_free"]
+
+
+def test_one_placement_group_for_all_spreads_and_its_ranks_follow_the_nodes(of):
+    bundles, nodes, node_ranks, local_ranks = zip(*of("one_group_for_all"), strict=True)
+    assert sorted(bundles) == [0, 1, 2, 3]
+    assert len(set(nodes)) == 3
+    assert list(node_ranks) == sorted(node_ranks)
+    assert [nodes.index(node) for node in nodes] == sorted(nodes.index(node) for node in nodes)  # one after the other
+    for node in set(nodes):
+        ranks = [local for local, where in zip(local_ranks, nodes, strict=True) if where == node]
+        assert ranks == list(range(len(ranks)))
+
+
+def test_too_few_resources_are_told_at_once_node_by_node(of):
+    told = of("too_few_resources")
+    for error in (told["nodes"], told["all"]):
+        assert error["classes"][:3] == ["ResourceInsufficientError", "ConfigError", "UserError"]
+        assert error["seconds"] < 1
+        assert all(f"node 127.0.0.{last} (" in error["message"] for last in (2, 3, 4))
+    assert "(node 0: 3, node 1: 3), in all CPU 6" in told["nodes"]["message"]
+    assert "2 node(s) with room for 3 bundles are needed, and there is room for 0" in told["nodes"]["message"]
+    assert "18 bundle(s) are needed, and there is room for 6" in told["all"]["message"]
+
+
+def test_what_others_have_is_waited_for_and_given_up(of):
+    error = of("too_few_resources")["busy"]
+    assert "TimeoutError" in error["classes"]
+    assert "CPU 2 (0 free)" in error["message"]
+    assert error["seconds"] < 5
+    assert of("too_few_resources")["all_free"]
+
+
+def test_a_cluster_that_grows_in_time_is_large_enough(of):
+    assert of("the_cluster_grows") == 3  # two are left of the three, and one came
+
+
+def test_two_groups_share_the_bundles_and_a_third_is_refused(of):
+    told = of("two_groups_share")
+    one, two = told["nodes"]
+    assert one == two
+    assert len(set(one)) == 2
+    assert told["free"] == 2.0  # of six: two bundles of two are taken, once
+    assert "is for 2 worker group(s)" in told["third"]["message"]
+    assert told["third"]["seconds"] < 1
+
+
+def test_a_node_that_leaves_fails_the_call_with_rank_and_node(of):
+    told = of("a_node_leaves")
+    error = told["error"]
+    assert "WorkerError" in error["classes"]
+    assert f"rank {told['rank']} of 2" in error["message"]
+    assert told["lost"][:8] in error["message"]
+    assert error["seconds"] < 30
+    assert "not usable any more" in told["after"]["message"]
+    assert told["running"] == []
+    assert told["peaceful"]
+    assert told["groups_left"] == []

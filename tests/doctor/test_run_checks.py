@@ -1,0 +1,181 @@
+"""The checks of a configuration's run."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlframework.doctor import run
+from rlframework.doctor.context import Context
+from rlframework.doctor.findings import Level
+
+
+def levels(findings):
+    return [finding.level for finding in findings]
+
+
+def test_without_a_configuration_that_loads_only_that_is_told(found, tmp_path):
+    (tmp_path / "run.yaml").write_text("sed: 1\n")
+    context = Context(str(tmp_path / "run.yaml"))
+    [finding] = found("run", "configuration", context)
+    assert finding.level is Level.BROKEN
+    assert "Did you mean `seed`" in finding.text
+    for name in ("model", "estimate", "workers", "faults", "services", "python of the workers"):
+        assert found("run", name, context) == [], name
+
+
+def test_the_estimate_is_that_of_a_dry_run(found, with_config):
+    memory, disk = found("run", "estimate", with_config())
+    assert memory.level is Level.OK
+    # two layers (attention 2 x 32 x 32 + 2 x 32 x 16, 3 x 32 x 128, two norms), a norm, 48 tokens x 32
+    assert f"{2 * (3_072 + 12_288 + 64) + 32 + 48 * 32:,} parameters; a worker needs about 0." in memory.text
+    assert disk.text.startswith("disk in GiB: trained model 0.00")
+
+
+def test_what_does_not_fit_is_a_warning(found, with_config, monkeypatch):
+    monkeypatch.setattr("rlframework.estimates.estimate.available_memory", lambda: 1000)
+    *_, finding = found("run", "estimate", with_config())
+    assert finding.level is Level.WARNING
+    assert finding.text.startswith("the run may need 0.")
+    assert finding.remedy.startswith("Take fewer tokens in a microbatch")
+
+
+def test_what_a_dry_run_refuses_is_broken(found, with_config, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").touch()
+    [finding] = found("run", "estimate", with_config())
+    assert finding.level is Level.BROKEN
+    assert "is not empty, and nothing in it is overwritten" in finding.text
+
+
+# -- the model ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    path = tmp_path / "model"
+    path.mkdir()
+    (path / "config.json").write_text("{}")
+    return path
+
+
+def test_weights_that_are_there(found, with_config):
+    [finding] = found("run", "model", with_config())
+    assert finding.level is Level.OK
+    assert "1 file(s) of weights" in finding.text
+
+
+def test_a_model_without_weights_and_one_with_a_part_of_them(found, with_config, folder):
+    context = with_config(f"policy.model_name={folder}")
+    assert levels(found("run", "model", context)) == [Level.BROKEN]
+    names = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    (folder / "model-1.safetensors").touch()
+    [finding] = found("run", "model", context)
+    assert finding.text == f"{folder}: 1 of 2 files of weights are missing, such as model-2.safetensors"
+    (folder / "model-2.safetensors").touch()
+    assert levels(found("run", "model", context)) == [Level.OK]
+
+
+def test_a_name_on_the_hub_is_looked_for_in_the_cache_and_then_there(found, with_config, monkeypatch, folder):
+    context = with_config("policy.model_name=someone/some-model")
+    monkeypatch.setattr(run, "_cached", lambda name: None)
+    [finding] = found("run", "model", context)  # the tests run offline
+    assert finding.level is Level.BROKEN
+    assert "is not in the hub's cache here, and HF_HUB_OFFLINE is set" in finding.text
+    assert found("run", "estimate", context) == []
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
+    [finding] = found("run", "model", context)
+    assert finding.level is Level.BROKEN
+    assert "127.0.0.1 cannot be reached" in finding.text
+    monkeypatch.setattr(run, "_cached", lambda name: folder)
+    (folder / "model.safetensors").touch()
+    assert levels(found("run", "model", context)) == [Level.OK]
+
+
+# -- workers -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "level"),
+    [("processes", 2, Level.OK), ("processes", 4, Level.WARNING), ("ray", 4, Level.BROKEN), ("ray", 2, Level.OK)],
+)
+def test_cores_for_the_workers(found, with_config, monkeypatch, name, count, level):
+    monkeypatch.setattr(run, "cpu_count", lambda: 2)
+    context = with_config(f"worker_group.name={name}", f"worker_group.num_workers={count}")
+    assert levels(found("run", "workers", context)) == [level]
+
+
+def test_gpus_for_the_workers(found, with_config, monkeypatch):
+    monkeypatch.setattr("rlframework.observers.host.gpus", lambda: [object()])
+    context = with_config("worker_group.name=processes", "worker_group.num_workers=2", "device=cuda")
+    [finding] = found("run", "workers", context)
+    assert (finding.level, finding.remedy) == (Level.BROKEN, "Set at most 1, or take more GPUs")
+
+
+def test_workers_on_a_cluster_are_held_against_its_nodes(found, with_config, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    monkeypatch.setattr(run, "cluster_nodes", lambda context: [{"cpus": 2.0, "gpus": 0.0}] * 3)
+    context = with_config("worker_group.name=ray", "worker_group.num_workers=6")
+    [finding] = found("run", "workers", context)
+    assert finding.level is Level.OK
+    assert finding.text == "worker_group.num_workers=6, and 6 core(s) for them in 3 node(s) of the cluster"
+    three = with_config("worker_group={name: ray, num_workers: 3, workers_per_node: 3}")
+    assert levels(found("run", "workers", three)) == [Level.BROKEN]  # no machine has three
+    monkeypatch.setattr(run, "cluster_nodes", lambda context: None)
+    assert found("run", "workers", context) == []
+
+
+def test_a_driver_without_a_gpu_takes_a_cluster_with_gpus_for_one_without(found, with_config, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    monkeypatch.setattr(run, "cluster_nodes", lambda context: [{"cpus": 2.0, "gpus": 0.0}, {"cpus": 2.0, "gpus": 8.0}])
+    monkeypatch.setattr("rlframework.configure.resolve_device", lambda device: "cpu" if device == "auto" else device)
+    _, finding = found("run", "workers", with_config("worker_group.name=ray", "device=auto"))
+    assert (finding.level, finding.remedy) == (Level.WARNING, "Set device=cuda")
+    assert levels(found("run", "workers", with_config("worker_group.name=ray", "device=cuda"))) == [Level.OK]
+
+
+def test_another_python_must_have_the_same_versions(found, with_config, tmp_path):
+    ray = "worker_group.name=ray"
+    assert found("run", "python of the workers", with_config(ray)) == []
+    same = with_config(ray, f"worker_group.python={sys.executable}")
+    assert levels(found("run", "python of the workers", same)) == [Level.OK]
+    other = tmp_path / "python"
+    other.write_text('#!/bin/sh\necho \'["3.9.1", "2.40.0"]\'\n')
+    other.chmod(0o755)
+    [finding] = found("run", "python of the workers", with_config(ray, f"worker_group.python={other}"))
+    assert finding.level is Level.BROKEN
+    assert f"{other} has Python 3.9.1 and Ray 2.40.0; here 3." in finding.text
+    gone = with_config(ray, f"worker_group.python={tmp_path / 'gone'}")
+    assert levels(found("run", "python of the workers", gone)) == [Level.BROKEN]
+
+
+def test_variables_that_workers_are_to_get(found, with_config, monkeypatch):
+    context = with_config("worker_group={name: processes, pass_environment: [HERE, NOT_HERE]}")
+    monkeypatch.setenv("HERE", "1")
+    [finding] = found("run", "environment of the workers", context)
+    assert finding.level is Level.WARNING
+    assert "names NOT_HERE, not set here" in finding.text
+    monkeypatch.setenv("NOT_HERE", "1")
+    assert levels(found("run", "environment of the workers", context)) == [Level.OK]
+
+
+@pytest.mark.parametrize(
+    ("restarts", "every", "level"), [(0, 0, Level.NOTE), (2, 0, Level.WARNING), (2, 5, Level.OK), (0, 5, Level.NOTE)]
+)
+def test_what_a_lost_worker_costs(found, with_config, restarts, every, level):
+    two = "worker_group={name: processes, num_workers: 2}"
+    context = with_config(two, f"fault_tolerance.max_restarts={restarts}", f"checkpoints.every={every}")
+    assert levels(found("run", "faults", context)) == [level]
+
+
+def test_a_key_of_wandb(found, with_config, monkeypatch):
+    context = with_config("observers.wandb={mode: online}")
+    assert levels(found("run", "services", context)) == [Level.WARNING]
+    monkeypatch.setenv("WANDB_API_KEY", "k")
+    assert found("run", "services", context) == []
+    assert found("run", "services", with_config("observers.wandb={mode: offline}")) == []
