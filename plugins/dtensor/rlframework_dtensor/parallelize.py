@@ -16,6 +16,7 @@ from rlframework.config.policy import PolicyConfig
 from rlframework.errors import DataError, NotSupported
 from rlframework.policy.head import probe_ids
 from rlframework_dtensor import attention as segments
+from rlframework_dtensor.context_limits import KNOWN_LAYERS
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -122,8 +123,11 @@ def packs(model: Any) -> bool:
     """Whether `model` keeps the sequences of a packed row apart: tried on two short ones.
 
     Models whose layers mix tokens by other means than attention (convolutions, linear attention), or which place
-    tokens by a bias, do not.
+    tokens by a bias, do not. Nor do kinds of attention that `segments` does not know, such as in chunks: what they do
+    to sequences longer than the two would not be seen.
     """
+    if set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - KNOWN_LAYERS:
+        return False
     first, second = probe_ids(model).split([4, 2])
     positions = torch.cat((torch.arange(4), torch.arange(2)))[None].to(first.device)
     alone = [model(input_ids=ids[None], use_cache=False).logits[0] for ids in (first, second)]

@@ -34,7 +34,7 @@ from rlframework_dtensor.pieces import like, local, put, whole
 
 
 class DTensorPolicyWorker(context_parallel.TorchContextParallel, PolicyWorkerBase):
-    """One rank of a model under FSDP2. Constructor arguments: see `PolicyWorkerBase`."""
+    """One rank of a model under FSDP2 and the other axes of its mesh. Constructor arguments: see `PolicyWorkerBase`."""
 
     backend_config: DTensorConfig
     backend_config_model = DTensorConfig

@@ -24,6 +24,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "opt, dropout": ("OPT", {"hidden_size": 32, "ffn_dim": 32, "num_attention_heads": 4, "word_embed_proj_dim": 32,
                              "dropout": 0.3, "layerdrop": 0.3, "attention_dropout": 0.3}),
     "bloom, no packing": ("Bloom", {"hidden_size": 32, "n_layer": 2, "n_head": 4}),
+    "llama 4, attention in chunks, no packing": (
+        "Llama4Text", {**SIZES, "head_dim": 8, "intermediate_size_mlp": 32, "moe_layers": [], "attention_chunk_size": 4}
+    ),
     "phi, head with a bias": ("Phi", {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4}),
 }  # fmt: skip
 
