@@ -6,6 +6,7 @@ One static picture, also of several phases in sequence (supervised warm-up, then
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -144,7 +145,8 @@ def _draw_top(axes: Axes, phases: Sequence[Phase], along: str) -> None:
             _line(axes, *reward, REWARD, "training reward", phase.start)
             _line(right, *accuracy, ACCURACY, "training accuracy", phase.start)
         _draw_validation(right, phase, first=index == 0, last=index == len(phases) - 1)
-    right.set_ylim(-0.03, 1.08)
+    top = _top([line.get_ydata() for line in right.get_lines()])
+    right.set_ylim(-0.03 * top, 1.08 * top)
     right.yaxis.set_major_formatter(_percent())
     if not shared:
         right.spines[["top", "left"]].set_visible(False)
@@ -155,12 +157,18 @@ def _draw_top(axes: Axes, phases: Sequence[Phase], along: str) -> None:
     _legend(axes, right)
 
 
+def _top(drawn: Sequence[Any]) -> float:
+    """What share is drawn at the top: all, or for small shares twice the largest, which leaves room for the legend."""
+    largest = max((float(value) for values in drawn for value in values if math.isfinite(value)), default=1.0)
+    return 2.0 * largest if 0.0 < largest < 0.25 else 1.0
+
+
 def _legend(axes: Axes, right: Axes) -> None:
     entries = {
         text: handle for part in (axes, right) for handle, text in zip(*part.get_legend_handles_labels(), strict=True)
     }
     if entries:
-        right.legend(entries.values(), entries.keys(), loc="lower right", framealpha=0.9, edgecolor=GRID)
+        right.legend(entries.values(), entries.keys(), loc="best", framealpha=0.9, edgecolor=GRID)
 
 
 def _draw_validation(axes: Axes, phase: Phase, *, first: bool, last: bool) -> None:

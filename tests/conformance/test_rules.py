@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlframework.conformance import PolicyWorkerSuite
-from rlframework.conformance.layouts import Layout, quick_layouts
+from rlframework.conformance.layouts import Layout, declared_layouts, quick_layouts
 from rlframework.conformance.rules import Suite, changed_since_sealed, holds
 from rlframework.plugins.manager import create_manager
 from rlframework.plugins.reading import HOOK_OF_KIND
@@ -188,11 +188,14 @@ def test_what_is_tested_of_what_is_declared():
 
 
 def test_all_that_dtensor_declares_is_tested():
-    """And the quick layouts are enough for that, one worker alone is not."""
+    """By all layouts together; one worker alone shows all but the ways to be split."""
     record = create_manager().select("policy_worker", "dtensor").record
-    tested = [PolicyWorkerSuite.uses(record, layout, "cpu") for layout in quick_layouts(record)]
+    tested = [PolicyWorkerSuite.uses(record, layout, "cpu") for layout in declared_layouts(record)]
     assert frozenset().union(*tested) == record.capabilities
-    assert record.capabilities - tested[0] == {Capability.DATA_PARALLEL}
+    splits = {Capability.TENSOR_PARALLEL, Capability.SEQUENCE_PARALLEL, Capability.CONTEXT_PARALLEL}
+    assert record.capabilities - tested[0] == {Capability.DATA_PARALLEL, *splits}
+    quick = [PolicyWorkerSuite.uses(record, layout, "cpu") for layout in quick_layouts(record)]
+    assert record.capabilities - frozenset().union(*quick) == splits
 
 
 def test_the_oracle_imports_nothing_of_ours():

@@ -65,6 +65,16 @@ def test_a_reward_outside_zero_to_one_leaves_accuracy_an_axis_of_its_own():
     assert accuracy.get_ylim() == pytest.approx((-0.03, 1.08))
 
 
+def test_small_shares_fill_the_picture():
+    rows = [
+        {"train/reward": 0.01, "validation/accuracy": 0.02},
+        {"train/reward": math.nan, "validation/accuracy": 0.06},
+    ]
+    assert figure([("grpo", rows)]).axes[0].get_ylim() == pytest.approx((-0.0036, 0.1296))
+    nothing = [{"train/reward": 0.0}, {"train/reward": 0.0}]
+    assert figure([("grpo", nothing)]).axes[0].get_ylim() == pytest.approx((-0.03, 1.08))
+
+
 def test_seconds_come_from_the_time_of_the_steps():
     top = figure([("sft", [{"time/step": 5.0}]), ("grpo", GRPO)], along="seconds").axes[0]
     [reward] = [line for line in top.get_lines() if line.get_label() == "training reward"]

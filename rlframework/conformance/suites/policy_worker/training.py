@@ -42,7 +42,7 @@ class Training(Suite):
             bench.step(policy, oracle, bench.batch(seed=number), "nll", f"tied head, step {number + 1}")
         bench.tensors("weights of the tied model", bench.weights(policy), oracle.weights(), 1e-5, 2e-4)
 
-    @holds(3, Capability.TENSOR_PARALLEL)
+    @holds(3)
     def test_norms_that_heads_share_are_learnt_from_all(self, bench: PolicyBench) -> None:
         """A norm of each head (Qwen3) has one weight, of which a rank with some of the heads sees a part's gradient."""
         bench.first_step(bench.batch(), "norms of heads", kind="nll", model="norms_of_heads")
