@@ -31,37 +31,28 @@ def tokenizer() -> Any:
     return character_tokenizer(ALPHABET)
 
 
+_SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_POSITIONS,
+    "tie_word_embeddings": False,
+}
+"""Of the models with rotary positions."""
+
+
 def _llama(vocabulary: int, **changes: Any) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes: dict[str, Any] = {
-        "vocab_size": vocabulary,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": MAX_POSITIONS,
-        "tie_word_embeddings": False,
-    }
-    return LlamaForCausalLM(LlamaConfig(**(sizes | changes)))
+    return LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, **(_SIZES | changes)))
 
 
 def _qwen3(vocabulary: int) -> Any:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    sizes: dict[str, Any] = {
-        "vocab_size": vocabulary,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "max_position_embeddings": MAX_POSITIONS,
-        "tie_word_embeddings": False,
-    }
-    return Qwen3ForCausalLM(Qwen3Config(**sizes))
+    return Qwen3ForCausalLM(Qwen3Config(vocab_size=vocabulary, head_dim=8, **_SIZES))
 
 
 def _gpt2(vocabulary: int) -> Any:

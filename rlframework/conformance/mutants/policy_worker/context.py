@@ -10,8 +10,7 @@ import torch
 from rlframework.conformance.layouts import Layout
 from rlframework.conformance.mutants.mutant import mutant
 from rlframework.conformance.mutants.policy_worker.grouping import scaled, stepped
-from rlframework.conformance.mutants.policy_worker.reaching import module_of
-from rlframework.policy.head import HeadPatch
+from rlframework.conformance.mutants.policy_worker.reaching import head_of, module_of
 
 HALVES = Layout(context=2)
 
@@ -51,7 +50,7 @@ positions_of_the_part = mutant(
 
 
 def _shifted_late(worker: Any, keywords: dict[str, Any]) -> dict[str, Any]:
-    patch: Any = next(value for value in vars(worker).values() if isinstance(value, HeadPatch))
+    patch = head_of(worker)
     patch._targets = keywords["input_ids"].flatten().roll(-1)[patch._positions]
     return keywords
 

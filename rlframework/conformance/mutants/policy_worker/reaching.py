@@ -8,10 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rlframework.policy.head import HeadPatch
+
 
 def module_of(worker: Any) -> nn.Module:
     """The model that the worker trains."""
     return next(value for value in vars(worker).values() if isinstance(value, nn.Module))
+
+
+def head_of(worker: Any) -> Any:
+    """What it computes log-probabilities with, a `HeadPatch`; untyped, since mutants reach into it."""
+    return next(value for value in vars(worker).values() if isinstance(value, HeadPatch))
 
 
 def optimizer_of(worker: Any) -> torch.optim.Optimizer:

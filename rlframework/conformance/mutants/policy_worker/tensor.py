@@ -14,9 +14,8 @@ from torch import Tensor
 from rlframework.conformance.layouts import Layout
 from rlframework.conformance.mutants.mutant import mutant
 from rlframework.conformance.mutants.policy_worker import training
-from rlframework.conformance.mutants.policy_worker.reaching import module_of
+from rlframework.conformance.mutants.policy_worker.reaching import head_of, module_of
 from rlframework.policy import head_parallel
-from rlframework.policy.head import HeadPatch
 
 HALVES = Layout(tensor=2)
 ALONG = Layout(tensor=2, sequence=True)
@@ -53,7 +52,7 @@ def _with_head(change: Any) -> Any:
         class Broken(worker_class):  # type: ignore[misc]
             def build(self, *, init_optimizer: bool) -> None:
                 super().build(init_optimizer=init_optimizer)
-                change(next(value for value in vars(self).values() if isinstance(value, HeadPatch)))
+                change(head_of(self))
 
         return Broken
 
@@ -194,12 +193,10 @@ def tied_head_learns_nothing(worker_class: Any) -> Any:
     class Broken(worker_class):  # type: ignore[misc]
         def build(self, *, init_optimizer: bool) -> None:
             super().build(init_optimizer=init_optimizer)
-            head = next(value for value in vars(self).values() if isinstance(value, HeadPatch))
-            ordinary: Any = head._values
+            head = head_of(self)
+            ordinary = head._values
             if "lm_head.weight" not in self.weight_specs():
-                head._values = lambda request, rows, weight, *others: (  # type: ignore[method-assign]
-                    ordinary(request, rows, weight.detach(), *others)
-                )
+                head._values = lambda request, rows, weight, *others: ordinary(request, rows, weight.detach(), *others)
 
     return Broken
 
