@@ -143,13 +143,8 @@ class RayHostedGroup(HostedWorkerGroup):
         return getattr(self._hosts[rank], method).remote(*args)
 
     def _call(self, rank: int, method_name: str, wants_result: bool, names: Sequence[str], *values: Any) -> Any:
-        """One packed argument, for Ray takes its time with each; what is stored already must be an argument alone."""
-        import ray
-
-        stored = {place: value for place, value in enumerate(values) if isinstance(value, ray.ObjectRef)}
-        own = [None if place in stored else value for place, value in enumerate(values)]
-        packed = transport.Packed((method_name, wants_result, names, own, list(stored)))
-        return self._hosts[rank].call_packed.remote(packed, *stored.values())
+        arguments = transport.call_arguments(method_name, wants_result, names, values)
+        return self._hosts[rank].call_packed.remote(*arguments)
 
     def _own(self, value: Any) -> Any:
         """`value`, as an argument of its own."""

@@ -66,6 +66,19 @@ class Packed:
         return _unpacked, (self._head, self._buffers)
 
 
+def call_arguments(
+    method_name: str, wants_result: Any, names: Sequence[str | None], values: Sequence[Any]
+) -> tuple[Any, ...]:
+    """A call of a worker as arguments of its actor: one packed, for Ray takes its time with each, and what is stored
+    already, which must be an argument alone.
+    """
+    import ray
+
+    stored = {place: value for place, value in enumerate(values) if isinstance(value, ray.ObjectRef)}
+    own = [None if place in stored else value for place, value in enumerate(values)]
+    return Packed((method_name, wants_result, names, own, list(stored))), *stored.values()
+
+
 def _pickled(value: Any, keep: Callable[[pickle.PickleBuffer], Any]) -> bytes:
     import io
 

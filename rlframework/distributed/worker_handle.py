@@ -10,10 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ray import ObjectRef
 from ray.actor import ActorHandle
 
-from rlframework.distributed.transport import Packed
+from rlframework.distributed.transport import call_arguments
 from rlframework.distributed.worker_actor import BARE
 from rlframework.distributed.worker_class import Description
 
@@ -40,10 +39,8 @@ class BoundMethod:
         method = self.actor.stream if self.yields else self.actor.call
         if self.chosen:
             method = method.options(**self.chosen)
-        stored = {place: value for place, value in enumerate(values) if isinstance(value, ObjectRef)}
-        own = [None if place in stored else value for place, value in enumerate(values)]
         wanted = BARE if "num_returns" in self.chosen else wants_result
-        return method.remote(Packed((self.name, wanted, names, own, list(stored))), *stored.values())
+        return method.remote(*call_arguments(self.name, wanted, names, values))
 
 
 class Carried:
