@@ -249,6 +249,37 @@ def _dry_run(config: str | None, overrides: Sequence[str], resume_from: str | No
 
 
 @app.command()
+def convert(
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="A run's output_dir (its newest checkpoint), a checkpoint in it, or a model directory.",
+            show_default=False,
+        ),
+    ],
+    dest: Annotated[str, typer.Argument(help="A folder that is not there yet.", show_default=False)],
+    to: Annotated[str, typer.Option(metavar="FORM", help="portable, sharded or huggingface.", show_default=False)],
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace DEST, where it is a checkpoint.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Write a checkpoint in another form, here and without a GPU, a tensor at a time.
+
+    portable: whole tensors, model/ being a Hugging Face directory; sharded: pieces, as torch's DCP writes them;
+    huggingface: the model alone. From a model directory there is no optimizer state to convert.
+
+    \b
+    rlframework convert runs/grpo models/grpo --to huggingface
+    rlframework convert runs/grpo/checkpoints/step-000100 portable-100 --to portable
+    """
+    from rlframework.algorithms.converting import convert as run
+    from rlframework.observers.counting import counting
+
+    with counting("tensors") as progress:
+        done = run(source, dest, to, overwrite=overwrite, progress=progress)
+    print(done.told())
+
+
+@app.command()
 def tokenize(config: Config, out: Out, overrides: Overrides = None, debug: Debug = False) -> None:
     """Render the training rows of CONFIG once, into the folder OUT, for algorithm.token_data."""
     from rlframework.configure import load_config

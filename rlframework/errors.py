@@ -75,5 +75,13 @@ class DeadlineExceeded(RLFrameworkError, TimeoutError):
     """A wait reached its deadline; the message says what was waited for and what was there."""
 
 
+class RefitError(RLFrameworkError):
+    """Weights did not arrive at a generation engine as the trainer has them; it refuses to generate until they do."""
+
+
+class RefitNotPrepared(UserError, AssertionError):
+    """A call of a refit came before the one that prepares it. An `AssertionError` for code made for NeMo-RL."""
+
+
 class NonFiniteGradients(RLFrameworkError):
     """The gradient was not finite for more consecutive steps than `policy.non_finite_gradients.stop_after` allows."""

@@ -7,7 +7,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from rlframework.errors import UserError
@@ -73,23 +73,43 @@ def replacing_directory(path: str | Path) -> Iterator[Path]:
     A directory that was at `path` is moved aside for the swap and removed after it; when the block fails it stays, and
     the new one is removed. A full disk or a missing permission is a `UserError`.
     """
-    path = Path(path)
-    new = _beside(path, "tmp")
-    with _told(path, _REASONS):
-        new.mkdir(parents=True)
+    replacement = Replacement(path)
     try:
-        with _told(path, _NO_SPACE):
-            yield new
-        with _told(path, _REASONS):
-            for directory, _, names in os.walk(new, topdown=False):
+        with telling_no_space(path):
+            yield replacement.folder
+        replacement.commit()
+    except BaseException:
+        replacement.abandon()
+        raise
+
+
+class Replacement:
+    """`replacing_directory` where beginning and end are calls of their own: `folder` is written to, then `commit`."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.folder = _beside(self.path, "tmp")
+        with _told(self.path, _REASONS):
+            self.folder.mkdir(parents=True)
+
+    def commit(self) -> None:
+        """Make the directory last through a power failure, and put it where `path` is."""
+        with _told(self.path, _REASONS):
+            for directory, _, names in os.walk(self.folder, topdown=False):
                 for name in names:
                     _sync(Path(directory, name))
                 _sync(Path(directory))
-            _swap(new, path)
-            _sync(path.parent)
-    except BaseException:
-        shutil.rmtree(new, ignore_errors=True)
-        raise
+            _swap(self.folder, self.path)
+            _sync(self.path.parent)
+
+    def abandon(self) -> None:
+        """Remove what was written; what was at `path` stays."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def telling_no_space(path: str | Path) -> AbstractContextManager[None]:
+    """Inside, a full disk is a `UserError` that names `path`."""
+    return _told(Path(path), _NO_SPACE)
 
 
 @contextmanager

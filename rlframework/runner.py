@@ -76,6 +76,8 @@ def _train(config: RunConfig, manager: PluginManager, tried: Attempt, held: Exit
             result = algorithm.run()
             path = config.output_dir / "model"
             parts.policy.save_pretrained(str(path))
+            if config.policy.lora is not None:
+                parts.policy.save_adapter(str(config.output_dir / "adapter"))
             parts.observers.checkpoint_saved(int(result.metrics["step"]), path)
             parts.observers.run_finished(result.metrics)
     return result
@@ -140,7 +142,7 @@ def build_parts(
     `planning` is called before workers start, with the parts, whose policy and generation are not there yet, and with
     whether a reference policy is kept.
     """
-    from rlframework.generation.driver import Generation
+    from rlframework.generation.remote import start_generation
     from rlframework.policy.policy import Policy
 
     manager = manager or create_manager(config.plugins)
@@ -159,7 +161,8 @@ def build_parts(
             training_calls=algorithm.training_calls(config.algorithm),
         )
         stack.callback(policy.shutdown)
-        generation = Generation(policy.worker_group, config.generation, parts.tokenizer)
+        generation = start_generation(config, policy, parts.tokenizer, manager, device=_device(config))
+        stack.callback(generation.shutdown)
         yield replace(parts, policy=policy, generation=generation, checkpoint=checkpoint)
 
 
@@ -169,11 +172,8 @@ def _planned_parts(config: RunConfig, manager: PluginManager) -> Iterator[Parts]
     from rlframework.data.tokenizer import load_tokenizer
     from rlframework.estimates.planned import NotStarted, PlannedPolicy
     from rlframework.observers.dispatch import Observers
-    from rlframework.policy.policy import require
 
-    backend = manager.select("policy_worker", config.policy.backend).record
-    # every generation engine lives in the workers so far
-    require(backend, Capability.EMBEDDED_GENERATION, "a run generates in the workers of its policy")
+    _require_generation(config, manager)
     _device(config)
     with ExitStack() as stack:
         environment = _make(manager, "environment", config.environment.name)(config.environment, seed=config.seed)
@@ -201,19 +201,20 @@ def build_generation(
 ) -> Iterator[tuple[PreTrainedTokenizerBase, Policy, Generation]]:
     """What generates with the model of `config` and does not train it: no optimizer, no reference model, no data."""
     from rlframework.data.tokenizer import load_tokenizer
-    from rlframework.generation.driver import Generation
-    from rlframework.policy.policy import Policy, require
+    from rlframework.generation.remote import start_generation
+    from rlframework.policy.policy import Policy
 
     manager = manager or create_manager(config.plugins)
     given = config.policy
-    backend = manager.select("policy_worker", given.backend).record
-    require(backend, Capability.EMBEDDED_GENERATION, "the workers of the policy generate")
+    _require_generation(config, manager)
     device = _device(config)
     tokenizer = load_tokenizer(given.tokenizer_name or given.model_name, given.trust_remote_code, given.chat_template)
     calls = _algorithm_class(config, manager).training_calls(config.algorithm)  # the schedule must fit into them
     policy = Policy(config, tokenizer, manager, device=device, init_optimizer=False, training_calls=calls)
-    with policy:
-        yield tokenizer, policy, Generation(policy.worker_group, config.generation, tokenizer)
+    with policy, ExitStack() as stack:
+        generation = start_generation(config, policy, tokenizer, manager, device=device)
+        stack.callback(generation.shutdown)
+        yield tokenizer, policy, generation
 
 
 @contextmanager
@@ -278,6 +279,18 @@ def _described(config: RunConfig, manager: PluginManager) -> Iterator[None]:
 def write_config(config: RunConfig) -> None:
     """Make `output_dir` and write the resolved configuration into it."""
     write_atomically(config.output_dir / "config.yaml", config_yaml(config))
+
+
+def _require_generation(config: RunConfig, manager: PluginManager) -> None:
+    """`NotSupported` where the backend can neither generate in its workers nor send weights to those that do."""
+    from rlframework.policy.policy import require
+
+    backend = manager.select("policy_worker", config.policy.backend).record
+    if config.generation.workers is None:
+        reason = "a run generates in the workers of its policy, unless generation.workers says otherwise"
+        require(backend, Capability.EMBEDDED_GENERATION, reason)
+    elif not backend.capabilities & {Capability.IPC_REFIT, Capability.COLLECTIVE_REFIT}:
+        require(backend, Capability.IPC_REFIT, "generation.workers asks for engines that the trainer sends weights to")
 
 
 def _make(manager: PluginManager, kind: str, name: str) -> Any:

@@ -1,11 +1,14 @@
 """Checkpoints of a run: written every so many steps and when it is told to stop, gone on from with the same numbers.
 
     checkpoints/step-000010/
-        run.json      the step, where the data stands, random states of the driver, the last metrics
-        model/        the weights, as a Hugging Face directory
-        optimizer/    moments, schedule, random states of the workers (`rlframework.policy.checkpoint`)
+        run.json         the step, where the data stands, random states of the driver, the last metrics
+        checksums.json   of run.json; the two folders have their own
+        model/           the weights: a Hugging Face directory, or the configuration and tokenizer of one and pieces
+        optimizer/       moments, schedule, random states of the workers
 
-A folder of that name is whole: it is written beside and renamed. Left out: asynchronous saving, engines' own formats.
+Both forms of the weights and moments, `checkpoints.format`, are described in `rlframework.policy.checkpoint` and
+`.sharded`; whichever is there is read. A folder of that name is whole: it is written beside and renamed, where it is
+written asynchronously after a later step.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -25,8 +29,9 @@ import numpy as np
 import torch
 
 from rlframework.errors import ConfigError, DataError, DeadlineExceeded, RunInterrupted, RunTerminated, WorkerError
-from rlframework.files import remove_directory, remove_leftovers, replacing_directory
+from rlframework.files import Replacement, remove_directory, remove_leftovers, telling_no_space
 from rlframework.plugins.types import Capability
+from rlframework.policy.manifest import check_files, write_manifest
 
 if TYPE_CHECKING:
     from rlframework.interfaces.algorithm import Parts
@@ -63,6 +68,14 @@ def step_of_checkpoint(path: Path) -> int:
     return int(path.name.removeprefix(_PREFIX))
 
 
+@dataclass(frozen=True)
+class _Pending:
+    """A checkpoint on its way to where it belongs."""
+
+    step: int
+    replacement: Replacement
+
+
 class Checkpoints:
     """Saves and restores a run of `parts`; an algorithm gives what is its own as numbers and words for JSON."""
 
@@ -73,6 +86,7 @@ class Checkpoints:
         self._supported = Capability.PORTABLE_OPTIMIZER_STATE in parts.policy.capabilities
         self._folder = parts.config.output_dir / FOLDER
         self._stop: signal.Signals | None = None
+        self._pending: _Pending | None = None
 
     # -- saving -------------------------------------------------------------------------------------------------------
 
@@ -84,15 +98,22 @@ class Checkpoints:
         `metrics`: the last value of each so far; `measured`: those of this step alone.
         """
         due = self._config.every > 0 and step % self._config.every == 0
+        if self._pending is not None and self._parts.policy.checkpoint_written():
+            self.finish()
         if due or self._stop is not None:
             path = self.save(step, state, metrics, measured)
             if self._stop is not None:
+                self.finish()  # told while one was begun
                 raise RunInterrupted(self._stop, f"rlframework train --resume {self._parts.config.output_dir}", path)
 
     def save(
         self, step: int, state: Mapping[str, Any], metrics: Mapping[str, float], measured: Mapping[str, float]
     ) -> Path:
-        """Write the checkpoint of `step`, then let go of those that need not be kept; where it lies."""
+        """Write the checkpoint of `step`, then let go of those that need not be kept; where it lies, or will.
+
+        Of an asynchronous one this is its beginning: `finish` ends it, and so does the next one.
+        """
+        self.finish()
         path = self._folder / f"{_PREFIX}{step:06d}"
         facts = {
             "format": FORMAT,
@@ -103,13 +124,69 @@ class Checkpoints:
             "measured": dict(measured),
             "random": random_states(),
         }
-        with replacing_directory(path) as folder:
-            self._parts.policy.save_checkpoint(str(folder / "model"), str(folder / "optimizer"))
-            (folder / "run.json").write_text(json.dumps(facts) + "\n", encoding="utf-8")
-        self._parts.observers.checkpoint_saved(step, path)
+        beside = self._config.asynchronous and self._stop is None
+        pending = _Pending(step, Replacement(path))
+        try:
+            with telling_no_space(path):
+                self._write(pending.replacement.folder, facts, beside)
+        except BaseException:
+            pending.replacement.abandon()
+            raise
+        self._pending = pending
+        if not beside:
+            self.finish()
+        return path
+
+    def _write(self, folder: Path, facts: Mapping[str, Any], beside: bool) -> None:
+        (folder / "run.json").write_text(json.dumps(facts) + "\n", encoding="utf-8")
+        write_manifest(folder)
+        how: dict[str, Any] = {"form": "sharded", "asynchronous": beside} if self._config.format == "sharded" else {}
+        self._parts.policy.save_checkpoint(str(folder / "model"), str(folder / "optimizer"), **how)
+
+    def finish(self) -> None:
+        """Wait for the checkpoint that is being written, if one is, and put it where it belongs; or raise what failed.
+
+        Then let go of those that need not be kept.
+        """
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        try:
+            self._parts.policy.finish_checkpoint()
+            pending.replacement.commit()
+        except BaseException:
+            pending.replacement.abandon()
+            raise
+        self._parts.observers.checkpoint_saved(pending.step, pending.replacement.path)
         for old in self._beyond_keeping():
             remove_directory(old)
-        return path
+
+    @contextmanager
+    def finishing(self) -> Iterator[None]:
+        """Behind it no checkpoint is being written: where the block fails, it is finished if that is still possible."""
+        try:
+            yield
+            self.finish()
+        except BaseException as error:
+            if self._pending is not None and not isinstance(error, KeyboardInterrupt):
+                self._finish_after(error)
+            raise
+
+    def _finish_after(self, error: BaseException) -> None:
+        """Told, since the error is what the caller learns."""
+        assert self._pending is not None
+        step, lost = self._pending.step, isinstance(error, (WorkerError, DeadlineExceeded))
+        try:
+            if lost:
+                self._pending.replacement.abandon()
+            else:
+                self.finish()
+        except Exception as another:  # noqa: BLE001 - what failed first is what is raised
+            lost, error = True, another
+        if lost:
+            first_line = str(error).partition("\n")[0]
+            print(f"the checkpoint of step {step} was being written and is lost: {first_line}", file=sys.stderr)
+        self._pending = None
 
     def _beyond_keeping(self) -> list[Path]:
         """All but the last and the best."""
@@ -134,6 +211,7 @@ class Checkpoints:
         path = self._parts.checkpoint
         if path is None:
             return None
+        check_files(path)
         facts = _read(path)
         self._parts.policy.load_checkpoint(str(path / "model"), str(path / "optimizer"))
         self._parts.environment.load_state_dict(facts["environment"])

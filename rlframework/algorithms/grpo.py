@@ -57,6 +57,7 @@ class GRPO(StepLoop):
     def train_step(self, step: int, timer: Timer) -> tuple[dict[str, float], list[SampleRecord]]:
         """See `StepLoop.train_step`."""
         samples = [sample for sample in next(self.loader) for _ in range(self.config.samples_per_prompt)]
+        self.parts.generation.prepare_for_generation()  # a refit, if there is one, is no part of the time of generating
         with timer.phase("generate"):
             result = rollout(self.parts, samples, row_seeds(self.parts.config.seed, step, len(samples)))
         metrics = self._add_advantages(result)

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from rlframework.algorithms.checkpoints import Checkpoints
 from rlframework.algorithms.inputs import InputCheck
+from rlframework.algorithms.profiling import Profiling
 from rlframework.algorithms.recording import Recorder
 from rlframework.algorithms.rollout import validate
 from rlframework.data.loader import PromptLoader
 from rlframework.errors import DataError
 from rlframework.interfaces.algorithm import Algorithm, Parts, RunResult
-from rlframework.policy.worker_base import resident_bytes
+from rlframework.policy.reporting import resident_bytes
 
 if TYPE_CHECKING:
     from rlframework.distributed.batched_data_dict import BatchedDataDict
@@ -60,6 +61,7 @@ class StepLoop(Algorithm):
                 )
         self.inputs = InputCheck(parts)
         self.recorder = Recorder(parts)
+        self.profiling = Profiling(parts)
         self.checkpoints = Checkpoints(parts)
         validation = self.config.validation
         if validation.at_start or validation.at_end or validation.every:
@@ -96,7 +98,7 @@ class StepLoop(Algorithm):
     def run(self) -> RunResult:
         """See `Algorithm.run`. Of a run that goes on, `history` has the steps from there on."""
         history: list[dict[str, float]] = []
-        with self.checkpoints.listening():
+        with self.checkpoints.listening(), self.profiling.telling(), self.checkpoints.finishing():
             last = self._begin(history)
             for step in range(int(last["step"]) + 1, self.config.num_steps + 1):
                 metrics = self._whole_step(step, history)
@@ -137,19 +139,27 @@ class StepLoop(Algorithm):
         timer = Timer()
         with timer.phase("validation"):
             metrics, samples = self.validate(step)
+        if refit := self.parts.generation.pop_metrics():  # its time is in that of the validation, not of a step
+            metrics |= {"validation/refit_seconds": refit["time/refit"]}
         return metrics | {"time/validation": timer.seconds["validation"]}, samples
 
     def _timed_step(self, step: int) -> tuple[dict[str, float], list[SampleRecord]]:
         timer = Timer()
+        self.parts.policy.reset_peak_memory_stats()
         started = time.perf_counter()
-        metrics, samples = self.train_step(step, timer)
+        with self.profiling.step(step):
+            metrics, samples = self.train_step(step, timer)
+            seconds = time.perf_counter() - started
         self.recorder.require(step)
-        seconds = time.perf_counter() - started
         metrics |= {f"time/{name}": value for name, value in timer.seconds.items()}
+        metrics |= self.parts.generation.pop_metrics()
         metrics["time/step"] = seconds
         if "train/tokens" in metrics:
             metrics["throughput/tokens_per_second"] = metrics["train/tokens"] / seconds
         metrics["memory/rss_mb"] = resident_bytes() / 2**20
+        peaks = [info["peak_memory_bytes"] for info in self.parts.policy.get_info() if "peak_memory_bytes" in info]
+        if peaks:
+            metrics["memory/peak_mb"] = max(peaks) / 2**20
         return metrics, samples
 
     def _validates_after(self, step: int) -> bool:

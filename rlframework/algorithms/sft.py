@@ -63,7 +63,7 @@ class SFT(StepLoop):
             "train/skipped_steps": float(result["skipped"]),
             "train/tokens": float(batch["input_lengths"].sum()),
             "train/global_valid_toks": result["global_valid_toks"],
-        }
+        } | {f"train/{name}": value for name, value in result["metrics"].items() if name == "router_aux_loss"}
         return metrics, []
 
     def should_stop(self, metrics: dict[str, float]) -> bool:

@@ -22,6 +22,7 @@ from rlframework.config.load import compose, escape_interpolation
 from rlframework.configure import load_config
 from rlframework.data.hub import is_path
 from rlframework.errors import ConfigError, UserError
+from rlframework.policy.saved import is_sharded
 
 if TYPE_CHECKING:
     from rlframework.config.sections import RunConfig
@@ -142,6 +143,17 @@ def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
 def find_subject(name: str) -> Subject:
     """The run, the checkpoint, or the model that `name` means; a `UserError` where a directory is none of them."""
     path = Path(name)
+    for folder in (path, path / "model"):
+        if is_sharded(folder):
+            raise UserError(
+                f"{folder} holds the pieces of a sharded checkpoint, which cannot be asked as they are; first make a "
+                f"model of them: rlframework convert {name} NEW_FOLDER --to huggingface"
+            )
+        if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+            raise UserError(
+                f"{folder} holds LoRA adapters, which are no model without their base; give the run itself, whose "
+                "model is merged when it ends, or merge them with peft's merge_and_unload"
+            )
     if (path / "config.json").is_file():
         return Subject(name, name, None)
     is_run, has_model = (path / "config.yaml").is_file(), (path / "model" / "config.json").is_file()
@@ -195,7 +207,8 @@ def configurations(
 def _without_training(source: str | Path | Mapping[str, Any], overrides: Sequence[str]) -> RunConfig:
     """The configuration with plain defaults where it is about training: what a trainer must refuse may be asked."""
     values = compose(source, overrides).values
-    for section, key in ((values, "recording"), (values.get("policy"), "scheduler")):
+    policy = values.get("policy")  # adapters are merged in a model that is asked
+    for section, key in ((values, "recording"), (values, "profiler"), (policy, "scheduler"), (policy, "lora")):
         if isinstance(section, dict):
             section.pop(key, None)
     return load_config(escape_interpolation({**values, "algorithm": {"name": "sft"}}))

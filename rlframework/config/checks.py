@@ -26,6 +26,36 @@ def check_run(config: RunConfig, tree: Tree) -> Iterator[Finding]:
     yield from _check_optimizer(policy, tree)
     yield from _check_scheduler(policy, tree)
     yield from _check_recording(config, tree)
+    yield from _check_generation(config, tree)
+    yield from _check_checkpoints(config, tree)
+    if policy.lora is not None and policy.lora.refit == "adapters" and config.generation.workers is None:
+        yield Finding(
+            "policy.lora.refit",
+            "must be merged where generation.workers is not set: the engines are in the trainer's own processes then",
+            "adapters",
+            tree.origin(("policy", "lora", "refit")),
+        )
+    yield from _check_profiler(config, tree)
+
+
+def _check_checkpoints(config: RunConfig, tree: Tree) -> Iterator[Finding]:
+    given = config.checkpoints
+    if given.asynchronous and given.format != "sharded":
+        yield Finding(
+            "checkpoints.asynchronous",
+            "must be false where checkpoints.format is portable: what takes the time is to gather whole tensors, which "
+            "the workers do together",
+            True,
+            tree.origin(("checkpoints", "asynchronous")),
+            hint="Set checkpoints.format to sharded.",
+        )
+    if given.format == "sharded" and config.policy.lora is not None:
+        yield Finding(
+            "checkpoints.format",
+            "must be portable with policy.lora: adapters are small, and have that form only",
+            given.format,
+            tree.origin(("checkpoints", "format")),
+        )
 
 
 def _check_batch(policy: PolicyConfig, data_parallel: int, tree: Tree) -> Iterator[Finding]:
@@ -73,4 +103,53 @@ def _check_recording(config: RunConfig, tree: Tree) -> Iterator[Finding]:
             f"must be among the steps of the run, which are 1 to {last} (algorithm.num_steps)",
             beyond[0] if len(beyond) == 1 else beyond,
             tree.origin(("recording", "steps")),
+        )
+
+
+def _check_profiler(config: RunConfig, tree: Tree) -> Iterator[Finding]:
+    section, last, workers = config.profiler, config.algorithm.num_steps, config.worker_group.num_workers
+    among = f"must be among the steps of the run, which are 1 to {last} (algorithm.num_steps)"
+    if beyond := [step for step in section.steps if step > last]:
+        yield Finding(
+            "profiler.steps", among, beyond[0] if len(beyond) == 1 else beyond, tree.origin(("profiler", "steps"))
+        )
+    for name in ("start", "stop"):
+        step = getattr(section, name)
+        if step is not None and step > last:
+            yield Finding(f"profiler.{name}", among, step, tree.origin(("profiler", name)))
+    if section.stop is not None and section.stop < (section.start or section.stop + 1):
+        needed = "profiler.start, which is not set" if section.start is None else f"profiler.start={section.start}"
+        yield Finding("profiler.stop", f"must not be before {needed}", section.stop, tree.origin(("profiler", "stop")))
+    if not section.ranks or max(section.ranks) >= workers:
+        allowed = f"must name one worker or more of 0 to {workers - 1} (worker_group.num_workers={workers})"
+        yield Finding("profiler.ranks", allowed, list(section.ranks), tree.origin(("profiler", "ranks")))
+
+
+def _check_generation(config: RunConfig, tree: Tree) -> Iterator[Finding]:
+    workers = config.generation.workers
+    if workers is None:
+        return
+    place = ("generation", "workers")
+    if workers.python is not None and workers.group != "ray":
+        yield Finding(
+            "generation.workers.python",
+            "is for workers that Ray starts; others have the Python of this process",
+            workers.python,
+            tree.origin((*place, "python")),
+            hint="Set generation.workers.group to ray.",
+        )
+    if workers.group == "inline" and workers.num_workers > 1:
+        yield Finding(
+            "generation.workers.num_workers",
+            "must be 1 with generation.workers.group=inline: this process holds one engine",
+            workers.num_workers,
+            tree.origin((*place, "num_workers")),
+            hint="Set generation.workers.group to processes or ray.",
+        )
+    if workers.group == config.worker_group.name == "inline" and config.generation.refit.transport == "collective":
+        yield Finding(
+            "generation.refit.transport",
+            "must be auto or ipc where trainer and engine are both inline: a process group needs different processes",
+            "collective",
+            tree.origin(("generation", "refit", "transport")),
         )

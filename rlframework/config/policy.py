@@ -5,7 +5,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveInt, field_validator
 
 from rlframework.config.base import Section
 
@@ -66,19 +66,45 @@ class NonFiniteGradientsConfig(Section):
 
 
 class OffloadConfig(Section):
-    """What lies in CPU memory between uses."""
+    """What lies in CPU memory between uses. On a CPU it makes no difference."""
 
-    parameters: bool = False
-    optimizer: bool = False
+    parameters: bool = Field(
+        False, description="weights, gradients and optimizer; blocks are taken to the device as they are computed"
+    )
+    optimizer: bool = Field(False, description="the optimizer's state, but during the step")
 
 
 class LoraConfig(Section):
-    """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685)."""
+    """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685): W + alpha / rank * B A, of which B and A are trained."""
 
     rank: PositiveInt = 16
-    alpha: float = 32.0
-    dropout: Fraction = 0.0
-    target_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
+    alpha: Annotated[float, Field(gt=0.0)] = 32.0
+    dropout: Fraction = Field(0.0, description="0: training and scoring are of one function, so there is no dropout")
+    target_modules: tuple[str, ...] = Field(
+        ("q_proj", "k_proj", "v_proj", "o_proj"),
+        description="linear layers that get an adapter, by the ends of their paths",
+    )
+    seed: Annotated[int, Field(ge=0)] = Field(0, description="of the values that A starts with; B starts at 0")
+    refit: Literal["merged", "adapters"] = Field(
+        "merged",
+        description="what goes to generation engines in other processes: whole weights; or adapters alone, to engines "
+        "that read the base themselves",
+    )
+
+    @field_validator("dropout")
+    @classmethod
+    def _no_dropout(cls, dropout: float) -> float:
+        if dropout:
+            raise ValueError(
+                "must be 0: log-probabilities of training and of scoring are of one function here, and the model's own "
+                "dropout is switched off too"
+            )
+        return dropout
+
+    @property
+    def scale(self) -> float:
+        """What the product of B and A is multiplied by."""
+        return self.alpha / self.rank
 
 
 class PolicyConfig(Section):
@@ -88,6 +114,9 @@ class PolicyConfig(Section):
     tokenizer_name: str | None = Field(None, description="none: as `model_name`")
     chat_template: str | None = Field(
         None, description="a file with a Jinja template, or its text; none: the tokenizer's own"
+    )
+    head: Literal["language", "score"] = Field(
+        "language", description="score: a reward model, with one number a sequence, which is only asked for scores"
     )
     backend: str = Field("dtensor", description="name of the training backend: see `rlframework plugins`")
     data_processor: str = Field("microbatches", description="what makes microbatches of rows: a plugin's name")
@@ -103,6 +132,12 @@ class PolicyConfig(Section):
     scheduler: SchedulerConfig = SchedulerConfig()
     max_grad_norm: Annotated[float, Field(gt=0.0)] | None = 1.0
     non_finite_gradients: NonFiniteGradientsConfig = NonFiniteGradientsConfig()
+    router_aux_loss_coef: Annotated[float, Field(ge=0.0)] = Field(
+        0.0,
+        description="weight of a loss that evens out the work of the experts of a mixture (Switch Transformers, "
+        "arXiv:2101.03961); 0: none. Over the tokens of the whole global batch, for which each step runs the model "
+        "forward once more",
+    )
     activation_checkpointing: bool = False
     offload: OffloadConfig = OffloadConfig()
     lora: LoraConfig | None = None

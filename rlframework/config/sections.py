@@ -66,6 +66,40 @@ class RayGroupConfig(HostedGroupConfig):
     )
 
 
+class GenerationWorkersConfig(Section):
+    """Generation engines in processes of their own, which get the trainer's weights by refits."""
+
+    group: Literal["processes", "ray", "inline"] = Field(
+        "processes", description="where they run, as worker_group.name; `inline`: one, in the driver's process"
+    )
+    num_workers: PositiveInt = Field(1, description="engines; each holds the whole model and gets its share of prompts")
+    python: str | None = Field(
+        None, description="Python executable of another environment for them, where `group` is ray"
+    )
+    deadlines: DeadlinesConfig = DeadlinesConfig()
+
+
+class RefitConfig(Section):
+    """How weights go from the trainer to generation engines in other processes."""
+
+    transport: Literal["auto", "ipc", "collective"] = Field(
+        "auto",
+        description="ipc: memory that both sides share, on one machine or GPU; collective: broadcasts in a process "
+        "group of their own; auto: ipc where all engines can reach the trainer's memory",
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="of floating-point weights on their way and in the engines; auto: policy.precision"
+    )
+    buffer_mb: Annotated[float, Field(gt=0.0)] | None = Field(
+        None,
+        description="MiB of weights that go together, of which there are three at a time; none: what suits the device. "
+        "A weight that is larger goes alone",
+    )
+    deadline: Seconds = Field(
+        120.0, description="seconds that meeting, and each group of weights, may take before it is an error"
+    )
+
+
 class GenerationConfig(Section):
     """What all generation engines understand."""
 
@@ -77,6 +111,10 @@ class GenerationConfig(Section):
     stop_token_ids: tuple[int, ...] = Field((), description="besides the model's own end tokens")
     stop_strings: tuple[str, ...] = Field((), description="each must be one token of the tokenizer")
     batch_size: PositiveInt = Field(256, description="rows that are decoded together on one worker")
+    workers: GenerationWorkersConfig | None = Field(
+        None, description="engines in processes of their own; none: in the workers of the policy"
+    )
+    refit: RefitConfig = RefitConfig()
 
 
 class EnvironmentConfig(Section):
@@ -135,6 +173,27 @@ class RecordingConfig(Section):
     every: NonNegativeInt = Field(0, description="and each step that is a multiple of this; 0: no others")
 
 
+class ProfilerConfig(Section):
+    """Steps of which the torch profiler writes a trace to `output_dir/traces`, for https://ui.perfetto.dev.
+
+    A step that is profiled is slower, and its trace may be large: some megabytes for each second of small operations.
+    """
+
+    steps: tuple[PositiveInt, ...] = Field((), description="these steps, counted from 1")
+    start: PositiveInt | None = Field(None, description="and each step from this one, up to `stop`")
+    stop: PositiveInt | None = Field(None, description="last step of those from `start`; none: `start` alone")
+    ranks: tuple[NonNegativeInt, ...] = Field((0,), description="workers that are profiled, each with a trace")
+    with_stack: bool = Field(False, description="the line of Python that each operation came from; slow")
+    record_shapes: bool = Field(False, description="shapes of the arguments of each operation")
+    memory: bool = Field(False, description="memory that each operation took and freed")
+
+    @property
+    def wanted(self) -> frozenset[int]:
+        """The steps."""
+        span = () if self.start is None else range(self.start, (self.stop or self.start) + 1)
+        return frozenset({*self.steps, *span})
+
+
 class CheckpointsConfig(Section):
     """What `rlframework train --resume` goes on from, in `output_dir/checkpoints`."""
 
@@ -145,6 +204,15 @@ class CheckpointsConfig(Section):
     best: Literal["highest", "lowest"] = "highest"
     on_interrupt: bool = Field(
         True, description="Ctrl-C and SIGTERM end the step and write a checkpoint first, where the backend can"
+    )
+    format: Literal["portable", "sharded"] = Field(
+        "portable",
+        description="portable: whole tensors, written by one worker as a Hugging Face directory; sharded: each worker "
+        "writes its own pieces, on a file system that all share, which `rlframework convert` makes portable. Any "
+        "number of workers goes on from either",
+    )
+    asynchronous: bool = Field(
+        False, description="of sharded ones: the next steps go on while pieces are written, from copies of them in RAM"
     )
 
 
@@ -178,3 +246,4 @@ class RunConfig(Section):
     checkpoints: CheckpointsConfig = CheckpointsConfig()
     fault_tolerance: FaultToleranceConfig = FaultToleranceConfig()
     recording: RecordingConfig = RecordingConfig()
+    profiler: ProfilerConfig = ProfilerConfig()

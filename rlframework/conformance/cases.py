@@ -49,10 +49,24 @@ def _llama(vocabulary: int, **changes: Any) -> Any:
     return LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, **(_SIZES | changes)))
 
 
+def _reward(vocabulary: int) -> Any:
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    sizes: dict[str, Any] = {**_SIZES, "num_labels": 1}
+    return LlamaForSequenceClassification(LlamaConfig(vocab_size=vocabulary, **sizes))
+
+
 def _qwen3(vocabulary: int) -> Any:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     return Qwen3ForCausalLM(Qwen3Config(vocab_size=vocabulary, head_dim=8, **_SIZES))
+
+
+def _experts(vocabulary: int, **changes: Any) -> Any:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    sizes = {**_SIZES, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=vocabulary, norm_topk_prob=True, **(sizes | changes)))
 
 
 def _gpt2(vocabulary: int) -> Any:
@@ -74,9 +88,12 @@ MODELS: Mapping[str, Callable[[int], Any]] = {
     "dropout": lambda vocabulary: _llama(vocabulary, attention_dropout=0.5),
     "learned_positions": _gpt2,
     "norms_of_heads": _qwen3,
+    "experts": _experts,
+    "reward": _reward,
 }
 """The models by what they are there for. `learned_positions` shows what rotary positions, being relative, hide;
-`norms_of_heads` has weights that all heads share, which ranks with some heads each learn from theirs alone."""
+`norms_of_heads` has weights that all heads share, which ranks with some heads each learn from theirs alone; `experts`
+is a mixture: each token goes to two of four."""
 
 
 def model(name: str, folder: Path) -> Path:
@@ -89,9 +106,12 @@ def model(name: str, folder: Path) -> Path:
         torch.manual_seed(0)
         made = MODELS[name](len(tokens))
         randomize(made)
-    made.config.pad_token_id = made.generation_config.pad_token_id = tokens.pad_token_id
-    made.config.bos_token_id = made.generation_config.bos_token_id = tokens.bos_token_id
-    made.config.eos_token_id = made.generation_config.eos_token_id = tokens.eos_token_id
+    for of in filter(None, (made.config, getattr(made, "generation_config", None))):
+        of.pad_token_id, of.bos_token_id, of.eos_token_id = (
+            tokens.pad_token_id,
+            tokens.bos_token_id,
+            tokens.eos_token_id,
+        )
     with replacing_directory(path) as directory, quiet_transformers():
         made.save_pretrained(directory)
         tokens.save_pretrained(directory)

@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from rlframework.generation.worker import GenerationWorker
 from rlframework.plugins.loading import load_target
+
+
+class InspectedReceiver(GenerationWorker):
+    """A generation worker that can be looked into."""
+
+    def inspect(self, function: str, arguments: Mapping[str, Any]) -> Any:
+        """Call `module:function` with the worker."""
+        return load_target(function)(self, **arguments)
 
 
 class Inspected:

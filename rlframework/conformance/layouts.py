@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import combinations
 
 from rlframework.errors import ConfigError
 from rlframework.plugins.types import CAPABILITY_OF_AXIS, Capability, Record
@@ -66,7 +67,7 @@ _SPLITS = ("tensor", "context", "pipeline")
 
 
 def declared_layouts(record: Record) -> list[Layout]:
-    """One worker, two along each declared axis, and each model axis beside two data-parallel replicas."""
+    """One worker, two along each declared axis, each model axis beside two replicas, and each two model axes."""
     return list(_declared(record.capabilities))
 
 
@@ -84,6 +85,8 @@ def _declared(declared: frozenset[Capability]) -> Iterator[Layout]:
         yield Layout(data=2, expert=2)
     for axis in splits if several else ():
         yield Layout(data=2, **{axis: 2})  # type: ignore[arg-type]
+    for first, second in combinations(splits, 2):
+        yield Layout(**{first: 2, second: 2})  # type: ignore[arg-type]
 
 
 def quick_layouts(record: Record) -> list[Layout]:

@@ -29,7 +29,8 @@ class OracleStep:
 class Oracle:
     """A model at `path` with AdamW in two groups: `weight_decay` for two and more dimensions, none for fewer.
 
-    `max_grad_norm`: None does not clip. `temperature`: of log-probabilities and of the policy-gradient losses.
+    `router_loss`: weight of the loss that evens out a mixture's experts. `max_grad_norm`: None does not clip.
+    `temperature`: of log-probabilities and of the policy-gradient losses.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Oracle:
         max_grad_norm: float | None = 1.0,
         temperature: float = 1.0,
         dtype: torch.dtype = torch.float32,
+        router_loss: float = 0.0,
     ) -> None:
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging
@@ -52,6 +54,7 @@ class Oracle:
         self.model.eval()  # no dropout: scoring and training are of one function
         self.temperature = temperature
         self.max_grad_norm = max_grad_norm
+        self.router_loss_coef = router_loss
         matrices = [parameter for parameter in self.model.parameters() if parameter.dim() > 1]
         vectors = [parameter for parameter in self.model.parameters() if parameter.dim() <= 1]
         self.optimizer = torch.optim.AdamW(
@@ -130,22 +133,43 @@ class Oracle:
             return means.sum() / float(batch["sample_mask"].sum())
         raise ValueError(f"there is no loss {kind!r}: nll, pg or sequence_pg")
 
+    def router_loss(self, batch: Batch) -> Tensor:
+        """Experts times the sum over them of share and chance: of each in all choices of all tokens, and on average.
+
+        Over all blocks, and the tokens of rows that the losses are about.
+        """
+        real, counted = _real(batch), batch["token_mask"][:, 1:].sum(1) * batch["sample_mask"] > 0
+        logits = self.model(
+            input_ids=batch["input_ids"], attention_mask=real.long(), use_cache=False, output_router_logits=True
+        ).router_logits
+        asked = (real * counted[:, None]).reshape(-1) > 0
+        chances = torch.cat([torch.softmax(layer, -1)[asked] for layer in logits])
+        choices = chances.topk(self.model.config.num_experts_per_tok, dim=-1).indices
+        share = torch.zeros_like(chances).scatter(1, choices, 1.0).mean(0)
+        return chances.shape[1] * (share * chances.mean(0)).sum()
+
     def gradients(self, batch: Batch, kind: str) -> dict[str, Tensor]:
         """The gradient of each parameter; none of them is changed."""
         self.model.zero_grad()
-        self.loss(batch, kind).backward()
+        self._whole_loss(batch, kind).backward()
         found = {name: _gradient(parameter).clone() for name, parameter in self.model.named_parameters()}
         self.model.zero_grad()
-        return found
+        return expert_by_expert(found)
 
     # -- training -----------------------------------------------------------------------------------------------------
 
     def step(self, batch: Batch, kind: str, lr: float | None = None) -> OracleStep:
         """One AdamW step, at `lr` where it is given."""
         self.model.zero_grad()
+        self._whole_loss(batch, kind).backward()
+        with torch.no_grad():
+            loss = self.loss(batch, kind).item()
+        return self.descend(loss, lr)
+
+    def _whole_loss(self, batch: Batch, kind: str) -> Tensor:
+        """What is minimised: the loss, and that of the routers where it has a weight."""
         loss = self.loss(batch, kind)
-        loss.backward()
-        return self.descend(loss.item(), lr)
+        return loss + self.router_loss_coef * self.router_loss(batch) if self.router_loss_coef else loss
 
     def descend(self, loss: float, lr: float | None = None) -> OracleStep:
         """The step on the gradients that the parameters hold, which are of `loss`."""
@@ -157,11 +181,40 @@ class Oracle:
         for group in self.optimizer.param_groups if lr is not None else ():
             group["lr"] = lr
         self.optimizer.step()
-        return OracleStep(loss, norm.item(), gradients)
+        return OracleStep(loss, norm.item(), expert_by_expert(gradients))
 
     def weights(self) -> dict[str, Tensor]:
         """Copies of the weights by the names of `save_pretrained`; a tied head stands once."""
-        return {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
+        return expert_by_expert({name: weight.detach().clone() for name, weight in self.model.named_parameters()})
+
+
+def scores(path: Any, batch: Batch) -> Tensor:
+    """`[B]`: what the reward model at `path` says at the last token of each row, each row by itself; no gradient."""
+    from transformers import AutoModelForSequenceClassification
+
+    model = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    model.eval()
+    found = []
+    with torch.no_grad():
+        for ids, length in zip(batch["input_ids"], batch["input_lengths"].tolist(), strict=True):
+            hidden = model.base_model(input_ids=ids[None, :length], use_cache=False).last_hidden_state
+            found.append(model.score(hidden)[0, -1, 0])
+    return torch.stack(found)
+
+
+def expert_by_expert(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """`tensors` by the names of `save_pretrained`, which has each expert of a mixture by itself."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        experts, _, kind = name.rpartition(".")
+        if kind == "gate_up_proj":
+            for number, (gate, up) in enumerate(one.chunk(2) for one in tensor):
+                found |= {f"{experts}.{number}.gate_proj.weight": gate, f"{experts}.{number}.up_proj.weight": up}
+        elif kind == "down_proj":
+            found |= {f"{experts}.{number}.down_proj.weight": one for number, one in enumerate(tensor)}
+        else:
+            found[name] = tensor
+    return found
 
 
 def _real(batch: Batch) -> Tensor:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlframework.configure import load_config
 from rlframework.conformance.layouts import Layout
+from rlframework.generation.remote import RemoteGeneration
 from rlframework.interfaces.worker_group import WorkerSpec
 from rlframework.policy.policy import Policy
 
@@ -106,6 +107,21 @@ class InspectedPolicy(Policy):
     def inspect(self, function: str, **kwargs: Any) -> list[Any]:
         """What `module:function` returns for the worker itself, on each rank."""
         return self._everywhere("inspect", function=function, arguments=kwargs)
+
+
+class InspectedEngines(RemoteGeneration):
+    """Generation workers in processes of their own that can be looked into."""
+
+    worker = "rlframework.conformance.inside:InspectedReceiver"
+
+    def everywhere(self, method: str, **kwargs: Any) -> list[Any]:
+        """What `method` of the worker returns on each rank."""
+        group = self.worker_group
+        return group.get_all_worker_results(group.run_all_workers_single_data(method, **kwargs))
+
+    def inspect(self, function: str, **kwargs: Any) -> list[Any]:
+        """What `module:function` returns for the worker, on each rank."""
+        return self.everywhere("inspect", function=function, arguments=kwargs)
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:

@@ -41,7 +41,12 @@ class Requirement:
         return self.capabilities <= record.capabilities
 
     def fits(self, layout: Layout, device: str) -> bool:
-        """Whether it has something to test with `layout` on `device`."""
+        """Whether it has something to test with `layout` on `device`.
+
+        Where experts are spread, the tests of mixtures of experts alone; else these where there is one worker.
+        """
+        if layout.expert > 1 or (Capability.EXPERT_PARALLEL in self.capabilities and layout.workers > 1):
+            return layout.expert > 1 and Capability.EXPERT_PARALLEL in self.capabilities
         return layout.data >= self.data_parallel and (device == "cuda" or not self.gpu)
 
 
@@ -126,10 +131,12 @@ class Suite(metaclass=_Sealing):
     def uses(cls, record: Record, layout: Layout, device: str) -> frozenset[Capability]:
         """The capabilities of `record` that are put to use with `layout` on `device`: by a test, or by the layout.
 
-        Not experts: the suites have no mixture-of-experts model, so that axis of a layout splits nothing.
+        Experts are spread where a test of them runs with such a layout.
         """
-        tests, used = cls.tests(), layout.capabilities - {Capability.EXPERT_PARALLEL}
+        tests, used = cls.tests(), layout.capabilities
         needed = [tests[name].capabilities for name in cls.expected(record, layout, device)]
+        if layout.expert == 1 or not any(Capability.EXPERT_PARALLEL in one for one in needed):
+            needed, used = [one - {Capability.EXPERT_PARALLEL} for one in needed], used - {Capability.EXPERT_PARALLEL}
         return record.capabilities & used.union(*needed)
 
     @classmethod

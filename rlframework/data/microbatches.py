@@ -126,6 +126,7 @@ def make_microbatch(
     input_ids = part["input_ids"].to(torch.int64).where(real, 0)  # what stands in the padding need not be a token
     width = input_ids.shape[1]
     row, column = _wanted_targets(part, real, positions).nonzero(as_tuple=True)
+    before = 0 if positions == "last" else 1  # the token that predicts the target
     multimodal, bounds = has_media(part), None
     if packed:
         if multimodal:
@@ -134,10 +135,10 @@ def make_microbatch(
                 "dynamic or padded"
             )
         inputs, bounds = packed_inputs(input_ids, lengths, pad_multiple)
-        head_positions = bounds[row] + column - 1
+        head_positions = bounds[row] + column - before
     else:
         inputs = padded_inputs(input_ids, pad_multiple)
-        head_positions = row * inputs.seq_len + column - 1
+        head_positions = row * inputs.seq_len + column - before
         if multimodal:  # the model places text and media itself
             inputs.vlm_kwargs, inputs.position_ids = part.get_multimodal_dict(as_tensors=True), None
     return Microbatch(
@@ -171,7 +172,10 @@ def _rows_of(data: BatchedDataDict[Any], rows: Tensor) -> BatchedDataDict[Any]:
 
 
 def _wanted_targets(rows: BatchedDataDict[Any], real: Tensor, positions: str) -> Tensor:
-    """`[b, S']` bool: the tokens whose log-probability is wanted; never position 0, never padding."""
+    """`[b, S']` bool: the tokens whose log-probability is wanted, never position 0; of `last`, each row's last."""
+    if positions == "last":
+        last: Tensor = torch.arange(real.shape[1], device=real.device) == rows["input_lengths"][:, None] - 1
+        return last
     wanted = real.clone() if positions == "all" else real & (rows["token_mask"] != 0)
     wanted[:, :1] = False
     return wanted

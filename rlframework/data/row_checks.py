@@ -83,12 +83,15 @@ def real_tokens(data: BatchedDataDict[Any]) -> Tensor:
 
 
 def rows_with_targets(data: BatchedDataDict[Any], positions: str) -> Tensor:
-    """`[B]` bool: the rows that are any work at `positions`; `BatchError` if that is not all, token_mask or loss."""
+    """`[B]` bool: the rows that are any work at `positions`; `BatchError` if that is none of `DataProcessor`'s."""
+    if positions == "last":
+        there: Tensor = data["input_lengths"] > 0
+        return there
     if positions == "all":
         long_enough: Tensor = data["input_lengths"] > 1
         return long_enough
     if positions not in ("token_mask", "loss"):
-        raise BatchError(f"positions is {positions!r}; take 'all', 'token_mask' or 'loss'")
+        raise BatchError(f"positions is {positions!r}; take 'all', 'token_mask', 'loss' or 'last'")
     for key in ("token_mask", "sample_mask")[: 1 if positions == "token_mask" else 2]:
         if key not in data:
             raise BatchError(f"{key} must be present in the data for positions={positions!r}; it has {sorted(data)}")

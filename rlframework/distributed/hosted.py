@@ -151,7 +151,9 @@ class HostedWorkerGroup(DispatchingWorkerGroup):
         called = range(len(future.futures)) if future.called_workers is None else future.called_workers
         refs = dict(zip(called, future.futures, strict=True))
         doing = future.method_name if isinstance(future, Call) else "a call"
-        return dispatch.keep_results(future, list(self._wait(refs, doing, "call", self._deadlines.call).values()))
+        own = future.deadline is not None
+        seconds = self._deadlines.call if future.deadline is None else future.deadline
+        return dispatch.keep_results(future, list(self._wait(refs, doing, "" if own else "call", seconds).values()))
 
     def shutdown(self, cleanup_method: str | None = None, timeout: float | None = None) -> bool:
         """Call `cleanup_method` on all, then end the processes; see `WorkerGroup`."""
@@ -276,7 +278,7 @@ class HostedWorkerGroup(DispatchingWorkerGroup):
             f"{doing}: no answer within {seconds:g} s from rank {', '.join(map(str, missing))} of {size}"
             f"{','.join(sorted(nodes))}; answered: {', '.join(map(str, answered)) or 'none'}. The workers were ended. "
             + (self._what_is_there() if deadline == "start" else "")
-            + f"If they only need longer, raise worker_group.deadlines.{deadline}"
+            + (f"If they only need longer, raise worker_group.deadlines.{deadline}" if deadline else "")
         )
 
     def _end(self, reason: str) -> bool:

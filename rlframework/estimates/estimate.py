@@ -144,7 +144,7 @@ def estimate(parts: Parts, reference: bool, machine: Machine | None = None) -> E
         workers=config.worker_group.num_workers,
         device=device,
         memory=worker_memory(config, model, rows, device, reference),
-        disk=disk(config, model.parameters),
+        disk=disk(config, model.parameters, model.trained),
         rows=rows,
         machine=machine or Machine.here(config.output_dir, device),
         output_dir=config.output_dir,
@@ -170,12 +170,16 @@ def tell_estimate(parts: Parts, reference: bool) -> None:
         print(warning, file=sys.stderr, flush=True)
 
 
-def disk(config: RunConfig, parameters: int) -> dict[str, int]:
-    """What the run leaves on disk, in bytes, with a checkpoint more while one is written."""
+def disk(config: RunConfig, parameters: int, trained: int | None = None) -> dict[str, int]:
+    """What the run leaves on disk, in bytes, with a checkpoint more while one is written.
+
+    `trained`: parameters that checkpoints hold; None: all.
+    """
     found = {"trained model": 4 * parameters}
     checkpoints = _checkpoints(config)
     if checkpoints:
-        found[f"{checkpoints} checkpoints"] = checkpoints * CHECKPOINT_BYTES * parameters
+        kept = parameters if trained is None else trained
+        found[f"{checkpoints} checkpoints"] = checkpoints * CHECKPOINT_BYTES * kept
     recorded = _recorded(config)
     if recorded:
         found[f"{recorded} recorded steps"] = recorded * 4 * parameters

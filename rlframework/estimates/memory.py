@@ -99,10 +99,11 @@ def _training(config: RunConfig, model: ModelSize, rows: Rows, on: Place, device
     logits = 4 * tokens * model.vocabulary
     # the gradient of the embedding before it is added to the sum; of the head too, where it is summed over chunks
     ends = 4 * model.vocabulary * model.hidden * (2 if logits > LOGITS_CHUNK else 1)
+    frozen = policy.lora is not None  # adapters leave both ends alone
     return [
         Part("activations", tokens * of_token, on, "training"),
         Part("logits", COPIES_OF_LOGITS * min(logits, LOGITS_CHUNK), on, "training"),
-        Part("gradients at the ends", ends, on, "training"),
+        *([] if frozen else [Part("gradients at the ends", ends, on, "training")]),
     ]
 
 

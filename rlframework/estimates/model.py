@@ -102,5 +102,5 @@ def _adapters(model: Any, config: LoraConfig) -> int:
     return sum(
         config.rank * (module.in_features + module.out_features)
         for name, module in model.named_modules()
-        if isinstance(module, Linear) and name.rpartition(".")[2] in config.target_modules
+        if isinstance(module, Linear) and any(f".{name}".endswith(f".{end}") for end in config.target_modules)
     )

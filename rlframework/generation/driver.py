@@ -28,6 +28,14 @@ class Generation:
         """True when ready: engines inside the trainer's processes always are."""
         return True
 
+    def pop_metrics(self) -> dict[str, float]:
+        """What there is to tell of generation since this was last called, by metric name; here nothing."""
+        return {}
+
+    def shutdown(self) -> bool:
+        """End the workers that were started for generation alone; here there are none."""
+        return True
+
     def finish_generation(self) -> bool:
         """Engines free what they hold between rollouts."""
         future = self._group.run_all_workers_single_data("finish_generation")

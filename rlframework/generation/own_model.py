@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from rlframework.data.models import quiet_transformers
 from rlframework.errors import DataError, UserError
+from rlframework.generation.adapted_model import AdaptedModel
+from rlframework.policy.file_names import file_tensors
+from rlframework.policy.low_rank import is_adapter
+from rlframework.policy.refit.packing import Info
+from rlframework.policy.refit.receiving import CollectingSink, WeightSink
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -20,6 +25,7 @@ class OwnModel:
         self._model_name, self._device, self._dtype = model_name, torch.device(device), _DTYPES[precision]
         self._module: nn.Module | None = None
         self._names: frozenset[str] = frozenset()
+        self._adapted: AdaptedModel | None = None
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> nn.Module:
         """The module with `weights`, by the names that `save_pretrained` writes, in evaluation mode.
@@ -30,7 +36,7 @@ class OwnModel:
         stream = iter(weights)
         current, self._module = self._module, None
         try:
-            if current is not None and self._names <= set(current.state_dict()):
+            if current is not None and self._names <= set(file_tensors(current)):
                 self._copy(current, stream)
             else:
                 current = self._build(stream)
@@ -40,10 +46,26 @@ class OwnModel:
         self._module = current
         return current
 
+    def sink(self, info: Info, ready: Callable[[nn.Module], None]) -> WeightSink:
+        """Where the weights `info` of a refit go; `ready` is called with the module when all are there.
+
+        Straight into the module that is there, where names, shapes and dtypes are its own; else they are kept until all
+        are there, and loaded. A module that was filled in part is of no use before the next refit.
+        """
+        if all(map(is_adapter, info)):
+            adapted = self._adapted = self._adapted or AdaptedModel(self._model_name, self._device, self._dtype)
+            return CollectingSink(info, self._device, lambda adapters: ready(adapted.load(adapters)))
+        current = self._module
+        if current is not None and self._names == set(info):
+            targets = file_tensors(current)
+            if all(_takes(targets.get(name), shape, dtype) for name, (shape, dtype) in info.items()):
+                return _InPlace(current, targets, ready)
+        return CollectingSink(info, self._device, lambda weights: ready(self.load(weights)))
+
     @torch.no_grad()
     def _copy(self, module: nn.Module, weights: Iterator[tuple[str, Tensor]]) -> None:
         """In place, one tensor at a time. Tied weights are one tensor, so their one name fills all."""
-        targets, seen = module.state_dict(), set()
+        targets, seen = file_tensors(module), set()
         for name, tensor in weights:
             if name not in self._names:
                 self._refuse(set(), {name}, set())
@@ -93,3 +115,23 @@ class OwnModel:
                 f"the weights do not fit the model {self._model_name!r} ({'; '.join(parts)}); give all weights by the "
                 "names that save_pretrained writes, tied heads once"
             )
+
+
+class _InPlace:
+    """A module's own tensors as the place for weights."""
+
+    def __init__(self, module: nn.Module, targets: Mapping[str, Tensor], ready: Callable[[nn.Module], None]) -> None:
+        self._module, self._targets, self._ready = module, targets, ready
+
+    def room(self, name: str) -> Tensor:
+        """See `WeightSink.room`."""
+        return self._targets[name]
+
+    def finish(self) -> None:
+        """See `WeightSink.finish`."""
+        self._ready(self._module)
+
+
+def _takes(target: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+    """Whether a weight can be copied into `target` byte by byte."""
+    return target is not None and target.is_contiguous() and (tuple(target.shape), target.dtype) == (shape, dtype)

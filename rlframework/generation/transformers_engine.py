@@ -20,7 +20,8 @@ from rlframework.generation.decode import Completions, Work, complete
 from rlframework.generation.ends import configured_ends, model_ends, saved_ends
 from rlframework.generation.own_model import OwnModel
 from rlframework.generation.sampling import SamplingRule, row_uniforms
-from rlframework.interfaces.generation import GenerationEngine
+from rlframework.policy.refit.packing import Info
+from rlframework.policy.refit.receiving import ReceivesWeights, WeightSink
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from rlframework.config.sections import GenerationConfig
 
 
-class TransformersEngine(GenerationEngine):
+class TransformersEngine(ReceivesWeights):
     """See `GenerationEngine`. A model that is attached is used as it is, in its own dtype and on its own device."""
 
     def __init__(
@@ -44,6 +45,7 @@ class TransformersEngine(GenerationEngine):
         self._ends = configured_ends(config, tokenizer)
         self._pad_id = int(tokenizer.pad_token_id)
         self._own = OwnModel(model_name, device, precision)
+        self.refit_device, self.refit_deadline = torch.device(device), config.refit.deadline
         self._model: nn.Module | None = None
         self._all_ends: frozenset[int] | None = None
 
@@ -56,12 +58,18 @@ class TransformersEngine(GenerationEngine):
         self._model = None
         self.attach(self._own.load(weights))
 
+    def refit_sink(self, info: Info) -> WeightSink:
+        """See `ReceivesWeights.refit_sink`: into the engine's own module, in place where there is one already."""
+        self._model = None
+        return self._own.sink(info, self.attach)
+
     def generate(self, data: BatchedDataDict[Any], greedy: bool = False) -> BatchedDataDict[Any]:
         """See `GenerationEngine.generate`.
 
         A row whose prompt leaves less room than `max_new_tokens` in the model's positions gets what there is, and
         counts as truncated; a prompt that leaves none is a `BatchError`.
         """
+        self.require_weights()
         if self._model is None:
             raise UserError("the generation engine has no weights yet: call attach or load_weights before generate")
         prompts, seeds = _checked(data)

@@ -152,5 +152,6 @@ class DataProcessor(ABC):
 
         - `"all"`: at every token of a row but the last, so for every target;
         - `"token_mask"`: only for targets whose `token_mask [B, S]` is not 0; rows without any are left out;
-        - `"loss"`: the same, and rows whose `sample_mask [B]` is 0 are left out.
+        - `"loss"`: the same, and rows whose `sample_mask [B]` is 0 are left out;
+        - `"last"`: at the last token of each row, which is its own target; rows without a token are left out.
         """

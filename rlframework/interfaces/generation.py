@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rlframework.errors import NotSupported
@@ -21,7 +21,8 @@ class GenerationEngine(ABC):
 
     The embedded engine lives in the trainer's process: `attach` hands it the live module (no copy), or, where the
     trainer's module is sharded, `load_weights` fills a module of its own. The module that is attached is left as it
-    was, weights and modes; generating without any weights is a `UserError`.
+    was, weights and modes; generating without any weights is a `UserError`. An engine in a process of its own gets
+    weights by refits, see the end of this class.
     """
 
     @abstractmethod
@@ -71,18 +72,32 @@ class GenerationEngine(ABC):
         """Called once after it: free caches."""
         return True
 
-    def init_collective(self, ip: str, port: int, world_size: int) -> None:
-        """Join the refit group of an engine outside the trainer's processes."""
+    # The receiving side of a refit, for an engine outside the trainer's processes: `policy.refit.receiving` has it for
+    # any engine. Weights are checked: other names, shapes or dtypes than were told of, and bytes that are not those
+    # that were sent (each weight has a checksum), are a `RefitError` or `UserError` that names the weight. From the
+    # first weight of a refit to the last, and after one that failed, `generate` is a `UserError`.
+
+    def init_collective(self, ip: str, port: int, world_size: int, rank: int = 1) -> None:
+        """Join the process group of collective refits: the trainer is its rank 0, at `ip` and `port`, engines follow.
+
+        A `RefitError` where the others do not come within `generation.refit.deadline` seconds.
+        """
         raise NotSupported(f"{type(self).__name__} does not receive weights over a process group")
 
-    def prepare_refit_info(self, state_dict_info: dict[str, Any]) -> None:
-        """Names, shapes and dtypes of the weights that will come."""
+    def prepare_refit_info(self, state_dict_info: Mapping[str, Any]) -> None:
+        """Name to (shape, dtype) of all weights that will come, in their order; once, before any transport."""
         raise NotSupported(f"{type(self).__name__} does not receive weights from another process")
 
-    def update_weights_from_ipc_handles(self, ipc_handles: dict[str, Any]) -> bool:
-        """Take weights from handles of the trainer's memory."""
+    def update_weights_from_ipc_handles(self, ipc_handles: Mapping[str, Any]) -> bool:
+        """Take the group of weights at `ipc_handles` (device id to what `get_weights_ipc_handles` gave for it).
+
+        The memory is read before this returns. When the last weight of the refit has come, they are all in use. True.
+        """
         raise NotSupported(f"{type(self).__name__} does not receive weights through IPC handles")
 
     def update_weights_from_collective(self) -> bool:
-        """Take weights that the trainer broadcasts."""
+        """Take all weights, which the trainer broadcasts at the same time. True.
+
+        A `RefitError` where it is gone, or nothing comes for `generation.refit.deadline` seconds.
+        """
         raise NotSupported(f"{type(self).__name__} does not receive weights over a process group")

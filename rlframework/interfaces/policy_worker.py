@@ -106,12 +106,16 @@ class PolicyWorker(ABC):
         """
 
     @abstractmethod
-    def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
-        """Called before `train`: model and optimizer to the device."""
+    def prepare_for_training(self, *args: Any, **kwargs: Any) -> dict[str, int]:
+        """Called before `train`: model and optimizer to the device.
+
+        This transition and the others return the bytes that they moved of the `model` and of the `optimizer`. They
+        change no number, in whatever order they are called; a call that needs what is away brings it back.
+        """
 
     @abstractmethod
-    def prepare_for_lp_inference(self) -> None:
-        """Called before log-probabilities are asked for: model to the device, optimizer away where memory is short."""
+    def prepare_for_lp_inference(self) -> dict[str, int]:
+        """Called before scoring: model to the device, and with `policy.offload.optimizer` the optimizer to the CPU."""
 
     @abstractmethod
     def is_alive(self) -> bool:
@@ -120,6 +124,8 @@ class PolicyWorker(ABC):
     @abstractmethod
     def get_info(self) -> dict[str, Any]:
         """`rank`, `pid`, `device`, `memory_bytes`, `threads`, and `versions` of the engine's packages.
+
+        Where the worker can tell: `peak_memory_bytes`, the most since it was built or `reset_peak_memory_stats`.
 
         The driver reads how this worker makes microbatches, to plan them for all ranks at once: `batching` (padded,
         dynamic or packed; padded where it is not told), `preferred_tokens` of one, where the configuration does not
@@ -130,40 +136,147 @@ class PolicyWorker(ABC):
     def shutdown(self) -> None:
         """Leave the process group; free the model."""
 
+    # What it tells for people to look at: a backend may go without.
+
+    def get_gpu_info(self) -> dict[str, Any]:
+        """What this worker runs on, for a person to read.
+
+        `rank`, `world_size`, `local_rank`, `local_device_id` (None on a CPU), `global_device_id` (`report_device_id`),
+        `device_count`, `device_name`; in MiB `memory_allocated_mb`, `memory_reserved_mb`, `peak_memory_allocated_mb`,
+        `peak_memory_reserved_mb` (on a CPU the process's resident memory, for both); `parameter_sample`: name, device,
+        shape and dtype of one weight; `env_vars`: CUDA*, LOCAL_RANK, RANK and WORLD_SIZE as they are set.
+        """
+        raise NotSupported(f"{type(self).__name__} tells nothing of its device")
+
+    def report_device_id(self) -> str:
+        """`GPU-` and the UUID that NVML has for the GPU; of a CPU worker a name that no other process has."""
+        raise NotSupported(f"{type(self).__name__} does not name its device")
+
+    def reset_peak_memory_stats(self) -> None:
+        """Count the peak memory from now on. What keeps no peak has nothing to do; not every system lets a process."""
+
+    def start_profiling(
+        self,
+        ranks: tuple[int, ...] | None = None,
+        with_stack: bool = False,
+        record_shapes: bool = False,
+        memory: bool = False,
+    ) -> None:
+        """Note each operation of these `ranks` (None: all) from now on, with the torch profiler.
+
+        `with_stack`: and the source line that it came from; `record_shapes`: of its arguments; `memory`: what it took
+        and freed.
+        """
+        raise NotSupported(f"{type(self).__name__} has no profiler")
+
+    def stop_profiling(self, folder: str | None) -> str | None:
+        """Note no more; write the trace to `folder`/rank-N.json.gz and return that path.
+
+        None where this rank was not profiled, and where `folder` is None: the trace is then thrown away.
+        """
+        raise NotSupported(f"{type(self).__name__} has no profiler")
+
+    def start_gpu_profiling(self) -> None:
+        """Begin a range of the CUDA profiler (`nsys --capture-range=cudaProfilerApi`); a GPU is needed."""
+        raise NotSupported(f"{type(self).__name__} has no profiler")
+
+    def stop_gpu_profiling(self) -> None:
+        """End the range."""
+        raise NotSupported(f"{type(self).__name__} has no profiler")
+
     # What a backend may do besides: each raises `NotSupported` unless it declares the capability.
 
     def score(self, data: BatchedDataDict[Any], micro_batch_size: int | None = None) -> BatchedDataDict[Any]:
-        """`scores [B]` fp32 of a reward model's head. Capability `scoring`."""
+        """`scores [B]` fp32: what the head of a reward model (`policy.head=score`) says at each row's last token.
+
+        The last token is told by `input_lengths`; 0 for a row without one. Capability `scoring`. A model that was
+        loaded for its scores has no log-probabilities and is not trained (`NotSupported`), and the other way round.
+        """
         raise NotSupported(_undeclared(self, "give scores", "scoring"))
 
     def save_checkpoint(
-        self, weights_path: str, optimizer_path: str | None = None, tokenizer_path: str | None = None
+        self,
+        weights_path: str,
+        optimizer_path: str | None = None,
+        tokenizer_path: str | None = None,
+        *,
+        form: str = "portable",
+        asynchronous: bool = False,
     ) -> None:
-        """Write what training goes on from, in the portable form. Capability `portable_optimizer_state`."""
+        """Write what training goes on from, each directory whole or not. Capability `portable_optimizer_state`.
+
+        `form="sharded"`: each worker writes its own pieces, with capability `sharded_checkpoints`; `asynchronous` then
+        returns when they are copied, and `finish_checkpoint` must follow. Weights alone without `optimizer_path`.
+        """
         raise NotSupported(_undeclared(self, "save its optimizer", "portable_optimizer_state"))
 
+    def checkpoint_written(self) -> bool:
+        """Whether this worker has written its part of the last save, so that `finish_checkpoint` does not wait."""
+        return True
+
+    def finish_checkpoint(self) -> None:
+        """Wait for the last save and put it where it belongs; raises, on every worker, what failed on one.
+
+        The next `save_checkpoint` and `load_checkpoint` do so too. Nothing where no save is under way.
+        """
+
     def load_checkpoint(self, weights_path: str, optimizer_path: str | None = None) -> None:
-        """Go on from what `save_checkpoint` wrote. Capability `portable_optimizer_state`."""
+        """Go on from what `save_checkpoint` wrote, in either form. Capability `portable_optimizer_state`.
+
+        Files that are missing, truncated or damaged: a `DataError` that names the file, and nothing has changed.
+        """
         raise NotSupported(_undeclared(self, "load an optimizer", "portable_optimizer_state"))
 
+    def save_adapter(self, path: str) -> None:
+        """Write the LoRA adapters, fp32, as a directory that peft reads, whole or not. Capability `lora`."""
+        raise NotSupported(_undeclared(self, "save adapters", "lora"))
+
+    def load_adapter(self, path: str) -> None:
+        """Take adapters that `save_adapter`, or peft, wrote of this base, rank and alpha. Capability `lora`.
+
+        What does not fit is a `DataError`, and nothing has changed. The optimizer goes on with its moments.
+        """
+        raise NotSupported(_undeclared(self, "load adapters", "lora"))
+
     def init_collective(self, ip: str, port: int, world_size: int) -> None:
-        """Join the process group of a refit with engines in other processes. Capability `collective_refit`."""
+        """Form the process group of a refit with engines in other processes. Capability `collective_refit`.
+
+        Rank 0 alone joins, as rank 0 of `world_size`, which is 1 and the number of engines; it listens at `ip` and
+        `port`. A `RefitError` where the engines do not come within `generation.refit.deadline` seconds.
+        """
         raise NotSupported(_undeclared(self, "send weights over a process group", "collective_refit"))
 
     def prepare_info_for_collective(self) -> dict[str, Any]:
-        """Name to shape and dtype of what `broadcast_weights_for_collective` sends. Capability `collective_refit`."""
+        """Name to (shape, dtype) of what is sent, by either transport, in order. Capability `collective_refit`.
+
+        Names and whole shapes are those of `save_pretrained`; floating-point weights go in `generation.refit.dtype`,
+        others as they are.
+        """
         raise NotSupported(_undeclared(self, "send weights over a process group", "collective_refit"))
 
     def broadcast_weights_for_collective(self) -> None:
-        """Send all weights to the engines in the group. Capability `collective_refit`."""
+        """Send all weights to the engines in the group, while they receive. Capability `collective_refit`.
+
+        An engine that is gone, that takes longer than `generation.refit.deadline` seconds for a group of weights, or
+        that finds something wrong is a `RefitError` of rank 0. The other ranks leave the call as ever, and all of them
+        go on; after the first two cases `init_collective` is needed again.
+        """
         raise NotSupported(_undeclared(self, "send weights over a process group", "collective_refit"))
 
     def prepare_weights_for_ipc(self) -> tuple[list[tuple[str, int]], float]:
-        """Names and bytes of the weights, and the bytes that are free for a group of them. Capability `ipc_refit`."""
+        """Begin a refit: names and bytes of the weights as they are sent, and the bytes that are free for a group.
+
+        Capability `ipc_refit`.
+        """
         raise NotSupported(_undeclared(self, "share weights with another process", "ipc_refit"))
 
     def get_weights_ipc_handles(self, keys: Iterable[str]) -> dict[str, Any]:
-        """Handles of the named weights for a process on the same device. Capability `ipc_refit`."""
+        """Device id to the handles of the named weights for processes on that device. Capability `ipc_refit`.
+
+        All ranks gather; on CPUs the first rank of each machine answers for it, the others with nothing. The third
+        group before it is written over, so that must have been read by then. Without `prepare_weights_for_ipc` before
+        it, once a refit, a `RefitNotPrepared`.
+        """
         raise NotSupported(_undeclared(self, "share weights with another process", "ipc_refit"))
 
 

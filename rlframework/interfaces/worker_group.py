@@ -58,11 +58,15 @@ class WorkerSpec:
 
 @dataclass
 class MultiWorkerFuture:
-    """Results on their way: `futures[i]` belongs to `called_workers[i]`; those of `return_from_workers` are kept."""
+    """Results on their way: `futures[i]` belongs to `called_workers[i]`; those of `return_from_workers` are kept.
+
+    `deadline`: seconds that they may take, in place of `deadlines.call`; a group may do without it.
+    """
 
     futures: list[Any]
     return_from_workers: list[int] | None = None
     called_workers: list[int] | None = None
+    deadline: float | None = None
 
     def get_results(self, worker_group: Any, return_generators_as_proxies: bool = False) -> list[Any]:
         """What `worker_group`, which began the calls, says of them: see its `get_all_worker_results`."""

@@ -79,7 +79,8 @@ def rlframework_generation_engines() -> list[GenerationEngineRecord]:
             name="transformers",
             target="rlframework.generation.transformers_engine:TransformersEngine",
             api_version=API_VERSION,
-            summary="generation with the trainer's own model, in its process",
+            summary="generation with the trainer's own model, in its process or in others",
+            capabilities=frozenset({Capability.COLLECTIVE_REFIT, Capability.IPC_REFIT}),
             config_model=GenerationConfig,
         )
     ]

@@ -17,6 +17,8 @@ _MODEL_AXES = ("tensor", "context", "pipeline", "expert")
 _BATCHING = {"dynamic": Capability.DYNAMIC_BATCHING, "packed": Capability.PACKING}
 _PRECISION = {"bfloat16": Capability.BFLOAT16, "float16": Capability.FLOAT16}
 
+_TRANSPORT = {"ipc": Capability.IPC_REFIT, "collective": Capability.COLLECTIVE_REFIT}
+
 
 def check_config(config: RunConfig, registered: Registered, device: str) -> list[Problem]:
     """What the plugin cannot do of what `config` asks for, on `device` ("cpu" or "cuda"); empty: nothing.
@@ -27,7 +29,21 @@ def check_config(config: RunConfig, registered: Registered, device: str) -> list
     problems = _own_problems(config, registered, device)
     if registered.record.kind == "policy_worker":
         problems = [*_capability_problems(config, registered), *problems]
+    elif registered.record.kind == "generation_engine":
+        problems = [*_engine_problems(config, registered), *problems]
     return problems
+
+
+def _engine_problems(config: RunConfig, registered: Registered) -> list[Problem]:
+    """An engine in a process of its own must be able to take weights there."""
+    record, transport = registered.record, config.generation.refit.transport
+    wanted = set(_TRANSPORT.values()) if transport == "auto" else {_TRANSPORT[transport]}
+    if config.generation.workers is None or wanted & record.capabilities:
+        return []
+    names = " or ".join(sorted(wanted))
+    message = f"the engine {record.name!r} ({registered.blame}) does not declare {names}: it cannot be sent weights."
+    hint = "Take generation.workers out, set generation.refit.transport, or choose another generation.name."
+    return [Problem(key="generation.workers", message=message, hint=hint, undeclared=True)]
 
 
 def _capability_problems(config: RunConfig, registered: Registered) -> list[Problem]:
@@ -61,15 +77,29 @@ def _needs(config: RunConfig) -> Iterator[tuple[str, object, Capability, str]]:
     if policy.precision in _PRECISION:
         yield "policy.precision", policy.precision, _PRECISION[policy.precision], "Set it to float32"
     yield from _switches(policy)
+    if config.generation.workers is not None and config.generation.refit.transport != "auto":
+        transport = config.generation.refit.transport
+        yield (
+            "generation.refit.transport",
+            transport,
+            _TRANSPORT[transport],
+            "Set it to auto, or take generation.workers out",
+        )
     if config.checkpoints.every:
         every = config.checkpoints.every
         yield "checkpoints.every", every, Capability.PORTABLE_OPTIMIZER_STATE, "Set it to 0"
+    if config.checkpoints.format == "sharded":
+        yield "checkpoints.format", "sharded", Capability.SHARDED_CHECKPOINTS, "Set it to portable"
 
 
 def _switches(policy: PolicyConfig) -> Iterator[tuple[str, object, Capability, str]]:
+    if policy.router_aux_loss_coef:
+        yield "policy.router_aux_loss_coef", policy.router_aux_loss_coef, Capability.EXPERT_PARALLEL, "Set it to 0"
     if policy.activation_checkpointing:
         key = "policy.activation_checkpointing"
         yield key, "true", Capability.ACTIVATION_CHECKPOINTING, "Set it to false"
+    if policy.head == "score":
+        yield "policy.head", "score", Capability.SCORING, "Set it to language"
     if policy.offload.parameters:
         yield "policy.offload.parameters", "true", Capability.CPU_OFFLOAD, "Set it to false"
     if policy.offload.optimizer:

@@ -39,6 +39,7 @@ class Capability(StrEnum):
     COLLECTIVE_REFIT = "collective_refit"
     IPC_REFIT = "ipc_refit"
     PORTABLE_OPTIMIZER_STATE = "portable_optimizer_state"
+    SHARDED_CHECKPOINTS = "sharded_checkpoints"
     LEARNED_POSITIONS = "learned_positions"
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rlframework.interfaces.data_processor import Microbatch
     from rlframework.policy.checkpoint import Moments
     from rlframework.policy.head import HeadOutput, HeadRequest
+    from rlframework.policy.sharded import ShardedState
 
 
 @dataclass
@@ -98,6 +99,14 @@ class Engine(ABC):
         """Take what `gather_moments` gave, here or on another backend or layout: each rank its shards."""
         raise NotSupported(f"{type(self).__name__} does not load moments; its backend declares no portable state")
 
+    def sharded_state(self) -> ShardedState:
+        """This rank's pieces of weights and moments, which share the memory of what is trained. No collective.
+
+        Every element of a weight of `weight_specs`, and of the moments of those that are trained, is in a piece of some
+        rank; ranks that hold the same piece both tell it. A weight that no step has touched has 0 steps and zeros.
+        """
+        raise NotSupported(f"{type(self).__name__} does not tell its pieces; its backend declares no sharded state")
+
     def microbatch_rule(self) -> MicrobatchRule:
         """What the engine asks of microbatches."""
         return MicrobatchRule()
@@ -109,6 +118,13 @@ class Engine(ABC):
     def preferred_tokens(self) -> int:
         """Tokens of a dynamic or packed microbatch on this device, where the configuration does not say."""
         return 8192
+
+    def move(self, device: torch.device, *, model: bool = False, optimizer: bool = False) -> int:
+        """Move this rank's weights and buffers, or its optimizer's state, to `device`; the bytes that were not there.
+
+        Between calls the optimizer lies where the weights do, or on the CPU.
+        """
+        raise NotSupported(f"{type(self).__name__} does not move what it holds; its backend declares no cpu_offload")
 
     def whole_model(self) -> torch.nn.Module | None:
         """The live module if its parameters are whole and it can be called by one rank alone; else None."""

@@ -27,7 +27,8 @@ CHUNK_ELEMENTS = 1 << 23
 
 @dataclass(frozen=True)
 class HeadRequest:
-    """What the head computes in each forward: `wants` holds "logprobs", "entropy", "topk" (alone) or "logits" (alone).
+    """What the head computes in each forward: `wants` holds "logprobs" and "entropy", or alone "topk", "logits" or
+    "scores" (of a reward model's head).
 
     `top_k`: how many of the likeliest tokens.
     """
@@ -46,6 +47,8 @@ class HeadRequest:
         """Shape of one token's value, and dtype, by the names in `HeadOutput.results`."""
         if "topk" in self.wants:
             return {"topk_logits": ((self.top_k,), torch.float32), "topk_indices": ((self.top_k,), torch.int64)}
+        if "scores" in self.wants:
+            return {"scores": ((), torch.float32)}
         return dict.fromkeys(self.columns, ((), torch.float32))
 
 
@@ -61,6 +64,7 @@ class HeadOutput:
     logits: Tensor | None = None
     topk_logits: Tensor | None = None
     topk_indices: Tensor | None = None
+    scores: Tensor | None = None
 
     def results(self) -> dict[str, Tensor]:
         """What is there, by name."""
@@ -182,6 +186,17 @@ def own_rows(weight: Any) -> Any:
     return weight.to_local() if hasattr(weight, "to_local") else weight
 
 
+def output_head(model: Any) -> Any:
+    """The linear module that ends `model`: of a language model, or `score` of a reward model; else `NotSupported`."""
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    head = getattr(model, "score", None) if head is None else head
+    if head is None or not hasattr(head, "weight"):
+        raise NotSupported(
+            f"{type(model).__name__} has no linear output head; take a causal language model, or a reward model"
+        )
+    return head
+
+
 class HeadPatch:
     """Replaces `lm_head.forward`: inside `computing(...)` the model returns the head's values instead of logits.
 
@@ -189,13 +204,11 @@ class HeadPatch:
     """
 
     def __init__(self, model: torch.nn.Module, shard: VocabularyShard | None = None) -> None:
-        """`model`: a transformers causal LM with a linear head; else `NotSupported`. See also `require_plain_head`.
+        """`model`: see `output_head` and, for language models, `require_plain_head`.
 
         `shard`: which rows of the head's weight are here, where a group of ranks holds them together.
         """
-        head = getattr(model, "get_output_embeddings", lambda: None)()
-        if head is None or not hasattr(head, "weight"):
-            raise NotSupported(f"{type(model).__name__} has no linear output head; take a causal language model")
+        head = output_head(model)
         self._ordinary = head.forward
         self._head = head
         self._shard = shard
@@ -228,6 +241,8 @@ class HeadPatch:
         from rlframework.policy.head_parallel import parallel_logits, parallel_logprobs
         from rlframework.policy.head_topk import top_logits
 
+        if "scores" in request.wants:
+            return scaled_logits(rows, weight, bias, 1.0)
         temperature, wants_entropy = request.temperature, "entropy" in request.wants
         if "topk" in request.wants:
             return top_logits(rows, weight, bias, self._shard, request.top_k, temperature)
@@ -280,6 +295,8 @@ def read_head_output(values: Tensor, request: HeadRequest) -> HeadOutput:
     if "topk" in request.wants:
         logits, tokens = values.split(request.top_k, 1)
         return HeadOutput(topk_logits=logits, topk_indices=tokens.long())
+    if "scores" in request.wants:
+        return HeadOutput(scores=values[:, 0])
     columns = {name: values[:, index] for index, name in enumerate(request.columns)}
     if "entropy" in columns:
         columns["entropy"] = columns["entropy"].detach()

@@ -109,10 +109,12 @@ class Policy:
         `NotSupported` when the backend does not declare what the run needs of it.
         """
         record = manager.select("policy_worker", config.policy.backend).record
+        if config.policy.head == "score":
+            require(record, Capability.SCORING, "policy.head=score asks for the scores of a reward model")
         if init_reference_model:
             require(record, Capability.REFERENCE_MODEL, "algorithm.loss.kl_coef asks for a reference policy")
         self.config = config
-        self.capabilities = record.capabilities
+        self.record, self.capabilities = record, record.capabilities
         group = manager.load(manager.select("worker_group", config.worker_group.name).record)
         spec = self._around(
             worker_spec(
@@ -197,6 +199,11 @@ class Policy:
         _require_positive(k=k)
         return self._scored("get_topk_logits", data, micro_batch_size, positions, k=k)
 
+    def score(self, data: BatchedDataDict[Any], micro_batch_size: int | None = None) -> BatchedDataDict[Any]:
+        """`scores [B]` of a reward model, in order: see `PolicyWorker.score`."""
+        require(self.record, Capability.SCORING, "score was called")
+        return self._scored("score", data, micro_batch_size, "last")
+
     def get_reference_policy_logprobs(
         self, data: BatchedDataDict[Any], micro_batch_size: int | None = None, positions: str = "all"
     ) -> BatchedDataDict[Any]:
@@ -218,9 +225,9 @@ class Policy:
         shards, order = self._dealer.deal(
             needed, batch_size=None, positions=positions, tokens=batching.logprob_tokens or batching.tokens
         )
-        results = self._sharded(
-            method, {"data": shards}, {"micro_batch_size": micro_batch_size, "positions": positions, **wanted}
-        )
+        if positions != "last":
+            wanted["positions"] = positions
+        results = self._sharded(method, {"data": shards}, {"micro_batch_size": micro_batch_size, **wanted})
         scored: BatchedDataDict[Any] = BatchedDataDict.from_batches(results)
         if order is not None:
             scored.reorder_data(order)
@@ -230,25 +237,86 @@ class Policy:
         """Write weights, configuration and tokenizer as a Hugging Face directory, all or nothing."""
         self._everywhere("save_pretrained", path=path)
 
-    def save_checkpoint(self, weights_path: str, optimizer_path: str) -> None:
-        """Write what training goes on from, in the portable form: see `rlframework.policy.checkpoint`."""
-        self._everywhere("save_checkpoint", weights_path=weights_path, optimizer_path=optimizer_path)
+    def save_adapter(self, path: str) -> None:
+        """Write the LoRA adapters alone, as a directory that peft reads, all or nothing."""
+        self._everywhere("save_adapter", path=path)
+
+    def load_adapter(self, path: str) -> None:
+        """Take adapters of this base, rank and alpha, which `save_adapter` or peft wrote."""
+        self._everywhere("load_adapter", path=path)
+
+    def save_checkpoint(
+        self, weights_path: str, optimizer_path: str, *, form: str = "portable", asynchronous: bool = False
+    ) -> None:
+        """Write what training goes on from; `form`, `asynchronous`: see `PolicyWorker.save_checkpoint`."""
+        how = {"form": form, "asynchronous": asynchronous}
+        if form != "portable":
+            require(self.record, Capability.SHARDED_CHECKPOINTS, f"a checkpoint of the form {form!r} is asked for")
+        self._everywhere("save_checkpoint", weights_path=weights_path, optimizer_path=optimizer_path, **how)
+
+    def checkpoint_written(self) -> bool:
+        """Whether all workers have written their parts of the last save, so that `finish_checkpoint` does not wait."""
+        return all(self._everywhere("checkpoint_written"))
+
+    def finish_checkpoint(self) -> None:
+        """Wait for the last save and put it where it belongs; raises what failed."""
+        self._everywhere("finish_checkpoint")
 
     def load_checkpoint(self, weights_path: str, optimizer_path: str | None = None) -> None:
         """Go on from what `save_checkpoint` wrote, on this or another backend or layout."""
         self._everywhere("load_checkpoint", weights_path=weights_path, optimizer_path=optimizer_path)
 
-    def prepare_for_training(self) -> None:
-        """Model and optimizer to the device."""
-        self._everywhere("prepare_for_training")
+    def prepare_for_training(self) -> dict[str, int]:
+        """Model and optimizer to the device; the bytes of each that moved, over all workers."""
+        return self._moved("prepare_for_training")
 
-    def prepare_for_lp_inference(self) -> None:
-        """Model to the device, for scoring."""
-        self._everywhere("prepare_for_lp_inference")
+    def prepare_for_lp_inference(self) -> dict[str, int]:
+        """Model to the device, for scoring; see `PolicyWorker.prepare_for_lp_inference`."""
+        return self._moved("prepare_for_lp_inference")
+
+    def offload_before_refit(self) -> dict[str, int]:
+        """Optimizer to CPU memory; the bytes of each that moved, over all workers."""
+        return self._moved("offload_before_refit")
+
+    def offload_after_refit(self) -> dict[str, int]:
+        """Model and optimizer to CPU memory; the bytes of each that moved, over all workers."""
+        return self._moved("offload_after_refit")
+
+    def _moved(self, transition: str) -> dict[str, int]:
+        workers = self._everywhere(transition)
+        return {part: sum(worker[part] for worker in workers) for part in ("model", "optimizer")}
 
     def get_info(self) -> list[dict[str, Any]]:
         """What each worker says of itself, by rank: device, memory, threads, versions."""
         return self._everywhere("get_info")
+
+    def get_gpu_info(self) -> list[dict[str, Any]]:
+        """What each worker runs on, by rank: see `PolicyWorker.get_gpu_info`."""
+        return self._everywhere("get_gpu_info")
+
+    def report_device_ids(self) -> list[str]:
+        """The device of each worker, by rank: see `PolicyWorker.report_device_id`."""
+        return self._everywhere("report_device_id")
+
+    def reset_peak_memory_stats(self) -> None:
+        """Each worker counts its peak memory from now on."""
+        self._everywhere("reset_peak_memory_stats")
+
+    def start_profiling(self, **wanted: Any) -> None:
+        """The torch profiler of the workers: see `PolicyWorker.start_profiling`."""
+        self._everywhere("start_profiling", **wanted)
+
+    def stop_profiling(self, folder: str | None) -> list[str]:
+        """Write the traces to `folder`, which the workers share with this process; their paths, by rank."""
+        return [path for path in self._everywhere("stop_profiling", folder=folder) if path is not None]
+
+    def start_gpu_profiling(self) -> None:
+        """Begin a range of the CUDA profiler on each worker."""
+        self._everywhere("start_gpu_profiling")
+
+    def stop_gpu_profiling(self) -> None:
+        """End it."""
+        self._everywhere("stop_gpu_profiling")
 
     def shutdown(self) -> bool:
         """End the workers; False when one did not end in peace."""

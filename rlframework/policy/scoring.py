@@ -1,6 +1,6 @@
 """What a worker computes of rows without learning from them: log-probabilities, entropies, the likeliest tokens.
 
-`PolicyWorkerBase` derives from it. Left out: scores of a reward model's head.
+`PolicyWorkerBase` derives from it.
 """
 
 from __future__ import annotations
@@ -37,6 +37,10 @@ class Scoring(Engine, PolicyWorker, ABC):
         """This rank's microbatches of `data`, and dummies."""
 
     @abstractmethod
+    def _bring(self, *parts: str) -> dict[str, int]:
+        """What of the model and the optimizer is away comes to the device."""
+
+    @abstractmethod
     def _temperature(self) -> float:
         """At which samples are drawn."""
 
@@ -48,6 +52,7 @@ class Scoring(Engine, PolicyWorker, ABC):
         entropy: bool = False,
     ) -> Rows:
         """See `PolicyWorker.get_logprobs`."""
+        self._require_head("language", "get_logprobs")
         wants = {"logprobs", "entropy"} if entropy else {"logprobs"}
         return self._looked_at(data, HeadRequest(frozenset(wants), self._temperature()), micro_batch_size, positions)
 
@@ -55,8 +60,22 @@ class Scoring(Engine, PolicyWorker, ABC):
         """See `PolicyWorker.get_topk_logits`."""
         if k < 1:
             raise BatchError(f"the {k} likeliest tokens were asked for; the least is 1")
+        self._require_head("language", "get_topk_logits")
         head = HeadRequest(frozenset({"topk"}), self._temperature(), k)
         return self._looked_at(data, head, micro_batch_size, positions)
+
+    def score(self, data: Rows, micro_batch_size: int | None = None) -> Rows:
+        """See `PolicyWorker.score`."""
+        self._require_head("score", "score")
+        found = self._looked_at(data, HeadRequest(frozenset({"scores"})), micro_batch_size, "last")
+        return BatchedDataDict({"scores": found["scores"].sum(1)})  # each row has one at most
+
+    def _require_head(self, head: str, method: str) -> None:
+        if self.config.head != head:
+            raise NotSupported(
+                f"{method} needs a model with policy.head={head}, and policy.model_name={self.config.model_name!r} was "
+                f"loaded with policy.head={self.config.head}"
+            )
 
     def get_reference_policy_logprobs(
         self, data: Rows, micro_batch_size: int | None = None, positions: str = "all"
@@ -69,6 +88,7 @@ class Scoring(Engine, PolicyWorker, ABC):
     def _looked_at(self, data: Rows, head: HeadRequest, micro_batch_size: int | None, positions: str) -> Rows:
         """What the head computes of each token, at its place in `[B, S, ...]` on the CPU; 0 where it does not."""
         check_rows(data)
+        self._bring("model")
         batching = self.config.batching
         tokens = batching.logprob_tokens or batching.tokens
         microbatches = self._microbatches(data, positions, micro_batch_size or self.config.logprob_batch_size, tokens)

@@ -11,6 +11,7 @@ from rlframework.interfaces.data_processor import Microbatch
 from rlframework.interfaces.loss import LossFunction
 from rlframework.policy.engine import Step, StepResult
 from rlframework.policy.head import HeadOutput
+from rlframework.policy.spans import LOSS, span
 
 
 def _dense(values: Tensor, microbatch: Microbatch) -> Tensor:
@@ -36,7 +37,8 @@ def loss_step(loss_fn: LossFunction, global_valid_seqs: Tensor, global_valid_tok
         data = microbatch.data_dict
         if output.entropy is not None:
             data["entropy"] = _dense(output.entropy, microbatch)[:, 1:]
-        loss, metrics = loss_fn(_dense(values, microbatch)[:, 1:], data, global_valid_seqs, global_valid_toks)
+        with span(LOSS):
+            loss, metrics = loss_fn(_dense(values, microbatch)[:, 1:], data, global_valid_seqs, global_valid_toks)
         return StepResult(loss=loss, outputs={**metrics, "loss": loss.detach()})
 
     return step

@@ -1,6 +1,6 @@
 """Writing a model as a Hugging Face directory from weights that come one at a time.
 
-Not here yet: the refit transports and the portable optimizer state.
+Left out: weights for engines in other processes, which `refit` sends.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from rlframework.files import replacing_directory
+from rlframework.policy.manifest import write_manifest
 
 SHARD_BYTES = 4 << 30
 """Size in bytes at which a safetensors file is closed and the next begun: the most that is held at once."""
@@ -25,21 +26,27 @@ def write_pretrained(
     model_name: str,
     tokenizer: Any,
     trust_remote_code: bool = False,
+    *,
+    checksums: bool = False,
 ) -> None:
     """Write `weights`, and configuration and tokenizer of `model_name`, to the directory `path`, all or nothing.
 
-    `weights` is drained even if writing fails, because on the other ranks it is a collective.
+    `checksums`: with sizes and checksums of the files, as checkpoints have them. `weights` is drained even if writing
+    fails, because on the other ranks it is a collective.
     """
     try:
         with replacing_directory(path) as folder:
-            _write_config(folder, model_name, tokenizer, trust_remote_code)
+            write_config(folder, model_name, tokenizer, trust_remote_code)
             write_tensors(folder, weights)
+            if checksums:
+                write_manifest(folder)
     finally:
         for _ in weights:
             pass
 
 
-def _write_config(folder: Path, model_name: str, tokenizer: Any, trust_remote_code: bool) -> None:
+def write_config(folder: Path, model_name: str, tokenizer: Any, trust_remote_code: bool) -> None:
+    """Write what a Hugging Face directory of `model_name` has besides weights; the dtype that it tells is fp32."""
     from transformers import AutoConfig, GenerationConfig
 
     config = AutoConfig.from_pretrained(model_name, trust_remote_code=trust_remote_code)

@@ -2,13 +2,13 @@
 
 Global batches, microbatches and dummies, loss normalisation, metrics, the embedded generation engine, the schedule, and
 what happens on a gradient that is not finite. An engine derives from `PolicyWorkerBase` and supplies the primitives of
-`engine.py`. Log-probabilities and the like, and the reference swap, are in `scoring.py`; checkpoints are in the
-portable form of `checkpoint.py`. Not here yet: refit to other processes.
+`engine.py`. Log-probabilities and the like, and the reference swap, are in `scoring.py`; checkpoints are in
+`saving.py`, what it tells of itself in `reporting.py`, what it
+sends to engines in other processes in `refit/worker.py`.
 """
 
 from __future__ import annotations
 
-import os
 import time
 from abc import ABC
 from collections.abc import Callable, Mapping
@@ -30,24 +30,22 @@ from rlframework.interfaces.data_processor import BatchPlan, DataProcessor, Micr
 from rlframework.interfaces.loss import LossFunction, LossInput, LossType
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.plugins.loading import load_target
-from rlframework.policy.checkpoint import (
-    Progress,
-    SavedMoments,
-    SavedTensors,
-    read_progress,
-    require_weights,
-    restore_random_states,
-    save_optimizer,
-)
 from rlframework.policy.head import HeadRequest
 from rlframework.policy.heap import Heap
+from rlframework.policy.lora import Adapters
+from rlframework.policy.memory import Memory
 from rlframework.policy.metrics import average_metrics, reduce_metrics
+from rlframework.policy.profiling import TraceProfiler
+from rlframework.policy.refit.worker import Refitting
+from rlframework.policy.reporting import Reporting
+from rlframework.policy.saving import Saving
 from rlframework.policy.scheduler import learning_rate
 from rlframework.policy.scoring import Scoring
+from rlframework.policy.spans import CLIP_AND_STEP, GENERATE, span
 from rlframework.policy.steps import loss_step
 
 
-class PolicyWorkerBase(Scoring, ABC):
+class PolicyWorkerBase(Adapters, Memory, Scoring, Saving, Refitting, Reporting, ABC):
     """A policy worker on the primitives of an engine."""
 
     backend_config_model: ClassVar[type[Section]] = Section
@@ -86,19 +84,20 @@ class PolicyWorkerBase(Scoring, ABC):
         self._skipped_in_a_row = 0
         self._weights_version = 0
         self._generation_version = -1
+        self._away: set[str] = set()
         self._heap = Heap()
+        self._profiler = TraceProfiler()
         # light, and before the model is built: bad settings are told first
         self._generation_engine = self._make_generation_engine(generation_target) if generation_target else None
         if self.context.threads:
             torch.set_num_threads(self.context.threads)
         self.build(init_optimizer=init_optimizer)
         self._has_optimizer = init_optimizer
-        self._reference = self.snapshot() if init_reference_model else None  # before a checkpoint is loaded
+        self._wants_reference = init_reference_model
+        keeps_copy = init_reference_model and self.config.lora is None  # with adapters the base itself is there
+        self._reference = self.snapshot() if keeps_copy else None  # before a checkpoint is loaded
         if weights_path is not None:
             self.load_checkpoint(weights_path, optimizer_path)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}[rank={self.context.rank}]"
 
     # -- training -----------------------------------------------------------------------------------------------------
 
@@ -111,15 +110,19 @@ class PolicyWorkerBase(Scoring, ABC):
         mbs: int | None = None,
     ) -> dict[str, Any]:
         """See `PolicyWorker.train`."""
+        self._require_head("language", "train")
         if not eval_mode and not self._has_optimizer:
             raise NotSupported("this worker was built without an optimizer; build it with init_optimizer=True to train")
         self._check_training_data(data, loss_fn)
+        self._bring("model", *([] if eval_mode else ["optimizer"]))
         rows, count = self._global_batches(data, gbs or self.config.train_global_batch_size)
         lr = learning_rate(self.config.optimizer.lr, self.config.scheduler, self._train_calls)
         started = time.perf_counter()
         batches = [self._global_batch(data, index, rows, loss_fn, mbs, lr, eval_mode) for index in range(count)]
         if not eval_mode:
             self._train_calls += 1
+            if self.config.offload.optimizer:
+                self._send_away("optimizer")
         self._heap.give_back()
         return self._summary(batches, lr, time.perf_counter() - started)
 
@@ -178,8 +181,10 @@ class PolicyWorkerBase(Scoring, ABC):
             microbatches, head, loss_step(loss_fn, global_valid_seqs, global_valid_toks), forward_only=eval_mode
         )
         metrics = reduce_metrics([result.outputs for result in results], self.data_parallel_group(), self.device)
-        norm, skipped = (None, False) if eval_mode else self.clip_and_step(self.config.max_grad_norm, lr)
+        norm, skipped = None, False
         if not eval_mode:
+            with span(CLIP_AND_STEP):
+                norm, skipped = self.clip_and_step(self.config.max_grad_norm, lr)
             self._after_step(norm, skipped)
         return {
             "loss": metrics.pop("loss"),
@@ -254,8 +259,10 @@ class PolicyWorkerBase(Scoring, ABC):
 
     def generate(self, data: BatchedDataDict[Any], greedy: bool = False) -> BatchedDataDict[Any]:
         """See `PolicyWorker.generate`."""
+        self._require_head("language", "generate")
+        self._bring("model")
         engine = self._embedded_engine()
-        with self.generating():
+        with self.generating(), span(GENERATE):
             output: BatchedDataDict[Any] = engine.generate(data, greedy=greedy)
         return output
 
@@ -288,83 +295,9 @@ class PolicyWorkerBase(Scoring, ABC):
 
     # -- the rest -----------------------------------------------------------------------------------------------------
 
-    def save_pretrained(self, path: str) -> None:
-        """See `PolicyWorker.save_pretrained`."""
-        from rlframework.policy.weights import write_pretrained
-
-        weights = self.gather_weights(self.weight_specs())
-        if self.context.rank == 0:
-            write_pretrained(path, weights, self.config.model_name, self.tokenizer, self.config.trust_remote_code)
-        else:
-            for _ in weights:
-                pass
-
-    def save_checkpoint(
-        self, weights_path: str, optimizer_path: str | None = None, tokenizer_path: str | None = None
-    ) -> None:
-        """See `PolicyWorker.save_checkpoint`."""
-        if optimizer_path is not None and not self._has_optimizer:
-            raise NotSupported("this worker was built without an optimizer; there is no state of it to save")
-        moments = self.gather_moments()  # refuses where the backend has no portable state, before anything is written
-        self.save_pretrained(weights_path)
-        if tokenizer_path is not None and self.context.rank == 0:
-            self.tokenizer.save_pretrained(tokenizer_path)
-        if optimizer_path is not None:
-            progress = Progress(self._train_calls, self._skipped_in_a_row)
-            save_optimizer(optimizer_path, moments, progress, self.context, self.device, type(self).__name__)
-
-    def load_checkpoint(self, weights_path: str, optimizer_path: str | None = None) -> None:
-        """See `PolicyWorker.load_checkpoint`."""
-        progress = None if optimizer_path is None else read_progress(optimizer_path)  # told before anything changes
-        with SavedTensors(weights_path) as weights:
-            require_weights(weights, self.weight_specs())
-            self.load_weights(weights)
-        self._weights_version += 1
-        if optimizer_path is not None and progress is not None:
-            with SavedMoments(optimizer_path) as moments:
-                self.load_moments(moments)
-            self._train_calls, self._skipped_in_a_row = progress.train_calls, progress.skipped_in_a_row
-            restore_random_states(optimizer_path, self.context, self.device)
-
-    def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
-        """See `PolicyWorker.prepare_for_training`; everything stays on the device as long as nothing is offloaded."""
-
-    def prepare_for_lp_inference(self) -> None:
-        """See `PolicyWorker.prepare_for_lp_inference`; as in `prepare_for_training`."""
-
-    def is_alive(self) -> bool:
-        """See `PolicyWorker.is_alive`."""
-        return True
-
-    def get_info(self) -> dict[str, Any]:
-        """See `PolicyWorker.get_info`."""
-        import transformers
-
-        memory = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else resident_bytes()
-        return {
-            "rank": self.context.rank,
-            "world_size": self.context.world_size,
-            "pid": os.getpid(),
-            "device": str(self.device),
-            "device_name": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu",
-            "memory_bytes": memory,
-            "threads": torch.get_num_threads(),
-            "batching": self._batching_mode(),
-            "preferred_tokens": self.preferred_tokens(),
-            "pad_multiple": self.microbatch_rule().pad_multiple,
-            "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-        }
-
     def shutdown(self) -> None:
         """See `PolicyWorker.shutdown`."""
         self._generation_engine = self._reference = None
+        self._profiler.stop(None)
+        self.abandon_checkpoint()
         self.close()
-
-
-def resident_bytes() -> int:
-    """Memory of this process that is in RAM, in bytes (0 where the system does not tell)."""
-    try:
-        with open("/proc/self/statm") as statm:
-            return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except FileNotFoundError:  # not Linux
-        return 0

@@ -36,19 +36,24 @@ class PlainProcessor(DataProcessor):
         return {"batch": batch, "global_valid_seqs": counts[0], "global_valid_toks": counts[1]}
 
     def microbatches(self, data, plan, rule, *, positions, device):
-        if positions not in ("all", "token_mask", "loss"):
+        if positions not in ("all", "token_mask", "loss", "last"):
             raise BatchError(f"positions is {positions!r}")
         groups: Any = [[row] for row in range(data.size)]
         if data.micro_batch_indices is not None:
             groups = [range(start, end) for start, end in data.micro_batch_indices[0]]
         columns = [self.columns(data, row, positions) for row in range(data.size)]
         kept = [[row for row in group if columns[row]] for group in groups]
-        return [self.made(data, rows, columns, plan, rule.pad_multiple) for rows in kept if rows]
+        made = [self.made(data, rows, columns, plan, rule.pad_multiple) for rows in kept if rows]
+        for microbatch in made if positions == "last" else ():
+            microbatch.head_positions += 1
+        return made
 
     def columns(self, data: Any, row: int, positions: str) -> list[int]:
         if positions == "loss" and not data["sample_mask"][row]:
             return []
         every = range(1, int(data["input_lengths"][row]))
+        if positions == "last":
+            return [every.stop - 1] * (every.stop > 0)
         return [column for column in every if positions == "all" or data["token_mask"][row, column]]
 
     def made(self, data: Any, rows: list[int], columns: Any, plan: Any, multiple: int) -> Microbatch:

@@ -16,15 +16,15 @@ from rlframework.conformance.layouts import Layout
 from rlframework.conformance.mutants.proof import MutantProof
 from rlframework.distributed.batched_data_dict import BatchedDataDict
 from rlframework.errors import BatchError, ConfigError, UserError
-from rlframework.interfaces.generation import GenerationEngine
 from rlframework.plugins.manager import create_manager
+from rlframework.policy.refit.receiving import ReceivesWeights
 
 
 class TestGenerationEngine(GenerationEngineSuite):
     backend = "transformers"
 
 
-class PlainEngine(GenerationEngine):
+class PlainEngine(ReceivesWeights):
     """Written from the interface alone: row by row, without a cache, with another source of random numbers."""
 
     def __init__(self, config, tokenizer, *, model_name, device, precision):
@@ -33,6 +33,7 @@ class PlainEngine(GenerationEngine):
             raise ConfigError(f"stop_strings {bad} are no tokens")
         if bad := [stop for stop in config.stop_token_ids if not 0 <= stop < len(tokenizer)]:
             raise ConfigError(f"stop_token_ids {bad} are no tokens")
+        self.refit_device, self.refit_deadline = torch.device(device), config.refit.deadline
         self.config, self.model_name, self.model, self.pad = config, model_name, None, tokenizer.pad_token_id
         self.ends = {tokenizer.eos_token_id, *config.stop_token_ids, *(known[stop] for stop in config.stop_strings)}
 
@@ -50,6 +51,7 @@ class PlainEngine(GenerationEngine):
 
     @torch.no_grad()
     def generate(self, data: Any, greedy: bool = False) -> Any:
+        self.require_weights()
         if self.model is None:
             raise UserError("there are no weights")
         if "seeds" not in data or not bool((data["input_lengths"] > 0).all()):

@@ -184,7 +184,10 @@ def test_what_is_tested_of_what_is_declared():
     assert Sealed.uses(everything, Layout(data=2, tensor=2, sequence=True), "cpu") == {Capability.LORA, *splits}
     assert Capability.SEQUENCE_PARALLEL not in Sealed.uses(everything, Layout(tensor=2), "cpu")
     experts = Sealed.uses(everything, Layout(data=2, expert=2), "cpu")
-    assert experts == {Capability.LORA, Capability.DATA_PARALLEL}, "no model of the suites has experts"
+    assert experts == {Capability.DATA_PARALLEL}, "no test of this suite is about experts"
+    spread = PolicyWorkerSuite.uses(everything, Layout(data=2, expert=2), "cpu")
+    assert spread == {Capability.DATA_PARALLEL, Capability.EXPERT_PARALLEL, Capability.PORTABLE_OPTIMIZER_STATE}
+    assert Capability.EXPERT_PARALLEL not in PolicyWorkerSuite.uses(everything, Layout(), "cpu")
 
 
 def test_all_that_dtensor_declares_is_tested():
@@ -192,7 +195,12 @@ def test_all_that_dtensor_declares_is_tested():
     record = create_manager().select("policy_worker", "dtensor").record
     tested = [PolicyWorkerSuite.uses(record, layout, "cpu") for layout in declared_layouts(record)]
     assert frozenset().union(*tested) == record.capabilities
-    splits = {Capability.TENSOR_PARALLEL, Capability.SEQUENCE_PARALLEL, Capability.CONTEXT_PARALLEL}
+    splits = {
+        Capability.TENSOR_PARALLEL,
+        Capability.SEQUENCE_PARALLEL,
+        Capability.CONTEXT_PARALLEL,
+        Capability.EXPERT_PARALLEL,
+    }
     assert record.capabilities - tested[0] == {Capability.DATA_PARALLEL, *splits}
     quick = [PolicyWorkerSuite.uses(record, layout, "cpu") for layout in quick_layouts(record)]
     assert record.capabilities - frozenset().union(*quick) == splits

@@ -130,7 +130,7 @@ def test_rows_without_work_are_left_out_of_the_loss_only():
     assert rows("loss") == [2]
     assert rows("token_mask") == [0, 2]
     assert rows("all") == [0, 1, 2]
-    with pytest.raises(BatchError, match="'some'; take 'all', 'token_mask' or 'loss'"):
+    with pytest.raises(BatchError, match="'some'; take 'all', 'token_mask', 'loss' or 'last'"):
         rows("some")
 
 

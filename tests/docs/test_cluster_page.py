@@ -205,6 +205,14 @@ def calls_of(stage: dict[str, str]) -> list[str]:
     return Path(stage["CALLS"]).read_text().splitlines()
 
 
+def calls_with(stage: dict[str, str], last: str, count: int = 1) -> list[str]:
+    """The calls so far, once `count` of them have `last` in them: nodes run in the background."""
+    deadline = time.monotonic() + 20.0
+    while sum(last in call for call in calls_of(stage)) < count and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return calls_of(stage)
+
+
 def sbatch(stage: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
     command = ["bash", str(FOLDER / "slurm.sbatch"), *words]
     return subprocess.run(command, env=stage, capture_output=True, text=True, timeout=60, check=False)
@@ -213,8 +221,7 @@ def sbatch(stage: dict[str, str], *words: str) -> subprocess.CompletedProcess[st
 def test_the_slurm_job_starts_a_head_and_workers_looks_and_trains(stage):
     done = sbatch(stage, "run.yaml", "seed=3")
     assert done.returncode == 0, done.stderr
-    calls = calls_of(stage)
-    time.sleep(0.2)  # the nodes run in the background
+    calls = calls_with(stage, "--exclude=n1")
     start = "ray start --head --node-ip-address=10.0.0.1 --port=6379"
     assert any(call.startswith(f"srun --overlap --nodes=1 --ntasks=1 --nodelist=n1 {start}") for call in calls)
     assert any(
@@ -227,8 +234,7 @@ def test_the_slurm_job_starts_a_head_and_workers_looks_and_trains(stage):
 
 def test_the_slurm_job_s_token_is_its_own_and_goes_with_it(stage):
     sbatch(stage, "run.yaml")
-    time.sleep(0.2)
-    calls = calls_of(stage)
+    calls = calls_with(stage, "mode token", 2)
     assert calls.count("token 600") == calls.count("mode token") == 2
     assert list(Path(stage["HOME"], ".ray").iterdir()) == []
 

@@ -73,6 +73,7 @@ def test_every_capability_of_the_configuration_has_a_case():
         Capability.COLLECTIVE_REFIT,
         Capability.IPC_REFIT,
         Capability.PORTABLE_OPTIMIZER_STATE,
+        Capability.SHARDED_CHECKPOINTS,
     }
     assert {case[3] for case in CASES} | of_calls == set(Capability)
 
@@ -83,6 +84,14 @@ def test_checkpoints_need_a_backend_that_saves_its_optimizer():
     assert problem.key == "checkpoints.every"
     assert problem.undeclared
     assert check_config(config, backend(Capability.PORTABLE_OPTIMIZER_STATE), "cpu") == []
+
+
+def test_checkpoints_of_pieces_need_a_backend_that_tells_them():
+    config = run_config({}, 1).model_copy(update={"checkpoints": CheckpointsConfig(format="sharded")})
+    [problem] = check_config(config, backend(), "cpu")
+    assert problem.key == "checkpoints.format"
+    assert problem.undeclared
+    assert check_config(config, backend(Capability.SHARDED_CHECKPOINTS), "cpu") == []
 
 
 @pytest.mark.parametrize("mode", ["auto", "padded"])

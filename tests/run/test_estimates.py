@@ -47,6 +47,17 @@ def test_only_adapters_are_trained_with_lora(run_config):
     assert size.trained == 2 * (4 * (32 + 32) + 4 * (32 + 16))
 
 
+def test_adapters_alone_have_gradients_moments_and_checkpoints_and_the_base_is_no_second_copy(run_config):
+    from dataclasses import replace
+
+    config = run_config("grpo", "policy.lora={rank: 4}", "policy.batching.tokens=64", "algorithm.num_steps=100")
+    found = bytes_of(worker_memory(config, replace(SIZE, trained=50), ROWS, "cpu", reference=True))
+    assert (found["weights"], found["gradients"], found["optimizer"]) == (4000, 200, 400)
+    assert not found.keys() & {"reference", "weights put aside", "gradients at the ends"}
+    config = load_config(config, ["checkpoints={every: 10, keep_last: 2, keep_best: 1}"])
+    assert disk(config, 1000, 50)["4 checkpoints"] == 4 * 12 * 50
+
+
 def _lora(modules):
     from rlframework.config.policy import LoraConfig
 

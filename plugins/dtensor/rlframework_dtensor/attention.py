@@ -1,5 +1,7 @@
 """Attention by segments: a packed row whose sequences do not see each other, without a mask of L x L.
 
+On a GPU in half precision by one kernel for the whole row (`varlen`), elsewhere a call for each run of one length.
+
 Registered in `transformers.AttentionInterface` under `SEGMENTS`; they come as `segments`, a
 keyword of the model's forward. No mask function is registered under that name, so transformers makes no mask. Runs on
 any device. Left out: soft-capped scores and attention sinks, which are refused.
@@ -16,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from rlframework.errors import NotSupported
+from rlframework_dtensor import varlen
 
 SEGMENTS = "rlframework_segments"
 
@@ -23,13 +26,22 @@ SEGMENTS = "rlframework_segments"
 class Segments:
     """The sequences of a packed row: `runs`, (length, count) of each run of one length, attended to in one call.
 
-    An object of its own, and not numbers, so that `torch.compile` does not compile a forward for each row.
+    `bounds`: where each begins, and where the last ends; `longest`: the most tokens of one. An object of its own, and
+    not numbers, so that `torch.compile` does not compile a forward for each row.
     """
 
     def __init__(self, bounds: Sequence[int]) -> None:
-        """`bounds`: where each sequence begins, and where the last ends."""
-        sizes = (end - start for start, end in pairwise(bounds))
+        self.bounds = tuple(bounds)
+        sizes = [end - start for start, end in pairwise(bounds)]
+        self.longest = max(sizes, default=0)
         self.runs = [(length, len(list(run))) for length, run in groupby(sizes)]
+        self._on_device: Tensor | None = None
+
+    def bounds_on(self, device: torch.device) -> Tensor:
+        """`bounds` as int32 on `device`, made once for all layers."""
+        if self._on_device is None:
+            self._on_device = torch.tensor(self.bounds, dtype=torch.int32, device=device)
+        return self._on_device
 
 
 def segment_attention(
@@ -56,6 +68,11 @@ def segment_attention(
         raise NotSupported(
             "packed attention does not do soft-capped scores or attention sinks; set policy.batching.mode=dynamic"
         )
+    if varlen.usable(query):
+        bounds = segments.bounds_on(query.device)
+        return varlen.varlen_attention(
+            query, key, value, bounds, segments.longest, scaling=scaling, window=sliding_window
+        ), None
     runs = segments.runs
     sizes = [length * count for length, count in runs]
     outputs = []

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from rlframework.config.policy import PolicyConfig
+from rlframework.config.policy import LoraConfig, PolicyConfig
 from rlframework.errors import NotSupported
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.policy.head import HeadPatch, require_plain_head
-from rlframework_dtensor import attention, context_parallel, groups
+from rlframework_dtensor import attention, context_parallel, experts, groups, lora
 from rlframework_dtensor.compiling import compile_blocks
 from rlframework_dtensor.config import DTensorConfig
 from rlframework_dtensor.context_limits import require_splittable
@@ -59,11 +59,14 @@ def build_model(
     if sizes.context > 1:
         require_splittable(model_config)
     require_divisible(model_config, sizes.tensor)
+    experts.require_experts(model_config, sizes.expert, config.router_aux_loss_coef > 0)
     can_pack = _try_it(config, section, sizes, model_config, device)
     choice = None if section.attention == "auto" else section.attention
-    if context.world_size == 1 and config.precision == "float32":
+    if context.world_size == 1 and config.precision == "float32" and not config.offload.parameters:
         model = load_model(config, choice)
         _ready(model, config, section, tokenizer, sizes)
+        if config.lora is not None:
+            lora.initialize(model, config.lora)
         model = model.to(device)
         return Built(model, HeadPatch(model), None, can_pack)
     model = empty_model(config, model_config, choice)
@@ -73,9 +76,15 @@ def build_model(
     rows = None
     if sizes.tensor > 1:
         rows = split(model, mesh.tensor, sequence=config.parallelism.sequence, custom_plan=section.custom_parallel_plan)
+    if sizes.expert > 1:
+        experts.spread(model, mesh.expert)
+    if config.lora is not None:
+        lora.freeze(model)
     head = HeadPatch(model, rows)
-    shard(model, mesh.fsdp, config.precision, section.reshard_after_forward)
+    shard(model, mesh, config, section.reshard_after_forward)
     fill(model, config, choice, device)
+    if config.lora is not None:
+        lora.initialize(model, config.lora)
     return Built(model, head, mesh, can_pack)
 
 
@@ -87,10 +96,18 @@ def _ready(model: Any, config: PolicyConfig, section: DTensorConfig, tokenizer: 
             f"{type(model).__name__} takes more than text, which tensor parallelism does not do; "
             "set policy.parallelism.tensor to 1"
         )
+    if config.lora is not None:
+        _put_adapters(model, config.lora)
     if config.activation_checkpointing:
         checkpoint_activations(model)
     if section.compile:
         compile_blocks(model)
+
+
+def _put_adapters(model: Any, section: LoraConfig) -> None:
+    if is_multimodal(model):
+        raise NotSupported(f"{type(model).__name__} takes more than text, which LoRA does not do; unset policy.lora")
+    lora.inject(model, section)
 
 
 def _try_it(
@@ -99,7 +116,8 @@ def _try_it(
     """Whether rows may be packed; `NotSupported` for a model whose head cannot be replaced, or where they must be."""
     choice, mode = section.attention, config.batching.mode
     model = tiny_model(config, model_config, None if choice == "auto" else choice)
-    require_plain_head(model)
+    if config.head == "language":
+        require_plain_head(model)
     wanted = mode == "packed" or sizes.context > 1
     if not wanted and (mode != "auto" or device.type != "cpu"):  # there is nothing to try
         return False

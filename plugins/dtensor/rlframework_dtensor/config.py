@@ -15,6 +15,7 @@ from pydantic import Field, PositiveInt
 from rlframework.config.base import Section
 from rlframework.config.sections import RunConfig
 from rlframework.plugins.types import Problem
+from rlframework.policy.file_names import KINDS
 
 
 class DTensorConfig(Section):
@@ -56,6 +57,7 @@ def check(config: RunConfig, device: str) -> list[Problem]:
         *_layout_problems(config, section),
         *_context_problems(config, section),
         *_compile_problems(config, section, device),
+        *_lora_problems(config, section),
     ]
 
 
@@ -78,6 +80,7 @@ def _layout_problems(config: RunConfig, section: DTensorConfig) -> Iterator[Prob
     if data % section.replicate:
         message = f"{section.replicate} copies of the weights do not divide the {data} workers that share the rows."
         yield Problem("policy.dtensor.replicate", message, "Set it to 1, or to a divisor.")
+    yield from _experts_problems(config)
     if parallelism.tensor > 1:
         found = indivisible(_model_config(config.policy.model_name), parallelism.tensor)
         if found:
@@ -89,6 +92,51 @@ def _layout_problems(config: RunConfig, section: DTensorConfig) -> Iterator[Prob
     if section.custom_parallel_plan is not None:
         message = "a plan of tensor parallelism is of no use where policy.parallelism.tensor is 1."
         yield Problem("policy.dtensor.custom_parallel_plan", message, "Take it out, or split tensors.")
+
+
+def _experts_problems(config: RunConfig) -> Iterator[Problem]:
+    policy, model = config.policy, _model_config(config.policy.model_name)
+    expert, key = policy.parallelism.expert, "policy.parallelism.expert"
+    if expert > 1:
+        section = getattr(policy, "dtensor", None) or DTensorConfig()
+        data = config.worker_group.num_workers // policy.parallelism.model_size
+        others = {
+            "policy.parallelism.context": policy.parallelism.context,
+            "policy.parallelism.tensor": policy.parallelism.tensor,
+            "policy.dtensor.replicate": section.replicate,
+        }
+        for other, size in others.items():
+            if size > 1:
+                yield Problem(
+                    key, f"experts are not spread where {other} is {size}.", f"Set one of them to 1, not {expert}."
+                )
+        if data % expert:
+            message = (
+                f"{expert} does not divide {data}, the workers that share the rows, over which experts are spread."
+            )
+            yield Problem(key, message, "Choose a divisor, or 1.")
+        if policy.lora is not None:
+            yield Problem(key, "adapters beside experts that are spread have not been proven.", "Set it to 1.")
+        if model and (found := experts_problem(model, expert)):
+            yield Problem(key, f"{found}.", "Set it to 1, or choose a divisor.")
+    if policy.router_aux_loss_coef > 0:
+        key = "policy.router_aux_loss_coef"
+        if model and (found := experts_problem(model, 1)):
+            yield Problem(key, f"{found}.", "Set it to 0.")
+        if policy.parallelism.context > 1 or policy.parallelism.tensor > 1:
+            message = "the loss of the routers is not there beside tensor and context parallelism."
+            yield Problem(key, message, "Set it to 0, or these axes to 1.")
+
+
+def experts_problem(model: Mapping[str, Any], expert: int) -> str | None:
+    """Why a model, as its configuration says, has no experts that `expert` workers can share; None where it has."""
+    kind = model.get("model_type")
+    experts = model.get("num_experts") or model.get("num_local_experts")
+    if kind not in KINDS:
+        return f"a model of the type {kind!r} has no experts that this backend knows (it knows {', '.join(KINDS)})"
+    if isinstance(experts, int) and experts % expert:
+        return f"the model has {experts} experts, which policy.parallelism.expert={expert} does not divide"
+    return None
 
 
 def _context_problems(config: RunConfig, section: DTensorConfig) -> Iterator[Problem]:
@@ -104,9 +152,28 @@ def _compile_problems(config: RunConfig, section: DTensorConfig, device: str) ->
     if device == "cpu" and not any(map(which, (os.environ.get("CXX", ""), *COMPILERS))):
         message = f"torch.compile needs a C++ compiler on a CPU: none of {', '.join(COMPILERS)} is there."
         yield Problem(key, message, "Install one, or set it to false.")
-    if config.worker_group.num_workers > 1:  # not proven yet
-        message = f"compiled blocks are for one worker only so far, and there are {config.worker_group.num_workers}."
+    if config.policy.parallelism.tensor > 1:  # torch 2.13's compiler does not end on split weights and any lengths
+        message = "compiled blocks do not go with tensor parallelism, and policy.parallelism.tensor is"
+        yield Problem(key, f"{message} {config.policy.parallelism.tensor}.", "Set it to false.")
+    if config.policy.parallelism.expert > 1 or config.policy.router_aux_loss_coef > 0:
+        message = "compiled blocks beside experts that are spread, or a loss of the routers, have not been proven."
         yield Problem(key, message, "Set it to false.")
+
+
+def _lora_problems(config: RunConfig, section: DTensorConfig) -> Iterator[Problem]:
+    policy = config.policy
+    if policy.lora is None:
+        return
+    if not policy.lora.target_modules:
+        message = "there are no layers to put adapters around."
+        yield Problem("policy.lora.target_modules", message, "Name some, or take the section out.")
+    if policy.head == "score":
+        yield Problem("policy.lora", "a reward model is not trained.", "Take the section out.")
+    if section.compile:  # not proven yet
+        yield Problem("policy.dtensor.compile", "blocks with adapters are not compiled so far.", "Set it to false.")
+    if config.checkpoints.format == "sharded":
+        message = "adapters are small, and are saved in the portable form only."
+        yield Problem("checkpoints.format", message, "Set it to portable.")
 
 
 def indivisible(model: Mapping[str, Any], tensor: int) -> str | None:

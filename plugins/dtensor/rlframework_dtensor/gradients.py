@@ -47,9 +47,10 @@ def _is_cut(gradient: Tensor, mesh: Mesh) -> bool:
 
 
 def _square_norm(tensors: list[Tensor], mesh: Mesh) -> Tensor:
+    device = mesh.tensor.device_type
     if not tensors:
-        return torch.zeros((), dtype=torch.float64, device=mesh.tensor.device_type)
-    return nn.utils.get_total_norm(tensors).double().square()
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return nn.utils.get_total_norm(tensors).to(device, torch.float64).square()
 
 
 @torch.no_grad()

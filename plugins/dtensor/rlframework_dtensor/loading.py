@@ -18,9 +18,13 @@ from torch import Tensor, nn
 
 from rlframework.config.policy import PolicyConfig
 from rlframework.errors import DataError
-from rlframework.policy.checkpoint import SavedTensors
-from rlframework_dtensor.parallelize import auto_class, load_model
-from rlframework_dtensor.pieces import local, own_part, put
+from rlframework.policy.file_names import FileWeight, file_weights
+from rlframework.policy.saved import SavedTensors
+from rlframework_dtensor.file_names import by_source, here
+from rlframework_dtensor.lora import is_inside, outside
+from rlframework_dtensor.offload import move_buffers
+from rlframework_dtensor.parallelize import auto_class, load_model, ready
+from rlframework_dtensor.pieces import put
 
 logger = logging.getLogger(__name__)
 
@@ -46,22 +50,27 @@ def empty_model(config: PolicyConfig, model_config: Any, attention: str | None) 
     """The model of `model_config` in evaluation mode, its parameters fp32 and on the meta device."""
     keys = {} if attention is None else {"attn_implementation": attention}
     with _parameters_on_meta():
-        model = auto_class(model_config).from_config(
+        model = auto_class(model_config, config.head).from_config(
             model_config, dtype=torch.float32, trust_remote_code=config.trust_remote_code, **keys
         )
     model.config.use_cache = False
-    return model.eval()
+    return ready(model.eval(), config.head)
 
 
 @torch.no_grad()
 def fill(model: Any, config: PolicyConfig, attention: str | None, device: torch.device) -> None:
-    """Give `model`, split and on the meta device, memory on `device` and the weights of `config.model_name`."""
-    buffers = {name: buffer.to(device, copy=True) for name, buffer in model.named_buffers()}
-    model.to_empty(device=device)
+    """Give `model`, split and on the meta device, memory on `device` and the weights of `config.model_name`.
+
+    With `policy.offload.parameters` the weights have CPU memory, and the buffers alone are on `device`.
+    """
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    model.to_empty(device="cpu" if config.offload.parameters else device)
     for name, buffer in model.named_buffers():
         buffer.copy_(buffers[name])
+    move_buffers(model, device)
     saved = set(model.state_dict())
-    wanted = dict(model.named_parameters()) | {name: b for name, b in model.named_buffers() if name in saved}
+    held = dict(model.named_parameters()) | {name: b for name, b in model.named_buffers() if name in saved}
+    wanted = {outside(name): tensor for name, tensor in held.items() if not is_inside(name)}
     folder = weights_folder(config.model_name) if not getattr(model.config, "quantization_config", None) else None
     if folder is None or not _read(wanted, folder, model):
         _copy(wanted, load_model(config, attention), config.model_name)
@@ -82,17 +91,28 @@ def weights_folder(model_name: str) -> Path | None:
     return folder if any(folder.glob("model*.safetensors")) else None
 
 
-def _names(wanted: Mapping[str, Tensor], saved: Mapping[str, Any], model: Any) -> dict[str, str] | None:
-    """The name in the files of each weight; None where one has none. Files may leave the base model's prefix out."""
-    prefix = f"{model.base_model_prefix}."
+def _names(wanted: Mapping[str, Tensor], saved: Mapping[str, Any], model: Any) -> dict[str, FileWeight] | None:
+    """What is read of the files, by name; None where a weight is not there. Experts may be there one by one, or not.
+
+    Files may leave the base model's prefix out.
+    """
     names = {}
-    for name in wanted:
-        candidates = (name, name.removeprefix(prefix), prefix + name, *_tied_names(name, model))
-        found = next((candidate for candidate in candidates if candidate in saved), None)
-        if found is None:
-            return None
-        names[name] = found
+    parts = by_source(file_weights(model, wanted))
+    for source, weight in wanted.items():
+        whole = FileWeight(source, source, tuple(weight.shape))
+        for part in [whole] if _name_of(whole, saved, model) else parts[source]:
+            name = _name_of(part, saved, model)
+            if name is None:
+                return None
+            names[name] = part
     return names
+
+
+def _name_of(weight: FileWeight, saved: Mapping[str, Any], model: Any) -> str | None:
+    prefix, name = f"{model.base_model_prefix}.", weight.name
+    candidates = [name, name.removeprefix(prefix), prefix + name]
+    found = next((candidate for candidate in candidates if candidate in saved), None)
+    return found or next((candidate for candidate in _tied_names(name, model) if candidate in saved), None)
 
 
 def _tied_names(name: str, model: Any) -> list[str]:
@@ -111,9 +131,10 @@ def _read(wanted: Mapping[str, Tensor], folder: Path, model: Any) -> bool:
         names = _names(wanted, saved, model)
         if names is None:
             return False
-        for name, weight in wanted.items():
-            _require_shape(saved, names[name], tuple(weight.shape))
-            local(weight).copy_(saved.part(names[name], own_part(weight)))
+        for name, weight in names.items():
+            _require_shape(saved, name, weight.shape)
+            if (found := here(weight, wanted[weight.source])) is not None:
+                found[0].copy_(saved.part(name, found[1]))
     return True
 
 

@@ -7,7 +7,9 @@ Dimensions, the first varying slowest over the ranks, as in `rlframework.distrib
     context_parallel               parts of each sequence; FSDP shards weights over it too
     tensor_parallel                parts of each weight and, with sequence parallelism, of the activations in between
 
-Left out: pipeline and expert parallelism.
+With expert parallelism `data_shard` is two dimensions, `data_rest` x `expert`: the ranks of `expert` hold the experts
+of a mixture together, and FSDP shards them over `data_rest` (see `experts`). Left out: pipeline parallelism, and expert
+parallelism beside the other axes of a model or HSDP.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 
     from rlframework.config.policy import ParallelismConfig
 
-DIMENSIONS = ("data_replicate", "data_shard", "context_parallel", "tensor_parallel")
+DIMENSIONS = ("data_replicate", "data_rest", "expert", "context_parallel", "tensor_parallel")
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class Sizes:
     data_shard: int
     context: int
     tensor: int
+    expert: int = 1
 
     @classmethod
     def of(cls, world_size: int, parallelism: ParallelismConfig, replicate: int = 1) -> Sizes:
@@ -50,7 +53,9 @@ class Sizes:
                 f"policy.dtensor.replicate={replicate} does not divide {data}, the number of workers that share the "
                 "rows; choose a divisor of it, or 1"
             )
-        return cls(replicate, data // replicate, parallelism.context, parallelism.tensor)
+        if problem := _spread_problem(data, replicate, parallelism):
+            raise ConfigError(problem)
+        return cls(replicate, data // replicate, parallelism.context, parallelism.tensor, parallelism.expert)
 
     @property
     def data(self) -> int:
@@ -63,20 +68,39 @@ class Sizes:
         return self.data * self.context
 
 
+def _spread_problem(data: int, replicate: int, parallelism: ParallelismConfig) -> str | None:
+    expert = parallelism.expert
+    if expert > 1 and max(parallelism.context, parallelism.tensor, replicate) > 1:
+        return (
+            f"policy.parallelism.expert={expert} goes with none of policy.parallelism.context, "
+            "policy.parallelism.tensor and policy.dtensor.replicate; set these to 1"
+        )
+    if data % expert:
+        return (
+            f"policy.parallelism.expert={expert} does not divide {data}, the number of workers that share the rows, "
+            "over which experts are spread; choose a divisor of it, or 1"
+        )
+    return None
+
+
 class Mesh:
     """The mesh and its groups. Groups of one rank are None: there is nobody to talk to.
 
     `fsdp`: what `fully_shard` takes, 1-D `(shard,)`, or 2-D `(data_replicate, shard)` for HSDP; `shard` is `data_shard`
-    and `context_parallel` flattened. `tensor`: 1-D, also of size 1.
+    and `context_parallel` flattened. `tensor`: 1-D, also of size 1. `expert`: 1-D, the ranks that hold the experts
+    together, and `expert_fsdp`, 1-D, those that share this rank's; both also of size 1.
     """
 
     def __init__(self, sizes: Sizes, device_type: str) -> None:
         """Collective; the default process group is there and has as many ranks as `sizes` says."""
         self.sizes = sizes
-        shape = (sizes.data_replicate, sizes.data_shard, sizes.context, sizes.tensor)
+        rest = sizes.data_shard // sizes.expert
+        shape = (sizes.data_replicate, rest, sizes.expert, sizes.context, sizes.tensor)
         root = init_device_mesh(device_type, shape, mesh_dim_names=DIMENSIONS)
-        shard = root["data_shard", "context_parallel"]._flatten("shard")
-        self._data = root["data_replicate", "data_shard"]._flatten("data")
+        shard = root["data_rest", "expert", "context_parallel"]._flatten("shard")
+        self._data = root["data_replicate", "data_rest", "expert"]._flatten("data")
+        self.expert: DeviceMesh = root["expert"]
+        self.expert_fsdp: DeviceMesh = root["data_rest"]
         self._context = root["context_parallel"]
         self._shard = shard
         self.tensor: DeviceMesh = root["tensor_parallel"]

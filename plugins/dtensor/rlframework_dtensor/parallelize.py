@@ -17,6 +17,9 @@ from rlframework.errors import DataError, NotSupported
 from rlframework.policy.head import probe_ids
 from rlframework_dtensor import attention as segments
 from rlframework_dtensor.context_limits import KNOWN_LAYERS
+from rlframework_dtensor.experts import experts_of
+from rlframework_dtensor.mesh import Mesh
+from rlframework_dtensor.reward import score_every_token
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -33,7 +36,7 @@ def load_model(config: PolicyConfig, attention: str | None) -> Any:
     logging.disable_progress_bar()
     model_config = load_config(config)
     try:
-        model, found = auto_class(model_config).from_pretrained(
+        model, found = auto_class(model_config, config.head).from_pretrained(
             config.model_name,
             config=model_config,
             dtype=torch.float32,
@@ -46,7 +49,7 @@ def load_model(config: PolicyConfig, attention: str | None) -> Any:
     if found["missing_keys"]:  # transformers has drawn random numbers for them, in each process others
         raise _cannot_be_loaded(config, f"it lacks {sorted(found['missing_keys'])[:3]}")
     model.config.use_cache = False
-    return model.eval()
+    return ready(model.eval(), config.head)
 
 
 def load_config(config: PolicyConfig) -> Any:
@@ -74,21 +77,29 @@ def _cannot_be_loaded(config: PolicyConfig, why: object) -> DataError:
     return DataError(f"policy.model_name={config.model_name!r} cannot be loaded as a causal language model: {why}")
 
 
-def auto_class(config: Any) -> Any:
-    """The class of transformers that makes the model of `config`."""
+def auto_class(config: Any, head: str = "language") -> Any:
+    """The class of transformers that makes the model of `config` with a `head` as `policy.head` names it."""
     from transformers import (
         MODEL_FOR_CAUSAL_LM_MAPPING,
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
         AutoModelForCausalLM,
         AutoModelForImageTextToText,
+        AutoModelForSequenceClassification,
     )
 
+    if head == "score":
+        return AutoModelForSequenceClassification
     own_code = getattr(config, "auto_map", None) or {}
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in own_code:
         return AutoModelForCausalLM
     if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING or "AutoModelForImageTextToText" in own_code:
         return AutoModelForImageTextToText
     return AutoModelForCausalLM
+
+
+def ready(model: Any, head: str) -> Any:
+    """`model` itself, made by `auto_class`, with logits of each token."""
+    return score_every_token(model) if head == "score" else model
 
 
 def is_multimodal(model: Any) -> bool:
@@ -162,14 +173,24 @@ def decoder_layers(model: Any) -> list[nn.Module]:
     return [module for module in text.modules() if type(module).__name__ in names]
 
 
-def shard(model: nn.Module, mesh: Any, precision: str, reshard_after_forward: bool) -> nn.Module:
-    """`fully_shard` each block and then the whole. Forward in `precision`; gradients are reduced in fp32."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+def shard(model: nn.Module, mesh: Mesh, config: PolicyConfig, reshard_after_forward: bool) -> nn.Module:
+    """`fully_shard` each block and then the whole, in CPU memory with `policy.offload.parameters`.
 
-    layer_policy = MixedPrecisionPolicy(param_dtype=DTYPES[precision], reduce_dtype=torch.float32)
+    Forward in `policy.precision`; gradients are reduced in fp32. Experts that are spread are sharded by themselves,
+    over the ranks that have the same ones.
+    """
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+    layer_policy = MixedPrecisionPolicy(param_dtype=DTYPES[config.precision], reduce_dtype=torch.float32)
+    on_cpu: dict[str, Any] = {}
+    if config.offload.parameters:
+        on_cpu["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.fsdp.device_type == "cuda")
+    settings = {"mp_policy": layer_policy, "reshard_after_forward": reshard_after_forward, **on_cpu}
+    for module in experts_of(model) if mesh.sizes.expert > 1 else ():
+        fully_shard(module, mesh=mesh.expert_fsdp, **settings)
     for layer in decoder_layers(model):
-        fully_shard(layer, mesh=mesh, mp_policy=layer_policy, reshard_after_forward=reshard_after_forward)
+        fully_shard(layer, mesh=mesh.fsdp, **settings)
     root_policy = replace(layer_policy, output_dtype=torch.float32)
     # the root is used again at once in the backward, and the head's weight must stay whole until then
-    fully_shard(model, mesh=mesh, mp_policy=root_policy, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh.fsdp, mp_policy=root_policy, reshard_after_forward=False, **on_cpu)
     return model

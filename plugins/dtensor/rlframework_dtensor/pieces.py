@@ -7,6 +7,8 @@ So where a piece lies is worked out here.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
@@ -41,18 +43,15 @@ def put(tensor: Tensor, whole_value: Tensor) -> None:
     local(tensor).copy_(whole_value[own_part(tensor)])
 
 
-def like(tensor: Tensor, whole_value: Tensor) -> Tensor:
-    """A new tensor with the value `whole_value` that lies and is cut as `tensor` is. No collective."""
-    made = torch.empty_like(tensor)
-    put(made, whole_value)
-    return made
-
-
 def whole(tensor: Tensor) -> Tensor:
     """All of `tensor`; a collective where it is cut."""
     if not isinstance(tensor, DTensor):
         return tensor
-    if tensor.device_mesh.ndim > 1:  # the pieces of FSDP first: they lie inside those of tensor parallelism
-        first = [*[Replicate()] * (tensor.device_mesh.ndim - 1), tensor.placements[-1]]
-        tensor = tensor.redistribute(placements=first)
-    return tensor.full_tensor()
+    cut: Any = tensor
+    if cut.device.type != cut.device_mesh.device_type:  # it lies in CPU memory, and NCCL takes none of that
+        cut = cut.to(cut.device_mesh.device_type)
+    if cut.device_mesh.ndim > 1:  # the pieces of FSDP first: they lie inside those of tensor parallelism
+        first = [*[Replicate()] * (cut.device_mesh.ndim - 1), cut.placements[-1]]
+        cut = cut.redistribute(placements=first)
+    found: Tensor = cut.full_tensor()
+    return found

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from rlframework.config.policy import PolicyConfig
-from rlframework_dtensor.parallelize import auto_class
+from rlframework_dtensor.parallelize import auto_class, ready
 
 VOCABULARY = 1024
 
@@ -29,9 +29,10 @@ def tiny_model(config: PolicyConfig, model_config: Any, attention: str | None) -
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             try:
-                model = auto_class(small).from_config(
+                model = auto_class(small, config.head).from_config(
                     small, dtype=torch.float32, trust_remote_code=config.trust_remote_code, **keys
                 )
+                model = ready(model, config.head)
                 with torch.no_grad():
                     model(input_ids=torch.arange(4)[None], use_cache=False)
                 return model.eval()
@@ -72,8 +73,9 @@ def _narrow(text: Any) -> None:
     if hasattr(text, "num_key_value_heads"):
         text.num_key_value_heads = 1
     text.hidden_size = text.num_attention_heads * size
-    if getattr(text, "intermediate_size", None):
-        text.intermediate_size = 64
+    for name in ("intermediate_size", "moe_intermediate_size"):
+        if getattr(text, name, None):
+            setattr(text, name, 64)
 
 
 @torch.no_grad()

@@ -1,8 +1,8 @@
 """Parallel styles that `torch.distributed.tensor.parallel` lacks: for a custom plan too.
 
 `Hidden` and `Output` move activations between whole and split along the sequence; `ConvColumns` and `ConvRows` split
-GPT-2's `Conv1D`; `Norm` and `HeadNorm` are for norms over the tokens or heads that a rank has; `Embedding` splits an
-embedding over the vocabulary.
+GPT-2's `Conv1D`; `Norm` and `HeadNorm` are for norms over the tokens or heads that a rank has; `Copied` is for what
+every rank has whole beside something split; `Embedding` splits an embedding over the vocabulary.
 """
 
 from __future__ import annotations
@@ -85,6 +85,29 @@ class HeadNorm(SequenceParallel):
 
     def __init__(self) -> None:
         super().__init__(sequence_dim=2, use_local_output=True)
+
+
+class Copied(ParallelStyle):
+    """A module whose weights every rank has whole; what it takes lies as `layout`, and so does what it gives.
+
+    The gradient of its weights is summed over the ranks where each has a share of it. `local`: it gives plain tensors,
+    whose gradients come as `layout` too; else a `DTensor`.
+    """
+
+    def __init__(self, layout: Placement, *, local: bool) -> None:
+        self.layout, self.local = layout, local
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def before(_: nn.Module, args: tuple[Any, ...]) -> Any:
+            given = args[0]
+            return given if isinstance(given, DTensor) else DTensor.from_local(given, device_mesh, [self.layout])
+
+        for name, _ in list(module.named_parameters(recurse=False)):
+            cut(module, name, device_mesh, WHOLE)
+        module.register_forward_pre_hook(before)
+        if self.local:
+            module.register_forward_hook(lambda _, args, output: output.to_local())
+        return module
 
 
 class Joined(ParallelStyle):

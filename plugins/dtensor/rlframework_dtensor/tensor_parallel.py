@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from rlframework.errors import ConfigError
 from rlframework.policy.head_parallel import VocabularyShard
 from rlframework_dtensor.config import DIVIDED, indivisible
+from rlframework_dtensor.lora import layers_of, with_adapters
 from rlframework_dtensor.plans import make_plan
 from rlframework_dtensor.styles import Embedding, cut, vocabulary_rows
 
@@ -30,13 +31,15 @@ def require_divisible(config: Any, tensor: int) -> None:
         raise ConfigError(f"{found}; choose a divisor")
 
 
-def split(model: Any, mesh: DeviceMesh, *, sequence: bool, custom_plan: str | None) -> VocabularyShard:
-    """Split `model` in place over the 1-D `mesh`; which rows of the head are here, for `HeadPatch`."""
+def split(model: Any, mesh: DeviceMesh, *, sequence: bool, custom_plan: str | None) -> VocabularyShard | None:
+    """Split `model` in place over the 1-D `mesh`; which rows of the head are here, for `HeadPatch` (None: all)."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    tied = head.weight is embedding.weight
+    tied = head is not None and head.weight is embedding.weight
     plan = make_plan(model, sequence=sequence, custom=custom_plan)
-    parallelize_module(model, mesh, plan, src_data_rank=None)
+    parallelize_module(model, mesh, with_adapters(model, plan) if layers_of(model) else plan, src_data_rank=None)
     Embedding()._apply(embedding, mesh)
+    if head is None:  # of a reward model: one row
+        return None
     _split_head(head, embedding if tied else None, mesh)
     return VocabularyShard(mesh.get_group(), *vocabulary_rows(head.weight.shape[0], mesh))
 

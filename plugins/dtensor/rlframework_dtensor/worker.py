@@ -1,39 +1,37 @@
 """The reference training engine: any Hugging Face causal language model, on CPU (gloo) and GPU (NCCL).
 
-Split by FSDP2 or HSDP, tensor and sequence parallelism, and context parallelism, over one mesh (`mesh`).
+Split by FSDP2 or HSDP, tensor and sequence parallelism, context and expert parallelism, over one mesh (`mesh`).
+Vision-language models too, in padded and dynamic microbatches; LoRA by layers of peft; reward models (`reward`).
 
-Vision-language models too, in padded and dynamic microbatches.
-
-Supplies the primitives of `rlframework.policy.engine.Engine`. Left out so far: refit to other processes, LoRA, offload,
-scores of reward models.
+Supplies the primitives of `rlframework.policy.engine.Engine`: here the step, in `held` the weights and moments.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from rlframework.interfaces.data_processor import Microbatch, MicrobatchRule
-from rlframework.policy.checkpoint import Moments
-from rlframework.policy.engine import Step, StepResult, WeightSpec
-from rlframework.policy.head import HeadRequest, read_head_output
+from rlframework.policy.engine import Step, StepResult
+from rlframework.policy.head import HeadOutput, HeadRequest, read_head_output
 from rlframework.policy.optimizer import parameter_groups
+from rlframework.policy.spans import BACKWARD, FORWARD, span
 from rlframework.policy.worker_base import PolicyWorkerBase
-from rlframework_dtensor import attention, context_parallel, gradients, groups, media
+from rlframework_dtensor import attention, context_parallel, gradients, groups, media, offload
 from rlframework_dtensor.building import build_model
 from rlframework_dtensor.config import DTensorConfig
+from rlframework_dtensor.held import Held
 from rlframework_dtensor.mesh import Sizes
 from rlframework_dtensor.parallelize import is_multimodal
-from rlframework_dtensor.pieces import like, local, put, whole
+from rlframework_dtensor.routing import RouterLoss
 
 
-class DTensorPolicyWorker(context_parallel.TorchContextParallel, PolicyWorkerBase):
+class DTensorPolicyWorker(Held, context_parallel.TorchContextParallel, offload.ModelMoves, PolicyWorkerBase):
     """One rank of a model under FSDP2 and the other axes of its mesh. Constructor arguments: see `PolicyWorkerBase`."""
 
     backend_config: DTensorConfig
@@ -47,6 +45,8 @@ class DTensorPolicyWorker(context_parallel.TorchContextParallel, PolicyWorkerBas
         self._multimodal = is_multimodal(self.model)
         group = self._mesh.context_group() if self._mesh is not None else None
         self._context = context_parallel.ContextParallel(group) if group is not None else None
+        wanted = self.config.router_aux_loss_coef > 0
+        self._router_loss = RouterLoss(self.model, self.data_parallel_group()) if wanted else None
         self._optimizer = self._make_optimizer() if init_optimizer else None
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
@@ -65,7 +65,29 @@ class DTensorPolicyWorker(context_parallel.TorchContextParallel, PolicyWorkerBas
             self.model.zero_grad(set_to_none=True)
             if self._multimodal:
                 microbatches = media.evened(microbatches, self.data_parallel_group())
+            if self._router_loss is not None:
+                step = self._with_router_loss(step, microbatches, head)
         return [self._run_microbatch(microbatch, head, step, forward_only) for microbatch in microbatches]
+
+    def _with_router_loss(self, step: Step, microbatches: Sequence[Microbatch], head: HeadRequest) -> Step:
+        """`step`, and the part of the routers' loss that the microbatch has."""
+        routers = self._router_loss
+        assert routers is not None
+
+        def forward(microbatch: Microbatch) -> None:
+            self._run_microbatch(microbatch, head, lambda output, _: StepResult(), forward_only=True)
+
+        balance = routers.balance(microbatches, forward)
+
+        def with_part(output: HeadOutput, microbatch: Microbatch) -> StepResult:
+            result, part = step(output, microbatch), routers.part(microbatch, balance)
+            assert result.loss is not None
+            result.loss = result.loss + self.config.router_aux_loss_coef * part
+            if not microbatch.is_dummy:
+                result.outputs["router_aux_loss"] = part.detach()
+            return result
+
+        return with_part
 
     def _run_microbatch(self, microbatch: Microbatch, head: HeadRequest, step: Step, forward_only: bool) -> StepResult:
         own = attention.SEGMENTS if microbatch.cu_seqlens is not None else None
@@ -73,11 +95,14 @@ class DTensorPolicyWorker(context_parallel.TorchContextParallel, PolicyWorkerBas
         # around the backward too: activation checkpointing runs the attention again there
         with attention.attention(self.model.config, own) if own is not None else nullcontext():
             with torch.no_grad() if forward_only else nullcontext():
-                result = step(read_head_output(self._forward(microbatch, head), head), microbatch)
+                with span(FORWARD):
+                    values = self._forward(microbatch, head)
+                result = step(read_head_output(values, head), microbatch)
             if not forward_only:
                 assert result.loss is not None
                 # FSDP2 takes the mean over ranks, the contract is the sum
-                (result.loss * self._sizes.gradient_ranks).backward()
+                with span(BACKWARD):
+                    (result.loss * self._sizes.gradient_ranks).backward()
                 result.loss = None
         return result
 
@@ -115,86 +140,23 @@ class DTensorPolicyWorker(context_parallel.TorchContextParallel, PolicyWorkerBas
         return MicrobatchRule(pad_multiple=multiple * (self._sizes.tensor if self.config.parallelism.sequence else 1))
 
     def preferred_batching(self) -> str:
-        """See `Engine.preferred_batching`: segments on a CPU; a GPU would start a kernel for each segment."""
+        """See `Engine.preferred_batching`: on a CPU as measured; on a GPU nothing has been measured yet."""
         return "packed" if self._packs else "dynamic"
 
     def preferred_tokens(self) -> int:
         """See `Engine.preferred_tokens`: on a CPU what stays in its caches is faster than what is large."""
         return 1024 if self.device.type == "cpu" else super().preferred_tokens()
 
-    # -- weights ------------------------------------------------------------------------------------------------------
-
-    def _weights(self) -> dict[str, Tensor]:
-        """The tensors that `save_pretrained` writes, by name; a tied head stands once, under the embedding's name.
-
-        Mixtures of experts keep the names that they have in memory, which transformers reads as well as its own.
-
-        Gathered parameters are let go first: what FSDP leaves whole after a forward without gradients is a copy, and
-        writing to the shards behind it would leave it stale without an error.
-        """
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
-        saved = self.model.state_dict().keys()
-        named = [*self.model.named_parameters(), *self.model.named_buffers()]
-        return {name: tensor.detach() for name, tensor in named if name in saved}
-
-    def weight_specs(self) -> dict[str, WeightSpec]:
-        """See `Engine.weight_specs`."""
-        return {name: WeightSpec(tuple(weight.shape), weight.dtype) for name, weight in self._weights().items()}
-
-    def gather_weights(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """See `Engine.gather_weights`."""
-        weights = self._weights()
-        for name in names:
-            weight = weights[name]
-            yield name, whole(weight)
-
-    def snapshot(self) -> dict[str, Tensor]:
-        """See `Engine.snapshot`."""
-        return {name: local(weight).to("cpu", copy=True) for name, weight in self._weights().items()}
-
-    @torch.no_grad()
-    def restore(self, snapshot: dict[str, Tensor]) -> None:
-        """See `Engine.restore`."""
-        for name, weight in self._weights().items():
-            local(weight).copy_(snapshot[name])
-
-    # -- checkpoints --------------------------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """See `Engine.load_weights`."""
-        for name, weight in self._weights().items():
-            put(weight, weights[name])
-
-    def _trained(self) -> dict[str, Tensor]:
-        """The parameters that the optimizer has, by the names of `weight_specs`."""
-        assert self._optimizer is not None
-        return {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
-
-    def gather_moments(self) -> Iterator[tuple[str, Moments]]:
-        """See `Engine.gather_moments`."""
-        assert self._optimizer is not None
-        for name, parameter in self._trained().items():
-            state = self._optimizer.state.get(parameter)
-            if state:
-                yield name, Moments(int(state["step"]), whole(state["exp_avg"]), whole(state["exp_avg_sq"]))
-            else:
-                yield name, Moments(0, torch.zeros(parameter.shape), torch.zeros(parameter.shape))
-
-    def load_moments(self, moments: Mapping[str, Moments]) -> None:
-        """See `Engine.load_moments`."""
-        assert self._optimizer is not None
-        for name, parameter in self._trained().items():
-            saved = moments[name]
-            self._optimizer.state[parameter] = {
-                "step": torch.tensor(float(saved.steps), device=self.device),
-                "exp_avg": like(parameter, saved.exp_avg),
-                "exp_avg_sq": like(parameter, saved.exp_avg_sq),
-            }
-
     # -- generation and the rest --------------------------------------------------------------------------------------
+
+    def move(self, device: torch.device, *, model: bool = False, optimizer: bool = False) -> int:
+        """See `Engine.move`."""
+        moved, on_cpu = 0, self.config.offload.parameters
+        if model:
+            moved += offload.move_model(self.model, device, buffers_only=on_cpu)
+        if optimizer and self._optimizer is not None and not on_cpu:
+            moved += offload.move_optimizer(self._optimizer, device)
+        return moved
 
     def whole_model(self) -> nn.Module | None:
         """See `Engine.whole_model`."""

@@ -8,6 +8,9 @@ import pytest
 import torch
 
 from rlframework.algorithms.losses import NLLLoss
+from rlframework.conformance import PolicyWorkerSuite
+from rlframework.conformance.layouts import Layout
+from rlframework.plugins.manager import create_manager
 from rlframework_dtensor.config import COMPILERS
 from rlframework_dtensor.worker import DTensorPolicyWorker
 
@@ -21,7 +24,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize(("mode", "checkpointing"), [("padded", False), ("packed", False), ("packed", True)])
+@pytest.mark.parametrize(("mode", "checkpointing"), [("padded", False), ("packed", True)])
 @pytest.mark.parametrize("model_path", [True], indirect=True, ids=["tied"])
 def test_a_compiled_step_is_that_of_the_oracle(model_path, tokenizer, oracle, batches, mode, checkpointing):
     worker = DTensorPolicyWorker(
@@ -44,3 +47,19 @@ def test_a_compiled_step_is_that_of_the_oracle(model_path, tokenizer, oracle, ba
         assert float(result["grad_norm"][0]) == pytest.approx(right.grad_norm, rel=1e-5)
     worker.shutdown()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > compiled
+
+
+def test_compiled_parts_of_a_sequence_are_those_of_the_oracle(tmp_path):
+    """Two workers with half of each sequence, FSDP around the compiled blocks; each compiles for itself."""
+    manager = create_manager()
+    record = manager.select("policy_worker", "dtensor").record
+    where = {"manager": manager, "device": "cpu", "folder": tmp_path / "run", "models": tmp_path / "models"}
+    (tmp_path / "run").mkdir()
+    bench = PolicyWorkerSuite.open_bench(record, Layout(context=2), **where)
+    bench.contract, bench.section = 2, {"compile": True}
+    try:
+        deadlines = {"start": 120.0, "call": 300.0, "shutdown": 20.0}
+        batching = {"mode": "packed", "tokens": 30}
+        bench.first_step(bench.batch(), "compiled", batching=batching, deadlines=deadlines)
+    finally:
+        bench.close()

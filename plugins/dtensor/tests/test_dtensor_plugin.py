@@ -74,6 +74,13 @@ def test_compiling_on_a_cpu_without_a_compiler_is_refused(registered, monkeypatc
     assert problems_of(registered, device="cuda", dtensor={"compile": True}) == []
 
 
+def test_compiling_with_tensor_parallelism_is_refused(registered):
+    split = {"parallelism": {"tensor": 2}, "workers": 2}
+    [(key, message)] = problems_of(registered, device="cuda", dtensor={"compile": True}, **split)
+    assert (key, "go with tensor parallelism" in message) == ("policy.dtensor.compile", True)
+    assert problems_of(registered, device="cuda", dtensor={"compile": True}, workers=2) == []
+
+
 @pytest.mark.parametrize("installed", [True, False])
 def test_flash_attention_needs_its_package_and_half_precision(registered, monkeypatch, installed):
     monkeypatch.setattr(dtensor_config, "find_spec", lambda name: object() if installed else None)

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import gzip
+import json
+import subprocess
+from pathlib import Path
+
 import pytest
 import torch
 
 from rlframework.algorithms.losses import NLLLoss
 from rlframework.config.sections import GenerationConfig
+from rlframework.conformance import cases
+from rlframework.conformance.oracle import Oracle
 from rlframework.distributed.batched_data_dict import BatchedDataDict
 from rlframework.interfaces.worker_group import WorkerContext
+from rlframework.policy import spans
 from rlframework_dtensor.worker import DTensorPolicyWorker
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -46,5 +54,85 @@ def test_scores_trains_and_generates(model_path, tokenizer, oracle, batch, mode,
         output = worker.generate(BatchedDataDict(prompts))
         assert output["output_ids"].device.type == "cpu"
         assert output["generation_lengths"].max() <= 3
+    finally:
+        worker.shutdown()
+
+
+@pytest.mark.parametrize("parameters", [False, True])
+def test_what_is_offloaded_moves_and_changes_no_number(model_path, tokenizer, oracle, batch, parameters):
+    """The bytes are those of 32-bit weights and of two moments of each; a step takes them to the device and back."""
+    worker = DTensorPolicyWorker(
+        {
+            "model_name": str(model_path),
+            "train_global_batch_size": 8,
+            "optimizer": {"lr": 1e-4},
+            "offload": {"parameters": parameters, "optimizer": True},
+        },
+        tokenizer,
+        context=WorkerContext(device="cuda"),
+    )
+    plain = oracle(lr=1e-4)
+    numbers = sum(weight.numel() for weight in plain.model.parameters())
+    try:
+        for step in range(3):
+            worker.prepare_for_training()
+            right, result = plain.step(batch, "nll"), worker.train(batch, NLLLoss())
+            assert float(result["global_loss"][0]) == pytest.approx(right.loss, rel=1e-3)
+            held = torch.cuda.memory_allocated()
+            moved = worker.offload_after_refit()
+            assert torch.cuda.memory_allocated() < held, step
+            if not parameters:
+                assert moved["model"] >= 4 * numbers
+                assert worker.prepare_for_training()["optimizer"] >= 8 * numbers
+            torch.testing.assert_close(
+                worker.get_logprobs(batch)["logprobs"], plain.logprobs(batch), rtol=1e-3, atol=1e-3
+            )
+    finally:
+        worker.shutdown()
+
+
+def test_a_worker_tells_of_its_gpu_and_its_trace_has_kernels(model_path, tokenizer, batch, tmp_path):
+    """The UUID is NVML's; memory is the allocator's, in MiB; kernels stand in the trace beside the phases."""
+    worker = DTensorPolicyWorker(
+        {"model_name": str(model_path), "train_global_batch_size": 8}, tokenizer, context=WorkerContext(device="cuda")
+    )
+    try:
+        worker.reset_peak_memory_stats()
+        worker.start_profiling()
+        worker.start_gpu_profiling()
+        worker.train(batch, NLLLoss())
+        worker.stop_gpu_profiling()
+        path = worker.stop_profiling(str(tmp_path))
+        info = worker.get_gpu_info()
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout
+        assert f"UUID: {worker.report_device_id()})" in listed
+        assert info["device_name"] in listed
+        assert 0 < info["memory_allocated_mb"] <= info["peak_memory_allocated_mb"] <= info["peak_memory_reserved_mb"]
+        events = json.loads(gzip.decompress(Path(path).read_bytes()))["traceEvents"]
+        assert "kernel" in {event.get("cat") for event in events}
+        assert spans.BACKWARD in {event["name"] for event in events}
+    finally:
+        worker.shutdown()
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("float32", 1e-3), ("bfloat16", 0.1)])
+def test_a_mixture_of_experts_trains(tmp_path, precision, tolerance):
+    """With the loss of the routers, and by the kernels for groups of rows that transformers takes on a GPU."""
+    path, data = cases.model("experts", tmp_path), cases.batch()
+    plain = Oracle(path, router_loss=0.5, max_grad_norm=None)
+    worker = DTensorPolicyWorker(
+        {
+            "model_name": str(path),
+            "train_global_batch_size": 8,
+            "precision": precision,
+            "router_aux_loss_coef": 0.5,
+        },
+        cases.tokenizer(),
+        context=WorkerContext(device="cuda"),
+    )
+    try:
+        result, right = worker.train(data, NLLLoss()), plain.step(data, "nll")
+        assert float(result["global_loss"][0]) == pytest.approx(right.loss, rel=tolerance)
+        assert float(result["grad_norm"][0]) == pytest.approx(right.grad_norm, rel=tolerance)
     finally:
         worker.shutdown()

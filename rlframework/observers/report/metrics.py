@@ -23,7 +23,7 @@ FIRST = (
 )  # fmt: skip
 TITLES = {
     "lr": "Learning rate", "kl": "KL to the reference", "grad_norm": "Gradient norm",
-    "memory/rss_mb": "Memory (RSS), MB",
+    "memory/rss_mb": "Memory (RSS), MB", "memory/peak_mb": "Peak memory of a worker, MB",
     "throughput/tokens_per_second": "Tokens per second", "time/step": "Seconds per step", "ratio": "Probability ratio",
     "generation_kl": "KL, generation to trainer", "global_valid_toks": "Tokens in the loss",
     "generation_logprob_difference": "Log-prob difference, generation to trainer", "tokens": "Tokens per step",

@@ -12,6 +12,7 @@ from rlframework.conformance.mutants.data_processor.breaking import broken_each
 from rlframework.conformance.mutants.mutant import Mutant
 
 _HEAD = "test_the_head_runs_at_the_token_before_each_target"
+_LAST = "test_scores_are_read_at_the_last_token"
 _MASKED_HEAD = "test_the_head_runs_where_the_token_mask_asks_only"
 
 
@@ -119,13 +120,13 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "head_at_the_target",
         "the head runs at the target and so sees it",
-        (_HEAD, _MASKED_HEAD),
+        (_HEAD, _MASKED_HEAD, _LAST),
         broken_each(_head_at_the_target),
     ),
     Mutant(
         "scatter_at_the_position",
         "log-probabilities stand one position too far left",
-        (_HEAD, _MASKED_HEAD),
+        (_HEAD, _MASKED_HEAD, _LAST),
         broken_each(_scatter_at_the_position),
     ),
 )

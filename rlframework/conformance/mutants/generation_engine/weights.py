@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from rlframework.conformance.mutants.generation_engine.breaking import broken_generate, broken_weights, mutant
 from rlframework.conformance.mutants.mutant import Mutant
+from rlframework.errors import NotSupported
 
 _LIVE = "test_attached_weights_are_live"
 _LAST_REFIT = "test_the_weights_of_the_last_refit_count"
@@ -106,6 +108,11 @@ def _gone_when_finished(part: Any) -> type:
 
 def _refit_pretended(part: Any) -> type:
     class Broken(part):  # type: ignore[misc]
+        def init_collective(self, *_: Any, **__: Any) -> None:
+            raise NotSupported("it does not receive weights")
+
+        prepare_refit_info = update_weights_from_ipc_handles = init_collective
+
         def update_weights_from_collective(self) -> bool:
             return True
 
@@ -175,10 +182,11 @@ MUTANTS: tuple[Mutant, ...] = (
         _gone_when_finished,
         _GOES_ON,
     ),
-    mutant(
+    Mutant(
         "refit_pretended",
-        "a refit over a process group does nothing and says that all is well",
+        "a refit over a process group that is not declared does nothing and says that all is well",
+        ("test_refit_that_is_not_declared_is_refused",),
         _refit_pretended,
-        "test_refit_that_is_not_declared_is_refused",
+        break_record=lambda record: replace(record, capabilities=frozenset()),
     ),
 )

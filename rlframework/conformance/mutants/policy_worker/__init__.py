@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from rlframework.conformance.mutants.mutant import Mutant
 from rlframework.conformance.mutants.policy_worker import (
+    adapters,
     checkpoints,
     context,
     conventions,
+    experts,
     failures,
     grouping,
+    memory,
+    refit,
     saving,
+    scores,
+    sharded,
     state,
     tensor,
     training,
@@ -17,7 +23,23 @@ from rlframework.conformance.mutants.policy_worker import (
 
 MUTANTS: tuple[Mutant, ...] = tuple(
     value
-    for part in (conventions, grouping, context, tensor, training, state, saving, checkpoints, failures)
+    for part in (
+        conventions,
+        grouping,
+        context,
+        tensor,
+        training,
+        experts,
+        scores,
+        state,
+        memory,
+        saving,
+        refit,
+        checkpoints,
+        adapters,
+        sharded,
+        failures,
+    )
     for value in vars(part).values()
     if isinstance(value, Mutant)
 )

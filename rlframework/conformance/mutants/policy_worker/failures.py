@@ -110,6 +110,9 @@ def undeclared_ignored(worker_class: Any) -> Any:
         def score(self, data: Any, micro_batch_size: Any = None) -> Any:
             return None
 
+        def save_adapter(self, path: str) -> None:
+            return None
+
     return Broken
 
 

@@ -161,9 +161,10 @@ def preparing_rounds_weights(worker_class: Any) -> Any:
     """See its `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
-        def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
-            super().prepare_for_training(*args, **kwargs)
+        def prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+            moved = super().prepare_for_training(*args, **kwargs)
             change_weights(self, to_bfloat16)
+            return moved
 
     return Broken
 

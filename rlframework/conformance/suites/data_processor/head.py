@@ -33,6 +33,20 @@ class HeadPlaces(Suite):
                         _head(bench, f"batch {case}, {plan.mode}, {positions}", data, made, positions)
 
     @holds(1)
+    def test_scores_are_read_at_the_last_token(self, bench: ProcessorBench) -> None:
+        """With positions="last", of rows of 2, 0, 1 and 4 tokens: tokens 2, 201 and 304, each its own target."""
+        data = batch_of([2, 0, 1, 4], width=6)
+        for plan in PLANS:
+            found = []
+            for made in bench.microbatches(data, plan, "last"):
+                rows, inputs = made.data_dict["input_ids"], made.processed_inputs.input_ids.flatten()
+                at_the_head, kept = inputs[made.head_positions], rows.flatten()[made.scatter]
+                bench.equal(f"tokens where the head of {plan.mode} rows runs", at_the_head.tolist(), kept.tolist())
+                bench.equal(f"targets of {plan.mode} rows", made.targets.tolist(), kept.tolist())
+                found += kept.tolist()
+            bench.equal(f"the last tokens of {plan.mode} rows", sorted(found), [2, 201, 304])
+
+    @holds(1)
     def test_padding_is_no_target(self, bench: ProcessorBench) -> None:
         """Rows of 2, 4 and 3 tokens in 8 columns have 1 + 3 + 2 targets, whatever stands behind them."""
         for plan in PLANS:

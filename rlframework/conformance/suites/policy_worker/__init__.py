@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
+from rlframework.conformance.suites.policy_worker.adapters import Adapters
 from rlframework.conformance.suites.policy_worker.checkpoints import Checkpoints
 from rlframework.conformance.suites.policy_worker.conventions import Conventions
+from rlframework.conformance.suites.policy_worker.experts import Experts
 from rlframework.conformance.suites.policy_worker.failures import Failures
 from rlframework.conformance.suites.policy_worker.grouping import Grouping
+from rlframework.conformance.suites.policy_worker.refit import Refit
 from rlframework.conformance.suites.policy_worker.saving import Saving
+from rlframework.conformance.suites.policy_worker.scores import Scores
+from rlframework.conformance.suites.policy_worker.sharded import Sharded
 from rlframework.conformance.suites.policy_worker.state import State
 from rlframework.conformance.suites.policy_worker.training import Training
 from rlframework.conformance.suites.policy_worker.workbench import PolicyBench
 
 
-class PolicyWorkerSuite(Conventions, Grouping, Training, State, Saving, Checkpoints, Failures, sealed=True):
+class PolicyWorkerSuite(
+    Conventions,
+    Grouping,
+    Training,
+    Experts,
+    Scores,
+    State,
+    Saving,
+    Refit,
+    Checkpoints,
+    Adapters,
+    Sharded,
+    Failures,
+    sealed=True,
+):
     """What a backend must do to be chosen by `policy.backend`. It runs once a layout that the backend declares."""
 
     kind = "policy_worker"

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rlframework.conformance.oracle import Oracle
+from rlframework.conformance.oracle import Oracle, expert_by_expert
 from rlframework.conformance.policies import InspectedPolicy, read_weights
 from rlframework.conformance.rules import Suite, holds
 from rlframework.conformance.suites.policy_worker.losses import NotFiniteLoss
@@ -142,25 +142,26 @@ def train(bench: PolicyBench, policy: InspectedPolicy, seeds: range) -> list[dic
     return [policy.train(bench.batch(seed=seed), loss_function("pg")) for seed in seeds]
 
 
-def saved(bench: PolicyBench, policy: InspectedPolicy) -> tuple[str, str]:
-    """Where a checkpoint of `policy` lies now: weights, optimizer."""
+def saved(bench: PolicyBench, policy: InspectedPolicy, **how: Any) -> tuple[str, str]:
+    """Where a checkpoint of `policy` lies now: weights, optimizer. `how`: keywords of `save_checkpoint`."""
     folder = bench.folder / f"checkpoint-{len(list(bench.folder.iterdir()))}"
     paths = str(folder / "model"), str(folder / "optimizer")
-    policy.save_checkpoint(*paths)
+    policy.save_checkpoint(*paths, **how)
     return paths
 
 
 def names_of(oracle: Oracle) -> list[str]:
     """The weights that the oracle trains."""
-    return [name for name, _ in oracle.model.named_parameters()]
+    return list(oracle.weights())
 
 
 def moments_of(oracle: Oracle) -> dict[str, Tensor]:
     """The oracle's moments, as the portable form names them."""
     found: dict[str, Tensor] = {}
-    for name, parameter in oracle.model.named_parameters():
-        state = oracle.optimizer.state[parameter]
-        found |= {f"exp_avg.{name}": state["exp_avg"].clone(), f"exp_avg_sq.{name}": state["exp_avg_sq"].clone()}
+    for kind in ("exp_avg", "exp_avg_sq"):
+        named = oracle.model.named_parameters()
+        moments = {name: oracle.optimizer.state[parameter][kind].clone() for name, parameter in named}
+        found |= {f"{kind}.{name}": moment for name, moment in expert_by_expert(moments).items()}
     return found
 
 

@@ -32,13 +32,16 @@ REFUSED_BY_CONFIGURATION: Mapping[Capability, Mapping[str, Any]] = {
     Capability.BFLOAT16: {"precision": "bfloat16"},
     Capability.FLOAT16: {"precision": "float16"},
     Capability.CPU_OFFLOAD: {"offload": {"optimizer": True}},
+    Capability.SCORING: {"head": "score"},
     Capability.LORA: {"lora": {"rank": 4}},
 }
 """Keys of `policy` that ask for a capability: the configuration is refused before a process starts."""
 
 REFUSED_BY_THE_WORKER: Mapping[Capability, tuple[str, dict[str, Any]]] = {
     Capability.SCORING: ("score", {"data": None}),
+    Capability.CPU_OFFLOAD: ("offload_after_refit", {}),
     Capability.PORTABLE_OPTIMIZER_STATE: ("save_checkpoint", {"weights_path": "nowhere"}),
+    Capability.SHARDED_CHECKPOINTS: ("save_checkpoint", {"weights_path": "nowhere", "form": "sharded"}),
     Capability.COLLECTIVE_REFIT: ("prepare_info_for_collective", {}),
     Capability.IPC_REFIT: ("prepare_weights_for_ipc", {}),
     Capability.REFERENCE_MODEL: ("get_reference_policy_logprobs", {"data": cases.batch()}),
@@ -126,6 +129,8 @@ class Failures(Suite):
                     bench.require(
                         "NotSupported" in told, f"{method} is refused: {capability} is not declared", got=told
                     )
+        for told in policy.inspect(CALL, method="save_adapter", arguments={"path": "nowhere"}):
+            bench.require("NotSupported" in told, "save_adapter is refused where policy.lora is not set", got=told)
         if Capability.REFERENCE_MODEL not in declared:
             bench.refuses(NotSupported, lambda: bench.policy(reference=True), "a reference model")
 

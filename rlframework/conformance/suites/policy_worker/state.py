@@ -9,6 +9,7 @@ from rlframework.conformance.suites.policy_worker.workbench import PolicyBench, 
 from rlframework.plugins.types import Capability
 
 HERE = "rlframework.conformance.suites.policy_worker.looking"
+CALL = f"{HERE}:call"
 
 
 class State(Suite):
@@ -91,6 +92,48 @@ class State(Suite):
             bench.values(f"log-probabilities of step {number + 1}, prepared", got, oracle.logprobs(data))
             bench.step(policy, oracle, data, "nll", f"prepared, step {number + 1}")
         bench.equal("is_alive of all workers", policy.everywhere("is_alive"), [True] * bench.layout.workers)
+
+    @holds(4)
+    def test_evaluating_needs_no_optimizer(self, bench: PolicyBench) -> None:
+        """A worker that was built without one evaluates, and says that it does not train."""
+        policy, oracle, data = bench.policy(trains=False), bench.oracle(), bench.batch()
+        evaluation = {"data": data, "loss_fn": loss_function("nll"), "eval_mode": True, "gbs": data.size}
+        for told in policy.inspect(CALL, method="train", arguments=evaluation) if bench.layout.data == 1 else ():
+            bench.equal("what an evaluation without an optimizer raises", told, "nothing")
+        result = policy.train(data, loss_function("nll"), eval_mode=True)
+        bench.scalar("loss without an optimizer", result["loss"], float(oracle.loss(data, "nll").detach()))
+        for told in policy.inspect(CALL, method="train", arguments={**evaluation, "eval_mode": False}):
+            bench.require("NotSupported" in told, "training without an optimizer is refused", got=told)
+
+    @holds(4, Capability.CPU_OFFLOAD)
+    def test_moving_away_and_back_changes_nothing(self, bench: PolicyBench) -> None:
+        """Each transition tells the bytes that it moved; what is away comes back by itself when a call needs it."""
+        policy, oracle = bench.policy(), bench.oracle()
+        names = ("offload_before_refit", "offload_after_refit", "prepare_for_lp_inference", "prepare_for_training")
+        for number, transitions in enumerate((names, names[:2], names[::-1], ("offload_after_refit",))):
+            data = bench.batch(seed=number)
+            for name in transitions:
+                told = getattr(policy, name)()
+                bench.require(
+                    set(told) == {"model", "optimizer"} and all(size >= 0 for size in told.values()),
+                    f"{name} tells the bytes of the model and of the optimizer that it moved",
+                    got=told,
+                )
+            got = policy.get_logprobs(data)["logprobs"]
+            bench.values(f"log-probabilities after {', '.join(transitions)}", got, oracle.logprobs(data))
+            policy.offload_before_refit()
+            result, right = policy.train(data, loss_function("nll")), oracle.step(data, "nll")
+            bench.scalar(f"loss after {', '.join(transitions)}", result["loss"], right.loss)
+        bench.tensors("weights after four steps", bench.weights(policy), oracle.weights(), 1e-5, 2e-4)
+
+    @holds(2, Capability.CPU_OFFLOAD)
+    def test_what_lies_in_cpu_memory_learns_alike(self, bench: PolicyBench) -> None:
+        """`policy.offload` changes where numbers are, and none of them."""
+        bench.first_step(bench.batch(), "all offloaded", offload={"parameters": True, "optimizer": True})
+        policy, oracle = bench.policy(offload={"parameters": True, "optimizer": True}), bench.oracle()
+        for seed in range(3):
+            bench.step(policy, oracle, bench.batch(seed=seed), "nll", f"all offloaded, step {seed + 1}")
+        bench.tensors("weights after three steps", bench.weights(policy), oracle.weights(), 1e-5, 2e-4)
 
     @holds(4, Capability.REFERENCE_MODEL)
     def test_the_reference_is_scored_like_the_policy(self, bench: PolicyBench) -> None:

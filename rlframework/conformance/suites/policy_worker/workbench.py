@@ -13,8 +13,9 @@ from rlframework.config.algorithms import ClippedPGLossConfig
 from rlframework.conformance import cases
 from rlframework.conformance.bench import Bench
 from rlframework.conformance.contracts import FP32
+from rlframework.conformance.layouts import Layout
 from rlframework.conformance.oracle import Oracle
-from rlframework.conformance.policies import InspectedPolicy, read_weights, run_config
+from rlframework.conformance.policies import InspectedEngines, InspectedPolicy, read_weights, run_config
 from rlframework.data.tokenizer import load_tokenizer
 from rlframework.distributed.batched_data_dict import BatchedDataDict
 from rlframework.interfaces.loss import LossFunction
@@ -60,15 +61,17 @@ class PolicyBench(Bench):
         model: str | Path = "untied",
         *,
         reference: bool = False,
+        trains: bool = True,
         generation: dict[str, Any] | None = None,
         deadlines: dict[str, float] | None = None,
         apart: bool = False,
+        layout: Layout | None = None,
         **keys: Any,
     ) -> InspectedPolicy:
         """A policy of the backend in the layout under test; `keys` of the section `policy`.
 
         One at a time: the one before it is shut down, because engines may have state that a process has once. `apart`:
-        in processes of its own even where it is one worker.
+        in processes of its own even where it is one worker. Without `trains` it has no optimizer.
         """
         self.close()
         path = self.model(model) if isinstance(model, str) else model
@@ -77,7 +80,7 @@ class PolicyBench(Bench):
         config = run_config(
             self.record.name,
             path,
-            self.layout,
+            layout or self.layout,
             manager=self.manager,
             device=self.device,
             folder=self.folder,
@@ -92,10 +95,18 @@ class PolicyBench(Bench):
             self.manager,
             device=self.device,
             init_reference_model=reference,
+            init_optimizer=trains,
             mutant=self.mutant,
         )
         self.started = policy
         return policy
+
+    def engines(self, policy: InspectedPolicy) -> InspectedEngines:
+        """Generation workers as `policy` is configured to have them, in processes of their own; ended with the test."""
+        tokenizer = load_tokenizer(policy.config.policy.model_name)
+        engines = InspectedEngines(policy.config, policy, tokenizer, self.manager, device=self.device)
+        self.resources.callback(engines.shutdown)
+        return engines
 
     def oracle(self, model: str = "untied", **settings: Any) -> Oracle:
         """The oracle on the same model."""

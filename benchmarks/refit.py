@@ -1,0 +1,295 @@
+"""How fast do weights come from the trainer to a generation engine in another process, checksums included?
+
+    python benchmarks/refit.py [--mebibytes 400] [--rounds 15] [--json FILE]
+
+A trainer (dtensor, one worker process, a Llama in fp32) and one generation worker (the transformers engine, a process
+of its own), as a run has them; each round is a whole refit, from the driver's call until the engine may generate. The
+engine's own memory is written: after a refit it holds a copy. Floors, with the same number of bytes:
+
+- `bare copy`: two processes, shared memory that both have mapped. One copies all bytes of a tensor in and says so, the
+  other copies them out into a tensor of its own, each with one `copy_`. No names, no checksums.
+- `bare copy, memcpy`: the same with numpy's copy, which is the C library's: for as many bytes at once as these it goes
+  past the caches, which nothing can that computes a checksum on the way.
+- `bare copy, overlapped`: `bare copy` in pieces of 32 MiB in two places that are used in turn, so that one process
+  copies in while the other copies out, as a refit does.
+- `bare broadcast`: one `torch.distributed.broadcast` of all bytes between two processes over gloo.
+
+First all sides are checked to give the same bytes. Rounds are interleaved and measured by the clock, as other processes
+work; a ratio is the time of ours / floor, median (quartiles), and the share is its inverse: the part of the floor's
+speed that is ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from multiprocessing import shared_memory
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from interleave import Timings, interleave, machine, table, write_json
+
+from rlframework import create_manager, load_config
+from rlframework.conformance.policies import InspectedEngines
+from rlframework.data.models import make_llama
+from rlframework.data.tokenizer import character_tokenizer
+from rlframework.policy.policy import Policy
+
+IPC, COLLECTIVE = "refit, ipc", "refit, collective"
+BARE, MEMCPY, OVERLAPPED = "bare copy", "bare copy, memcpy", "bare copy, overlapped"
+BROADCAST = "bare broadcast"
+PIECE = 32 << 20
+HELD = "rlframework.conformance.suites.policy_worker.looking:held_weights"
+PAIRS = ((IPC, BARE), (IPC, MEMCPY), (IPC, OVERLAPPED), (COLLECTIVE, BROADCAST))
+
+
+# -- floors: two processes each, told what to do over pipes ---------------------------------------------------------
+
+
+def copying(rank: int, name: str, size: int, driver: Any, other: Any) -> None:
+    """Rank 0 copies its bytes into the shared memory, rank 1 out of it."""
+    torch.set_num_threads(1)
+    shared = shared_memory.SharedMemory(name)
+    memory: Any = np.frombuffer(shared.buf, dtype=np.uint8)
+    place: Any = None
+    own = bytes_of_rank(rank, size)
+    driver.send("ready")
+    while (order := driver.recv()) != "end":
+        if order == "sum":
+            driver.send(digest(own))
+            continue
+        pieces = [(0, size)] if order != OVERLAPPED else [(at, min(at + PIECE, size)) for at in range(0, size, PIECE)]
+        for number, (start, end) in enumerate(pieces):
+            place = memory[:end] if order != OVERLAPPED else memory[number % 2 * PIECE :][: end - start]
+            if rank == 0:
+                if number > 1:
+                    other.recv_bytes()  # what was here has been read
+                copy(place, own[start:end], order)
+                other.send_bytes(b"in")
+            else:
+                other.recv_bytes()
+                copy(own[start:end], place, order)
+                if number + 2 < len(pieces):
+                    other.send_bytes(b"out")
+        driver.send("done")
+    place = memory = None  # else the shared memory cannot be closed
+
+
+def copy(target: Any, source: Any, order: str) -> None:
+    """`copy_` as torch does it, or numpy's."""
+    if order == MEMCPY:
+        target[:] = source
+    else:
+        torch.from_numpy(target).copy_(torch.from_numpy(source))
+
+
+def broadcasting(rank: int, address: str, size: int, driver: Any, other: Any) -> None:
+    """Both ranks of a gloo group."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
+    own = bytes_of_rank(rank, size)
+    tensor = torch.from_numpy(own)
+    driver.send("ready")
+    while (order := driver.recv()) != "end":
+        if order == "sum":
+            driver.send(digest(own))
+            continue
+        dist.broadcast(tensor, 0)
+        driver.send("done")
+    dist.destroy_process_group()
+
+
+def bytes_of_rank(rank: int, size: int) -> Any:
+    """What rank 0 has to give, in a tensor's memory, as weights are; ones of rank 1."""
+    if rank:
+        return torch.zeros(size, dtype=torch.uint8).fill_(1).numpy()  # its pages are there
+    return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)).numpy()
+
+
+def digest(values: Any) -> int:
+    import xxhash
+
+    return xxhash.xxh3_64_intdigest(values)
+
+
+class Floor:
+    """Two processes that run `target`, and the driver's end of them."""
+
+    def __init__(self, target: Any, argument: str, size: int) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self._links = []
+        left, right = spawn.Pipe()
+        for rank, other in enumerate((left, right)):
+            mine, theirs = spawn.Pipe()
+            process = spawn.Process(target=target, args=(rank, argument, size, theirs, other), daemon=True)
+            process.start()
+            self._links.append((mine, process))
+        self._answers()
+
+    def run(self, order: str) -> None:
+        """Until both are done."""
+        self.ask(order)
+
+    def ask(self, order: str) -> list[Any]:
+        for link, _ in self._links:
+            link.send(order)
+        return self._answers()
+
+    def _answers(self) -> list[Any]:
+        return [link.recv() for link, _ in self._links]
+
+    def end(self) -> None:
+        for link, process in self._links:
+            link.send("end")
+            process.join(20)
+
+
+# -- ours -------------------------------------------------------------------------------------------------------------
+
+
+def make_model(path: Path, mebibytes: int) -> Any:
+    """A Llama of about as many bytes in fp32, in layers of 48 MiB; small ones where less is asked for."""
+    tokenizer = character_tokenizer([chr(0x4E00 + index) for index in range(510)])
+    hidden = 1024 if mebibytes >= 100 else 128
+    each = (4 * hidden * hidden + 3 * hidden * 4 * hidden) * 4 / 2**20
+    layers = max(1, round(mebibytes / each))
+    make_llama(path, tokenizer, hidden=hidden, layers=layers, heads=8, init_std=0.02, max_positions=64)
+    return tokenizer
+
+
+@contextmanager
+def refitting(path: Path, tokenizer: Any, transport: str) -> Iterator[tuple[Policy, InspectedEngines]]:
+    """A trainer and an engine, each in a process of its own."""
+    manager = create_manager()
+    config = load_config(
+        {
+            "output_dir": str(path.parent / "run"),
+            "device": "cpu",
+            "algorithm": {"name": "sft"},
+            "environment": {"name": "addition"},
+            "policy": {"model_name": str(path)},
+            "worker_group": {"name": "processes", "num_workers": 1},
+            "generation": {"workers": {}, "refit": {"transport": transport}},
+        },
+        manager=manager,
+    )
+    with Policy(config, tokenizer, manager, init_optimizer=False) as policy:
+        engines = InspectedEngines(config, policy, tokenizer, manager)
+        try:
+            yield policy, engines
+        finally:
+            engines.shutdown()
+
+
+def check_weights(policy: Policy, engines: InspectedEngines, folder: Path) -> None:
+    """What the engine holds after a refit is what the trainer saves, bit for bit."""
+    from rlframework.conformance.policies import weights_of
+
+    held = engines.inspect(HELD)[0]
+    for name, weight in weights_of(policy, folder).items():
+        assert torch.equal(held[name].view(torch.uint8), weight.view(torch.uint8)), name
+
+
+def measure(mebibytes: int, rounds: int, folder: Path) -> tuple[dict[str, Timings], int]:
+    """All contenders; bytes of a refit."""
+    tokenizer = make_model(folder / "model", mebibytes)
+    results: dict[str, Timings] = {}
+    with ExitStack() as stack:
+        policy, engines = stack.enter_context(refitting(folder / "model", tokenizer, "ipc"))
+        size = engines.refitter.refit().size
+        check_weights(policy, engines, folder / "saved")
+        shared = shared_memory.SharedMemory(create=True, size=size + 2 * PIECE)
+        stack.callback(shared.unlink)
+        stack.callback(shared.close)
+        floor = Floor(copying, shared.name, size)
+        stack.callback(floor.end)
+        for order in (BARE, MEMCPY, OVERLAPPED):
+            floor.run(order)
+            sums = floor.ask("sum")
+            assert sums[0] == sums[1], order
+        contenders = {
+            IPC: lambda: float(engines.refitter.refit().size),
+            BARE: lambda: _sized(floor.run(BARE), size),
+            MEMCPY: lambda: _sized(floor.run(MEMCPY), size),
+            OVERLAPPED: lambda: _sized(floor.run(OVERLAPPED), size),
+        }
+        results["shared memory"] = interleave(contenders, rounds, warmup=2, clock=time.perf_counter)
+    with ExitStack() as stack:
+        policy, engines = stack.enter_context(refitting(folder / "model", tokenizer, "collective"))
+        engines.refitter.refit()
+        check_weights(policy, engines, folder / "saved-again")
+        floor = Floor(broadcasting, f"file://{folder}/meeting", size)
+        stack.callback(floor.end)
+        floor.run(BROADCAST)
+        sums = floor.ask("sum")
+        assert sums[0] == sums[1]
+        contenders = {
+            COLLECTIVE: lambda: float(engines.refitter.refit().size),
+            BROADCAST: lambda: _sized(floor.run(BROADCAST), size),
+        }
+        results["process group"] = interleave(contenders, rounds, warmup=2, clock=time.perf_counter)
+    return results, size
+
+
+def _sized(nothing: None, size: int) -> float:
+    return float(size)
+
+
+def report(results: Mapping[str, Timings]) -> str:
+    """A row for each of ours against each floor."""
+    rows = [["ours", "floor", "ours GiB/s", "floor GiB/s", "time ratio (quartiles)", "share of the floor's speed"]]
+    for ours, floor in PAIRS:
+        timings = next(timings for timings in results.values() if ours in timings.seconds)
+        speeds = [f"{timings.rate(name) / 2**30:.2f}" for name in (ours, floor)]
+        ratio = timings.ratio(ours, floor)
+        rows.append([ours, floor, *speeds, str(ratio), f"{100 / ratio.median:.0f}%"])
+    return table(rows)
+
+
+def as_json(results: Mapping[str, Timings], size: int, rounds: int) -> dict[str, Any]:
+    cases = []
+    for ours, floor in PAIRS:
+        timings = next(timings for timings in results.values() if ours in timings.seconds)
+        ratio = timings.ratio(ours, floor)
+        speeds = {name: timings.rate(name) for name in (ours, floor)}
+        cases.append(
+            {
+                "ours": ours,
+                "floor": floor,
+                "bytes_per_second": speeds,
+                "ratio": asdict(ratio),
+                "share": 1 / ratio.median,
+            }
+        )
+    seconds = {name: values for timings in results.values() for name, values in timings.seconds.items()}
+    return {"machine": machine(), "bytes": size, "rounds": rounds, "cases": cases, "seconds": seconds}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mebibytes", type=int, default=400, help="of weights, about (default 400)")
+    parser.add_argument("--rounds", type=int, default=15, help="interleaved rounds (default 15)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
+    arguments = parser.parse_args()
+    if arguments.rounds < 1 or arguments.mebibytes < 1:
+        parser.error("--rounds and --mebibytes must be 1 or more")
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as directory:
+        results, size = measure(arguments.mebibytes, arguments.rounds, Path(directory))
+    found = machine()
+    print(f"{found['cpu']}, {found['cores']} cores, load {found['load_average']}, torch {found['torch']}")
+    print(f"{size / 2**20:.0f} MiB of weights in fp32; both sides gave the same bytes", "", report(results), sep="\n")
+    if arguments.json:
+        write_json(arguments.json, as_json(results, size, arguments.rounds))
+
+
+if __name__ == "__main__":
+    main()

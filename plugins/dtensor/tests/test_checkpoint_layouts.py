@@ -1,0 +1,72 @@
+"""One checkpoint handed from layout to layout, each of which reads the pieces that another one wrote."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlframework.algorithms.losses import NLLLoss
+from rlframework.conformance.layouts import Layout
+from rlframework.conformance.policies import run_config
+from rlframework.data.tokenizer import load_tokenizer
+from rlframework.plugins.manager import create_manager
+from rlframework.policy.policy import Policy
+from rlframework.policy.saved import open_saved
+
+CHAIN = ("data=1", "data=2,tensor=2", "context=2", "tensor=2", "data=2", "data=1")
+"""A vocabulary of 41, which two and four workers cut in pieces of unequal size."""
+
+
+def read(folder: Path) -> dict[str, torch.Tensor]:
+    with open_saved(folder) as saved:
+        return {name: saved[name].clone() for name in saved}
+
+
+@pytest.fixture
+def policy(model_path, tokenizer):
+    """`policy(layout)`: a policy that is split so."""
+    manager = create_manager()
+
+    def make(layout: str, **keys: Any) -> Policy:
+        config = run_config(
+            "dtensor", model_path, Layout.parse(layout), manager=manager, optimizer={"lr": 1e-2}, **keys
+        )
+        return Policy(config, load_tokenizer(str(model_path)), manager)
+
+    return make
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_path", [True], indirect=True, ids=["tied"])
+def test_pieces_go_from_layout_to_layout_to_the_bit(policy, batches, tmp_path):
+    previous: Path | None = None
+    for number, layout in enumerate(CHAIN):
+        folder = tmp_path / f"{number}-{layout}"
+        with policy(layout) as made:
+            if previous is None:
+                for batch in batches(2):
+                    made.train(batch, NLLLoss())
+            else:
+                made.load_checkpoint(str(previous / "model"), str(previous / "optimizer"))
+            made.save_checkpoint(str(folder / "model"), str(folder / "optimizer"), form="sharded")
+        if previous is not None:
+            for kind in ("model", "optimizer"):
+                wanted, found = read(tmp_path / f"0-{CHAIN[0]}" / kind), read(folder / kind)
+                assert sorted(found) == sorted(wanted)
+                assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items()), (layout, kind)
+        previous = folder
+
+
+@pytest.mark.parametrize("model_path", [False], indirect=True, ids=["untied"])
+def test_copies_are_written_once(policy, tmp_path):
+    """With HSDP each of two workers has the whole model, and the pieces of both are as large as one."""
+    with policy("data=2", dtensor={"replicate": 2}) as made:
+        made.save_checkpoint(str(tmp_path / "model"), str(tmp_path / "optimizer"), form="sharded")
+    wanted = sum(tensor.nbytes for tensor in read(tmp_path / "model").values())
+    sizes = [path.stat().st_size for path in sorted((tmp_path / "model").glob("*.distcp"))]
+    assert len(sizes) == 2
+    assert wanted < sum(sizes) < 1.5 * wanted
+    assert min(sizes) > 0.3 * sum(sizes)  # they share the work

@@ -1,0 +1,72 @@
+"""Packed rows by one kernel: what it is handed, with a stand-in that does what torch says that the kernel does."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+
+from rlframework_dtensor import attention, varlen
+
+
+def stand_in(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa=False):
+    """`varlen_attn` by its documentation, one sequence and one query at a time: `[T, heads, D]` in and out."""
+    assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
+    assert max_q == max_k == int(cu_seq_q.diff().max())
+    left, right = window_size
+    assert right == 0
+    groups = query.shape[1] // key.shape[1]
+    assert groups == 1 or enable_gqa
+    output = torch.empty_like(query)
+    for start, end in pairwise(cu_seq_q.tolist()):
+        for at in range(start, end):
+            first = start if left < 0 else max(start, at - left)
+            for head in range(query.shape[1]):
+                keys, values = (part[first : at + 1, head // groups] for part in (key, value))
+                output[at, head] = torch.softmax(keys @ query[at, head] * scale, 0) @ values
+    return output
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("kv_heads", [1, 4])
+def test_the_kernel_is_handed_what_goes_sequence_by_sequence(monkeypatch, kv_heads, window):
+    torch.manual_seed(0)
+    query = torch.randn(1, 4, 12, 8)
+    key, value = torch.randn(2, 1, kv_heads, 12, 8)
+    segments = attention.Segments([0, 5, 6, 12])
+    settings = {"segments": segments, "scaling": 1 / math.sqrt(8), "sliding_window": window}
+    one_by_one, _ = attention.segment_attention(torch.nn.Module(), query, key, value, None, **settings)
+    monkeypatch.setattr(varlen, "kernel", lambda: stand_in)
+    monkeypatch.setattr(varlen, "usable", lambda _: True)
+    at_once, _ = attention.segment_attention(torch.nn.Module(), query, key, value, None, **settings)
+    torch.testing.assert_close(at_once, one_by_one)
+
+
+def test_this_torch_has_the_kernel():
+    assert varlen.kernel() is not None
+
+
+def test_a_cpu_and_fp32_go_without_it():
+    assert not varlen.usable(torch.zeros(1, dtype=torch.bfloat16))
+    assert not varlen.usable(torch.zeros(1))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("window", [None, 3])
+def test_the_kernel_gives_what_goes_sequence_by_sequence(monkeypatch, window):
+    torch.manual_seed(0)
+    made = [torch.randn(1, heads, 300, 64, device="cuda", dtype=torch.bfloat16) for heads in (4, 2, 2)]
+    segments, results = attention.Segments([0, 100, 101, 300]), []
+    for usable in (True, False):
+        monkeypatch.setattr(varlen, "usable", lambda _, usable=usable: usable)
+        query, key, value = (part.clone().requires_grad_() for part in made)
+        output, _ = attention.segment_attention(
+            torch.nn.Module(), query, key, value, None, segments=segments, scaling=0.125, sliding_window=window
+        )
+        output.float().square().sum().backward()
+        results.append((output, query.grad, key.grad, value.grad))
+    for at_once, one_by_one in zip(*results, strict=True):
+        torch.testing.assert_close(at_once, one_by_one, rtol=2e-2, atol=2e-2)

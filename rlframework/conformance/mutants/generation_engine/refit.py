@@ -1,0 +1,89 @@
+"""Mutants of the receiving side of a refit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from rlframework.conformance.mutants.generation_engine.breaking import mutant
+from rlframework.conformance.mutants.mutant import Mutant
+from rlframework.errors import UserError
+from rlframework.policy.refit.packing import checksum
+from rlframework.policy.refit.sharing import GroupHandles, Inbox
+
+_HANDLES = "test_weights_come_through_handles"
+_GROUP = "test_weights_come_over_a_process_group"
+_HALF = "test_half_of_a_refit_does_not_generate"
+_DAMAGE = "test_damage_on_the_way_is_told_by_name"
+
+
+def _first_refit_only(part: Any) -> type:
+    class Broken(part):  # type: ignore[misc]
+        first = ""
+        refits = 0
+
+        def update_weights_from_ipc_handles(self, ipc_handles: Mapping[str, Any]) -> bool:
+            (handles,) = ipc_handles.values()
+            self.first = self.first or handles.refit
+            return bool(super().update_weights_from_ipc_handles(ipc_handles)) if handles.refit == self.first else True
+
+        def update_weights_from_collective(self) -> bool:
+            kept = None if self.refits == 0 else getattr(self, "module", None)
+            self.refits += 1
+            before = None if kept is None else {name: value.clone() for name, value in kept.state_dict().items()}
+            taken = bool(super().update_weights_from_collective())
+            if before is not None:
+                with torch.no_grad():
+                    for name, value in self.module.state_dict().items():
+                        value.copy_(before[name])
+            return taken
+
+        def attach(self, model: Any) -> None:
+            super().attach(model)
+            self.module = model
+
+    return Broken
+
+
+def _checksums_not_compared(part: Any) -> type:
+    class Broken(part):  # type: ignore[misc]
+        def update_weights_from_ipc_handles(self, ipc_handles: Mapping[str, Any]) -> bool:
+            ((device, group),) = ipc_handles.items()
+            return bool(super().update_weights_from_ipc_handles({device: self._as_it_came(group)}))
+
+        def _as_it_came(self, group: GroupHandles) -> GroupHandles:
+            raw = Inbox().open(group, self.refit_device)
+            return replace(group, checksums=tuple(checksum(slot.of(raw)) for slot in group.slots))
+
+    return Broken
+
+
+def _half_borne(part: Any) -> type:
+    class Broken(part):  # type: ignore[misc]
+        module: Any = None
+
+        def attach(self, model: Any) -> None:
+            super().attach(model)
+            self.module = model
+
+        def generate(self, data: Any, greedy: bool = False) -> Any:
+            try:
+                return super().generate(data, greedy)
+            except UserError:
+                sound: Any = type(self).__mro__[1]
+                engine: Any = sound.__new__(sound)
+                engine.__dict__.update(vars(self), _refit_now=None, _refit_failed="")
+                engine.attach(self.module)
+                return engine.generate(data, greedy)
+
+    return Broken
+
+
+MUTANTS: tuple[Mutant, ...] = (
+    mutant("first_refit_only", "refits after the first are not taken", _first_refit_only, _HANDLES, _GROUP),
+    mutant("checksums_not_compared", "bytes are taken as they come", _checksums_not_compared, _DAMAGE),
+    mutant("half_a_refit_borne", "it generates with what it has in the middle of a refit", _half_borne, _HALF),
+)

@@ -1,0 +1,84 @@
+"""Bugs of moving to CPU memory and back, and of going without an optimizer, against contracts 2 and 4."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlframework.conformance.mutants.mutant import mutant
+from rlframework.conformance.mutants.policy_worker.reaching import optimizer_of
+
+_MOVING = "test_moving_away_and_back_changes_nothing"
+
+
+@mutant("moments_left_behind", "the optimizer's state does not come back from CPU memory", _MOVING)
+def moments_left_behind(worker_class: Any) -> Any:
+    """See its `bug`."""
+
+    class Broken(worker_class):  # type: ignore[misc]
+        def offload_after_refit(self) -> Any:
+            moved = super().offload_after_refit()
+            optimizer_of(self).state.clear()
+            return moved
+
+    return Broken
+
+
+@mutant("weights_of_before_come_back", "what comes back is the copy that was made the first time", _MOVING)
+def weights_of_before_come_back(worker_class: Any) -> Any:
+    """See its `bug`."""
+
+    class Broken(worker_class):  # type: ignore[misc]
+        def offload_after_refit(self) -> Any:
+            self.__dict__.setdefault("copy", self.snapshot())
+            moved = super().offload_after_refit()
+            self.restore(self.copy)
+            return moved
+
+    return Broken
+
+
+@mutant("moved_bytes_not_told", "the transitions say nothing of what they moved", _MOVING)
+def moved_bytes_not_told(worker_class: Any) -> Any:
+    """See its `bug`."""
+
+    class Broken(worker_class):  # type: ignore[misc]
+        def _move(self, part: str, device: Any) -> Any:
+            super()._move(part, device)
+            return {part: -1}
+
+    return Broken
+
+
+@mutant(
+    "offloaded_weights_stay",
+    "the step is made on a copy on the device, and the weights in CPU memory stay",
+    "test_what_lies_in_cpu_memory_learns_alike",
+)
+def offloaded_weights_stay(worker_class: Any) -> Any:
+    """See its `bug`."""
+
+    class Broken(worker_class):  # type: ignore[misc]
+        def clip_and_step(self, max_grad_norm: float | None, lr: float) -> Any:
+            before = self.snapshot()
+            found = super().clip_and_step(max_grad_norm, lr)
+            if self.config.offload.parameters:
+                self.restore(before)
+            return found
+
+    return Broken
+
+
+@mutant(
+    "evaluation_wants_an_optimizer",
+    "the learning rate is read from the optimizer, also to evaluate",
+    "test_evaluating_needs_no_optimizer",
+)
+def evaluation_wants_an_optimizer(worker_class: Any) -> Any:
+    """See its `bug`."""
+
+    class Broken(worker_class):  # type: ignore[misc]
+        def train(self, *args: Any, **kwargs: Any) -> Any:
+            optimizer_of(self)
+            return super().train(*args, **kwargs)
+
+    return Broken

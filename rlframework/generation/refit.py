@@ -1,0 +1,217 @@
+"""The driver's side of a refit: the trainer's weights to the engines of `RemoteGeneration`, by either transport.
+
+The driver asks for one group of weights after the other (IPC), or has both sides begin and waits (collective). Nothing
+of the weights passes through it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rlframework.distributed.inline import InlineWorkerGroup
+from rlframework.errors import ConfigError, DeadlineExceeded, RefitError, RLFrameworkError
+from rlframework.policy.refit.free_memory import BUFFERS, CPU_GROUP, GPU_GROUP
+from rlframework.policy.refit.packing import group_names
+
+if TYPE_CHECKING:
+    from rlframework.config.sections import RefitConfig
+    from rlframework.generation.remote import RemoteGeneration
+    from rlframework.interfaces.worker_group import MultiWorkerFuture, WorkerGroup
+    from rlframework.policy.policy import Policy
+
+_GRACE = 10.0
+"""Seconds that workers have to answer after the deadline that they keep themselves."""
+
+
+@dataclass(frozen=True)
+class RefitReport:
+    """What a refit did: bytes of all weights as they were sent (once), and seconds."""
+
+    transport: str
+    size: int
+    seconds: float
+    groups: int
+
+
+class Refitter:
+    """Refits the workers of `generation` from those of `trainer`."""
+
+    def __init__(
+        self, trainer: WorkerGroup, generation: WorkerGroup, config: RefitConfig, transport: str | None = None
+    ) -> None:
+        """Nothing is sent before the first call. `transport`: in place of `config.transport`."""
+        self._trainer, self._generation, self._config = trainer, generation, config
+        self._transport = transport or config.transport
+        self._info: Mapping[str, Any] | None = None
+        self._version: int | None = None
+
+    @property
+    def transport(self) -> str:
+        """`ipc` or `collective`; `auto` is decided when it is first asked for."""
+        if self._transport == "auto":
+            there = {state["device"] for state in self._all(self._trainer, "get_refit_state")}
+            wanted = {state["device"] for state in self._all(self._generation, "get_refit_state")}
+            self._transport = "ipc" if wanted <= there else "collective"
+        return self._transport
+
+    def is_stale(self) -> bool:
+        """Whether the trainer has other weights than those that the engines were given last."""
+        return self._version is None or self._state()["version"] != self._version
+
+    def refit(self, transport: str | None = None, buffer_bytes: float | None = None) -> RefitReport:
+        """Bring the trainer's weights to the engines.
+
+        A `RefitError` where they did not arrive as they are, a `WorkerLost` where an engine is gone, a
+        `DeadlineExceeded` where one takes too long. The trainer is as it was in all three cases; engines that are left
+        refuse to generate until the next refit.
+        """
+        begun = time.perf_counter()
+        self._version, version = None, self._state()["version"]
+        info = self._one(self._trainer, "prepare_info_for_collective")
+        if info != self._info:
+            self._all(self._generation, "prepare_refit_info", state_dict_info=info)
+            self._info = info
+        chosen = transport or self.transport
+        size, groups = self._by_ipc(buffer_bytes) if chosen == "ipc" else self._by_collective()
+        self._all(self._generation, "require_weights")
+        self._version = version
+        return RefitReport(chosen, size, time.perf_counter() - begun, groups)
+
+    # -- IPC ----------------------------------------------------------------------------------------------------------
+
+    def _by_ipc(self, buffer_bytes: float | None) -> tuple[int, int]:
+        """As many groups as there are buffers are on their way: one is read while the next is written."""
+        prepared = self._all(self._trainer, "prepare_weights_for_ipc")
+        sizes = prepared[0][0]
+        budget = min([free for _, free in prepared] + [self._budget() if buffer_bytes is None else buffer_bytes])
+        groups = group_names(sizes, budget)
+        asked = self._begin(self._trainer, "get_weights_ipc_handles", keys=groups[0])
+        reading: deque[MultiWorkerFuture] = deque()
+        for after in [*groups[1:], None]:
+            handles: dict[str, Any] = {}
+            for one in self._results(self._trainer, asked):
+                handles |= one
+            reading.append(self._begin(self._generation, "update_weights_from_ipc_handles", ipc_handles=handles))
+            while len(reading) >= BUFFERS:  # the next group is written over the one that is waited for
+                self._read(reading.popleft())
+            if after is not None:
+                asked = self._begin(self._trainer, "get_weights_ipc_handles", keys=after)
+        while reading:
+            self._read(reading.popleft())
+        return sum(size for _, size in sizes), len(groups)
+
+    def _budget(self) -> float:
+        """As the configuration says, or what suits the device that the transport reaches."""
+        if self._config.buffer_mb is not None:
+            return self._config.buffer_mb * 2**20
+        return GPU_GROUP if str(self._state()["device"]).startswith("GPU") else CPU_GROUP
+
+    def _read(self, future: MultiWorkerFuture) -> None:
+        """Wait until the engines have read a group."""
+        if not all(self._results(self._generation, future)):
+            raise RefitError("a generation engine did not take the weights that it was given")
+
+    # -- collective ---------------------------------------------------------------------------------------------------
+
+    def _by_collective(self) -> tuple[int, int]:
+        states = [self._state(), *self._all(self._generation, "get_refit_state")]
+        if not all(state["joined"] for state in states):
+            self._join()
+        self._together("broadcast_weights_for_collective", {}, "update_weights_from_collective", {})
+        assert self._info is not None
+        from rlframework.policy.refit.packing import bytes_of
+
+        sizes = [(name, bytes_of(*spec)) for name, spec in self._info.items()]
+        return sum(size for _, size in sizes), len(group_names(sizes, self._budget()))
+
+    def _join(self) -> None:
+        if isinstance(self._trainer, InlineWorkerGroup) and isinstance(self._generation, InlineWorkerGroup):
+            raise ConfigError(
+                "generation.refit.transport=collective needs the trainer and the engines in different processes: set "
+                "worker_group.name or generation.workers.group to processes or ray"
+            )
+        address, port = self._one(self._trainer, "reserve_refit_address")
+        meeting = {"ip": address, "port": port, "world_size": 1 + self._generation.sharding.size}
+        self._together("init_collective", meeting, "init_collective", meeting)
+
+    def _together(self, sends: str, sent: Mapping[str, Any], receives: str, received: Mapping[str, Any]) -> None:
+        """Have both sides begin before either is waited for; whoever is in this process begins last."""
+        sides = [(self._generation, receives, received), (self._trainer, sends, sent)]
+        if isinstance(self._generation, InlineWorkerGroup):
+            sides.reverse()
+        futures = {id(group): self._begin(group, method, **arguments) for group, method, arguments in sides}
+        failed: RLFrameworkError | None = None
+        try:
+            self._results(self._trainer, futures[id(self._trainer)])
+        except RefitError as error:  # what the engines say is nearer to the cause
+            failed = error
+        except RLFrameworkError:
+            with suppress(RLFrameworkError):
+                self._results(self._generation, futures[id(self._generation)], self._config.deadline + _GRACE)
+            raise
+        try:
+            self._results(self._generation, futures[id(self._generation)], self._config.deadline + _GRACE)
+        except RLFrameworkError as error:
+            raise error from failed
+        if failed is not None:
+            raise failed
+
+    # -- calls --------------------------------------------------------------------------------------------------------
+
+    def _state(self) -> dict[str, Any]:
+        state: dict[str, Any] = self._one(self._trainer, "get_refit_state")
+        return state
+
+    def _begin(self, group: WorkerGroup, method: str, **arguments: Any) -> MultiWorkerFuture:
+        return group.run_all_workers_single_data("attempt", method=method, arguments=arguments)
+
+    def _all(self, group: WorkerGroup, method: str, **arguments: Any) -> list[Any]:
+        return self._results(group, self._begin(group, method, **arguments))
+
+    def _one(self, group: WorkerGroup, method: str) -> Any:
+        future = group.run_single_worker_single_data("attempt", 0, method=method, arguments={})
+        return self._results(group, future)[0]
+
+    def _results(self, group: WorkerGroup, future: MultiWorkerFuture, deadline: float | None = None) -> list[Any]:
+        """Of the engines within `deadline` seconds, by default that of the refit; of the trainer within its own."""
+        if group is self._generation and deadline is None:
+            deadline = self._config.deadline
+        future.deadline = deadline
+        try:
+            answers = group.get_all_worker_results(future)
+        except DeadlineExceeded as error:
+            if deadline is None:
+                raise
+            raise DeadlineExceeded(
+                f"a generation engine did not take the weights of a refit within {deadline:g} s "
+                f"(generation.refit.deadline is {self._config.deadline:g}): {error}"
+            ) from error
+        if told := [text for _, text in answers if text]:
+            raise RefitError("; ".join(told))
+        return [result for result, _ in answers]
+
+
+def refit_policy_generation(
+    policy: Policy,
+    policy_generation: RemoteGeneration,
+    colocated_inference: bool | None = None,
+    _refit_buffer_size_gb: float | None = None,
+) -> RefitReport:
+    """Bring the weights of `policy` to the engines of `policy_generation`, whether they are stale or not.
+
+    `colocated_inference`: by IPC (True) or over a process group (False); None: as `generation.refit.transport` says.
+    `_refit_buffer_size_gb`: GiB of a group by IPC in place of `generation.refit.buffer_mb`.
+    """
+    policy.offload_before_refit()
+    policy_generation.prepare_engines(tags=["weights"])
+    transport = None if colocated_inference is None else "ipc" if colocated_inference else "collective"
+    buffer_bytes = None if _refit_buffer_size_gb is None else _refit_buffer_size_gb * 2**30
+    report = policy_generation.refitter.refit(transport, buffer_bytes)
+    policy.offload_after_refit()
+    policy_generation.prepare_engines(tags=["kv_cache"])
+    return report

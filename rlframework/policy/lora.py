@@ -1,0 +1,127 @@
+"""LoRA as it is the same for every engine: the base is the reference, adapters are saved, loaded, sent and merged.
+
+`PolicyWorkerBase` derives from `Adapters`; an engine that declares LoRA supplies the four primitives. To the outside
+the model is the merged one under the base's names (`Engine.weight_specs`, `Engine.gather_weights`), so that refits,
+generation and `save_pretrained` need to know nothing of adapters. The files are in `adapter_files.py`. Left out:
+several adapters at a time, dropout, adapters of embeddings and heads.
+"""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, NoReturn
+
+from rlframework.errors import NotSupported
+from rlframework.policy.engine import WeightSpec
+from rlframework.policy.low_rank import B
+from rlframework.policy.refit.packing import Info
+from rlframework.policy.refit.worker import Refitting
+from rlframework.policy.saving import Saving
+from rlframework.policy.scoring import Scoring
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Adapters(Scoring, Saving, Refitting, ABC):
+    """What a worker does with `policy.lora`, on the primitives of an engine."""
+
+    _wants_reference: bool
+
+    # -- primitives ---------------------------------------------------------------------------------------------------
+
+    def adapter_specs(self) -> dict[str, WeightSpec]:
+        """The adapters, two matrices a layer, by the layer's path with `A` or `B`. Local knowledge, no collective."""
+        self._no_adapters()
+
+    def gather_adapters(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        """Whole matrices in fp32, one at a time, on every rank. Collective: all ask for the same and drain it."""
+        self._no_adapters()
+
+    def take_adapters(self, adapters: Mapping[str, Tensor]) -> None:
+        """Take whole matrices of all names of `adapter_specs`: each rank its shards, in place. No collective."""
+        self._no_adapters()
+
+    def without_adapters(self) -> AbstractContextManager[None]:
+        """Inside, the model is its base, to the bit; afterwards it has its adapters again, whatever happened."""
+        self._no_adapters()
+
+    def _no_adapters(self) -> NoReturn:
+        raise NotSupported(f"{type(self).__name__} has no adapters: policy.lora is not set, or its backend has no LoRA")
+
+    # -- calls --------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def use_reference_model(self) -> Iterator[None]:
+        """See `PolicyWorker.use_reference_model`; with adapters the base is the reference, and there is no copy."""
+        if self.config.lora is None or not self._wants_reference:
+            with super().use_reference_model():
+                yield
+            return
+        with self.without_adapters():
+            yield
+
+    def save_adapter(self, path: str) -> None:
+        """See `PolicyWorker.save_adapter`."""
+        self._write_adapter(path, checksums=False)
+
+    def _write_adapter(self, path: str, *, checksums: bool) -> None:
+        from rlframework.policy.adapter_files import write_adapter
+
+        lora = self.config.lora
+        self._bring("model")
+        adapters = self.gather_adapters(self.adapter_specs())
+        if self.context.rank == 0 and lora is not None:
+            write_adapter(path, adapters, self.config.model_name, lora, self.tokenizer, checksums=checksums)
+        else:
+            for _ in adapters:
+                pass
+
+    def load_adapter(self, path: str) -> None:
+        """See `PolicyWorker.load_adapter`."""
+        self._read_adapter(path)
+        self._weights_version += 1
+
+    def _read_adapter(self, path: str) -> None:
+        from rlframework.policy.adapter_files import read_adapter
+
+        specs = self.adapter_specs()
+        assert self.config.lora is not None
+        self._bring("model")
+        self.take_adapters(read_adapter(path, specs, self.config.model_name, self.config.lora))
+
+    # -- refits -------------------------------------------------------------------------------------------------------
+
+    def _sends_adapters(self) -> bool:
+        return self.config.lora is not None and self.config.lora.refit == "adapters"
+
+    def _transfer_info(self) -> Info:
+        """See `Refitting`: adapters go in fp32, and are merged in it, so that the engine has what `merge` gives."""
+        if not self._sends_adapters():
+            return super()._transfer_info()
+        return {name: (spec.shape, spec.dtype) for name, spec in self.adapter_specs().items()}
+
+    def _to_send(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        """See `Refitting`; B goes with the scale in it, which the engine need not know then."""
+        if self.config.lora is None or not self._sends_adapters():
+            yield from super()._to_send(names)
+            return
+        for name, matrix in self.gather_adapters(names):
+            yield name, matrix * self.config.lora.scale if name.endswith(B) else matrix
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    def _write_trained(self, path: str) -> None:
+        """The adapters alone: the base does not change, and is named."""
+        if self.config.lora is None:
+            super()._write_trained(path)
+        else:
+            self._write_adapter(path, checksums=True)
+
+    def _read_trained(self, path: str) -> None:
+        if self.config.lora is None:
+            super()._read_trained(path)
+        else:
+            self._read_adapter(path)

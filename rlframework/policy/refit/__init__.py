@@ -1,0 +1,10 @@
+"""Refit: weights on their way from the trainer to generation engines in other processes, bit for bit.
+
+Two transports, the same for every backend, on `Engine.weight_specs` and `Engine.gather_weights`:
+
+- IPC (`sharing`): memory that a process of the same machine, or on the same GPU, reads where it is;
+- collective (`collective`): broadcasts in a process group of trainer rank 0 and the receivers (gloo or NCCL).
+
+`worker.Refitting` is the trainer's side, `receiving.ReceivesWeights` that of an engine, `rlframework.generation.refit`
+the driver's. Left out: weights that several trainer ranks send side by side, and quantised ones.
+"""

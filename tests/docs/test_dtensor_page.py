@@ -1,0 +1,43 @@
+"""docs/dtensor.md: the keys that it names are there, and its program runs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from pydantic import BaseModel
+
+from rlframework.config.policy import PolicyConfig
+from rlframework.conformance import cases, oracle
+from rlframework_dtensor.config import DTensorConfig
+
+PAGE = (Path(__file__).parents[2] / "docs" / "dtensor.md").read_text(encoding="utf-8")
+PROGRAM = re.search(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+KEYS = sorted(set(re.findall(r"`policy\.([a-z_]+(?:\.[a-z_]+)?)", PAGE)))
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_the_keys_that_the_page_names_are_there(key):
+    first, _, second = key.partition(".")
+    if first == "dtensor":
+        assert second in DTensorConfig.model_fields
+        return
+    section = PolicyConfig.model_fields[first].annotation
+    if second:
+        assert isinstance(section, type)
+        assert issubclass(section, BaseModel)
+        assert second in section.model_fields
+
+
+def test_the_program_of_the_page_gives_scores(tmp_path, monkeypatch):
+    model, batch = cases.model("reward", tmp_path), cases.batch()
+    run = {"algorithm": {"name": "sft"}, "environment": {"name": "addition"}, "device": "cpu"}
+    (tmp_path / "judge.yaml").write_text(yaml.safe_dump({**run, "policy": {"model_name": str(model), "head": "score"}}))
+    monkeypatch.chdir(tmp_path)
+    assert PROGRAM is not None
+    names = {"batch": batch}
+    exec(PROGRAM[1], names)  # noqa: S102 - the page is ours
+    torch.testing.assert_close(names["scores"], oracle.scores(model, batch), rtol=1e-5, atol=1e-5)

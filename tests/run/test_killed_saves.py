@@ -1,0 +1,73 @@
+"""Several workers that are killed together while they write their pieces leave checkpoints that are whole.
+
+`test_resume.py` does so with one worker, more often, and compares the numbers.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlframework import run
+from rlframework.algorithms.checkpoints import checkpoints_in
+from rlframework.configure import config_yaml, load_config
+from rlframework.distributed.processes import PRELOADED
+from rlframework.policy.manifest import check_files
+from rlframework.runner import build_parts, resume
+
+KILLS = 2
+
+
+def _child(config: str) -> None:
+    os.setsid()  # a process group with its workers
+    torch.set_num_threads(1)
+    run(load_config(config))
+
+
+@pytest.fixture
+def killed(run_config, tmp_path):
+    """`killed(name, seconds)`: a run whose process group is killed so long after its first checkpoint."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOADED))
+
+    def kill(name: str, seconds: float) -> Path:
+        out = tmp_path / name
+        keys = ["algorithm.num_steps=5000", "algorithm.validation={at_start: false, at_end: false}", "plugins=[]"]
+        keys += ["checkpoints.every=1", "checkpoints.format=sharded", "checkpoints.asynchronous=true"]
+        keys += [f"output_dir={out}", "worker_group={name: processes, num_workers: 2}"]
+        config = tmp_path / f"{name}.yaml"
+        config.write_text(config_yaml(run_config("sft", *keys)))
+        process = context.Process(target=_child, args=(str(config),))
+        process.start()
+        until = time.monotonic() + 60.0
+        while not checkpoints_in(out) and process.is_alive() and time.monotonic() < until:
+            time.sleep(0.002)
+        time.sleep(seconds)
+        assert process.is_alive()
+        os.killpg(process.pid, signal.SIGKILL)
+        process.join()
+        return out
+
+    return kill
+
+
+@pytest.mark.slow
+def test_killed_together_at_any_moment_workers_leave_checkpoints_that_are_whole(run_config, killed):
+    dice = random.Random(11)
+    with build_parts(run_config("sft")) as parts:
+        for number in range(KILLS):
+            out = killed(f"killed-{number}", dice.uniform(0.0, 0.25))
+            for path in checkpoints_in(out):
+                check_files(path, required=True)
+                parts.policy.load_checkpoint(str(path / "model"), str(path / "optimizer"))
+    last = int(checkpoints_in(out)[-1].name.removeprefix("step-"))
+    resume(out, [f"algorithm.num_steps={last + 1}"])
+    assert checkpoints_in(out)[-1].name == f"step-{last + 1:06d}"
+    assert not [path for path in (out / "checkpoints").iterdir() if path.name.startswith(".")]
