@@ -139,7 +139,7 @@ def _can_be_done_again(error: Exception, tried: Attempt) -> bool:
 def _shortcomings(config: RunConfig) -> list[str]:
     told = []
     given = f"fault_tolerance.max_restarts={config.fault_tolerance.max_restarts}"
-    if config.worker_group.name == "inline":
+    if config.worker_group.name == "inline" and config.generation.workers is None:
         told.append(
             f"note: {given}, but worker_group.name=inline has its worker in this process, so none can be lost alone; "
             "take worker_group.name=processes or ray"

@@ -86,3 +86,17 @@ def test_the_generation_benchmark_writes_json(tmp_path):
     script(ROOT / "benchmarks" / "generation.py", "--pairs", 1, "--json", tmp_path / "generation.json")
     results = json.loads((tmp_path / "generation.json").read_text())["results"]
     assert results.keys() == {"generation, fixed", "generation, ragged"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_the_refit_benchmark_checks_that_both_sides_hold_the_same_and_writes_json(tmp_path):
+    script(ROOT / "benchmarks" / "refit.py", "--mebibytes", 4, "--rounds", 1, "--json", tmp_path / "refit.json")
+    written = json.loads((tmp_path / "refit.json").read_text())
+    assert {case["floor"] for case in written["cases"]} == {
+        "bare copy",
+        "bare copy, memcpy",
+        "bare copy, overlapped",
+        "bare broadcast",
+    }
+    assert all(case["ratio"]["median"] > 0.0 for case in written["cases"])

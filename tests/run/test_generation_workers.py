@@ -10,11 +10,14 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from rlframework import run
+from rlframework.algorithms.restarts import RESTARTS_FILE
 from rlframework.errors import ConfigError, DeadlineExceeded, WorkerLost
+from rlframework.generation.remote import RemoteGeneration
 from rlframework.plugins.manager import create_manager
 
 OPTIONS = ("algorithm.num_steps=2", "policy.optimizer.lr=1e-2")
@@ -153,3 +156,25 @@ def test_an_engine_that_takes_no_weights_is_refused(run_config):
     (problem,) = check_config(config, bare, "cpu")
     assert problem.undeclared
     assert "does not declare collective_refit or ipc_refit" in problem.message
+
+
+def test_a_run_that_lost_an_engine_goes_on_from_its_checkpoint(run_config, tmp_path, monkeypatch, capfd):
+    """With `fault_tolerance`: new workers and new engines, and the steps of a run that nothing happened to."""
+    steps = ("algorithm.num_steps=3", "algorithm.validation={at_start: false, at_end: false}", "checkpoints.every=1")
+    options = (*OPTIONS, *APART, *steps, "fault_tolerance={max_restarts: 1, backoff: 0.01}")
+    whole = run(run_config("grpo", f"output_dir={tmp_path}/whole", *options))
+    ordinary, calls = RemoteGeneration.prepare_for_generation, []
+
+    def deadly(self):
+        calls.append(self)
+        if len(calls) == 3:
+            os.kill(engine_of(SimpleNamespace(generation=self)), signal.SIGKILL)
+        return ordinary(self)
+
+    monkeypatch.setattr(RemoteGeneration, "prepare_for_generation", deadly)
+    result = run(run_config("grpo", f"output_dir={tmp_path}/lost", *options))
+    assert result.metrics["step"] == 3
+    for name in ("train/reward", "train/loss", "train/grad_norm"):
+        assert result.metrics[name] == whole.metrics[name], name
+    assert (tmp_path / "lost" / RESTARTS_FILE).read_text().count("WorkerLost") == 1
+    assert "none can be lost alone" not in capfd.readouterr().err
