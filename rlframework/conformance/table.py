@@ -1,8 +1,10 @@
 """Markdown of conformance reports: what each backend declares, the verdicts, and the largest errors measured.
 
     python -m rlframework.conformance.table REPORT.json [...] TABLE.md
+    python -m rlframework.conformance.table --shorten REPORT.json SHORT.json
 
-Made from the JSON alone, so that the page and the file beside it always say the same.
+Made from the JSON alone, so that the page and the file beside it always say the same. A shortened report gives the same
+page: it lacks the thousands of single measurements, and keeps the largest of each contract.
 """
 
 from __future__ import annotations
@@ -39,6 +41,15 @@ def read(path: str | Path) -> dict[str, Any]:
     if found != FORMAT:
         raise DataError(f"{path} is a conformance report of the form {found!r}, and this version reads {FORMAT}")
     return dict(report)
+
+
+def shortened(report: Mapping[str, Any]) -> dict[str, Any]:
+    """`report` without what each test measured; what `markdown` reads is there."""
+    verdicts = [
+        {**verdict, "tests": [{**test, "measurements": len(test["measurements"])} for test in verdict["tests"]]}
+        for verdict in report["verdicts"]
+    ]
+    return {**report, "verdicts": verdicts}
 
 
 def markdown(reports: Sequence[Mapping[str, Any]]) -> str:
@@ -149,10 +160,13 @@ def _table(head: Row, rows: Iterable[Row]) -> str:
 
 
 def main(args: Sequence[str]) -> None:
-    """Write the page of all reports but the last argument, which is the page."""
+    """Write the page of all reports but the last argument, which is the page; or a shortened report."""
     if len(args) < 2:
-        sys.exit("usage: python -m rlframework.conformance.table REPORT.json [...] TABLE.md")
+        sys.exit("usage: python -m rlframework.conformance.table [--shorten] REPORT.json [...] TABLE.md or SHORT.json")
     try:
+        if args[0] == "--shorten" and len(args) == 3:
+            write_atomically(args[2], json.dumps(shortened(read(args[1])), indent=1, allow_nan=False) + "\n")
+            return
         write_atomically(args[-1], markdown_of(args[:-1]))
     except UserError as error:
         sys.exit(f"error: {error}")

@@ -267,3 +267,15 @@ def test_what_is_no_report_is_refused_by_name(text, tmp_path, capsys):
 def test_the_committed_page_is_made_from_the_committed_report():
     """`make conformance` writes both."""
     assert (RESULTS / "conformance.md").read_text() == markdown_of([RESULTS / "conformance.json"])
+
+
+def test_a_shortened_report_gives_the_same_page(tmp_path):
+    """It is what is committed: single measurements are left out."""
+    whole = read(RESULTS / "conformance.json")
+    for test in (test for verdict in whole["verdicts"] for test in verdict["tests"]):
+        test["measurements"] = [{"error": 0.0}] * 3
+    (tmp_path / "whole.json").write_text(json.dumps(whole))
+    main(["--shorten", str(tmp_path / "whole.json"), str(tmp_path / "short.json")])
+    short = read(tmp_path / "short.json")
+    assert {test["measurements"] for verdict in short["verdicts"] for test in verdict["tests"]} == {3}
+    assert markdown_of([tmp_path / "short.json"]) == markdown_of([tmp_path / "whole.json"])
