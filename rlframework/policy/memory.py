@@ -16,6 +16,7 @@ from rlframework.interfaces.policy_worker import PolicyWorker
 from rlframework.policy.engine import Engine
 
 CPU = torch.device("cpu")
+PARTS = ("model", "optimizer")
 
 
 class Memory(Engine, PolicyWorker, ABC):
@@ -24,15 +25,15 @@ class Memory(Engine, PolicyWorker, ABC):
     config: PolicyConfig
     device: torch.device
     _away: set[str]
-    """Of "model" and "optimizer", what was sent to CPU memory."""
+    """Of `PARTS`, what was sent to CPU memory."""
 
     def prepare_for_training(self, *args: Any, **kwargs: Any) -> dict[str, int]:
         """See `PolicyWorker.prepare_for_training`."""
-        return self._bring("model", "optimizer")
+        return self._bring(*PARTS)
 
     def prepare_for_lp_inference(self) -> dict[str, int]:
         """See `PolicyWorker.prepare_for_lp_inference`."""
-        sent = self._send_away("optimizer") if self.config.offload.optimizer else _moved()
+        sent = self._send_away("optimizer") if self.config.offload.optimizer else {}
         return _add(sent, self._bring("model"))
 
     def offload_before_refit(self) -> dict[str, int]:
@@ -41,7 +42,7 @@ class Memory(Engine, PolicyWorker, ABC):
 
     def offload_after_refit(self) -> dict[str, int]:
         """See `PolicyWorker.offload_after_refit`."""
-        return self._send_away("model", "optimizer")
+        return self._send_away(*PARTS)
 
     def _bring(self, *parts: str) -> dict[str, int]:
         """What of `parts` is away comes to the device."""
@@ -60,10 +61,6 @@ class Memory(Engine, PolicyWorker, ABC):
         return {part: self.move(device, model=part == "model", optimizer=part == "optimizer")}
 
 
-def _moved() -> dict[str, int]:
-    return {"model": 0, "optimizer": 0}
-
-
 def _add(*parts: dict[str, int]) -> dict[str, int]:
     """Bytes by what they are of, over all `parts`."""
-    return {name: sum(part.get(name, 0) for part in parts) for name in _moved()}
+    return {name: sum(part.get(name, 0) for part in parts) for name in PARTS}

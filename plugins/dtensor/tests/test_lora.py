@@ -115,13 +115,18 @@ OTHERS = {
 }
 
 
+def started(trained, data, models, folder):
+    """Log-probabilities of the start, and an oracle with the adapters of `trained`, which go to `folder`."""
+    start = trained.get_logprobs(data)["logprobs"]
+    trained.save_adapter(str(folder))
+    return start, LoraOracle(cases.model("untied", models), adapters_in(folder), 1.5, lr=1e-2)
+
+
 @pytest.mark.parametrize("case", OTHERS)
 def test_steps_and_the_reference_between_them_where_weights_lie_otherwise(policy, models, tmp_path, case):
     layout, keys = OTHERS[case]
     trained, data = policy(layout=layout, reference=True, **keys), cases.batch()
-    start = trained.get_logprobs(data)["logprobs"]
-    trained.save_adapter(str(tmp_path / "start"))
-    oracle = LoraOracle(cases.model("untied", models), adapters_in(tmp_path / "start"), 1.5, lr=1e-2)
+    start, oracle = started(trained, data, models, tmp_path / "start")
     for seed in range(3):
         assert torch.equal(trained.get_reference_policy_logprobs(data)["reference_logprobs"], start)
         got = trained.train(cases.batch(seed=seed), loss_function("nll"))
@@ -250,9 +255,7 @@ def test_adapters_are_not_sent_to_engines_in_the_trainers_own_processes(models):
 def test_on_a_gpu_steps_are_the_oracles_and_the_reference_is_the_base_to_the_bit(policy, models, tmp_path, precision):
     """fp32 on a GPU may use other kernels than the CPU, so the tolerance is wider than on a CPU."""
     trained, data = policy(device="cuda", precision=precision, reference=True), cases.batch()
-    start = trained.get_logprobs(data)["logprobs"]
-    trained.save_adapter(str(tmp_path / "start"))
-    oracle = LoraOracle(cases.model("untied", models), adapters_in(tmp_path / "start"), 1.5, lr=1e-2)
+    start, oracle = started(trained, data, models, tmp_path / "start")
     for seed in range(3):
         assert torch.equal(trained.get_reference_policy_logprobs(data)["reference_logprobs"], start)
         got = trained.train(cases.batch(seed=seed), loss_function("nll"))
