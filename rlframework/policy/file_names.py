@@ -9,7 +9,7 @@ which transformers reads too.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -61,3 +61,30 @@ def _parts(name: str, shape: tuple[int, ...], per_expert: bool) -> Iterator[File
     for expert in range(experts):
         for number, kind in enumerate(kinds):
             yield FileWeight(f"{match[1]}.{expert}.{kind}.weight", name, (size, columns), expert, number * size)
+
+
+def by_source(weights: Mapping[str, FileWeight]) -> dict[str, list[FileWeight]]:
+    """The weights of the files that lie in each tensor of the model."""
+    found: dict[str, list[FileWeight]] = {}
+    for weight in weights.values():
+        found.setdefault(weight.source, []).append(weight)
+    return found
+
+
+def gathered(
+    names: Iterable[str], weights: Mapping[str, FileWeight], gather: Callable[[str], Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """The weights `names` of the files; `gather` gives a whole tensor of the model, once for names that follow."""
+    source, held = "", None
+    for name in names:
+        weight = weights[name]
+        if weight.source != source or held is None:
+            held = None  # before the next one comes
+            held = gather(weight.source)
+        source = weight.source
+        if weight.expert is None:
+            found, held = held, None
+        else:
+            found = weight.of(held).clone()  # a view would keep all experts
+        yield name, found
+        del found

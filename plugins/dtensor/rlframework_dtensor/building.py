@@ -12,25 +12,22 @@ from typing import Any
 import torch
 
 from rlframework.config.policy import LoraConfig, PolicyConfig
+from rlframework.distributed import process_groups
 from rlframework.errors import NotSupported
 from rlframework.interfaces.worker_group import WorkerContext
+from rlframework.models import adapters, attention, context_parallel
+from rlframework.models.abilities import checkpoint_activations, packs
+from rlframework.models.context_limits import require_splittable
+from rlframework.models.loading import empty_model, is_multimodal, load_config, load_model, require_vocabulary
+from rlframework.models.probing import stir, tiny_model
 from rlframework.policy.head import HeadPatch, require_plain_head
-from rlframework_dtensor import attention, context_parallel, experts, groups, lora
+from rlframework_dtensor import experts
 from rlframework_dtensor.compiling import compile_blocks
 from rlframework_dtensor.config import DTensorConfig
-from rlframework_dtensor.context_limits import require_splittable
-from rlframework_dtensor.loading import empty_model, fill
+from rlframework_dtensor.loading import fill
 from rlframework_dtensor.mesh import Mesh, Sizes
-from rlframework_dtensor.parallelize import (
-    checkpoint_activations,
-    is_multimodal,
-    load_config,
-    load_model,
-    packs,
-    require_vocabulary,
-    shard,
-)
-from rlframework_dtensor.probing import stir, tiny_model
+from rlframework_dtensor.parallelize import shard
+from rlframework_dtensor.pieces import put
 from rlframework_dtensor.tensor_parallel import require_divisible, split
 
 
@@ -66,12 +63,12 @@ def build_model(
         model = load_model(config, choice)
         _ready(model, config, section, tokenizer, sizes)
         if config.lora is not None:
-            lora.initialize(model, config.lora)
+            adapters.initialize(model, config.lora, put)
         model = model.to(device)
         return Built(model, HeadPatch(model), None, can_pack)
     model = empty_model(config, model_config, choice)
     _ready(model, config, section, tokenizer, sizes)
-    groups.join(context, device)
+    process_groups.join(context, device)
     mesh = Mesh(sizes, device.type)
     rows = None
     if sizes.tensor > 1:
@@ -79,12 +76,12 @@ def build_model(
     if sizes.expert > 1:
         experts.spread(model, mesh.expert)
     if config.lora is not None:
-        lora.freeze(model)
+        adapters.freeze(model)
     head = HeadPatch(model, rows)
     shard(model, mesh, config, section.reshard_after_forward)
     fill(model, config, choice, device)
     if config.lora is not None:
-        lora.initialize(model, config.lora)
+        adapters.initialize(model, config.lora, put)
     return Built(model, head, mesh, can_pack)
 
 
@@ -107,7 +104,7 @@ def _ready(model: Any, config: PolicyConfig, section: DTensorConfig, tokenizer: 
 def _put_adapters(model: Any, section: LoraConfig) -> None:
     if is_multimodal(model):
         raise NotSupported(f"{type(model).__name__} takes more than text, which LoRA does not do; unset policy.lora")
-    lora.inject(model, section)
+    adapters.inject(model, section)
 
 
 def _try_it(

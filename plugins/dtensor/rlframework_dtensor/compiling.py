@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from rlframework_dtensor import attention, context_parallel
-from rlframework_dtensor.parallelize import decoder_layers
+from rlframework.models import attention, context_parallel
+from rlframework.models.abilities import decoder_layers
 
 
 def compile_blocks(model: nn.Module) -> None:

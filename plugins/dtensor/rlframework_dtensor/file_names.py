@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -31,33 +31,6 @@ def here(weight: FileWeight, tensor: Tensor) -> tuple[Tensor, Where] | None:
         return None
     view = part[weight.expert - experts.start, first - rows.start : last - rows.start]
     return view, (slice(first - weight.start, last - weight.start), columns)
-
-
-def by_source(weights: Mapping[str, FileWeight]) -> dict[str, list[FileWeight]]:
-    """The weights of the files that lie in each tensor of the model."""
-    found: dict[str, list[FileWeight]] = {}
-    for weight in weights.values():
-        found.setdefault(weight.source, []).append(weight)
-    return found
-
-
-def gathered(
-    names: Iterable[str], weights: Mapping[str, FileWeight], gather: Callable[[str], Tensor]
-) -> Iterator[tuple[str, Tensor]]:
-    """The weights `names` of the files; `gather` gives a whole tensor of the model, once for names that follow."""
-    source, held = "", None
-    for name in names:
-        weight = weights[name]
-        if weight.source != source or held is None:
-            held = None  # before the next one comes
-            held = gather(weight.source)
-        source = weight.source
-        if weight.expert is None:
-            found, held = held, None
-        else:
-            found = weight.of(held).clone()  # a view would keep all experts
-        yield name, found
-        del found
 
 
 def pieces(weight: FileWeight, tensor: Tensor, prefix: str = "") -> Iterator[Piece]:

@@ -14,19 +14,19 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from rlframework.errors import NotSupported
+from rlframework.models import adapters
 from rlframework.policy.checkpoint import FIRST, SECOND, Moments
 from rlframework.policy.engine import Engine, WeightSpec
-from rlframework.policy.file_names import file_weights
+from rlframework.policy.file_names import by_source, file_weights, gathered
 from rlframework.policy.low_rank import is_adapter
 from rlframework.policy.saved import part_of
 from rlframework.policy.sharded import Piece, ShardedState
 from rlframework.policy.spans import GATHER, span
-from rlframework_dtensor import lora
-from rlframework_dtensor.file_names import by_source, fill_moments, gathered, here, pieces
-from rlframework_dtensor.pieces import local, whole
+from rlframework_dtensor.file_names import fill_moments, here, pieces
+from rlframework_dtensor.pieces import local, put, whole
 
 
-class Held(lora.ModelAdapters, Engine, ABC):
+class Held(adapters.ModelAdapters, Engine, ABC):
     """The primitives of `Engine` for weights and moments."""
 
     _optimizer: torch.optim.Optimizer | None
@@ -46,7 +46,13 @@ class Held(lora.ModelAdapters, Engine, ABC):
                 module.reshard()
         saved = self.model.state_dict().keys()
         named = [*self.model.named_parameters(), *self.model.named_buffers()]
-        return {lora.outside(name): tensor.detach() for name, tensor in named if name in saved}
+        return {adapters.outside(name): tensor.detach() for name, tensor in named if name in saved}
+
+    def _whole(self, tensor: Tensor) -> Tensor:
+        return whole(tensor)
+
+    def _put(self, tensor: Tensor, value: Tensor) -> None:
+        put(tensor, value)
 
     def _weights(self) -> dict[str, Tensor]:
         """Those that are saved, as they are without adapters."""
@@ -92,7 +98,7 @@ class Held(lora.ModelAdapters, Engine, ABC):
         """The parameters that the optimizer has, by the names of `weight_specs`."""
         assert self._optimizer is not None
         named = self.model.named_parameters()
-        return {lora.outside(name): parameter for name, parameter in named if parameter.requires_grad}
+        return {adapters.outside(name): parameter for name, parameter in named if parameter.requires_grad}
 
     def gather_moments(self) -> Iterator[tuple[str, Moments]]:
         """See `Engine.gather_moments`."""

@@ -16,22 +16,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rlframework.distributed import process_groups
 from rlframework.interfaces.data_processor import Microbatch, MicrobatchRule
+from rlframework.models import attention, context_parallel
+from rlframework.models.loading import is_multimodal
+from rlframework.models.routing import RouterLoss
 from rlframework.policy.engine import Step, StepResult
 from rlframework.policy.head import HeadOutput, HeadRequest, read_head_output
 from rlframework.policy.optimizer import parameter_groups
 from rlframework.policy.spans import BACKWARD, FORWARD, span
 from rlframework.policy.worker_base import PolicyWorkerBase
-from rlframework_dtensor import attention, context_parallel, gradients, groups, media, offload
+from rlframework_dtensor import gradients, media, offload
 from rlframework_dtensor.building import build_model
 from rlframework_dtensor.config import DTensorConfig
 from rlframework_dtensor.held import Held
 from rlframework_dtensor.mesh import Sizes
-from rlframework_dtensor.parallelize import is_multimodal
-from rlframework_dtensor.routing import RouterLoss
+from rlframework_dtensor.torch_context_parallel import TorchContextParallel
 
 
-class DTensorPolicyWorker(Held, context_parallel.TorchContextParallel, offload.ModelMoves, PolicyWorkerBase):
+class DTensorPolicyWorker(Held, TorchContextParallel, offload.ModelMoves, PolicyWorkerBase):
     """One rank of a model under FSDP2 and the other axes of its mesh. Constructor arguments: see `PolicyWorkerBase`."""
 
     backend_config: DTensorConfig
@@ -182,4 +185,4 @@ class DTensorPolicyWorker(Held, context_parallel.TorchContextParallel, offload.M
         del self.model
         if self._mesh is not None:
             self._mesh = None
-            groups.leave()
+            process_groups.leave()

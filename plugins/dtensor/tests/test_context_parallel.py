@@ -16,10 +16,10 @@ from rlframework.conformance import PolicyWorkerSuite, cases
 from rlframework.conformance.layouts import Layout
 from rlframework.errors import NotSupported
 from rlframework.interfaces.worker_group import WorkerContext
+from rlframework.models.context_parallel import Piece, pieces, ranges
 from rlframework.plugins.manager import create_manager
 from rlframework_dtensor.building import build_model
 from rlframework_dtensor.config import DTensorConfig
-from rlframework_dtensor.context_parallel import Piece, pieces, ranges
 from rlframework_dtensor.mesh import Sizes
 from rlframework_dtensor.worker import DTensorPolicyWorker
 

@@ -16,20 +16,21 @@ from rlframework.conformance.oracle import Oracle
 from rlframework.conformance.policies import InspectedPolicy, read_weights, run_config
 from rlframework.data.microbatches import make_dummy, make_microbatch
 from rlframework.data.tokenizer import load_tokenizer
+from rlframework.distributed import process_groups
 from rlframework.errors import ConfigError, UserError
 from rlframework.generation.driver import Generation
 from rlframework.generation.own_model import OwnModel
 from rlframework.interfaces.worker_group import WorkerContext
+from rlframework.models.routing import real_tokens
 from rlframework.plugins.manager import create_manager
-from rlframework.policy.file_names import FileWeight, file_weights
-from rlframework_dtensor import groups, loading
+from rlframework.policy.file_names import FileWeight, file_weights, gathered
+from rlframework_dtensor import loading
 from rlframework_dtensor.building import build_model
 from rlframework_dtensor.config import DTensorConfig
 from rlframework_dtensor.experts import require_experts
-from rlframework_dtensor.file_names import gathered, here
+from rlframework_dtensor.file_names import here
 from rlframework_dtensor.mesh import Sizes
 from rlframework_dtensor.pieces import whole
-from rlframework_dtensor.routing import real_tokens
 from rlframework_dtensor.worker import DTensorPolicyWorker
 
 
@@ -153,7 +154,7 @@ def test_files_of_experts_are_read_without_a_whole_model(models, tmp_path, monke
         assert found.keys() == right.keys()
         assert all(torch.equal(part.of(held[part.source]), right[name]) for name, part in found.items())
     finally:
-        groups.leave()
+        process_groups.leave()
 
 
 def test_the_other_mixture_of_the_family_learns_as_the_oracle(tmp_path):

@@ -8,9 +8,11 @@ from safetensors.torch import load_file, save_file
 
 from rlframework.config.policy import PolicyConfig
 from rlframework.conformance import cases
+from rlframework.distributed import process_groups
 from rlframework.errors import DataError
 from rlframework.interfaces.worker_group import WorkerContext
-from rlframework_dtensor import groups, loading
+from rlframework.models.loading import empty_model, load_config, load_model
+from rlframework_dtensor import loading
 from rlframework_dtensor.building import build_model
 from rlframework_dtensor.config import DTensorConfig
 from rlframework_dtensor.mesh import Sizes
@@ -32,7 +34,7 @@ def loaded():
 
     yield load
     for _ in joined:
-        groups.leave()
+        process_groups.leave()
 
 
 @pytest.fixture
@@ -80,19 +82,17 @@ def test_a_file_that_lacks_a_weight_is_refused(model):
     path, _ = model("untied", lambda weights: {name: w for name, w in weights.items() if "layers.1.mlp" not in name})
     config = PolicyConfig(model_name=str(path))
     with pytest.raises(DataError, match=r"it lacks \['model\.layers\.1\.mlp\.down_proj\.weight'"):
-        loading.load_model(config, None)
+        load_model(config, None)
 
 
 def test_frequencies_of_rotary_positions_are_those_of_the_model(model):
     """They are in no file."""
     path, _ = model("untied")
     config = PolicyConfig(model_name=str(path))
-    from rlframework_dtensor.parallelize import load_config
-
-    empty = loading.empty_model(config, load_config(config), None)
+    empty = empty_model(config, load_config(config), None)
     assert all(parameter.is_meta for parameter in empty.parameters())
     loading.fill(empty, config, None, torch.device("cpu"))
-    right = loading.load_model(config, None)
+    right = load_model(config, None)
     for name, buffer in right.named_buffers():
         assert torch.equal(dict(empty.named_buffers())[name], buffer), name
     for name, parameter in right.named_parameters():

@@ -14,8 +14,7 @@ and keeping the gathered keys out of memory until the backward: `activation_chec
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -27,7 +26,7 @@ from torch import Tensor, nn
 from rlframework.errors import NotSupported
 from rlframework.interfaces.data_processor import Microbatch
 from rlframework.policy.head import HeadPatch, HeadRequest
-from rlframework_dtensor.context_limits import CANNOT, REMEDY
+from rlframework.models.context_limits import CANNOT, REMEDY
 
 CONTEXT = "rlframework_context"
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.13
@@ -270,44 +269,3 @@ def register() -> None:
     from transformers import AttentionInterface
 
     AttentionInterface.register(CONTEXT, context_attention)
-
-
-# -- for those who know torch's own ------------------------------------------------------------------------------------
-
-
-class TorchContextParallel:
-    """NeMo-RL's two names for torch's own context parallelism, which needs a GPU. The worker itself does not use it."""
-
-    @staticmethod
-    def create_context_parallel_ctx(
-        cp_mesh: Any,
-        cp_buffers: list[Tensor],
-        cp_seq_dims: list[int],
-        cp_no_restore_buffers: set[Tensor],
-        cp_rotate_method: str | None = None,
-    ) -> AbstractContextManager[None]:
-        """torch's `context_parallel`: within it `cp_buffers` are split along `cp_seq_dims` over `cp_mesh`, in place.
-
-        `cp_rotate_method`: "allgather" or "alltoall", how keys and values travel; None: as it is set.
-        """
-        from torch.distributed.tensor.experimental import context_parallel
-        from torch.distributed.tensor.experimental._attention import set_rotate_method
-
-        if cp_rotate_method is not None:
-            set_rotate_method(cp_rotate_method)
-        context: AbstractContextManager[None] = context_parallel(
-            cp_mesh, buffers=cp_buffers, buffer_seq_dims=cp_seq_dims, no_restore_buffers=cp_no_restore_buffers
-        )
-        return context
-
-    @staticmethod
-    @contextmanager
-    def train_context(cp_context: AbstractContextManager[None] | None = None) -> Iterator[None]:
-        """Within it, `cp_context` and the attention kernels that torch can split; None: nothing is changed."""
-        if cp_context is None:
-            yield
-            return
-        from torch.nn.attention import SDPBackend, sdpa_kernel
-
-        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]), cp_context:
-            yield

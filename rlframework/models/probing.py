@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from rlframework.config.policy import PolicyConfig
-from rlframework_dtensor.parallelize import auto_class, ready
+from rlframework.models.loading import auto_class, ready
 
 VOCABULARY = 1024
 

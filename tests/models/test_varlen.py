@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from rlframework_dtensor import attention, varlen
+from rlframework.models import attention, varlen
 
 
 def stand_in(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa=False):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from rlframework.errors import NotSupported
-from rlframework_dtensor import varlen
+from rlframework.models import varlen
 
 SEGMENTS = "rlframework_segments"
 

@@ -1,0 +1,1 @@
+"""Models of transformers as training engines share them. Imported by plugins, and in their worker processes only."""
