@@ -44,6 +44,12 @@ class Segments:
         return self._on_device
 
 
+def require_plain_scores(softcap: float | None, s_aux: Tensor | None, cannot: str, remedy: str) -> None:
+    """`NotSupported` for what our attentions leave out."""
+    if softcap is not None or s_aux is not None:
+        raise NotSupported(f"{cannot} soft-capped scores or attention sinks; {remedy}")
+
+
 def segment_attention(
     module: nn.Module,
     query: Tensor,
@@ -64,10 +70,7 @@ def segment_attention(
     `query [1, heads, L, D]`, `key` and `value [1, kv_heads, L, D]`; the sequences are those of `segments`.
     Returns `[1, L, heads, D]`.
     """
-    if softcap is not None or s_aux is not None:
-        raise NotSupported(
-            "packed attention does not do soft-capped scores or attention sinks; set policy.batching.mode=dynamic"
-        )
+    require_plain_scores(softcap, s_aux, "packed attention does not do", "set policy.batching.mode=dynamic")
     if varlen.usable(query):
         bounds = segments.bounds_on(query.device)
         return varlen.varlen_attention(

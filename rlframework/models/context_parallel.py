@@ -23,10 +23,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rlframework.errors import NotSupported
 from rlframework.interfaces.data_processor import Microbatch
-from rlframework.policy.head import HeadPatch, HeadRequest
+from rlframework.models.attention import require_plain_scores
 from rlframework.models.context_limits import CANNOT, REMEDY
+from rlframework.policy.head import HeadPatch, HeadRequest
 
 CONTEXT = "rlframework_context"
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.13
@@ -235,8 +235,7 @@ def context_attention(
 
     `query [b, heads, l, D]`, `key` and `value [b, kv_heads, l, D]` of this rank's columns. Returns `[b, l, heads, D]`.
     """
-    if softcap is not None or s_aux is not None:
-        raise NotSupported(f"{CANNOT} soft-capped scores or attention sinks; {REMEDY}")
+    require_plain_scores(softcap, s_aux, CANNOT, REMEDY)
     together = _GatherSequence.apply(torch.cat((key, value), -1), context_share)  # type: ignore[no-untyped-call]
     keys, values = together.split((key.shape[-1], value.shape[-1]), -1)
     outputs = []

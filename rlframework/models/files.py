@@ -18,7 +18,7 @@ from rlframework.policy.saved import SavedTensors
 
 Where = tuple[slice, ...]
 Here = Callable[[FileWeight, Tensor], tuple[Tensor, Where] | None]
-"""What of a weight is in this rank's part of the model's tensor, sharing its memory, and where that lies in the weight."""
+"""What of a weight is in this rank's part of a tensor, sharing its memory, and where that lies in the weight."""
 
 
 def weights_folder(model_name: str) -> Path | None:
