@@ -33,8 +33,8 @@ test: $(VENV)/.installed-dev  ## all tests
 # start leaves both as they were.
 conformance: $(VENV)/.installed-dev  ## all parts in all their layouts; writes docs/results/conformance.json and .md
 	rm -f $(VENV)/conformance.json
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -o timeout=900 tests/conformance/all_parts.py --conformance-layout all \
-		--conformance-json $(VENV)/conformance.json; status=$$?; \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS) -o timeout=900 tests/conformance/all_parts.py \
+		--conformance-layout all --conformance-json $(VENV)/conformance.json; status=$$?; \
 	test -f $(VENV)/conformance.json || { echo "nothing was run, so docs/results is as it was" >&2; exit $$status; }; \
 	$(BIN)/python -m rlframework.conformance.table --shorten $(VENV)/conformance.json docs/results/conformance.json && \
 	$(BIN)/python -m rlframework.conformance.table docs/results/conformance.json docs/results/conformance.md && \
