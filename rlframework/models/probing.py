@@ -13,7 +13,10 @@ import torch
 from torch import nn
 
 from rlframework.config.policy import PolicyConfig
+from rlframework.errors import NotSupported
+from rlframework.models.abilities import packs
 from rlframework.models.loading import auto_class, ready
+from rlframework.policy.head import require_plain_head
 
 VOCABULARY = 1024
 
@@ -40,6 +43,29 @@ def tiny_model(config: PolicyConfig, model_config: Any, attention: str | None) -
                 if not narrow:
                     raise
     raise AssertionError("one of the two returns or raises")
+
+
+def try_kind(config: PolicyConfig, model_config: Any, device: torch.device, attention: str) -> bool:
+    """Whether rows may be packed, tried where it matters.
+
+    `attention`: `policy.<backend>.attention`. `NotSupported` for a model whose head cannot be replaced, and where rows
+    must be packed, or sequences be split, and cannot.
+    """
+    model = tiny_model(config, model_config, None if attention == "auto" else attention)
+    if config.head == "language":
+        require_plain_head(model)
+    mode = config.batching.mode
+    wanted = mode == "packed" or config.parallelism.context > 1
+    if not wanted and (mode != "auto" or device.type != "cpu"):  # there is nothing to try
+        return False
+    stir(model)
+    can_pack = attention in ("auto", "sdpa") and packs(model)
+    if wanted and not can_pack:
+        raise NotSupported(
+            f"{type(model).__name__} with policy.{config.backend}.attention={attention} does not keep packed sequences "
+            "apart; set policy.batching.mode to dynamic or auto, and policy.parallelism.context to 1"
+        )
+    return can_pack
 
 
 def _small(model_config: Any, narrow: bool) -> Any:

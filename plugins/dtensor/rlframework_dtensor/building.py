@@ -16,11 +16,11 @@ from rlframework.distributed import process_groups
 from rlframework.errors import NotSupported
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.models import adapters, attention, context_parallel
-from rlframework.models.abilities import checkpoint_activations, packs
+from rlframework.models.abilities import checkpoint_activations
 from rlframework.models.context_limits import require_splittable
 from rlframework.models.loading import empty_model, is_multimodal, load_config, load_model, require_vocabulary
-from rlframework.models.probing import stir, tiny_model
-from rlframework.policy.head import HeadPatch, require_plain_head
+from rlframework.models.probing import try_kind
+from rlframework.policy.head import HeadPatch
 from rlframework_dtensor import experts
 from rlframework_dtensor.compiling import compile_blocks
 from rlframework_dtensor.config import DTensorConfig
@@ -57,7 +57,7 @@ def build_model(
         require_splittable(model_config)
     require_divisible(model_config, sizes.tensor)
     experts.require_experts(model_config, sizes.expert, config.router_aux_loss_coef > 0)
-    can_pack = _try_it(config, section, sizes, model_config, device)
+    can_pack = try_kind(config, model_config, device, section.attention)
     choice = None if section.attention == "auto" else section.attention
     if context.world_size == 1 and config.precision == "float32" and not config.offload.parameters:
         model = load_model(config, choice)
@@ -105,24 +105,3 @@ def _put_adapters(model: Any, section: LoraConfig) -> None:
     if is_multimodal(model):
         raise NotSupported(f"{type(model).__name__} takes more than text, which LoRA does not do; unset policy.lora")
     adapters.inject(model, section)
-
-
-def _try_it(
-    config: PolicyConfig, section: DTensorConfig, sizes: Sizes, model_config: Any, device: torch.device
-) -> bool:
-    """Whether rows may be packed; `NotSupported` for a model whose head cannot be replaced, or where they must be."""
-    choice, mode = section.attention, config.batching.mode
-    model = tiny_model(config, model_config, None if choice == "auto" else choice)
-    if config.head == "language":
-        require_plain_head(model)
-    wanted = mode == "packed" or sizes.context > 1
-    if not wanted and (mode != "auto" or device.type != "cpu"):  # there is nothing to try
-        return False
-    stir(model)
-    can_pack = choice in ("auto", "sdpa") and packs(model)
-    if wanted and not can_pack:
-        raise NotSupported(
-            f"{type(model).__name__} with policy.dtensor.attention={choice} does not keep packed sequences apart; "
-            "set policy.batching.mode to dynamic or auto, and policy.parallelism.context to 1"
-        )
-    return can_pack

@@ -14,11 +14,12 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from rlframework.distributed import process_groups
 from rlframework.interfaces.data_processor import Microbatch, MicrobatchRule
-from rlframework.models import attention, context_parallel
+from rlframework.models.context_parallel import ContextParallel
+from rlframework.models.forward import attending, forward
 from rlframework.models.loading import is_multimodal
 from rlframework.models.routing import RouterLoss
 from rlframework.policy.engine import Step, StepResult
@@ -47,7 +48,7 @@ class DTensorPolicyWorker(Held, TorchContextParallel, offload.ModelMoves, Policy
         self.model, self._head, self._mesh, self._packs = built.model, built.head, built.mesh, built.packs
         self._multimodal = is_multimodal(self.model)
         group = self._mesh.context_group() if self._mesh is not None else None
-        self._context = context_parallel.ContextParallel(group) if group is not None else None
+        self._context = ContextParallel(group) if group is not None else None
         wanted = self.config.router_aux_loss_coef > 0
         self._router_loss = RouterLoss(self.model, self.data_parallel_group()) if wanted else None
         self._optimizer = self._make_optimizer() if init_optimizer else None
@@ -93,13 +94,10 @@ class DTensorPolicyWorker(Held, TorchContextParallel, offload.ModelMoves, Policy
         return with_part
 
     def _run_microbatch(self, microbatch: Microbatch, head: HeadRequest, step: Step, forward_only: bool) -> StepResult:
-        own = attention.SEGMENTS if microbatch.cu_seqlens is not None else None
-        own = own if self._context is None else context_parallel.CONTEXT
-        # around the backward too: activation checkpointing runs the attention again there
-        with attention.attention(self.model.config, own) if own is not None else nullcontext():
+        with attending(self.model.config, microbatch, self._context):
             with torch.no_grad() if forward_only else nullcontext():
                 with span(FORWARD):
-                    values = self._forward(microbatch, head)
+                    values = forward(self.model, self._head, microbatch, head, self._context)
                 result = step(read_head_output(values, head), microbatch)
             if not forward_only:
                 assert result.loss is not None
@@ -108,18 +106,6 @@ class DTensorPolicyWorker(Held, TorchContextParallel, offload.ModelMoves, Policy
                     (result.loss * self._sizes.gradient_ranks).backward()
                 result.loss = None
         return result
-
-    def _forward(self, microbatch: Microbatch, head: HeadRequest) -> Tensor:
-        if self._context is not None:
-            return self._context.forward(self.model, self._head, microbatch, head)
-        processed = microbatch.processed_inputs
-        inputs: dict[str, Any] = {"input_ids": processed.input_ids, "use_cache": False, **processed.vlm_kwargs}
-        if microbatch.cu_seqlens is not None:
-            segments = attention.Segments(microbatch.cu_seqlens.tolist())
-            inputs |= {"position_ids": processed.position_ids, "segments": segments}
-        with self._head.computing(head, microbatch.head_positions, microbatch.targets):
-            values: Tensor = self.model(**inputs).logits
-        return values
 
     def clip_and_step(self, max_grad_norm: float | None, lr: float) -> tuple[float, bool]:
         """See `Engine.clip_and_step`."""

@@ -1,0 +1,42 @@
+"""A microbatch through a model of transformers: padded rows, a packed row, or this rank's part of either."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import Tensor
+
+from rlframework.interfaces.data_processor import Microbatch
+from rlframework.models import attention, context_parallel
+from rlframework.models.context_parallel import ContextParallel
+from rlframework.policy.head import HeadPatch, HeadRequest
+
+
+def attending(config: Any, microbatch: Microbatch, context: ContextParallel | None) -> AbstractContextManager[None]:
+    """Within it, a model of `config` has the attention that `microbatch` takes.
+
+    Around the backward too: activation checkpointing runs the attention again there.
+    """
+    if context is not None:
+        return attention.attention(config, context_parallel.CONTEXT)
+    return nullcontext() if microbatch.cu_seqlens is None else attention.attention(config, attention.SEGMENTS)
+
+
+def forward(
+    model: Any, patch: HeadPatch, microbatch: Microbatch, head: HeadRequest, context: ContextParallel | None
+) -> Tensor:
+    """What `patch` computes at all head positions of `microbatch`, `[N, ...]`, within `attending`.
+
+    `context`: the ranks that share each sequence, None where there are none.
+    """
+    if context is not None:
+        return context.forward(model, patch, microbatch, head)
+    processed = microbatch.processed_inputs
+    inputs: dict[str, Any] = {"input_ids": processed.input_ids, "use_cache": False, **processed.vlm_kwargs}
+    if microbatch.cu_seqlens is not None:
+        segments = attention.Segments(microbatch.cu_seqlens.tolist())
+        inputs |= {"position_ids": processed.position_ids, "segments": segments}
+    with patch.computing(head, microbatch.head_positions, microbatch.targets):
+        values: Tensor = model(**inputs).logits
+    return values
