@@ -26,8 +26,10 @@ help:  ## show this list
 quickstart: $(VENV)/.installed  ## the main job: supervised warm-up, then GRPO, on two-digit addition
 	$(BIN)/python examples/quickstart/run.py $(ARGS)
 
+# Bytecode is kept, whatever the caller's environment says: the tests start some thousand processes, and each would
+# compile the sources again.
 test: $(VENV)/.installed-dev  ## all tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 # The page is made from the JSON, also where something does not conform; the exit code is pytest's. A run that could not
 # start leaves both as they were.

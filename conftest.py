@@ -11,6 +11,17 @@ import string
 
 import pytest
 
+from rlframework.distributed import processes
+
+# What hundreds of tests start in worker processes is imported once, where these are forked from.
+processes.PRELOADED = (
+    "rlframework.conformance.inside",
+    "rlframework_dtensor.worker",
+    "deepspeed",
+    "rlframework_megatron.worker",
+    *processes.PRELOADED,
+)
+
 ALPHABET = string.digits + string.ascii_lowercase + " +-*=?.,:\n"
 
 

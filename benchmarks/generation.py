@@ -39,9 +39,8 @@ def measure_generation(model: Path, tokenizer: Any, pairs: int, tokens: int, end
     rows = [prompt for prompt in prompts for _ in range(SAMPLES)]
     lengths = torch.tensor([len(row) for row in rows])
     ids = torch.tensor([row + [0] * (int(lengths.max()) - len(row)) for row in rows])
-    loop = make_loop(model, "padded")
     settings = {"max_new_tokens": tokens, "temperature": 1.0, "stop_token_ids": list(ends)}
-    with make_policy(model, tokenizer, "auto", generation=settings) as policy:
+    with make_loop(model, "padded") as loop, make_policy(model, tokenizer, "auto", generation=settings) as policy:
         generation = Generation(policy.worker_group, policy.config.generation, tokenizer)
         seeds = iter(range(10**9))
 

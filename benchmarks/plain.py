@@ -110,11 +110,17 @@ class PlainLoop:
     def _logprobs(self, batch: Rows, index: Tensor) -> Tensor:
         ids = self._cut(batch.input_ids, batch, index).to(self.device)
         attention = (torch.arange(ids.shape[1]) < batch.lengths[index, None]).long().to(self.device)
-        with torch.autocast(self.device, self.dtype, enabled=self.dtype != torch.float32):
-            logits = self.model(input_ids=ids, attention_mask=attention, use_cache=False).logits[:, :-1].float()
-        targets = ids[:, 1:]
+        logits, targets = self._logits(ids, attention)[:, :-1].float(), ids[:, 1:]
         nll = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
         return -nll.view(targets.shape)
+
+    def _logits(self, ids: Tensor, attention: Tensor) -> Tensor:
+        with torch.autocast(self.device, self.dtype, enabled=self.dtype != torch.float32):
+            logits: Tensor = self.model(input_ids=ids, attention_mask=attention, use_cache=False).logits
+        return logits
+
+    def close(self) -> None:
+        """There is nothing to give back."""
 
     @staticmethod
     def _cut(values: Tensor, batch: Rows, index: Tensor) -> Tensor:

@@ -1,7 +1,10 @@
 """How fast are log-probabilities and training, and what memory do they take, against a plain torch + transformers loop?
 
     python benchmarks/policy.py [--pairs 7] [--backend dtensor] [--lengths even tailed] [--json FILE]
+    python benchmarks/policy.py --backend deepspeed --keys zero_optimization.stage=3
     python benchmarks/policy.py --device cuda --shape qwen-0.5b --rows 64 --longest 4096 --precision bfloat16
+
+The plain loop is of the backend's own engine where there is one: beside `deepspeed` it is a bare DeepSpeed program.
 
 Work: one optimizer step on, and the log-probabilities of, 32 rows (about 3,000 tokens), a quarter of each a prompt that
 does not count; by default on a random Llama of 4 layers x 256, vocabulary 2,048, in fp32, on one thread. Lengths are
@@ -36,6 +39,7 @@ from interleave import Timings, interleave, machine, table, write_json
 from memory import head_memory, peak_bytes
 from plain import Rows
 from work import (
+    BARE,
     PADDED,
     SHAPES,
     SORTED,
@@ -49,6 +53,7 @@ from work import (
 )
 
 from rlframework.algorithms.losses import NLLLoss
+from rlframework.conformance.sections import parse_section
 
 MODES = ("padded", "dynamic", "packed")
 LOOPS = {PADDED: "padded", SORTED: "sorted"}
@@ -69,16 +74,21 @@ def measure(model: Path, tokenizer: Any, rows: Rows, arguments: argparse.Namespa
     """Each mode of the framework and both plain loops, side by side."""
     device, precision = arguments.device, arguments.precision
     batch, loss, found = as_batch(rows), NLLLoss(), Measured(rows)
-    loops = {name: make_loop(model, order, device, precision) for name, order in LOOPS.items()}
     with ExitStack() as stack:
         keys = {"backend": arguments.backend, "device": device, "precision": precision, "rows": len(rows.lengths)}
+        section = parse_section(arguments.keys)
+        own = {arguments.backend: section} if section else {}
         policies = {
-            f"rlframework {mode}": stack.enter_context(make_policy(model, tokenizer, mode, **keys))
+            f"rlframework {mode}": stack.enter_context(make_policy(model, tokenizer, mode, **keys, **own))
             for mode in arguments.modes
         }
         slack = 1.0 if precision == "float32" else 1e3  # bfloat16 has 3 digits
         for name, policy in policies.items():
-            found.checks += check_same(policy, name, make_loop(model, "sorted", device, precision), rows, slack)
+            with make_loop(model, "sorted", **keys, section=section) as loop:
+                found.checks += check_same(policy, name, loop, rows, slack)
+        loops = {
+            name: stack.enter_context(make_loop(model, order, **keys, section=section)) for name, order in LOOPS.items()
+        }
         scoring = {
             name: lambda policy=policy: policy.get_logprobs(batch, positions="token_mask")
             for name, policy in policies.items()
@@ -181,7 +191,10 @@ def as_json(found: Measured) -> dict[str, Any]:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=7, help="interleaved rounds (default 7)")
-    parser.add_argument("--backend", default="dtensor", help="policy.backend (default dtensor)")
+    parser.add_argument("--backend", default="dtensor", help="policy.backend, and what the plain loop is of (dtensor)")
+    parser.add_argument(
+        "--keys", nargs="+", default=[], metavar="KEY=VALUE", help="of policy.<backend>, and of the plain loop's engine"
+    )
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES, help="policy.batching.mode (default all)")
     parser.add_argument("--lengths", nargs="+", choices=("even", "tailed"), default=("even", "tailed"))
     parser.add_argument("--shape", choices=SHAPES, default=SHAPES[0], help="of the model")
@@ -214,7 +227,9 @@ def main() -> None:
     here = machine()
     where = torch.cuda.get_device_name() if arguments.device == "cuda" else f"{here['cpu']}, {here['threads']} thread"
     print(
-        f"{where}, torch {here['torch']}, transformers {here['transformers']}, {arguments.precision}, {arguments.shape}"
+        f"{where}, torch {here['torch']}, transformers {here['transformers']}, {arguments.precision}, "
+        f"{arguments.shape}; {' '.join((arguments.backend, *arguments.keys))} against a plain loop of "
+        f"{BARE.get(arguments.backend, 'torch')}"
     )
     for lengths, one in found.items():
         print(*one.checks, "", report(lengths, one, peak_flops), "", sep="\n")

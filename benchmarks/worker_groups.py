@@ -208,17 +208,17 @@ def held(sides: Sides, mebibytes: float) -> dict[str, Any]:
     return {"bytes of the batch": size, "bytes stored": stored_bytes() - before, "workers": looked}
 
 
-def starts(workers: int, rounds: int) -> Timings:
+def starts(workers: int, rounds: int, imports: tuple[str, ...]) -> Timings:
     """Groups and bare actors from nothing to an answer; they are ended outside of the time."""
     timings = Timings({OURS: [], BARE: []}, {OURS: [], BARE: []})
     for turn in range(rounds):
         for way in (OURS, BARE) if turn % 2 else (BARE, OURS):
             begun = time.perf_counter()
             if way == OURS:
-                group = start_group(workers, IMPORTS)
+                group = start_group(workers, imports)
                 group.get_all_worker_results(group.run_all_workers_single_data("ready"))
             else:
-                actors = [bare_actor(workers, IMPORTS) for _ in range(workers)]
+                actors = [bare_actor(workers, imports) for _ in range(workers)]
                 ray.get([actor.ready.remote() for actor in actors])
             timings.seconds[way].append(time.perf_counter() - begun)
             timings.units[way].append(1.0)
@@ -248,8 +248,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--small", action="store_true", help="one worker, little data, two rounds, to see that it runs")
     args = parser.parse_args()
+    args.repeats, args.imports = 10, IMPORTS
     if args.small:
         args.workers, args.rounds, args.starts, args.sizes = 1, 2, 1, [0.01, 2]
+        args.repeats, args.imports = 1, ("torch",)
     torch.set_num_threads(1)
     # more workers than cores are refused, for good reason; here both sides have the same trouble with them
     this_machine.check_cores = lambda workers: None
@@ -268,11 +270,11 @@ def main() -> None:
             for name, ways in cases(sides, mebibytes):
                 if wanted(name):
                     check_same(name, ways)
-                    timings = measured(ways, args.rounds, 1 if mebibytes >= 4 else 10)
+                    timings = measured(ways, args.rounds, 1 if mebibytes >= 4 else args.repeats)
                     found += [line(name, timings, floor) for floor in (TENSORS, ARRAYS)]
         sides.group.shutdown()
     if wanted("start"):
-        found.append(line(f"start of {args.workers} workers", starts(args.workers, args.starts), BARE))
+        found.append(line(f"start of {args.workers} workers", starts(args.workers, args.starts, args.imports), BARE))
     ray_runtime.release(0)
     rows = [["case", "floor", "ours ms", "floor ms", "ratio"]]
     for told in found:

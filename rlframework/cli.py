@@ -411,7 +411,11 @@ def conformance(
 def parity(
     backends: Annotated[
         list[str] | None,
-        typer.Argument(metavar="BACKEND[:LAYOUT]...", help="Such as dtensor:data=2; none: all that are installed."),
+        typer.Argument(
+            metavar="BACKEND[:LAYOUT][/KEY=VALUE]...",
+            help="Such as dtensor:data=2, or deepspeed:data=2/zero_optimization.stage=3 with keys of its own section; "
+            "none: all that are installed.",
+        ),
     ] = None,
     model: Annotated[str | None, typer.Option(metavar="DIR", help="A model directory; none: a tiny model.")] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps (20).", show_default=False)] = None,

@@ -18,11 +18,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlframework.config.yaml_text import parse_value
 from rlframework.conformance import SUITES, suite_of
 from rlframework.conformance.choosing import layouts_of
 from rlframework.conformance.layouts import Layout, declared_layouts
-from rlframework.conformance.sections import section_of
+from rlframework.conformance.sections import parse_section, section_of
 from rlframework.errors import ConfigError, UserError
 from rlframework.files import check_writable, write_atomically
 from rlframework.plugins.manager import PluginManager, Registered, create_manager
@@ -163,22 +162,6 @@ def _layouts(request: Request, registered: Registered) -> list[Layout]:
         known = ", ".join(f"'{layout}'" for layout in declared_layouts(record))
         raise ConfigError(f"{record.name!r} has no layout of {request.workers} workers; its layouts are {known}")
     return found
-
-
-def parse_section(keys: Sequence[str]) -> dict[str, Any]:
-    """The section that `a=1 b.c=x` describe: dots go into a section within it, values are YAML."""
-    section: dict[str, Any] = {}
-    for key, equals, text in (word.partition("=") for word in keys):
-        if not equals or not all(key.split(".")):
-            raise ConfigError(f"{key + equals + text!r} is no key of the part's own section: write key=value")
-        *outer, last = key.split(".")
-        inside = section
-        for name in outer:
-            inside = inside.setdefault(name, {})
-            if not isinstance(inside, dict):
-                raise ConfigError(f"{key!r}: {name!r} has a value already")
-        inside[last] = parse_value(text, f"{key}=")
-    return section
 
 
 def module_text(parts: Sequence[Part], section: Mapping[str, Any], *, mutants: bool = False) -> str:

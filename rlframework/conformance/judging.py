@@ -5,13 +5,13 @@ Called by the pytest plugin with each report; `report` makes verdicts of the res
 
 from __future__ import annotations
 
-import json
 import shlex
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from rlframework.conformance.measure import ConformanceFailure
 from rlframework.conformance.report import Outcome, Result, Subject, plain
+from rlframework.conformance.sections import section_words
 from rlframework.errors import PluginError
 
 if TYPE_CHECKING:
@@ -84,11 +84,7 @@ def repeat_command(suite: type[Suite], registered: Registered, item: Any) -> str
         words += ["--layout", str(item.callspec.params["layout"])]
     if (device := item.config.getoption("--conformance-device")) != "cpu":
         words += ["--device", device]
-    words += ["--test", item.originalname]
-    words += [
-        f"{key}={json.dumps(value) if not isinstance(value, str) else value}" for key, value in suite.section.items()
-    ]
-    return shlex.join(words)
+    return shlex.join([*words, "--test", item.originalname, *section_words(suite.section)])
 
 
 def result_of(

@@ -166,7 +166,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     layouts = [Layout()]
     if suite.layouts:
         try:
-            layouts = layouts_of(registered.record, metafunc.config.getoption("--conformance-layout"))
+            layouts = layouts_of(registered.record, _words(metafunc.config, suite))
         except ConfigError as error:
             raise pytest.Collector.CollectError(str(error)) from error
     for layout in layouts:
@@ -174,6 +174,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.config.stash[PLANNED][subject.to_json()] = None
     ids = [str(layout) if suite.layouts else registered.record.name for layout in layouts]
     metafunc.parametrize("layout", layouts, ids=ids, scope="class")
+
+
+def _words(config: pytest.Config, suite: type[Suite]) -> list[str]:
+    """The layouts that were asked for, with those that the class itself names in the place of `quick` and `all`."""
+    asked = config.getoption("--conformance-layout") or ["quick"]
+    own = {"quick": suite.quick, "all": suite.every}
+    return [word for given in asked for word in own.get(given) or [given]]
 
 
 def _is_proof(cls: Any) -> Any:

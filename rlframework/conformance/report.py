@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rlframework.conformance.contracts import CONTRACTS
+from rlframework.conformance.sections import section_words
 from rlframework.distributed.machine import cpu_count
 from rlframework.files import write_atomically
 from rlframework.observers.host import cpu_name, package_version
@@ -41,7 +42,9 @@ _WORDS = {"passed": "passed", "failed": "failed", "error": "error", "known_failu
 class Subject:
     """What one verdict is about: a part, as the class `where` tests it, in a layout, and what it must pass.
 
-    `tested` are those of its `capabilities` that a test needs, or the layout itself uses.
+    `section`: the keys of its own section that it is run with, as words, where it is run in layouts (other parts are
+    given what they need to run at all, such as paths). `tested` are those of its `capabilities` that a test needs, or
+    the layout itself uses.
     """
 
     suite: str
@@ -56,6 +59,12 @@ class Subject:
     expected: tuple[str, ...] = ()
     undeclared: tuple[str, ...] = ()
     tested: tuple[str, ...] = ()
+    section: str = ""
+
+    @property
+    def how(self) -> str:
+        """Layout and section: `data=2 zero_optimization.stage=3`."""
+        return f"{self.layout} {self.section}".strip()
 
     @classmethod
     def of(cls, suite: type[Suite], registered: Registered, layout: Layout, device: str, where: str) -> Subject:
@@ -74,6 +83,7 @@ class Subject:
             expected=tuple(suite.expected(record, layout, device)),
             undeclared=tuple(suite.undeclared(record)),
             tested=tuple(sorted(map(str, suite.uses(record, layout, device)))),
+            section=" ".join(section_words(suite.section)) if suite.layouts else "",
         )
 
     @classmethod
@@ -191,7 +201,7 @@ class Verdict:
 
     def columns(self) -> tuple[str, ...]:
         """The parts of its line."""
-        return self.subject.backend, self.subject.suite, self.subject.layout, self.word, self.counts
+        return self.subject.backend, self.subject.suite, self.subject.how, self.word, self.counts
 
     def line(self, widths: Sequence[int] = ()) -> str:
         """Backend, suite, layout, verdict, counts; `widths` are those of the columns."""

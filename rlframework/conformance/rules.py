@@ -6,7 +6,7 @@ subclass names a backend; it may add tests, and can neither override nor delete 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import getattr_static
 from types import MappingProxyType
@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from rlframework.plugins.manager import PluginManager
 
 Test = TypeVar("Test", bound=Callable[..., Any])
-SETTINGS = frozenset({"backend", "section", "pytestmark", "__module__", "__doc__", "__qualname__", "__annotations__"})
+SETTINGS = frozenset(
+    {"backend", "section", "quick", "every", "pytestmark", "__module__", "__doc__", "__qualname__", "__annotations__"}
+)
 """What a subclass of a sealed suite may set. `section`: keys of the part's own section in the configuration."""
 
 
@@ -93,6 +95,10 @@ class Suite(metaclass=_Sealing):
     """The name of the record: the word in the configuration."""
     section: ClassVar[Mapping[str, Any]] = {}
     """Keys of the part's own section that it needs to run at all, such as the path of a data set."""
+    quick: ClassVar[Sequence[str]] = ()
+    """What `--conformance-layout quick` is for this class, such as `("data=2",)`; none: one worker, and one of two."""
+    every: ClassVar[Sequence[str]] = ()
+    """What `--conformance-layout all` is for this class, where `section` is of some layouts; none: all declared."""
     bench_class: ClassVar[type[Bench]] = Bench
     """What its tests work with."""
     layouts: ClassVar[bool] = False

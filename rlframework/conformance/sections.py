@@ -5,7 +5,8 @@ So that no key is passed over in silence, and one that is missing is told before
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from rlframework.config.findings import raise_findings
 from rlframework.config.load import Tree
 from rlframework.config.narrow import OPEN_SECTIONS
 from rlframework.config.validate import validate
+from rlframework.config.yaml_text import parse_value
 from rlframework.configure import KIND_OF_SECTION
 from rlframework.errors import ConfigError
 from rlframework.plugins.types import Record
@@ -49,3 +51,41 @@ def section_of(record: Record, section: Mapping[str, Any], model: type[BaseModel
 def plain_paths(section: Mapping[str, Any]) -> dict[str, Any]:
     """Paths as text, as YAML has them."""
     return {key: str(value) if isinstance(value, Path) else value for key, value in section.items()}
+
+
+def parse_section(keys: Sequence[str]) -> dict[str, Any]:
+    """The section that `a=1 b.c=x` describe: dots go into a section within it, values are YAML."""
+    section: dict[str, Any] = {}
+    for key, equals, text in (word.partition("=") for word in keys):
+        if not equals or not all(key.split(".")):
+            raise ConfigError(f"{key + equals + text!r} is no key of the part's own section: write key=value")
+        *outer, last = key.split(".")
+        inside = section
+        for name in outer:
+            inside = inside.setdefault(name, {})
+            if not isinstance(inside, dict):
+                raise ConfigError(f"{key!r}: {name!r} has a value already")
+        inside[last] = parse_value(text, f"{key}=")
+    return section
+
+
+def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of both; where both have one, that of `above`, and of sections within them the same."""
+    found = dict(below)
+    for key, value in above.items():
+        inside = found.get(key)
+        found[key] = merged(inside, value) if isinstance(inside, Mapping) and isinstance(value, Mapping) else value
+    return found
+
+
+def section_words(section: Mapping[str, Any]) -> list[str]:
+    """`section` as words that `parse_section` reads: `zero_optimization.stage=3`, one a value."""
+    return [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in _values(section, "")]
+
+
+def _values(section: Mapping[str, Any], above: str) -> Iterator[tuple[str, Any]]:
+    for key, value in section.items():
+        if isinstance(value, Mapping) and value:
+            yield from _values(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}", value

@@ -90,7 +90,12 @@ def _verdicts(verdicts: Iterable[Mapping[str, Any]]) -> str:
 
 
 def _who(verdict: Mapping[str, Any]) -> tuple[str, str, str, str]:
-    return verdict["backend"], verdict["version"], verdict["layout"] or "-", verdict["device"]
+    return verdict["backend"], verdict["version"], _how(verdict), verdict["device"]
+
+
+def _how(verdict: Mapping[str, Any]) -> str:
+    """The layout, and what of the part's own section was set; a report of an older version says nothing of that."""
+    return f"{verdict['layout']} {verdict.get('section', '')}".strip() or "-"
 
 
 def _capabilities(verdicts: Iterable[Mapping[str, Any]]) -> str:
@@ -122,7 +127,7 @@ def _errors(verdicts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         rows = [
             (
                 verdict["backend"],
-                verdict["layout"] or "-",
+                _how(verdict),
                 verdict["device"],
                 str(errors["measurements"]),
                 _error(errors["largest"]),

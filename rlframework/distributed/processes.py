@@ -27,10 +27,21 @@ PRELOADED = (
     "transformers.modeling_utils",
     "transformers.models.auto.modeling_auto",
     "transformers.models.llama.modeling_llama",
+    "rlframework.models.adapters",
+    "rlframework.models.context_parallel",
+    "rlframework.models.loading",
+    "rlframework.models.probing",
+    "rlframework.models.routing",
+    "rlframework.models.varlen",
+    "rlframework.policy.head_topk",
+    "rlframework.policy.optimizer",
+    "rlframework.policy.sharded",
     "rlframework.policy.worker_base",
     "rlframework.generation.transformers_engine",
+    "rlframework.generation.worker",
+    "rlframework.distributed.frozen",
 )
-"""What the process that workers are forked from has imported: slow to import, and of no effect."""
+"""What the process that workers are forked from has imported: slow to import, and of no effect but for the last."""
 
 _imported_with: list[dict[str, str]] = []
 """Variables of `machine.PASSED_ON`, as the fork server's imports found them; empty before there is one."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from rlframework.policy.file_names import file_tensors
 from rlframework.policy.low_rank import is_adapter
 from rlframework.policy.refit.packing import Info
 from rlframework.policy.refit.receiving import CollectingSink, WeightSink
+from rlframework.policy.refit.shared_memory import SharedMemory, move_in
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -26,6 +28,7 @@ class OwnModel:
         self._module: nn.Module | None = None
         self._names: frozenset[str] = frozenset()
         self._adapted: AdaptedModel | None = None
+        self._memory: WeakKeyDictionary[nn.Module, SharedMemory] = WeakKeyDictionary()
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> nn.Module:
         """The module with `weights`, by the names that `save_pretrained` writes, in evaluation mode.
@@ -59,8 +62,17 @@ class OwnModel:
         if current is not None and self._names == set(info):
             targets = file_tensors(current)
             if all(_takes(targets.get(name), shape, dtype) for name, (shape, dtype) in info.items()):
-                return _InPlace(current, targets, ready)
+                return _InPlace(self, current, targets, ready)
         return CollectingSink(info, self._device, lambda weights: ready(self.load(weights)))
+
+    def memory(self, module: nn.Module) -> SharedMemory | None:
+        """What the parameters of `module` and its buffers that are saved lie in, from now on; None on a GPU."""
+        if self._device.type != "cpu":
+            return None
+        memory = self._memory.get(module)
+        if memory is None or not all(map(memory.holds, _saved(module))):
+            self._memory[module] = memory = move_in(_saved(module))
+        return memory
 
     @torch.no_grad()
     def _copy(self, module: nn.Module, weights: Iterator[tuple[str, Tensor]]) -> None:
@@ -117,19 +129,34 @@ class OwnModel:
             )
 
 
-class _InPlace:
+class _InPlace(WeightSink):
     """A module's own tensors as the place for weights."""
 
-    def __init__(self, module: nn.Module, targets: Mapping[str, Tensor], ready: Callable[[nn.Module], None]) -> None:
-        self._module, self._targets, self._ready = module, targets, ready
+    def __init__(
+        self, owner: OwnModel, module: nn.Module, targets: Mapping[str, Tensor], ready: Callable[[nn.Module], None]
+    ) -> None:
+        self._owner, self._module, self._targets, self._ready = owner, module, targets, ready
 
     def room(self, name: str) -> Tensor:
         """See `WeightSink.room`."""
         return self._targets[name]
 
+    def memory(self) -> SharedMemory | None:
+        """See `WeightSink.memory`: the module's own."""
+        memory = self._owner.memory(self._module)
+        self._targets = file_tensors(self._module)
+        return memory
+
     def finish(self) -> None:
         """See `WeightSink.finish`."""
         self._ready(self._module)
+
+
+def _saved(module: nn.Module) -> Iterator[Tensor]:
+    """The module's own parameters and buffers that it saves."""
+    saved = module.state_dict().keys()
+    yield from (parameter for name, parameter in module.named_parameters() if name in saved)
+    yield from (buffer for name, buffer in module.named_buffers() if name in saved)
 
 
 def _takes(target: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> bool:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlframework.distributed.inline import InlineWorkerGroup
 from rlframework.errors import ConfigError, DeadlineExceeded, RefitError, RLFrameworkError
-from rlframework.policy.refit.free_memory import BUFFERS, CPU_GROUP, GPU_GROUP
+from rlframework.policy.refit.free_memory import BUFFERS, CPU_GROUP, GPU_GROUP, OFFERED_GROUP
 from rlframework.policy.refit.packing import group_names
 
 if TYPE_CHECKING:
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from rlframework.generation.remote import RemoteGeneration
     from rlframework.interfaces.worker_group import MultiWorkerFuture, WorkerGroup
     from rlframework.policy.policy import Policy
+
+_AHEAD = 1
+"""Groups that the trainer is asked for while it writes another, so that it does not wait for the driver."""
 
 _GRACE = 10.0
 """Seconds that workers have to answer after the deadline that they keep themselves."""
@@ -85,31 +88,44 @@ class Refitter:
     # -- IPC ----------------------------------------------------------------------------------------------------------
 
     def _by_ipc(self, buffer_bytes: float | None) -> tuple[int, int]:
-        """As many groups as there are buffers are on their way: one is read while the next is written."""
-        prepared = self._all(self._trainer, "prepare_weights_for_ipc")
+        """Straight into the memory of one engine on each machine, which others copy from, where there is such memory.
+
+        As many groups as there are buffers are on their way: the trainer writes one and knows the next, while the
+        engines read.
+        """
+        rooms: dict[str, Any] = {}
+        for offered in reversed(self._all(self._generation, "offer_refit_memory")):
+            rooms |= offered
+        prepared = self._all(self._trainer, "prepare_weights_for_ipc", **({"rooms": rooms} if rooms else {}))
         sizes = prepared[0][0]
-        budget = min([free for _, free in prepared] + [self._budget() if buffer_bytes is None else buffer_bytes])
+        wanted = self._budget(OFFERED_GROUP if rooms else CPU_GROUP) if buffer_bytes is None else buffer_bytes
+        budget = min([free for _, free in prepared] + [wanted])
         groups = group_names(sizes, budget)
-        asked = self._begin(self._trainer, "get_weights_ipc_handles", keys=groups[0])
+        asked: deque[MultiWorkerFuture] = deque()
         reading: deque[MultiWorkerFuture] = deque()
-        for after in [*groups[1:], None]:
-            handles: dict[str, Any] = {}
-            for one in self._results(self._trainer, asked):
-                handles |= one
-            reading.append(self._begin(self._generation, "update_weights_from_ipc_handles", ipc_handles=handles))
-            while len(reading) >= BUFFERS:  # the next group is written over the one that is waited for
+        for number, names in enumerate(groups, 1):
+            while len(asked) + len(reading) >= BUFFERS:  # this group is written over the one that is waited for
                 self._read(reading.popleft())
-            if after is not None:
-                asked = self._begin(self._trainer, "get_weights_ipc_handles", keys=after)
+            asked.append(self._begin(self._trainer, "get_weights_ipc_handles", keys=names))
+            while len(asked) > (_AHEAD if number < len(groups) else 0):
+                handles = self._written(asked.popleft())
+                reading.append(self._begin(self._generation, "update_weights_from_ipc_handles", ipc_handles=handles))
         while reading:
             self._read(reading.popleft())
         return sum(size for _, size in sizes), len(groups)
 
-    def _budget(self) -> float:
+    def _written(self, future: MultiWorkerFuture) -> dict[str, Any]:
+        """Wait until the trainer has written a group; its handles on each device."""
+        handles: dict[str, Any] = {}
+        for one in self._results(self._trainer, future):
+            handles |= one
+        return handles
+
+    def _budget(self, on_cpu: float = CPU_GROUP) -> float:
         """As the configuration says, or what suits the device that the transport reaches."""
         if self._config.buffer_mb is not None:
             return self._config.buffer_mb * 2**20
-        return GPU_GROUP if str(self._state()["device"]).startswith("GPU") else CPU_GROUP
+        return GPU_GROUP if str(self._state()["device"]).startswith("GPU") else on_cpu
 
     def _read(self, future: MultiWorkerFuture) -> None:
         """Wait until the engines have read a group."""

@@ -62,6 +62,10 @@ class GenerationWorker:
         """See `GenerationEngine.prepare_refit_info`."""
         self.engine.prepare_refit_info(state_dict_info)
 
+    def offer_refit_memory(self) -> dict[str, Any]:
+        """See `GenerationEngine.offer_refit_memory`."""
+        return self.engine.offer_refit_memory()
+
     def update_weights_from_ipc_handles(self, ipc_handles: Mapping[str, Any]) -> bool:
         """See `GenerationEngine.update_weights_from_ipc_handles`."""
         return self.engine.update_weights_from_ipc_handles(ipc_handles)

@@ -88,6 +88,12 @@ class GenerationEngine(ABC):
         """Name to (shape, dtype) of all weights that will come, in their order; once, before any transport."""
         raise NotSupported(f"{type(self).__name__} does not receive weights from another process")
 
+    def offer_refit_memory(self) -> dict[str, Any]:
+        """Begin a refit through handles: device id to memory of this engine that its weights go to, for
+        `prepare_weights_for_ipc`. Empty where the engine has none that other processes can write to.
+        """
+        return {}
+
     def update_weights_from_ipc_handles(self, ipc_handles: Mapping[str, Any]) -> bool:
         """Take the group of weights at `ipc_handles` (device id to what `get_weights_ipc_handles` gave for it).
 

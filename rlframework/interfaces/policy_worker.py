@@ -7,7 +7,7 @@ the engine; a backend derives from it and supplies the primitives of `rlframewor
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -263,9 +263,10 @@ class PolicyWorker(ABC):
         """
         raise NotSupported(_undeclared(self, "send weights over a process group", "collective_refit"))
 
-    def prepare_weights_for_ipc(self) -> tuple[list[tuple[str, int]], float]:
+    def prepare_weights_for_ipc(self, rooms: Mapping[str, Any] | None = None) -> tuple[list[tuple[str, int]], float]:
         """Begin a refit: names and bytes of the weights as they are sent, and the bytes that are free for a group.
 
+        `rooms`: device id to what an engine there answered to `offer_refit_memory`; weights are written there then.
         Capability `ipc_refit`.
         """
         raise NotSupported(_undeclared(self, "share weights with another process", "ipc_refit"))
@@ -273,9 +274,9 @@ class PolicyWorker(ABC):
     def get_weights_ipc_handles(self, keys: Iterable[str]) -> dict[str, Any]:
         """Device id to the handles of the named weights for processes on that device. Capability `ipc_refit`.
 
-        All ranks gather; on CPUs the first rank of each machine answers for it, the others with nothing. The third
-        group before it is written over, so that must have been read by then. Without `prepare_weights_for_ipc` before
-        it, once a refit, a `RefitNotPrepared`.
+        All ranks gather; on CPUs the first rank of each machine answers for it, the others with nothing. Where no
+        engine offered memory, the third group before it is written over, so that must have been read by then. Without
+        `prepare_weights_for_ipc` before it, once a refit, a `RefitNotPrepared`.
         """
         raise NotSupported(_undeclared(self, "share weights with another process", "ipc_refit"))
 

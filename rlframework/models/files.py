@@ -6,7 +6,8 @@ ones and those not in safetensors are not read: `read_weights` says so, and the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from rlframework.errors import DataError
 from rlframework.policy.file_names import FileWeight, by_source, file_weights
-from rlframework.policy.saved import SavedTensors
+from rlframework.policy.saved import Saved, SavedTensors
 
 Where = tuple[slice, ...]
 Here = Callable[[FileWeight, Tensor], tuple[Tensor, Where] | None]
@@ -81,6 +82,53 @@ def read_weights(wanted: Mapping[str, Tensor], folder: Path, model: Any, here: H
             if (found := here(weight, wanted[weight.source])) is not None:
                 found[0].copy_(saved.part(name, found[1]))
     return True
+
+
+class _Renamed(Saved):
+    """Weights in files by the names of `file_weights`; `names` has what the files call them."""
+
+    def __init__(self, saved: SavedTensors, names: Mapping[str, str]) -> None:
+        super().__init__(saved.folder)
+        self._saved, self._names = saved, names
+
+    def __enter__(self) -> _Renamed:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """They are those of `named_weights`, which closes them."""
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._saved[self._names[name]]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """See `Saved.shape`."""
+        return self._saved.shape(self._names[name])
+
+    def part(self, name: str, where: Where) -> Tensor:
+        """See `Saved.part`."""
+        return self._saved.part(self._names[name], where)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+@contextmanager
+def named_weights(wanted: Mapping[str, Tensor], folder: Path, model: Any) -> Iterator[Saved | None]:
+    """The weights `wanted`, whose shapes alone are looked at, by the names of `file_weights`, as files have them.
+
+    None where the files in `folder` have other names, or experts that lie together.
+    """
+    with SavedTensors(folder) as saved:
+        names = _names(wanted, saved, model)
+        if names is None or {part.name for part in names.values()} != file_weights(model, wanted).keys():
+            yield None
+            return
+        for name, weight in names.items():
+            _require_shape(saved, name, weight.shape)
+        yield _Renamed(saved, {weight.name: name for name, weight in names.items()})
 
 
 def _require_shape(saved: SavedTensors, name: str, wanted: tuple[int, ...]) -> None:

@@ -22,6 +22,40 @@ class TestDTensor(PolicyWorkerSuite):
     backend = "dtensor"
 
 
+class TestDeepSpeedStage0(PolicyWorkerSuite):
+    backend = "deepspeed"
+    section = {"zero_optimization": {"stage": 0}}  # noqa: RUF012
+    every = ("data=1", "data=2")
+
+
+class TestDeepSpeedStage1(PolicyWorkerSuite):
+    backend = "deepspeed"
+    section = {"zero_optimization": {"stage": 1}}  # noqa: RUF012
+    every = ("data=1", "data=2")
+
+
+class TestDeepSpeedStage2(PolicyWorkerSuite):
+    backend = "deepspeed"
+    section = {"zero_optimization": {"stage": 2}}  # noqa: RUF012
+    every = ("data=1", "data=2", "tensor=2", "context=2")
+
+
+class TestDeepSpeedStage3(PolicyWorkerSuite):
+    backend = "deepspeed"
+    section = {"zero_optimization": {"stage": 3}}  # noqa: RUF012
+    every = ("data=1", "data=2", "tensor=2")
+
+
+class TestMegatron(PolicyWorkerSuite):
+    backend = "megatron"
+
+
+class TestMegatronDistributedOptimizer(PolicyWorkerSuite):
+    backend = "megatron"
+    section = {"distributed_optimizer": True}  # noqa: RUF012
+    every = ("data=1", "data=2", "data=2,tensor=2")
+
+
 class TestMicrobatches(DataProcessorSuite):
     backend = "microbatches"
 

@@ -14,8 +14,9 @@ import pytest
 
 from rlframework.cli import main
 from rlframework.conformance import command
-from rlframework.conformance.command import Request, find_parts, module_text, parse_section
+from rlframework.conformance.command import Request, find_parts, module_text
 from rlframework.conformance.report import write_json
+from rlframework.conformance.sections import parse_section, section_words
 from rlframework.errors import ConfigError, UserError
 from rlframework.plugins.manager import create_manager
 
@@ -218,6 +219,7 @@ def test_keys_of_the_section():
         "max_samples": 3,
         "split": None,
     }
+    assert parse_section(section_words(parse_section(words))) == parse_section(words)
     for wrong in ("a", "=1", "a..b=1"):
         with pytest.raises(ConfigError, match="write key=value"):
             parse_section([wrong])

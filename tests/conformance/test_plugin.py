@@ -476,6 +476,44 @@ def test_a_suite_runs_once_a_layout(tests, pytester, args, layouts):
     assert [line.split()[2] for line in verdict(result)] == layouts
 
 
+@pytest.mark.parametrize(
+    ("args", "layouts"),
+    [
+        ([], ["tensor=2"]),
+        (["--conformance-layout", "quick", "--conformance-layout", "data=2"], ["tensor=2", "data=2"]),
+        (["--conformance-layout", "data=1"], ["data=1"]),
+    ],
+)
+def test_a_class_may_say_what_quick_is(tests, pytester, args, layouts):
+    tests.of("engine", "EngineSuite", more="quick = ('tensor=2',)")
+    result = run(pytester, *args)
+    assert result.ret == 0
+    assert [line.split()[2] for line in verdict(result)] == layouts
+
+
+@pytest.mark.parametrize(
+    ("args", "layouts"),
+    [
+        ([], ["data=1", "data=2"]),
+        (["--conformance-layout", "all"], ["tensor=2", "data=2"]),
+        (["--conformance-layout", "data=1"], ["data=1"]),
+    ],
+)
+def test_a_class_may_say_what_all_is(tests, pytester, args, layouts):
+    tests.of("engine", "EngineSuite", more="every = ('tensor=2', 'data=2')")
+    result = run(pytester, *args)
+    assert result.ret == 0
+    assert [line.split()[2] for line in verdict(result)] == layouts
+
+
+def test_the_section_of_a_class_is_in_its_verdict(tests, pytester):
+    tests.of(
+        "engine", "EngineSuite", more="section = {'splitting': {'stage': 3}, 'name': 'x'}\n    quick = ('data=1',)"
+    )
+    (line,) = verdict(run(pytester))
+    assert line.startswith("engine  EngineSuite  data=1 splitting.stage=3 name=x  CONFORMANT (cpu)")
+
+
 def test_what_has_nothing_to_test_does_not_run_and_the_cpu_is_told(tests, pytester):
     tests.of("engine", "EngineSuite")
     result = run(pytester)

@@ -207,6 +207,20 @@ def test_an_error_where_none_is_allowed_or_without_bound_is_text_in_json(error, 
     assert largest["of_tolerance"] == "inf"
 
 
+def test_what_was_set_of_its_own_section_tells_verdicts_apart():
+    stages = [replace(SUBJECT, section=f"zero_optimization.stage={stage}") for stage in (2, 3)]
+    found = verdicts_of([result("test_a", subject=subject) for subject in stages])
+    lines = lines_of(found)
+    assert ["data=2,tensor=2 zero_optimization.stage=3" in line for line in lines] == [False, True]
+    report = as_json(found)
+    assert [verdict["section"] for verdict in report["verdicts"]] == [subject.section for subject in stages]
+    page = markdown([report])
+    assert page.count("| data=2,tensor=2 zero_optimization.stage=2 |") == 1
+    for verdict in report["verdicts"]:
+        del verdict["section"]  # as an older version wrote it
+    assert markdown([report]).count("| data=2,tensor=2 |") == 2
+
+
 # -- the tables --------------------------------------------------------------------------------------------------------
 
 

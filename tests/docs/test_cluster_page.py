@@ -16,6 +16,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 
@@ -163,18 +164,21 @@ def test_tokens_are_on_and_on_no_command_line():
 # -- the scripts at work -----------------------------------------------------------------------------------------------
 
 STUB = """#!/bin/bash
-printf '%s' "{name}" >> "$CALLS"
-printf ' %s' "$@" >> "$CALLS"
-printf '\\n' >> "$CALLS"
+printf '%s\\n' "{name} $*" >> "$CALLS"  # one write: programs in the background write at the same time
 """
 MORE = {
     "srun": 'while [[ $1 == --* ]]; do shift; done\nexec "$@"\n',
     "scontrol": "",
     "ray": 'stat -c "token %a" "$RAY_AUTH_TOKEN_PATH" >> "$CALLS"\necho "mode $RAY_AUTH_MODE" >> "$CALLS"\n',
-    "python": f'[[ $1 == -c ]] && exec "{sys.executable}" "$@"\nexit 0\n',
+    "python": (
+        f'[[ $1 == -c ]] && exec "{sys.executable}" "$@"\n'
+        # the script that waits for the nodes: until both `ray start`, which are in the background, have told all
+        'for ((turn = 0; turn < 1000 && $(grep -c "^mode " "$CALLS") < 2; turn++)); do sleep 0.02; done\n'
+    ),
     "rlframework": (
         'if [[ $1 == config ]]; then echo "{\\"output_dir\\": \\"$OUT\\"}"; fi\n'
-        'if [[ $1 == train && -n ${TRAINS:-} ]]; then\n  trap "exit 143" TERM\n  while :; do sleep 0.05; done\nfi\n'
+        'if [[ $1 == train && -n ${TRAINS:-} ]]; then\n  trap "exit 143" TERM\n  echo "under way" >> "$CALLS"\n'
+        "  while :; do sleep 0.05; done\nfi\n"
     ),
 }
 
@@ -205,14 +209,6 @@ def calls_of(stage: dict[str, str]) -> list[str]:
     return Path(stage["CALLS"]).read_text().splitlines()
 
 
-def calls_with(stage: dict[str, str], last: str, count: int = 1) -> list[str]:
-    """The calls so far, once `count` of them have `last` in them: nodes run in the background."""
-    deadline = time.monotonic() + 20.0
-    while sum(last in call for call in calls_of(stage)) < count and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return calls_of(stage)
-
-
 def sbatch(stage: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
     command = ["bash", str(FOLDER / "slurm.sbatch"), *words]
     return subprocess.run(command, env=stage, capture_output=True, text=True, timeout=60, check=False)
@@ -221,7 +217,7 @@ def sbatch(stage: dict[str, str], *words: str) -> subprocess.CompletedProcess[st
 def test_the_slurm_job_starts_a_head_and_workers_looks_and_trains(stage):
     done = sbatch(stage, "run.yaml", "seed=3")
     assert done.returncode == 0, done.stderr
-    calls = calls_with(stage, "--exclude=n1")
+    calls = calls_of(stage)
     start = "ray start --head --node-ip-address=10.0.0.1 --port=6379"
     assert any(call.startswith(f"srun --overlap --nodes=1 --ntasks=1 --nodelist=n1 {start}") for call in calls)
     assert any(
@@ -234,7 +230,7 @@ def test_the_slurm_job_starts_a_head_and_workers_looks_and_trains(stage):
 
 def test_the_slurm_job_s_token_is_its_own_and_goes_with_it(stage):
     sbatch(stage, "run.yaml")
-    calls = calls_with(stage, "mode token", 2)
+    calls = calls_of(stage)
     assert calls.count("token 600") == calls.count("mode token") == 2
     assert list(Path(stage["HOME"], ".ray").iterdir()) == []
 
@@ -250,10 +246,13 @@ def test_the_slurm_job_passes_sigterm_on_waits_and_is_requeued(stage):
     command = ["bash", str(FOLDER / "slurm.sbatch"), "run.yaml"]
     job = subprocess.Popen(command, env=stage | {"TRAINS": "1"}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     until = time.monotonic() + 30
-    while not (Path(stage["CALLS"]).exists() and "rlframework train run.yaml" in calls_of(stage)):
+    while not (Path(stage["CALLS"]).exists() and "under way" in calls_of(stage)):  # the training's trap is set
         assert time.monotonic() < until
-        time.sleep(0.05)
-    time.sleep(0.3)  # until its trap is set
+        time.sleep(0.02)
+    while psutil.Process(job.pid).status() != psutil.STATUS_SLEEPING:  # it set its own, and waits for the training
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    assert "rlframework train run.yaml" in calls_of(stage)
     job.send_signal(signal.SIGTERM)
     assert job.wait(30) == 143
     assert "scontrol requeue 7" in calls_of(stage)

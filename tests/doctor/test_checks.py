@@ -288,11 +288,10 @@ def test_compilers_are_wanted_for_deepspeed_only(found, installed, monkeypatch, 
     assert found("packages", "compilers") == []
     installed({CORE: ("1", []), "deepspeed": ("0.19", [])})
     [finding] = found("packages", "compilers")
-    assert finding.level is Level.BROKEN
+    assert finding.level is Level.NOTE  # it trains without
     assert finding.text.startswith("g++ and ninja not found")
-    for tool in ("clang", "ninja"):
+    for tool in ("g++", "ninja"):
         (tmp_path / tool).touch(mode=0o755)
-    monkeypatch.setenv("CXX", "clang")
     assert levels(found("packages", "compilers")) == [Level.OK]
 
 

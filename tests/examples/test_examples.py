@@ -70,7 +70,7 @@ def test_the_quickstart_runs_both_phases_and_draws_the_curve(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_the_policy_benchmark_checks_that_both_sides_agree_and_writes_json(tmp_path):
-    few = ["--pairs", 1, "--rows", 8, "--longest", 40, "--modes", "dynamic", "packed", "--lengths", "tailed"]
+    few = ["--pairs", 1, "--rows", 8, "--longest", 40, "--modes", "packed", "--lengths", "tailed"]
     printed = script(ROOT / "benchmarks" / "policy.py", *few, "--json", tmp_path / "policy.json")
     assert "gradient norm, rlframework packed against the sorted loop" in printed
     written = json.loads((tmp_path / "policy.json").read_text())
@@ -78,6 +78,18 @@ def test_the_policy_benchmark_checks_that_both_sides_agree_and_writes_json(tmp_p
     # whole logits, their softmax and its gradient, of 1,024 x 150,000 in fp32, beside the gradient of the head's weight
     assert written["head_bytes"]["whole logits"] > 3 * 1024 * 150_000 * 4
     assert written["head_bytes"]["in chunks"] < 1024 * 150_000 * 4
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_the_policy_benchmark_goes_against_a_bare_loop_of_deepspeed(tmp_path):
+    few = ["--pairs", 1, "--rows", 12, "--longest", 20, "--modes", "packed", "--lengths", "even", "--no-head"]
+    own = ["--backend", "deepspeed", "--keys", "zero_optimization.stage=1", "--json", tmp_path / "policy.json"]
+    printed = script(ROOT / "benchmarks" / "policy.py", *few, *own)
+    assert "deepspeed zero_optimization.stage=1 against a plain loop of DeepSpeed" in printed
+    assert "gradient norm, rlframework packed against the sorted loop" in printed
+    written = json.loads((tmp_path / "policy.json").read_text())
+    assert written["settings"]["keys"] == ["zero_optimization.stage=1"]
 
 
 @pytest.mark.slow

@@ -38,6 +38,12 @@ def run(*command: str | Path, cwd: Path, minutes: float = 1) -> str:
     return done.stdout
 
 
+def pip_for(home: Path) -> tuple[str | Path, ...]:
+    """This environment's pip, at work on the one at `home`."""
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input")
+    return (*pip, "--python", home / "bin" / "python")
+
+
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory) -> dict[str, Path]:
     """The built wheels by distribution, all in one directory."""
@@ -62,12 +68,11 @@ def wheels(tmp_path_factory) -> dict[str, Path]:
 def installed(wheels, tmp_path_factory) -> Path:
     """The `bin` of an environment with `rlframework-core[dtensor]` in it."""
     home = tmp_path_factory.mktemp("empty")
-    venv.create(home, with_pip=True)
+    venv.create(home)  # without pip: ours installs into it
     links = wheels["rlframework-core"].parent
-    pip = (home / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "--no-input")
     wanted = f"rlframework-core[dtensor] @ {wheels['rlframework-core'].as_uri()}"
     install = ("install", "--quiet", "--no-compile", "--find-links", links, wanted)
-    run(*pip, *install, cwd=home, minutes=10)
+    run(*pip_for(home), *install, cwd=home, minutes=10)
     return home / "bin"
 
 
@@ -122,4 +127,4 @@ def test_everything_in_the_installed_packages_can_be_imported(installed, tmp_pat
         "            importlib.import_module(module.name)\n"
     )
     run(installed / "python", "-c", code, cwd=tmp_path, minutes=3)
-    run(installed / "python", "-m", "pip", "--disable-pip-version-check", "check", cwd=tmp_path)
+    run(*pip_for(installed.parent), "check", cwd=tmp_path)

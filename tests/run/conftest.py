@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 
-@pytest.fixture
-def run_config(tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """`run_config(algorithm, *overrides)`: the checked configuration of a short run in `tmp_path`."""
+@pytest.fixture(scope="session")
+def make_config(tiny_llama: Path):
+    """`make_config(folder, algorithm, *overrides)`: as `run_config`, of a run in `folder`, where no test is yet."""
     from rlframework import load_config
 
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))  # where probe_tasks lies
-
-    def make(algorithm: str, *overrides: str) -> Any:
+    def make(folder: Path, algorithm: str, *overrides: str) -> Any:
         values = {
             "seed": 3,
-            "output_dir": str(tmp_path / "run"),
+            "output_dir": str(folder / "run"),
             "device": "cpu",
             "algorithm": {"name": algorithm, "num_steps": 3, "validation": {"every": 2, "samples": 8}},
             "plugins": ["probe_tasks"],
@@ -36,3 +35,10 @@ def run_config(tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         return load_config(values, [*grpo, *overrides])
 
     return make
+
+
+@pytest.fixture
+def run_config(make_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """`run_config(algorithm, *overrides)`: the checked configuration of a short run in `tmp_path`."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))  # where probe_tasks lies
+    return partial(make_config, tmp_path)

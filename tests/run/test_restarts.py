@@ -24,6 +24,14 @@ from rlframework.interfaces.algorithm import RunResult
 from rlframework.policy.policy import Policy
 from rlframework.runner import resume
 
+RAY_OF_ITS_OWN = {
+    "RAY_AUTH_MODE": "token",
+    "RAY_AUTH_TOKEN": "of-this-test",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_health_check_period_ms": "300",
+}
+"""Ray asks each machine every 3 s, and counts it as gone when five such questions fail one after the other. How long an
+answer may take is as always, so a slow machine is not taken for a lost one."""
 TWO = ("worker_group={name: processes, num_workers: 2}", "policy.batching.tokens=1024")
 """With one microbatch a step on each worker, the n-th call of the loss is in the n-th step."""
 
@@ -48,6 +56,18 @@ def options(out: Path, *more: str) -> list[str]:
     return [f"output_dir={out}", *steps, fast, *TWO, *more]
 
 
+@pytest.fixture(scope="module")
+def whole(make_config, tmp_path_factory) -> Path:
+    """The run that nothing happens to, once for all tests."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    (folder / "plan").mkdir()
+    loss = f"algorithm.loss={{name: 'probe_losses:Deadly', plan: {folder / 'plan'}}}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(Path(__file__).parent))  # where probe_losses lies
+        run(make_config(folder, "sft", *options(folder / "whole", loss)))
+    return folder / "whole"
+
+
 def rows(path: Path, name: str = "metrics.jsonl") -> list[dict]:
     return [json.loads(line) for line in (path / name).read_text().splitlines()]
 
@@ -68,12 +88,12 @@ def assert_same(left: Path, right: Path) -> None:
     assert [row["step"] for row in kept[1]] == [0, 1, 2, 3, 4, 5, 6]
 
 
-def test_a_killed_worker_is_replaced_and_the_weights_are_those_of_an_undisturbed_run(run_config, tmp_path, plan, capfd):
-    run(run_config("sft", *options(tmp_path / "whole", plan())))
-    assert not (tmp_path / "whole" / RESTARTS_FILE).exists()
-    capfd.readouterr()
+def test_a_killed_worker_is_replaced_and_the_weights_are_those_of_an_undisturbed_run(
+    run_config, tmp_path, whole, plan, capfd
+):
+    assert not (whole / RESTARTS_FILE).exists()
     result = run(run_config("sft", *options(tmp_path / "run", plan("1-4-kill"))))
-    assert_same(tmp_path / "whole", tmp_path / "run")
+    assert_same(whole, tmp_path / "run")
     assert result.metrics["step"] == 6
     [told] = rows(tmp_path / "run", RESTARTS_FILE)
     assert {key: told[key] for key in ("restart", "of", "from_step", "reached_step", "waited")} == {
@@ -90,15 +110,14 @@ def test_a_killed_worker_is_replaced_and_the_weights_are_those_of_an_undisturbed
     assert line in capfd.readouterr().err
     assert len(json.loads((tmp_path / "run" / "environment.json").read_text())["earlier"]) == 1
     assert len({row["step"] for row in rows(tmp_path / "run", "samples.jsonl")}) == len(
-        {row["step"] for row in rows(tmp_path / "whole", "samples.jsonl")}
+        {row["step"] for row in rows(whole, "samples.jsonl")}
     )
-    assert len(rows(tmp_path / "run", "samples.jsonl")) == len(rows(tmp_path / "whole", "samples.jsonl"))
+    assert len(rows(tmp_path / "run", "samples.jsonl")) == len(rows(whole, "samples.jsonl"))
 
 
-def test_without_a_checkpoint_it_begins_at_the_beginning(run_config, tmp_path, plan, capfd):
-    run(run_config("sft", *options(tmp_path / "whole", plan())))
+def test_without_a_checkpoint_it_begins_at_the_beginning(run_config, tmp_path, whole, plan, capfd):
     run(run_config("sft", *options(tmp_path / "run", plan("0-2-kill"), "checkpoints.every=0")))
-    assert_same(tmp_path / "whole", tmp_path / "run")
+    assert_same(whole, tmp_path / "run")
     errors = capfd.readouterr().err
     assert "note: fault_tolerance.max_restarts=2, but checkpoints.every=0, so that a restart begins at the" in errors
     assert "restart 1 of 2 from the beginning, as there is no checkpoint, in 0.01 s: " in errors
@@ -106,8 +125,7 @@ def test_without_a_checkpoint_it_begins_at_the_beginning(run_config, tmp_path, p
     assert (told["from_step"], told["reached_step"]) == (0, 1)
 
 
-def test_a_run_that_was_resumed_goes_on_from_where_it_was_resumed(run_config, tmp_path, plan):
-    run(run_config("sft", *options(tmp_path / "whole", plan())))
+def test_a_run_that_was_resumed_goes_on_from_where_it_was_resumed(run_config, tmp_path, whole, plan):
     run(
         run_config(
             "sft", *options(tmp_path / "run", plan()), "algorithm.num_steps=2", "algorithm.validation.at_end=false"
@@ -115,14 +133,13 @@ def test_a_run_that_was_resumed_goes_on_from_where_it_was_resumed(run_config, tm
     )
     plan("0-1-kill")
     resume(tmp_path / "run", ["algorithm.num_steps=6", "algorithm.validation.at_end=true"])
-    assert_same(tmp_path / "whole", tmp_path / "run")
+    assert_same(whole, tmp_path / "run")
     assert [told["from_step"] for told in rows(tmp_path / "run", RESTARTS_FILE)] == [2]
 
 
-def test_a_worker_that_hangs_after_a_step_is_lost(run_config, tmp_path, plan):
-    run(run_config("sft", *options(tmp_path / "whole", plan())))
+def test_a_worker_that_hangs_after_a_step_is_lost(run_config, tmp_path, whole, plan):
     run(run_config("sft", *options(tmp_path / "run", plan("1-4-hang")), "worker_group.deadlines.call=8"))
-    assert_same(tmp_path / "whole", tmp_path / "run")
+    assert_same(whole, tmp_path / "run")
     assert [told["error"].partition(":")[0] for told in rows(tmp_path / "run", RESTARTS_FILE)] == ["DeadlineExceeded"]
 
 
@@ -162,33 +179,31 @@ def test_a_run_that_is_told_to_stop_does_not_start_again(run_config, tmp_path, p
 @pytest.mark.timeout(400)
 @pytest.mark.xdist_group("ray")
 @pytest.mark.usefixtures("ray_session")
-def test_on_ray_too(run_config, tmp_path, plan):
-    run(run_config("sft", *options(tmp_path / "whole", plan())))
+def test_on_ray_too(run_config, tmp_path, whole, plan):
     run(run_config("sft", *options(tmp_path / "run", plan("1-4-kill")), "worker_group.name=ray"))
-    assert_same(tmp_path / "whole", tmp_path / "run")
+    assert_same(whole, tmp_path / "run")
     assert [told["from_step"] for told in rows(tmp_path / "run", RESTARTS_FILE)] == [2]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.xdist_group("ray")
-def test_a_machine_that_leaves_a_cluster_is_replaced_by_another(run_config, tmp_path, plan):
+def test_a_machine_that_leaves_a_cluster_is_replaced_by_another(run_config, tmp_path, whole, plan):
     """Three machines, two workers: the third machine takes the work of the one whose Ray is killed."""
-    run(run_config("sft", *options(tmp_path / "whole", plan())))
     ray = "worker_group={name: ray, num_workers: 2, workers_per_node: 1}"
     config = run_config("sft", *options(tmp_path / "run", plan("1-4-node")), ray, "policy.batching.tokens=1024")
     (tmp_path / "run.yaml").write_text(config_yaml(config))
     here = Path(__file__).parent
     done = subprocess.run(
         [sys.executable, str(here / "probe_run_on_cluster.py"), "3", str(tmp_path / "run.yaml")],
-        env=os.environ | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "of-this-test", "RAY_USAGE_STATS_ENABLED": "0"},
+        env=os.environ | RAY_OF_ITS_OWN,
         capture_output=True,
         text=True,
         timeout=500,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert_same(tmp_path / "whole", tmp_path / "run")
+    assert_same(whole, tmp_path / "run")
     told = rows(tmp_path / "run", RESTARTS_FILE)
     assert [(one["from_step"], one["reached_step"]) for one in told] == [(2, 3)]
 

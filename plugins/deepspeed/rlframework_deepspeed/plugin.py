@@ -1,21 +1,44 @@
-"""The entry point: the record of the backend `deepspeed`. Imports no torch."""
+"""The entry point: the record of the backend `deepspeed`. Imports no torch, no deepspeed."""
 
 from __future__ import annotations
 
 from rlframework.plugins.hookspec import hookimpl
-from rlframework.plugins.types import PolicyWorkerRecord
-from rlframework_deepspeed.config import DeepSpeedConfig, check
+from rlframework.plugins.types import Capability, PolicyWorkerRecord
+from rlframework_deepspeed.checks import check
+from rlframework_deepspeed.config import DeepSpeedConfig
 
 
 @hookimpl
 def rlframework_policy_workers() -> list[PolicyWorkerRecord]:
-    """`policy.backend: deepspeed`, which declares nothing, because it cannot do anything yet."""
+    """`policy.backend: deepspeed`."""
     return [
         PolicyWorkerRecord(
             name="deepspeed",
             target="rlframework_deepspeed.worker:DeepSpeedPolicyWorker",
-            summary="DeepSpeed (ZeRO): comes in a later release, cannot train yet",
+            summary="ZeRO 0 to 3 and AutoTP of DeepSpeed, for any causal LM of transformers",
             api_version=1,
+            capabilities=frozenset(
+                {
+                    Capability.DATA_PARALLEL,
+                    Capability.TENSOR_PARALLEL,
+                    Capability.CONTEXT_PARALLEL,
+                    Capability.DYNAMIC_BATCHING,
+                    Capability.PACKING,
+                    Capability.ACTIVATION_CHECKPOINTING,
+                    Capability.BFLOAT16,
+                    Capability.FLOAT16,
+                    Capability.REFERENCE_MODEL,
+                    Capability.SCORING,
+                    Capability.CPU_OFFLOAD,
+                    Capability.EMBEDDED_GENERATION,
+                    Capability.COLLECTIVE_REFIT,
+                    Capability.IPC_REFIT,
+                    Capability.LEARNED_POSITIONS,
+                    Capability.PORTABLE_OPTIMIZER_STATE,
+                    Capability.LORA,
+                    Capability.SHARDED_CHECKPOINTS,
+                }
+            ),
             config_model=DeepSpeedConfig,
             check=check,
         )

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
-from pathlib import Path
 from shutil import which
 from typing import Any, Literal
 
@@ -14,6 +12,7 @@ from pydantic import Field, PositiveInt
 
 from rlframework.config.base import Section
 from rlframework.config.sections import RunConfig
+from rlframework.plugins.model_checks import indivisible, lora_problems, model_config
 from rlframework.plugins.types import Problem
 from rlframework.policy.file_names import KINDS
 
@@ -40,13 +39,6 @@ class DTensorConfig(Section):
 
 COMPILERS = ("c++", "g++", "clang++")
 """What torch.compile looks for on a CPU, unless CXX names one."""
-
-DIVIDED = {
-    "num_attention_heads": "attention heads",
-    "num_key_value_heads": "key-value heads",
-    "intermediate_size": "units of the MLP",
-}
-"""What of a model tensor parallelism deals out, by the names of its configuration."""
 
 
 def check(config: RunConfig, device: str) -> list[Problem]:
@@ -82,7 +74,7 @@ def _layout_problems(config: RunConfig, section: DTensorConfig) -> Iterator[Prob
         yield Problem("policy.dtensor.replicate", message, "Set it to 1, or to a divisor.")
     yield from _experts_problems(config)
     if parallelism.tensor > 1:
-        found = indivisible(_model_config(config.policy.model_name), parallelism.tensor)
+        found = indivisible(model_config(config.policy.model_name), parallelism.tensor)
         if found:
             yield Problem("policy.parallelism.tensor", f"{found}.", "Choose a divisor.")
         return
@@ -95,7 +87,7 @@ def _layout_problems(config: RunConfig, section: DTensorConfig) -> Iterator[Prob
 
 
 def _experts_problems(config: RunConfig) -> Iterator[Problem]:
-    policy, model = config.policy, _model_config(config.policy.model_name)
+    policy, model = config.policy, model_config(config.policy.model_name)
     expert, key = policy.parallelism.expert, "policy.parallelism.expert"
     if expert > 1:
         section = getattr(policy, "dtensor", None) or DTensorConfig()
@@ -161,34 +153,6 @@ def _compile_problems(config: RunConfig, section: DTensorConfig, device: str) ->
 
 
 def _lora_problems(config: RunConfig, section: DTensorConfig) -> Iterator[Problem]:
-    policy = config.policy
-    if policy.lora is None:
-        return
-    if not policy.lora.target_modules:
-        message = "there are no layers to put adapters around."
-        yield Problem("policy.lora.target_modules", message, "Name some, or take the section out.")
-    if policy.head == "score":
-        yield Problem("policy.lora", "a reward model is not trained.", "Take the section out.")
-    if section.compile:  # not proven yet
+    yield from lora_problems(config)
+    if config.policy.lora is not None and section.compile:  # not proven yet
         yield Problem("policy.dtensor.compile", "blocks with adapters are not compiled so far.", "Set it to false.")
-    if config.checkpoints.format == "sharded":
-        message = "adapters are small, and are saved in the portable form only."
-        yield Problem("checkpoints.format", message, "Set it to portable.")
-
-
-def indivisible(model: Mapping[str, Any], tensor: int) -> str | None:
-    """What of a model, as its configuration says, `tensor` workers cannot share; None where they can."""
-    for name, what in DIVIDED.items():
-        size = model.get(name)
-        if isinstance(size, int) and size % tensor:
-            return f"the model has {size} {what}, which policy.parallelism.tensor={tensor} does not divide"
-    return None
-
-
-def _model_config(model_name: str) -> dict[str, Any]:
-    """The config.json of a model directory; nothing for a name on the hub, which the workers look at."""
-    try:
-        found = json.loads((Path(model_name) / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # told by whoever reads the model
-        return {}
-    return found if isinstance(found, dict) else {}

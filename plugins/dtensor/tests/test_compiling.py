@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from rlframework.algorithms.losses import NLLLoss
-from rlframework.conformance import PolicyWorkerSuite
+from rlframework.conformance import PolicyWorkerSuite, cases
 from rlframework.conformance.layouts import Layout
+from rlframework.conformance.oracle import Oracle
+from rlframework.data.models import make_llama
 from rlframework.plugins.manager import create_manager
 from rlframework_dtensor.config import COMPILERS
 from rlframework_dtensor.worker import DTensorPolicyWorker
@@ -24,12 +26,20 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize(("mode", "checkpointing"), [("padded", False), ("packed", True)])
-@pytest.mark.parametrize("model_path", [True], indirect=True, ids=["tied"])
-def test_a_compiled_step_is_that_of_the_oracle(model_path, tokenizer, oracle, batches, mode, checkpointing):
+def llama(path, layers, *, tied):
+    """A random Llama with grouped heads at `path`, and its tokenizer."""
+    tokenizer = cases.tokenizer()
+    sizes = {"hidden": 32, "intermediate": 64, "layers": layers, "heads": 4, "kv_heads": 2}
+    return make_llama(path, tokenizer, **sizes, tied=tied, init_std=0.2), tokenizer
+
+
+@pytest.mark.parametrize(("layers", "mode", "checkpointing"), [(2, "padded", False), (1, "packed", True)])
+def test_a_compiled_step_is_that_of_the_oracle(tmp_path, batches, layers, mode, checkpointing):
+    """Blocks are compiled one by one: that there may be several is shown once, as compiling takes the time."""
+    model, tokenizer = llama(tmp_path / "model", layers, tied=True)
     worker = DTensorPolicyWorker(
         {
-            "model_name": str(model_path),
+            "model_name": str(model),
             "train_global_batch_size": 8,
             "batching": {"mode": mode, "tokens": 40},
             "activation_checkpointing": checkpointing,
@@ -38,7 +48,7 @@ def test_a_compiled_step_is_that_of_the_oracle(model_path, tokenizer, oracle, ba
         tokenizer,
         backend_config={"compile": True},
     )
-    plain = oracle(lr=1e-4)
+    plain = Oracle(model, lr=1e-4)
     compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     for batch in batches(3):
         torch.testing.assert_close(worker.get_logprobs(batch)["logprobs"], plain.logprobs(batch), rtol=1e-5, atol=1e-5)
@@ -50,13 +60,15 @@ def test_a_compiled_step_is_that_of_the_oracle(model_path, tokenizer, oracle, ba
 
 
 def test_compiled_parts_of_a_sequence_are_those_of_the_oracle(tmp_path):
-    """Two workers with half of each sequence, FSDP around the compiled blocks; each compiles for itself."""
+    """Two workers with half of each sequence, FSDP around the compiled block; each compiles for itself."""
     manager = create_manager()
     record = manager.select("policy_worker", "dtensor").record
     where = {"manager": manager, "device": "cpu", "folder": tmp_path / "run", "models": tmp_path / "models"}
     (tmp_path / "run").mkdir()
     bench = PolicyWorkerSuite.open_bench(record, Layout(context=2), **where)
     bench.contract, bench.section = 2, {"compile": True}
+    model, _ = llama(tmp_path / "models" / "untied", 1, tied=False)
+    assert bench.model("untied") == model  # the bench takes what is there
     try:
         deadlines = {"start": 120.0, "call": 300.0, "shutdown": 20.0}
         batching = {"mode": "packed", "tokens": 30}

@@ -224,25 +224,26 @@ import test_multimodal as tests
 from rlframework.algorithms.losses import NLLLoss
 from rlframework.interfaces.worker_group import WorkerContext
 
-folder, family = Path(sys.argv[1]), sys.argv[2]
+folder, families = Path(sys.argv[1]), sys.argv[2].split(",")
 rank = 0 if os.fork() else 1
 dist.init_process_group(
     "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=30)
 )
 context = WorkerContext(rank=rank, world_size=2, local_rank=rank)
-config = {"model_name": str(folder / family), "train_global_batch_size": 8, "optimizer": {"lr": 1e-3}}
-found = {}
-for mode, size in (("padded", 2), ("dynamic", 0)):
-    batching = {"mode": mode, "tokens": 40}
-    keys = {"batching": batching, "train_micro_batch_size": size or 1, "logprob_batch_size": 2}
-    worker = tests.Recorder(config | keys, tests.TOKENIZER, context=context, init_reference_model=False)
-    for name in (*tests.CASES, *tests.UNCOUNTED):
-        shard = tests.batch_of(family, name).slice(4 * rank, 4 * rank + 4)
-        logprobs = worker.get_logprobs(shard)["logprobs"]
-        loss = worker.train(shard, NLLLoss())["global_loss"].item()
-        found[f"{name}, {mode} {size}"] = logprobs, loss, worker.gradients
-    worker.shutdown()
-torch.save(found, folder / f"{rank}.pt")
+for family in families:
+    config = {"model_name": str(folder / family), "train_global_batch_size": 8, "optimizer": {"lr": 1e-3}}
+    found = {}
+    for mode, size in (("padded", 2), ("dynamic", 0)):
+        batching = {"mode": mode, "tokens": 40}
+        keys = {"batching": batching, "train_micro_batch_size": size or 1, "logprob_batch_size": 2}
+        worker = tests.Recorder(config | keys, tests.TOKENIZER, context=context, init_reference_model=False)
+        for name in (*tests.CASES, *tests.UNCOUNTED):
+            shard = tests.batch_of(family, name).slice(4 * rank, 4 * rank + 4)
+            logprobs = worker.get_logprobs(shard)["logprobs"]
+            loss = worker.train(shard, NLLLoss())["global_loss"].item()
+            found[f"{name}, {mode} {size}"] = logprobs, loss, worker.gradients
+        worker.shutdown()
+    torch.save(found, folder / f"{family}-{rank}.pt")
 dist.barrier()
 dist.destroy_process_group()
 if rank == 0:
@@ -258,11 +259,21 @@ def batch_of(family: str, name: str) -> BatchedDataDict[Any]:
 
 
 @pytest.fixture(scope="module")
-def ranks(family, path):
-    command = [sys.executable, "-c", RANKS, str(path.parent), family, str(Path(__file__).parent), FIXTURES]
+def ran(tmp_path_factory):
+    """The folder with what the two ranks found, after one start of them for all families."""
+    folder = tmp_path_factory.mktemp("ranks")
+    for family in tiny_vlms.FAMILIES:
+        save(family, folder)
+    families = ",".join(tiny_vlms.FAMILIES)
+    command = [sys.executable, "-c", RANKS, str(folder), families, str(Path(__file__).parent), FIXTURES]
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
-    return [torch.load(path.parent / f"{rank}.pt") for rank in range(2)]
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ranks(family, ran):
+    return [torch.load(ran / f"{family}-{rank}.pt") for rank in range(2)]
 
 
 @pytest.mark.slow

@@ -3,19 +3,39 @@
 from __future__ import annotations
 
 from rlframework.plugins.hookspec import hookimpl
-from rlframework.plugins.types import PolicyWorkerRecord
+from rlframework.plugins.types import Capability, PolicyWorkerRecord
 from rlframework_megatron.config import MegatronConfig, check
 
 
 @hookimpl
 def rlframework_policy_workers() -> list[PolicyWorkerRecord]:
-    """`policy.backend: megatron`, which declares nothing, because it cannot do anything yet."""
+    """`policy.backend: megatron`."""
     return [
         PolicyWorkerRecord(
             name="megatron",
             target="rlframework_megatron.worker:MegatronPolicyWorker",
-            summary="Megatron-core: comes in a later release, cannot train yet",
+            summary="megatron-core: tensor, pipeline, context and expert parallelism, for Llama and Qwen models",
             api_version=1,
+            capabilities=frozenset(
+                {
+                    Capability.DATA_PARALLEL,
+                    Capability.TENSOR_PARALLEL,
+                    Capability.SEQUENCE_PARALLEL,
+                    Capability.CONTEXT_PARALLEL,
+                    Capability.PIPELINE_PARALLEL,
+                    Capability.EXPERT_PARALLEL,
+                    Capability.DYNAMIC_BATCHING,
+                    Capability.PACKING,
+                    Capability.ACTIVATION_CHECKPOINTING,
+                    Capability.BFLOAT16,
+                    Capability.REFERENCE_MODEL,
+                    Capability.EMBEDDED_GENERATION,
+                    Capability.COLLECTIVE_REFIT,
+                    Capability.IPC_REFIT,
+                    Capability.PORTABLE_OPTIMIZER_STATE,
+                    Capability.SHARDED_CHECKPOINTS,
+                }
+            ),
             config_model=MegatronConfig,
             check=check,
         )

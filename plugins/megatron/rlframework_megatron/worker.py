@@ -1,17 +1,167 @@
-"""The worker of the megatron backend: it refuses to be made, and says that it comes in a later release."""
+"""The training engine on megatron-core, on GPU, and on CPU over gloo for development and tests.
+
+Supplies the primitives of `rlframework.policy.engine.Engine`: here the step, in `held` the weights and moments. Tensor,
+sequence, pipeline and data parallelism are megatron-core's; its schedules own the loop over microbatches.
+"""
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
 
-from rlframework.errors import NotSupported
-from rlframework.interfaces.policy_worker import PolicyWorker
-from rlframework_megatron.config import INSTEAD, NOT_YET
+from rlframework.errors import ConfigError, DataError
+from rlframework.interfaces.data_processor import Microbatch, MicrobatchRule
+from rlframework.models.files import weights_folder
+from rlframework.models.loading import load_config
+from rlframework.plugins.model_checks import indivisible
+from rlframework.policy.engine import Step, StepResult
+from rlframework.policy.head import HeadRequest
+from rlframework.policy.spans import span
+from rlframework.policy.worker_base import PolicyWorkerBase
+from rlframework_megatron import cpu
+from rlframework_megatron.config import MegatronConfig
+from rlframework_megatron.gathering import Groups as GatheringGroups
+from rlframework_megatron.gathering import place_here
+from rlframework_megatron.held import Held, load_from_folder
+from rlframework_megatron.model import build_chunks
+from rlframework_megatron.optimizer import Optimizer, reduced
+from rlframework_megatron.parallel import Groups, Sizes
+from rlframework_megatron.routing import MegatronRouterLoss
+from rlframework_megatron.schedule import Schedule
+from rlframework_megatron.settings import require_experts, require_same_function
+from rlframework_megatron.upstream import quiet
+from rlframework_megatron.weights import Holding
+
+STEP = "forward_backward"
+"""The schedule's forwards and backwards in a profile: they are interleaved."""
 
 
-class MegatronPolicyWorker(PolicyWorker):
-    """Not written yet: making one raises `NotSupported`."""
+class MegatronPolicyWorker(Held, PolicyWorkerBase):
+    """One rank of a model under megatron-core. Constructor arguments: see `PolicyWorkerBase`."""
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise `NotSupported`, before Python complains about the methods that are missing."""
-        raise NotSupported(f"{NOT_YET} {INSTEAD}")
+    backend_config: MegatronConfig
+    backend_config_model = MegatronConfig
+
+    def build(self, *, init_optimizer: bool) -> None:
+        """See `Engine.build`."""
+        self._groups: Groups | None = None
+        self._optimizer: Optimizer | None = None
+        self._router_loss: MegatronRouterLoss | None = None
+        self._model_config = load_config(self.config)
+        require_same_function(self._model_config)
+        _require_vocabulary(self._model_config, self.tokenizer)
+        folder = weights_folder(self.config.model_name)
+        if folder is None:
+            raise DataError(
+                f"policy.model_name={self.config.model_name!r} has no model*.safetensors, which is what the megatron "
+                "backend reads; save it with save_pretrained of transformers"
+            )
+        sizes = Sizes.of(self.context.world_size, self.config.parallelism, self.backend_config.virtual_pipeline)
+        if (problem := indivisible(self._model_config.to_dict(), sizes.tensor)) is not None:
+            raise ConfigError(f"{problem}; choose a divisor")
+        require_experts(self._model_config, sizes, router_loss=self.config.router_aux_loss_coef > 0)
+        self._groups = Groups(self.context, self.device, sizes)
+        try:
+            self._fill(folder, self._groups, init_optimizer=init_optimizer)
+        except BaseException:
+            self.close()
+            raise
+
+    def _fill(self, folder: Path, groups: Groups, *, init_optimizer: bool) -> None:
+        """Make this rank's part of the model and its optimizer, and read its weights."""
+        place = place_here()
+        with self._megatron():
+            self.chunks = build_chunks(self._model_config, self.config, self.backend_config, groups, place)
+            self._models = reduced(self.chunks, self.backend_config) if init_optimizer else list(self.chunks)
+            if init_optimizer:
+                self._optimizer = Optimizer(self._models, self.config, self.backend_config)
+        inner = None if self._optimizer is None else self._optimizer.inner
+        self._holding = Holding(self._model_config, place, self.chunks, GatheringGroups.current(self.device), inner)
+        load_from_folder(self._holding, folder)
+        if self.config.router_aux_loss_coef > 0:
+            self._router_loss = MegatronRouterLoss(self.chunks[0], groups.data)
+        self._schedule = Schedule(self.chunks, self._models, groups)
+
+    @contextmanager
+    def _megatron(self) -> Iterator[None]:
+        """Around every use of megatron-core."""
+        with quiet(), cpu.on(self.device):
+            yield
+
+    def forward_backward(
+        self, microbatches: Sequence[Microbatch], head: HeadRequest, step: Step, *, forward_only: bool
+    ) -> list[StepResult]:
+        """See `Engine.forward_backward`."""
+        with self._megatron(), span(STEP):
+            for model in self._models:
+                model.train(not forward_only)
+            if self._optimizer is not None and not forward_only:
+                self._optimizer.forget()
+                if self._router_loss is not None:
+                    step = self._with_router_loss(step, microbatches, head, self._router_loss)
+            return self._schedule.run(microbatches, head, step, forward_only=forward_only)
+
+    def _with_router_loss(
+        self, step: Step, microbatches: Sequence[Microbatch], head: HeadRequest, routers: MegatronRouterLoss
+    ) -> Step:
+        def forward(microbatch: Microbatch) -> None:
+            self._schedule.run([microbatch], head, lambda output, _: StepResult(), forward_only=True)
+
+        return routers.added_to(step, microbatches, forward, self.config.router_aux_loss_coef)
+
+    def clip_and_step(self, max_grad_norm: float | None, lr: float) -> tuple[float, bool]:
+        """See `Engine.clip_and_step`."""
+        assert self._optimizer is not None
+        with self._megatron():
+            return self._optimizer.clip_and_step(max_grad_norm, lr)
+
+    def _settle(self) -> None:
+        if self._optimizer is not None:
+            with self._megatron():
+                self._optimizer.settle()
+
+    def microbatch_rule(self) -> MicrobatchRule:
+        """See `Engine.microbatch_rule`."""
+        return self._schedule.rule()
+
+    def preferred_batching(self) -> str:
+        """See `Engine.preferred_batching`; nothing has been measured yet."""
+        return "dynamic"
+
+    def preferred_tokens(self) -> int:
+        """See `Engine.preferred_tokens`: on a CPU what stays in its caches is faster than what is large."""
+        return 1024 if self.device.type == "cpu" else super().preferred_tokens()
+
+    def get_info(self) -> dict[str, Any]:
+        """See `PolicyWorker.get_info`."""
+        info = super().get_info()
+        return info | {"versions": {**info["versions"], "megatron-core": version("megatron-core")}}
+
+    def data_parallel_group(self) -> Any:
+        """See `Engine.data_parallel_group`."""
+        return self._groups.data if self._groups is not None else None
+
+    def data_parallel_size(self) -> int:
+        """See `Engine.data_parallel_size`."""
+        return self._groups.sizes.data if self._groups is not None else 1
+
+    def close(self) -> None:
+        """See `Engine.close`."""
+        self._optimizer = self._router_loss = None
+        for name in ("chunks", "_models", "_holding", "_schedule"):  # they all hold the model
+            self.__dict__.pop(name, None)
+        if self._groups is not None:
+            self._groups = None
+            Groups.leave()
+
+
+def _require_vocabulary(model_config: Any, tokenizer: Any) -> None:
+    """A `DataError` when `tokenizer` has tokens that the model has no embedding for."""
+    if len(tokenizer) > model_config.vocab_size:
+        raise DataError(
+            f"the tokenizer has {len(tokenizer)} tokens and the model embeddings for {model_config.vocab_size}: they "
+            "do not belong together; check policy.tokenizer_name"
+        )

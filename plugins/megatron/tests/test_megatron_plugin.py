@@ -1,47 +1,113 @@
-"""The megatron backend registers its name, and whoever chooses it hears plainly that it comes later."""
+"""The record of the megatron backend and its check, without torch."""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+
 import pytest
+from pydantic import ValidationError, create_model
 
 from rlframework.config.policy import PolicyConfig
 from rlframework.config.sections import AlgorithmConfig, EnvironmentConfig, RunConfig
-from rlframework.errors import NotSupported
 from rlframework.plugins.check import check_config
 from rlframework.plugins.manager import create_manager
+from rlframework_megatron.config import MegatronConfig
+
+PolicyWithMegatron = create_model(
+    "PolicyWithMegatron", __base__=PolicyConfig, megatron=(MegatronConfig, MegatronConfig())
+)
+LLAMA = {
+    "model_type": "llama",
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+}
+MIXTURE = LLAMA | {"model_type": "qwen3_moe", "num_experts": 4}
 
 
 @pytest.fixture
-def manager(monkeypatch):
+def registered(monkeypatch):
     monkeypatch.delenv("RLFRAMEWORK_DISABLE_PLUGINS", raising=False)
-    return create_manager(["rlframework_megatron.plugin"])
+    return create_manager(["rlframework_megatron.plugin"]).select("policy_worker", "megatron")
 
 
-def test_it_declares_nothing_and_says_so(manager):
-    record = manager.select("policy_worker", "megatron").record
-    assert record.capabilities == frozenset()
-    assert "comes in a later release" in record.summary
+@pytest.fixture
+def problems_of(registered, tmp_path):
+    """`problems_of(model, workers, **policy)`: what is wrong with a configuration, as keys and messages."""
 
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_choosing_it_fails_before_a_process_starts(manager, device):
-    config = RunConfig(
-        algorithm=AlgorithmConfig(name="a"),
-        policy=PolicyConfig(model_name="m", backend="megatron"),
-        environment=EnvironmentConfig(name="e"),
-    )
-    problems = check_config(config, manager.select("policy_worker", "megatron"), device)
-    assert [(problem.key, problem.message, problem.hint) for problem in problems] == [
-        (
-            "policy.backend",
-            "The megatron backend comes in a later release: this one only registers its name.",
-            "Set policy.backend to dtensor.",
+    def problems(model=LLAMA, workers=1, **policy):
+        (tmp_path / "config.json").write_text(json.dumps(model))
+        config = RunConfig(
+            algorithm=AlgorithmConfig(name="a"),
+            worker_group={"num_workers": workers},
+            policy=PolicyWithMegatron.model_validate({"model_name": str(tmp_path), "backend": "megatron", **policy}),
+            environment=EnvironmentConfig(name="e"),
         )
-    ]
+        return [(problem.key, problem.message) for problem in check_config(config, registered, "cpu")]
+
+    return problems
 
 
-@pytest.mark.parametrize("arguments", [{}, {"config": {}, "context": None}])
-def test_making_its_worker_is_refused(manager, arguments):
-    worker = manager.load(manager.select("policy_worker", "megatron").record)
-    with pytest.raises(NotSupported, match="megatron backend comes in a later release"):
-        worker(**arguments)
+def test_the_record_names_the_worker_and_the_section(registered):
+    assert registered.record.target == "rlframework_megatron.worker:MegatronPolicyWorker"
+    assert registered.record.config_model is MegatronConfig
+    assert registered.record.api_version == 1
+
+
+def test_the_plugin_imports_neither_torch_nor_megatron():
+    found = "import sys, rlframework_megatron.plugin; print({'torch', 'megatron'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", found], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+def test_configurations_that_it_can_do_have_no_problems(problems_of):
+    assert problems_of() == []
+    assert problems_of(workers=4, parallelism={"tensor": 2, "pipeline": 2, "sequence": True}) == []
+    assert problems_of(workers=2, parallelism={"pipeline": 2}, megatron={"virtual_pipeline": 2}) == []
+    overlapped = {"distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
+    assert problems_of(workers=2, megatron=overlapped, precision="bfloat16") == []
+    assert problems_of(MIXTURE, workers=2, parallelism={"expert": 2}, router_aux_loss_coef=0.1) == []
+
+
+@pytest.mark.parametrize(
+    ("model", "workers", "policy", "key", "says"),
+    [
+        (LLAMA, 4, {"parallelism": {"tensor": 4}}, "policy.parallelism.tensor", "2 key-value heads"),
+        (LLAMA, 3, {"parallelism": {"pipeline": 3}}, "policy.parallelism.pipeline", "4 layers"),
+        (
+            LLAMA,
+            2,
+            {"parallelism": {"pipeline": 2}, "megatron": {"virtual_pipeline": 3}},
+            "policy.megatron.virtual_pipeline",
+            "2 stages of 3 parts",
+        ),
+        (LLAMA, 1, {"megatron": {"virtual_pipeline": 2}}, "policy.megatron.virtual_pipeline", "need a pipeline"),
+        (LLAMA, 1, {"parallelism": {"sequence": True}}, "policy.parallelism.sequence", "goes with tensor"),
+        (LLAMA, 2, {"parallelism": {"expert": 2}}, "policy.parallelism.expert", "no experts"),
+        (LLAMA, 1, {"router_aux_loss_coef": 0.1}, "policy.router_aux_loss_coef", "no experts"),
+        (MIXTURE | {"num_experts": 3}, 2, {"parallelism": {"expert": 2}}, "policy.parallelism.expert", "3 experts"),
+        (MIXTURE, 3, {"parallelism": {"expert": 2}}, "policy.parallelism.expert", "3 workers"),
+        (MIXTURE, 2, {"parallelism": {"tensor": 2}}, "policy.parallelism.tensor", "not been proven"),
+        (MIXTURE, 2, {"parallelism": {"pipeline": 2}}, "policy.parallelism.pipeline", "not been proven"),
+        (
+            LLAMA,
+            2,
+            {"megatron": {"overlap_param_gather": True}},
+            "policy.megatron.overlap_param_gather",
+            "distributed optimizer",
+        ),
+        (LLAMA | {"model_type": "gpt2"}, 1, {}, "policy.model_name", "no conversion of 'gpt2'"),
+    ],
+)
+def test_what_it_cannot_do_is_told_before_a_process_starts(problems_of, model, workers, policy, key, says):
+    found = problems_of(model, workers, **policy)
+    assert [at for at, _ in found] == [key]
+    assert says in found[0][1]
+
+
+def test_unknown_keys_of_its_section_are_refused():
+    with pytest.raises(ValidationError, match="distributed_optimiser"):
+        MegatronConfig.model_validate({"distributed_optimiser": True})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from rlframework.conformance.parity.compare import Outcome, Subject, examine
 from rlframework.conformance.parity.exam import LOSSES, Exam, made_exam
 from rlframework.conformance.parity.recorded import RecordedStep, read_step
 from rlframework.conformance.parity.replay import against_run, exam_of, run_outcome, run_subject
+from rlframework.conformance.sections import parse_section, section_of
 from rlframework.data.models import model_sizes
 from rlframework.data.tokenizer import load_tokenizer
 from rlframework.errors import ConfigError
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 
 KIND = "policy_worker"
 MODES = ("padded", "dynamic", "packed")
+KEYS = re.compile(r"/(?=[\w.]+=)")
+"""What stands before each key of a word; a slash within a value is none."""
 PRECISIONS: tuple[str, ...] = get_args(PolicyConfig.model_fields["precision"].annotation)
 
 
@@ -45,7 +49,7 @@ def parity(
     json_file: str | None = None,
     manager: PluginManager | None = None,
 ) -> int:
-    """Compare the backends that `words` name, `BACKEND[:LAYOUT]`, with the oracle; print it; the exit code.
+    """Compare the backends that `words` name, `BACKEND[:LAYOUT][/KEY=VALUE]...`, with the oracle; the exit code.
 
     No words: every policy worker that is installed. What cannot be made is told, and the others go on; it makes the
     command fail where it was named. `model`: a directory; none: a tiny model made here. `modes`: of `policy.batching`;
@@ -72,18 +76,18 @@ def _examined(
     exams: Sequence[Exam], subjects: Sequence[tuple[Subject, bool]], manager: PluginManager, folder: Path
 ) -> Iterator[Outcome]:
     """Each subject in each exam; a backend that cannot be made in fp32 is told once a layout."""
-    absent: set[tuple[str, Layout, str]] = set()
+    absent: set[tuple[str, str, str]] = set()
     for subject, named in subjects:
         unmade: set[str] = set()
         for exam in exams:
-            if exam.variant in unmade or (subject.backend, subject.layout, exam.variant) in absent:
+            if exam.variant in unmade or (subject.backend, subject.how, exam.variant) in absent:
                 continue
             outcome = _told(examine(exam, subject, manager=manager, folder=folder, named=named))
             yield outcome
             if not outcome.made:
                 unmade.add(exam.variant)
                 if subject.precision == "float32":
-                    absent.add((subject.backend, subject.layout, exam.variant))
+                    absent.add((subject.backend, subject.how, exam.variant))
 
 
 def replay(
@@ -155,17 +159,20 @@ def _subjects(
     words: Sequence[str], precisions: Sequence[str], device: str, manager: PluginManager, *, quick: bool
 ) -> list[tuple[Subject, bool]]:
     """Who is compared, and whether somebody named it. `quick`: a layout of two too, where none is named."""
-    found: list[tuple[str, Layout, bool]] = []
+    found: list[tuple[str, Layout, tuple[str, ...], bool]] = []
     for word in words or manager.registered(KIND):
-        name, colon, text = word.partition(":")
+        place, *keys = KEYS.split(word)
+        name, colon, text = place.partition(":")
         record = manager.select(KIND, name).record
         if colon and not text:
             raise ConfigError(f"{word!r} names no layout after the colon: write dtensor, or dtensor:data=2")
+        if keys:
+            section_of(record, parse_section(keys))
         layouts = [Layout.parse(text)] if colon else (quick_layouts(record) if quick else [Layout()])
-        found += [(name, layout, bool(words)) for layout in layouts]
+        found += [(name, layout, tuple(keys), bool(words)) for layout in layouts]
     return [
-        (Subject(name, layout, precision, device), named)
-        for name, layout, named in dict.fromkeys(found)
+        (Subject(name, layout, precision, device, keys=keys), named)
+        for name, layout, keys, named in dict.fromkeys(found)
         for precision in precisions
     ]
 

@@ -22,6 +22,7 @@ from rlframework.conformance.layouts import Layout
 from rlframework.conformance.measure import Measurement
 from rlframework.conformance.parity.update import says_something
 from rlframework.conformance.policies import DEADLINES, InspectedPolicy, run_config, weights_of
+from rlframework.conformance.sections import merged, parse_section
 from rlframework.data.tokenizer import load_tokenizer
 from rlframework.errors import RLFrameworkError, UserError
 
@@ -48,17 +49,26 @@ Steps = Sequence[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Subject:
-    """A backend in a layout, a precision and on a device. `mutant`: one of the suite's, to try parity itself."""
+    """A backend in a layout, a precision and on a device. `mutant`: one of the suite's, to try parity itself.
+
+    `keys`: of the backend's own section, as words that `parse_section` reads.
+    """
 
     backend: str
     layout: Layout = field(default_factory=Layout)
     precision: str = "float32"
     device: str = "cpu"
     mutant: str | None = None
+    keys: tuple[str, ...] = ()
+
+    @property
+    def how(self) -> str:
+        """The layout, and the keys behind it, as on the command line."""
+        return "/".join((str(self.layout), *self.keys))
 
     def __str__(self) -> str:
         mutant = f" as mutant {self.mutant}" if self.mutant else ""
-        return f"{self.backend}:{self.layout} {self.precision}{mutant}"
+        return f"{self.backend}:{self.how} {self.precision}{mutant}"
 
 
 @dataclass(frozen=True)
@@ -154,9 +164,9 @@ def _parting(exam: Exam, subject: Subject, manager: PluginManager, folder: Path)
 @contextmanager
 def opened(exam: Exam, subject: Subject, manager: PluginManager) -> Iterator[InspectedPolicy]:
     """The policy of `subject`, on the exam's model with a fresh optimizer."""
-    section = exam.sections.get(subject.backend)
+    section = merged(exam.sections.get(subject.backend, {}), parse_section(subject.keys))
     settings = {
-        **({} if section is None else {subject.backend: section}),
+        **({subject.backend: section} if section else {}),
         "train_global_batch_size": exam.batches[0].size,
         "max_grad_norm": exam.max_grad_norm,
         **exam.settings,

@@ -14,6 +14,7 @@ from rlframework.conformance.contracts import BF16, FP32, TENSOR_AFTER_20_STEPS,
 from rlframework.conformance.parity import update
 from rlframework.conformance.parity.compare import AFTER_STEPS, UPDATE, WEIGHTS
 from rlframework.conformance.report import machine, plain
+from rlframework.conformance.sections import parse_section
 from rlframework.files import write_atomically
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def _cells(outcome: Outcome) -> tuple[str, ...]:
     worst = outcome.measurements.get("tensor")
     tensor = "" if worst is None else f"{_figure(outcome, 'tensor')} {worst.quantity}"
     exam = outcome.exam if outcome.made else "-"
-    return (name, str(subject.layout), subject.precision, exam, *figures, tensor, outcome.verdict)
+    return (name, subject.how, subject.precision, exam, *figures, tensor, outcome.verdict)
 
 
 def _figure(outcome: Outcome, quantity: str) -> str:
@@ -133,6 +134,7 @@ def _outcome_json(outcome: Outcome) -> dict[str, Any]:
     return {
         "backend": subject.backend,
         "layout": str(subject.layout),
+        "section": parse_section(subject.keys),
         "precision": subject.precision,
         "device": subject.device,
         "loss": outcome.exam,

@@ -2,7 +2,7 @@
 
 Two transports, the same for every backend, on `Engine.weight_specs` and `Engine.gather_weights`:
 
-- IPC (`sharing`): memory that a process of the same machine, or on the same GPU, reads where it is;
+- IPC (`sharing`): memory that processes of one machine, or on one GPU, share: the engine's own, or the trainer's;
 - collective (`collective`): broadcasts in a process group of trainer rank 0 and the receivers (gloo or NCCL).
 
 `worker.Refitting` is the trainer's side, `receiving.ReceivesWeights` that of an engine, `rlframework.generation.refit`

@@ -14,6 +14,10 @@ CPU_GROUP, GPU_GROUP = 32 << 20, 1 << 30
 """Bytes of a group where the configuration does not say: on a CPU what stays in its caches between the two copies."""
 
 
+OFFERED_GROUP = 128 << 20
+"""The same where weights are written to their place at once: nothing is kept, and each group costs some calls."""
+
+
 def free_bytes(device: torch.device) -> float:
     """Bytes that a group of weights may have on `device`, of which there are `BUFFERS` at a time."""
     if device.type == "cuda":

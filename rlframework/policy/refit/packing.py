@@ -90,10 +90,14 @@ def layout_checksum(info: Info) -> int:
 
 @torch.no_grad()
 def put(raw: Tensor, weight: Tensor, dtype: torch.dtype) -> int:
-    """Write `weight` as `dtype` into the bytes `raw`; the checksum of what lies there then."""
+    """Write `weight` as `dtype` into the bytes `raw`; the checksum of `weight` as `dtype`.
+
+    Of the weight itself, where nothing has to be rounded on the CPU: whether it lies in `raw` as it is, is for whoever
+    reads it there to find out.
+    """
     flat = weight.detach().reshape(-1)
     if raw.is_cpu and flat.is_cpu and flat.dtype == dtype:
-        return copy_bytes(raw, flat.view(torch.uint8))
+        return copy_bytes(raw, flat.view(torch.uint8), of_source=True)
     if not raw.is_cpu:
         raw.view(dtype).copy_(flat)
         return checksum(raw)
@@ -107,21 +111,23 @@ def put(raw: Tensor, weight: Tensor, dtype: torch.dtype) -> int:
 
 @torch.no_grad()
 def take(raw: Tensor, target: Tensor) -> int:
-    """Copy the bytes `raw` into the contiguous tensor `target`; the checksum of what arrived."""
+    """Copy the bytes `raw` into the contiguous tensor `target`, unless they lie there; the checksum of what arrived."""
     flat = target.detach().view(-1).view(torch.uint8)
+    if raw.data_ptr() == flat.data_ptr():
+        return checksum(flat)
     if raw.is_cpu and flat.is_cpu:
         return copy_bytes(flat, raw)
     flat.copy_(raw)
     return checksum(flat if raw.device == flat.device else raw)
 
 
-def copy_bytes(target: Tensor, source: Tensor) -> int:
-    """Copy uint8 to uint8 on the CPU; the checksum of `target` afterwards."""
+def copy_bytes(target: Tensor, source: Tensor, of_source: bool = False) -> int:
+    """Copy uint8 to uint8 on the CPU; the checksum of `target` afterwards, or of `source`."""
     left, right, digest = target.numpy(), source.numpy(), xxhash.xxh3_64()
     for start in range(0, len(right), _PIECE):
-        piece = left[start : start + _PIECE]
-        piece[:] = right[start : start + _PIECE]
-        digest.update(piece.data)
+        there, here = left[start : start + _PIECE], right[start : start + _PIECE]
+        there[:] = here
+        digest.update(here.data if of_source else there.data)
     return digest.intdigest()
 
 

@@ -17,24 +17,32 @@ from torch import Tensor
 from rlframework.errors import RefitError, RefitNotPrepared, UserError
 from rlframework.interfaces.generation import GenerationEngine
 from rlframework.policy.refit import collective
-from rlframework.policy.refit.packing import Info, Slot, take
+from rlframework.policy.refit.packing import Info, Slot, layout_checksum, take
 from rlframework.policy.refit.process_group import RefitGroup
-from rlframework.policy.refit.sharing import GroupHandles, Inbox, device_id
+from rlframework.policy.refit.shared_memory import SharedMemory
+from rlframework.policy.refit.sharing import GroupHandles, Inbox, Room, device_id
 
 _SHOWN = 8
+
+_OFFERED = "offered"
+"""In place of the name of a refit that the trainer has not sent anything of."""
 
 
 class WeightSink(Protocol):
     """Where the weights of one refit go."""
 
     def room(self, name: str) -> Tensor:
-        """A contiguous tensor of the weight's shape and dtype, to be filled before the next is asked for."""
+        """A contiguous tensor of the weight's shape and dtype, to be filled before `finish`; for a name always one."""
+
+    def memory(self) -> SharedMemory | None:
+        """What each `room` lies in from now on, after the refit too, where other processes can write to it."""
+        return None
 
     def finish(self) -> None:
         """All are there: use them from now on."""
 
 
-class CollectingSink:
+class CollectingSink(WeightSink):
     """Keeps the weights, and gives them to `load_weights` together: a second copy of them for that time."""
 
     def __init__(self, info: Info, device: torch.device, load_weights: Any) -> None:
@@ -43,8 +51,9 @@ class CollectingSink:
 
     def room(self, name: str) -> Tensor:
         """See `WeightSink.room`."""
-        shape, dtype = self._info[name]
-        self._weights[name] = torch.empty(shape, dtype=dtype, device=self._device)
+        if name not in self._weights:
+            shape, dtype = self._info[name]
+            self._weights[name] = torch.empty(shape, dtype=dtype, device=self._device)
         return self._weights[name]
 
     def finish(self) -> None:
@@ -60,16 +69,23 @@ class Arrivals:
         self._info, self._sink = info, sink
         self._left = dict.fromkeys(info)
 
-    def take(self, slot: Slot, raw: Tensor, checksum: int) -> None:
-        """Check a weight and let it in. The last one finishes the refit."""
+    def room(self, slot: Slot) -> Tensor:
+        """Bytes that a weight may be written to, to be held there."""
         self._check(slot)
-        arrived = take(raw, self._sink.room(slot.name))
-        if arrived != checksum:
+        return self._sink.room(slot.name).detach().view(-1).view(torch.uint8)
+
+    def hold(self, slot: Slot, raw: Tensor) -> int:
+        """Let a weight in, if it is one that was told of; its checksum."""
+        self._check(slot)
+        return take(raw, self._sink.room(slot.name))
+
+    def accept(self, name: str, arrived: int, sent: int) -> None:
+        """Compare the checksums of a weight. The last one finishes the refit."""
+        if arrived != sent:
             raise RefitError(
-                f"{slot.name} is not what the trainer sent: its checksum is {arrived:016x} here and was "
-                f"{checksum:016x} there"
+                f"{name} is not what the trainer sent: its checksum is {arrived:016x} here and was {sent:016x} there"
             )
-        del self._left[slot.name]
+        del self._left[name]
         if not self._left:
             self._sink.finish()
 
@@ -86,6 +102,14 @@ class Arrivals:
                 f"{slot.name} came with shape {slot.shape} in {slot.dtype}; prepare_refit_info told of "
                 f"{tuple(shape)} in {dtype}"
             )
+
+    def offer(self) -> tuple[Room, SharedMemory] | None:
+        """Where the sink has room for the weights, if others can write to it."""
+        memory = self._sink.memory()
+        if memory is None:
+            return None
+        offsets = {name: memory.offset(self._sink.room(name)) for name in self._info}
+        return Room(memory.handle, layout_checksum(self._info), offsets), memory
 
     @property
     def missing(self) -> list[str]:
@@ -137,6 +161,15 @@ class ReceivesWeights(GenerationEngine, ABC):
         self._refit_info = {name: (tuple(shape), dtype) for name, (shape, dtype) in state_dict_info.items()}
         self._refit_now = None
 
+    def offer_refit_memory(self) -> dict[str, Any]:
+        """See `GenerationEngine.offer_refit_memory`: of the sink's memory, on a CPU."""
+        if self.refit_device.type != "cpu":
+            return {}
+        arrivals = self._begin(_OFFERED)
+        self._refit_inbox = self._refit_inbox or Inbox()
+        room, self._refit_inbox.own = arrivals.offer() or (None, None)
+        return {} if room is None else {self.get_refit_device(): room}
+
     def update_weights_from_ipc_handles(self, ipc_handles: Mapping[str, Any]) -> bool:
         """See `GenerationEngine.update_weights_from_ipc_handles`."""
         mine = self.get_refit_device()
@@ -146,13 +179,19 @@ class ReceivesWeights(GenerationEngine, ABC):
                 "set generation.refit.transport to collective"
             )
         handles: GroupHandles = ipc_handles[mine]
+        if self._refit_now is not None and self._refit_now[0] == _OFFERED:
+            self._refit_now = handles.refit, self._refit_now[1]
         if self._refit_now is None or self._refit_now[0] != handles.refit:
             self._begin(handles.refit)
         self._refit_inbox = self._refit_inbox or Inbox()
         try:
             raw = self._refit_inbox.open(handles, self.refit_device)
             for slot, checksum in zip(handles.slots, handles.checksums, strict=True):
-                self._take(slot, slot.of(raw), checksum)
+                if self._refit_now is None:
+                    raise RefitError(f"{slot.name} came after all weights of the refit")
+                arrivals = self._refit_now[1]
+                arrivals.accept(slot.name, arrivals.hold(slot, slot.of(raw)), checksum)
+                self._end(arrivals)
         except Exception as error:
             self._fail(error)
             raise
@@ -168,10 +207,11 @@ class ReceivesWeights(GenerationEngine, ABC):
         """See `GenerationEngine.update_weights_from_collective`."""
         if self._refit_group is None:
             raise RefitNotPrepared("init_collective must be called before update_weights_from_collective")
-        self._begin("collective")
+        arrivals = self._begin("collective")
         assert self._refit_info is not None
         try:
-            collective.receive(self._refit_group, self._refit_info, self._take)
+            collective.receive(self._refit_group, self._refit_info, arrivals)
+            self._end(arrivals)
         except Exception as error:
             self._fail(error)
             if self._refit_group.closed:
@@ -179,17 +219,15 @@ class ReceivesWeights(GenerationEngine, ABC):
             raise
         return True
 
-    def _begin(self, refit: str) -> None:
+    def _begin(self, refit: str) -> Arrivals:
         if self._refit_info is None:
             raise RefitNotPrepared("prepare_refit_info must be called before weights are sent: names, shapes, dtypes")
         self._refit_failed = ""
-        self._refit_now = refit, Arrivals(self._refit_info, self.refit_sink(self._refit_info))
+        arrivals = Arrivals(self._refit_info, self.refit_sink(self._refit_info))
+        self._refit_now = refit, arrivals
+        return arrivals
 
-    def _take(self, slot: Slot, raw: Tensor, checksum: int) -> None:
-        if self._refit_now is None:
-            raise RefitError(f"{slot.name} came after all weights of the refit")
-        arrivals = self._refit_now[1]
-        arrivals.take(slot, raw, checksum)
+    def _end(self, arrivals: Arrivals) -> None:
         if not arrivals.missing:
             self._refit_now = None
 

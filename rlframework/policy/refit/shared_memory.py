@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
+from weakref import finalize
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from rlframework.errors import NotSupported, RefitError
-from rlframework.policy.refit.free_memory import BUFFERS
+from rlframework.policy.refit.packing import aligned
 
 
 @dataclass(frozen=True)
@@ -29,44 +31,70 @@ class MemoryHandle:
 
 
 class SharedMemory:
-    """`size` bytes of this process; `raw` is uint8 of one dimension."""
+    """`size` bytes of this process; `raw` is uint8 of one dimension. `remedy`: what to do where there is no room."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, remedy: str = "set a smaller generation.refit.buffer_mb") -> None:
         if not hasattr(os, "memfd_create"):
             raise NotSupported(
                 "sharing weights with another process needs Linux; set generation.refit.transport to collective"
             )
-        self._file = os.memfd_create("rlframework-refit")
+        file = os.memfd_create("rlframework-refit")
+        self._close = finalize(self, os.close, file)
         try:
-            os.posix_fallocate(self._file, 0, size)  # told now where there is no room, not by a signal later
-            self._mapped = mmap.mmap(self._file, size)
+            os.posix_fallocate(file, 0, size)  # told now where there is no room, not by a signal later
+            mapped = mmap.mmap(file, size)
         except OSError as error:
-            os.close(self._file)
+            self.close()
             raise RefitError(
-                f"there is no memory for {size / 2**20:,.0f} MiB of shared weights ({error}); set a smaller "
-                "generation.refit.buffer_mb"
+                f"there is no memory for {size / 2**20:,.0f} MiB of shared weights ({error}); {remedy}"
             ) from error
-        self.raw: Tensor = torch.from_numpy(np.frombuffer(self._mapped, dtype=np.uint8))
-        self.handle = MemoryHandle(os.getpid(), self._file, os.fstat(self._file).st_ino, size)
+        self.raw: Tensor = torch.from_numpy(np.frombuffer(mapped, dtype=np.uint8))
+        self.handle = MemoryHandle(os.getpid(), file, os.fstat(file).st_ino, size)
+
+    def offset(self, tensor: Tensor) -> int:
+        """Where `tensor`, which lies in it, begins."""
+        return tensor.data_ptr() - self.raw.data_ptr()
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether `tensor` lies in it."""
+        return tensor.is_cpu and 0 <= self.offset(tensor) <= self.raw.numel() - tensor.nbytes
 
     def close(self) -> None:
-        """Let go of it; a process that has it open keeps it."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        """Let go of it; a process that has it open keeps it, and so do tensors that lie in it."""
+        self._close()
+
+
+@torch.no_grad()
+def move_in(tensors: Iterable[Tensor]) -> SharedMemory:
+    """Memory that contiguous `tensors` of the CPU lie in from now on, with the values that they have.
+
+    They stay the objects that they are: whoever has one of them, as a module has its parameters, has it there. Until
+    this returns there are two copies of the values.
+    """
+    all_of_them = list(tensors)
+    size = max(1, sum(aligned(tensor.nbytes) for tensor in all_of_them))
+    memory = SharedMemory(size, "set generation.refit.transport to collective")
+    offset = 0
+    for tensor in all_of_them:
+        there = memory.raw[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        there.copy_(tensor)
+        tensor.data = there
+        offset += aligned(tensor.nbytes)
+    return memory
 
 
 class OpenedMemory:
-    """Memory of other processes that was opened here: as much of the last as is used in turn."""
+    """Memory of other processes that was opened here: the last `most` of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int) -> None:
+        self._most = most
         self._open: dict[MemoryHandle, Tensor] = {}
 
     def open(self, handle: MemoryHandle) -> Tensor:
         """Its bytes, uint8 of one dimension; a `RefitError` where the other process or its memory is gone."""
         if handle not in self._open:
             self._open[handle] = _opened(handle)
-            while len(self._open) > BUFFERS:
+            while len(self._open) > self._most:
                 del self._open[next(iter(self._open))]
         return self._open[handle]
 

@@ -88,12 +88,12 @@ class Refitting(Engine, PolicyWorker, ABC):
 
     # -- IPC ----------------------------------------------------------------------------------------------------------
 
-    def prepare_weights_for_ipc(self) -> tuple[list[tuple[str, int]], float]:
+    def prepare_weights_for_ipc(self, rooms: Mapping[str, Any] | None = None) -> tuple[list[tuple[str, int]], float]:
         """See `PolicyWorker.prepare_weights_for_ipc`."""
         self._require("ipc")
         if self._outbox is None:
             self._outbox = Outbox(self.device)
-        self._outbox.begin(self._transfer_info())
+        self._outbox.begin(self._transfer_info(), (rooms or {}).get(device_id(self.device)))
         sizes = [(name, bytes_of(shape, dtype)) for name, (shape, dtype) in self._outbox.info.items()]
         return sizes, free_bytes(self.device)
 
@@ -172,7 +172,7 @@ class Refitting(Engine, PolicyWorker, ABC):
             return None, f"rank {self.context.rank} of the trainer: {error}"
 
     def finish_refit(self) -> None:
-        """Give back what is held between refits: the shared memory."""
+        """Give back what is held between refits: the shared memory, and that of an engine."""
         if self._outbox is not None:
             self._outbox.close()
 

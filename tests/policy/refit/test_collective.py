@@ -13,6 +13,7 @@ from rlframework.distributed.ports import bind_free_port
 from rlframework.errors import RefitError, RefitNotPrepared
 from rlframework.policy.refit import collective
 from rlframework.policy.refit.process_group import RefitGroup
+from rlframework.policy.refit.receiving import CollectingSink
 
 CPU, DEADLINE = torch.device("cpu"), 2.0
 
@@ -67,25 +68,55 @@ def test_several_engines_get_all_weights_in_small_groups_and_again(sent, prompts
             weight.add_(1)
 
 
-def test_damage_is_told_on_both_sides_and_the_group_goes_on(sent, monkeypatch):
+@pytest.mark.parametrize("alone", [True, False], ids=["alone", "packed"])
+def test_damage_is_told_on_both_sides_and_the_group_goes_on(sent, monkeypatch, alone):
     engine = ready_engine(sent)
     group = meet([engine])
-    sound = collective.put_in_order
+    groups = collective._grouped(sent.info, 4096.0)
+    bad = next(number for number, slots in enumerate(groups) if (len(slots) == 1) == alone)
+    sound = collective._OnTheWay.go
 
-    def damaging(slots, weights, raw):
-        sums = list(sound(slots, weights, raw))
-        for slot in slots:
-            if slot.name == "model.norm.weight":
-                slot.of(raw)[0] ^= 1
-        return iter(sums)
+    def damaging(self, number, raw):
+        if self._group.rank == 0 and number == bad:
+            raw = raw.clone()
+            raw[0] ^= 1
+        sound(self, number, raw)
 
-    monkeypatch.setattr(collective, "put_in_order", damaging)
+    monkeypatch.setattr(collective._OnTheWay, "go", damaging)
     sender, receiver = exchange(group, sent, [engine])
-    assert "model.norm.weight is not what the trainer sent" in str(receiver)
+    assert f"{groups[bad][0].name} is not what the trainer sent" in str(receiver)
     assert "1 of 1 receivers found that weights are not as they were sent" in str(sender)
     monkeypatch.undo()
     assert exchange(group, sent, [engine]) == [None, None]
     assert sent.held_by(engine)
+
+
+def test_weights_of_any_size_layout_and_dtype_arrive(sent):
+    """Those that are sent from where they are, those that are packed, and those that must be cast or laid out first."""
+    random = torch.Generator().manual_seed(0)
+    given = {
+        "large": torch.randn(1024, 300, generator=random),
+        "small": torch.randn(7, generator=random),
+        "number": torch.tensor(3.0),
+        "turned": torch.randn(600, 500, generator=random).t(),
+        "rounded": torch.randn(1024, 600, generator=random),
+        "none": torch.empty(0, 4),
+    }
+    info = {name: (tuple(weight.shape), weight.dtype) for name, weight in given.items()}
+    info["rounded"] = ((1024, 600), torch.bfloat16)
+    engine = sent.engine()
+    engine.prepare_refit_info(info)
+    arrived: dict[str, torch.Tensor] = {}
+    engine.refit_sink = lambda info: CollectingSink(info, CPU, lambda weights: arrived.update(weights))
+    group = meet([engine])
+    with ThreadPoolExecutor(1) as pool:
+        receiving = pool.submit(engine.update_weights_from_collective)
+        collective.send(group, info, iter(given.items()), 4096.0)
+        assert receiving.result() is True
+    assert arrived.keys() == given.keys()
+    for name, weight in given.items():
+        assert torch.equal(arrived[name], weight.to(info[name][1])), name
+        assert arrived[name].dtype == info[name][1]
 
 
 def test_a_trainer_that_fails_lets_the_engine_leave(sent):

@@ -2,19 +2,45 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
 import torch
 
 from rlframework.errors import RefitError, RefitNotPrepared, UserError
-from rlframework.policy.refit.sharing import Outbox, device_id
+from rlframework.policy.refit import packing
+from rlframework.policy.refit.packing import layout_checksum
+from rlframework.policy.refit.shared_memory import MemoryHandle, OpenedMemory, move_in
+from rlframework.policy.refit.sharing import Outbox, Room, device_id
 
 CPU = torch.device("cpu")
+
+
+def open_inodes() -> set[int]:
+    found = set()
+    for file in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # the folder itself
+            found.add(os.stat(f"/proc/self/fd/{file}").st_ino)
+    return found
+
+
+class Counted:
+    """A function and how often it was called."""
+
+    def __init__(self, call):
+        self.call, self.calls = call, 0
+
+    def __call__(self, *args, **kwargs):
+        self.calls += 1
+        return self.call(*args, **kwargs)
+
+
 HERE = device_id(CPU)
 
 
@@ -143,6 +169,152 @@ def test_buffers_are_used_again_and_grow_for_a_larger_weight(sent, outbox):
     assert first[:3] == first[3:]
     assert len(set(first)) == 3
     assert handles_of(outbox, sent, [large])[HERE].memory.size > first[0].size
+
+
+def offered(sent, outbox):
+    """An engine with weights, and what it offers for the next refit, which is begun."""
+    engine = sent.engine()
+    assert engine.offer_refit_memory() == {}  # it has no module yet
+    engine.update_weights_from_ipc_handles(handles_of(outbox, sent))
+    (room,) = engine.offer_refit_memory().values()
+    outbox.begin(sent.info, room)
+    return engine, room
+
+
+def test_weights_are_written_where_the_engine_has_them_and_copied_no_more(sent, outbox, prompts, monkeypatch):
+    engine, room = offered(sent, outbox)
+    kept = engine._own._module
+    before = {name: weight.data_ptr() for name, weight in kept.state_dict().items()}
+    monkeypatch.setattr(packing, "copy_bytes", counted := Counted(packing.copy_bytes))
+    for _ in range(2):
+        for weight in sent.weights.values():
+            weight.mul_(-1)
+        for name in sent.weights:
+            engine.update_weights_from_ipc_handles(handles_of(outbox, sent, [name]))
+        assert sent.held_by(engine)
+        engine.generate(prompts())
+        assert list(engine.offer_refit_memory().values()) == [room]
+        outbox.begin(sent.info, room)
+    assert counted.calls == 2 * len(sent.weights)
+    assert engine._own._module is kept
+    assert {name: weight.data_ptr() for name, weight in kept.state_dict().items()} == before
+
+
+def test_other_engines_copy_from_the_memory_of_the_one_that_offered_it(sent, outbox):
+    engine, _ = offered(sent, outbox)
+    other, new = sent.engine(), sent.engine()
+    other.load_weights([(name, torch.zeros_like(weight)) for name, weight in sent.weights.items()])
+    other.offer_refit_memory()
+    for weight in sent.weights.values():
+        weight.add_(1)
+    handles = handles_of(outbox, sent)
+    for taker in (engine, other, new):
+        taker.update_weights_from_ipc_handles(handles)
+        assert sent.held_by(taker)
+    for weight in engine._model.state_dict().values():
+        weight.zero_()
+    assert sent.held_by(other)
+    assert sent.held_by(new)
+
+
+def test_an_engine_does_not_generate_while_the_trainer_may_write(sent, outbox, prompts):
+    engine, _ = offered(sent, outbox)
+    with pytest.raises(UserError, match=f"{len(sent.weights)} are missing"):
+        engine.generate(prompts())
+
+
+def test_weights_that_lie_elsewhere_than_they_were_to_be_are_taken_from_there(sent, outbox):
+    """By an engine that was refused by the trainer's side, which then sent another way."""
+    engine, _ = offered(sent, outbox)
+    sent.weights["model.norm.weight"].add_(1)
+    outbox.begin(sent.info)
+    engine.update_weights_from_ipc_handles(handles_of(outbox, sent))
+    assert sent.held_by(engine)
+
+
+@pytest.mark.parametrize("bad", ["changed", "not written"])
+def test_bytes_in_an_engines_own_memory_that_are_not_the_trainers_are_told_by_name(sent, outbox, prompts, bad):
+    engine, room = offered(sent, outbox)
+    name = "model.layers.0.mlp.up_proj.weight"
+    sent.weights[name].add_(1)
+    raw = OpenedMemory(1).open(room.memory)
+    before = raw.clone()
+    handles = handles_of(outbox, sent)
+    slot = next(slot for slot in handles[HERE].slots if slot.name == name)
+    if bad == "changed":
+        slot.of(raw)[100] ^= 1
+    else:
+        slot.of(raw).copy_(slot.of(before))
+    with pytest.raises(RefitError, match=f"{name} is not what the trainer sent: its checksum"):
+        engine.update_weights_from_ipc_handles(handles)
+    with pytest.raises(UserError, match=f"last refit of this engine failed .*{name}"):
+        engine.generate(prompts())
+    (room,) = engine.offer_refit_memory().values()
+    outbox.begin(sent.info, room)
+    engine.update_weights_from_ipc_handles(handles_of(outbox, sent))
+    assert sent.held_by(engine)
+
+
+def test_room_for_other_weights_is_refused(sent, outbox):
+    _, room = offered(sent, outbox)
+    name = next(iter(sent.weights))
+    with pytest.raises(RefitError, match="made room for other weights"):
+        outbox.begin({**sent.info, name: (sent.info[name][0], torch.bfloat16)}, room)
+
+
+def test_weights_that_are_not_the_modules_own_are_sent_by_the_trainers_memory(sent, outbox):
+    """Here in another dtype than the engine's: it offers nothing, and gives up the memory of its module."""
+    engine, _ = offered(sent, outbox)
+    info = {name: (shape, torch.bfloat16) for name, (shape, _) in sent.info.items()}
+    engine.prepare_refit_info(info)
+    assert engine.offer_refit_memory() == {}
+    assert engine._refit_inbox.own is None
+    outbox.begin(info)
+    engine.update_weights_from_ipc_handles(handles_of(outbox, sent))
+    held = engine._model.state_dict()
+    assert all(torch.equal(held[name], weight.bfloat16().float()) for name, weight in sent.weights.items())
+
+
+def test_memory_of_an_engine_that_is_gone_is_told_and_let_go_of(sent, outbox):
+    code = (
+        "import dataclasses, sys, torch; from rlframework.policy.refit.shared_memory import move_in; "
+        "memory = move_in([torch.ones(5)]); print(*dataclasses.astuple(memory.handle), flush=True); sys.stdin.read()"
+    )
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, text=True) as other:
+        memory = MemoryHandle(*map(int, other.stdout.readline().split()))
+        room = Room(memory, layout_checksum({"a": ((5,), torch.float32)}), {"a": 0})
+        outbox.begin({"a": ((5,), torch.float32)}, room)
+        outbox.pack(["a"], iter([("a", torch.zeros(5))]))
+        other.kill()
+    outbox.begin({"a": ((5,), torch.float32)}, room)
+    outbox.pack(["a"], iter([("a", torch.zeros(5))]))  # it has that memory open, and the driver notices who is gone
+    outbox.begin(sent.info)
+    outbox.begin({"a": ((5,), torch.float32)}, room)
+    with pytest.raises(RefitError, match="cannot be opened"):
+        outbox.pack(["a"], iter([("a", torch.zeros(5))]))
+
+
+def test_tensors_that_move_to_shared_memory_stay_who_they_are():
+    """Tied ones are one, gradients and optimizers go on, and the memory is given back with the last of them."""
+    layer = torch.nn.Linear(3, 2)
+    layer.twin = layer.weight
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    kept, values = layer.weight, layer.weight.detach().clone()
+    memory = move_in(layer.parameters())
+    assert layer.weight is kept is layer.twin
+    assert torch.equal(kept, values)
+    layer(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    there = memory.raw[memory.offset(kept) :][: kept.nbytes].view(torch.float32).view(2, 3)
+    assert torch.equal(there, values - 1)
+    inode = memory.handle.inode
+    del memory
+    assert torch.equal(there, values - 1)
+    assert inode in open_inodes()
+    del layer, optimizer, kept, there
+    gc.collect()
+    assert inode not in open_inodes()
 
 
 def test_nothing_is_left_behind_when_a_trainer_is_killed():

@@ -12,12 +12,14 @@ from rlframework.conformance.mutants.generation_engine.breaking import mutant
 from rlframework.conformance.mutants.mutant import Mutant
 from rlframework.errors import UserError
 from rlframework.policy.refit.packing import checksum
-from rlframework.policy.refit.sharing import GroupHandles, Inbox
+from rlframework.policy.refit.sharing import GroupHandles, Inbox, Room
 
 _HANDLES = "test_weights_come_through_handles"
+_OFFER = "test_weights_come_into_memory_that_the_engine_offers"
 _GROUP = "test_weights_come_over_a_process_group"
 _HALF = "test_half_of_a_refit_does_not_generate"
 _DAMAGE = "test_damage_on_the_way_is_told_by_name"
+_SAME_SHAPE = "model.layers.0.mlp.up_proj.weight", "model.layers.1.mlp.up_proj.weight"
 
 
 def _first_refit_only(part: Any) -> type:
@@ -55,7 +57,7 @@ def _checksums_not_compared(part: Any) -> type:
             return bool(super().update_weights_from_ipc_handles({device: self._as_it_came(group)}))
 
         def _as_it_came(self, group: GroupHandles) -> GroupHandles:
-            raw = Inbox().open(group, self.refit_device)
+            raw = (self._refit_inbox or Inbox()).open(group, self.refit_device)
             return replace(group, checksums=tuple(checksum(slot.of(raw)) for slot in group.slots))
 
     return Broken
@@ -82,8 +84,53 @@ def _half_borne(part: Any) -> type:
     return Broken
 
 
+def _offer_left(part: Any) -> type:
+    class Broken(part):  # type: ignore[misc]
+        module: Any = None
+
+        def attach(self, model: Any) -> None:
+            super().attach(model)
+            self.module = model
+
+        def offer_refit_memory(self) -> dict[str, Any]:
+            rooms: dict[str, Any] = super().offer_refit_memory()
+            if rooms:
+                for parameter in self.module.parameters():
+                    parameter.data = parameter.data.clone()
+            return rooms
+
+    return Broken
+
+
+def _rooms_swapped(part: Any) -> type:
+    class Broken(part):  # type: ignore[misc]
+        def offer_refit_memory(self) -> dict[str, Any]:
+            return {device: self._swapped(room) for device, room in super().offer_refit_memory().items()}
+
+        def _swapped(self, room: Room) -> Room:
+            one, other = _SAME_SHAPE
+            swapped = {one: room.offsets[other], other: room.offsets[one]}
+            return replace(room, offsets={**room.offsets, **swapped})
+
+    return Broken
+
+
+def _offer_of_nothing_begun(part: Any) -> type:
+    class Broken(part):  # type: ignore[misc]
+        def offer_refit_memory(self) -> dict[str, Any]:
+            kept = vars(self).copy()
+            rooms: dict[str, Any] = super().offer_refit_memory()
+            self.__dict__.update({name: kept.get(name) for name in ("_refit_now", "_model")})
+            return rooms
+
+    return Broken
+
+
 MUTANTS: tuple[Mutant, ...] = (
     mutant("first_refit_only", "refits after the first are not taken", _first_refit_only, _HANDLES, _GROUP),
-    mutant("checksums_not_compared", "bytes are taken as they come", _checksums_not_compared, _DAMAGE),
+    mutant("checksums_not_compared", "bytes are taken as they come", _checksums_not_compared, _DAMAGE, _OFFER),
+    mutant("offered_memory_left", "its module lies elsewhere than the memory it offers", _offer_left, _OFFER),
+    mutant("rooms_swapped", "it offers two weights each other's place", _rooms_swapped, _OFFER),
+    mutant("offer_is_no_begin", "it generates while its memory is written", _offer_of_nothing_begun, _OFFER),
     mutant("half_a_refit_borne", "it generates with what it has in the middle of a refit", _half_borne, _HALF),
 )

@@ -108,7 +108,22 @@ def one_buffer(worker_class: Any) -> Any:
             names = list(keys)
             handles = super().get_weights_ipc_handles(names)
             for group in handles.values():  # it is over before anybody could have read it
-                self._outbox._buffers[self._outbox._turn].raw[: group.slots[-1].size].zero_()
+                group.slots[-1].of(self._outbox.written(group)).zero_()
+            return handles
+
+    return Broken
+
+
+@mutant("room_not_written", "what an engine offered room for is not there when it is told that it is", IPC)
+def room_not_written(worker_class: Any) -> Any:
+    """See its `bug`."""
+
+    class Broken(worker_class):  # type: ignore[misc]
+        def get_weights_ipc_handles(self, keys: Iterable[str]) -> Any:
+            handles = super().get_weights_ipc_handles(keys)
+            for group in handles.values():
+                if self._outbox._room is not None:
+                    group.slots[-1].of(self._outbox.written(group)).zero_()
             return handles
 
     return Broken

@@ -38,6 +38,20 @@ class Refits(Suite):
             _told(bench, sender.send(bench, engine, seed), f"refit {number + 1}")
             _samples_with(bench, f"refit {number + 1} through handles", engine, bench.plain(bench.path(seed)))
 
+    @holds(6, Capability.IPC_REFIT)
+    def test_weights_come_into_memory_that_the_engine_offers(self, bench: GenerationBench) -> None:
+        """Where it offers any; once it is offered, it does not generate before all weights are there."""
+        engine, sender = _prepared(bench)
+        for number, seed in enumerate((0, 1, 0)):
+            sent = sender.send(bench, engine, seed, offered=True)
+            _told(bench, sent, f"refit {number + 1} into offered memory")
+            _samples_with(bench, f"refit {number + 1} into offered memory", engine, bench.plain(bench.path(seed)))
+        raised = list(sender.send(bench, engine, 1, damage=_NAME, offered=True))
+        bench.require(raised and _NAME in raised[0], "a wrong bit in offered memory is told by name", got=raised)
+        _told(bench, sender.send(bench, engine, 1, offered=True), "a sound refit into offered memory")
+        engine.offer_refit_memory()
+        bench.refuses(UserError, lambda: engine.generate(rows_of(_PROMPTS)), "generate after memory was offered")
+
     @holds(6, Capability.COLLECTIVE_REFIT)
     def test_weights_come_over_a_process_group(self, bench: GenerationBench) -> None:
         """In groups of some weights; the second refit through the same process group."""
@@ -86,18 +100,24 @@ class _Sender:
         bench.resources.callback(self._outbox.close)
 
     def send(
-        self, bench: GenerationBench, engine: Any, seed: int, *, leave_out: str = "", damage: str = ""
+        self,
+        bench: GenerationBench,
+        engine: Any,
+        seed: int,
+        *,
+        leave_out: str = "",
+        damage: str = "",
+        offered: bool = False,
     ) -> Iterator[str]:
         """What the engine raised, if it did: nothing is sent after that."""
-        self._outbox.begin(_info(bench))
+        rooms = engine.offer_refit_memory() if offered else {}
+        self._outbox.begin(_info(bench), rooms.get(device_id(self._device)))
         for name, weight in bench.weights(seed).items():
             if name == leave_out:
                 continue
             group = self._outbox.pack([name], iter([(name, weight)]))
             if name == damage:
-                raw = self._outbox._buffers[self._outbox._turn]
-                bytes_of = raw if isinstance(raw, torch.Tensor) else raw.raw  # type: ignore[union-attr]
-                bytes_of[7] ^= 1
+                group.slots[0].of(self._outbox.written(group))[7] ^= 1
             try:
                 taken = engine.update_weights_from_ipc_handles({device_id(self._device): group})
             except RLFrameworkError as error:

@@ -1,0 +1,137 @@
+"""Tensor parallelism by DeepSpeed's AutoTP: what of each weight this rank has, and putting the parts together.
+
+AutoTP exchanges a model's layers as transformers' plan for the model says, or one of DeepSpeed's own, or the user's. It
+writes on each parameter how it was cut; that is read here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from itertools import accumulate
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rlframework.errors import NotSupported
+from rlframework.models import adapters
+from rlframework.policy.head import output_head
+from rlframework.policy.head_parallel import VocabularyShard
+from rlframework_deepspeed.cuts import Cut, Ranges
+
+
+class TensorParallel:
+    """How AutoTP cuts the parameters of a model; `group`: the ranks that share them, None where there is one."""
+
+    def __init__(self, cuts: dict[int, Cut] | None = None, group: dist.ProcessGroup | None = None) -> None:
+        self.group, self._cuts = group, cuts or {}
+
+    @classmethod
+    def of(cls, model: nn.Module) -> TensorParallel:
+        """Of a model that AutoTP has been over. A `NotSupported` for a layer whose cut it does not tell."""
+        group = import_module("deepspeed.utils.groups").get_tensor_model_parallel_group()
+        rank = dist.get_rank(group)
+        found = {id(one): _cut(name, one, rank) for name, one in model.named_parameters()}
+        return cls({number: cut for number, cut in found.items() if cut is not None}, group)
+
+    def cut(self, tensor: Tensor) -> Cut | None:
+        """What of the whole weight the parameter `tensor` is; None: all of it."""
+        return self._cuts.get(id(tensor))
+
+    def join(self, part: Tensor, cut: Cut | None) -> Tensor:
+        """The whole weight from the parts of all ranks, of which this one has `part`. Collective where it is cut."""
+        if cut is None:
+            return part
+        missing = cut.most - part.shape[cut.dim]
+        if missing:
+            shape = [missing if dim == cut.dim else size for dim, size in enumerate(part.shape)]
+            part = torch.cat((part, part.new_zeros(shape)), cut.dim)
+        parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in cut.parts]
+        dist.all_gather(parts, part.contiguous(), group=self.group)
+        return cut.join(parts)
+
+    def head_rows(self, model: nn.Module) -> VocabularyShard | None:
+        """Which rows of the head of `model` are here, for `HeadPatch`; None: all."""
+        cut = self.cut(output_head(model).weight)
+        if cut is None or self.group is None:
+            return None
+        if cut.dim != 0 or len(cut.ranges) != 1:
+            raise NotSupported(
+                "AutoTP cuts the output head other than by rows of the vocabulary, which log-probabilities are not "
+                "computed of; leave the head out of policy.deepspeed.tensor_parallel.partition_config"
+            )
+        first, end = cut.ranges[0]
+        return VocabularyShard(self.group, first, end - first)
+
+
+def _cut(name: str, parameter: nn.Parameter, rank: int) -> Cut | None:
+    """As AutoTP wrote it on `parameter`, this rank being number `rank` of those that share it."""
+    meta: dict[str, Any] | None = getattr(parameter, "ds_autotp_universal_checkpoint_meta", None)
+    if not meta or meta["replicated"]:
+        return None
+    told, dim = meta["conversion"], meta["partition_dim"]
+    shape, sizes, widths = meta["logical_shape"], meta["partition_sizes"], meta["sub_param_shard_widths"]
+    if told.get("unsupported_reason") or dim is None or not shape or not (sizes or widths):
+        raise NotSupported(
+            f"AutoTP cuts {name} in a way that it cannot put together again, so the weight could not be saved; set "
+            "policy.parallelism.tensor to 1, or give a plan in policy.deepspeed.tensor_parallel.partition_config"
+        )
+    return Cut(tuple(shape), int(dim), _parts(widths or [sizes]), rank)
+
+
+def _parts(widths: Sequence[Sequence[int]]) -> tuple[Ranges, ...]:
+    """The ranges of each rank: it has a share of each of the weights that lie fused in one, of these widths by rank."""
+    start, found = 0, []
+    for shares in widths:
+        ends = [start + end for end in accumulate(shares)]
+        found.append(list(zip([start, *ends[:-1]], ends, strict=True)))
+        start = ends[-1]
+    return tuple(zip(*found, strict=True))
+
+
+@contextmanager
+def cutting_adapters() -> Iterator[None]:
+    """Within it, AutoTP cuts adapters where it cuts the layers that they are around.
+
+    It takes a layer with an adapter for a plain one, because it has a weight, and would put its own in place of both.
+    So it is shown the layers without, and the adapters are put around what it makes of them.
+    """
+    engine_class = import_module("deepspeed.runtime.engine").DeepSpeedEngine
+    cut = engine_class._apply_autotp_partitioning
+
+    def cut_both(engine: Any, model: Any, settings: Any) -> Any:
+        layers = adapters.layers_of(model)
+        for path, layer in layers.items():
+            model.set_submodule(path, layer.base_layer)
+        sources = cut(engine, model, settings)
+        for path, layer in layers.items():
+            layer.base_layer = model.get_submodule(path)
+            _cut_adapter(path, layer)
+            model.set_submodule(path, layer)
+        return sources
+
+    with patch.object(engine_class, "_apply_autotp_partitioning", cut_both):
+        yield
+
+
+def _cut_adapter(path: str, layer: Any) -> None:
+    """Cut B as the base of `layer`, where that is cut by columns, and A where it is cut by rows.
+
+    So what each rank adds has the layout of what it is added to. The other matrix is whole on every rank.
+    """
+    layers, base = import_module("deepspeed.module_inject.layers"), layer.base_layer
+    kind = type(base)
+    if not isinstance(base, layers.TensorParallel_Layer):
+        return
+    if kind not in (layers.LinearLayer, layers.LinearAllreduce) or getattr(base, "gather_output", False):
+        raise NotSupported(
+            f"AutoTP makes {kind.__name__} of {path}, which adapters cannot follow; take it out of "
+            "policy.lora.target_modules, or set policy.parallelism.tensor to 1"
+        )
+    matrices = layer.lora_B if kind is layers.LinearLayer else layer.lora_A
+    whole = matrices[adapters.ADAPTER]
+    matrices[adapters.ADAPTER] = kind(whole, base.mp_group, name=base.name, tp_meta=base.tp_meta)

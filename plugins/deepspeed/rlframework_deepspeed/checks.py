@@ -1,0 +1,109 @@
+"""What of a configuration this backend cannot do, told before any process starts. Imports no torch, no deepspeed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from shutil import which
+
+from rlframework.config.sections import RunConfig
+from rlframework.plugins.model_checks import indivisible, lora_problems, model_config
+from rlframework.plugins.types import Problem
+from rlframework_deepspeed.agreement import disagreements
+from rlframework_deepspeed.config import DeepSpeedConfig, Keys, OffloadKeys
+
+COMPILERS = ("g++", "ninja")
+"""What DeepSpeed compiles with."""
+
+
+def check(config: RunConfig, device: str) -> list[Problem]:
+    """What the capabilities of the record do not say: `device` is "cpu" or "cuda"."""
+    section = getattr(config.policy, "deepspeed", None) or DeepSpeedConfig()
+    return [
+        *_not_taken_problems(section),
+        *disagreements(config, section),
+        *_attention_problems(config, section, device),
+        *_precision_problems(config, device),
+        *_layout_problems(config, section),
+        *_offload_problems(config, section, device),
+        *lora_problems(config),
+    ]
+
+
+def _not_taken_problems(section: DeepSpeedConfig) -> Iterator[Problem]:
+    zero = section.zero_optimization
+    parts: tuple[Keys | None, ...] = (section, zero, zero.offload_param, zero.offload_optimizer, section.bf16)
+    for keys in filter(None, (*parts, section.fp16, section.tensor_parallel)):
+        for name, reason in keys.not_taken.items():
+            key = ".".join(filter(None, ("policy.deepspeed", keys.place, name)))
+            yield Problem(key, f"{reason}.", "Take it out.")
+
+
+def _attention_problems(config: RunConfig, section: DeepSpeedConfig, device: str) -> Iterator[Problem]:
+    key = "policy.deepspeed.attention"
+    if config.policy.parallelism.context > 1 and section.attention not in ("auto", "sdpa"):
+        message = f"context parallelism has an attention of its own, and does not do {section.attention}."
+        yield Problem(key, message, "Set it to auto.")
+    if section.attention != "flash_attention_2":
+        return
+    if device != "cuda":
+        yield Problem(key, f"flash_attention_2 needs a GPU, and the device is {device}.", "Set it to auto.")
+    elif find_spec("flash_attn") is None:
+        yield Problem(key, "flash_attention_2 needs the package flash-attn.", "Install it, or set it to auto.")
+    if config.policy.precision == "float32":
+        hint = "Set policy.precision to bfloat16, or the attention to auto."
+        yield Problem(key, "flash_attention_2 does not compute in float32.", hint)
+
+
+def _precision_problems(config: RunConfig, device: str) -> Iterator[Problem]:
+    if config.policy.precision == "float16" and device != "cuda":
+        message = f"float16 with a loss that is scaled needs a GPU, and the device is {device}."
+        yield Problem("policy.precision", message, "Set it to bfloat16 or float32.")
+
+
+def _layout_problems(config: RunConfig, section: DeepSpeedConfig) -> Iterator[Problem]:
+    parallelism, tensor = config.policy.parallelism, section.tensor_parallel
+    if parallelism.tensor > 1:
+        found = indivisible(model_config(config.policy.model_name), parallelism.tensor)
+        if found:
+            yield Problem("policy.parallelism.tensor", f"{found}.", "Choose a divisor.")
+        return
+    for name in ("preset_model", "partition_config"):
+        if getattr(tensor, name) is not None:
+            message = "a plan of tensor parallelism is of no use where policy.parallelism.tensor is 1."
+            yield Problem(f"policy.deepspeed.tensor_parallel.{name}", message, "Take it out, or split tensors.")
+
+
+def _offload_problems(config: RunConfig, section: DeepSpeedConfig, device: str) -> Iterator[Problem]:
+    """ZeRO offloads the optimizer's state from stage 1 on, and weights in stage 3. In CPU memory all is well anyway."""
+    zero, neutral = section.zero_optimization, config.policy.offload
+    for name, key, wanted, least, offload in (
+        ("offload_optimizer", "optimizer", neutral.optimizer, 1, zero.offload_optimizer),
+        ("offload_param", "parameters", neutral.parameters, 3, zero.offload_param),
+    ):
+        own = f"policy.deepspeed.zero_optimization.{name}"
+        asked = offload is not None and offload.device in ("cpu", "nvme")
+        if offload is not None:
+            yield from _disk_problems(own, offload, zero.stage, device)
+        if device == "cpu" and not (offload is not None and offload.device == "nvme"):
+            continue
+        if (wanted or asked) and zero.stage < least:
+            message = f"it needs ZeRO stage {least}, and policy.deepspeed.zero_optimization.stage is {zero.stage}."
+            yield Problem(own if asked else f"policy.offload.{key}", message, f"Set the stage to {least}.")
+
+
+def _disk_problems(key: str, offload: OffloadKeys, stage: int, device: str) -> Iterator[Problem]:
+    if offload.device != "nvme":
+        return
+    if offload.nvme_path is None:
+        yield Problem(f"{key}.nvme_path", "device is nvme, and there is no folder on the disk.", "Name one.")
+    elif not Path(offload.nvme_path).expanduser().is_dir():
+        yield Problem(f"{key}.nvme_path", f"{offload.nvme_path} is not a folder.", "Make it, on every machine.")
+    if stage != 3:
+        yield Problem(f"{key}.device", f"nvme needs ZeRO stage 3, and the stage is {stage}.", "Set it to cpu.")
+    if device != "cuda":
+        yield Problem(f"{key}.device", f"nvme needs a GPU, and the device is {device}.", "Take it out.")
+    elif missing := [name for name in COMPILERS if which(name) is None]:
+        message = f"DeepSpeed compiles its way to the disk when it is first used, without {' and '.join(missing)} not."
+        yield Problem(f"{key}.device", message, "Install what is missing (apt-get install g++), or set it to cpu.")

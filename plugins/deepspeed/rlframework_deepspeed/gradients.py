@@ -1,0 +1,73 @@
+"""The norm of the whole gradient, and a step of DeepSpeed's optimizer that is clipped by it.
+
+DeepSpeed's own norm counts what tensor parallelism cuts by flags that not all of its layers set, is not there without
+ZeRO, and is found in the middle of a step. So it is worked out here, and told to DeepSpeed, which clips by it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rlframework_deepspeed.zero import Shards
+
+CLIPPED = 1e-6
+"""What is added to the norm before clipping divides by it, here as in torch and in DeepSpeed."""
+
+
+@torch.no_grad()
+def total_norm(shards: Shards, is_cut: Callable[[nn.Parameter], bool], tensor_group: Any) -> float:
+    """L2 norm of the whole gradient, the same on every rank. Collective.
+
+    Each element counts once: what ZeRO deals out is added up over its ranks, what tensor parallelism cuts (`is_cut`)
+    over those of `tensor_group` (None: there is one), and what it copies is not.
+    """
+    squares = torch.zeros(2, dtype=torch.float64, device=shards.engine.device)
+    for parameter, gradient in shards.gradients():
+        squares[int(is_cut(parameter))] += torch.linalg.vector_norm(gradient, dtype=torch.float32).double().square()
+    if shards.splits_gradients and shards.ranks > 1:
+        dist.all_reduce(squares, group=shards.group)
+    if tensor_group is not None:
+        dist.all_reduce(squares[1:], group=tensor_group)
+    return math.sqrt(float(squares.sum())) / shards.scale() if bool(squares.isfinite().all()) else float(squares.sum())
+
+
+def step(shards: Shards, norm: float, max_grad_norm: float | None, lr: float) -> bool:
+    """A step at `lr`, clipped to `max_grad_norm`; whether there was none, because `norm` is not finite. Collective."""
+    if not math.isfinite(norm):
+        update_scale = getattr(shards.wrapper, "_update_scale", None)
+        if update_scale is not None:  # of float16
+            update_scale(True)
+        shards.discard()
+        return True
+    assert shards.adam is not None
+    for group in shards.adam.param_groups:
+        group["lr"] = lr
+    if shards.wrapper is shards.adam:  # without ZeRO, in fp32, DeepSpeed has no wrapper that could clip
+        if max_grad_norm is not None and norm > max_grad_norm:
+            for _, gradient in shards.gradients():
+                gradient.mul_(max_grad_norm / (norm + CLIPPED))
+        shards.engine.step()
+        return False
+    shards.wrapper.clip_grad = max_grad_norm or 0.0
+    with _told(shards, norm * shards.scale()):
+        shards.engine.step()
+    return bool(shards.wrapper.overflow)
+
+
+def _told(shards: Shards, scaled_norm: float) -> Any:
+    """Within it, DeepSpeed takes `scaled_norm` for the norm of its gradients."""
+    wrapper = shards.wrapper
+    known: Tensor = torch.tensor(scaled_norm, dtype=torch.float32, device=shards.engine.device)
+    if hasattr(wrapper, "_get_norm_groups"):  # stage 3
+        return patch.object(wrapper, "_get_norm_groups", lambda: [known])
+    if hasattr(wrapper, "scaled_global_norm"):  # stages 1 and 2
+        return patch.object(wrapper, "scaled_global_norm", lambda: known)
+    unscale = wrapper.unscale_and_clip_grads  # stage 0 in half precision, which works out a norm of its own first
+    return patch.object(wrapper, "unscale_and_clip_grads", lambda _: unscale(scaled_norm))

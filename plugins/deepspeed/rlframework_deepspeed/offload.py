@@ -1,0 +1,86 @@
+"""Moving what a worker holds between a GPU and CPU memory, between calls. On a CPU nothing moves.
+
+With ZeRO DeepSpeed moves by itself, whole kinds at a time; what `policy.offload` or `policy.deepspeed` keeps in CPU
+memory anyway stays there. Without ZeRO, and without an optimizer, it is moved here. None of it has been tried on a GPU.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlframework_deepspeed.zero import Shards
+
+
+def move(shards: Shards, device: torch.device, *, model: bool, optimizer: bool) -> int:
+    """The weights and buffers (`model`), or the optimizer's state, to `device`; the bytes that were not there."""
+    if shards.engine.device.type == "cpu":
+        return 0
+    if not hasattr(shards.wrapper, "offload_states"):
+        return _move_plainly(shards, device, model=model, optimizer=optimizer)
+    kinds = import_module("deepspeed.runtime.zero.offload_config").OffloadStateTypeEnum
+    weights = {kinds.lp_params, kinds.hp_params, kinds.lp_grads, kinds.contiguous_grad_buffer}
+    wanted = (weights if model else set()) | ({kinds.optim_states} if optimizer else set())
+    if shards.engine.zero_offload_param() is not None:
+        wanted -= weights
+    before = _bytes_on(shards, device)
+    if device.type == "cpu":
+        shards.engine.offload_states(include=list(wanted))
+    else:
+        _reload(shards.wrapper, wanted)
+    if model:
+        _move_buffers(shards, device)
+    return _bytes_on(shards, device) - before
+
+
+def _reload(wrapper: Any, wanted: set[Any]) -> None:
+    """Bring `wanted` back, which DeepSpeed does with all that is away: the rest is hidden from it meanwhile."""
+    others = wrapper.offloaded_states - wanted
+    wrapper.offloaded_states -= others
+    try:
+        wrapper.reload_states()
+    finally:
+        wrapper.offloaded_states |= others
+
+
+def _move_plainly(shards: Shards, device: torch.device, *, model: bool, optimizer: bool) -> int:
+    before = _bytes_on(shards, device)
+    if model:
+        for tensor in _mains(shards):
+            tensor.data = tensor.data.to(device)
+        for parameter in shards.engine.module.parameters():
+            parameter.data = parameter.data.to(device)
+        _move_buffers(shards, device)
+    if optimizer and shards.adam is not None:
+        for state in shards.adam.state.values():
+            state.update({name: value.to(device) for name, value in state.items() if isinstance(value, Tensor)})
+    return _bytes_on(shards, device) - before
+
+
+def _move_buffers(shards: Shards, device: torch.device) -> None:
+    for module in shards.engine.module.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
+
+
+def _mains(shards: Shards) -> list[Tensor]:
+    """What the optimizer steps."""
+    found = {
+        id(slot.holder): slot.holder
+        for one in shards.engine.module.parameters()
+        if (slot := shards.slot(one)) is not None
+    }
+    return list(found.values())
+
+
+def _bytes_on(shards: Shards, device: torch.device) -> int:
+    """Bytes on the kind of `device` of weights, buffers and the optimizer's state, each memory counted once."""
+    module = shards.engine.module
+    pieces = [getattr(one, "ds_tensor", one) for one in module.parameters()]
+    states = [] if shards.adam is None else [v for state in shards.adam.state.values() for v in state.values()]
+    tensors = [*pieces, *module.buffers(), *_mains(shards), *(v for v in states if isinstance(v, Tensor))]
+    found = {tensor.data_ptr(): tensor.nbytes for tensor in tensors if tensor.device.type == device.type}
+    return sum(found.values())

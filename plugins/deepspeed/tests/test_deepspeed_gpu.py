@@ -1,0 +1,110 @@
+"""The deepspeed worker on one GPU against the oracle on the CPU: what a CPU cannot show.
+
+Each worker has a process of its own, because DeepSpeed is for one kind of device in a process. None of it has been run.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from rlframework.algorithms.losses import NLLLoss
+from rlframework.conformance import cases
+from rlframework.conformance.layouts import Layout
+from rlframework.conformance.oracle import Oracle
+from rlframework.conformance.policies import InspectedPolicy, run_config
+from rlframework.plugins.manager import create_manager
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+STAGES = (0, 1, 2, 3)
+OFFLOADS = {
+    "optimizer": (2, {"optimizer": True}, {}),
+    "parameters": (3, {"parameters": True}, {}),
+    "disk": (3, {}, {"offload_optimizer": {"device": "nvme"}, "offload_param": {"device": "nvme"}}),
+}
+"""Stage, neutral keys, DeepSpeed's own."""
+
+
+@pytest.fixture
+def path(tmp_path):
+    return cases.model("untied", tmp_path)
+
+
+@contextmanager
+def opened(path, stage, zero=None, fp16=None, **keys):
+    manager = create_manager()
+    section = {"zero_optimization": {"stage": stage, **(zero or {})}, "fp16": fp16 or {}}
+    config = run_config(
+        "deepspeed",
+        path,
+        Layout(),
+        manager=manager,
+        device="cuda",
+        apart=True,
+        deadlines={"start": 300.0, "call": 300.0, "shutdown": 20.0},
+        deepspeed=section,
+        **keys,
+    )
+    with InspectedPolicy(config, cases.tokenizer(), manager, device="cuda") as policy:
+        policy.prepare_for_training()
+        yield policy
+
+
+@pytest.mark.parametrize("mode", ["padded", "packed"])
+@pytest.mark.parametrize(("precision", "tolerance"), [("float32", 1e-3), ("bfloat16", 0.1), ("float16", 0.02)])
+@pytest.mark.parametrize("stage", STAGES)
+def test_scores_and_trains(path, stage, precision, tolerance, mode):
+    """fp32 on a GPU may use other kernels than the CPU, so the tolerance is wider than contract 2."""
+    batch, plain = cases.batch(), Oracle(path)
+    with opened(path, stage, precision=precision, batching={"mode": mode, "tokens": 40}) as policy:
+        logprobs = policy.get_logprobs(batch)["logprobs"]
+        torch.testing.assert_close(logprobs, plain.logprobs(batch), rtol=tolerance, atol=tolerance)
+        for _ in range(3):
+            right, result = plain.step(batch, "nll"), policy.train(batch, NLLLoss())
+            assert float(result["loss"]) == pytest.approx(right.loss, rel=tolerance)
+            assert float(result["grad_norm"][0]) == pytest.approx(right.grad_norm, rel=tolerance)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_float16_skips_steps_until_the_loss_is_scaled_so_that_gradients_are_finite(path, stage):
+    """A scale of 2 to the 40th overflows; DeepSpeed halves it, and in the end steps are taken."""
+    scaling = {"initial_scale_power": 40, "hysteresis": 1}
+    batch = cases.batch()
+    with opened(path, stage, fp16=scaling, precision="float16", non_finite_gradients={"stop_after": 60}) as policy:
+        results = [policy.train(batch, NLLLoss()) for _ in range(50)]
+    assert results[0]["skipped"] == 1
+    assert results[-1]["skipped"] == 0
+    assert float(results[-1]["loss"]) < float(results[0]["loss"])
+
+
+@pytest.mark.parametrize("name", OFFLOADS)
+def test_what_is_offloaded_changes_no_number(path, tmp_path, name):
+    stage, neutral, own = OFFLOADS[name]
+    (tmp_path / "disk").mkdir()
+    zero = {key: {**value, "nvme_path": str(tmp_path / "disk")} for key, value in own.items()}
+    batch, plain = cases.batch(), Oracle(path)
+    with opened(path, stage, zero, offload=neutral) as policy:
+        for _ in range(3):
+            right, result = plain.step(batch, "nll"), policy.train(batch, NLLLoss())
+            assert float(result["loss"]) == pytest.approx(right.loss, rel=1e-3)
+        torch.testing.assert_close(policy.get_logprobs(batch)["logprobs"], plain.logprobs(batch), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_moving_frees_the_bytes_that_it_tells(path, stage):
+    """fp32 weights and two moments of each; a call that needs them brings them back."""
+    batch, plain = cases.batch(), Oracle(path)
+    numbers = sum(weight.numel() for weight in plain.model.parameters())
+    with opened(path, stage) as policy:
+        for _ in range(2):
+            plain.step(batch, "nll")
+            policy.train(batch, NLLLoss())
+            (held,) = policy.get_gpu_info()
+            assert policy.offload_after_refit()["model"] >= 4 * numbers
+            (left,) = policy.get_gpu_info()
+            assert left["memory_allocated_mb"] < held["memory_allocated_mb"]
+            assert policy.prepare_for_training()["optimizer"] >= 8 * numbers
+        torch.testing.assert_close(policy.get_logprobs(batch)["logprobs"], plain.logprobs(batch), rtol=1e-3, atol=1e-3)

@@ -1,0 +1,148 @@
+"""Who stands where: megatron-core's process groups, made from the worker's context and `policy.parallelism`.
+
+Ranks are laid out as in `rlframework.distributed.named_sharding.policy_sharding`: the pipeline varies slowest, then
+data, context and tensor parallelism. Experts are spread over neighbours on the data axis. Megatron-core keeps its
+groups in global variables, so that all policies of a process share one layout.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from rlframework.distributed import process_groups
+from rlframework.errors import ConfigError
+from rlframework_megatron.upstream import parallel_state, random_states
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from rlframework.config.policy import ParallelismConfig
+    from rlframework.interfaces.worker_group import WorkerContext
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How many ranks along each axis; `virtual`: model chunks of each stage of the pipeline, 1 without interleaving."""
+
+    data: int = 1
+    tensor: int = 1
+    context: int = 1
+    pipeline: int = 1
+    expert: int = 1
+    virtual: int = 1
+    sequence: bool = False
+
+    @classmethod
+    def of(cls, world_size: int, parallelism: ParallelismConfig, virtual: int = 1) -> Sizes:
+        """What `world_size` ranks make of the configuration; a `ConfigError` where they do not factor."""
+        data, left = divmod(world_size, parallelism.model_size)
+        if left or not data:
+            raise ConfigError(
+                f"{world_size} workers do not divide by policy.parallelism: pipeline {parallelism.pipeline} x context "
+                f"{parallelism.context} x tensor {parallelism.tensor}; make worker_group.num_workers a multiple of it"
+            )
+        if data % parallelism.expert:
+            raise ConfigError(
+                f"policy.parallelism.expert={parallelism.expert} does not divide {data}, the number of workers that "
+                "share the rows, over which experts are spread; choose a divisor of it, or 1"
+            )
+        return cls(
+            data,
+            parallelism.tensor,
+            parallelism.context,
+            parallelism.pipeline,
+            parallelism.expert,
+            virtual,
+            parallelism.sequence,
+        )
+
+
+_users = 0
+_sizes: Sizes | None = None
+
+
+class Groups:
+    """This rank's groups, for one policy. Groups of one rank are None where it says so."""
+
+    def __init__(self, context: WorkerContext, device: torch.device, sizes: Sizes) -> None:
+        """Collective: makes the default process group and megatron-core's, unless they are there."""
+        global _users, _sizes  # as megatron-core's are
+        if _users and _sizes != sizes:
+            raise ConfigError(
+                f"this process has a policy of megatron-core with {_sizes}, and cannot have another with {sizes}: its "
+                "groups are global; give each policy processes of its own"
+            )
+        process_groups.join(context, device)
+        if not _users:
+            _make(sizes, context.deadline)
+            _sizes = sizes
+        _users += 1
+        self.sizes, self.device = sizes, device
+
+    @staticmethod
+    def leave() -> None:
+        """One user less; after the last the groups are gone."""
+        global _users, _sizes
+        _users -= 1
+        if not _users:
+            parallel_state.destroy_model_parallel()
+            _sizes = None
+        process_groups.leave()
+
+    @property
+    def data(self) -> dist.ProcessGroup | None:
+        """The ranks that share the rows and stand where this one does on the other axes."""
+        return parallel_state.get_data_parallel_group() if self.sizes.data > 1 else None
+
+    @property
+    def tensor(self) -> dist.ProcessGroup | None:
+        """The ranks with the other parts of this rank's weights."""
+        return parallel_state.get_tensor_model_parallel_group() if self.sizes.tensor > 1 else None
+
+    @property
+    def tensor_rank(self) -> int:
+        """Which part of the weights this rank has."""
+        return int(parallel_state.get_tensor_model_parallel_rank())
+
+    @property
+    def context(self) -> dist.ProcessGroup | None:
+        """The ranks with the other parts of this rank's sequences."""
+        return parallel_state.get_context_parallel_group() if self.sizes.context > 1 else None
+
+    @property
+    def pipeline(self) -> dist.ProcessGroup | None:
+        """The stages of this rank's pipeline, in order."""
+        return parallel_state.get_pipeline_model_parallel_group() if self.sizes.pipeline > 1 else None
+
+    @property
+    def pipeline_rank(self) -> int:
+        """Which stage this rank is."""
+        return int(parallel_state.get_pipeline_model_parallel_rank())
+
+    @property
+    def last_stage(self) -> int:
+        """The default group's rank of the last stage of this rank's pipeline."""
+        return int(parallel_state.get_pipeline_model_parallel_last_rank())
+
+    @property
+    def expert_rank(self) -> int:
+        """Which of the experts this rank has."""
+        return int(parallel_state.get_expert_model_parallel_rank())
+
+
+def _make(sizes: Sizes, deadline: float) -> None:
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=sizes.tensor,
+        pipeline_model_parallel_size=sizes.pipeline,
+        virtual_pipeline_model_parallel_size=sizes.virtual if sizes.virtual > 1 else None,
+        context_parallel_size=sizes.context,
+        expert_model_parallel_size=sizes.expert,
+        distributed_timeout_minutes=max(1, math.ceil(deadline / 60)),
+        create_gloo_process_groups=False,
+    )
+    # there is no dropout, so nothing is drawn and no states of random numbers are to be kept apart
+    random_states.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)

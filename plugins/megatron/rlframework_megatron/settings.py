@@ -1,0 +1,140 @@
+"""Megatron-core's configuration of a model of transformers, and what of one it cannot compute as transformers does.
+
+Llama, Qwen2, Qwen3 and Qwen3-MoE; what else a configuration asks for is `NotSupported`. Left out: learned positions,
+sliding windows, rotary embeddings that change with the length.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlframework.config.policy import PolicyConfig
+from rlframework.errors import NotSupported
+from rlframework_megatron.config import STATIC_ROTARY
+from rlframework_megatron.names import head_size, is_sparse, require_convertible
+from rlframework_megatron.parallel import Sizes
+from rlframework_megatron.upstream import TransformerConfig
+
+INSTEAD = "Set policy.backend to dtensor"
+
+
+def transformer_config(
+    model_config: Any, config: PolicyConfig, sizes: Sizes, device: torch.device
+) -> TransformerConfig:
+    """Megatron-core's configuration of the model of `model_config`."""
+    require_same_function(model_config)
+    on_gpu = device.type == "cuda"
+    dtype = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
+    recompute: dict[str, Any] = {}
+    if config.activation_checkpointing:
+        recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    return TransformerConfig(
+        num_layers=model_config.num_hidden_layers,
+        hidden_size=model_config.hidden_size,
+        ffn_hidden_size=model_config.intermediate_size,
+        num_attention_heads=model_config.num_attention_heads,
+        num_query_groups=model_config.num_key_value_heads,
+        kv_channels=head_size(model_config),
+        layernorm_epsilon=model_config.rms_norm_eps,
+        normalization="RMSNorm",
+        activation_func=nn.functional.silu,
+        gated_linear_unit=True,
+        add_bias_linear=False,
+        add_qkv_bias=model_config.model_type == "qwen2",
+        qk_layernorm=model_config.model_type in ("qwen3", "qwen3_moe"),
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=sizes.tensor,
+        pipeline_model_parallel_size=sizes.pipeline,
+        virtual_pipeline_model_parallel_size=sizes.virtual if sizes.virtual > 1 else None,
+        context_parallel_size=sizes.context,
+        expert_model_parallel_size=sizes.expert,
+        sequence_parallel=sizes.sequence and sizes.tensor > 1,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        perform_initialization=False,
+        use_cpu_initialization=not on_gpu,
+        calculate_per_token_loss=True,  # so that neither microbatches nor ranks divide the loss
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        apply_rope_fusion=False,
+        cuda_graph_scope=[],
+        # the default of the interleaved schedule gives wrong numbers without an error over gloo
+        batch_p2p_comm=on_gpu and sizes.virtual == 1,
+        overlap_p2p_comm=sizes.virtual > 1,
+        **recompute,
+        **(_expert_settings(model_config) if _has_experts(model_config) else {}),
+    )
+
+
+def _has_experts(model_config: Any) -> bool:
+    return any(is_sparse(model_config, layer) for layer in range(model_config.num_hidden_layers))
+
+
+def _expert_settings(model_config: Any) -> dict[str, Any]:
+    """Of megatron-core's configuration, for a mixture: each token goes to the likeliest experts, whatever they have."""
+    return {
+        "num_moe_experts": model_config.num_experts,
+        "moe_ffn_hidden_size": model_config.moe_intermediate_size,
+        "moe_layer_freq": [int(is_sparse(model_config, layer)) for layer in range(model_config.num_hidden_layers)],
+        "moe_router_topk": model_config.num_experts_per_tok,
+        # the softmax of the chosen ones alone is that of all of them, divided by the sum of the chosen
+        "moe_router_pre_softmax": not model_config.norm_topk_prob,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_token_dispatcher_type": "alltoall",  # the one that lets ranks have different numbers of tokens
+    }
+
+
+def require_same_function(model_config: Any) -> None:
+    """`NotSupported` where a GPTModel as it is built here would compute something else than transformers does."""
+    require_convertible(model_config)
+    kind = model_config.model_type
+    if model_config.hidden_act != "silu":
+        raise NotSupported(
+            f"the megatron backend has the activation silu, and the {kind} model has {model_config.hidden_act!r}. "
+            f"{INSTEAD}"
+        )
+    if "sliding_attention" in (getattr(model_config, "layer_types", None) or ()):
+        raise NotSupported(f"the megatron backend has no sliding windows, and the {kind} model has them. {INSTEAD}")
+    rotary = model_config.rope_parameters
+    if rotary.get("rope_type", "default") not in STATIC_ROTARY or rotary.get("partial_rotary_factor", 1.0) != 1.0:
+        raise NotSupported(
+            f"the megatron backend has the rotary embeddings {', '.join(STATIC_ROTARY)} of whole heads, and the {kind} "
+            f"model has {rotary}. {INSTEAD}"
+        )
+
+
+def require_experts(model_config: Any, sizes: Sizes, *, router_loss: bool) -> None:
+    """`NotSupported` where experts are asked for and there are none, or beside axes with which nobody tried them."""
+    kind = model_config.model_type
+    if not _has_experts(model_config):
+        if sizes.expert > 1 or router_loss:
+            raise NotSupported(
+                f"the {kind} model has no experts; set policy.parallelism.expert to 1 and policy.router_aux_loss_coef "
+                "to 0"
+            )
+        return
+    if sizes.tensor * sizes.context * sizes.pipeline > 1:
+        raise NotSupported(
+            f"mixtures of experts such as this {kind} model have not been proven beside tensor, context and pipeline "
+            "parallelism; set these to 1, and policy.parallelism.expert to share the experts"
+        )
+
+
+def rotary_frequencies(model_config: Any) -> Tensor:
+    """`[D / 2]` fp32: the angle of each pair of a head's elements at position 1, as transformers has it."""
+    kind = model_config.model_type
+    module = import_module(f"transformers.models.{kind}.modeling_{kind}")
+    made = next(value for name, value in vars(module).items() if name.endswith("RotaryEmbedding"))(model_config)
+    assert made.attention_scaling == 1.0
+    frequencies: Tensor = made.inv_freq
+    return frequencies

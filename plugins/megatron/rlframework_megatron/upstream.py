@@ -1,0 +1,94 @@
+"""All that we take of megatron-core, in one place, imported without its warnings.
+
+It warns about each package that it can use and does not find (Transformer Engine, Apex), and about its own imports. On
+import it hands small functions to `torch.compile`; where there is no GPU they are left as they are, which saves loading
+the compiler, and having one.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+
+def _uncompiled() -> AbstractContextManager[Any]:
+    if torch.cuda.is_available():
+        return nullcontext()
+    return patch.object(torch, "compile", lambda function, **_: function)
+
+
+with warnings.catch_warnings(), _uncompiled():
+    warnings.simplefilter("ignore")
+    from megatron.core import parallel_state
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.optimizer import OptimizerConfig, ParamKey, get_megatron_optimizer
+    from megatron.core.optimizer.optimizer_config import ParamPredicate
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+    from megatron.core.tensor_parallel import random as random_states
+    from megatron.core.tensor_parallel.layers import (
+        ColumnParallelLinear,
+        RowParallelLinear,
+        VocabParallelEmbedding,
+        set_tensor_model_parallel_attributes,
+    )
+    from megatron.core.transformer.module import MegatronModule
+    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.moe.router import TopKRouter
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
+
+if not hasattr(moe_utils, "te_general_gemm"):  # 0.16.1 asks whether it is None, and gives no name where TE is not there
+    moe_utils.te_general_gemm = None
+
+__all__ = [
+    "ColumnParallelLinear",
+    "DistributedDataParallel",
+    "DistributedDataParallelConfig",
+    "GPTModel",
+    "MegatronModule",
+    "ModuleSpec",
+    "OptimizerConfig",
+    "ParamKey",
+    "ParamPredicate",
+    "RowParallelLinear",
+    "TopKRouter",
+    "TransformerBlockSubmodules",
+    "TransformerConfig",
+    "TransformerLayer",
+    "VocabParallelEmbedding",
+    "finalize_model_grads",
+    "gather_from_sequence_parallel_region",
+    "get_forward_backward_func",
+    "get_gpt_layer_local_spec",
+    "get_megatron_optimizer",
+    "get_transformer_layer_offset",
+    "parallel_state",
+    "quiet",
+    "random_states",
+    "set_tensor_model_parallel_attributes",
+]
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Within it megatron-core does not warn: what it says is of its own arguments, which nobody here can change."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"megatron\.")
+        # what it calls: gradients of views of its buffers, and collectives by the names before torch 2.13
+        warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
+        warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+        yield

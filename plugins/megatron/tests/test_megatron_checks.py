@@ -1,0 +1,267 @@
+"""What of a configuration the megatron backend refuses, by key, before a process starts.
+
+And that this is all that workers refuse, as far as the configuration and the model's config.json tell it.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from pydantic import create_model
+
+from rlframework.config.policy import ParallelismConfig, PolicyConfig
+from rlframework.config.sections import AlgorithmConfig, EnvironmentConfig, RunConfig
+from rlframework.errors import ConfigError, NotSupported
+from rlframework_megatron import config as megatron_config
+from rlframework_megatron.config import MegatronConfig
+from rlframework_megatron.names import local_parts
+from rlframework_megatron.parallel import Sizes
+from rlframework_megatron.place import Place
+from rlframework_megatron.settings import require_same_function
+
+Policy = create_model("Policy", __base__=PolicyConfig, megatron=(MegatronConfig, MegatronConfig()))
+SIZES = {
+    "vocab_size": 48,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+LLAMA = {"model_type": "llama", **SIZES}
+QWEN2 = {"model_type": "qwen2", **SIZES}
+QWEN3 = {"model_type": "qwen3", **SIZES, "head_dim": 8}
+MIXTURE = {
+    "model_type": "qwen3_moe",
+    **SIZES,
+    "head_dim": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+}
+OVERLAPPED = {"distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
+
+
+@pytest.fixture
+def problems(tmp_path):
+    """`problems(model, workers, device, **policy)`: what `check` finds; `model` is config.json, None: there is none."""
+
+    def found(model=LLAMA, workers=1, device="cpu", **policy):
+        if model is not None:
+            (tmp_path / "config.json").write_text(json.dumps(model))
+        config = RunConfig(
+            algorithm=AlgorithmConfig(name="a"),
+            worker_group={"num_workers": workers},
+            policy=Policy.model_validate({"model_name": str(tmp_path), **policy}),
+            environment=EnvironmentConfig(name="e"),
+        )
+        return megatron_config.check(config, device)
+
+    return found
+
+
+@pytest.fixture
+def read(tmp_path):
+    """`read(model)`: config.json as transformers reads it, which is what workers look at."""
+
+    def found(model):
+        from transformers import AutoConfig
+
+        (tmp_path / "config.json").write_text(json.dumps(model))
+        return AutoConfig.from_pretrained(tmp_path)
+
+    return found
+
+
+GOOD = [
+    (LLAMA, 1, {}),
+    (QWEN2, 2, {"parallelism": {"tensor": 2, "sequence": True}}),
+    (QWEN3, 4, {"parallelism": {"tensor": 2, "context": 2}}),
+    (LLAMA, 4, {"parallelism": {"pipeline": 4}}),
+    (LLAMA, 2, {"parallelism": {"pipeline": 2}, "megatron": {"virtual_pipeline": 2}}),
+    (LLAMA, 2, {"megatron": OVERLAPPED, "precision": "bfloat16"}),
+    (MIXTURE, 2, {"parallelism": {"expert": 2}, "router_aux_loss_coef": 0.1}),
+    (LLAMA | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, 1, {}),
+    (QWEN2 | {"use_sliding_window": False, "sliding_window": 8}, 1, {}),
+]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(("model", "workers", "policy"), GOOD, ids=range(len(GOOD)))
+def test_what_can_be_done_has_no_problems_and_workers_do_not_refuse_it(problems, read, model, workers, policy, device):
+    assert problems(model, workers, device, **policy) == []
+    built = read(model)
+    require_same_function(built)
+    parallelism = ParallelismConfig(**policy.get("parallelism", {}))
+    virtual = policy.get("megatron", {}).get("virtual_pipeline", 1)
+    sizes = Sizes.of(workers, parallelism, virtual)
+    local_parts(built, place(sizes))
+
+
+def place(sizes):
+    """The first rank's."""
+    return Place(tensor_size=sizes.tensor, pipeline_size=sizes.pipeline, chunks=sizes.virtual, expert_size=sizes.expert)
+
+
+LAYOUTS = [
+    (LLAMA, 4, {"tensor": 4}, {}, "policy.parallelism.tensor", "2 key-value heads", "Choose a divisor."),
+    (
+        LLAMA | {"hidden_size": 36, "num_attention_heads": 3, "num_key_value_heads": 3},
+        2,
+        {"tensor": 2},
+        {},
+        "policy.parallelism.tensor",
+        "3 attention heads",
+        "Choose a divisor.",
+    ),
+    (
+        LLAMA | {"intermediate_size": 63},
+        2,
+        {"tensor": 2},
+        {},
+        "policy.parallelism.tensor",
+        "63 units of the MLP",
+        "Choose a divisor.",
+    ),
+    (
+        LLAMA,
+        3,
+        {"pipeline": 3},
+        {},
+        "policy.parallelism.pipeline",
+        "4 layers, which 3 stages of 1 parts do not divide",
+        "Choose numbers whose product divides them.",
+    ),
+    (
+        LLAMA,
+        2,
+        {"pipeline": 2},
+        {"virtual_pipeline": 3},
+        "policy.megatron.virtual_pipeline",
+        "4 layers, which 2 stages of 3 parts do not divide",
+        "Choose numbers whose product divides them.",
+    ),
+    (
+        LLAMA,
+        1,
+        {},
+        {"virtual_pipeline": 2},
+        "policy.megatron.virtual_pipeline",
+        "2 parts on each stage need a pipeline, and policy.parallelism.pipeline is 1.",
+        "Set it to 1, or the pipeline to 2 or more.",
+    ),
+    (
+        LLAMA,
+        1,
+        {"sequence": True},
+        {},
+        "policy.parallelism.sequence",
+        "policy.parallelism.tensor is 1.",
+        "Set it to false, or split tensors.",
+    ),
+    (LLAMA, 2, {"expert": 2}, {}, "policy.parallelism.expert", "'llama' has no experts", "Leave it out."),
+    (
+        MIXTURE | {"num_experts": 3},
+        2,
+        {"expert": 2},
+        {},
+        "policy.parallelism.expert",
+        "3 experts, which 2 does not divide",
+        "Choose a divisor.",
+    ),
+    (MIXTURE, 3, {"expert": 2}, {}, "policy.parallelism.expert", "3 workers that share the rows", "divisor, or 1."),
+    (
+        LLAMA,
+        2,
+        {},
+        {"overlap_param_gather": True},
+        "policy.megatron.overlap_param_gather",
+        "with overlap_grad_reduce",
+        "Set both to true, or this to false.",
+    ),
+]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    ("model", "workers", "parallelism", "section", "key", "says", "hint"),
+    LAYOUTS,
+    ids=[f"{row[4].rpartition('.')[2]}-{number}" for number, row in enumerate(LAYOUTS)],
+)
+def test_layouts_that_cannot_be(problems, model, workers, parallelism, section, key, says, hint, device):
+    (found,) = problems(model, workers, device, parallelism=parallelism, megatron=section)
+    assert found.key == key
+    assert says in found.message
+    assert found.hint.endswith(hint)
+    assert not found.undeclared
+
+
+@pytest.mark.parametrize(
+    ("section", "missing"),
+    [({"distributed_optimizer": True}, True), ({"overlap_grad_reduce": True}, True), ({}, False)],
+)
+def test_late_gathering_takes_both_others(problems, section, missing):
+    found = problems(workers=2, megatron={"overlap_param_gather": missing, **section})
+    assert [problem.key for problem in found] == ["policy.megatron.overlap_param_gather"] * missing
+
+
+def test_the_routers_loss_of_a_model_without_experts(problems):
+    (found,) = problems(router_aux_loss_coef=0.1)
+    assert found.key == "policy.router_aux_loss_coef"
+    assert "no experts" in found.message
+
+
+@pytest.mark.parametrize("axis", ["tensor", "context", "pipeline"])
+def test_a_mixture_is_split_over_data_and_experts_alone(problems, axis):
+    found = problems(MIXTURE, workers=2, parallelism={axis: 2})
+    assert [problem.key for problem in found] == [f"policy.parallelism.{axis}"]
+    assert "mixtures of experts" in found[0].message
+
+
+def test_a_model_that_is_not_a_directory_here_is_looked_at_by_the_workers(problems, tmp_path):
+    assert problems(None, 4, parallelism={"tensor": 4}) == []
+    (tmp_path / "config.json").write_text("[1]")
+    assert problems(None, 4, parallelism={"tensor": 4}) == []
+
+
+SPLITS = [row for row in LAYOUTS if "divide" in row[5] or "divisor" in row[6]]
+
+
+@pytest.mark.parametrize(("model", "workers", "parallelism", "section"), [row[:4] for row in SPLITS])
+def test_splits_that_workers_refuse_are_those(read, model, workers, parallelism, section):
+    """Workers say it in the same words of the configuration, where the model is not at hand before."""
+    built = read(model)
+
+    def worker():
+        sizes = Sizes.of(workers, ParallelismConfig(**parallelism), section.get("virtual_pipeline", 1))
+        if (found := megatron_config.indivisible(built.to_dict(), sizes.tensor)) is not None:
+            raise ConfigError(found)
+        local_parts(built, place(sizes))
+
+    with pytest.raises(ConfigError, match=r"policy\.parallelism\."):
+        worker()
+
+
+MODELS = [
+    ({"model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 4}, "gpt2"),
+    (LLAMA | {"attention_bias": True}, "attention_bias"),
+    (LLAMA | {"mlp_bias": True}, "mlp_bias"),
+    (QWEN3 | {"attention_bias": True}, "attention_bias"),
+    (LLAMA | {"hidden_act": "gelu"}, "gelu"),
+    (QWEN2 | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, "sliding"),
+    (QWEN3 | {"layer_types": ["full_attention", "sliding_attention"] * 2, "sliding_window": 8}, "sliding"),
+    (LLAMA | {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 10000.0}}, "yarn"),
+    (LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
+    (LLAMA | {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+]
+
+
+@pytest.mark.parametrize(("model", "says"), MODELS, ids=[f"{row[1]}-{number}" for number, row in enumerate(MODELS)])
+def test_models_that_workers_refuse_are_refused_before(problems, read, model, says):
+    with pytest.raises(NotSupported, match=r"policy\.backend to dtensor"):
+        require_same_function(read(model))
+    (found,) = problems(model)
+    assert found.key == "policy.model_name"
+    assert says in found.message
+    assert found.hint == "Set policy.backend to dtensor."

@@ -1,0 +1,13 @@
+"""The backend against its contract with one worker, where it is quick.
+
+The other layouts, and the distributed optimizer, are in `make conformance` (tests/conformance/all_parts.py).
+"""
+
+from __future__ import annotations
+
+from rlframework.conformance import PolicyWorkerSuite
+
+
+class TestPolicyWorker(PolicyWorkerSuite):
+    backend = "megatron"
+    quick = ("data=1",)

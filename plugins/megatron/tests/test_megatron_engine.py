@@ -1,0 +1,120 @@
+"""The adapter for the CPU, the process groups, and models that the backend does not compute as transformers does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+
+from rlframework.config.policy import ParallelismConfig, PolicyConfig
+from rlframework.errors import ConfigError, NotSupported
+from rlframework.interfaces.worker_group import WorkerContext
+from rlframework_megatron import cpu
+from rlframework_megatron.parallel import Groups, Sizes
+from rlframework_megatron.settings import (
+    require_experts,
+    require_same_function,
+    rotary_frequencies,
+    transformer_config,
+)
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def test_within_the_adapter_cuda_is_the_cpu():
+    with cpu.on(CPU):
+        assert torch.zeros(2, device="cuda").device == CPU
+        assert torch.ones(1, device=torch.device("cuda", 0)).device == CPU
+        assert torch.zeros(2).to("cuda").device == CPU
+        assert torch.zeros(2).cuda().device == CPU
+        assert torch.zeros(2).type() == "torch.cuda.FloatTensor"
+        assert torch.cuda.current_device() == CPU
+
+
+def test_the_adapter_goes_again_even_after_an_error_inside_another():
+    before = torch.cuda.current_device, torch.cuda.Stream, torch.distributed.all_to_all_single
+    with pytest.raises(RuntimeError, match="inside"), cpu.on(CPU), cpu.on(CPU):
+        raise RuntimeError("inside")
+    assert before == (torch.cuda.current_device, torch.cuda.Stream, torch.distributed.all_to_all_single)
+    assert torch.zeros(2).type() == "torch.FloatTensor"
+
+
+def test_on_a_gpu_there_is_no_adapter():
+    before = torch.cuda.current_device
+    with cpu.on(CUDA):
+        assert torch.cuda.current_device is before
+        assert torch.zeros(2).type() == "torch.FloatTensor"
+
+
+@pytest.mark.parametrize(
+    ("workers", "axes", "says"),
+    [(3, {"tensor": 2}, "3 workers do not divide"), (2, {"expert": 4}, "does not divide 2, the number of workers")],
+)
+def test_workers_that_do_not_factor_are_refused(workers, axes, says):
+    with pytest.raises(ConfigError, match=says):
+        Sizes.of(workers, ParallelismConfig(**axes))
+
+
+def test_one_process_has_one_layout_at_a_time():
+    first = Groups(WorkerContext(), CPU, Sizes())
+    second = Groups(WorkerContext(), CPU, Sizes())
+    with pytest.raises(ConfigError, match="cannot have another"):
+        Groups(WorkerContext(), CPU, Sizes(virtual=2, pipeline=2))
+    for groups in (first, second):
+        assert groups.data is None
+        groups.leave()
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (LlamaConfig(hidden_act="gelu"), "activation silu"),
+        (LlamaConfig(attention_bias=True), "attention_bias"),
+        (LlamaConfig(mlp_bias=True), "mlp_bias"),
+        (Qwen2Config(use_sliding_window=True, sliding_window=4, max_window_layers=0), "sliding windows"),
+        (LlamaConfig(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}), "rotary embeddings"),
+        (
+            LlamaConfig(rope_parameters={"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}),
+            "rotary embeddings",
+        ),
+    ],
+)
+def test_models_that_would_be_another_function_are_refused(config, says):
+    with pytest.raises(NotSupported, match=says):
+        require_same_function(config)
+
+
+@pytest.mark.parametrize("config", [LlamaConfig(), Qwen2Config(), Qwen3Config()], ids=lambda config: config.model_type)
+def test_models_that_it_has_are_taken_with_their_frequencies(config):
+    config.num_hidden_layers = 2
+    made = transformer_config(config, PolicyConfig(model_name="m"), Sizes(), CPU)
+    assert made.hidden_dropout == made.attention_dropout == 0.0
+    assert made.add_qkv_bias == (config.model_type == "qwen2")
+    frequencies = rotary_frequencies(config)
+    assert frequencies.shape == (made.kv_channels // 2,)
+    assert frequencies[0] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("config", "sizes", "router_loss", "says"),
+    [
+        (LlamaConfig(), Sizes(data=2, expert=2), False, "no experts"),
+        (LlamaConfig(), Sizes(), True, "no experts"),
+        (Qwen3MoeConfig(num_hidden_layers=2), Sizes(tensor=2), False, "not been proven"),
+    ],
+)
+def test_experts_that_are_not_there_or_not_proven_are_refused(config, sizes, router_loss, says):
+    with pytest.raises(NotSupported, match=says):
+        require_experts(config, sizes, router_loss=router_loss)
+
+
+def test_scaled_frequencies_are_those_of_transformers():
+    sizes = {"hidden_size": 64, "num_attention_heads": 4}
+    scaled = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    plain = LlamaConfig(rope_parameters={"rope_type": "default", "rope_theta": 1e4}, **sizes)
+    config = LlamaConfig(rope_parameters=scaled | {"original_max_position_embeddings": 64}, **sizes)
+    require_same_function(config)
+    slow, fast = rotary_frequencies(config)[-1], rotary_frequencies(config)[0]
+    torch.testing.assert_close(slow, rotary_frequencies(plain)[-1] / 8)  # the slow ones are divided, the fast ones not
+    assert fast == 1.0

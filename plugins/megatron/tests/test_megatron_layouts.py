@@ -1,0 +1,100 @@
+"""What the suite's layouts do not reach: interleaved pipelines, several axes at once, keys of `policy.megatron`.
+
+Each is three steps of a tied model of four layers against the oracle, in rows of different lengths.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from rlframework.algorithms.losses import NLLLoss
+from rlframework.conformance import cases
+from rlframework.conformance.layouts import Layout
+from rlframework.conformance.oracle import Oracle
+from rlframework.conformance.policies import run_config, weights_of
+from rlframework.data.tokenizer import load_tokenizer
+from rlframework.plugins.manager import create_manager
+from rlframework.policy.policy import Policy
+
+INTERLEAVED = {"virtual_pipeline": 2}
+DISTRIBUTED = {"distributed_optimizer": True}
+OVERLAPPED = {"distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
+PACKED: dict[str, Any] = {"batching": {"mode": "packed", "tokens": 40}}
+
+
+@pytest.fixture(scope="module")
+def four_layers(tmp_path_factory):
+    path = tmp_path_factory.mktemp("models") / "four-layers"
+    tokens = cases.tokenizer()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = cases._llama(len(tokens), num_hidden_layers=4, tie_word_embeddings=True)
+        cases.randomize(model)
+    model.save_pretrained(path)
+    tokens.save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def compare(four_layers, tmp_path):
+    """`compare(layout, section, **keys)`: three steps on both, and all that comes of them."""
+    manager = create_manager()
+
+    def run(layout: str, section: dict[str, Any], **keys: Any) -> None:
+        oracle = Oracle(four_layers, lr=1e-3)
+        config = run_config(
+            "megatron",
+            four_layers,
+            Layout.parse(layout),
+            manager=manager,
+            megatron=section,
+            optimizer={"lr": 1e-3},
+            **keys,
+        )
+        with Policy(config, load_tokenizer(str(four_layers)), manager) as policy:
+            for seed in range(3):
+                batch = cases.batch(seed=seed)
+                found = policy.get_logprobs(batch)["logprobs"]
+                torch.testing.assert_close(found, oracle.logprobs(batch), rtol=1e-4, atol=1e-4)
+                result, right = policy.train(batch, NLLLoss()), oracle.step(batch, "nll")
+                assert result["loss"] == pytest.approx(right.loss, rel=1e-5)
+                assert float(result["grad_norm"][0]) == pytest.approx(right.grad_norm, rel=2e-5)
+            weights = weights_of(policy, tmp_path / "weights")
+        right_weights = oracle.weights()
+        assert sorted(weights) == sorted(right_weights)
+        for name, weight in right_weights.items():
+            difference = (weights[name] - weight).norm() / weight.norm()
+            assert difference < 2e-5, name
+
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keys", [{}, PACKED], ids=["padded", "packed"])
+def test_an_interleaved_pipeline_computes_the_same(compare, keys):
+    compare("pipeline=2", INTERLEAVED, **keys)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("section", [DISTRIBUTED, OVERLAPPED], ids=["distributed", "overlapped"])
+def test_the_distributed_optimizer_computes_the_same(compare, section):
+    compare("data=2", section)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "section", "keys"),
+    [
+        ("tensor=2,pipeline=2,sequence", INTERLEAVED, {}),
+        ("context=2,pipeline=2", {}, PACKED),
+        ("context=2,tensor=2,sequence", {}, {}),
+        ("data=2,pipeline=2", DISTRIBUTED | INTERLEAVED, {}),
+        ("data=2,tensor=2", OVERLAPPED, {"activation_checkpointing": True}),
+    ],
+    ids=str,
+)
+def test_several_axes_at_once_compute_the_same(compare, layout, section, keys):
+    compare(layout, section, **keys)

@@ -1,0 +1,258 @@
+"""Names and places of weights, without Megatron: cut a whole model for each rank, and put it together again."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rlframework.errors import ConfigError, NotSupported
+from rlframework.policy.file_names import file_tensors
+from rlframework_megatron.boxes import boxes, cells
+from rlframework_megatron.cuts import extent
+from rlframework_megatron.mains import shares_of
+from rlframework_megatron.names import EMBEDDING, HEAD, Part, local_parts, weight_shapes
+from rlframework_megatron.place import Place
+
+SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "max_position_embeddings": 8}
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+KINDS = {
+    "llama": ("Llama", {}),
+    "tied": ("Llama", {"tie_word_embeddings": True}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {"tie_word_embeddings": True, "head_dim": 4}),
+    "experts": ("Qwen3Moe", EXPERTS),
+    "dense_between": ("Qwen3Moe", {**EXPERTS, "decoder_sparse_step": 2, "mlp_only_layers": [3]}),
+}
+
+
+def config_of(kind: str, **changes: Any) -> Any:
+    import transformers
+
+    family, own = KINDS[kind]
+    keys = {**SIZES, **HEADS, "vocab_size": 41, "tie_word_embeddings": False, **own, **changes}
+    return getattr(transformers, f"{family}Config")(**keys)
+
+
+def whole_model(config: Any) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=generator) for name, shape in weight_shapes(config).items()}
+
+
+def cut(weights: dict[str, Tensor], parts: list[Part]) -> dict[tuple[int, str], Tensor]:
+    """The parameters of one rank, by chunk and name; what no part fills is nan."""
+    sizes: dict[tuple[int, str], list[int]] = {}
+    for part in parts:
+        size = sizes.setdefault((part.chunk, part.parameter), [0] * len(part.shape))
+        for _, here in part.regions:
+            size[:] = [max(old, one.stop) for old, one in zip(size, here, strict=True)]
+    found = {key: torch.full(size, torch.nan) for key, size in sizes.items()}
+    for part in parts:
+        for whole, here in part.regions:
+            target = found[part.chunk, part.parameter][here]
+            assert target.isnan().all(), f"{part.parameter} has two things in one place"
+            target.copy_(weights[part.name][whole])
+    return found
+
+
+def places(place: Place) -> list[Place]:
+    """Of all ranks of a model that is split so."""
+    axes = ("tensor", "pipeline", "expert", "expert_tensor")
+    ranks = itertools.product(*(range(getattr(place, f"{axis}_size")) for axis in axes))
+    return [replace(place, **{f"{axis}_rank": r for axis, r in zip(axes, rank, strict=True)}) for rank in ranks]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_names_and_shapes_are_those_of_files(kind):
+    from transformers import AutoModelForCausalLM
+
+    config = config_of(kind)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    held = file_tensors(model)
+    if config.tie_word_embeddings:
+        del held[HEAD]
+    assert weight_shapes(config) == {name: tuple(tensor.shape) for name, tensor in held.items()}
+    assert (HEAD in weight_shapes(config)) != config.tie_word_embeddings
+
+
+LAYOUTS = st.builds(
+    Place,
+    tensor_size=st.sampled_from([1, 2, 4, 8]),
+    pipeline_size=st.sampled_from([1, 2, 4]),
+    chunks=st.sampled_from([1, 2]),
+    expert_size=st.sampled_from([1, 2, 4]),
+    expert_tensor_size=st.sampled_from([1, 2]),
+    padded_vocabulary=st.sampled_from([0, 48, 128]),
+).filter(lambda place: place.pieces <= 4 and (place.chunks == 1 or place.pipeline_size > 1))
+
+
+@settings(max_examples=30, deadline=None)
+@given(kind=st.sampled_from(sorted(KINDS)), layout=LAYOUTS)
+def test_what_is_cut_comes_together_again(kind, layout):
+    config = config_of(kind)
+    weights = whole_model(config)
+    joined = {name: torch.full_like(weight, torch.nan) for name, weight in weights.items()}
+    copies = {name: weight.clone() for name, weight in joined.items()}
+    for place in places(layout):
+        parts = local_parts(config, place)
+        for part in parts:
+            own = cut(weights, [one for one in parts if (one.chunk, one.parameter) == (part.chunk, part.parameter)])
+            target = (copies if part.is_copy else joined)[part.name]
+            for whole, here in part.regions:
+                target[whole] = own[part.chunk, part.parameter][here]
+    assert all(torch.equal(joined[name], weight) for name, weight in weights.items())
+    tied_apart = config.tie_word_embeddings and layout.pieces > 1
+    assert torch.equal(copies[EMBEDDING], weights[EMBEDDING]) == tied_apart
+
+
+@settings(max_examples=30, deadline=None)
+@given(kind=st.sampled_from(sorted(KINDS)), layout=LAYOUTS)
+def test_tensor_ranks_share_without_overlap(kind, layout):
+    """Each element of what is split is on one tensor rank; what is not is whole on all."""
+    config = config_of(kind)
+    ranks = places(replace(layout, pipeline_size=1, chunks=1, expert_size=1, expert_tensor_size=1))
+    sizes: dict[str, list[int]] = {name: [] for name in weight_shapes(config)}
+    for part in (part for place in ranks for part in local_parts(config, place)):
+        sizes[part.name].append(sum(extent(whole) for whole, _ in part.regions))
+    for name, shape in weight_shapes(config).items():
+        whole = torch.Size(shape).numel()
+        if any(word in name for word in ("norm", "mlp.gate.weight", ".experts.")):
+            assert sizes[name] == [whole] * layout.tensor_size
+        else:
+            assert sum(sizes[name]) == whole
+
+
+@pytest.mark.parametrize(("tensor", "rank"), [(1, 0), (2, 1), (4, 2), (8, 5)])
+def test_the_fused_matrices_are_as_megatron_has_them(tensor, rank):
+    """By another way than boxes: reshape, join, and share the rows; 8 ranks have half a group each."""
+    config = config_of("qwen3")
+    weights, layer = whole_model(config), "model.layers.2."
+    own = cut(weights, local_parts(config, Place(tensor_rank=rank, tensor_size=tensor)))
+    q, k, v = (weights[f"{layer}self_attn.{kind}_proj.weight"] for kind in "qkv")
+    groups = torch.cat([q.view(4, 8, 16), k.view(4, 4, 16), v.view(4, 4, 16)], 1).reshape(-1, 16)
+    inside = "decoder.layers.2."
+    assert torch.equal(own[0, f"{inside}self_attention.linear_qkv.weight"], groups.chunk(tensor)[rank])
+    gate, up, down = (weights[f"{layer}mlp.{kind}_proj.weight"] for kind in ("gate", "up", "down"))
+    both = torch.cat([gate.chunk(tensor)[rank], up.chunk(tensor)[rank]])
+    assert torch.equal(own[0, f"{inside}mlp.linear_fc1.weight"], both)
+    assert torch.equal(own[0, f"{inside}mlp.linear_fc2.weight"], down.chunk(tensor, 1)[rank])
+    out = weights[f"{layer}self_attn.o_proj.weight"]
+    assert torch.equal(own[0, f"{inside}self_attention.linear_proj.weight"], out.chunk(tensor, 1)[rank])
+    padded = torch.nn.functional.pad(weights[EMBEDDING], (0, 0, 0, -41 % tensor)).chunk(tensor)[rank]
+    rows = own[0, "embedding.word_embeddings.weight"]
+    assert torch.equal(rows, padded[: len(rows)])
+
+
+def test_the_biases_of_qwen2_lie_beside_their_weights():
+    config = config_of("qwen2")
+    weights = whole_model(config)
+    own = cut(weights, local_parts(config, Place(tensor_rank=1, tensor_size=2)))
+    q, k, v = (weights[f"model.layers.0.self_attn.{kind}_proj.bias"] for kind in "qkv")
+    groups = torch.cat([q.view(4, 4), k.view(4, 2), v.view(4, 2)], 1).reshape(-1)
+    assert torch.equal(own[0, "decoder.layers.0.self_attention.linear_qkv.bias"], groups.chunk(2)[1])
+
+
+def test_interleaved_stages_have_every_second_piece():
+    config = config_of("llama")
+    stage = replace(Place(pipeline_size=2, chunks=2), pipeline_rank=1)
+    norms = [part for part in local_parts(config, stage) if part.name.endswith("input_layernorm.weight")]
+    assert [(part.name, part.chunk, part.parameter) for part in norms] == [
+        ("model.layers.1.input_layernorm.weight", 0, "decoder.layers.0.input_layernorm.weight"),
+        ("model.layers.3.input_layernorm.weight", 1, "decoder.layers.0.input_layernorm.weight"),
+    ]
+    assert {part.parameter for part in local_parts(config, stage) if "layers" not in part.parameter} == {
+        "decoder.final_layernorm.weight",
+        "output_layer.weight",
+    }
+
+
+def test_pieces_of_unequal_size():
+    config = config_of("llama")
+    place = Place(pipeline_size=2, layers=(1, 3))
+    found = [{part.parameter for part in local_parts(config, one)} for one in places(place)]
+    assert [sum(name.endswith("input_layernorm.weight") for name in names) for names in found] == [1, 3]
+    with pytest.raises(ConfigError, match=r"pieces of \(2, 3\) layers are no split of 4 layers"):
+        local_parts(config, replace(place, layers=(2, 3)))
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        (Place(pipeline_size=3), "4 layers do not divide over 3 pieces of the pipeline"),
+        (Place(tensor_size=5), "does not divide over policy.parallelism.tensor=5"),
+        (Place(expert_size=3), "4 experts do not divide over policy.parallelism.expert=3"),
+        (Place(padded_vocabulary=40), "41 tokens cannot be padded to 40 rows"),
+    ],
+)
+def test_what_does_not_divide_is_told(place, message):
+    with pytest.raises(ConfigError, match=message):
+        local_parts(config_of("experts"), place)
+
+
+def test_other_models_are_refused():
+    from transformers import GPT2Config
+
+    with pytest.raises(NotSupported, match="no names for the weights of a 'gpt2' model"):
+        weight_shapes(GPT2Config())
+    with pytest.raises(NotSupported, match="sets attention_bias and mlp_bias"):
+        weight_shapes(config_of("llama", attention_bias=True, mlp_bias=True))
+
+
+# -- flat ranges ------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_a_flat_range_is_boxes_in_order(data):
+    shape = tuple(data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=2)))
+    tensor = torch.arange(torch.Size(shape).numel()).view(shape)
+    start, stop = sorted(data.draw(st.tuples(*[st.integers(0, tensor.numel())] * 2)))
+    found = list(boxes(shape, start, stop))
+    assert len(found) <= 3
+    flat = [number for box in found for number in tensor[box].reshape(-1).tolist()]
+    assert flat == list(range(start, stop))
+
+
+@settings(max_examples=30, deadline=None)
+@given(tensor=st.sampled_from([1, 2, 4]), cuts=st.lists(st.integers(0, 600), max_size=4))
+def test_ranges_of_a_fused_matrix_are_pieces_of_its_weights(tensor, cuts):
+    """However a parameter's elements are dealt out, all of them are told once, and by views of what they came from."""
+    config = config_of("qwen3")
+    weights = whole_model(config)
+    joined = {name: torch.full_like(weight, torch.nan) for name, weight in weights.items()}
+    for rank in range(tensor):
+        parts = local_parts(config, Place(tensor_rank=rank, tensor_size=tensor))
+        for (chunk, name), parameter in cut(weights, parts).items():
+            ends = sorted({0, parameter.numel(), *(end % (parameter.numel() + 1) for end in cuts)})
+            for start, stop in itertools.pairwise(ends):
+                flat = parameter.view(-1)[start:stop].clone()
+                for part in (one for one in parts if (one.chunk, one.parameter) == (chunk, name)):
+                    for cell in cells(tuple(parameter.shape), part.regions, start, stop):
+                        view = cell.of(flat)
+                        assert view.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+                        assert joined[part.name][cell.whole].isnan().all() or "norm" in part.name
+                        joined[part.name][cell.whole] = view
+    assert all(torch.equal(joined[name], weight) for name, weight in weights.items())
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    ranks=st.integers(1, 5),
+    share=st.integers(1, 9),
+    offset=st.integers(0, 50),
+    ends=st.tuples(st.integers(0, 100), st.integers(0, 100)),
+)
+def test_shares_of_a_bucket_fill_a_parameter(ranks, share, offset, ends):
+    size = ranks * share
+    start, stop = sorted(end % (size + 1) for end in ends)
+    found = list(shares_of(offset + start, offset + stop, (offset, offset + size), ranks))
+    assert [number for one in found for number in range(one.start, one.stop)] == list(range(stop - start))
+    assert all(one.start + start >= one.rank * share and one.stop + start <= (one.rank + 1) * share for one in found)

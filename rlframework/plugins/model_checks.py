@@ -1,0 +1,51 @@
+"""What several backends find out of a configuration by the same words: for the `check` of their records. No torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rlframework.config.sections import RunConfig
+from rlframework.plugins.types import Problem
+
+DIVIDED = {
+    "num_attention_heads": "attention heads",
+    "num_key_value_heads": "key-value heads",
+    "intermediate_size": "units of the MLP",
+}
+"""What of a model tensor parallelism deals out, by the names of its configuration."""
+
+
+def model_config(model_name: str) -> dict[str, Any]:
+    """The config.json of a model directory; nothing for a name on the hub, which the workers look at."""
+    try:
+        found = json.loads((Path(model_name) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # told by whoever reads the model
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def indivisible(model: Mapping[str, Any], tensor: int) -> str | None:
+    """What of a model, as its configuration says, `tensor` workers cannot share; None where they can."""
+    for name, what in DIVIDED.items():
+        size = model.get(name)
+        if isinstance(size, int) and size % tensor:
+            return f"the model has {size} {what}, which policy.parallelism.tensor={tensor} does not divide"
+    return None
+
+
+def lora_problems(config: RunConfig) -> Iterator[Problem]:
+    """What adapters do not go with under any backend."""
+    policy = config.policy
+    if policy.lora is None:
+        return
+    if not policy.lora.target_modules:
+        message = "there are no layers to put adapters around."
+        yield Problem("policy.lora.target_modules", message, "Name some, or take the section out.")
+    if policy.head == "score":
+        yield Problem("policy.lora", "a reward model is not trained.", "Take the section out.")
+    if config.checkpoints.format == "sharded":
+        message = "adapters are small, and are saved in the portable form only."
+        yield Problem("checkpoints.format", message, "Set it to portable.")

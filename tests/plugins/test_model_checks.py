@@ -1,0 +1,56 @@
+"""What backends find out of a configuration by the same words."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from rlframework.config.policy import PolicyConfig
+from rlframework.config.sections import AlgorithmConfig, EnvironmentConfig, RunConfig
+from rlframework.plugins.model_checks import indivisible, lora_problems, model_config
+
+LLAMA = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64}
+
+
+@pytest.mark.parametrize(
+    ("model", "tensor", "said"),
+    [
+        (LLAMA, 2, None),
+        (LLAMA, 4, "the model has 2 key-value heads, which policy.parallelism.tensor=4 does not divide"),
+        (LLAMA | {"intermediate_size": 63}, 2, "the model has 63 units of the MLP"),
+        (LLAMA | {"num_attention_heads": 5}, 2, "the model has 5 attention heads"),
+        ({}, 3, None),
+    ],
+)
+def test_what_tensor_parallelism_does_not_divide(model, tensor, said):
+    found = indivisible(model, tensor)
+    assert (found is None) == (said is None)
+    assert said is None or (found is not None and found.startswith(said))
+
+
+@pytest.mark.parametrize(("text", "found"), [(json.dumps(LLAMA), LLAMA), ("[]", {}), ("{", {}), (None, {})])
+def test_the_configuration_of_a_model_directory(tmp_path, text, found):
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    assert model_config(str(tmp_path)) == found
+
+
+@pytest.mark.parametrize(
+    ("policy", "checkpoints", "key"),
+    [
+        ({}, {"format": "sharded"}, None),
+        ({"lora": {}}, {}, None),
+        ({"lora": {"target_modules": []}}, {}, "policy.lora.target_modules"),
+        ({"lora": {}, "head": "score"}, {}, "policy.lora"),
+        ({"lora": {}}, {"format": "sharded"}, "checkpoints.format"),
+    ],
+)
+def test_what_adapters_do_not_go_with(policy, checkpoints, key):
+    config = RunConfig(
+        algorithm=AlgorithmConfig(name="a"),
+        policy=PolicyConfig.model_validate({"model_name": "m", **policy}),
+        environment=EnvironmentConfig(name="e"),
+        checkpoints=checkpoints,
+    )
+    assert [problem.key for problem in lora_problems(config)] == [key] * (key is not None)
