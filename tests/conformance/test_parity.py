@@ -192,21 +192,19 @@ def test_a_backend_that_can_be_made_must_work(model, manager, tmp_path):
     assert (outcome.verdict, outcome.reason, outcome.fails) == ("failed", "I like none of it", True)
 
 
-def test_all_that_is_installed_with_one_worker_and_two(tmp_path, capsys):
+def test_all_that_is_installed_with_one_worker_and_two(tmp_path):
     assert parity(steps=2, rows=4, precisions=["float32"], json_file=str(tmp_path / "parity.json")) == 0
     found = json.loads((tmp_path / "parity.json").read_text())
     assert found["settings"] == {"model": None, "steps": 2, "rows": 4, "lr": 1e-4}
     assert found["machine"]["torch"] == torch.__version__
     rows = {(row["backend"], row["layout"], row["loss"]): row for row in found["outcomes"]}
     installed = {name for name, _, _ in rows}
-    for backend in {"dtensor"} | ({"deepspeed"} & installed):
+    for backend in {"dtensor"} | ({"deepspeed", "megatron"} & installed):
         for layout, loss in product(("data=1", "data=2"), ("nll", "pg")):
             row = rows[backend, layout, loss]
             assert row["verdict"] == "agrees"
             assert row["measurements"]["weights"]["error"] <= 1e-5
             assert row["measurements"][LOGPROBS]["tolerance"] == 1e-5
-    if "megatron" in installed:
-        assert "megatron:data=1 float32: not available: " in capsys.readouterr().out
 
 
 def test_each_way_to_make_microbatches_is_compared_with_and_without_checkpointing(capsys):

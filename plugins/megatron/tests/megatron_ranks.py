@@ -75,7 +75,7 @@ class Case:
     # -- Megatron's side ----------------------------------------------------------------------------------------------
 
     def build(self) -> None:
-        section, place = MegatronConfig(distributed_optimizer=self.optimizer == "distributed"), place_here()
+        section, place = MegatronConfig(virtual_pipeline=self.ranks.sizes.virtual), place_here()
         policy = PolicyConfig(model_name=str(self.folder))
         chunks = build_chunks(self.config, policy, section, self.ranks, place)
         chunks = [chunk.to(self.dtype) for chunk in chunks]
