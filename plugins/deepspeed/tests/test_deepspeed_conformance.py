@@ -1,6 +1,7 @@
-"""The backend against its contract: one worker that splits gradients, and two that split weights too.
+"""The backend against its contract with one worker, at the default stage and at the one that splits weights.
 
-The other stages, and the other layouts of each, are in `make conformance` (tests/conformance/all_parts.py).
+Other stages and layouts are in `make conformance` (tests/conformance/all_parts.py), a step of each in
+`test_deepspeed_layouts.py`.
 """
 
 from __future__ import annotations
@@ -17,4 +18,4 @@ class TestStage2(PolicyWorkerSuite):
 class TestStage3(PolicyWorkerSuite):
     backend = "deepspeed"
     section = {"zero_optimization": {"stage": 3}}  # noqa: RUF012
-    quick = ("data=2",)
+    quick = ("data=1",)

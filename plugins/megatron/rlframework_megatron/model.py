@@ -76,10 +76,15 @@ class Head(HeadPatch):
 class Chunk(GPTModel):  # type: ignore[misc]  # megatron-core carries no types
     """The part of a model on one stage of the pipeline, or one of its parts there. `head` is None but on the last."""
 
-    def __init__(self, *, frequencies: Tensor, vocabulary: int, groups: Groups, **arguments: Any) -> None:
-        """`frequencies [D / 2]` of rotary positions; `vocabulary`: tokens without padding; others: GPTModel's."""
+    def __init__(
+        self, *, frequencies: Tensor, vocabulary: int, pad: int | None, groups: Groups, **arguments: Any
+    ) -> None:
+        """`frequencies [D / 2]` of rotary positions; `vocabulary`: tokens without padding; others: GPTModel's.
+
+        `pad`: the token whose embedding learns nothing where it is read, as transformers has it; None: there is none.
+        """
         super().__init__(position_embedding_type="none", **arguments)
-        self._frequencies = frequencies
+        self._frequencies, self._pad, self._groups = frequencies, pad, groups
         self.head: Head | None = None
         if self.post_process:
             self.head = Head(self, _vocabulary_shard(vocabulary, arguments["vocab_size"], groups))
@@ -94,7 +99,7 @@ class Chunk(GPTModel):  # type: ignore[misc]  # megatron-core carries no types
 
         `position_ids [n, L]`: the same in all rows. `row`: see `CoreAttention`.
         """
-        hidden = self.embedding(input_ids=input_ids, position_ids=None) if self.pre_process else None
+        hidden = self._embedded(input_ids) if self.pre_process else None
         self._frequencies = self._frequencies.to(input_ids.device)
         angles = torch.outer(position_ids[0].float(), self._frequencies)
         hidden = self.decoder(
@@ -112,6 +117,16 @@ class Chunk(GPTModel):  # type: ignore[misc]  # megatron-core carries no types
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         values: Tensor = self.output_layer(hidden, weight=weight)
         return values
+
+    def _embedded(self, input_ids: Tensor) -> Tensor:
+        """`[L, n, H]` of `input_ids [n, L]`; with sequence parallelism this rank's part of them."""
+        hidden: Tensor = self.embedding(input_ids=input_ids, position_ids=None)
+        if self._pad is None:
+            return hidden
+        is_pad = (input_ids == self._pad).T
+        if self.config.sequence_parallel:
+            is_pad = is_pad.chunk(self._groups.sizes.tensor)[self._groups.tensor_rank]
+        return torch.where(is_pad[..., None], hidden.detach(), hidden)
 
 
 def _vocabulary_shard(vocabulary: int, padded: int, groups: Groups) -> VocabularyShard | None:
@@ -145,6 +160,7 @@ def build_chunks(
                 vp_stage=number if section.virtual_pipeline > 1 else None,
                 frequencies=rotary_frequencies(model_config),
                 vocabulary=model_config.vocab_size,
+                pad=model_config.pad_token_id,
                 groups=groups,
             )
         )
