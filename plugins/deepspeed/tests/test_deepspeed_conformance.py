@@ -1,4 +1,4 @@
-"""The backend against its contract with one worker, at the default stage and at the one that splits weights.
+"""The backend against its contract with one worker, at the stage that splits weights.
 
 Other stages and layouts are in `make conformance` (tests/conformance/all_parts.py), a step of each in
 `test_deepspeed_layouts.py`.
@@ -7,12 +7,6 @@ Other stages and layouts are in `make conformance` (tests/conformance/all_parts.
 from __future__ import annotations
 
 from rlframework.conformance import PolicyWorkerSuite
-
-
-class TestStage2(PolicyWorkerSuite):
-    backend = "deepspeed"
-    section = {"zero_optimization": {"stage": 2}}  # noqa: RUF012
-    quick = ("data=1",)
 
 
 class TestStage3(PolicyWorkerSuite):
