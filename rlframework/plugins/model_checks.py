@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,22 @@ def indivisible(model: Mapping[str, Any], tensor: int) -> str | None:
         if isinstance(size, int) and size % tensor:
             return f"the model has {size} {what}, which policy.parallelism.tensor={tensor} does not divide"
     return None
+
+
+def attention_problems(config: RunConfig, key: str, attention: str, device: str) -> Iterator[Problem]:
+    """What `attention`, a name of transformers that the backend's `key` has, does not go with."""
+    if config.policy.parallelism.context > 1 and attention not in ("auto", "sdpa"):
+        message = f"context parallelism has an attention of its own, and does not do {attention}."
+        yield Problem(key, message, "Set it to auto.")
+    if attention != "flash_attention_2":
+        return
+    if device != "cuda":
+        yield Problem(key, f"flash_attention_2 needs a GPU, and the device is {device}.", "Set it to auto.")
+    elif find_spec("flash_attn") is None:
+        yield Problem(key, "flash_attention_2 needs the package flash-attn.", "Install it, or set it to auto.")
+    if config.policy.precision == "float32":
+        hint = "Set policy.precision to bfloat16, or the attention to auto."
+        yield Problem(key, "flash_attention_2 does not compute in float32.", hint)
 
 
 def lora_problems(config: RunConfig) -> Iterator[Problem]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
 
 from rlframework.config.sections import RunConfig
-from rlframework.plugins.model_checks import indivisible, lora_problems, model_config
+from rlframework.plugins.model_checks import attention_problems, indivisible, lora_problems, model_config
 from rlframework.plugins.types import Problem
 from rlframework_deepspeed.agreement import disagreements
 from rlframework_deepspeed.config import DeepSpeedConfig, Keys, OffloadKeys
@@ -23,7 +22,7 @@ def check(config: RunConfig, device: str) -> list[Problem]:
     return [
         *_not_taken_problems(section),
         *disagreements(config, section),
-        *_attention_problems(config, section, device),
+        *attention_problems(config, "policy.deepspeed.attention", section.attention, device),
         *_precision_problems(config, device),
         *_layout_problems(config, section),
         *_offload_problems(config, section, device),
@@ -38,22 +37,6 @@ def _not_taken_problems(section: DeepSpeedConfig) -> Iterator[Problem]:
         for name, reason in keys.not_taken.items():
             key = ".".join(filter(None, ("policy.deepspeed", keys.place, name)))
             yield Problem(key, f"{reason}.", "Take it out.")
-
-
-def _attention_problems(config: RunConfig, section: DeepSpeedConfig, device: str) -> Iterator[Problem]:
-    key = "policy.deepspeed.attention"
-    if config.policy.parallelism.context > 1 and section.attention not in ("auto", "sdpa"):
-        message = f"context parallelism has an attention of its own, and does not do {section.attention}."
-        yield Problem(key, message, "Set it to auto.")
-    if section.attention != "flash_attention_2":
-        return
-    if device != "cuda":
-        yield Problem(key, f"flash_attention_2 needs a GPU, and the device is {device}.", "Set it to auto.")
-    elif find_spec("flash_attn") is None:
-        yield Problem(key, "flash_attention_2 needs the package flash-attn.", "Install it, or set it to auto.")
-    if config.policy.precision == "float32":
-        hint = "Set policy.precision to bfloat16, or the attention to auto."
-        yield Problem(key, "flash_attention_2 does not compute in float32.", hint)
 
 
 def _precision_problems(config: RunConfig, device: str) -> Iterator[Problem]:

@@ -9,6 +9,7 @@ from pydantic import create_model
 
 from rlframework.config.policy import PolicyConfig
 from rlframework.config.sections import AlgorithmConfig, EnvironmentConfig, RunConfig
+from rlframework.plugins import model_checks
 from rlframework_deepspeed import checks
 from rlframework_deepspeed.config import DeepSpeedConfig
 
@@ -187,7 +188,7 @@ def test_attention():
 
 @pytest.mark.parametrize("installed", [True, False])
 def test_flash_attention_needs_its_package_and_half_precision(monkeypatch, installed):
-    monkeypatch.setattr(checks, "find_spec", lambda name: object() if installed else None)
+    monkeypatch.setattr(model_checks, "find_spec", lambda name: object() if installed else None)
     key, flash = "policy.deepspeed.attention", {"attention": "flash_attention_2"}
     missing = [(key, "flash_attention_2 needs the package flash-attn.")]
     wrong = [(key, "flash_attention_2 does not compute in float32.")]

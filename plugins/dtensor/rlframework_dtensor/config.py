@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from importlib.util import find_spec
 from shutil import which
 from typing import Any, Literal
 
@@ -12,7 +11,7 @@ from pydantic import Field, PositiveInt
 
 from rlframework.config.base import Section
 from rlframework.config.sections import RunConfig
-from rlframework.plugins.model_checks import indivisible, lora_problems, model_config
+from rlframework.plugins.model_checks import attention_problems, indivisible, lora_problems, model_config
 from rlframework.plugins.types import Problem
 from rlframework.policy.file_names import KINDS
 
@@ -45,25 +44,11 @@ def check(config: RunConfig, device: str) -> list[Problem]:
     """What the capabilities of the record do not say: `device` is "cpu" or "cuda"."""
     section = getattr(config.policy, "dtensor", None) or DTensorConfig()
     return [
-        *_attention_problems(config, section, device),
+        *attention_problems(config, "policy.dtensor.attention", section.attention, device),
         *_layout_problems(config, section),
-        *_context_problems(config, section),
         *_compile_problems(config, section, device),
         *_lora_problems(config, section),
     ]
-
-
-def _attention_problems(config: RunConfig, section: DTensorConfig, device: str) -> Iterator[Problem]:
-    if section.attention != "flash_attention_2":
-        return
-    key = "policy.dtensor.attention"
-    if device != "cuda":
-        yield Problem(key, f"flash_attention_2 needs a GPU, and the device is {device}.", "Set it to auto.")
-    elif find_spec("flash_attn") is None:
-        yield Problem(key, "flash_attention_2 needs the package flash-attn.", "Install it, or set it to auto.")
-    if config.policy.precision == "float32":
-        hint = "Set policy.precision to bfloat16, or the attention to auto."
-        yield Problem(key, "flash_attention_2 does not compute in float32.", hint)
 
 
 def _layout_problems(config: RunConfig, section: DTensorConfig) -> Iterator[Problem]:
@@ -129,12 +114,6 @@ def experts_problem(model: Mapping[str, Any], expert: int) -> str | None:
     if isinstance(experts, int) and experts % expert:
         return f"the model has {experts} experts, which policy.parallelism.expert={expert} does not divide"
     return None
-
-
-def _context_problems(config: RunConfig, section: DTensorConfig) -> Iterator[Problem]:
-    if config.policy.parallelism.context > 1 and section.attention not in ("auto", "sdpa"):
-        message = f"context parallelism has an attention of its own, and does not do {section.attention}."
-        yield Problem("policy.dtensor.attention", message, "Set it to auto.")
 
 
 def _compile_problems(config: RunConfig, section: DTensorConfig, device: str) -> Iterator[Problem]:

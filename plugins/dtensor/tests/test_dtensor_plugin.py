@@ -11,6 +11,7 @@ from pydantic import ValidationError, create_model
 
 from rlframework.config.policy import PolicyConfig
 from rlframework.config.sections import AlgorithmConfig, EnvironmentConfig, RunConfig
+from rlframework.plugins import model_checks
 from rlframework.plugins.check import check_config
 from rlframework.plugins.manager import create_manager
 from rlframework_dtensor import config as dtensor_config
@@ -83,7 +84,7 @@ def test_compiling_with_tensor_parallelism_is_refused(registered):
 
 @pytest.mark.parametrize("installed", [True, False])
 def test_flash_attention_needs_its_package_and_half_precision(registered, monkeypatch, installed):
-    monkeypatch.setattr(dtensor_config, "find_spec", lambda name: object() if installed else None)
+    monkeypatch.setattr(model_checks, "find_spec", lambda name: object() if installed else None)
     choice = {"attention": "flash_attention_2"}
     missing = [("policy.dtensor.attention", "flash_attention_2 needs the package flash-attn.")]
     wrong = [("policy.dtensor.attention", "flash_attention_2 does not compute in float32.")]
