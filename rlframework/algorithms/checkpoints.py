@@ -140,7 +140,8 @@ class Checkpoints:
     def _write(self, folder: Path, facts: Mapping[str, Any], beside: bool) -> None:
         (folder / "run.json").write_text(json.dumps(facts) + "\n", encoding="utf-8")
         write_manifest(folder)
-        how: dict[str, Any] = {"form": "sharded", "asynchronous": beside} if self._config.format == "sharded" else {}
+        form = self._config.format
+        how: dict[str, Any] = {} if form == "portable" else {"form": form, "asynchronous": beside}
         self._parts.policy.save_checkpoint(str(folder / "model"), str(folder / "optimizer"), **how)
 
     def finish(self) -> None:

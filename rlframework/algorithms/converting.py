@@ -19,7 +19,7 @@ from rlframework.algorithms.checkpoints import newest_checkpoint
 from rlframework.errors import DataError, UserError
 from rlframework.files import replacing_directory
 from rlframework.policy.manifest import MANIFEST, check_files, write_manifest
-from rlframework.policy.saved import INDEX, PIECES, Saved, is_sharded, open_saved
+from rlframework.policy.saved import INDEX, PIECES, Saved, is_sharded, open_saved, require_no_native
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -120,6 +120,7 @@ def find_source(given: str) -> Source:
         found = Source(path / MODEL if (path / MODEL).is_dir() else path)
     if (found.model / "adapter_config.json").exists():
         raise UserError(f"{found.model} holds adapters, which are not converted: peft reads them as they are")
+    require_no_native(found.model)
     if not is_sharded(found.model) and not any(found.model.glob("model*.safetensors")):
         raise DataError(
             f"{found.model} has neither model*.safetensors nor pieces of a sharded checkpoint; give a run, a "

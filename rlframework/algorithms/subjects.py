@@ -22,7 +22,7 @@ from rlframework.config.load import compose, escape_interpolation
 from rlframework.configure import load_config
 from rlframework.data.hub import is_path
 from rlframework.errors import ConfigError, UserError
-from rlframework.policy.saved import is_sharded
+from rlframework.policy.saved import is_sharded, require_no_native
 
 if TYPE_CHECKING:
     from rlframework.config.sections import RunConfig
@@ -144,6 +144,7 @@ def find_subject(name: str) -> Subject:
     """The run, the checkpoint, or the model that `name` means; a `UserError` where a directory is none of them."""
     path = Path(name)
     for folder in (path, path / "model"):
+        require_no_native(folder)
         if is_sharded(folder):
             raise UserError(
                 f"{folder} holds the pieces of a sharded checkpoint, which cannot be asked as they are; first make a "

@@ -48,7 +48,7 @@ class OwnLossConfig(Section):
 
 
 class OwnPolicyLossConfig(OwnLossConfig):
-    """The same, for training on rollouts."""
+    """A loss of your own for training on rollouts, by its import path. Further keys go to what makes it."""
 
     kl_coef: NonNegative = Field(0.0, description="above 0: a reference policy is kept and scores the data")
 
@@ -71,7 +71,7 @@ def _which_loss(value: Any) -> str:
 class SFTConfig(AlgorithmConfig):
     """Supervised training on the environment's own completions, one global batch a step."""
 
-    name: Literal["sft"] = "sft"
+    name: Literal["sft"] = Field("sft", description="supervised training")
     train_on: TrainOn = Field("last", description="the last assistant turn, every assistant turn, or all tokens")
     max_tokens: PositiveInt | None = Field(
         None, description="longer rows are cut at their end; none: a row that the model cannot take is an error"
@@ -101,23 +101,23 @@ class ClippedPGLossConfig(Section):
     importance_correction: Literal["none", "truncated"] = Field(
         "none", description="weigh tokens by trainer/generator probability, truncated from above"
     )
-    importance_cap: Annotated[float, Field(gt=0.0)] = 2.0
+    importance_cap: Annotated[float, Field(gt=0.0)] = Field(2.0, description="the most that a token weighs")
 
 
 class OverlongConfig(Section):
     """Soft punishment of long answers (DAPO, arXiv:2503.14476, eq. 13)."""
 
     buffer: NonNegativeInt = Field(0, description="last tokens before `max_new_tokens` in which it grows; 0: off")
-    penalty: NonNegative = 1.0
+    penalty: NonNegative = Field(1.0, description="what is taken from the reward at `max_new_tokens`")
     drop_truncated: bool = Field(False, description="answers cut by `max_new_tokens` do not count in the loss")
 
 
 class GRPOConfig(AlgorithmConfig):
     """Group-relative policy optimisation (arXiv:2402.03300)."""
 
-    name: Literal["grpo"] = "grpo"
-    prompts_per_step: PositiveInt = 32
-    samples_per_prompt: Annotated[int, Field(ge=2)] = 8
+    name: Literal["grpo"] = Field("grpo", description="group-relative policy optimisation")
+    prompts_per_step: PositiveInt = Field(32, description="different prompts of a rollout")
+    samples_per_prompt: Annotated[int, Field(ge=2)] = Field(8, description="answers to each: a group")
     epochs_per_batch: PositiveInt = Field(1, description="passes over a rollout batch")
     leave_one_out: bool = Field(
         False, description="baseline of the other samples of the group (RLOO, arXiv:2402.14740)"

@@ -43,13 +43,12 @@ def _check_checkpoints(config: RunConfig, tree: Tree) -> Iterator[Finding]:
     if given.asynchronous and given.format != "sharded":
         yield Finding(
             "checkpoints.asynchronous",
-            "must be false where checkpoints.format is portable: what takes the time is to gather whole tensors, which "
-            "the workers do together",
+            f"must be false where checkpoints.format is {given.format}: the workers write these together",
             True,
             tree.origin(("checkpoints", "asynchronous")),
             hint="Set checkpoints.format to sharded.",
         )
-    if given.format == "sharded" and config.policy.lora is not None:
+    if given.format != "portable" and config.policy.lora is not None:
         yield Finding(
             "checkpoints.format",
             "must be portable with policy.lora: adapters are small, and have that form only",

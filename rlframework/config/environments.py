@@ -16,10 +16,10 @@ MAX_TERMS = len(string.ascii_lowercase)
 class AdditionConfig(EnvironmentConfig):
     """Sums of whole numbers, made from the seed. A task is held out for validation in every order of its terms."""
 
-    name: str = "addition"
+    name: str = Field("addition", description="sums of whole numbers")
     digits: Annotated[int, Field(ge=1, le=9)] = Field(2, description="most digits of a term: 2 means 0 to 99")
     operands: tuple[int, int] | None = Field(None, description="smallest and largest term, instead of `digits`")
-    terms: Annotated[int, Field(ge=2, le=MAX_TERMS)] = 2
+    terms: Annotated[int, Field(ge=2, le=MAX_TERMS)] = Field(2, description="numbers that are added")
     train_samples: PositiveInt = Field(8192, description="at most this many different tasks to train on")
     validation_samples: PositiveInt | None = Field(
         None, description="different tasks held out; none: a tenth of what there is, at most 256"
@@ -60,7 +60,7 @@ class AdditionConfig(EnvironmentConfig):
 class Gsm8kConfig(EnvironmentConfig):
     """GSM8K (arXiv:2110.14168) or any data in its form: `question`, and `answer` whose last line is `#### 42`."""
 
-    name: str = "gsm8k"
+    name: str = Field("gsm8k", description="grade-school word problems")
     train_path: Path | None = Field(None, description="a JSONL or Parquet file; instead of `dataset`")
     validation_path: Path | None = Field(None, description="the same; none: a share of the training data")
     dataset: str | None = Field(None, description="a Hugging Face data set, such as openai/gsm8k")
@@ -123,7 +123,7 @@ class ColumnsConfig(Section):
 class DatasetConfig(EnvironmentConfig):
     """Your own data: JSONL, Parquet, what `datasets.save_to_disk` wrote, or a name on the Hugging Face hub."""
 
-    name: str = "dataset"
+    name: str = Field("dataset", description="your own rows")
     path: str = Field(description="a file, a directory or pattern (data/*.parquet) of files, or a name on the hub")
     subset: str | None = Field(None, description="configuration name, where the data has several")
     split: str | None = Field(None, description="none: `train`, or the only one")

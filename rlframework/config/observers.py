@@ -15,10 +15,10 @@ from rlframework.config.base import Section
 class WandbConfig(Section):
     """Weights & Biases; needs the extra `wandb`."""
 
-    project: str = "rlframework"
+    project: str = Field("rlframework", description="the project that the run is shown in")
     entity: str | None = Field(None, description="a user or team; none: W&B's own default")
     run_name: str | None = Field(None, description="none: the name of output_dir")
-    tags: tuple[str, ...] = ()
+    tags: tuple[str, ...] = Field((), description="words to find the run by")
     mode: Literal["online", "offline"] = Field(
         "online", description="offline: everything stays in output_dir/wandb, for `wandb sync` later"
     )
@@ -30,6 +30,6 @@ class MlflowConfig(Section):
     tracking_uri: str | None = Field(
         None, description="a server (http://...) or sqlite:///file; none: MLFLOW_TRACKING_URI, or MLflow's own default"
     )
-    experiment: str = "rlframework"
+    experiment: str = Field("rlframework", description="the experiment that the run is shown in")
     run_name: str | None = Field(None, description="none: the name of output_dir")
-    tags: Mapping[str, str] = Field(default_factory=dict)
+    tags: Mapping[str, str] = Field(default_factory=dict, description="names and values to find the run by")

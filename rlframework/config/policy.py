@@ -15,10 +15,10 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 class ParallelismConfig(Section):
     """How one model is split over workers. Data parallelism takes the workers that the other axes leave."""
 
-    tensor: PositiveInt = 1
-    context: PositiveInt = 1
-    pipeline: PositiveInt = 1
-    expert: PositiveInt = 1
+    tensor: PositiveInt = Field(1, description="workers that share each layer")
+    context: PositiveInt = Field(1, description="workers that share each sequence")
+    pipeline: PositiveInt = Field(1, description="stages of layers, one after the other")
+    expert: PositiveInt = Field(1, description="workers that share the experts of a mixture, of those that share rows")
     sequence: bool = Field(False, description="shard activations along the sequence between tensor-parallel regions")
 
     @property
@@ -30,7 +30,11 @@ class ParallelismConfig(Section):
 class BatchingConfig(Section):
     """How rows become microbatches. `auto` takes what the backend says is fastest on the device."""
 
-    mode: Literal["auto", "padded", "dynamic", "packed"] = "auto"
+    mode: Literal["auto", "padded", "dynamic", "packed"] = Field(
+        "auto",
+        description="padded: so many rows; dynamic: rows of like length, up to `tokens` with their padding; packed: "
+        "rows side by side, up to `tokens`, without padding; auto: the fastest on this device",
+    )
     tokens: PositiveInt | None = Field(
         None, description="most tokens in one dynamic or packed microbatch; none: what suits the device, and any row"
     )
@@ -40,11 +44,11 @@ class BatchingConfig(Section):
 class OptimizerConfig(Section):
     """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101); no weight decay on parameters of one dimension."""
 
-    name: Literal["adamw"] = "adamw"
-    lr: Annotated[float, Field(ge=0.0)] = 1e-6
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: Annotated[float, Field(ge=0.0)] = 0.01
+    name: Literal["adamw"] = Field("adamw", description="the optimizer")
+    lr: Annotated[float, Field(ge=0.0)] = Field(1e-6, description="the learning rate that `scheduler` scales")
+    betas: tuple[float, float] = Field((0.9, 0.999), description="decay of the first and of the second moment")
+    eps: float = Field(1e-8, description="added to the root of the second moment")
+    weight_decay: Annotated[float, Field(ge=0.0)] = Field(0.01, description="decoupled; of matrices only")
 
 
 class SchedulerConfig(Section):
@@ -53,8 +57,8 @@ class SchedulerConfig(Section):
     It moves on once for each call of `train`, however many optimizer steps the call takes.
     """
 
-    name: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    name: Literal["constant", "linear", "cosine"] = Field("constant", description="what comes after the warm-up")
+    warmup_steps: Annotated[int, Field(ge=0)] = Field(0, description="training calls in which it grows from 0")
     total_steps: PositiveInt | None = Field(None, description="training calls until the decay ends")
     min_ratio: Fraction = Field(0.0, description="factor that the decay ends at")
 
@@ -77,8 +81,8 @@ class OffloadConfig(Section):
 class LoraConfig(Section):
     """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685): W + alpha / rank * B A, of which B and A are trained."""
 
-    rank: PositiveInt = 16
-    alpha: Annotated[float, Field(gt=0.0)] = 32.0
+    rank: PositiveInt = Field(16, description="columns of B and rows of A")
+    alpha: Annotated[float, Field(gt=0.0)] = Field(32.0, description="the product of B and A counts alpha / rank times")
     dropout: Fraction = Field(0.0, description="0: training and scoring are of one function, so there is no dropout")
     target_modules: tuple[str, ...] = Field(
         ("q_proj", "k_proj", "v_proj", "o_proj"),
@@ -130,7 +134,9 @@ class PolicyConfig(Section):
     logprob_batch_size: PositiveInt = Field(16, description="rows of one padded microbatch when scoring")
     optimizer: OptimizerConfig = OptimizerConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
-    max_grad_norm: Annotated[float, Field(gt=0.0)] | None = 1.0
+    max_grad_norm: Annotated[float, Field(gt=0.0)] | None = Field(
+        1.0, description="L2 norm of the whole gradient that it is clipped to; none: no clipping"
+    )
     non_finite_gradients: NonFiniteGradientsConfig = NonFiniteGradientsConfig()
     router_aux_loss_coef: Annotated[float, Field(ge=0.0)] = Field(
         0.0,
@@ -138,7 +144,9 @@ class PolicyConfig(Section):
         "arXiv:2101.03961); 0: none. Over the tokens of the whole global batch, for which each step runs the model "
         "forward once more",
     )
-    activation_checkpointing: bool = False
+    activation_checkpointing: bool = Field(
+        False, description="blocks keep their inputs only, and are computed again in the backward"
+    )
     offload: OffloadConfig = OffloadConfig()
     lora: LoraConfig | None = None
-    trust_remote_code: bool = False
+    trust_remote_code: bool = Field(False, description="run Python code that comes with the model")

@@ -27,7 +27,7 @@ class WorkerGroupConfig(Section):
     """Where the workers run."""
 
     name: str = Field("inline", description="`inline` (this process), `processes`, `ray`, or a plugin's")
-    num_workers: PositiveInt = 1
+    num_workers: PositiveInt = Field(1, description="processes of the policy; `inline` has one")
     deadlines: DeadlinesConfig = DeadlinesConfig()
 
 
@@ -103,11 +103,13 @@ class RefitConfig(Section):
 class GenerationConfig(Section):
     """What all generation engines understand."""
 
-    name: str = "transformers"
-    max_new_tokens: PositiveInt = 64
+    name: str = Field("transformers", description="the engine: see `rlframework plugins`")
+    max_new_tokens: PositiveInt = Field(64, description="an answer is cut after so many tokens")
     temperature: Annotated[float, Field(ge=0.0)] = Field(1.0, description="0 is greedy")
-    top_k: PositiveInt | None = None
-    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    top_k: PositiveInt | None = Field(None, description="sample from the so many likeliest tokens; none: from all")
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
+        1.0, description="sample from the likeliest tokens that have this probability together; 1: from all"
+    )
     stop_token_ids: tuple[int, ...] = Field((), description="besides the model's own end tokens")
     stop_strings: tuple[str, ...] = Field((), description="each must be one token of the tokenizer")
     batch_size: PositiveInt = Field(256, description="rows that are decoded together on one worker")
@@ -120,7 +122,7 @@ class GenerationConfig(Section):
 class EnvironmentConfig(Section):
     """What all environments share."""
 
-    name: str
+    name: str = Field(description="an environment of `rlframework plugins`, or `module:Class` of your own")
     system_prompt: str | None = Field(
         None, description="first message of every conversation, where the model has roles"
     )
@@ -138,25 +140,25 @@ class ValidationConfig(Section):
     """Greedy answers to held-out samples."""
 
     every: NonNegativeInt = Field(0, description="steps between validations; 0: only before and after")
-    samples: PositiveInt = 256
-    at_start: bool = True
-    at_end: bool = True
+    samples: PositiveInt = Field(256, description="the first so many held-out prompts")
+    at_start: bool = Field(True, description="before the first step")
+    at_end: bool = Field(True, description="after the last one")
 
 
 class AlgorithmConfig(Section):
     """What all algorithms share."""
 
-    name: str
-    num_steps: PositiveInt = 100
+    name: str = Field(description="`grpo`, `sft`, or a plugin's")
+    num_steps: PositiveInt = Field(100, description="training steps of the run")
     validation: ValidationConfig = ValidationConfig()
 
 
 class ObserversConfig(Section):
     """Who listens to the run besides plugins."""
 
-    console: bool = True
-    jsonl: bool = True
-    tensorboard: bool = True
+    console: bool = Field(True, description="a progress display; plain lines where the output is no terminal")
+    jsonl: bool = Field(True, description="metrics.jsonl and samples.jsonl in output_dir")
+    tensorboard: bool = Field(True, description="scalars in output_dir/tensorboard")
     curve: bool = Field(True, description="a picture of reward and accuracy at the end")
     samples: NonNegativeInt = Field(4, description="completions with rewards kept at each step")
     wandb: WandbConfig | Literal[False] = Field(False, description="a section switches it on; `{}` for its defaults")
@@ -200,16 +202,17 @@ class CheckpointsConfig(Section):
     every: NonNegativeInt = Field(0, description="steps between checkpoints; 0: none but when the run is told to stop")
     keep_last: PositiveInt = Field(2, description="of the newest")
     keep_best: NonNegativeInt = Field(0, description="besides, of those with the best `metric` at their step")
-    metric: str = "validation/accuracy"
-    best: Literal["highest", "lowest"] = "highest"
+    metric: str = Field("validation/accuracy", description="what `keep_best` goes by; a name of metrics.jsonl")
+    best: Literal["highest", "lowest"] = Field("highest", description="which value of `metric` is the best")
     on_interrupt: bool = Field(
         True, description="Ctrl-C and SIGTERM end the step and write a checkpoint first, where the backend can"
     )
-    format: Literal["portable", "sharded"] = Field(
+    format: Literal["portable", "sharded", "native"] = Field(
         "portable",
         description="portable: whole tensors, written by one worker as a Hugging Face directory; sharded: each worker "
         "writes its own pieces, on a file system that all share, which `rlframework convert` makes portable. Any "
-        "number of workers goes on from either",
+        "number of workers goes on from either, under any backend. native: files of the engine's own, for programs "
+        "that read these; the run goes on from them under the same backend",
     )
     asynchronous: bool = Field(
         False, description="of sharded ones: the next steps go on while pieces are written, from copies of them in RAM"
@@ -233,9 +236,9 @@ class FaultToleranceConfig(Section):
 class RunConfig(Section):
     """A whole run, resolved. `load_config` narrows the open sections to the models of the chosen plugins."""
 
-    seed: NonNegativeInt = 0
-    output_dir: Path = Path("runs/run")
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    seed: NonNegativeInt = Field(0, description="of the order of data, of samples, and of what environments draw")
+    output_dir: Path = Field(Path("runs/run"), description="where metrics, samples, checkpoints and the model go")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: GPUs where there are any")
     plugins: tuple[str, ...] = Field((), description="modules with plugins that are not installed")
     algorithm: SerializeAsAny[AlgorithmConfig]
     policy: SerializeAsAny[PolicyConfig]

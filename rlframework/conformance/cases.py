@@ -21,6 +21,7 @@ from rlframework.files import replacing_directory
 
 ALPHABET = string.digits + string.ascii_lowercase + "+-=? "
 MAX_POSITIONS = 64
+LAYERS = 2
 WIDTH = 14
 
 
@@ -34,7 +35,7 @@ def tokenizer() -> Any:
 _SIZES: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 64,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": LAYERS,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": MAX_POSITIONS,
@@ -75,7 +76,7 @@ def _gpt2(vocabulary: int) -> Any:
     sizes: dict[str, Any] = {
         "vocab_size": vocabulary,
         "n_embd": 32,
-        "n_layer": 2,
+        "n_layer": LAYERS,
         "n_head": 4,
         "n_positions": MAX_POSITIONS,
     }
@@ -96,15 +97,17 @@ MODELS: Mapping[str, Callable[[int], Any]] = {
 is a mixture: each token goes to two of four."""
 
 
-def model(name: str, folder: Path) -> Path:
+def model(name: str, folder: Path, *, layers: int = LAYERS) -> Path:
     """Directory of the model `name` under `folder`, made when it is first asked for. Do not write to it."""
-    path = folder / name
+    path = folder / (name if layers == LAYERS else f"{name}-{layers}-layers")
     if path.exists():
         return path
     tokens = tokenizer()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         made = MODELS[name](len(tokens))
+        if layers != LAYERS:
+            made = _of_layers(made, layers)
         randomize(made)
     for of in filter(None, (made.config, getattr(made, "generation_config", None))):
         of.pad_token_id, of.bos_token_id, of.eos_token_id = (
@@ -116,6 +119,14 @@ def model(name: str, folder: Path) -> Path:
         made.save_pretrained(directory)
         tokens.save_pretrained(directory)
     return path
+
+
+def _of_layers(made: Any, layers: int) -> Any:
+    """A model like `made`, whose layers are all of one kind, of so many."""
+    made.config.num_hidden_layers = layers
+    if kinds := getattr(made.config, "layer_types", None):
+        made.config.layer_types = kinds[:1] * layers
+    return type(made)(made.config)
 
 
 @torch.no_grad()

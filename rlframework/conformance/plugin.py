@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator
+import os
+import sys
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,11 +25,13 @@ from rlframework.files import check_writable
 if TYPE_CHECKING:
     from rlframework.conformance.bench import Bench
     from rlframework.conformance.mutants.proof import MutantProof
+    from rlframework.conformance.passes import Passes
     from rlframework.conformance.report import Subject, Verdict
     from rlframework.plugins.manager import PluginManager, Registered
 
 MANAGER: pytest.StashKey[PluginManager] = pytest.StashKey()
 BENCH: pytest.StashKey[Bench] = pytest.StashKey()
+PASSED = pytest.StashKey[bool]()
 PLANNED = pytest.StashKey[dict[str, None]]()
 """The subjects of the suites that were collected, as JSON: what should have results in the end."""
 WORKER_OUTPUT = "rlframework_conformance_planned"
@@ -216,7 +220,7 @@ def _require_own_bench(item: Any) -> None:
 
 
 @pytest.fixture
-def bench(request: pytest.FixtureRequest, layout: Layout, tmp_path: Path) -> Iterator[Bench]:
+def bench(request: pytest.FixtureRequest, layout: Layout, tmp_path: Path, sound_passes: Passes) -> Iterator[Bench]:
     """What a suite's test works with: see `rlframework.conformance.bench.Bench`."""
     suite, name = request.cls, request.node.originalname
     _require_whole(suite)
@@ -237,6 +241,8 @@ def bench(request: pytest.FixtureRequest, layout: Layout, tmp_path: Path) -> Ite
     request.node.stash[BENCH] = made
     yield made
     made.close()
+    if request.node.stash.get(PASSED, False):
+        sound_passes.path(suite.kind, record.name, suite.section, layout, name).touch()
 
 
 @pytest.fixture
@@ -255,9 +261,26 @@ def open_proof_bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.Te
 
 
 @pytest.fixture(scope="session")
+def sound_passes(tmp_path_factory: pytest.TempPathFactory) -> Passes:
+    """What sound parts have passed in this session, in whichever process."""
+    from rlframework.conformance.passes import Passes
+
+    own = tmp_path_factory.getbasetemp()
+    return Passes((own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "sound")
+
+
+@pytest.fixture(scope="session")
 def conformance_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder for the tiny models that tests share."""
     return tmp_path_factory.mktemp("conformance_models")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: Any, nextitem: Any) -> None:
+    """End the worker processes that wait for another policy, when the class of tests that started them is over."""
+    warm = sys.modules.get("rlframework.conformance.warm")
+    if warm is not None and getattr(nextitem, "cls", None) is not item.cls:
+        warm.end_idle()
 
 
 # -- what is told ------------------------------------------------------------------------------------------------------
@@ -273,6 +296,7 @@ def pytest_runtest_makereport(item: Any, call: pytest.CallInfo[None]) -> Any:
     from rlframework.conformance.report import PROPERTY
 
     outcome = judge(report, call, item.cls, _registered(item.config, item.cls), item)
+    item.stash[PASSED] = report.when == "call" and outcome == "passed"
     if report.when == "call" or outcome != "passed":
         contract = item.cls.tests()[item.originalname].contract
         result = result_of(report, outcome, _subject(item), item.originalname, contract, item.stash.get(BENCH, None))
@@ -320,15 +344,17 @@ def _verdicts(config: pytest.Config) -> list[Verdict]:
     return verdicts_of(results, [Subject.from_json(json.loads(text)) for text in config.stash[PLANNED]])
 
 
-def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """One line for each backend, suite and layout."""
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Generator[None]:
+    """At the very end one line for each backend, suite and layout, and what its parts have not written yet."""
+    yield
     if not config.stash[PLANNED] or config.option.collectonly:
         return
-    from rlframework.conformance.report import lines_of, write_json
+    from rlframework.conformance.report import lines_of, unwritten_of, write_json
 
     verdicts = _verdicts(config)
     terminalreporter.section("conformance")
-    for line in lines_of(verdicts):
+    for line in [*lines_of(verdicts), *unwritten_of(verdicts)]:
         terminalreporter.line(line)
     if path := config.getoption("--conformance-json"):
         write_json(path, verdicts)

@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from rlframework.configure import load_config
 from rlframework.conformance.layouts import Layout
+from rlframework.conformance.warm import WarmWorkerGroup
+from rlframework.distributed.processes import ProcessWorkerGroup
 from rlframework.generation.remote import RemoteGeneration
-from rlframework.interfaces.worker_group import WorkerSpec
+from rlframework.interfaces.worker_group import WorkerGroup, WorkerSpec
 from rlframework.policy.policy import Policy
 
 if TYPE_CHECKING:
@@ -89,6 +91,10 @@ class InspectedPolicy(Policy):
     def __init__(self, *args: Any, mutant: str | None = None, **kwargs: Any) -> None:
         self._mutant = mutant
         super().__init__(*args, **kwargs)
+
+    def _group_class(self, chosen: type[WorkerGroup]) -> type[WorkerGroup]:
+        """Processes that serve one policy after another, but for mutants, which may leave anything behind."""
+        return WarmWorkerGroup if chosen is ProcessWorkerGroup and self._mutant is None else chosen
 
     def _around(self, spec: WorkerSpec) -> WorkerSpec:
         """The workers of the policy, each inside an `Inspected`."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import math
 import platform
+import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
@@ -223,6 +225,13 @@ def lines_of(verdicts: Sequence[Verdict]) -> list[str]:
         max((len(cell) for cell in column), default=0) for column in zip(*(v.columns() for v in verdicts), strict=True)
     ]
     return [verdict.line(widths) for verdict in verdicts]
+
+
+def unwritten_of(verdicts: Iterable[Verdict]) -> list[str]:
+    """What parts say is still to be written, the texts of `NotImplementedError`, and how many tests ask for it."""
+    texts = (result.message for verdict in verdicts for result in verdict.results)
+    found = Counter(match[1].rstrip('"') for text in texts if (match := re.search(r"NotImplementedError: (.+)", text)))
+    return [f"not written yet, asked for by tests: {count}; {text}" for text, count in found.most_common()]
 
 
 def verdicts_of(results: Iterable[Result], planned: Iterable[Subject] = ()) -> list[Verdict]:

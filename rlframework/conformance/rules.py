@@ -45,8 +45,11 @@ class Requirement:
     def fits(self, layout: Layout, device: str) -> bool:
         """Whether it has something to test with `layout` on `device`.
 
-        Where experts are spread, the tests of mixtures of experts alone; else these where there is one worker.
+        Where experts are spread, the tests of mixtures of experts alone; else these where there is one worker. Plans of
+        tensor parallelism are made for an architecture, so learned positions, whose model is GPT-2, are tested without.
         """
+        if layout.tensor > 1 and Capability.LEARNED_POSITIONS in self.capabilities:
+            return False
         if layout.expert > 1 or (Capability.EXPERT_PARALLEL in self.capabilities and layout.workers > 1):
             return layout.expert > 1 and Capability.EXPERT_PARALLEL in self.capabilities
         return layout.data >= self.data_parallel and (device == "cuda" or not self.gpu)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 from rlframework.data.hub import is_path, quiet_hub
 from rlframework.errors import ConfigError, DataError
@@ -103,14 +104,19 @@ def _size(config: Any, *keys: str) -> int | None:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Inside, transformers shows no progress bars and logs errors only."""
+    """Inside, transformers shows no progress bars, logs errors only, and takes a model to save for what it is.
+
+    It would ask accelerate whether DeepSpeed is around the model, and import all of that for the answer.
+    """
+    from transformers import modeling_utils
     from transformers.utils import logging
 
     level, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        yield
+        with patch.object(modeling_utils, "unwrap_model", lambda model, **_: model, create=True):
+            yield
     finally:
         logging.set_verbosity(level)
         if bar:

@@ -157,16 +157,21 @@ class HostedWorkerGroup(DispatchingWorkerGroup):
 
     def shutdown(self, cleanup_method: str | None = None, timeout: float | None = None) -> bool:
         """Call `cleanup_method` on all, then end the processes; see `WorkerGroup`."""
-        peaceful = True
-        if self._ended is None and cleanup_method is not None:
-            plan = dispatch.dispatch_single_data(self._sharding, {})
-            refs = dict(zip(plan.called, self._run(cleanup_method, plan).futures, strict=True))
-            try:
-                self._wait(refs, cleanup_method, "shutdown", self._deadlines.shutdown if timeout is None else timeout)
-            except Exception:  # noqa: BLE001 - logged with its traceback; shutting down must go on
-                _LOG.exception("%s failed while the workers were shut down", cleanup_method)
-                peaceful = False
+        peaceful = self._clean_up(cleanup_method, timeout)
         return self._end("it was shut down") and peaceful
+
+    def _clean_up(self, cleanup_method: str | None, timeout: float | None) -> bool:
+        """Whether the call came to its end, or there is none to make."""
+        if self._ended is not None or cleanup_method is None:
+            return True
+        plan = dispatch.dispatch_single_data(self._sharding, {})
+        refs = dict(zip(plan.called, self._run(cleanup_method, plan).futures, strict=True))
+        try:
+            self._wait(refs, cleanup_method, "shutdown", self._deadlines.shutdown if timeout is None else timeout)
+        except Exception:  # noqa: BLE001 - logged with its traceback; shutting down must go on
+            _LOG.exception("%s failed while the workers were shut down", cleanup_method)
+            return False
+        return True
 
     def _start(self, spec: WorkerSpec, device: str) -> None:
         begun, seconds, ranks = time.monotonic(), self._deadlines.start, range(self._sharding.size)

@@ -78,7 +78,11 @@ class ProcessWorkerGroup(HostedWorkerGroup):
         for rank in range(self._sharding.size):
             own = {"CUDA_VISIBLE_DEVICES": self._gpus[rank]} if self._gpus else {}
             surroundings = Surroundings(environment | own, os.getcwd(), self._threads(rank))
-            self._peers.append(Peer(rank, method, surroundings, self._answers))
+            self._peers.append(self._peer(rank, method, surroundings))
+
+    def _peer(self, rank: int, method: BaseContext, surroundings: Surroundings) -> Peer:
+        """The process of `rank`, on its way."""
+        return Peer(rank, method, surroundings, self._answers)
 
     def _ask(self, rank: int, method: str, *args: Any) -> Any:
         return self._peers[rank].ask(_pickled((method, args)))

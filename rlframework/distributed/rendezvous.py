@@ -7,6 +7,7 @@ loopback, or on several machines the address that its node has in the cluster.
 from __future__ import annotations
 
 import socket
+import time
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,8 @@ def process_store(context: WorkerContext) -> TCPStore:
     if context.rank == 0:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         served = socket.create_server((address, port), family=family, backlog=_WAITING).detach()  # the store closes it
+    else:
+        _wait_until_served(address, port, context.deadline)
     return TCPStore(
         address,
         port,
@@ -39,4 +42,23 @@ def process_store(context: WorkerContext) -> TCPStore:
         timeout=timedelta(seconds=context.deadline),
         wait_for_workers=False,
         master_listen_fd=served,
+    )
+
+
+def _wait_until_served(address: str, port: int, seconds: float) -> None:
+    """Until somebody listens there; a `TimeoutError` when time is over.
+
+    The store would ask once, and where rank 0 is not up yet sleep for up to a second before it asks again.
+    """
+    until, pause = time.monotonic() + seconds, 0.002
+    while (left := until - time.monotonic()) > 0:
+        try:
+            socket.create_connection((address, port), left).close()
+            return
+        except OSError:
+            time.sleep(min(pause, left))
+            pause = min(2 * pause, 0.05)
+    raise TimeoutError(
+        f"rank 0 did not serve the process group at {address}:{port} within {seconds:g} s (deadlines.call): did it "
+        "fail, or is that address out of reach from here?"
     )

@@ -5,6 +5,7 @@ Light: torch is imported by the worker's own module. Nothing here knows of Ray, 
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 from collections.abc import Sequence
@@ -65,6 +66,11 @@ class WorkerHost:
         except Exception as error:  # noqa: BLE001 - whatever it is, it goes to the driver
             return HostFailure.of(error)
         return None
+
+    def forget(self) -> None:
+        """Let go of a worker that was shut down, so that this process may `start` another."""
+        self._worker = None
+        gc.collect()
 
     def call(self, method_name: str, wants_result: bool, names: Sequence[str], *values: Any) -> Any:
         """Call the worker; the result (None unless wanted, to save its way), or the `HostFailure`."""

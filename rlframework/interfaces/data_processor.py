@@ -109,6 +109,10 @@ class Microbatch(ProcessedMicrobatch):
     - `targets [N]` int64: the token after each of them;
     - `scatter [N]` int64: flat indices into `b * S'` where the value of each belongs (the position of the target);
     - `is_dummy`: repeats other rows so that all ranks run as many forwards; counts for nothing.
+
+    On the worker's device are `data_dict`, `head_positions`, `targets`, `scatter`, and of `processed_inputs`
+    `input_ids`, `position_ids` and `vlm_kwargs`; `rows` and `cu_seqlens` are on the CPU. A call of an engine
+    has one microbatch at least, and one may have no position (N = 0).
     """
 
     rows: torch.Tensor

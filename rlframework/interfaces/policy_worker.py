@@ -206,7 +206,8 @@ class PolicyWorker(ABC):
         """Write what training goes on from, each directory whole or not. Capability `portable_optimizer_state`.
 
         `form="sharded"`: each worker writes its own pieces, with capability `sharded_checkpoints`; `asynchronous` then
-        returns when they are copied, and `finish_checkpoint` must follow. Weights alone without `optimizer_path`.
+        returns when they are copied, and `finish_checkpoint` must follow. `form="native"`: in the engine's own format,
+        with capability `native_checkpoints`. Weights alone without `optimizer_path`.
         """
         raise NotSupported(_undeclared(self, "save its optimizer", "portable_optimizer_state"))
 
@@ -221,9 +222,10 @@ class PolicyWorker(ABC):
         """
 
     def load_checkpoint(self, weights_path: str, optimizer_path: str | None = None) -> None:
-        """Go on from what `save_checkpoint` wrote, in either form. Capability `portable_optimizer_state`.
+        """Go on from what `save_checkpoint` wrote, in whichever form. Capability `portable_optimizer_state`.
 
-        Files that are missing, truncated or damaged: a `DataError` that names the file, and nothing has changed.
+        Files that are missing, truncated or damaged: a `DataError` that names the file, and nothing has changed. One
+        too for the native form of another backend.
         """
         raise NotSupported(_undeclared(self, "load an optimizer", "portable_optimizer_state"))
 

@@ -8,8 +8,8 @@ microbatch comes with its head positions), each rank runs the head at its own, a
 `step` sees the whole microbatch on every rank, and the gradient of each value goes to the rank that computed it, once.
 So the gradient of a weight is the sum over ranks.
 
-Left out: exchanging heads instead of keys (less memory where heads divide, not for models with few key-value heads),
-and keeping the gathered keys out of memory until the backward: `activation_checkpointing` does that.
+Left out: exchanging heads instead of keys, which is `head_exchange`, and keeping the gathered keys out of memory until
+the backward: `activation_checkpointing` does that.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -104,6 +104,9 @@ def _append(found: list[Piece], piece: Piece) -> None:
 
 class ContextParallel:
     """The ranks of `group` share each sequence."""
+
+    attention: ClassVar[str] = CONTEXT
+    """What of `transformers.AttentionInterface` models have meanwhile."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)

@@ -78,7 +78,7 @@ def read_weights(wanted: Mapping[str, Tensor], folder: Path, model: Any, here: H
         if names is None:
             return False
         for name, weight in names.items():
-            _require_shape(saved, name, weight.shape)
+            require_shape(saved, name, weight.shape)
             if (found := here(weight, wanted[weight.source])) is not None:
                 found[0].copy_(saved.part(name, found[1]))
     return True
@@ -127,11 +127,12 @@ def named_weights(wanted: Mapping[str, Tensor], folder: Path, model: Any) -> Ite
             yield None
             return
         for name, weight in names.items():
-            _require_shape(saved, name, weight.shape)
+            require_shape(saved, name, weight.shape)
         yield _Renamed(saved, {weight.name: name for name, weight in names.items()})
 
 
-def _require_shape(saved: SavedTensors, name: str, wanted: tuple[int, ...]) -> None:
+def require_shape(saved: SavedTensors, name: str, wanted: tuple[int, ...]) -> None:
+    """A `DataError` where the tensor `name` has another shape than the model that its config.json describes."""
     if saved.shape(name) != wanted:
         raise DataError(
             f"{saved.folder} has {name} of shape {saved.shape(name)}, and its config.json describes a model with "

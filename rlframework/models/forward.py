@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from rlframework.interfaces.data_processor import Microbatch
-from rlframework.models import attention, context_parallel
+from rlframework.models import attention
 from rlframework.models.context_parallel import ContextParallel
 from rlframework.policy.head import HeadPatch, HeadRequest
 
@@ -19,7 +19,7 @@ def attending(config: Any, microbatch: Microbatch, context: ContextParallel | No
     Around the backward too: activation checkpointing runs the attention again there.
     """
     if context is not None:
-        return attention.attention(config, context_parallel.CONTEXT)
+        return attention.attention(config, context.attention)
     return nullcontext() if microbatch.cu_seqlens is None else attention.attention(config, attention.SEGMENTS)
 
 

@@ -113,8 +113,8 @@ def silence_dropout(config: Any) -> None:
 
 
 def require_vocabulary(model: Any, tokenizer: Any) -> None:
-    """A `DataError` when `tokenizer` has tokens that `model` has no embedding for."""
-    rows, tokens = model.get_input_embeddings().weight.shape[0], len(tokenizer)
+    """A `DataError` when `tokenizer` has tokens that `model`, or one with so many embeddings, has none for."""
+    rows, tokens = model if isinstance(model, int) else model.get_input_embeddings().weight.shape[0], len(tokenizer)
     if tokens > rows:
         raise DataError(
             f"the tokenizer has {tokens} tokens and the model embeddings for {rows}: they do not belong together; "

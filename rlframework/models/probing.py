@@ -14,6 +14,7 @@ from torch import nn
 
 from rlframework.config.policy import PolicyConfig
 from rlframework.errors import NotSupported
+from rlframework.models import attention as segments
 from rlframework.models.abilities import packs
 from rlframework.models.loading import auto_class, ready
 from rlframework.policy.head import require_plain_head
@@ -46,11 +47,12 @@ def tiny_model(config: PolicyConfig, model_config: Any, attention: str | None) -
 
 
 def try_kind(config: PolicyConfig, model_config: Any, device: torch.device, attention: str) -> bool:
-    """Whether rows may be packed, tried where it matters.
+    """Whether rows may be packed with core's attention by segments, tried where it matters; that one is registered.
 
-    `attention`: `policy.<backend>.attention`. `NotSupported` for a model whose head cannot be replaced, and where rows
-    must be packed, or sequences be split, and cannot.
+    `attention`: `policy.<backend>.attention`, "auto" where the section has no such key. `NotSupported` for a model
+    whose head cannot be replaced, and where rows must be packed, or sequences be split, and cannot.
     """
+    segments.register()
     model = tiny_model(config, model_config, None if attention == "auto" else attention)
     if config.head == "language":
         require_plain_head(model)
@@ -61,9 +63,10 @@ def try_kind(config: PolicyConfig, model_config: Any, device: torch.device, atte
     stir(model)
     can_pack = attention in ("auto", "sdpa") and packs(model)
     if wanted and not can_pack:
+        chosen = "" if attention == "auto" else f" with policy.{config.backend}.attention={attention}"
         raise NotSupported(
-            f"{type(model).__name__} with policy.{config.backend}.attention={attention} does not keep packed sequences "
-            "apart; set policy.batching.mode to dynamic or auto, and policy.parallelism.context to 1"
+            f"{type(model).__name__}{chosen} does not keep packed sequences apart; set policy.batching.mode to dynamic "
+            "or auto, and policy.parallelism.context to 1"
         )
     return can_pack
 

@@ -11,7 +11,7 @@ from rlframework.config.policy import PolicyConfig
 from rlframework.config.sections import RunConfig
 from rlframework.errors import PluginError
 from rlframework.plugins.manager import Registered
-from rlframework.plugins.types import CAPABILITY_OF_AXIS, Capability, Problem
+from rlframework.plugins.types import CAPABILITY_OF_AXIS, CAPABILITY_OF_FORM, Capability, Problem
 
 _MODEL_AXES = ("tensor", "context", "pipeline", "expert")
 _BATCHING = {"dynamic": Capability.DYNAMIC_BATCHING, "packed": Capability.PACKING}
@@ -88,8 +88,9 @@ def _needs(config: RunConfig) -> Iterator[tuple[str, object, Capability, str]]:
     if config.checkpoints.every:
         every = config.checkpoints.every
         yield "checkpoints.every", every, Capability.PORTABLE_OPTIMIZER_STATE, "Set it to 0"
-    if config.checkpoints.format == "sharded":
-        yield "checkpoints.format", "sharded", Capability.SHARDED_CHECKPOINTS, "Set it to portable"
+    if config.checkpoints.format in CAPABILITY_OF_FORM:
+        form = config.checkpoints.format
+        yield "checkpoints.format", form, CAPABILITY_OF_FORM[form], "Set it to portable"
 
 
 def _switches(policy: PolicyConfig) -> Iterator[tuple[str, object, Capability, str]]:

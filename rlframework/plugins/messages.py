@@ -13,7 +13,7 @@ KEY_OF_KIND = {
     "generation_engine": "generation.name",
     "environment": "environment.name",
     "algorithm": "algorithm.name",
-    "data_processor": "data_processor",
+    "data_processor": "policy.data_processor",
 }
 """Kind of record to the key of the configuration that names one."""
 

@@ -63,6 +63,6 @@ def lora_problems(config: RunConfig) -> Iterator[Problem]:
         yield Problem("policy.lora.target_modules", message, "Name some, or take the section out.")
     if policy.head == "score":
         yield Problem("policy.lora", "a reward model is not trained.", "Take the section out.")
-    if config.checkpoints.format == "sharded":
+    if config.checkpoints.format != "portable":
         message = "adapters are small, and are saved in the portable form only."
         yield Problem("checkpoints.format", message, "Set it to portable.")

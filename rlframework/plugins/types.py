@@ -21,26 +21,49 @@ class Capability(StrEnum):
     """What a backend says that it can do. Declared: the conformance suite tests it. Not declared: it is refused."""
 
     TENSOR_PARALLEL = "tensor_parallel"
+    """Each weight of a layer over several workers: `policy.parallelism.tensor`."""
     SEQUENCE_PARALLEL = "sequence_parallel"
+    """Activations between those weights too, by tokens: `policy.parallelism.sequence`."""
     CONTEXT_PARALLEL = "context_parallel"
+    """Each sequence over several workers: `policy.parallelism.context`."""
     PIPELINE_PARALLEL = "pipeline_parallel"
+    """Layers in stages: `policy.parallelism.pipeline`."""
     EXPERT_PARALLEL = "expert_parallel"
+    """The experts of a mixture over several workers: `policy.parallelism.expert`."""
     DATA_PARALLEL = "data_parallel"
+    """Rows over several workers; of a worker group: more workers than one."""
     DYNAMIC_BATCHING = "dynamic_batching"
+    """Microbatches of different shapes: `policy.batching.mode=dynamic`."""
     PACKING = "packing"
+    """Sequences side by side in one row, kept apart: `policy.batching.mode=packed`."""
     ACTIVATION_CHECKPOINTING = "activation_checkpointing"
+    """`policy.activation_checkpointing`."""
     BFLOAT16 = "bfloat16"
+    """`policy.precision=bfloat16`, with weights and optimizer in fp32."""
     FLOAT16 = "float16"
+    """`policy.precision=float16`, with a loss that is scaled."""
     CPU_OFFLOAD = "cpu_offload"
+    """`policy.offload`, and moving what it holds between the device and the CPU."""
     LORA = "lora"
+    """Adapters, `policy.lora`, with their files."""
     REFERENCE_MODEL = "reference_model"
+    """Keeps the weights that it was built with, for `get_reference_policy_logprobs`."""
     SCORING = "scoring"
+    """Reward models, `policy.head=score`, and `score`."""
     EMBEDDED_GENERATION = "embedded_generation"
+    """Generates in the trainer's own process."""
     COLLECTIVE_REFIT = "collective_refit"
+    """Sends weights over a process group; of a generation engine: takes them."""
     IPC_REFIT = "ipc_refit"
+    """Sends weights through memory of the same machine or GPU; of a generation engine: takes them."""
     PORTABLE_OPTIMIZER_STATE = "portable_optimizer_state"
+    """Checkpoints of whole tensors, which every backend that declares it goes on from."""
     SHARDED_CHECKPOINTS = "sharded_checkpoints"
+    """Checkpoints in pieces, each worker its own: `checkpoints.format=sharded`."""
+    NATIVE_CHECKPOINTS = "native_checkpoints"
+    """Checkpoints in the engine's own files: `checkpoints.format=native`."""
     LEARNED_POSITIONS = "learned_positions"
+    """Models with a table of positions, such as GPT-2."""
 
 
 CAPABILITY_OF_AXIS: Mapping[str, Capability] = {
@@ -52,6 +75,12 @@ CAPABILITY_OF_AXIS: Mapping[str, Capability] = {
     "expert": Capability.EXPERT_PARALLEL,
 }
 """What splitting a model or its batches takes, by the name of the axis in `policy.parallelism`, and `data`."""
+
+CAPABILITY_OF_FORM: Mapping[str, Capability] = {
+    "sharded": Capability.SHARDED_CHECKPOINTS,
+    "native": Capability.NATIVE_CHECKPOINTS,
+}
+"""What a checkpoint takes besides `portable_optimizer_state`, by its form in `checkpoints.format`."""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,8 @@ from rlframework.errors import NotSupported
 from rlframework.interfaces.data_processor import MicrobatchRule
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
     from torch import Tensor
 
@@ -43,6 +45,13 @@ class WeightSpec:
     dtype: torch.dtype
 
 
+def _not_written(engine: Engine, does: str, capability: str, method: str) -> NotSupported:
+    return NotSupported(
+        f"{type(engine).__name__} {does}: its backend does not declare {capability}, or declares it without writing "
+        f"`{method}`"
+    )
+
+
 class Engine(ABC):
     """The primitives. A backend's worker derives from `PolicyWorkerBase`, which derives from this."""
 
@@ -56,9 +65,11 @@ class Engine(ABC):
     ) -> list[StepResult]:
         """Run each microbatch through the model, the head inside its forward, and `step` on what the head gives.
 
-        All ranks get equally many microbatches. Unless `forward_only`, gradients afterwards are the SUM over
-        microbatches and data-parallel ranks of d(loss), whatever was there before; the engine undoes its own averaging.
-        With `forward_only` there is no gradient and the model is in evaluation mode. Results in order, on every rank.
+        All ranks get equally many microbatches, one at least. Unless `forward_only`, gradients afterwards are the SUM
+        over microbatches and data-parallel ranks of d(loss), whatever was there before; the engine undoes its own
+        averaging. With `forward_only` there is no gradient and the model is in evaluation mode. Results in order, on
+        every rank. A microbatch may have no head position: the head runs on no rows then, and the loss must hang on
+        what it gives, so that every backward reaches every weight.
         """
 
     @abstractmethod
@@ -86,18 +97,18 @@ class Engine(ABC):
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Take whole weights, of all names of `weight_specs`: each rank its shards, in place. No collective."""
-        raise NotSupported(f"{type(self).__name__} does not load weights; its backend declares no portable state")
+        raise _not_written(self, "does not load weights", "portable_optimizer_state", "load_weights")
 
     def gather_moments(self) -> Iterator[tuple[str, Moments]]:
         """The optimizer's state of each trainable weight, whole, one at a time, on every rank. Collective, drained.
 
         A weight that no step has touched has 0 steps and zeros.
         """
-        raise NotSupported(f"{type(self).__name__} does not gather moments; its backend declares no portable state")
+        raise _not_written(self, "does not gather moments", "portable_optimizer_state", "gather_moments")
 
     def load_moments(self, moments: Mapping[str, Moments]) -> None:
         """Take what `gather_moments` gave, here or on another backend or layout: each rank its shards."""
-        raise NotSupported(f"{type(self).__name__} does not load moments; its backend declares no portable state")
+        raise _not_written(self, "does not load moments", "portable_optimizer_state", "load_moments")
 
     def sharded_state(self) -> ShardedState:
         """This rank's pieces of weights and moments, which share the memory of what is trained. No collective.
@@ -105,7 +116,22 @@ class Engine(ABC):
         Every element of a weight of `weight_specs`, and of the moments of those that are trained, is in a piece of some
         rank; ranks that hold the same piece both tell it. A weight that no step has touched has 0 steps and zeros.
         """
-        raise NotSupported(f"{type(self).__name__} does not tell its pieces; its backend declares no sharded state")
+        raise _not_written(self, "does not tell its pieces", "sharded_checkpoints", "sharded_state")
+
+    def save_native(self, folder: Path, *, optimizer: bool) -> None:
+        """Write the model, and the `optimizer`'s state if asked, in the engine's own format. Collective.
+
+        `folder` is empty and the same for all ranks, which share its file system. Not here: random states, counts of
+        calls, the model's configuration and checksums, which core writes beside it.
+        """
+        raise _not_written(self, "has no format of its own", "native_checkpoints", "save_native")
+
+    def load_native(self, folder: Path, *, optimizer: bool) -> None:
+        """Take up what `save_native` wrote, to the bit under the same layout. Collective.
+
+        A `DataError` where the engine cannot go on from it under the layout at hand.
+        """
+        raise _not_written(self, "has no format of its own", "native_checkpoints", "load_native")
 
     def microbatch_rule(self) -> MicrobatchRule:
         """What the engine asks of microbatches."""
@@ -124,7 +150,7 @@ class Engine(ABC):
 
         Between calls the optimizer lies where the weights do, or on the CPU.
         """
-        raise NotSupported(f"{type(self).__name__} does not move what it holds; its backend declares no cpu_offload")
+        raise _not_written(self, "does not move what it holds", "cpu_offload", "move")
 
     def whole_model(self) -> torch.nn.Module | None:
         """The live module if its parameters are whole and it can be called by one rank alone; else None."""

@@ -289,7 +289,12 @@ def probe_ids(model: Any) -> Tensor:
 
 
 def read_head_output(values: Tensor, request: HeadRequest) -> HeadOutput:
-    """Name the columns of what a patched model returned as its logits."""
+    """Name the columns of what a patched model returned as its logits, `[N, ...]`."""
+    if values.ndim != 2:
+        raise RuntimeError(
+            f"values of shape {list(values.shape)} are not the head's, which are a row for each position: the model "
+            "ran outside HeadPatch.computing, or its head is not under HeadPatch"
+        )
     if "logits" in request.wants:
         return HeadOutput(logits=values)
     if "topk" in request.wants:

@@ -29,7 +29,7 @@ class FileFacts(TypedDict):
 
 
 Manifest = Mapping[str, FileFacts]
-"""Name of a file in the directory to its facts."""
+"""Path of a file, from the directory that it is in or below, to its facts."""
 
 
 def describe_file(path: Path) -> FileFacts:
@@ -43,17 +43,19 @@ def describe_file(path: Path) -> FileFacts:
 
 
 def describe_files(folder: Path, names: Iterable[str] | None = None) -> dict[str, FileFacts]:
-    """Facts of the files `names` in `folder`; by default of all that are there but a manifest."""
-    if names is None:
-        names = sorted(path.name for path in folder.iterdir() if path.is_file() and path.name != MANIFEST)
-    return {name: describe_file(folder / name) for name in names}
+    """Facts of the files `names` in `folder`; by default of all that are there and below but the manifest."""
+    return {name: describe_file(folder / name) for name in (_names(folder) if names is None else names)}
+
+
+def _names(folder: Path) -> list[str]:
+    files = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    return sorted(name for name in files if name != MANIFEST)
 
 
 def write_manifest(folder: Path, known: Manifest | None = None) -> None:
-    """Write `checksums.json` of all files in `folder`; those in `known` are taken as told."""
+    """Write `checksums.json` of all files in `folder` and below; those in `known` are taken as told."""
     known = known or {}
-    names = sorted(path.name for path in folder.iterdir() if path.is_file() and path.name != MANIFEST)
-    facts = {**known, **describe_files(folder, [name for name in names if name not in known])}
+    facts = {**known, **describe_files(folder, [name for name in _names(folder) if name not in known])}
     text = json.dumps({"files": facts, "crc32": _own_checksum(facts)}, indent=1)
     (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
 

@@ -15,7 +15,7 @@ from rlframework.distributed.batched_data_dict import BatchedDataDict
 from rlframework.distributed.named_sharding import policy_sharding
 from rlframework.errors import BatchError, BatchTypeError, NotSupported
 from rlframework.interfaces.worker_group import WorkerGroup, WorkerSpec
-from rlframework.plugins.types import Capability, Record
+from rlframework.plugins.types import CAPABILITY_OF_FORM, Capability, Record
 from rlframework.policy.dealing import Dealer
 from rlframework.policy.scheduler import resolve_total_steps
 
@@ -115,7 +115,7 @@ class Policy:
             require(record, Capability.REFERENCE_MODEL, "algorithm.loss.kl_coef asks for a reference policy")
         self.config = config
         self.record, self.capabilities = record, record.capabilities
-        group = manager.load(manager.select("worker_group", config.worker_group.name).record)
+        group = self._group_class(manager.load(manager.select("worker_group", config.worker_group.name).record))
         spec = self._around(
             worker_spec(
                 config,
@@ -128,6 +128,10 @@ class Policy:
         )
         sharding = policy_sharding(config.worker_group.num_workers, config.policy.parallelism)
         self.worker_group: WorkerGroup = group(spec, config.worker_group, sharding=sharding, device=device)
+
+    def _group_class(self, chosen: type[WorkerGroup]) -> type[WorkerGroup]:
+        """What the workers run in: a subclass may take another one than the configuration's."""
+        return chosen
 
     def _around(self, spec: WorkerSpec) -> WorkerSpec:
         """What is started for `spec`: a subclass may put something around the workers."""
@@ -246,12 +250,12 @@ class Policy:
         self._everywhere("load_adapter", path=path)
 
     def save_checkpoint(
-        self, weights_path: str, optimizer_path: str, *, form: str = "portable", asynchronous: bool = False
+        self, weights_path: str, optimizer_path: str | None, *, form: str = "portable", asynchronous: bool = False
     ) -> None:
         """Write what training goes on from; `form`, `asynchronous`: see `PolicyWorker.save_checkpoint`."""
         how = {"form": form, "asynchronous": asynchronous}
-        if form != "portable":
-            require(self.record, Capability.SHARDED_CHECKPOINTS, f"a checkpoint of the form {form!r} is asked for")
+        if form in CAPABILITY_OF_FORM:
+            require(self.record, CAPABILITY_OF_FORM[form], f"a checkpoint of the form {form!r} is asked for")
         self._everywhere("save_checkpoint", weights_path=weights_path, optimizer_path=optimizer_path, **how)
 
     def checkpoint_written(self) -> bool:

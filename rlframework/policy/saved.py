@@ -1,7 +1,7 @@
 """Tensors that lie in a directory, in whichever form, as mappings of which each is read when it is asked for.
 
 `SavedTensors` reads safetensors files; the sharded form is in `sharded_reading.py`. `open_saved` takes whichever is
-there.
+there. Files of an engine's own (`native.py`) are told from both and not read here.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from rlframework.errors import DataError
 
 INDEX, PIECES = ".metadata", ".distcp"
 """Of the sharded form: the file that says where each piece lies, and the end of the names of those with pieces."""
+NATIVE = "native.json"
+"""Of the native form: the file that says which backend wrote the files beside it."""
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -107,8 +109,23 @@ def is_sharded(folder: str | Path) -> bool:
     return (folder / INDEX).exists() or any(folder.glob(f"*{PIECES}"))
 
 
+def is_native(folder: str | Path) -> bool:
+    """Whether `folder` holds an engine's own files."""
+    return (Path(folder) / NATIVE).exists()
+
+
+def require_no_native(folder: str | Path) -> None:
+    """A `DataError` where `folder` holds an engine's own files."""
+    if is_native(folder):
+        raise DataError(
+            f"{folder} holds a checkpoint in the format of the engine that wrote it ({NATIVE} says which), which that "
+            "engine alone reads: resume the run with checkpoints.format=portable or sharded, and take what it saves"
+        )
+
+
 def open_saved(folder: str | Path) -> Saved:
-    """The tensors of `folder`, in the form that they are there in."""
+    """The tensors of `folder`, in the form that they are there in; a `DataError` for the native one."""
+    require_no_native(folder)
     if is_sharded(folder):
         from rlframework.policy.sharded_reading import SavedPieces
 

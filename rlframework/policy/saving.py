@@ -1,12 +1,12 @@
 """What a worker writes of its model and reads back: Hugging Face directories, and what training goes on from.
 
 `PolicyWorkerBase` derives from it. The portable form of a checkpoint is described in `checkpoint.py`, the sharded one
-in `sharded.py`.
+in `sharded.py`, the engine's own in `native.py`.
 """
 
 from __future__ import annotations
 
-from abc import ABC
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -31,13 +31,14 @@ from rlframework.policy.checkpoint import (
 )
 from rlframework.policy.engine import Engine
 from rlframework.policy.manifest import check_files
-from rlframework.policy.saved import is_sharded, open_saved
+from rlframework.policy.native import native_files, save_native
+from rlframework.policy.saved import is_native, is_sharded, open_saved
 from rlframework.policy.together import together
 
 if TYPE_CHECKING:
     from rlframework.policy.sharded import CheckpointSave
 
-FORMS = ("portable", "sharded")
+FORMS = ("portable", "sharded", "native")
 
 
 class Saving(Engine, PolicyWorker, ABC):
@@ -56,8 +57,13 @@ class Saving(Engine, PolicyWorker, ABC):
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
+    @abstractmethod
+    def _bring(self, *parts: str) -> dict[str, int]:
+        """What of the model and the optimizer is away comes to the device, where collectives need it."""
+
     def save_pretrained(self, path: str) -> None:
         """See `PolicyWorker.save_pretrained`."""
+        self._bring("model")
         self._write_weights(path, checksums=False)
 
     def _write_weights(self, path: str, *, checksums: bool) -> None:
@@ -84,14 +90,18 @@ class Saving(Engine, PolicyWorker, ABC):
     ) -> None:
         """See `PolicyWorker.save_checkpoint`."""
         if form not in FORMS:
-            raise ConfigError(f"a checkpoint of the form {form!r}; there are {' and '.join(FORMS)}")
+            raise ConfigError(f"a checkpoint of the form {form!r}; there are {', '.join(FORMS)}")
         if asynchronous and form != "sharded":
             raise ConfigError(f"a checkpoint of the form {form!r} cannot be written asynchronously; take sharded")
         if optimizer_path is not None and not self._has_optimizer:
             raise NotSupported("this worker was built without an optimizer; there is no state of it to save")
         self.finish_checkpoint()  # of the last one
+        if form != "sharded":  # pieces are written from wherever they lie
+            self._bring("model", *(["optimizer"] if optimizer_path is not None else []))
         if form == "portable":
             self._save_portable(weights_path, optimizer_path)
+        elif form == "native":
+            self._save_native(weights_path, optimizer_path)
         else:
             self._start_sharded(weights_path, optimizer_path, asynchronous)
         if tokenizer_path is not None and self.context.rank == 0:
@@ -104,6 +114,15 @@ class Saving(Engine, PolicyWorker, ABC):
         self._write_trained(weights_path)
         if optimizer_path is not None:
             save_optimizer(optimizer_path, moments, self._progress(), self.context, self.device, type(self).__name__)
+
+    def _save_native(self, weights_path: str, optimizer_path: str | None) -> None:
+        optimizer = optimizer_path is not None
+        facts = {"backend": type(self).__name__, "workers": self.context.world_size, "optimizer": optimizer}
+        write = partial(self.save_native, optimizer=optimizer)
+        save_native(weights_path, self.context, beside=self._write_config, write=write, facts=facts)
+        if optimizer_path is not None:
+            progress, backend = self._progress(), type(self).__name__
+            save_optimizer(optimizer_path, iter(()), progress, self.context, self.device, backend)
 
     def _write_trained(self, path: str) -> None:
         """What training goes on from, apart from moments, to the directory `path`."""
@@ -160,15 +179,22 @@ class Saving(Engine, PolicyWorker, ABC):
         # all is looked at before anything changes
         progress = None if optimizer_path is None else read_progress(optimizer_path)
         together(self.context, partial(self._check, weights_path, optimizer_path))
-        self._read_trained(weights_path)
+        self._bring("model", *(["optimizer"] if optimizer_path is not None else []))
+        native = is_native(weights_path)
+        if native:
+            files = native_files(weights_path, type(self).__name__, optimizer=optimizer_path is not None)
+            self.load_native(files, optimizer=optimizer_path is not None)
+        else:
+            self._read_trained(weights_path)
         self._weights_version += 1
         if optimizer_path is not None and progress is not None:
-            with SavedMoments(optimizer_path) as moments:
-                self.load_moments(moments)
+            if not native:
+                with SavedMoments(optimizer_path) as moments:
+                    self.load_moments(moments)
             self._train_calls, self._skipped_in_a_row = progress.train_calls, progress.skipped_in_a_row
             restore_random_states(optimizer_path, self.context, self.device)
 
     def _check(self, *folders: str | None) -> None:
         share = (self.context.rank, self.context.world_size)
         for folder in filter(None, folders):
-            check_files(folder, required=is_sharded(folder), share=share)
+            check_files(folder, required=is_sharded(folder) or is_native(folder), share=share)

@@ -21,7 +21,7 @@ from rlframework.interfaces.data_processor import Microbatch
 from rlframework.interfaces.policy_worker import PolicyWorker
 from rlframework.policy.engine import Engine
 from rlframework.policy.head import HeadRequest
-from rlframework.policy.steps import values_step
+from rlframework.policy.steps import require_results, values_step
 
 Rows = BatchedDataDict[Any]
 
@@ -99,6 +99,7 @@ class Scoring(Engine, PolicyWorker, ABC):
         if not microbatches:
             return BatchedDataDict(found)
         results = self.forward_backward(microbatches, head, values_step, forward_only=True)
+        require_results(results, microbatches)
         for result, microbatch in zip(results, microbatches, strict=True):
             for name, values in result.outputs.items() if not microbatch.is_dummy else ():
                 found[name][microbatch.rows, : values.shape[1]] = values.cpu()

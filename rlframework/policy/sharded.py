@@ -31,10 +31,10 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from rlframework.errors import DataError, UserError
+from rlframework.errors import DataError
 from rlframework.files import Replacement, telling_no_space
 from rlframework.policy.manifest import FileFacts, describe_files, write_manifest
-from rlframework.policy.together import together
+from rlframework.policy.together import require_shared, together
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -156,12 +156,7 @@ class DirectorySave:
         return self._planner.finish_plan(plan), metadata
 
     def _local_plan(self) -> SavePlan:
-        if not self._folder.is_dir():
-            raise UserError(
-                f"{self._folder} was made by rank 0 and is not there for rank {self._context.rank}: sharded "
-                "checkpoints need a file system that all workers share; set checkpoints.format=portable, or another "
-                "output_dir"
-            )
+        require_shared(self._folder, self._context, "sharded")
         storage_meta: StorageMeta | None = self._writer.storage_meta()
         coordinator = self._context.rank == 0
         self._planner.set_up_planner({}, storage_meta, coordinator)

@@ -42,7 +42,7 @@ from rlframework.policy.saving import Saving
 from rlframework.policy.scheduler import learning_rate
 from rlframework.policy.scoring import Scoring
 from rlframework.policy.spans import CLIP_AND_STEP, GENERATE, span
-from rlframework.policy.steps import loss_step
+from rlframework.policy.steps import loss_step, require_results
 
 
 class PolicyWorkerBase(Adapters, Memory, Scoring, Saving, Refitting, Reporting, ABC):
@@ -180,6 +180,7 @@ class PolicyWorkerBase(Adapters, Memory, Scoring, Saving, Refitting, Reporting, 
         results = self.forward_backward(
             microbatches, head, loss_step(loss_fn, global_valid_seqs, global_valid_toks), forward_only=eval_mode
         )
+        require_results(results, microbatches)
         metrics = reduce_metrics([result.outputs for result in results], self.data_parallel_group(), self.device)
         norm, skipped = None, False
         if not eval_mode:

@@ -46,14 +46,41 @@ class TestDeepSpeedStage3(PolicyWorkerSuite):
     every = ("data=1", "data=2", "tensor=2")
 
 
+class TestDeepSpeedUlysses(PolicyWorkerSuite):
+    backend = "deepspeed"
+    section = {"zero_optimization": {"stage": 2}, "sequence_exchange": "ulysses"}  # noqa: RUF012
+    every = ("context=2",)
+
+
 class TestMegatron(PolicyWorkerSuite):
     backend = "megatron"
+    # each axis, and two of the model beside each other; all pairs take an hour on two cores
+    every = (
+        "data=1",
+        "data=2",
+        "tensor=2",
+        "tensor=2,sequence",
+        "pipeline=2",
+        "context=2",
+        "tensor=2,pipeline=2",
+        "data=2,expert=2",
+    )
 
 
 class TestMegatronDistributedOptimizer(PolicyWorkerSuite):
     backend = "megatron"
     section = {"distributed_optimizer": True}  # noqa: RUF012
     every = ("data=1", "data=2", "data=2,tensor=2")
+
+
+class TestExampleDdp(PolicyWorkerSuite):
+    backend = "ddp"
+
+
+class TestMegatronInterleaved(PolicyWorkerSuite):
+    backend = "megatron"
+    section = {"virtual_pipeline": 2}  # noqa: RUF012
+    every = ("pipeline=2",)
 
 
 class TestMicrobatches(DataProcessorSuite):

@@ -16,6 +16,7 @@ from rlframework.conformance.report import (
     as_json,
     largest_errors,
     lines_of,
+    unwritten_of,
     verdicts_of,
     write_json,
 )
@@ -57,6 +58,18 @@ def verdict(*outcomes, **changes):
 
 
 # -- verdicts ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_not_written_yet_is_told_once_with_the_tests_that_ask_for_it():
+    told = "E   NotImplementedError: step: one step\n\nworker.py:4: NotImplementedError"
+    results = [replace(result(name, "failed"), message=told) for name in ("test_a", "test_b")]
+    results.append(replace(result("test_d", "failed"), message='got "NotImplementedError: close: leave"\nwanted x'))
+    lines = [
+        "not written yet, asked for by tests: 2; step: one step",
+        "not written yet, asked for by tests: 1; close: leave",
+    ]
+    assert unwritten_of([Verdict(SUBJECT, results)]) == lines
+    assert unwritten_of([verdict("passed", "failed")]) == []
 
 
 @pytest.mark.parametrize(
@@ -280,7 +293,7 @@ def test_what_is_no_report_is_refused_by_name(text, tmp_path, capsys):
 
 def test_the_committed_page_is_made_from_the_committed_report():
     """`make conformance` writes both."""
-    assert (RESULTS / "conformance.md").read_text() == markdown_of([RESULTS / "conformance.json"])
+    assert (RESULTS / "conformance.md").read_text() == markdown_of(sorted(RESULTS.glob("conformance*.json")))
 
 
 def test_a_shortened_report_gives_the_same_page(tmp_path):

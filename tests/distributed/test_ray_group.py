@@ -346,7 +346,10 @@ def test_ctrl_c_ends_the_workers_and_their_ray():
         text=True,
         start_new_session=True,
     )
-    pid = int(driver.stdout.readline())
+    told = driver.stdout.readline()
+    if not told:  # say why, and let go of its pipes, or the tests after this one fail with it
+        pytest.fail(f"the driver ended early:\n{driver.communicate(timeout=30)[1][-3000:]}")
+    pid = int(told)
     assert running([pid]) == [pid]
     time.sleep(0.3)
     driver.send_signal(signal.SIGINT)

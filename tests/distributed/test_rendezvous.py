@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from dataclasses import replace
 
 import psutil
 import pytest
@@ -52,3 +54,27 @@ def test_what_one_rank_writes_another_reads_whoever_comes_first(contexts):
     store.set("word", "oak")
     other.join(30)
     assert got == [b"oak"]
+
+
+def test_a_rank_that_comes_first_goes_on_as_soon_as_rank_0_serves(contexts):
+    waited = []
+
+    def second():
+        store = process_store(contexts[1])
+        waited.append(time.monotonic())
+        store.get("word")
+
+    other = threading.Thread(target=second)
+    other.start()
+    time.sleep(0.3)
+    assert waited == []
+    begun = time.monotonic()
+    store = process_store(contexts[0])
+    store.set("word", "oak")
+    other.join(30)
+    assert waited[0] >= begun
+
+
+def test_a_rank_0_that_never_comes_is_told_in_time(contexts):
+    with pytest.raises(TimeoutError, match=r"rank 0 did not serve the process group at 127\.0\.0\.1:\d+ within 0\.2 s"):
+        process_store(replace(contexts[1], deadline=0.2))

@@ -74,6 +74,7 @@ def test_every_capability_of_the_configuration_has_a_case():
         Capability.IPC_REFIT,
         Capability.PORTABLE_OPTIMIZER_STATE,
         Capability.SHARDED_CHECKPOINTS,
+        Capability.NATIVE_CHECKPOINTS,
     }
     assert {case[3] for case in CASES} | of_calls == set(Capability)
 
@@ -86,12 +87,13 @@ def test_checkpoints_need_a_backend_that_saves_its_optimizer():
     assert check_config(config, backend(Capability.PORTABLE_OPTIMIZER_STATE), "cpu") == []
 
 
-def test_checkpoints_of_pieces_need_a_backend_that_tells_them():
-    config = run_config({}, 1).model_copy(update={"checkpoints": CheckpointsConfig(format="sharded")})
+@pytest.mark.parametrize("form", ["sharded", "native"])
+def test_forms_of_checkpoints_that_take_more_need_a_backend_that_declares_them(form):
+    config = run_config({}, 1).model_copy(update={"checkpoints": CheckpointsConfig(format=form)})
     [problem] = check_config(config, backend(), "cpu")
     assert problem.key == "checkpoints.format"
     assert problem.undeclared
-    assert check_config(config, backend(Capability.SHARDED_CHECKPOINTS), "cpu") == []
+    assert check_config(config, backend(Capability(f"{form}_checkpoints")), "cpu") == []
 
 
 @pytest.mark.parametrize("mode", ["auto", "padded"])

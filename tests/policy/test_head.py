@@ -129,6 +129,14 @@ def test_logits_on_request_at_the_temperature():
     torch.testing.assert_close(output.logits, ordinary[0, 2:] / 2.0)
 
 
+@pytest.mark.parametrize("wanted", ["logprobs", "logits", "topk", "scores"])
+def test_logits_of_a_model_that_ran_outside_are_no_values_of_the_head(wanted):
+    model = TinyModel()
+    HeadPatch(model)
+    with pytest.raises(RuntimeError, match=r"\[2, 4, 5\].*ran outside HeadPatch\.computing"):
+        read_head_output(model(torch.randn(2, 4, 3)), HeadRequest(frozenset({wanted}), top_k=2))
+
+
 def test_a_model_that_changes_its_logits_is_refused():
     from transformers import Gemma2Config, Gemma2ForCausalLM, GraniteConfig, GraniteForCausalLM, LlamaForCausalLM
 

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from rlframework.errors import NotSupported
 from rlframework.models import adapters
+from rlframework.models.held import held_tensors
 from rlframework.policy.checkpoint import FIRST, SECOND, Moments
 from rlframework.policy.engine import Engine, WeightSpec
 from rlframework.policy.file_names import by_source, file_weights, gathered
@@ -44,9 +45,7 @@ class Held(adapters.ModelAdapters, Engine, ABC):
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-        saved = self.model.state_dict().keys()
-        named = [*self.model.named_parameters(), *self.model.named_buffers()]
-        return {adapters.outside(name): tensor.detach() for name, tensor in named if name in saved}
+        return held_tensors(self.model)
 
     def _whole(self, tensor: Tensor) -> Tensor:
         return whole(tensor)

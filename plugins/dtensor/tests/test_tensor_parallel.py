@@ -77,6 +77,13 @@ def test_a_step_on_parts_of_the_weights_is_that_of_the_oracle(bench, name):
     made.first_step(made.batch(), name, kind="nll", model=name, activation_checkpointing=True)
 
 
+@pytest.mark.parametrize("layout", ["tensor=2", "tensor=2,sequence"])
+def test_gpt2_whose_plan_is_our_own_is_the_oracles(bench, layout):
+    """The suite leaves it to layouts without tensor parallelism, since other backends have no plan for it."""
+    made = bench(layout)
+    made.first_step(made.batch(), "gpt2", model="learned_positions", batching={"mode": "packed", "tokens": 30})
+
+
 @pytest.mark.parametrize("layout", ["data=2", "data=2,tensor=2"])
 def test_copies_of_the_weights_learn_as_one(bench, layout):
     made = bench(layout, replicate=2)

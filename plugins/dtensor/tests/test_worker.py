@@ -106,3 +106,25 @@ def test_a_damaged_weights_file_is_told(worker, model_path, tmp_path):
 def test_no_such_model_says_which_and_what_to_do(worker):
     with pytest.raises(DataError, match=r"policy\.model_name='/no/such/model'"):
         worker(model_name="/no/such/model")
+
+
+def test_what_gathers_weights_or_moments_brings_them_back_first(worker, tmp_path, monkeypatch):
+    """Collectives of a GPU do not take what lies in CPU memory."""
+    made = worker()
+    brought = []
+    monkeypatch.setattr(
+        made, "move", lambda device, *, model=False, optimizer=False: brought.append((model, optimizer)) or 0
+    )
+
+    def called(method, *paths):
+        made.offload_after_refit()
+        brought.clear()
+        getattr(made, method)(*(str(tmp_path / path) for path in paths))
+        return sorted(brought)
+
+    model, optimizer = (True, False), (False, True)
+    assert called("save_pretrained", "plain") == [model]
+    assert called("save_checkpoint", "weights") == [model]
+    assert called("save_checkpoint", "model", "optimizer") == [optimizer, model]
+    assert called("load_checkpoint", "model", "optimizer") == [optimizer, model]
+    assert called("load_checkpoint", "model") == [model]

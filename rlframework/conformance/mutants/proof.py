@@ -18,6 +18,7 @@ from rlframework.conformance import suite_of
 from rlframework.conformance.layouts import Layout
 from rlframework.conformance.measure import ConformanceFailure
 from rlframework.conformance.mutants import Mutant, mutants_of
+from rlframework.conformance.passes import Passes
 from rlframework.conformance.rules import Suite
 from rlframework.plugins.types import Record
 
@@ -55,13 +56,16 @@ class MutantProof:
         assert not sorted(tests - named), "no mutant names these tests"
         assert not sorted(named - tests), "mutants name tests that are not there"
 
-    def test_mutant_is_caught(self, mutant_case: tuple[Mutant, str], open_proof_bench: Callable[..., Any]) -> None:
+    def test_mutant_is_caught(
+        self, mutant_case: tuple[Mutant, str], open_proof_bench: Callable[..., Any], sound_passes: Passes
+    ) -> None:
         """The sound part passes; the mutant fails, by numbers or by what is required."""
         mutant, test = mutant_case
         suite = suite_of(self.kind)
-        if mutant.layout not in _SOUND.setdefault((self.kind, self.backend, test), set()):
+        passed = sound_passes.path(self.kind, self.backend, self.section, mutant.layout, test)
+        if not passed.exists():
             self._run(suite, test, open_proof_bench(suite, mutant.layout, test, None))
-            _SOUND[self.kind, self.backend, test].add(mutant.layout)
+            passed.touch()
         try:
             self._run(suite, test, open_proof_bench(suite, mutant.layout, test, mutant))
         except ConformanceFailure:
@@ -74,10 +78,6 @@ class MutantProof:
             getattr(suite(), test)(bench)
         finally:
             bench.close()
-
-
-_SOUND: dict[tuple[str, str, str], set[Layout]] = {}
-"""Tests that the sound part has passed in this process, by kind, name and test: the layouts."""
 
 
 def open_bench(

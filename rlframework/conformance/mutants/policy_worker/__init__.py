@@ -12,6 +12,7 @@ from rlframework.conformance.mutants.policy_worker import (
     failures,
     grouping,
     memory,
+    native,
     refit,
     saving,
     scores,
@@ -38,6 +39,7 @@ MUTANTS: tuple[Mutant, ...] = tuple(
         checkpoints,
         adapters,
         sharded,
+        native,
         failures,
     )
     for value in vars(part).values()

@@ -328,3 +328,19 @@ def weights_in_bfloat16(worker_class: Any) -> Any:
             return done
 
     return Broken
+
+
+@mutant(
+    "learns_the_padding_token",
+    "the embedding of the padding token is learnt where a row holds it",
+    "test_a_padding_token_inside_a_row_is_learnt_as_in_the_model",
+)
+def learns_the_padding_token(worker_class: Any) -> Any:
+    """See its `bug`."""
+
+    class Broken(worker_class):  # type: ignore[misc]
+        def build(self, *, init_optimizer: bool) -> None:
+            super().build(init_optimizer=init_optimizer)
+            self.model.get_input_embeddings().padding_idx = None
+
+    return Broken

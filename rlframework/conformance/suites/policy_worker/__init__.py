@@ -8,6 +8,7 @@ from rlframework.conformance.suites.policy_worker.conventions import Conventions
 from rlframework.conformance.suites.policy_worker.experts import Experts
 from rlframework.conformance.suites.policy_worker.failures import Failures
 from rlframework.conformance.suites.policy_worker.grouping import Grouping
+from rlframework.conformance.suites.policy_worker.native import Native
 from rlframework.conformance.suites.policy_worker.refit import Refit
 from rlframework.conformance.suites.policy_worker.saving import Saving
 from rlframework.conformance.suites.policy_worker.scores import Scores
@@ -29,6 +30,7 @@ class PolicyWorkerSuite(
     Checkpoints,
     Adapters,
     Sharded,
+    Native,
     Failures,
     sealed=True,
 ):

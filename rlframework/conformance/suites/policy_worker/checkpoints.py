@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +37,7 @@ class Checkpoints(Suite):
         wanted, right = train(bench, first, range(3, 6)), bench.weights(first)
         second = bench.policy(**settings)  # in other processes: those of the first are gone
         second.load_checkpoint(*paths)
-        for step, (left, got) in enumerate(zip(wanted, train(bench, second, range(3, 6)), strict=True), start=4):
-            bench.scalar(f"learning rate of step {step}", got["lr"], left["lr"], 0.0)
-            bench.exact(f"loss of step {step}", got["global_loss"], left["global_loss"])
-        weights = bench.weights(second)
-        for name, weight in right.items():
-            bench.exact(f"{name} after going on", weights[name], weight)
+        goes_on(bench, second, range(3, 6), wanted, right, "going on")
 
     @holds(5, STATE)
     def test_moments_are_the_oracles(self, bench: PolicyBench) -> None:
@@ -135,6 +131,24 @@ class Checkpoints(Suite):
         policy = bench.policy()  # a failed call ends workers in other processes
         paths = (str(weights), None if optimizer is None else str(optimizer))
         bench.refuses(UserError, lambda: policy.load_checkpoint(*paths), what, says)
+
+
+def goes_on(
+    bench: PolicyBench,
+    policy: InspectedPolicy,
+    seeds: range,
+    wanted: Sequence[Mapping[str, Any]],
+    right: Mapping[str, Tensor],
+    what: str,
+) -> None:
+    """The steps of `seeds` give what they gave without a stop, `wanted`, and end at the weights `right`: to the bit."""
+    got_in_turn = train(bench, policy, seeds)
+    for step, (left, got) in enumerate(zip(wanted, got_in_turn, strict=True), start=seeds.start + 1):
+        bench.scalar(f"learning rate of step {step}, {what}", got["lr"], left["lr"], 0.0)
+        bench.exact(f"loss of step {step}, {what}", got["global_loss"], left["global_loss"])
+    weights = bench.weights(policy)
+    for name, weight in right.items():
+        bench.exact(f"{name} after {what}", weights[name], weight)
 
 
 def train(bench: PolicyBench, policy: InspectedPolicy, seeds: range) -> list[dict[str, Any]]:

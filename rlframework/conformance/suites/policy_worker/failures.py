@@ -42,6 +42,7 @@ REFUSED_BY_THE_WORKER: Mapping[Capability, tuple[str, dict[str, Any]]] = {
     Capability.CPU_OFFLOAD: ("offload_after_refit", {}),
     Capability.PORTABLE_OPTIMIZER_STATE: ("save_checkpoint", {"weights_path": "nowhere"}),
     Capability.SHARDED_CHECKPOINTS: ("save_checkpoint", {"weights_path": "nowhere", "form": "sharded"}),
+    Capability.NATIVE_CHECKPOINTS: ("save_checkpoint", {"weights_path": "nowhere", "form": "native"}),
     Capability.COLLECTIVE_REFIT: ("prepare_info_for_collective", {}),
     Capability.IPC_REFIT: ("prepare_weights_for_ipc", {}),
     Capability.REFERENCE_MODEL: ("get_reference_policy_logprobs", {"data": cases.batch()}),

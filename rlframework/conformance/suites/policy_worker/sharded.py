@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlframework.conformance.layouts import Layout, declared_layouts
 from rlframework.conformance.rules import Suite, holds
-from rlframework.conformance.suites.policy_worker.checkpoints import SCHEDULE, STATE, saved, train
+from rlframework.conformance.suites.policy_worker.checkpoints import SCHEDULE, STATE, goes_on, saved, train
 from rlframework.conformance.suites.policy_worker.workbench import PolicyBench
 from rlframework.errors import DataError, UserError
 from rlframework.plugins.types import Capability
@@ -34,12 +34,7 @@ class Sharded(Suite):
         right = bench.weights(first)
         second = bench.policy(**SETTINGS)
         second.load_checkpoint(*paths)
-        for step, (left, got) in enumerate(zip(wanted, train(bench, second, range(2, 4)), strict=True), start=3):
-            bench.scalar(f"learning rate of step {step}", got["lr"], left["lr"], 0.0)
-            bench.exact(f"loss of step {step}", got["global_loss"], left["global_loss"])
-        weights = bench.weights(second)
-        for name, weight in right.items():
-            bench.exact(f"{name} after going on from pieces", weights[name], weight)
+        goes_on(bench, second, range(2, 4), wanted, right, "going on from pieces")
 
     @holds(5, STATE, SHARDED)
     def test_both_forms_hold_the_same_numbers(self, bench: PolicyBench) -> None:
@@ -102,11 +97,11 @@ class Sharded(Suite):
         whole = pieces.read_bytes()
         for what, content in (("cut off", whole[: len(whole) // 2]), ("flipped", flipped(whole))):
             pieces.write_bytes(content)
-            bench.refuses(DataError, _loading(bench, paths), f"pieces that are {what}", "__0_0.distcp")
+            bench.refuses(DataError, loading(bench, paths), f"pieces that are {what}", "__0_0.distcp")
         pieces.write_bytes(whole)
         index = Path(paths[1]) / ".metadata"
         index.unlink()
-        bench.refuses(DataError, _loading(bench, paths), "a checkpoint without its index", r"\.metadata")
+        bench.refuses(DataError, loading(bench, paths), "a checkpoint without its index", r"\.metadata")
 
     @holds(5, STATE, SHARDED)
     def test_a_save_that_cannot_be_written_is_told(self, bench: PolicyBench) -> None:
@@ -123,16 +118,16 @@ class Sharded(Suite):
         bench.refuses(UserError, save, "a place that cannot be written to", "blocked")
 
 
-def _loading(bench: PolicyBench, paths: tuple[str, str]) -> Any:
+def loading(bench: PolicyBench, paths: tuple[str, str]) -> Any:
+    """The call that loads `paths` into a policy of its own."""
     policy = bench.policy()  # a failed call ends workers in other processes
     return lambda: policy.load_checkpoint(*paths)
 
 
 def other_layout(bench: PolicyBench) -> Layout:
-    """One worker; where that is the layout under test, the first that is declared with two."""
-    if bench.layout.workers > 1:
-        return Layout()
-    return next((layout for layout in declared_layouts(bench.record) if layout.workers == 2), Layout())
+    """Of the declared ones that are not under test the smallest that the backend's section goes with."""
+    others = (layout for layout in declared_layouts(bench.record) if layout != bench.layout)
+    return next(filter(bench.takes, sorted(others, key=lambda layout: layout.workers)), bench.layout)
 
 
 def read(folder: str) -> dict[str, Tensor]:

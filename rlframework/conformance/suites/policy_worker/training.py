@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from rlframework.conformance import cases
 from rlframework.conformance.contracts import FP32, TENSOR_AFTER_20_STEPS, WEIGHTS_AFTER_20_STEPS
 from rlframework.conformance.rules import Suite, holds
 from rlframework.conformance.suites.policy_worker.losses import LogitsLoss, NotFiniteLoss
@@ -41,6 +42,18 @@ class Training(Suite):
         for number in range(3):
             bench.step(policy, oracle, bench.batch(seed=number), "nll", f"tied head, step {number + 1}")
         bench.tensors("weights of the tied model", bench.weights(policy), oracle.weights(), 1e-5, 2e-4)
+
+    @holds(3)
+    def test_a_padding_token_inside_a_row_is_learnt_as_in_the_model(self, bench: PolicyBench) -> None:
+        """A row may hold it, as where padding is the end of text; transformers gives the embedding a `padding_idx`.
+
+        As an input it is not learnt; as a target it is, and through a tied head so is the embedding.
+        """
+        data = bench.batch()
+        data["input_ids"][:, 1] = data["input_ids"][4, 6:8] = cases.tokenizer().pad_token_id
+        data["token_mask"][:, 1] = 1.0
+        for model in ("untied", "tied"):
+            bench.first_step(data, f"padding token inside, {model} head", kind="nll", model=model)
 
     @holds(3)
     def test_norms_that_heads_share_are_learnt_from_all(self, bench: PolicyBench) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from rlframework.algorithms.losses import ClippedPGLoss, NLLLoss
 from rlframework.config.algorithms import ClippedPGLossConfig
+from rlframework.config.sections import RunConfig
 from rlframework.conformance import cases
 from rlframework.conformance.bench import Bench
 from rlframework.conformance.contracts import FP32
@@ -18,6 +20,7 @@ from rlframework.conformance.oracle import Oracle
 from rlframework.conformance.policies import InspectedEngines, InspectedPolicy, read_weights, run_config
 from rlframework.data.tokenizer import load_tokenizer
 from rlframework.distributed.batched_data_dict import BatchedDataDict
+from rlframework.errors import ConfigError
 from rlframework.interfaces.loss import LossFunction
 
 PROBE_LR, PROBE_EPS = 1e6, 1e3
@@ -53,8 +56,16 @@ class PolicyBench(Bench):
         super().close()
 
     def model(self, name: str = "untied") -> Path:
-        """Directory of a tiny model of `cases.MODELS`."""
-        return cases.model(name, self.models)
+        """Directory of a tiny model of `cases.MODELS`: two layers, with a pipeline two a stage, which may be parts."""
+        return cases.model(name, self.models, layers=cases.LAYERS * self.layout.pipeline)
+
+    def takes(self, layout: Layout) -> bool:
+        """Whether the backend, with its section as it is here, can be split like `layout`."""
+        try:
+            self._configure(self.model(), layout)
+        except ConfigError:
+            return False
+        return True
 
     def policy(
         self,
@@ -75,19 +86,8 @@ class PolicyBench(Bench):
         """
         self.close()
         path = self.model(model) if isinstance(model, str) else model
-        if self.section:
-            keys.setdefault(self.record.name, dict(self.section))
-        config = run_config(
-            self.record.name,
-            path,
-            layout or self.layout,
-            manager=self.manager,
-            device=self.device,
-            folder=self.folder,
-            generation=generation,
-            deadlines=deadlines,
-            apart=apart,
-            **keys,
+        config = self._configure(
+            path, layout or self.layout, generation=generation, deadlines=deadlines, apart=apart, **keys
         )
         policy = InspectedPolicy(
             config,
@@ -100,6 +100,20 @@ class PolicyBench(Bench):
         )
         self.started = policy
         return policy
+
+    def _configure(self, model: Path, layout: Layout, **keys: Any) -> RunConfig:
+        """What `run_config` makes of them and of the section."""
+        if self.section:
+            keys.setdefault(self.record.name, dict(self.section))
+        return run_config(
+            self.record.name,
+            model,
+            layout,
+            manager=self.manager,
+            device=self.device,
+            folder=self.folder,
+            **keys,
+        )
 
     def engines(self, policy: InspectedPolicy) -> InspectedEngines:
         """Generation workers as `policy` is configured to have them, in processes of their own; ended with the test."""
@@ -114,8 +128,7 @@ class PolicyBench(Bench):
 
     def batch(self, rows: int = 8, *, seed: int = 0) -> BatchedDataDict[Any]:
         """A batch of `cases.batch` whose `prev_logprobs` are near those of the model `untied`."""
-        data = cases.batch(rows, seed=seed)
-        return cases.with_prev_logprobs(data, self.oracle().logprobs(data), seed)
+        return cases.with_prev_logprobs(cases.batch(rows, seed=seed), _logprobs(self.model(), rows, seed), seed)
 
     def weights(self, policy: InspectedPolicy) -> dict[str, Tensor]:
         """The weights of `policy`, as it saves them."""
@@ -147,3 +160,9 @@ class PolicyBench(Bench):
         self.step(policy, oracle, data, kind, what)
         found = self.gradient(policy, before)
         self.tensors(f"gradient, {what}", found, gradients, FP32, FP32)
+
+
+@cache
+def _logprobs(model: Path, rows: int, seed: int) -> Tensor:
+    """The oracle's, of a batch that hundreds of tests ask for: worked out once a process."""
+    return Oracle(model).logprobs(cases.batch(rows, seed=seed))

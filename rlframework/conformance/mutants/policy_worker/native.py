@@ -1,0 +1,68 @@
+"""Bugs against contract 5 in checkpoints of the engine's own format."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rlframework.conformance.mutants.mutant import mutant
+
+GOES_ON = "test_training_goes_on_to_the_bit_from_native_files"
+WEIGHTS = "test_native_weights_are_those_that_are_saved"
+WHOLE = "test_native_files_are_whole_or_refused"
+
+
+def _copied(moments: Any) -> Any:
+    return replace(moments, exp_avg=moments.exp_avg.clone(), exp_avg_sq=moments.exp_avg_sq.clone())
+
+
+@mutant("native_without_optimizer", "the engine's files are read without its optimizer", GOES_ON)
+def native_without_optimizer(worker_class: Any) -> Any:
+    """See its `bug`."""
+
+    class Broken(worker_class):  # type: ignore[misc]
+        def load_native(self, folder: Path, *, optimizer: bool) -> None:
+            fresh = {name: _copied(moments) for name, moments in self.gather_moments()} if optimizer else {}
+            super().load_native(folder, optimizer=optimizer)
+            if optimizer:
+                self.load_moments(fresh)
+
+    return Broken
+
+
+@mutant("native_without_progress", "the calls of the schedule start anew from native files", GOES_ON)
+def native_without_progress(worker_class: Any) -> Any:
+    """See its `bug`."""
+
+    class Broken(worker_class):  # type: ignore[misc]
+        def load_checkpoint(self, weights_path: str, optimizer_path: str | None = None) -> None:
+            super().load_checkpoint(weights_path, optimizer_path)
+            self._train_calls = 0
+
+    return Broken
+
+
+@mutant("native_stays_as_built", "weights alone are not taken from native files", WEIGHTS)
+def native_stays_as_built(worker_class: Any) -> Any:
+    """See its `bug`."""
+
+    class Broken(worker_class):  # type: ignore[misc]
+        def load_native(self, folder: Path, *, optimizer: bool) -> None:
+            before = self.snapshot()
+            super().load_native(folder, optimizer=optimizer)
+            if not optimizer:
+                self.restore(before)
+
+    return Broken
+
+
+@mutant("native_unchecked", "no checksum of the engine's files is looked at", WHOLE)
+def native_unchecked(worker_class: Any) -> Any:
+    """See its `bug`."""
+
+    class Broken(worker_class):  # type: ignore[misc]
+        def _check(self, *folders: str | None) -> None:
+            return
+
+    return Broken
