@@ -107,7 +107,13 @@ def cutting_adapters() -> Iterator[None]:
         layers = adapters.layers_of(model)
         for path, layer in layers.items():
             model.set_submodule(path, layer.base_layer)
-        sources = cut(engine, model, settings)
+        try:
+            sources = cut(engine, model, settings)
+        except AssertionError as error:  # its words are of another way to split, for inference
+            raise NotSupported(
+                f"AutoTP cannot split {type(model).__name__} ({error}); set policy.parallelism.tensor to 1, or give a "
+                "plan in policy.deepspeed.tensor_parallel.partition_config"
+            ) from error
         for path, layer in layers.items():
             layer.base_layer = model.get_submodule(path)
             _cut_adapter(path, layer)

@@ -14,7 +14,7 @@ from torch import nn
 from rlframework.config.policy import PolicyConfig
 from rlframework.errors import NotSupported
 from rlframework.interfaces.worker_group import WorkerContext
-from rlframework.models import adapters, attention, context_parallel
+from rlframework.models import adapters, attention, context_parallel, head_exchange
 from rlframework.models.abilities import checkpoint_activations
 from rlframework.models.context_limits import require_splittable
 from rlframework.models.loading import empty_model, is_multimodal, load_config, require_vocabulary
@@ -26,6 +26,7 @@ from rlframework_deepspeed.autotp import TensorParallel, cutting_adapters
 from rlframework_deepspeed.config import DeepSpeedConfig, engine_config
 from rlframework_deepspeed.groups import Groups, Sizes
 from rlframework_deepspeed.loading import give_memory
+from rlframework_deepspeed.ulysses import require_exchange
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 BUCKET = 500_000_000
@@ -60,14 +61,16 @@ def build(
     """Collective."""
     attention.register()
     context_parallel.register()
+    head_exchange.register()
     environment.deepspeed_on(device)
     sizes = Sizes.of(context.world_size, config.parallelism)
     model_config = load_config(config)
     if sizes.context > 1:
         require_splittable(model_config)
+        require_exchange(config, section, model_config)
     can_pack = try_kind(config, model_config, device, section.attention)
     settings = engine_config(config, section, device=device.type)
-    environment.tell_what_is_compiled(settings)
+    environment.require_compilers(settings)
     model = empty_model(config, model_config, None if section.attention == "auto" else section.attention)
     _ready(model, config, tokenizer)
     saved = model.state_dict().keys() & {name for name, _ in model.named_buffers()}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from shutil import which
+from typing import Any
 
+from rlframework.config.policy import ParallelismConfig
 from rlframework.config.sections import RunConfig
 from rlframework.plugins.model_checks import attention_problems, indivisible, lora_problems, model_config
 from rlframework.plugins.types import Problem
@@ -47,6 +49,7 @@ def _precision_problems(config: RunConfig, device: str) -> Iterator[Problem]:
 
 def _layout_problems(config: RunConfig, section: DeepSpeedConfig) -> Iterator[Problem]:
     parallelism, tensor = config.policy.parallelism, section.tensor_parallel
+    yield from _exchange_problems(config, section)
     if parallelism.tensor > 1:
         found = indivisible(model_config(config.policy.model_name), parallelism.tensor)
         if found:
@@ -56,6 +59,33 @@ def _layout_problems(config: RunConfig, section: DeepSpeedConfig) -> Iterator[Pr
         if getattr(tensor, name) is not None:
             message = "a plan of tensor parallelism is of no use where policy.parallelism.tensor is 1."
             yield Problem(f"policy.deepspeed.tensor_parallel.{name}", message, "Take it out, or split tensors.")
+
+
+def _exchange_problems(config: RunConfig, section: DeepSpeedConfig) -> Iterator[Problem]:
+    parallelism = config.policy.parallelism
+    if section.sequence_exchange == "gather" or parallelism.context == 1:
+        return
+    if found := unexchangeable(model_config(config.policy.model_name), parallelism):
+        yield Problem("policy.deepspeed.sequence_exchange", f"{found}.", "Set it to gather.")
+
+
+def unexchangeable(model: Mapping[str, Any], parallelism: ParallelismConfig) -> str | None:
+    """Why `ulysses` cannot exchange the heads of a model, as its configuration says; None where it can, or is unknown.
+
+    Where there are fewer key-value heads than ranks they are repeated, each as often.
+    """
+    size, tensor = parallelism.context, parallelism.tensor
+    heads = model.get("num_attention_heads")
+    kv_heads = model.get("num_key_value_heads") or heads
+    if not isinstance(heads, int) or not isinstance(kv_heads, int):
+        return None
+    here = "" if tensor == 1 else f", 1/{tensor} of them after policy.parallelism.tensor"
+    if heads % (size * tensor):
+        return f"the model has {heads} attention heads{here}, which policy.parallelism.context={size} does not divide"
+    own = kv_heads // tensor
+    if own and own % size and size % own:
+        return f"the model has {kv_heads} key-value heads{here}, which policy.parallelism.context={size} cannot share"
+    return None
 
 
 def _offload_problems(config: RunConfig, section: DeepSpeedConfig, device: str) -> Iterator[Problem]:

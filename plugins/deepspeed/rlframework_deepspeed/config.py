@@ -168,6 +168,9 @@ class DeepSpeedConfig(Keys):
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = Field(
         "auto", description="attention of transformers; auto: sdpa, and attention by segments for packed rows"
     )
+    sequence_exchange: Literal["gather", "ulysses"] = Field(
+        "gather", description="where policy.parallelism.context splits: keys and values to all, or heads to each"
+    )
     zero_optimization: ZeroKeys = ZeroKeys()
     bf16: Bf16Keys = Bf16Keys()
     fp16: Fp16Keys = Fp16Keys()
@@ -212,9 +215,11 @@ class DeepSpeedConfig(Keys):
 
 UNKNOWN = "neither DeepSpeed nor this backend has such a key"
 
+OWN = ("config", "attention", "sequence_exchange")
+"""Keys of the section that DeepSpeed has not."""
+
 OWNED = (
-    "config",
-    "attention",
+    *OWN,
     "sequence_parallel_size",
     "train_batch_size",
     "train_micro_batch_size_per_gpu",
@@ -281,7 +286,7 @@ def _read(path: str) -> dict[str, Any]:
         raise ValueError(f"config: {path} is not a JSON file of DeepSpeed's: {error}") from None
     if not isinstance(values, dict):
         raise ValueError(f"config: {path} must hold an object with DeepSpeed's keys, and holds {type(values).__name__}")
-    own = sorted({"config", "attention"} & values.keys())
+    own = sorted(set(OWN) & values.keys())
     if own:
         raise ValueError(f"config: {path}: {own[0]} is no key of DeepSpeed's: write it in policy.deepspeed")
     try:

@@ -27,6 +27,7 @@ from torch import nn
 from rlframework.distributed import process_groups
 from rlframework.errors import ConfigError
 from rlframework.interfaces.worker_group import WorkerContext
+from rlframework_deepspeed.checks import COMPILERS
 
 logger = logging.getLogger(__name__)
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.13
@@ -101,7 +102,7 @@ def making() -> Iterator[None]:
     Functions are not compiled: of an optimizer that is not used here (Muon), which would take the whole compiler of
     torch into memory, some seconds in each process.
     """
-    with patch.object(torch, "compile", _as_it_is), quiet():
+    with patch.object(torch, "compile", _as_it_is), telling_what_is_compiled(), quiet():
         yield
 
 
@@ -117,19 +118,39 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def tell_what_is_compiled(settings: dict[str, Any]) -> None:
-    """Say what DeepSpeed will compile for `settings`, before it does; a `ConfigError` where that takes what is missing.
+@contextmanager
+def telling_what_is_compiled() -> Iterator[None]:
+    """Within it, each extension that DeepSpeed compiles is told before; a `ConfigError` where a compiler is missing.
 
-    It is kept for the next time. Only what lies on a disk needs it.
+    It is kept for the next time, for which it is told too, because only the compiler's own tools know.
+    """
+    builder: Any = import_module("deepspeed.ops.op_builder.builder").OpBuilder
+    compiled = builder.jit_load
+
+    def jit_load(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _require_compilers(f"DeepSpeed's extension {self.name}")
+        logger.warning("DeepSpeed compiles its extension %s on first use: about a minute, once", self.name)
+        return compiled(self, *args, **kwargs)
+
+    with patch.object(builder, "jit_load", jit_load):
+        yield
+
+
+def require_compilers(settings: dict[str, Any]) -> None:
+    """A `ConfigError` where `settings` will make DeepSpeed compile, before a weight is loaded, and it cannot.
+
+    Only what lies on a disk needs it.
     """
     zero = settings.get("zero_optimization", {})
     places = {zero.get(part, {}).get("device") for part in ("offload_param", "offload_optimizer")}
-    if "nvme" not in places:
-        return
-    missing = [name for name in ("ninja", "g++") if which(name) is None]
+    if "nvme" in places:
+        _require_compilers("offload to a disk (policy.deepspeed.zero_optimization, device: nvme)")
+
+
+def _require_compilers(what: str) -> None:
+    missing = [name for name in COMPILERS if which(name) is None]
     if missing:
         raise ConfigError(
-            f"offload to a disk takes an extension that DeepSpeed compiles on first use, and {' and '.join(missing)} "
-            "cannot be found; install them, or set the device of the offload to cpu"
+            f"{what} is compiled on first use, and {' and '.join(missing)} cannot be found; install what is missing "
+            "(apt-get install g++; pip install ninja), or keep everything in memory"
         )
-    logger.warning("DeepSpeed compiles its reading and writing of disks on first use: about a minute, once")

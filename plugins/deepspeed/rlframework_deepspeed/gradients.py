@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rlframework_deepspeed.zero import Shards
+from rlframework_deepspeed.shards import Shards
 
 CLIPPED = 1e-6
 """What is added to the norm before clipping divides by it, here as in torch and in DeepSpeed."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from abc import ABC
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,11 +25,12 @@ from rlframework.policy.low_rank import A, initial_a, is_adapter
 from rlframework.policy.saved import part_of
 from rlframework.policy.sharded import Piece, ShardedState
 from rlframework.policy.spans import GATHER, span
+from rlframework_deepspeed import native
 from rlframework_deepspeed.autotp import TensorParallel
 from rlframework_deepspeed.config import DeepSpeedConfig
 from rlframework_deepspeed.cuts import Where, fill, pieces
 from rlframework_deepspeed.loading import saved_weights
-from rlframework_deepspeed.zero import MOMENTS, Read, Shards
+from rlframework_deepspeed.shards import MOMENTS, Read, Shards
 
 Pieces = Iterator[tuple[Tensor, Where]]
 
@@ -121,7 +123,10 @@ class Held(adapters.ModelAdapters, Engine, ABC):
     @torch.no_grad()
     def _put(self, tensor: Tensor, value: Tensor) -> None:
         cut = self._tensor.cut(tensor)
-        own = value if cut is None else cut.of(value)
+        self._put_part(tensor, value if cut is None else cut.of(value))
+
+    def _put_part(self, tensor: Tensor, own: Tensor) -> None:
+        """`own`: what tensor parallelism leaves on this rank."""
         if not isinstance(tensor, nn.Parameter):
             tensor.copy_(own)
             return
@@ -151,6 +156,29 @@ class Held(adapters.ModelAdapters, Engine, ABC):
             return row
 
         return read
+
+    # -- DeepSpeed's own files ----------------------------------------------------------------------------------------
+
+    def save_native(self, folder: Path, *, optimizer: bool) -> None:
+        """See `Engine.save_native`."""
+        self._require_no_adapters()
+        native.save(self._shards, folder, optimizer=optimizer)
+
+    @torch.no_grad()
+    def load_native(self, folder: Path, *, optimizer: bool) -> None:
+        """See `Engine.load_native`."""
+        self._require_no_adapters()
+        if optimizer:
+            native.load(self._shards, folder, self.context)
+            return
+        own = self._weights()
+        shapes = {name: self._part_shape(tensor) for name, tensor in own.items()}
+        for name, read in native.weights(self._shards, folder, self.context, shapes).items():
+            self._put_part(own[name], read())
+
+    def _require_no_adapters(self) -> None:
+        if self.config.lora is not None:
+            raise NotSupported("adapters are saved in the portable form only; set checkpoints.format to portable")
 
     # -- the reference ------------------------------------------------------------------------------------------------
 
@@ -222,8 +250,7 @@ class Held(adapters.ModelAdapters, Engine, ABC):
 
     def sharded_state(self) -> ShardedState:
         """See `Engine.sharded_state`."""
-        if self.config.lora is not None:
-            raise NotSupported("adapters are saved in the portable form only; set checkpoints.format to portable")
+        self._require_no_adapters()
         own = self._weights()
         files = by_source(self._files(own))
         weights = [piece for name, tensor in own.items() for piece in self._weight_pieces(tensor, files[name])]

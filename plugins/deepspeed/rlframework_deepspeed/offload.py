@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlframework_deepspeed.zero import Shards
+from rlframework_deepspeed.shards import Shards
 
 
 def move(shards: Shards, device: torch.device, *, model: bool, optimizer: bool) -> int:

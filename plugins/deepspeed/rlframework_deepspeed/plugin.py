@@ -37,6 +37,7 @@ def rlframework_policy_workers() -> list[PolicyWorkerRecord]:
                     Capability.PORTABLE_OPTIMIZER_STATE,
                     Capability.LORA,
                     Capability.SHARDED_CHECKPOINTS,
+                    Capability.NATIVE_CHECKPOINTS,
                 }
             ),
             config_model=DeepSpeedConfig,

@@ -36,7 +36,7 @@ _TOP: Mapping[str, str] = {
     "prescale_gradients": SUMS,
     "progressive_layer_drop": GONE,
     "quantize_training": GONE,
-    "seq_parallel_communication_data_type": "keys and values are gathered in the dtype that they have",
+    "seq_parallel_communication_data_type": "what workers exchange of a sequence goes in the dtype that it has",
     "sparse_attention": GONE,
     "sparse_gradients": GONE,
     "tensorboard": OBSERVED,

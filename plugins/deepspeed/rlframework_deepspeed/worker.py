@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from rlframework.interfaces.data_processor import Microbatch, MicrobatchRule
-from rlframework.models.context_parallel import ContextParallel
 from rlframework.models.forward import attending, forward
 from rlframework.policy.engine import Step, StepResult
 from rlframework.policy.head import HeadRequest, read_head_output
@@ -26,6 +25,7 @@ from rlframework_deepspeed import environment, gradients, offload
 from rlframework_deepspeed.building import build
 from rlframework_deepspeed.config import DeepSpeedConfig
 from rlframework_deepspeed.held import Held
+from rlframework_deepspeed.ulysses import context_of
 from rlframework_deepspeed.zero import shards_of
 
 
@@ -46,7 +46,7 @@ class DeepSpeedPolicyWorker(Held, PolicyWorkerBase):
         self._tensor, self._groups, self._saved_buffers = built.tensor, built.groups, built.saved_buffers
         self._shards = shards_of(self._engine)
         group = self._groups.context
-        self._context = ContextParallel(group) if group is not None else None
+        self._context = context_of(self.backend_config, group) if group is not None else None
         with environment.leaving_on_failure(self.context):
             self.fill()
 

@@ -204,6 +204,28 @@ def test_heads_that_tensor_parallelism_does_not_divide_are_refused(tmp_path):
     assert problems(workers=2, model_name=str(tmp_path), parallelism={"tensor": 2}) == []
 
 
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "split", "said"),
+    [
+        (4, 2, {"context": 2}, None),
+        (4, 1, {"context": 4}, None),  # repeated
+        (8, 4, {"context": 2, "tensor": 2}, None),
+        (4, None, {"context": 2}, None),  # as many as attention heads
+        (6, 3, {"context": 4}, "6 attention heads, which policy.parallelism.context=4 does not divide"),
+        (6, 3, {"context": 2}, "3 key-value heads, which policy.parallelism.context=2 cannot share"),
+        (4, 4, {"context": 4, "tensor": 2}, "4 attention heads, 1/2 of them after policy.parallelism.tensor"),
+    ],
+)
+def test_heads_that_ulysses_cannot_exchange_are_refused(tmp_path, heads, kv_heads, split, said):
+    (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": heads, "num_key_value_heads": kv_heads}))
+    keys = {"model_name": str(tmp_path), "parallelism": split, "workers": 8}
+    found = problems(own={"sequence_exchange": "ulysses"}, **keys)
+    assert [key for key, _ in found] == ["policy.deepspeed.sequence_exchange"] * (said is not None)
+    assert all(said in message for _, message in found)
+    assert problems(**keys) == []
+    assert problems(own={"sequence_exchange": "ulysses"}, model_name=str(tmp_path)) == []
+
+
 def test_a_plan_of_tensor_parallelism_without_it_is_refused():
     plan = {"tensor_parallel": {"preset_model": "llama", "partition_config": {}}}
     keys = [key for key, _ in problems(own=plan)]
@@ -258,6 +280,7 @@ def test_a_disk_without_a_compiler_is_refused(tmp_path, monkeypatch):
         ({"lora": {"target_modules": []}}, "policy.lora.target_modules"),
         ({"lora": {}, "head": "score"}, "policy.lora"),
         ({"lora": {}, "checkpoints": {"format": "sharded"}}, "checkpoints.format"),
+        ({"lora": {}, "checkpoints": {"format": "native"}}, "checkpoints.format"),
         ({"lora": {}}, None),
     ],
 )

@@ -12,7 +12,7 @@ from rlframework.configure import config_yaml, load_config
 from rlframework.errors import ConfigError
 from rlframework.plugins.manager import create_manager
 from rlframework_deepspeed.agreement import NEUTRAL
-from rlframework_deepspeed.config import OWNED, DeepSpeedConfig, Keys, engine_config
+from rlframework_deepspeed.config import OWN, OWNED, DeepSpeedConfig, Keys, engine_config
 from rlframework_deepspeed.refused import REFUSED
 
 HUGGING_FACE = {
@@ -195,6 +195,7 @@ def test_the_resolved_configuration_needs_the_file_no_more(run, file, tmp_path):
         ('{"zero_optimization": {"stage": 1}, "zero_optimization": {}}', "the key 'zero_optimization' is there twice"),
         ('{"zero_optimization": {"stage": 7}}', "zero_optimization.stage: Input should be 0, 1, 2 or 3"),
         ('{"config": "other.json"}', "config is no key of DeepSpeed's"),
+        ('{"sequence_exchange": "ulysses"}', "sequence_exchange is no key of DeepSpeed's"),
     ],
 )
 def test_a_file_that_is_wrong_is_named_with_what_is_wrong(run, file, text, said):
@@ -308,4 +309,4 @@ def test_each_top_level_key_that_deepspeed_has_removed_is_refused():
     assert config._REMOVED_ZERO_CONFIG_KEYS.keys() <= REFUSED["zero_optimization"].keys()
     assert not names_of(DeepSpeedConfig) & REFUSED[""].keys()
     assert names_of(DeepSpeedConfig) >= set(OWNED)
-    assert set(OWNED) - {"config", "attention"} == {place.partition(".")[0] for place in NEUTRAL}
+    assert set(OWNED) - set(OWN) == {place.partition(".")[0] for place in NEUTRAL}

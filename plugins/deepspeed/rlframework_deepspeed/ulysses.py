@@ -1,0 +1,47 @@
+"""Ulysses: heads exchanged between the ranks that share a sequence, by DeepSpeed's `DistributedAttention`.
+
+What is attended to is in `rlframework.models.head_exchange`. DeepSpeed's own way for heads that do not divide is not
+used: it counts ranks in groups of DeepSpeed's making, which are not those of the policy.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from rlframework.config.policy import PolicyConfig
+from rlframework.errors import NotSupported
+from rlframework.models.context_parallel import ContextParallel
+from rlframework.models.head_exchange import Attend, HeadExchange
+from rlframework_deepspeed.checks import unexchangeable
+from rlframework_deepspeed.config import DeepSpeedConfig
+
+BATCH, SEQUENCE, HEADS = 0, 1, 2
+"""Dimensions of what is exchanged."""
+
+
+def context_of(section: DeepSpeedConfig, group: dist.ProcessGroup) -> ContextParallel:
+    """How the ranks of `group` share each sequence."""
+    if section.sequence_exchange == "gather":
+        return ContextParallel(group)
+
+    def exchange(attend: Attend, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        attention: Any = import_module("deepspeed.sequence.layer").DistributedAttention
+        output: Tensor = attention(attend, group, scatter_idx=HEADS, gather_idx=SEQUENCE)(query, key, value, BATCH)
+        return output
+
+    return HeadExchange(group, exchange)
+
+
+def require_exchange(config: PolicyConfig, section: DeepSpeedConfig, model_config: Any) -> None:
+    """`NotSupported` where the heads of a model of the transformers `model_config` cannot be exchanged as asked."""
+    if section.sequence_exchange == "gather":
+        return
+    text = model_config.get_text_config()
+    names = ("num_attention_heads", "num_key_value_heads")
+    found = unexchangeable({name: getattr(text, name, None) for name in names}, config.parallelism)
+    if found:
+        raise NotSupported(f"{found}; set policy.deepspeed.sequence_exchange to gather")
