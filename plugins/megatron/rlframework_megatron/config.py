@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveInt, field_validator
 
 from rlframework.config.base import Section
 from rlframework.config.sections import RunConfig
@@ -31,6 +31,17 @@ class MegatronConfig(Section):
     virtual_pipeline: PositiveInt = Field(
         1, description="parts of the model on each stage of the pipeline (interleaved schedule); 1: one"
     )
+    transformer_engine: Literal["auto", "true", "false"] = Field(
+        "auto",
+        description="layers of Transformer Engine, and experts in one grouped matrix product; auto: on a GPU "
+        "where it is installed",
+    )
+
+    @field_validator("transformer_engine", mode="before")
+    @classmethod
+    def _as_word(cls, value: Any) -> Any:
+        """YAML's true and false are words here."""
+        return str(value).lower() if isinstance(value, bool) else value
 
 
 def check(config: RunConfig, device: str) -> list[Problem]:
@@ -41,6 +52,7 @@ def check(config: RunConfig, device: str) -> list[Problem]:
         *_layout_problems(config, section, model),
         *_experts_problems(config, model),
         *_overlap_problems(section),
+        *_offload_problems(config, device),
         *_model_problems(model),
     ]
 
@@ -79,16 +91,34 @@ def _experts_problems(config: RunConfig, model: Mapping[str, Any]) -> Iterator[P
         message = f"the model has {experts} experts, which {parallelism.expert} does not divide."
         yield Problem(key, message, "Choose a divisor.")
     if sparse:
-        for axis in ("tensor", "context", "pipeline"):
-            if getattr(parallelism, axis) > 1:
-                message = f"mixtures of experts have not been proven beside {axis} parallelism."
-                yield Problem(f"policy.parallelism.{axis}", message, "Set it to 1, and expert to share the experts.")
+        yield from _mixture_problems(config)
+
+
+def _mixture_problems(config: RunConfig) -> Iterator[Problem]:
+    parallelism = config.policy.parallelism
+    if parallelism.tensor > 1 and parallelism.expert > 1:
+        message = "a mixture's experts are either spread over workers, or their matrices split over tensor parallelism."
+        yield Problem("policy.parallelism.tensor", message, "Set it, or policy.parallelism.expert, to 1.")
+    elif parallelism.tensor > 1 and not parallelism.sequence:
+        message = "megatron-core trains mixtures of experts with tensor parallelism where sequences are split too."
+        yield Problem("policy.parallelism.sequence", message, "Set it to true.")
+    if parallelism.model_size > 1 and config.policy.router_aux_loss_coef > 0:
+        message = "the routers' loss is worked out where each worker has whole layers and sequences."
+        remedy = "Set it to 0, or tensor, context and pipeline to 1."
+        yield Problem("policy.router_aux_loss_coef", message, remedy)
 
 
 def _overlap_problems(section: MegatronConfig) -> Iterator[Problem]:
     if section.overlap_param_gather and not (section.distributed_optimizer and section.overlap_grad_reduce):
         message = "weights are gathered beside the forward by the distributed optimizer, with overlap_grad_reduce."
         yield Problem("policy.megatron.overlap_param_gather", message, "Set both to true, or this to false.")
+
+
+def _offload_problems(config: RunConfig, device: str) -> Iterator[Problem]:
+    if config.policy.offload.parameters and device == "cuda":
+        message = "megatron-core computes with weights that lie on the GPU, and takes none there block by block."
+        remedy = "Set it to false; policy.offload.optimizer puts the optimizer's state into CPU memory between steps."
+        yield Problem("policy.offload.parameters", message, remedy)
 
 
 def _model_problems(model: Mapping[str, Any]) -> Iterator[Problem]:

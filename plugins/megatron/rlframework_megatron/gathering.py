@@ -45,7 +45,7 @@ class Groups:
         return cls(device, **{axis: group for axis, group in found.items() if group.size() > 1})
 
 
-def place_here(padded_vocabulary: int = 0, layers: tuple[int, ...] = ()) -> Place:
+def place_here(padded_vocabulary: int = 0, layers: tuple[int, ...] = (), *, fused: bool = False) -> Place:
     """The `Place` of this rank in megatron-core's `parallel_state`; for the arguments see there."""
     from rlframework_megatron.upstream import parallel_state
 
@@ -61,6 +61,7 @@ def place_here(padded_vocabulary: int = 0, layers: tuple[int, ...] = ()) -> Plac
         expert_tensor_size=parallel_state.get_expert_tensor_parallel_world_size(),
         padded_vocabulary=padded_vocabulary,
         layers=layers,
+        fused=fused,
     )
 
 
@@ -82,7 +83,7 @@ def gather(local: Tensor | None, weight: Weight, config: Any, place: Place, grou
         if tensor is not None and told.split:
             found = _joined(local.to(groups.device), weight, config, place, tensor)
         else:
-            found = taken(local, next(parts_of(weight, config, place)))
+            found = taken(local.to(groups.device), next(parts_of(weight, config, place)))
     if told.expert_rank is not None and groups.expert is not None and place.pipeline_rank == told.stage:
         found = _handed_out(found, weight.shape, told.expert_rank, groups.expert, groups.device)
     if groups.pipeline is not None:

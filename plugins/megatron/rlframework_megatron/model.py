@@ -1,17 +1,20 @@
 """From a configuration of transformers to this rank's chunks of megatron-core's GPTModel, empty.
 
-The layers are those of megatron-core's local specification (no Transformer Engine), with a norm of ours, which knows
-sequence parallelism, and our attention. Which models there are is told by `settings`.
+The layers are those of megatron-core's local specification, with a norm of ours, which knows sequence parallelism, and
+our attention; or those of Transformer Engine with our attention, see `uses_transformer_engine`. Which models there are
+is told by `settings`.
 """
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rlframework.config.policy import PolicyConfig
+from rlframework.errors import ConfigError
 from rlframework.interfaces.data_processor import Microbatch
 from rlframework.models.attention import Segments
 from rlframework.models.context_parallel import Share
@@ -19,7 +22,7 @@ from rlframework.policy.head import HeadPatch
 from rlframework.policy.head_parallel import VocabularyShard
 from rlframework_megatron.attention import CoreAttention
 from rlframework_megatron.config import MegatronConfig
-from rlframework_megatron.names import is_sparse
+from rlframework_megatron.names import gives_scores, is_sparse, is_tied
 from rlframework_megatron.parallel import Groups
 from rlframework_megatron.place import Place
 from rlframework_megatron.settings import rotary_frequencies, transformer_config
@@ -33,6 +36,7 @@ from rlframework_megatron.upstream import (
     VocabParallelEmbedding,
     gather_from_sequence_parallel_region,
     get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
     set_tensor_model_parallel_attributes,
 )
 
@@ -73,20 +77,39 @@ class Head(HeadPatch):
         return self._values(self._request, chosen, weight, None, self._targets)
 
 
+class ScoreHead(nn.Module):
+    """The head of a reward model, in the place of the output layer: one row, which all tensor ranks have."""
+
+    def __init__(self, hidden_size: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1, hidden_size, dtype=dtype))
+
+
 class Chunk(GPTModel):  # type: ignore[misc]  # megatron-core carries no types
     """The part of a model on one stage of the pipeline, or one of its parts there. `head` is None but on the last."""
 
     def __init__(
-        self, *, frequencies: Tensor, vocabulary: int, pad: int | None, groups: Groups, **arguments: Any
+        self,
+        *,
+        frequencies: Tensor,
+        vocabulary: int,
+        pad: int | None,
+        groups: Groups,
+        scores: bool = False,
+        **arguments: Any,
     ) -> None:
-        """`frequencies [D / 2]` of rotary positions; `vocabulary`: tokens without padding; others: GPTModel's.
+        """`frequencies [D / 2]` of rotary positions; `vocabulary`: tokens without padding; `scores`: the head gives
+        these; others: GPTModel's.
 
         `pad`: the token whose embedding learns nothing where it is read, as transformers has it; None: there is none.
         """
         super().__init__(position_embedding_type="none", **arguments)
         self._frequencies, self._pad, self._groups = frequencies, pad, groups
         self.head: Head | None = None
-        if self.post_process:
+        if self.post_process and scores:
+            self.output_layer = ScoreHead(self.config.hidden_size, self.config.params_dtype)
+            self.head = Head(self)
+        elif self.post_process:
             self.head = Head(self, _vocabulary_shard(vocabulary, arguments["vocab_size"], groups))
 
     def get_output_embeddings(self) -> nn.Module:
@@ -123,7 +146,7 @@ class Chunk(GPTModel):  # type: ignore[misc]  # megatron-core carries no types
         hidden: Tensor = self.embedding(input_ids=input_ids, position_ids=None)
         if self._pad is None:
             return hidden
-        is_pad = (input_ids == self._pad).T
+        is_pad = (input_ids == self._pad).T.contiguous()  # stages send what lies in memory as this does
         if self.config.sequence_parallel:
             is_pad = is_pad.chunk(self._groups.sizes.tensor)[self._groups.tensor_rank]
         return torch.where(is_pad[..., None], hidden.detach(), hidden)
@@ -142,7 +165,7 @@ def build_chunks(
     model_config: Any, config: PolicyConfig, section: MegatronConfig, groups: Groups, place: Place
 ) -> list[Chunk]:
     """This rank's chunks, on the CPU or the GPU that is current, without values; one without interleaving."""
-    made = transformer_config(model_config, config, groups.sizes, groups.device)
+    made = transformer_config(model_config, config, groups.sizes, groups.device, grouped=place.fused)
     last = groups.sizes.pipeline - 1
     found = []
     for number in range(section.virtual_pipeline):
@@ -156,12 +179,13 @@ def build_chunks(
                 max_sequence_length=model_config.max_position_embeddings,
                 pre_process=first_here,
                 post_process=last_here,
-                share_embeddings_and_output_weights=bool(model_config.tie_word_embeddings),
+                share_embeddings_and_output_weights=is_tied(model_config),
                 vp_stage=number if section.virtual_pipeline > 1 else None,
                 frequencies=rotary_frequencies(model_config),
                 vocabulary=model_config.vocab_size,
                 pad=model_config.pad_token_id,
                 groups=groups,
+                scores=gives_scores(model_config),
             )
         )
     for chunk in found:
@@ -182,17 +206,45 @@ def _mark_split(chunk: Chunk) -> None:
                     set_tensor_model_parallel_attributes(parameter, True, 0 if rows else 1, 1)
 
 
-def _layer_spec(made: TransformerConfig, *, sparse: bool) -> ModuleSpec:
-    """Megatron-core's local layer with our attention and our norms; `sparse`: with experts."""
+def uses_transformer_engine(section: MegatronConfig, device: torch.device) -> bool:
+    """Whether layers are Transformer Engine's; a `ConfigError` where they are asked for and cannot be."""
+    wanted, there = section.transformer_engine, find_spec("transformer_engine") is not None
+    if wanted == "auto":
+        return there and device.type == "cuda"
+    if wanted == "true" and not (there and device.type == "cuda"):
+        raise ConfigError(
+            f"policy.megatron.transformer_engine=true takes a GPU and the package transformer_engine; the device is "
+            f"{device.type}, and the package is {'there' if there else 'not installed'}. Set it to auto"
+        )
+    return wanted == "true"
+
+
+def _fused_layer_spec(made: TransformerConfig, experts: int | None) -> ModuleSpec:
+    """Transformer Engine's layer with our attention, and our norms where they are not fused."""
+    spec = get_gpt_layer_with_transformer_engine_spec(
+        num_experts=experts, moe_grouped_gemm=experts is not None, qk_layernorm=made.qk_layernorm
+    )
+    if experts is not None:
+        spec.submodules.pre_mlp_layernorm = RMSNorm
+    return spec
+
+
+def _layer_spec(made: TransformerConfig, *, sparse: bool, fused: bool) -> ModuleSpec:
+    """Megatron-core's layer with our attention and our norms; `sparse`: with experts; `fused`: Transformer Engine's."""
     experts = made.num_moe_experts if sparse else None
-    spec = get_gpt_layer_local_spec(num_experts=experts, qk_layernorm=made.qk_layernorm, normalization="RMSNorm")
-    parts, attention = spec.submodules, spec.submodules.self_attention.submodules
-    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    spec = _fused_layer_spec(made, experts) if fused else _local_layer_spec(made, experts)
+    attention = spec.submodules.self_attention.submodules
     attention.core_attention = CoreAttention
-    if not sparse:
-        parts.mlp.params = {"ffn_hidden_size": made.ffn_hidden_size}
     if made.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
+    if not sparse:
+        spec.submodules.mlp.params = {**spec.submodules.mlp.params, "ffn_hidden_size": made.ffn_hidden_size}
+    return spec
+
+
+def _local_layer_spec(made: TransformerConfig, experts: int | None) -> ModuleSpec:
+    spec = get_gpt_layer_local_spec(num_experts=experts, qk_layernorm=made.qk_layernorm, normalization="RMSNorm")
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = RMSNorm
     return spec
 
 
@@ -201,7 +253,7 @@ def _block(model_config: Any, made: TransformerConfig, place: Place, chunk: int)
     starts = place.first_layers(model_config.num_hidden_layers)
     piece = chunk * place.pipeline_size + place.pipeline_rank
     layers = range(starts[piece], starts[piece + 1])
-    specs = [_layer_spec(made, sparse=is_sparse(model_config, layer)) for layer in layers]
+    specs = [_layer_spec(made, sparse=is_sparse(model_config, layer), fused=place.fused) for layer in layers]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
 
 

@@ -2,13 +2,14 @@
 
 Llama, Qwen2, Qwen3 and Qwen3-MoE, experts one by one. Pure: from a configuration and a `Place`, with no model and no
 communication, so that each rank knows what every rank holds. Names of parameters are those of megatron-core's GPTModel
-with the local layer specification and sequential experts; Transformer Engine's fused norms and grouped experts are left
-out. How a weight is cut is in `cuts`.
+with the local layer specification and sequential experts, and for `Place.fused` those of Transformer Engine's norms
+inside linear layers and of its grouped experts. How a weight is cut is in `cuts`.
 """
 
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,12 @@ from rlframework_megatron.place import Place
 KINDS = ("llama", "qwen2", "qwen3", "qwen3_moe")
 """The `model_type`s that can be converted."""
 
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDING, HEAD, SCORE = "model.embed_tokens.weight", "lm_head.weight", "score.weight"
+GIVES_SCORES = "gives_scores"
+"""Set on a configuration of transformers that is of a reward model, which has `score` in the place of a head."""
+
+_BEFORE_ATTENTION, _BEFORE_MLP = "input_layernorm.weight", "pre_mlp_layernorm.weight"
+_EXPERT = re.compile(r"local_experts\.(\d+)\.(linear_fc[12])\.weight$")
 
 
 @dataclass(frozen=True)
@@ -87,11 +93,23 @@ def parts_of(weight: Weight, config: Any, place: Place) -> Iterator[Part]:
         here = True
     if here and place.here(piece):
         name = weight.parameter.format(layer=layer, expert=expert)
+        name = _fused(name, weight, config) if place.fused else name
         yield Part(weight.name, weight.shape, name, place.chunk_of(piece), _regions(weight, place))
     last = place.pieces - 1
-    if weight.name == EMBEDDING and config.tie_word_embeddings and last > 0 and place.here(last):
+    if weight.name == EMBEDDING and is_tied(config) and last > 0 and place.here(last):
         regions = _regions(weight, place)
         yield Part(weight.name, weight.shape, "output_layer.weight", place.chunk_of(last), regions, is_copy=True)
+
+
+def _fused(name: str, weight: Weight, config: Any) -> str:
+    """The `name` of a parameter in a layer of Transformer Engine: norms lie in the linear layer that follows them."""
+    if weight.expert is not None:
+        return _EXPERT.sub(r"\2.weight\1", name)
+    if name.endswith(_BEFORE_ATTENTION):
+        return name.removesuffix(_BEFORE_ATTENTION) + "self_attention.linear_qkv.layer_norm_weight"
+    if name.endswith(_BEFORE_MLP) and weight.layer is not None and not is_sparse(config, weight.layer):
+        return name.removesuffix(_BEFORE_MLP) + "mlp.linear_fc1.layer_norm_weight"
+    return name
 
 
 def home(weight: Weight, config: Any, place: Place) -> Home:
@@ -154,7 +172,9 @@ def model_weights(config: Any) -> list[Weight]:
     for layer in range(config.num_hidden_layers):
         found += _layer(config, layer)
     found.append(Weight("model.norm.weight", (hidden,), "decoder.final_layernorm.weight", Cut(), last=True))
-    if not config.tie_word_embeddings:
+    if gives_scores(config):
+        found.append(Weight(SCORE, (1, hidden), "output_layer.weight", Cut(), last=True))
+    elif not is_tied(config):
         found.append(Weight(HEAD, (vocabulary, hidden), "output_layer.weight", Vocabulary(), last=True))
     return found
 
@@ -214,6 +234,16 @@ def is_sparse(config: Any, layer: int) -> bool:
     if config.model_type != "qwen3_moe" or not config.num_experts or layer in config.mlp_only_layers:
         return False
     return (layer + 1) % int(config.decoder_sparse_step) == 0
+
+
+def gives_scores(config: Any) -> bool:
+    """Whether the model is a reward model."""
+    return bool(getattr(config, GIVES_SCORES, False))
+
+
+def is_tied(config: Any) -> bool:
+    """Whether the head is the embedding."""
+    return bool(config.tie_word_embeddings) and not gives_scores(config)
 
 
 def head_size(config: Any) -> int:

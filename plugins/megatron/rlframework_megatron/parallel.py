@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 
 from rlframework.distributed import process_groups
 from rlframework.errors import ConfigError
 from rlframework_megatron.upstream import parallel_state, random_states
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
-
     from rlframework.config.policy import ParallelismConfig
     from rlframework.interfaces.worker_group import WorkerContext
 
@@ -89,7 +88,7 @@ class Groups:
         global _users, _sizes
         _users -= 1
         if not _users:
-            parallel_state.destroy_model_parallel()
+            _destroy()
             _sizes = None
         process_groups.leave()
 
@@ -132,6 +131,16 @@ class Groups:
     def expert_rank(self) -> int:
         """Which of the experts this rank has."""
         return int(parallel_state.get_expert_model_parallel_rank())
+
+
+def _destroy() -> None:
+    """Megatron-core forgets its groups; they and their threads would live as long as the default group."""
+    groups = [group for group in parallel_state._global_process_group_list or () if group is not None]
+    parallel_state.destroy_model_parallel()
+    if dist.get_world_size() > 1:
+        dist.barrier()  # as when the default group goes
+    for group in groups:
+        dist.destroy_process_group(group)
 
 
 def _make(sizes: Sizes, deadline: float) -> None:

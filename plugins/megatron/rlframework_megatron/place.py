@@ -18,6 +18,7 @@ class Place:
     `chunks`: pieces of the pipeline that each stage holds (interleaved where it is over 1). Piece `c * stages + p` of
     the model, in the order of its layers, is chunk `c` of stage `p`. `padded_vocabulary`: rows of the whole embedding
     as Megatron makes it; 0: as few as divide by `tensor_size`. `layers`: those of each piece; empty: equally many.
+    `fused`: the layers are Transformer Engine's, which name some parameters otherwise.
     """
 
     tensor_rank: int = 0
@@ -31,6 +32,7 @@ class Place:
     expert_tensor_size: int = 1
     padded_vocabulary: int = 0
     layers: tuple[int, ...] = ()
+    fused: bool = False
 
     @property
     def pieces(self) -> int:

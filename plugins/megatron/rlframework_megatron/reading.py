@@ -15,9 +15,10 @@ from typing import Any
 from torch import Tensor
 
 from rlframework.errors import DataError
+from rlframework.models.files import require_shape
 from rlframework.policy.saved import SavedTensors
 from rlframework_megatron.cuts import Where
-from rlframework_megatron.names import EMBEDDING, HEAD, Weight, model_weights
+from rlframework_megatron.names import EMBEDDING, HEAD, Weight, is_tied, model_weights
 
 _PREFIX = "model."
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
@@ -70,11 +71,7 @@ def find(weight: Weight, config: Any, saved: SavedTensors) -> Found:
     for candidate, wanted in _candidates(weight, config).items():
         if candidate.name not in saved:
             continue
-        if saved.shape(candidate.name) != wanted:
-            raise DataError(
-                f"{saved.folder} has {candidate.name} of shape {saved.shape(candidate.name)}, and its config.json "
-                f"describes a model with {wanted}"
-            )
+        require_shape(saved, candidate.name, wanted)
         return candidate
     raise DataError(
         f"{saved.folder} has no {weight.name}: its files are of another model than its config.json describes, or name "
@@ -85,7 +82,7 @@ def find(weight: Weight, config: Any, saved: SavedTensors) -> Found:
 def _candidates(weight: Weight, config: Any) -> dict[Found, tuple[int, ...]]:
     """The names that files may have it under, and the shape of what they name so."""
     names = [weight.name]
-    if weight.name == EMBEDDING and config.tie_word_embeddings:
+    if weight.name == EMBEDDING and is_tied(config):
         names.append(HEAD)
     found = {Found(each): weight.shape for name in names for each in (name, name.removeprefix(_PREFIX))}
     if (match := _EXPERT.fullmatch(weight.name)) is not None:

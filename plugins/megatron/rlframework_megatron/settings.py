@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from rlframework.config.policy import PolicyConfig
-from rlframework.errors import NotSupported
+from rlframework.errors import DataError, NotSupported
 from rlframework_megatron.config import STATIC_ROTARY
-from rlframework_megatron.names import head_size, is_sparse, require_convertible
+from rlframework_megatron.names import GIVES_SCORES, head_size, is_sparse, require_convertible
 from rlframework_megatron.parallel import Sizes
 from rlframework_megatron.upstream import TransformerConfig
 
@@ -23,9 +23,9 @@ INSTEAD = "Set policy.backend to dtensor"
 
 
 def transformer_config(
-    model_config: Any, config: PolicyConfig, sizes: Sizes, device: torch.device
+    model_config: Any, config: PolicyConfig, sizes: Sizes, device: torch.device, *, grouped: bool = False
 ) -> TransformerConfig:
-    """Megatron-core's configuration of the model of `model_config`."""
+    """Megatron-core's configuration of the model of `model_config`; `grouped`: experts in one matrix product."""
     require_same_function(model_config)
     on_gpu = device.type == "cuda"
     dtype = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
@@ -70,7 +70,7 @@ def transformer_config(
         batch_p2p_comm=on_gpu and sizes.virtual == 1,
         overlap_p2p_comm=sizes.virtual > 1,
         **recompute,
-        **(_expert_settings(model_config) if _has_experts(model_config) else {}),
+        **(_expert_settings(model_config, grouped=grouped) if _has_experts(model_config) else {}),
     )
 
 
@@ -78,12 +78,13 @@ def _has_experts(model_config: Any) -> bool:
     return any(is_sparse(model_config, layer) for layer in range(model_config.num_hidden_layers))
 
 
-def _expert_settings(model_config: Any) -> dict[str, Any]:
+def _expert_settings(model_config: Any, *, grouped: bool) -> dict[str, Any]:
     """Of megatron-core's configuration, for a mixture: each token goes to the likeliest experts, whatever they have."""
     return {
         "num_moe_experts": model_config.num_experts,
         "moe_ffn_hidden_size": model_config.moe_intermediate_size,
         "moe_layer_freq": [int(is_sparse(model_config, layer)) for layer in range(model_config.num_hidden_layers)],
+        "moe_grouped_gemm": grouped,
         "moe_router_topk": model_config.num_experts_per_tok,
         # the softmax of the chosen ones alone is that of all of them, divided by the sum of the chosen
         "moe_router_pre_softmax": not model_config.norm_topk_prob,
@@ -113,8 +114,18 @@ def require_same_function(model_config: Any) -> None:
         )
 
 
+def as_reward_model(model_config: Any) -> None:
+    """Mark `model_config` as a reward model's; a `DataError` where it has several labels."""
+    if model_config.num_labels != 1:
+        raise DataError(
+            f"policy.head=score takes a model whose head has one label, and this one has {model_config.num_labels}: "
+            "num_labels in its config.json must be 1"
+        )
+    setattr(model_config, GIVES_SCORES, True)
+
+
 def require_experts(model_config: Any, sizes: Sizes, *, router_loss: bool) -> None:
-    """`NotSupported` where experts are asked for and there are none, or beside axes with which nobody tried them."""
+    """`NotSupported` where experts are asked for and there are none, or beside axes that they do not go with."""
     kind = model_config.model_type
     if not _has_experts(model_config):
         if sizes.expert > 1 or router_loss:
@@ -123,10 +134,15 @@ def require_experts(model_config: Any, sizes: Sizes, *, router_loss: bool) -> No
                 "to 0"
             )
         return
-    if sizes.tensor * sizes.context * sizes.pipeline > 1:
+    if sizes.tensor > 1 and (sizes.expert > 1 or not sizes.sequence):
         raise NotSupported(
-            f"mixtures of experts such as this {kind} model have not been proven beside tensor, context and pipeline "
-            "parallelism; set these to 1, and policy.parallelism.expert to share the experts"
+            f"a mixture of experts such as this {kind} model takes tensor parallelism with policy.parallelism.sequence "
+            "set to true, and with policy.parallelism.expert at 1"
+        )
+    if router_loss and sizes.tensor * sizes.context * sizes.pipeline > 1:
+        raise NotSupported(
+            "policy.router_aux_loss_coef above 0 takes workers with whole layers and sequences: set "
+            "policy.parallelism.tensor, context and pipeline to 1"
         )
 
 

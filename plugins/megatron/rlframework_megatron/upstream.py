@@ -24,13 +24,25 @@ def _uncompiled() -> AbstractContextManager[Any]:
 
 with warnings.catch_warnings(), _uncompiled():
     warnings.simplefilter("ignore")
-    from megatron.core import parallel_state
+    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+    from megatron.core.dist_checkpointing.strategies.torch import (
+        MCoreSavePlanner,
+        TorchDistSaveShardedStrategy,
+        mcore_to_pyt_state_dict,
+    )
+    from megatron.core.dist_checkpointing.strategies.torch import (
+        _replace_state_dict_keys_with_sharded_keys as replace_state_dict_keys_with_sharded_keys,
+    )
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
         finalize_model_grads,
     )
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_layer_local_spec,
+        get_gpt_layer_with_transformer_engine_spec,
+    )
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.optimizer import OptimizerConfig, ParamKey, get_megatron_optimizer
     from megatron.core.optimizer.optimizer_config import ParamPredicate
@@ -55,10 +67,12 @@ if not hasattr(moe_utils, "te_general_gemm"):  # 0.16.1 asks whether it is None,
     moe_utils.te_general_gemm = None
 
 __all__ = [
+    "CheckpointingException",
     "ColumnParallelLinear",
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
     "GPTModel",
+    "MCoreSavePlanner",
     "MegatronModule",
     "ModuleSpec",
     "OptimizerConfig",
@@ -66,19 +80,24 @@ __all__ = [
     "ParamPredicate",
     "RowParallelLinear",
     "TopKRouter",
+    "TorchDistSaveShardedStrategy",
     "TransformerBlockSubmodules",
     "TransformerConfig",
     "TransformerLayer",
     "VocabParallelEmbedding",
+    "dist_checkpointing",
     "finalize_model_grads",
     "gather_from_sequence_parallel_region",
     "get_forward_backward_func",
     "get_gpt_layer_local_spec",
+    "get_gpt_layer_with_transformer_engine_spec",
     "get_megatron_optimizer",
     "get_transformer_layer_offset",
+    "mcore_to_pyt_state_dict",
     "parallel_state",
     "quiet",
     "random_states",
+    "replace_state_dict_keys_with_sharded_keys",
     "set_tensor_model_parallel_attributes",
 ]
 
@@ -91,4 +110,5 @@ def quiet() -> Iterator[None]:
         # what it calls: gradients of views of its buffers, and collectives by the names before torch 2.13
         warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+        warnings.filterwarnings("ignore", message="Please use DTensor instead")  # its checkpoints have ShardedTensor
         yield

@@ -6,16 +6,17 @@ sequence, pipeline and data parallelism are megatron-core's; its schedules own t
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rlframework.errors import ConfigError, DataError
+from rlframework.errors import ConfigError, DataError, NotSupported
 from rlframework.interfaces.data_processor import Microbatch, MicrobatchRule
 from rlframework.models.files import weights_folder
-from rlframework.models.loading import load_config
+from rlframework.models.loading import load_config, require_vocabulary
 from rlframework.plugins.model_checks import indivisible
 from rlframework.policy.engine import Step, StepResult
 from rlframework.policy.head import HeadRequest
@@ -26,14 +27,18 @@ from rlframework_megatron.config import MegatronConfig
 from rlframework_megatron.gathering import Groups as GatheringGroups
 from rlframework_megatron.gathering import place_here
 from rlframework_megatron.held import Held, load_from_folder
-from rlframework_megatron.model import build_chunks
+from rlframework_megatron.model import build_chunks, uses_transformer_engine
+from rlframework_megatron.offload import Moves
 from rlframework_megatron.optimizer import Optimizer, reduced
 from rlframework_megatron.parallel import Groups, Sizes
 from rlframework_megatron.routing import MegatronRouterLoss
 from rlframework_megatron.schedule import Schedule
-from rlframework_megatron.settings import require_experts, require_same_function
+from rlframework_megatron.settings import as_reward_model, require_experts, require_same_function
 from rlframework_megatron.upstream import quiet
 from rlframework_megatron.weights import Holding
+
+if TYPE_CHECKING:
+    import torch
 
 STEP = "forward_backward"
 """The schedule's forwards and backwards in a profile: they are interleaved."""
@@ -50,9 +55,13 @@ class MegatronPolicyWorker(Held, PolicyWorkerBase):
         self._groups: Groups | None = None
         self._optimizer: Optimizer | None = None
         self._router_loss: MegatronRouterLoss | None = None
+        if self.config.offload.parameters and self.device.type == "cuda":
+            raise NotSupported("policy.offload.parameters: megatron-core's weights lie on the GPU; set it to false")
         self._model_config = load_config(self.config)
         require_same_function(self._model_config)
-        _require_vocabulary(self._model_config, self.tokenizer)
+        if self.config.head == "score":
+            as_reward_model(self._model_config)
+        require_vocabulary(self._model_config.vocab_size, self.tokenizer)
         folder = weights_folder(self.config.model_name)
         if folder is None:
             raise DataError(
@@ -72,13 +81,15 @@ class MegatronPolicyWorker(Held, PolicyWorkerBase):
 
     def _fill(self, folder: Path, groups: Groups, *, init_optimizer: bool) -> None:
         """Make this rank's part of the model and its optimizer, and read its weights."""
-        place = place_here()
+        place = place_here(fused=uses_transformer_engine(self.backend_config, self.device))
         with self._megatron():
             self.chunks = build_chunks(self._model_config, self.config, self.backend_config, groups, place)
             self._models = reduced(self.chunks, self.backend_config) if init_optimizer else list(self.chunks)
             if init_optimizer:
                 self._optimizer = Optimizer(self._models, self.config, self.backend_config)
         inner = None if self._optimizer is None else self._optimizer.inner
+        parts = [] if self._optimizer is None else self._optimizer.parts
+        self._moves = Moves(self.chunks, self._models, parts, self.device)
         self._holding = Holding(self._model_config, place, self.chunks, GatheringGroups.current(self.device), inner)
         load_from_folder(self._holding, folder)
         if self.config.router_aux_loss_coef > 0:
@@ -123,6 +134,10 @@ class MegatronPolicyWorker(Held, PolicyWorkerBase):
             with self._megatron():
                 self._optimizer.settle()
 
+    def move(self, device: torch.device, *, model: bool = False, optimizer: bool = False) -> int:
+        """See `Engine.move`."""
+        return self._moves.move(device, model=model, optimizer=optimizer)
+
     def microbatch_rule(self) -> MicrobatchRule:
         """See `Engine.microbatch_rule`."""
         return self._schedule.rule()
@@ -151,17 +166,9 @@ class MegatronPolicyWorker(Held, PolicyWorkerBase):
     def close(self) -> None:
         """See `Engine.close`."""
         self._optimizer = self._router_loss = None
-        for name in ("chunks", "_models", "_holding", "_schedule"):  # they all hold the model
+        for name in ("chunks", "_models", "_holding", "_schedule", "_moves"):  # they all hold the model
             self.__dict__.pop(name, None)
         if self._groups is not None:
             self._groups = None
+            gc.collect()  # megatron-core's modules are in cycles, and hold their groups and weights
             Groups.leave()
-
-
-def _require_vocabulary(model_config: Any, tokenizer: Any) -> None:
-    """A `DataError` when `tokenizer` has tokens that the model has no embedding for."""
-    if len(tokenizer) > model_config.vocab_size:
-        raise DataError(
-            f"the tokenizer has {len(tokenizer)} tokens and the model embeddings for {model_config.vocab_size}: they "
-            "do not belong together; check policy.tokenizer_name"
-        )

@@ -18,7 +18,7 @@ from rlframework_megatron.config import MegatronConfig
 from rlframework_megatron.names import local_parts
 from rlframework_megatron.parallel import Sizes
 from rlframework_megatron.place import Place
-from rlframework_megatron.settings import require_same_function
+from rlframework_megatron.settings import require_experts, require_same_function
 
 Policy = create_model("Policy", __base__=PolicyConfig, megatron=(MegatronConfig, MegatronConfig()))
 SIZES = {
@@ -82,6 +82,9 @@ GOOD = [
     (LLAMA, 2, {"parallelism": {"pipeline": 2}, "megatron": {"virtual_pipeline": 2}}),
     (LLAMA, 2, {"megatron": OVERLAPPED, "precision": "bfloat16"}),
     (MIXTURE, 2, {"parallelism": {"expert": 2}, "router_aux_loss_coef": 0.1}),
+    (MIXTURE, 4, {"parallelism": {"expert": 2, "pipeline": 2}}),
+    (MIXTURE, 4, {"parallelism": {"expert": 2, "context": 2}}),
+    (MIXTURE, 2, {"parallelism": {"tensor": 2, "sequence": True}}),
     (LLAMA | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, 1, {}),
     (QWEN2 | {"use_sliding_window": False, "sliding_window": 8}, 1, {}),
 ]
@@ -206,17 +209,34 @@ def test_late_gathering_takes_both_others(problems, section, missing):
     assert [problem.key for problem in found] == ["policy.megatron.overlap_param_gather"] * missing
 
 
+def test_weights_stay_on_a_gpu_and_on_a_cpu_they_lie_in_its_memory_anyway(problems):
+    offload = {"parameters": True, "optimizer": True}
+    assert [problem.key for problem in problems(device="cuda", offload=offload)] == ["policy.offload.parameters"]
+    assert problems(device="cuda", offload={"optimizer": True}) == []
+    assert problems(device="cpu", offload=offload) == []
+
+
 def test_the_routers_loss_of_a_model_without_experts(problems):
     (found,) = problems(router_aux_loss_coef=0.1)
     assert found.key == "policy.router_aux_loss_coef"
     assert "no experts" in found.message
 
 
-@pytest.mark.parametrize("axis", ["tensor", "context", "pipeline"])
-def test_a_mixture_is_split_over_data_and_experts_alone(problems, axis):
-    found = problems(MIXTURE, workers=2, parallelism={axis: 2})
-    assert [problem.key for problem in found] == [f"policy.parallelism.{axis}"]
-    assert "mixtures of experts" in found[0].message
+@pytest.mark.parametrize(
+    ("workers", "axes", "coefficient", "key", "says"),
+    [
+        (2, {"tensor": 2}, 0.0, "policy.parallelism.sequence", "mixtures of experts"),
+        (4, {"tensor": 2, "sequence": True, "expert": 2}, 0.0, "policy.parallelism.tensor", "a mixture's experts"),
+        (2, {"context": 2}, 0.1, "policy.router_aux_loss_coef", "whole layers and sequences"),
+        (2, {"pipeline": 2}, 0.1, "policy.router_aux_loss_coef", "whole layers and sequences"),
+    ],
+)
+def test_axes_that_a_mixture_does_not_go_with(problems, read, workers, axes, coefficient, key, says):
+    found = problems(MIXTURE, workers=workers, parallelism=axes, router_aux_loss_coef=coefficient)
+    assert [problem.key for problem in found] == [key]
+    assert says in found[0].message
+    with pytest.raises(NotSupported):
+        require_experts(read(MIXTURE), Sizes.of(workers, ParallelismConfig(**axes)), router_loss=coefficient > 0)
 
 
 def test_a_model_that_is_not_a_directory_here_is_looked_at_by_the_workers(problems, tmp_path):

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from rlframework.config.policy import ParallelismConfig, PolicyConfig
-from rlframework.errors import ConfigError, NotSupported
+from rlframework.distributed import process_groups
+from rlframework.errors import ConfigError, DataError, NotSupported
 from rlframework.interfaces.worker_group import WorkerContext
-from rlframework_megatron import cpu
+from rlframework_megatron import cpu, model
+from rlframework_megatron.config import MegatronConfig
+from rlframework_megatron.names import local_parts, weight_shapes
 from rlframework_megatron.parallel import Groups, Sizes
+from rlframework_megatron.place import Place
 from rlframework_megatron.settings import (
+    as_reward_model,
     require_experts,
     require_same_function,
     rotary_frequencies,
@@ -66,6 +73,24 @@ def test_one_process_has_one_layout_at_a_time():
     assert not torch.distributed.is_initialized()
 
 
+def test_the_threads_of_groups_go_with_the_last_policy_though_the_process_goes_on():
+    """Gloo has some in each group."""
+    process_groups.join(WorkerContext(), CPU)
+    try:
+        Groups(WorkerContext(), CPU, Sizes()).leave()  # libraries start some of their own the first time
+        before = threads()
+        groups = Groups(WorkerContext(), CPU, Sizes())
+        assert threads() > before
+        groups.leave()
+        assert threads() == before
+    finally:
+        process_groups.leave()
+
+
+def threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
 @pytest.mark.parametrize(
     ("config", "says"),
     [
@@ -101,12 +126,47 @@ def test_models_that_it_has_are_taken_with_their_frequencies(config):
     [
         (LlamaConfig(), Sizes(data=2, expert=2), False, "no experts"),
         (LlamaConfig(), Sizes(), True, "no experts"),
-        (Qwen3MoeConfig(num_hidden_layers=2), Sizes(tensor=2), False, "not been proven"),
+        (Qwen3MoeConfig(num_hidden_layers=2), Sizes(tensor=2), False, "takes tensor parallelism with"),
+        (Qwen3MoeConfig(num_hidden_layers=2), Sizes(pipeline=2), True, "whole layers and sequences"),
     ],
 )
 def test_experts_that_are_not_there_or_not_proven_are_refused(config, sizes, router_loss, says):
     with pytest.raises(NotSupported, match=says):
         require_experts(config, sizes, router_loss=router_loss)
+
+
+@pytest.mark.parametrize(
+    ("word", "device", "there", "used"),
+    [
+        ("auto", CUDA, True, True),
+        ("auto", CUDA, False, False),
+        ("auto", CPU, True, False),
+        ("false", CUDA, True, False),
+    ],
+)
+def test_transformer_engine_is_used_on_a_gpu_where_it_is_installed(monkeypatch, word, device, there, used):
+    monkeypatch.setattr(model, "find_spec", lambda name: object() if there and name == "transformer_engine" else None)
+    assert model.uses_transformer_engine(MegatronConfig(transformer_engine=word), device) is used
+
+
+@pytest.mark.parametrize(("device", "there"), [(CPU, True), (CUDA, False)])
+def test_transformer_engine_that_cannot_be_is_refused(monkeypatch, device, there):
+    monkeypatch.setattr(model, "find_spec", lambda name: object() if there else None)
+    with pytest.raises(ConfigError, match="takes a GPU and the package transformer_engine"):
+        model.uses_transformer_engine(MegatronConfig(transformer_engine=True), device)
+
+
+def test_a_reward_model_has_one_label_and_its_row_where_a_head_would_be():
+    sizes = {"num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 11}
+    several, one = (LlamaConfig(**sizes, num_labels=labels, tie_word_embeddings=True) for labels in (2, 1))
+    with pytest.raises(DataError, match="has one label, and this one has 2"):
+        as_reward_model(several)
+    as_reward_model(one)
+    shapes = weight_shapes(one)
+    assert shapes["score.weight"] == (1, 8)
+    assert "lm_head.weight" not in shapes
+    last = local_parts(one, Place(tensor_rank=1, tensor_size=2))[-1]
+    assert (last.name, last.parameter, last.is_copy) == ("score.weight", "output_layer.weight", False)
 
 
 def test_scaled_frequencies_are_those_of_transformers():

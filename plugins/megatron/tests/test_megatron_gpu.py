@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import pytest
 import torch
 
@@ -30,10 +32,11 @@ def path(tmp_path):
     return cases.model("untied", tmp_path)
 
 
-def make_worker(path, section=None, device="cuda", **keys):
+def make_worker(path, section=None, device="cuda", init_reference_model=True, **keys):
     return MegatronPolicyWorker(
         {"model_name": str(path), "train_global_batch_size": 8, "optimizer": {"lr": 1e-4}, **keys},
         load_tokenizer(str(path)),
+        init_reference_model=init_reference_model,
         context=WorkerContext(device=device),
         backend_config=section or {},
     )
@@ -80,6 +83,24 @@ def test_other_models_train_with_and_without_recomputation(tmp_path, name, check
         worker.shutdown()
 
 
+@pytest.mark.skipif(find_spec("transformer_engine") is None, reason="needs Transformer Engine")
+@pytest.mark.parametrize("name", ["tied", "norms_of_heads", "experts"])
+@pytest.mark.parametrize(("precision", "tolerance"), [("float32", 1e-3), ("bfloat16", 0.1)])
+def test_layers_of_transformer_engine_compute_what_those_of_megatron_core_do(tmp_path, name, precision, tolerance):
+    path, weights = cases.model(name, tmp_path), []
+    for wanted in ("true", "false"):
+        worker = make_worker(path, {"transformer_engine": wanted}, precision=precision)
+        try:
+            assert any("transformer_engine" in type(one).__module__ for one in worker.chunks[0].modules()) == (
+                wanted == "true"
+            )
+            weights.append({name: weight.clone() for name, weight in weights_of(worker)})
+            trains_alike(worker, Oracle(path, lr=1e-4), cases.batch(), tolerance)
+        finally:
+            worker.shutdown()
+    assert all(torch.equal(weights[0][name], weight) for name, weight in weights[1].items())
+
+
 @pytest.mark.parametrize("section", [{}, DISTRIBUTED], ids=["plain", "distributed"])
 def test_a_checkpoint_goes_on_at_a_worker_on_the_cpu(path, tmp_path, section):
     """fp32 main weights and moments are those that the GPU had, to the bit."""
@@ -102,6 +123,66 @@ def test_a_checkpoint_goes_on_at_a_worker_on_the_cpu(path, tmp_path, section):
             with open_saved(written) as right, open_saved(again) as found:
                 assert sorted(found) == sorted(right)
                 assert all(torch.equal(found[name], right[name]) for name in right)
+    finally:
+        on_cpu.shutdown()
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("section", [{}, DISTRIBUTED], ids=["plain", "distributed"])
+def test_what_moves_to_cpu_memory_is_freed_and_comes_back_to_the_bit(path, section, precision):
+    """Weights, two moments and, in bfloat16, fp32 weights; buffers of gradients are freed without a copy."""
+    stays, leaves = (make_worker(path, section, precision=precision, init_reference_model=False) for _ in range(2))
+    numbers = sum(parameter.numel() for parameter in leaves.chunks[0].parameters())
+    bytes_each = 4 if precision == "float32" else 2
+    copies = 2 if precision == "float32" else 3
+    try:
+        for seed in range(3):
+            batch = cases.batch(seed=seed)
+            for worker in (stays, leaves):
+                worker.train(batch, NLLLoss())
+            held = torch.cuda.memory_allocated()
+            sent = leaves.offload_before_refit()
+            assert sent["optimizer"] == 4 * copies * numbers
+            for (name, weight), (_, wanted) in zip(weights_of(leaves), weights_of(stays), strict=True):
+                assert weight.is_cuda
+                assert torch.equal(weight, wanted), name
+            sent = leaves.offload_after_refit()
+            assert sent["model"] >= bytes_each * numbers
+            assert held - torch.cuda.memory_allocated() >= (bytes_each + 4 + 4 * copies) * numbers
+            if seed:  # the other time by itself, in the call
+                assert leaves.prepare_for_training()["optimizer"] == 4 * copies * numbers
+            scored, wanted = (worker.get_logprobs(batch)["logprobs"] for worker in (leaves, stays))
+            assert torch.equal(scored, wanted)
+    finally:
+        for worker in (stays, leaves):
+            worker.shutdown()
+
+
+def weights_of(worker):
+    return worker.gather_weights(worker.weight_specs())
+
+
+@pytest.mark.parametrize("section", [{}, DISTRIBUTED], ids=["plain", "distributed"])
+def test_a_native_checkpoint_of_a_gpu_goes_on_at_a_worker_on_the_cpu(path, tmp_path, section):
+    """fp32 main weights and moments are those that the GPU had, to the bit; sent away or not."""
+    (tmp_path / "native").mkdir()
+    worker = make_worker(path, section, precision="bfloat16")
+    try:
+        worker.train(cases.batch(), NLLLoss())
+        worker.offload_after_refit()
+        worker.save_native(tmp_path / "native", optimizer=True)
+        wanted = {name: (one.exp_avg.cpu(), one.exp_avg_sq.cpu()) for name, one in worker.gather_moments()}
+        weights = {name: weight.cpu() for name, weight in weights_of(worker)}
+    finally:
+        worker.shutdown()
+    on_cpu = make_worker(path, section, device="cpu", precision="bfloat16")
+    try:
+        on_cpu.load_native(tmp_path / "native", optimizer=True)
+        for name, weight in weights_of(on_cpu):
+            assert torch.equal(weight, weights[name]), name
+        for name, moments in on_cpu.gather_moments():
+            assert torch.equal(moments.exp_avg, wanted[name][0]), name
+            assert torch.equal(moments.exp_avg_sq, wanted[name][1]), name
     finally:
         on_cpu.shutdown()
 

@@ -26,24 +26,17 @@ PACKED: dict[str, Any] = {"batching": {"mode": "packed", "tokens": 40}}
 
 
 @pytest.fixture(scope="module")
-def four_layers(tmp_path_factory):
-    path = tmp_path_factory.mktemp("models") / "four-layers"
-    tokens = cases.tokenizer()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = cases._llama(len(tokens), num_hidden_layers=4, tie_word_embeddings=True)
-        cases.randomize(model)
-    model.save_pretrained(path)
-    tokens.save_pretrained(path)
-    return path
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("models")
 
 
 @pytest.fixture
-def compare(four_layers, tmp_path):
-    """`compare(layout, section, **keys)`: three steps on both, and all that comes of them."""
+def compare(folder, tmp_path):
+    """`compare(layout, section, model, **keys)`: three steps on both, and all that comes of them."""
     manager = create_manager()
 
-    def run(layout: str, section: dict[str, Any], **keys: Any) -> None:
+    def run(layout: str, section: dict[str, Any], model: str = "tied", **keys: Any) -> None:
+        four_layers = cases.model(model, folder, layers=4)
         oracle = Oracle(four_layers, lr=1e-3)
         config = run_config(
             "megatron",
@@ -98,3 +91,18 @@ def test_the_distributed_optimizer_computes_the_same(compare, section):
 )
 def test_several_axes_at_once_compute_the_same(compare, layout, section, keys):
     compare(layout, section, **keys)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "section", "keys"),
+    [
+        ("pipeline=2", INTERLEAVED, {}),
+        ("context=2", {}, PACKED),
+        ("tensor=2,sequence", {}, {}),
+        ("data=2,expert=2,pipeline=2", DISTRIBUTED, {}),
+    ],
+    ids=str,
+)
+def test_a_mixture_of_experts_computes_the_same_beside_other_axes(compare, layout, section, keys):
+    compare(layout, section, "experts", **keys)

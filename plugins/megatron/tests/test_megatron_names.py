@@ -83,6 +83,35 @@ def test_the_names_and_shapes_are_those_of_files(kind):
     assert (HEAD in weight_shapes(config)) != config.tie_word_embeddings
 
 
+@pytest.mark.parametrize(
+    ("kind", "layer", "names"),
+    [
+        ("qwen3", 0, {"mlp.linear_fc1.layer_norm_weight", "mlp.linear_fc1.weight", "mlp.linear_fc2.weight"}),
+        (
+            "dense_between",  # experts are in layer 1 alone
+            1,
+            {"pre_mlp_layernorm.weight", "mlp.router.weight"}
+            | {f"mlp.experts.linear_fc{number}.weight{expert}" for number in (1, 2) for expert in range(2)},
+        ),
+    ],
+)
+def test_transformer_engine_has_norms_in_linear_layers_and_experts_in_one(kind, layer, names):
+    """The second of two ranks that share the experts: they count theirs from 0."""
+    config = config_of(kind)
+    parts = local_parts(config, Place(expert_rank=1, expert_size=2, fused=True))
+    inside = f"decoder.layers.{layer}."
+    found = {part.parameter.removeprefix(inside) for part in parts if part.parameter.startswith(inside)}
+    attention = {
+        "self_attention.linear_qkv.layer_norm_weight",
+        "self_attention.linear_qkv.weight",
+        "self_attention.linear_proj.weight",
+        "self_attention.q_layernorm.weight",
+        "self_attention.k_layernorm.weight",
+    }
+    assert found == attention | names
+    assert parts[-2 if kind == "dense_between" else -1].parameter == "decoder.final_layernorm.weight"
+
+
 LAYOUTS = st.builds(
     Place,
     tensor_size=st.sampled_from([1, 2, 4, 8]),
@@ -91,6 +120,7 @@ LAYOUTS = st.builds(
     expert_size=st.sampled_from([1, 2, 4]),
     expert_tensor_size=st.sampled_from([1, 2]),
     padded_vocabulary=st.sampled_from([0, 48, 128]),
+    fused=st.booleans(),
 ).filter(lambda place: place.pieces <= 4 and (place.chunks == 1 or place.pipeline_size > 1))
 
 

@@ -90,8 +90,7 @@ def test_configurations_that_it_can_do_have_no_problems(problems_of):
         (LLAMA, 1, {"router_aux_loss_coef": 0.1}, "policy.router_aux_loss_coef", "no experts"),
         (MIXTURE | {"num_experts": 3}, 2, {"parallelism": {"expert": 2}}, "policy.parallelism.expert", "3 experts"),
         (MIXTURE, 3, {"parallelism": {"expert": 2}}, "policy.parallelism.expert", "3 workers"),
-        (MIXTURE, 2, {"parallelism": {"tensor": 2}}, "policy.parallelism.tensor", "not been proven"),
-        (MIXTURE, 2, {"parallelism": {"pipeline": 2}}, "policy.parallelism.pipeline", "not been proven"),
+        (MIXTURE, 2, {"parallelism": {"tensor": 2}}, "policy.parallelism.sequence", "mixtures of experts"),
         (
             LLAMA,
             2,

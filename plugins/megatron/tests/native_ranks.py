@@ -1,0 +1,125 @@
+"""Run as a program: two gloo ranks take native checkpoints up under other layouts, and say what is not right.
+
+    native_ranks.py FOLDER MODEL CASE...    a case: FROM:LAYOUT:OPTIMIZER, such as start-plain:tensor=2:plain
+
+FOLDER has FROM, a native checkpoint, and FROM.pt, what it must hold. Each case loads it, trains a step, saves that as
+CASE and what it must hold as CASE.pt, and takes it up again under the same layout. Prints the complaints as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rlframework.algorithms.losses import NLLLoss
+from rlframework.conformance import cases
+from rlframework.conformance.layouts import Layout
+from rlframework.data.tokenizer import load_tokenizer
+from rlframework.interfaces.worker_group import WorkerContext
+from rlframework_megatron.worker import MegatronPolicyWorker
+
+WORLD = 2
+Told = dict[str, dict[str, Any]]
+
+
+def make_worker(model: str, layout: str, optimizer: str, rank: int = 0) -> MegatronPolicyWorker:
+    """One rank's worker; `optimizer`: plain or distributed, with -bf16 for bfloat16."""
+    split = Layout.parse(layout)
+    return MegatronPolicyWorker(
+        {
+            "model_name": model,
+            "train_global_batch_size": 8,
+            "optimizer": {"lr": 1e-3},
+            "parallelism": split.parallelism,
+            "precision": "bfloat16" if optimizer.endswith("bf16") else "float32",
+        },
+        load_tokenizer(model),
+        init_reference_model=False,
+        context=WorkerContext(rank, split.workers),
+        backend_config={"distributed_optimizer": optimizer.startswith("distributed")},
+    )
+
+
+def train(worker: MegatronPolicyWorker, layout: str, seed: int, rank: int = 0) -> None:
+    """A step on this rank's rows."""
+    data = Layout.parse(layout).data
+    rows = 8 // data
+    first = rank * rows if data > 1 else 0
+    worker.train(cases.batch(seed=seed).slice(first, first + rows), NLLLoss())
+
+
+def told(worker: MegatronPolicyWorker) -> Told:
+    """Weights and moments by name, and steps. Collective."""
+    weights = {name: weight.clone() for name, weight in worker.gather_weights(worker.weight_specs())}
+    moments = {name: (m.exp_avg.clone(), m.exp_avg_sq.clone(), m.steps) for name, m in worker.gather_moments()}
+    return {
+        "weights": weights,
+        "first": {name: one for name, (one, _, _) in moments.items()},
+        "second": {name: one for name, (_, one, _) in moments.items()},
+        "steps": {name: torch.tensor(count) for name, (_, _, count) in moments.items()},
+    }
+
+
+def differences(found: Told, wanted: Told) -> list[str]:
+    """What is not the same to the bit."""
+    return [
+        f"{kind} of {name}"
+        for kind, tensors in wanted.items()
+        for name, right in tensors.items()
+        if not torch.equal(found[kind][name], right)
+    ]
+
+
+def check(folder: Path, model: str, word: str, rank: int) -> list[str]:
+    """The complaints of this rank."""
+    source, layout, optimizer = word.split(":")
+    worker = make_worker(model, layout, optimizer, rank)
+    worker.load_native(folder / source, optimizer=True)
+    complaints = [f"loaded: {what}" for what in differences(told(worker), torch.load(folder / f"{source}.pt"))]
+    train(worker, layout, 2, rank)
+    saved = told(worker)
+    if rank == 0:
+        (folder / word).mkdir()
+        torch.save(saved, folder / f"{word}.pt")
+    dist.barrier()
+    worker.save_native(folder / word, optimizer=True)
+    train(worker, layout, 3, rank)
+    wanted = told(worker)
+    worker.shutdown()
+    again = make_worker(model, layout, optimizer, rank)
+    again.load_native(folder / word, optimizer=True)
+    train(again, layout, 3, rank)
+    complaints += [f"gone on: {what}" for what in differences(told(again), wanted)]
+    again.shutdown()
+    return complaints[:5]
+
+
+def main() -> None:
+    folder, model, words = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
+    rank = int(not os.fork())
+    store = f"file://{folder}/store-{os.getppid() if rank else os.getpid()}"
+    dist.init_process_group("gloo", store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=60))
+    try:
+        found: list[Any] = [None] * WORLD
+        dist.all_gather_object(found, {word: check(folder, model, word, rank) for word in words})
+        if rank == 0:
+            print(json.dumps({word: [complaint for one in found for complaint in one[word]] for word in words}))
+        dist.barrier()
+    except BaseException:  # noqa: BLE001 - told, and the process ends: the other waits for it
+        traceback.print_exc()
+        os._exit(1)
+    dist.destroy_process_group()
+    if rank:
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
