@@ -15,10 +15,10 @@ PYTHON ?= $(firstword $(foreach name,python3 python3.13 python3.12 python3.11 py
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
-PROJECTS := pyproject.toml $(wildcard plugins/*/pyproject.toml)
+PROJECTS := pyproject.toml $(wildcard plugins/*/pyproject.toml examples/*/pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test conformance lint format types imports clean
+.PHONY: help quickstart test conformance outside lint format types imports docs clean
 
 help:  ## show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
@@ -39,8 +39,12 @@ conformance: $(VENV)/.installed-dev  ## all parts in all their layouts; writes d
 		--conformance-layout all --conformance-json $(VENV)/conformance.json; status=$$?; \
 	test -f $(VENV)/conformance.json || { echo "nothing was run, so docs/results is as it was" >&2; exit $$status; }; \
 	$(BIN)/python -m rlframework.conformance.table --shorten $(VENV)/conformance.json docs/results/conformance.json && \
+	rm -f docs/results/conformance_engines.json && \
 	$(BIN)/python -m rlframework.conformance.table docs/results/conformance.json docs/results/conformance.md && \
 	exit $$status
+
+outside: $(VENV)/.installed-dev  ## wheels alone, in empty environments: the example's suite, the quickstart on each backend
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rP tests/packaging/outside.py
 
 lint: $(VENV)/.installed-dev  ## style: ruff check, ruff format --check
 	$(BIN)/ruff check .
@@ -50,14 +54,23 @@ format: $(VENV)/.installed-dev  ## put the code into the form that lint asks for
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# The template of a backend too, as `rlframework new-backend` writes it; mypy's cache makes that a matter of seconds.
 types: $(VENV)/.installed-dev  ## mypy, strict
 	$(BIN)/mypy
+	rm -rf $(VENV)/blank && $(BIN)/rlframework new-backend blank --directory $(VENV)/blank >/dev/null
+	MYPYPATH=$(VENV)/blank $(BIN)/mypy -p rlframework_blank
 
 imports: $(VENV)/.installed-dev  ## import-linter: which room may import which
 	$(BIN)/lint-imports
 
+# Warnings are errors. The variable keeps the theme from advertising its successor on every build.
+docs: $(VENV)/.installed-dev  ## the pages that are made, and the site, into build/site
+	$(BIN)/python docs/tools/pages.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "build/site/index.html"
+
 clean:  ## remove the environment and all caches
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) build/site .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 
 $(VENV)/.made:
 	@test -n "$(PYTHON)" || { echo "rlframework needs Python 3.11 or newer, and none is on the PATH." \

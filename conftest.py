@@ -8,6 +8,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test fetches anything
 
 import string
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +21,7 @@ processes.PRELOADED = (
     "rlframework_dtensor.worker",
     "deepspeed",
     "rlframework_megatron.worker",
+    "rlframework_ddp.worker",
     *processes.PRELOADED,
 )
 
@@ -26,7 +29,7 @@ ALPHABET = string.digits + string.ascii_lowercase + " +-*=?.,:\n"
 
 
 @pytest.fixture(scope="session")
-def ray_session():
+def ray_session() -> Iterator[None]:
     """A Ray for all tests that need one; mark them `@pytest.mark.xdist_group("ray")`, so that one process has them."""
     from rlframework.distributed import ray_runtime
 
@@ -36,7 +39,7 @@ def ray_session():
 
 
 @pytest.fixture(scope="session")
-def tiny_llama(tmp_path_factory):
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory of a random Llama, 2 layers of 32, fp32, tied, with a character tokenizer. Do not write to it."""
     from rlframework.data.models import make_llama
     from rlframework.data.tokenizer import character_tokenizer

@@ -28,15 +28,17 @@ from work import VOCABULARY, make_loop, make_model, make_policy
 from rlframework.distributed.batched_data_dict import BatchedDataDict
 from rlframework.generation.driver import Generation
 
-PROMPTS, SAMPLES, FIXED_TOKENS, RAGGED_TOKENS, END_TOKENS = 8, 8, 48, 96, 48
+PROMPTS, SAMPLES, TOKENS, END_TOKENS = 8, 8, 48, 48
 OURS, PLAIN = "rlframework", "model.generate"
 
 
-def measure_generation(model: Path, tokenizer: Any, pairs: int, tokens: int, ends: tuple[int, ...]) -> Timings:
+def measure_generation(
+    model: Path, tokenizer: Any, pairs: int, samples: int, tokens: int, ends: tuple[int, ...]
+) -> Timings:
     """Tokens made per second: each side's samples differ, so time is compared per token made."""
     rng = random.Random(1)
     prompts = [[rng.randrange(2, VOCABULARY) for _ in range(rng.randint(8, 40))] for _ in range(PROMPTS)]
-    rows = [prompt for prompt in prompts for _ in range(SAMPLES)]
+    rows = [prompt for prompt in prompts for _ in range(samples)]
     lengths = torch.tensor([len(row) for row in rows])
     ids = torch.tensor([row + [0] * (int(lengths.max()) - len(row)) for row in rows])
     settings = {"max_new_tokens": tokens, "temperature": 1.0, "stop_token_ids": list(ends)}
@@ -49,7 +51,7 @@ def measure_generation(model: Path, tokenizer: Any, pairs: int, tokens: int, end
             return float(generation.generate(BatchedDataDict(data))["generation_lengths"].sum())
 
         def plain() -> float:
-            return float(loop.generate(prompts, SAMPLES, tokens, ends, pad=0))
+            return float(loop.generate(prompts, samples, tokens, ends, pad=0))
 
         return interleave({OURS: ours, PLAIN: plain}, pairs)
 
@@ -64,7 +66,7 @@ def report(results: dict[str, Timings]) -> str:
     return table(rows)
 
 
-def as_json(results: dict[str, Timings], pairs: int) -> dict[str, Any]:
+def as_json(results: dict[str, Timings], given: argparse.Namespace) -> dict[str, Any]:
     measured = {
         work: {
             "tokens_per_second": {name: timings.rate(name) for name in timings.seconds},
@@ -73,16 +75,19 @@ def as_json(results: dict[str, Timings], pairs: int) -> dict[str, Any]:
         }
         for work, timings in results.items()
     }
-    return {"machine": machine(), "pairs": pairs, "results": measured}
+    settings = {"pairs": given.pairs, "samples": given.samples, "tokens": given.tokens}
+    return {"machine": machine(), **settings, "results": measured}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=7, help="interleaved rounds (default 7)")
+    parser.add_argument("--samples", type=int, default=SAMPLES, help=f"of each of {PROMPTS} prompts ({SAMPLES})")
+    parser.add_argument("--tokens", type=int, default=TOKENS, help=f"of each sample, ragged ones twice ({TOKENS})")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
     arguments = parser.parse_args()
-    if arguments.pairs < 1:
-        parser.error("--pairs must be 1 or more")
+    if min(arguments.pairs, arguments.samples, arguments.tokens) < 1:
+        parser.error("--pairs, --samples and --tokens must be 1 or more")
     torch.set_num_threads(1)
     transformers.utils.logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as directory:
@@ -91,15 +96,16 @@ def main() -> None:
         results: dict[str, Timings] = {}
         ends = tuple(range(2, 2 + END_TOKENS))
         for work, tokens, stops in (
-            ("generation, fixed", FIXED_TOKENS, ()),
-            ("generation, ragged", RAGGED_TOKENS, ends),
+            ("generation, fixed", arguments.tokens, ()),
+            ("generation, ragged", 2 * arguments.tokens, ends),
         ):
-            results[work] = measure_generation(model, tokenizer, arguments.pairs, tokens, stops)
+            given = (arguments.pairs, arguments.samples, tokens, stops)
+            results[work] = measure_generation(model, tokenizer, *given)
     found = machine()
     print(f"{found['cpu']}, {found['threads']} thread, torch {found['torch']}, transformers {found['transformers']}")
     print("", report(results), sep="\n")
     if arguments.json:
-        write_json(arguments.json, as_json(results, arguments.pairs))
+        write_json(arguments.json, as_json(results, arguments))
 
 
 if __name__ == "__main__":

@@ -407,6 +407,22 @@ def conformance(
         raise typer.Exit(run(request))
 
 
+@app.command("new-backend")
+def new_backend(
+    name: Annotated[str, typer.Argument(help="The word for policy.backend, such as mine.", show_default=False)],
+    directory: Annotated[
+        str | None, typer.Option(metavar="DIR", help="The folder to write; none: rlframework-NAME.")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Write a plugin distribution for a training backend of your own: it installs, and says what to write next."""
+    from rlframework.new_backend import next_commands, write_backend
+
+    folder = write_backend(name, directory)
+    print(f"written: {folder}. Next:\n\n{next_commands(name, folder)}\n")
+    print(f"Fill {folder.name}/rlframework_{name}/worker.py method by method: docs/write_a_backend.md has the way.")
+
+
 @app.command()
 def parity(
     backends: Annotated[

@@ -101,3 +101,15 @@ def test_your_own_reward_function(tmp_path: Path) -> None:
     assert all(row["train/reward_failures"] == 0 for row in rows[1:])
     assert (tmp_path / "runs/own/model/model.safetensors").exists()
     assert not (tmp_path / "runs/fragile/model").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_quickstart(tmp_path: Path) -> None:
+    execute(DOCS / "quickstart.md", tmp_path)
+    assert (tmp_path / "runs/grpo/model/model.safetensors").exists()
+    assert not (tmp_path / "runs/no").exists()
+
+
+def test_the_smallest_plugin(tmp_path: Path) -> None:
+    execute(DOCS / "plugins.md", tmp_path)

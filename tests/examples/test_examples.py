@@ -95,7 +95,8 @@ def test_the_policy_benchmark_goes_against_a_bare_loop_of_deepspeed(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_the_generation_benchmark_writes_json(tmp_path):
-    script(ROOT / "benchmarks" / "generation.py", "--pairs", 1, "--json", tmp_path / "generation.json")
+    few = ["--pairs", 1, "--samples", 2, "--tokens", 8]
+    script(ROOT / "benchmarks" / "generation.py", *few, "--json", tmp_path / "generation.json")
     results = json.loads((tmp_path / "generation.json").read_text())["results"]
     assert results.keys() == {"generation, fixed", "generation, ragged"}
 

@@ -70,12 +70,12 @@ def test_each_plugin_pins_the_core_of_its_release(name):
 
 def test_the_extras_pin_the_plugins_and_all_names_them_all():
     extras = project("core")["project"]["optional-dependencies"]
-    assert set(extras) == {*BACKENDS, "all", "wandb", "mlflow", "conformance", "dev"}
+    assert set(extras) == {*BACKENDS, "all", "wandb", "mlflow", "conformance", "dev", "docs"}
     for name in BACKENDS:
         assert extras[name] == [f"rlframework-{name}=={version(name)}"]
     [everything] = map(Requirement, extras["all"])
     assert everything.name == "rlframework-core"
-    assert everything.extras == set(extras) - {"all", "conformance", "dev"}
+    assert everything.extras == set(extras) - {"all", "conformance", "dev", "docs"}
 
 
 def test_core_depends_on_no_plugin():
@@ -101,7 +101,16 @@ def test_the_script_is_there():
 def test_the_developers_requirements_have_one_line_for_each_distribution():
     lines = (ROOT / "requirements-dev.txt").read_text().splitlines()
     wanted = [line for line in lines if line and not line.startswith("#")]
-    assert sorted(wanted) == sorted(["-e .[dev,wandb,mlflow]", *(f"-e plugins/{name}" for name in BACKENDS)])
+    own = ["-e .[dev,docs,wandb,mlflow]", "-e examples/ddp_backend"]
+    assert sorted(wanted) == sorted([*own, *(f"-e plugins/{name}" for name in BACKENDS)])
+
+
+def test_the_example_of_a_backend_takes_this_core_and_the_next_ones_that_do_not_break_it():
+    table = tomllib.loads((ROOT / "examples/ddp_backend/pyproject.toml").read_text())["project"]
+    [core] = map(Requirement, table["dependencies"])
+    assert core.name == "rlframework-core"
+    assert core.specifier.contains(version("core"))
+    assert not core.specifier.contains("1.0")
 
 
 def test_the_quickstart_installs_core_and_the_reference_backend():

@@ -91,6 +91,8 @@ def test_a_wheel_holds_its_package_and_nothing_else(wheels, distribution):
     assert f"{package}/py.typed" in names
     sources = {str(path.relative_to(SOURCES[distribution])) for path in (SOURCES[distribution] / package).rglob("*.py")}
     assert {name for name in names if name.endswith(".py")} == sources
+    texts = {str(path.relative_to(SOURCES[distribution])) for path in (SOURCES[distribution] / package).rglob("*.txt")}
+    assert texts <= set(names)  # the template of `rlframework new-backend`
     assert "Classifier: Private :: Do Not Upload" in metadata
     assert "License-Expression: Apache-2.0" in metadata
 

@@ -1,0 +1,189 @@
+"""`reference/configuration.md`: every key of a configuration, from the JSON schema that `rlframework schema` prints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pieces import page as page_of
+from pieces import table
+
+from rlframework.configure import config_schema
+from rlframework.plugins.manager import PluginManager, create_manager
+from rlframework.plugins.types import RECORD_TYPES
+
+Schema = Mapping[str, Any]
+
+_INTERPOLATION = "#/$defs/interpolation"
+_TEXT = """Every key, its type, its default and what it means, as `rlframework schema` has them for the parts that come
+with rlframework; with other plugins installed that command has theirs too. [Configuration files](../configuration.md)
+says how files, overrides and interpolations go together, and `rlframework config FILE` prints a run with every default.
+
+`(none)` as a default means that the key must be given; `null` is no value; `as there`: the defaults of its section. Any
+key may have an interpolation `${a.b}`."""
+_OTHERS = {"policy.deepspeed": "DeepSpeed's own key, passed on as it is"}
+OURS = {"rlframework-core", "rlframework-dtensor", "rlframework-deepspeed", "rlframework-megatron"}
+"""Distributions whose keys the page has."""
+_ORDER = ("algorithm", "environment", "policy", "generation", "worker_group")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A section of the configuration: its path, the schema, and its part's name where it is one of several.
+
+    `of`: the name of the part that it is a section of.
+    """
+
+    path: str
+    schema: Schema
+    name: str = ""
+    of: str = ""
+
+    @property
+    def title(self) -> str:
+        """What its heading says."""
+        with_name = f" with `name: {self.name}`" if self.name else ""
+        return f"`{self.path}`{with_name}" + (f", of `{self.of}`" if self.of else "")
+
+    @property
+    def anchor(self) -> str:
+        """Where a link to it leads."""
+        words = self.title.lower().replace(" ", "-")
+        return "".join(letter for letter in words if letter.isalnum() or letter in "-_")
+
+
+def page() -> str:
+    """The page."""
+    schema = config_schema(_manager())
+    definitions: Schema = schema["$defs"]
+    properties: Schema = schema["properties"]
+    first = Part("", schema)
+    keys = {key: value for key, value in properties.items() if not _objects(value, definitions)}
+    keys["defaults"] = {**keys["defaults"], "default": []}
+    parts = [
+        "# Configuration reference",
+        _TEXT,
+        "## The run",
+        _keys(Part("", {**schema, "properties": keys}), definitions),
+    ]
+    names = [*_ORDER, *(key for key in properties if key not in _ORDER)]
+    sections = [
+        section
+        for key in names
+        for part in _parts(first, key, properties[key], definitions)
+        for section in _sections(part, definitions, 2)
+    ]
+    return page_of(*parts, *sections)
+
+
+def _manager() -> PluginManager:
+    """What comes with rlframework, whatever else is installed here."""
+    every = create_manager(disabled=())
+    kinds = [record_type.kind for record_type in RECORD_TYPES]
+    found = {part.distribution for kind in kinds for part in every.registered(kind).values()}
+    return create_manager(disabled=sorted(found - OURS))
+
+
+def _sections(part: Part, definitions: Schema, level: int) -> Iterator[str]:
+    """The section `part`, and those in it."""
+    texts = [f"{'#' * level} {part.title}", part.schema.get("description", ""), _keys(part, definitions)]
+    yield "\n\n".join(filter(None, texts))
+    for key, value in part.schema["properties"].items():
+        for inner in _parts(part, key, value, definitions):
+            yield from _sections(inner, definitions, min(level + 1, 4))
+
+
+def _parts(outer: Part, key: str, value: Schema, definitions: Schema) -> Iterator[Part]:
+    """The sections that `key` of `outer` may be."""
+    path = f"{outer.path}.{key}" if outer.path else key
+    objects = _objects(value, definitions)
+    for schema in objects:
+        named = schema["properties"].get("name", {})
+        (only,) = [choice.get("const") for choice in _choices(named) if "const" in choice] or [None]
+        own = "name" in schema["properties"] and only is None and schema.get("additionalProperties") is True
+        name = str(only or ("module:name" if own else "")) if len(objects) > 1 or path in _ORDER else ""
+        yield Part(path, schema, name, outer.of or outer.name)
+
+
+def _objects(value: Schema, definitions: Schema) -> list[Schema]:
+    """The schemas of objects with keys of their own that `value` may be."""
+    found = [definitions[choice["$ref"].rpartition("/")[2]] for choice in _choices(value) if "$ref" in choice]
+    return [schema for schema in found if "properties" in schema]
+
+
+def _choices(value: Schema) -> list[Schema]:
+    choices = value.get("anyOf", [value])
+    return [choice for choice in choices if choice.get("$ref") != _INTERPOLATION]
+
+
+def _keys(part: Part, definitions: Schema) -> str:
+    rows = []
+    for key, value in part.schema["properties"].items():
+        inner = list(_parts(part, key, value, definitions))
+        rows.append(
+            (f"`{key}`", _type(value, inner, definitions), _default(value, inner), _meaning(part, value, inner))
+        )
+    return table(("key", "type", "default", "what it is"), rows)
+
+
+def _meaning(part: Part, value: Schema, inner: list[Part]) -> str:
+    text = str(value.get("description", "")) or (str(inner[0].schema.get("description", "")) if inner else "")
+    if not text:
+        text = next((said for path, said in _OTHERS.items() if part.path.startswith(path)), "")
+    return _cell(text.partition("\n\n")[0])
+
+
+def _type(value: Schema, inner: list[Part], definitions: Schema) -> str:
+    links = [f"[section](#{part.anchor})" for part in inner]
+    others = [_word(choice) for choice in _choices(value) if "$ref" not in choice]
+    plain = [
+        _word(definitions[choice["$ref"].rpartition("/")[2]])
+        for choice in _choices(value)
+        if "$ref" in choice and not _objects(choice, definitions)
+    ]
+    return _cell(" or ".join(dict.fromkeys(word for word in [*links, *plain, *others] if word)))
+
+
+def _word(schema: Schema) -> str:
+    """A type in words."""
+    if "const" in schema:
+        return f"`{_shown(schema['const'])}`"
+    if "enum" in schema:
+        return ", ".join(f"`{_shown(item)}`" for item in schema["enum"])
+    kind = schema.get("type", "anything")
+    if kind in ("integer", "number"):
+        return " ".join(filter(None, ["whole number" if kind == "integer" else "number", _range(schema)]))
+    if kind == "array":
+        if "prefixItems" in schema:
+            return "list of " + ", ".join(_word(item) for item in schema["prefixItems"])
+        return f"list of {_word(schema.get('items', {}))}"
+    if kind == "object":
+        return f"map to {_word(values)}" if isinstance(values := schema.get("additionalProperties"), dict) else "map"
+    if kind == "string":
+        return {"path": "path"}.get(
+            str(schema.get("format")), "import path" if schema.get("pattern") == ":" else "text"
+        )
+    return {"boolean": "`true`, `false`", "null": "`null`"}.get(str(kind), str(kind))
+
+
+def _range(schema: Schema) -> str:
+    words = {"minimum": "from", "exclusiveMinimum": "above", "maximum": "to", "exclusiveMaximum": "below"}
+    return " ".join(f"{word} {schema[key]:g}" for key, word in words.items() if key in schema)
+
+
+def _default(value: Schema, inner: list[Part]) -> str:
+    if "default" not in value:
+        return "`null`" if any(choice.get("type") == "null" for choice in _choices(value)) else "(none)"
+    default = value["default"]
+    return "as there" if inner and isinstance(default, dict) else f"`{_cell(_shown(default))}`"
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) and value and "\n" not in value else json.dumps(value)
+
+
+def _cell(text: str) -> str:
+    """`text` on one line."""
+    return " ".join(text.split())

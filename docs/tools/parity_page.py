@@ -1,0 +1,91 @@
+"""`results/parity.md`: the figures of `results/parity.json`, layout by layout."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pieces import page as page_of
+from pieces import table
+
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+QUANTITIES = {
+    "log-probabilities": "log-probs",
+    "mean of log-probabilities": "mean",
+    "loss": "loss",
+    "gradient norm": "gradient norm",
+    "weights": "weights",
+    "update": "update",
+    "tensor": "worst tensor",
+}
+_TEXT = """Each backend beside the oracle, a plain program of torch and transformers in one process in fp32, on the same
+batches: the largest relative errors. [What the columns are](../parity.md), and how it is made for a backend of your
+own."""
+_COMMAND = """```shell
+rlframework parity dtensor dtensor:data=2 dtensor:tensor=2 dtensor:context=2 dtensor:data=2,tensor=2 \\
+    --batching padded --batching dynamic --batching packed --checkpointing --json docs/results/parity.json
+```"""
+
+Outcome = Mapping[str, Any]
+
+
+def page() -> str:
+    """The page."""
+    report = json.loads((RESULTS / "parity.json").read_text(encoding="utf-8"))
+    outcomes = report["outcomes"]
+    groups = list(dict.fromkeys((one["precision"], one["backend"], one["layout"]) for one in outcomes))
+    precisions = list(dict.fromkeys(group[0] for group in groups))
+    parts = [
+        "# Parity",
+        _TEXT,
+        _ran_on(report),
+        _tolerances(report),
+        "## The worst of each layout",
+        "Over all batching modes, both losses, with and without activation checkpointing.",
+        *(part for precision in precisions for part in (f"### In {precision}", _summary(outcomes, groups, precision))),
+        "## All of them",
+    ]
+    for precision, backend, layout in groups:
+        parts += [f"### {backend}, {layout}, {precision}", _all(_of(outcomes, (precision, backend, layout)))]
+    return page_of(*parts, "[The JSON](parity.json), and [the command's own table](parity.txt).", _COMMAND)
+
+
+def _summary(outcomes: Sequence[Outcome], groups: Sequence[tuple[str, str, str]], precision: str) -> str:
+    rows = [
+        (f"`{backend}`, `{layout}`", *_worst(_of(outcomes, (found, backend, layout))))
+        for found, backend, layout in groups
+        if found == precision
+    ]
+    return table(("backend, layout", *QUANTITIES.values(), "verdict"), rows)
+
+
+def _of(outcomes: Iterable[Outcome], group: tuple[str, str, str]) -> list[Outcome]:
+    return [one for one in outcomes if (one["precision"], one["backend"], one["layout"]) == group]
+
+
+def _worst(outcomes: Sequence[Outcome]) -> tuple[str, ...]:
+    errors = [max(one["measurements"][name]["error"] for one in outcomes) for name in QUANTITIES]
+    verdicts = sorted({one["verdict"] for one in outcomes})
+    return *(f"`{error:.0e}`" for error in errors), " and ".join(verdicts)
+
+
+def _all(outcomes: Sequence[Outcome]) -> str:
+    rows = [(one["loss"], *_worst([one]), f"{one['seconds']:.1f}") for one in outcomes]
+    return table(("loss, batching", *QUANTITIES.values(), "verdict", "seconds"), rows)
+
+
+def _ran_on(report: Mapping[str, Any]) -> str:
+    machine, settings = report["machine"], report["settings"]
+    return (
+        f"Run on {report['date'][:10]}: {machine['cpu']}, {machine['cores']} cores, on the {machine['device']}; Python "
+        f"{machine['python']}, torch {machine['torch']}, transformers {machine['transformers']}; rlframework "
+        f"{report['rlframework']}. {settings['steps']} steps of {settings['rows']} rows at a learning rate of "
+        f"{settings['lr']:g}."
+    )
+
+
+def _tolerances(report: Mapping[str, Any]) -> str:
+    allowed = ", ".join(f"{name} {value:g}" for name, value in report["tolerances"].items())
+    return f"Allowed: {allowed}. The other figures in bfloat16 are told without a verdict."

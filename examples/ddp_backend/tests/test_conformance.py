@@ -1,0 +1,9 @@
+"""The backend against its contract. `pytest --conformance-layout all` runs every layout that the record declares."""
+
+from __future__ import annotations
+
+from rlframework.conformance import PolicyWorkerSuite
+
+
+class TestPolicyWorker(PolicyWorkerSuite):
+    backend = "ddp"

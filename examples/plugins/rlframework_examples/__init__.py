@@ -1,0 +1,1 @@
+"""An example of each kind of plugin besides training backends."""

@@ -1,0 +1,37 @@
+"""An observer: says when the mean reward of a step is the best so far, and at the end which step that was.
+
+A hook takes those of its arguments that it names. What it raises is reported once, and the run goes on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+from rlframework.plugins.hookspec import RunInfo, hookimpl
+
+_best: dict[Path, tuple[float, int]] = {}
+"""Reward and step by the folder of the run: a process may have several runs, one after the other."""
+
+
+@hookimpl
+def rlframework_run_started(run: RunInfo) -> None:
+    """Nothing is the best yet."""
+    _best[run.output_dir] = (-math.inf, 0)
+
+
+@hookimpl
+def rlframework_step_finished(run: RunInfo, step: int, metrics: Mapping[str, float]) -> None:
+    """Compare; supervised steps have no reward."""
+    reward = metrics.get("train/reward")
+    if reward is not None and reward > _best[run.output_dir][0]:
+        _best[run.output_dir] = (reward, step)
+        print(f"step {step}: best mean reward so far, {reward:.3f}")
+
+
+@hookimpl
+def rlframework_run_finished(run: RunInfo) -> None:
+    """Tell the step."""
+    reward, step = _best.pop(run.output_dir)
+    print(f"best mean reward {reward:.3f} at step {step}" if step else "no step had a reward")

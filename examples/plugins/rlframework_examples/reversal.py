@@ -1,0 +1,45 @@
+"""An environment: `abc` is to be answered with `cba`."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+
+from rlframework.environments.verifiable import VerifiableEnvironment, prompt_messages
+from rlframework.errors import DataError
+from rlframework.interfaces.environment import Sample, Split
+
+from rlframework_examples.plugin import ReversalConfig
+
+
+class Reversal(VerifiableEnvironment):
+    """Words to be written backwards; the same samples for the same configuration and seed."""
+
+    def __init__(self, config: ReversalConfig, *, seed: int) -> None:
+        """Make all words; a `DataError` where a tenth of them is not one word."""
+        words = ["".join(letters) for letters in itertools.product(config.letters, repeat=config.length)]
+        words = list(dict.fromkeys(words))  # a letter may have been named twice
+        if len(words) < 10:
+            raise DataError(
+                f"environment.letters={config.letters!r} and environment.length={config.length} make {len(words)} "
+                "words, and 10 are the least; name more letters, or a larger length"
+            )
+        random.Random(f"reversal-{seed}").shuffle(words)
+        held_out = len(words) // 10
+        samples = [self._sample(word, config.system_prompt) for word in words]
+        self._samples: dict[Split, list[Sample]] = {"validation": samples[:held_out], "train": samples[held_out:]}
+
+    @staticmethod
+    def _sample(word: str, system_prompt: str | None) -> Sample:
+        return Sample(word, prompt_messages(system_prompt, f"{word}="), answer=word[::-1], completion=word[::-1])
+
+    def samples(self, split: Split) -> Sequence[Sample]:
+        """The words of `split`."""
+        return self._samples[split]
+
+    def score(self, sample: Sample, completion: str) -> float:
+        """The share of letters that stand at their place: 1.0 for a right answer."""
+        given, answer = completion.strip(), sample.answer
+        right = sum(one == other for one, other in zip(given, answer, strict=False))
+        return right / max(len(given), len(answer))

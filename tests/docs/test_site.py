@@ -1,0 +1,166 @@
+"""The site: built strictly and without warnings, of pages that are current; its links hold on the git host too."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import subprocess
+import sys
+from dataclasses import fields, is_dataclass
+from html import unescape
+from importlib import import_module
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from rlframework.plugins import hookspec
+from rlframework.policy.engine import Engine
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+TOOLS = DOCS / "tools"
+PAGES = sorted([*DOCS.rglob("*.md"), *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"))])
+HOOKS = sorted(name for name in vars(hookspec) if name.startswith("rlframework_"))
+DIRECTIVE = re.compile(r"^::: (\S+)$", re.MULTILINE)
+FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+
+
+def build(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder), *words]
+    quiet = os.environ | {"NO_MKDOCS_2_WARNING": "1"}  # the theme's advertisement of its successor
+    return subprocess.run(command, cwd=ROOT, env=quiet, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("site")
+    done = build(folder)
+    assert done.returncode == 0, done.stderr
+    assert "WARNING" not in done.stderr
+    return folder
+
+
+def shown(site: Path, page: str) -> str:
+    """The text of a built page, without its marks and spaces."""
+    return re.sub(r"\s+", "", unescape(re.sub(r"<[^>]+>", "", (site / page).read_text(encoding="utf-8"))))
+
+
+def test_nothing_comes_from_another_host(site):
+    for page in site.rglob("*.html"):
+        text = page.read_text(encoding="utf-8")
+        assert not re.search(r'<(script|img|iframe)[^>]* src="(https?:)?//', text), page
+        assert not re.search(r'<link [^>]*rel="(stylesheet|preconnect|preload)"[^>]*href="(https?:)?//', text), page
+
+
+def test_a_page_of_something_that_is_gone_does_not_build(tmp_path):
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "index.md").write_text("# Page\n\n::: rlframework.interfaces.loss.NoSuchLoss\n")
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[0]
+    text = text.replace("docs_dir: docs", f"docs_dir: {tmp_path / 'docs'}").replace(
+        "hooks: [docs/tools/site_hooks.py]", ""
+    )
+    text = text.replace("extensions: [docs/", f"extensions: [{DOCS}/").replace("paths: [.]", f"paths: [{ROOT}]")
+    (tmp_path / "mkdocs.yml").write_text(text)
+    done = build(tmp_path / "site", "--config-file", str(tmp_path / "mkdocs.yml"))
+    assert done.returncode != 0
+    assert "rlframework.interfaces.loss.NoSuchLoss" in done.stderr
+
+
+def interfaces() -> list[tuple[str, type]]:
+    """The public classes of `rlframework.interfaces`, and the primitives."""
+    modules = [
+        f"rlframework.interfaces.{path.stem}" for path in (ROOT / "rlframework" / "interfaces").glob("[a-z]*.py")
+    ]
+    found = []
+    for name in sorted([*modules, "rlframework.policy.engine"]):
+        for word, value in vars(import_module(name)).items():
+            if inspect.isclass(value) and value.__module__ == name and not word.startswith("_"):
+                found.append((f"{name}.{word}", value))
+    return found
+
+
+INTERFACES = interfaces()
+DESCRIBED = {name: page for page in DOCS.rglob("*.md") for name in DIRECTIVE.findall(page.read_text(encoding="utf-8"))}
+
+
+@pytest.mark.parametrize(("name", "described"), INTERFACES, ids=[name for name, _ in INTERFACES])
+def test_each_interface_has_a_page_with_its_methods_and_their_parameters(site, name, described):
+    page = DESCRIBED[name].relative_to(DOCS).with_suffix(".html").as_posix()
+    html = (site / page).read_text(encoding="utf-8")
+    assert f'id="{name}"' in html
+    text = shown(site, page)
+    for field in fields(described) if is_dataclass(described) else ():
+        assert f"{field.name}:{field.type}".replace(" ", "") in text
+    for method, function in vars(described).items():
+        if method.startswith("_") or not inspect.isfunction(function):
+            continue
+        assert f'id="{name}.{method}"' in html
+        for parameter in list(inspect.signature(function).parameters.values())[1:]:
+            annotation = "" if parameter.annotation is inspect.Parameter.empty else f":{parameter.annotation}"
+            assert f"{parameter.name}{annotation}".replace(" ", "").replace("'", "") in text.replace("'", ""), method
+        first = (function.__doc__ or "").split(".")[0].split("`")[0]
+        assert re.sub(r"\s+", "", first) in text, f"{name}.{method} has no docstring on its page"
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_each_hook_has_a_page_with_its_parameters_and_its_example(site, hook):
+    html = (site / "hooks" / f"{hook}.html").read_text(encoding="utf-8")
+    assert f'id="rlframework.plugins.hookspec.{hook}"' in html
+    text = shown(site, f"hooks/{hook}.html")
+    function = getattr(hookspec, hook)
+    for parameter in inspect.signature(function).parameters.values():
+        assert f"{parameter.name}:{parameter.annotation}".replace(" ", "") in text
+    examples = re.findall(r"^ *>>> (.*)$", function.__doc__, re.MULTILINE)
+    assert examples
+    assert all(re.sub(r"\s+", "", line) in text for line in examples)
+
+
+def test_the_page_of_the_primitives_names_those_that_must_be_there():
+    page = (DOCS / "interfaces" / "engine.md").read_text(encoding="utf-8")
+    told = page.partition("Abstract are")[2].partition(". Those")[0]
+    assert set(re.findall(r"`(\w+)`", told)) == set(Engine.__abstractmethods__)
+
+
+def test_hooks_have_pages_and_pages_hooks():
+    assert sorted(page.stem for page in (DOCS / "hooks").glob("*.md") if page.stem != "index") == HOOKS
+    overview = (DOCS / "hooks" / "index.md").read_text(encoding="utf-8")
+    assert sorted(set(re.findall(r"\((rlframework_\w+)\.md\)", overview))) == HOOKS
+
+
+def test_pages_that_are_made_are_current():
+    done = subprocess.run(
+        [sys.executable, str(TOOLS / "pages.py"), "--check"], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def anchors(page: Path) -> set[str]:
+    """Those that the git host gives to the headings of `page`."""
+    text = FENCED.sub("", page.read_text(encoding="utf-8"))
+    titles = re.findall(r"^#+ +(.*?) *$", text, re.MULTILINE)
+    plain = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title).lower() for title in titles]
+    return {re.sub(r"[^\w\- ]", "", title).replace(" ", "-") for title in plain}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_to_files_and_headings_of_the_repository(page):
+    text = re.sub(r"`[^`]*`", "", FENCED.sub("", page.read_text(encoding="utf-8")))
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        path, _, anchor = target.partition("#")
+        if ":" in path:
+            continue
+        there = (page.parent / path).resolve() if path else page
+        assert there.exists(), target
+        assert not anchor or anchor in anchors(there), target
+
+
+def test_lists_and_tables_are_read_as_such_on_the_site():
+    """The git host also takes a list without an empty line before it; the site takes it for more of the paragraph."""
+    for page in PAGES:
+        lines = FENCED.sub("", page.read_text(encoding="utf-8")).splitlines()
+        for above, line in pairwise(lines):
+            starts = re.match(r"(- |\d+\. |\| )", line)
+            inside = re.match(r"( *- | *\d+\. |\|| {2,})", above) or not above.strip()
+            assert not starts or inside, f"{page.name}: {line}"

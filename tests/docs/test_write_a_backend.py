@@ -1,0 +1,145 @@
+"""docs/write_a_backend.md is done as its reader would: in an empty folder, with the template, up to the last method.
+
+Its code is that of `examples/ddp_backend`, which conforms (`tests/examples/test_ddp_backend.py`).
+Here it has another name, because the example is installed in this environment under its own.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sysconfig
+import venv
+from pathlib import Path
+
+import pytest
+from ruff import find_ruff_bin
+
+from rlframework.conformance import PolicyWorkerSuite
+from rlframework.plugins.types import Capability
+from rlframework.policy.engine import Engine
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "ddp_backend"
+PAGE = (ROOT / "docs" / "write_a_backend.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r'^```(\w*)(?: title="([^"]+)")?\n(.*?)^```$', PAGE, re.MULTILINE | re.DOTALL)
+WORKER = "rlframework_ddp/worker.py"
+
+
+def renamed(text: str) -> str:
+    """`text` under a name that is free here."""
+    return text.replace("ddp", "zzp").replace("Ddp", "Zzp")
+
+
+def methods(text: str) -> dict[str, str]:
+    """The methods of the last class in `text`, with their decorators, by name."""
+    lines = text.splitlines()
+    of = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef)][-1]
+    found = {}
+    for node in of.body:
+        if isinstance(node, ast.FunctionDef):
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            found[node.name] = "\n".join(lines[first - 1 : node.end_lineno])
+    return found
+
+
+def worker_so_far(shown: str, template: str) -> str:
+    """What a reader's file holds: the methods that the page has `shown`, and the template's for those to come."""
+    left = [text for name, text in methods(template).items() if name not in methods(shown)]
+    page = next(line for line in template.splitlines() if line.startswith("PAGE = "))
+    return "\n\n".join([shown.rstrip("\n"), *left]) + f"\n\n\n{page}\n"
+
+
+class Reader:
+    """Somebody with the page, an empty folder, and an environment in which core is installed, but not the example."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.project = folder, folder / "rlframework-zzp"
+        self.bin = make_environment(folder / "env")
+        self.template = self.shown = self.printed = ""
+
+    def take(self, language: str, title: str, text: str) -> None:
+        if title == WORKER:
+            path = self.project / renamed(title)
+            self.template = self.template or path.read_text()
+            self.shown = f"{self.shown}\n{text}" if self.shown else text
+            path.write_text(worker_so_far(renamed(self.shown), self.template))
+        elif title:
+            (self.project / renamed(title)).write_text(renamed(text))
+        elif language == "shell":
+            self.printed = self.run(renamed(text))
+        elif language == "text":
+            for line in renamed(text).splitlines():
+                assert line in self.printed, f"{line!r} is not in what was printed:\n{self.printed}"
+
+    def run(self, commands: str) -> str:
+        negated = re.sub(r"^! (.*)$", r"if \1; then echo 'this must fail'; exit 1; fi", commands, flags=re.MULTILINE)
+        # nothing is fetched: what pip needs is there
+        own = {"PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+        path = os.pathsep.join([str(self.bin), os.environ["PATH"]])
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", negated],
+            cwd=self.project if self.project.exists() else self.folder,
+            env=os.environ | own | {"PATH": path, "COLUMNS": "200"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0, f"exit code {done.returncode}\n{commands}\n{done.stdout[-6000:]}"
+        return done.stdout
+
+
+def make_environment(home: Path) -> Path:
+    """The `bin` of a new environment that finds this one's packages below its own, and installs into itself."""
+    venv.create(home, symlinks=True)
+    python, paths = home / "bin" / "python", sysconfig.get_paths(vars={"base": str(home), "platbase": str(home)})
+    below = f"import site; site.addsitedir({sysconfig.get_paths()['purelib']!r})\n"
+    (Path(paths["purelib"]) / "below.pth").write_text(below)
+    for command, module in (("rlframework", "rlframework.cli"), ("pip", "pip"), ("pytest", "pytest")):
+        script = home / "bin" / command
+        script.write_text(f'#!/bin/sh\nexec "{python}" -m {module} "$@"\n')
+        script.chmod(0o755)
+    (home / "bin" / "ruff").symlink_to(find_ruff_bin())
+    return home / "bin"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_the_page_leads_from_nothing_to_a_backend(tmp_path):
+    reader = Reader(tmp_path)
+    for language, title, text in BLOCKS:
+        reader.take(language, title, text)
+    assert not [name for name, body in methods(reader.shown).items() if "NotImplementedError" in body]
+    reader.run("pytest -q tests/test_plugin.py && ruff check . && ruff format --check rlframework_zzp/[cp]*.py")
+
+
+@pytest.mark.parametrize("path", ["plugin.py", "config.py", "worker.py"])
+def test_the_code_of_the_page_is_that_of_the_example(path):
+    name = f"rlframework_ddp/{path}"
+    shown = "\n".join(text for _, title, text in BLOCKS if title == name)
+    assert shown == (EXAMPLE / name).read_text()
+
+
+def test_every_primitive_capability_and_test_that_is_named_is_there():
+    words = set(re.findall(r"\b[a-z_]+\b", PAGE))
+    assert set(Engine.__abstractmethods__) <= words
+    named = {
+        word for line in PAGE.splitlines() if line.startswith("| `") for word in re.findall(r"`([A-Z_0-9]+)`", line)
+    }
+    assert named == set(Capability.__members__)
+    tests = set(re.findall(r"\btest_[a-z_]+\b", PAGE)) - {"test_conformance"}
+    assert tests <= set(PolicyWorkerSuite.tests())
+
+
+def test_the_runner_of_the_page_can_fail(tmp_path):
+    reader = Reader.__new__(Reader)
+    reader.folder, reader.project, reader.bin, reader.printed = tmp_path, tmp_path / "none", tmp_path, ""
+    reader.take("shell", "", "echo one\n")
+    reader.take("text", "", "one\n")
+    for language, text in (("shell", "false\n"), ("shell", "! true\n"), ("text", "two\n")):
+        with pytest.raises(AssertionError):
+            reader.take(language, "", text)

@@ -1,0 +1,39 @@
+"""The example of a backend by a third party: it conforms, and stays as small as it says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlframework import load_config
+from rlframework.conformance import PolicyWorkerSuite
+from rlframework.errors import ConfigError
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "ddp_backend"
+
+
+class TestPolicyWorker(PolicyWorkerSuite):
+    backend = "ddp"
+    quick = ("data=1",)  # `make conformance` has data=2 too
+
+
+def test_its_python_is_under_300_lines():
+    lines = sum(len(path.read_text().splitlines()) for path in EXAMPLE.rglob("*.py"))
+    assert 150 < lines < 300
+
+
+def test_a_model_that_takes_images_is_refused_before_anything_starts(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llava", "vision_config": {}}')
+    policy = {"model_name": str(tmp_path), "backend": "ddp"}
+    run = {"algorithm": {"name": "grpo"}, "environment": {"name": "addition"}, "policy": policy}
+    with pytest.raises(ConfigError, match=r"policy\.model_name.*models of text alone"):
+        load_config(run)
+
+
+@pytest.mark.parametrize("megabytes", [0, -1, "many"])
+def test_its_section_is_checked(megabytes, tmp_path):
+    policy = {"model_name": str(tmp_path), "backend": "ddp", "ddp": {"bucket_megabytes": megabytes}}
+    run = {"algorithm": {"name": "grpo"}, "environment": {"name": "addition"}, "policy": policy}
+    with pytest.raises(ConfigError, match=r"policy\.ddp\.bucket_megabytes"):
+        load_config(run)
