@@ -3,12 +3,13 @@
 #
 #   PYTHON=python3.12   the interpreter that makes the environment (3.11 or newer)
 #   ARGS='--seed 1'     arguments of the quickstart
-#   PYTEST_ARGS='-x'    arguments of pytest, instead of two processes
+#   PYTEST_ARGS='-x'    arguments of pytest, instead of three processes
 
 VENV ?= .venv
 ARGS ?=
-# Two processes; the tests that use Ray stay together in one of them, so that there is one Ray a session.
-PYTEST_ARGS ?= -n 2 --dist loadgroup
+# Three processes for two cores: the tests that use Ray stay together in one of them, so that there is one Ray a session,
+# and mostly wait.
+PYTEST_ARGS ?= -n 3 --dist loadgroup
 
 PYTHON ?= $(firstword $(foreach name,python3 python3.13 python3.12 python3.11 python3.14 python,$(shell \
 	$(name) -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $(name))))

@@ -128,14 +128,23 @@ def policy_sharding(world_size: int, parallelism: ParallelismConfig) -> NamedSha
 
     A `ConfigError` when the workers cannot be divided into whole replicas of the model.
     """
-    if world_size < 1 or world_size % parallelism.model_size:
+    shape = (parallelism.pipeline, data_parallel_size(world_size, parallelism), parallelism.context, parallelism.tensor)
+    return NamedSharding(np.arange(world_size).reshape(shape), POLICY_AXES)
+
+
+def data_parallel_size(world_size: int, parallelism: ParallelismConfig) -> int:
+    """How many replicas of the model `world_size` workers hold, each with rows of its own.
+
+    A `ConfigError` when the workers cannot be divided into whole replicas.
+    """
+    size, left = divmod(world_size, parallelism.model_size)
+    if left or size < 1:
         raise ConfigError(
             f"{world_size} workers cannot hold whole replicas of the model: pipeline {parallelism.pipeline} x context "
             f"{parallelism.context} x tensor {parallelism.tensor} takes {parallelism.model_size} workers each; "
             "make worker_group.num_workers a multiple of it, or change policy.parallelism"
         )
-    shape = (parallelism.pipeline, -1, parallelism.context, parallelism.tensor)
-    return NamedSharding(np.arange(world_size).reshape(shape), POLICY_AXES)
+    return size
 
 
 def _as_ranks(layout: Sequence[Any] | NDArray[Any]) -> NDArray[np.int64]:

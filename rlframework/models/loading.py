@@ -5,6 +5,7 @@ What a kind of model can do is tried in `abilities`; weights are read in pieces 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +17,8 @@ from rlframework.config.policy import PolicyConfig
 from rlframework.errors import DataError
 from rlframework.models.reward import score_every_token
 
+logger = logging.getLogger(__name__)
+
 
 def load_model(config: PolicyConfig, attention: str | None) -> Any:
     """The model with fp32 weights on the CPU; a `DataError` that says what is missing when it cannot be loaded.
@@ -24,9 +27,9 @@ def load_model(config: PolicyConfig, attention: str | None) -> Any:
     name of transformers; None: the model's own choice.
     """
     from safetensors import SafetensorError
-    from transformers.utils import logging
+    from transformers.utils.logging import disable_progress_bar
 
-    logging.disable_progress_bar()
+    disable_progress_bar()
     model_config = load_config(config)
     try:
         model, found = auto_class(model_config, config.head).from_pretrained(
@@ -43,6 +46,17 @@ def load_model(config: PolicyConfig, attention: str | None) -> Any:
         raise _cannot_be_loaded(config, f"it lacks {sorted(found['missing_keys'])[:3]}")
     model.config.use_cache = False
     return ready(model.eval(), config.head)
+
+
+def load_whole(config: PolicyConfig, attention: str | None) -> Any:
+    """As `load_model`, for an engine that would rather have read pieces and could not, which is logged."""
+    model = load_model(config, attention)
+    logger.warning(
+        "%s is no directory of safetensors named as %s names its weights: every process held a whole copy to load it",
+        config.model_name,
+        type(model).__name__,
+    )
+    return model
 
 
 def load_config(config: PolicyConfig) -> Any:

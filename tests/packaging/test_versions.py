@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import re
 import tomllib
 from pathlib import Path
 
@@ -93,9 +92,7 @@ def test_each_plugin_has_one_entry_point_with_a_light_module(name):
 
 def test_the_script_is_there():
     assert project("core")["project"]["scripts"] == {"rlframework": "rlframework.cli:main"}
-    spec = importlib.util.find_spec("rlframework.cli")
-    assert spec is not None
-    assert re.search(r"^def main\(", Path(spec.origin).read_text(), re.MULTILINE)
+    assert callable(importlib.import_module("rlframework.cli").main)
 
 
 def test_the_developers_requirements_have_one_line_for_each_distribution():

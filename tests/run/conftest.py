@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+FOLDER = str(Path(__file__).parent)
+if FOLDER not in sys.path:
+    sys.path.append(FOLDER)  # where the modules lie that serve several files of tests, and plugins
 
 
 @pytest.fixture(scope="session")
@@ -38,7 +43,6 @@ def make_config(tiny_llama: Path):
 
 
 @pytest.fixture
-def run_config(make_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def run_config(make_config: Any, tmp_path: Path):
     """`run_config(algorithm, *overrides)`: the checked configuration of a short run in `tmp_path`."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))  # where probe_tasks lies
     return partial(make_config, tmp_path)

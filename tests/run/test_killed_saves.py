@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import signal
@@ -13,39 +12,24 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
+from probe_runs import SHARDED, begin
 
-from rlframework import run
 from rlframework.algorithms.checkpoints import checkpoints_in
-from rlframework.configure import config_yaml, load_config
-from rlframework.distributed.processes import PRELOADED
 from rlframework.policy.manifest import check_files
 from rlframework.runner import build_parts, resume
 
 KILLS = 2
 
 
-def _child(config: str) -> None:
-    os.setsid()  # a process group with its workers
-    torch.set_num_threads(1)
-    run(load_config(config))
-
-
 @pytest.fixture
 def killed(run_config, tmp_path):
     """`killed(name, seconds)`: a run whose process group is killed so long after its first checkpoint."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOADED))
 
     def kill(name: str, seconds: float) -> Path:
         out = tmp_path / name
         keys = ["algorithm.num_steps=5000", "algorithm.validation={at_start: false, at_end: false}", "plugins=[]"]
-        keys += ["checkpoints.every=1", "checkpoints.format=sharded", "checkpoints.asynchronous=true"]
-        keys += [f"output_dir={out}", "worker_group={name: processes, num_workers: 2}"]
-        config = tmp_path / f"{name}.yaml"
-        config.write_text(config_yaml(run_config("sft", *keys)))
-        process = context.Process(target=_child, args=(str(config),))
-        process.start()
+        keys += ["checkpoints.every=1", *SHARDED, f"output_dir={out}", "worker_group={name: processes, num_workers: 2}"]
+        process = begin(run_config("sft", *keys), tmp_path / f"{name}.yaml")
         until = time.monotonic() + 60.0
         while not checkpoints_in(out) and process.is_alive() and time.monotonic() < until:
             time.sleep(0.002)

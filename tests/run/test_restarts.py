@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from probe_runs import assert_same_weights
 
 from rlframework import run
 from rlframework.algorithms.checkpoints import checkpoints_in
@@ -62,9 +62,7 @@ def whole(make_config, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("undisturbed")
     (folder / "plan").mkdir()
     loss = f"algorithm.loss={{name: 'probe_losses:Deadly', plan: {folder / 'plan'}}}"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(Path(__file__).parent))  # where probe_losses lies
-        run(make_config(folder, "sft", *options(folder / "whole", loss)))
+    run(make_config(folder, "sft", *options(folder / "whole", loss)))
     return folder / "whole"
 
 
@@ -74,9 +72,7 @@ def rows(path: Path, name: str = "metrics.jsonl") -> list[dict]:
 
 def assert_same(left: Path, right: Path) -> None:
     """The same weights to the bit; the same lines of metrics, each step once, but for times and memory."""
-    wanted = load_file(left / "model" / "model.safetensors")
-    for name, weight in load_file(right / "model" / "model.safetensors").items():
-        assert torch.equal(weight, wanted[name]), name
+    assert_same_weights(left, right)
     kept = [
         [
             {key: value for key, value in row.items() if key.startswith(("step", "train/", "validation/"))}

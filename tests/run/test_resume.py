@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import multiprocessing
 import os
 import random
 import signal
@@ -13,31 +12,21 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
+from probe_runs import SHARDED, assert_same_weights, begin, weights
 
 from rlframework import run
 from rlframework.algorithms.checkpoints import checkpoints_in
-from rlframework.configure import config_yaml, load_config
-from rlframework.distributed.processes import PRELOADED
 from rlframework.errors import ConfigError, DataError, RunTerminated, UserError
 from rlframework.files import alone_in
 from rlframework.policy.policy import Policy
 from rlframework.runner import resume
 
 KILLS = 20
-SHARDED = ("checkpoints.format=sharded", "checkpoints.asynchronous=true")
-
-
-def weights(path: Path) -> dict[str, torch.Tensor]:
-    return load_file(path / "model" / "model.safetensors")
 
 
 def assert_same(left: Path, right: Path) -> None:
     """The same weights to the bit, and the same metrics of each step but for times."""
-    wanted = weights(left)
-    for name, weight in weights(right).items():
-        assert torch.equal(weight, wanted[name]), name
+    assert_same_weights(left, right)
     assert steps_of(left) == steps_of(right)
 
 
@@ -62,8 +51,7 @@ def test_going_on_from_a_checkpoint_ends_at_the_same_numbers(run_config, tmp_pat
     whole, two = steps_of(tmp_path / "whole"), steps_of(tmp_path / "two")
     del two[4], whole[4]  # the last step of the shorter run has a validation that the other has not
     assert whole == two
-    left, right = weights(tmp_path / "whole"), weights(tmp_path / "two")
-    assert all(torch.equal(left[name], right[name]) for name in left)
+    assert_same_weights(tmp_path / "whole", tmp_path / "two")
 
 
 def test_the_last_and_the_best_are_kept(run_config, tmp_path):
@@ -161,26 +149,14 @@ def test_going_on_with_other_workers_agrees_to_rounding(run_config, tmp_path):
 # -- processes that are ended ------------------------------------------------------------------------------------------
 
 
-def _child(config: str, folder: str) -> None:
-    import sys
-
-    sys.path.insert(0, folder)  # where probe_tasks lies
-    torch.set_num_threads(1)
-    run(load_config(config))
-
-
 @pytest.fixture
 def started(run_config, tmp_path):
     """`started(out)`: a process that runs into `out`."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOADED))
     processes = []
 
     def start(out: Path, *more: str):
-        path = tmp_path / f"{out.name}.yaml"
-        path.write_text(config_yaml(run_config("sft", *overrides(out, "algorithm.num_steps=12", *more))))
-        process = context.Process(target=_child, args=(str(path), str(Path(__file__).parent)))
-        process.start()
+        config = run_config("sft", *overrides(out, "algorithm.num_steps=12", *more))
+        process = begin(config, tmp_path / f"{out.name}.yaml")
         processes.append(process)
         return process
 

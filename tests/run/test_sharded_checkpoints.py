@@ -8,8 +8,7 @@ import threading
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
+from probe_runs import SHARDED, assert_same_weights
 from torch.distributed.checkpoint import FileSystemWriter
 
 from rlframework import run
@@ -18,22 +17,10 @@ from rlframework.errors import ConfigError, DataError, UserError, WorkerLost
 from rlframework.policy.policy import Policy
 from rlframework.runner import build_parts, resume
 
-SHARDED = ("checkpoints.format=sharded", "checkpoints.asynchronous=true")
-
 
 def overrides(out: Path, *more: str) -> list[str]:
     validation = "algorithm.validation={at_start: false, at_end: false}"
     return [f"output_dir={out}", "algorithm.num_steps=6", validation, "checkpoints.every=2", *more]
-
-
-def weights(path: Path) -> dict[str, torch.Tensor]:
-    return load_file(path / "model" / "model.safetensors")
-
-
-def assert_same(left: Path, right: Path) -> None:
-    wanted = weights(left)
-    for name, weight in weights(right).items():
-        assert torch.equal(weight, wanted[name]), name
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +37,7 @@ def test_either_form_is_gone_on_from_without_being_told(run_config, tmp_path, wh
         run(run_config("sft", *overrides(whole)))
     run(run_config("sft", *overrides(tmp_path / "run", *before), "algorithm.num_steps=4"))
     resume(tmp_path / "run", ["algorithm.num_steps=6", "~checkpoints.format", "~checkpoints.asynchronous", *after])
-    assert_same(whole, tmp_path / "run")
+    assert_same_weights(whole, tmp_path / "run")
     assert [path.name for path in checkpoints_in(tmp_path / "run")] == ["step-000004", "step-000006"]
     assert not [path for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name.startswith(".")]
 

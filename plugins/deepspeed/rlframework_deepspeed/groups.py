@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rlframework.errors import ConfigError
+from rlframework.distributed.named_sharding import data_parallel_size
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -28,13 +28,7 @@ class Sizes:
     @classmethod
     def of(cls, world_size: int, parallelism: ParallelismConfig) -> Sizes:
         """What `world_size` ranks make of the configuration; a `ConfigError` where they do not factor."""
-        data, left = divmod(world_size, parallelism.context * parallelism.tensor)
-        if left or not data:
-            raise ConfigError(
-                f"{world_size} workers do not divide by policy.parallelism: context {parallelism.context} x tensor "
-                f"{parallelism.tensor}; make worker_group.num_workers a multiple of it"
-            )
-        return cls(data, parallelism.context, parallelism.tensor)
+        return cls(data_parallel_size(world_size, parallelism), parallelism.context, parallelism.tensor)
 
 
 class Groups:

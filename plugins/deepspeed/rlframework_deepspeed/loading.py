@@ -9,7 +9,6 @@ process, which is logged.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -20,10 +19,8 @@ from torch import Tensor, nn
 from rlframework.config.policy import PolicyConfig
 from rlframework.models.adapters import outside
 from rlframework.models.files import named_weights, weights_folder
-from rlframework.models.loading import load_model
+from rlframework.models.loading import load_whole
 from rlframework.policy.file_names import file_weights
-
-logger = logging.getLogger(__name__)
 
 
 def give_memory(model: nn.Module, dtype: torch.dtype) -> None:
@@ -49,13 +46,7 @@ def saved_weights(
             if found is not None:
                 yield found
                 return
-    whole = load_model(config, attention)
-    logger.warning(
-        "%s is no directory of safetensors named as %s names its weights: every process held a whole copy to load it",
-        config.model_name,
-        type(whole).__name__,
-    )
-    yield _by_file_names(whole)
+    yield _by_file_names(load_whole(config, attention))
 
 
 def _by_file_names(whole: Any) -> Mapping[str, Tensor]:

@@ -16,8 +16,8 @@ from rlframework.models import attention, context_parallel
 from rlframework.models.abilities import decoder_layers
 
 
-def compile_blocks(model: nn.Module) -> None:
-    """Compile each block of `model` when it first runs; before `fully_shard`."""
+def compile_blocks(model: nn.Module, compiler: str = "inductor") -> None:
+    """Compile each block of `model` when it first runs, with this backend of torch.compile; before `fully_shard`."""
     from transformers import AttentionInterface
 
     own: dict[str, Callable[..., Any]] = {
@@ -27,4 +27,4 @@ def compile_blocks(model: nn.Module) -> None:
     for name, function in own.items():
         AttentionInterface.register(name, torch.compiler.disable(function))
     for layer in decoder_layers(model):
-        layer.compile(dynamic=True)
+        layer.compile(dynamic=True, backend=compiler)

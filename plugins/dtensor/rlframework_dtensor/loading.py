@@ -7,22 +7,17 @@ quantised ones and those not in safetensors take a whole copy on every process, 
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from rlframework.config.policy import PolicyConfig
 from rlframework.models.adapters import is_inside, outside
 from rlframework.models.files import read_weights, weights_folder
-from rlframework.models.loading import load_model
+from rlframework.models.loading import load_whole
 from rlframework_dtensor.file_names import here
 from rlframework_dtensor.offload import move_buffers
 from rlframework_dtensor.pieces import put
-
-logger = logging.getLogger(__name__)
 
 
 @torch.no_grad()
@@ -41,16 +36,7 @@ def fill(model: Any, config: PolicyConfig, attention: str | None, device: torch.
     wanted = {outside(name): tensor for name, tensor in held.items() if not is_inside(name)}
     folder = weights_folder(config.model_name) if not getattr(model.config, "quantization_config", None) else None
     if folder is None or not read_weights(wanted, folder, model, here):
-        _copy(wanted, load_model(config, attention), config.model_name)
-
-
-def _copy(wanted: Mapping[str, Tensor], whole: Any, model_name: str) -> None:
-    """From a whole model in this process, which is what this module is there to avoid."""
-    logger.warning(
-        "%s is no directory of safetensors named as %s names its weights: every process held a whole copy to load it",
-        model_name,
-        type(whole).__name__,
-    )
-    found = dict(whole.named_parameters()) | dict(whole.named_buffers())
-    for name, weight in wanted.items():
-        put(weight, found[name])
+        whole = load_whole(config, attention)
+        found = dict(whole.named_parameters()) | dict(whole.named_buffers())
+        for name, weight in wanted.items():
+            put(weight, found[name])

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from rlframework.distributed.named_sharding import data_parallel_size
 from rlframework.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -42,12 +43,7 @@ class Sizes:
     @classmethod
     def of(cls, world_size: int, parallelism: ParallelismConfig, replicate: int = 1) -> Sizes:
         """What `world_size` ranks make of the configuration; a `ConfigError` where they do not factor."""
-        data, left = divmod(world_size, parallelism.context * parallelism.tensor)
-        if left or not data:
-            raise ConfigError(
-                f"{world_size} workers do not divide by policy.parallelism: context {parallelism.context} x tensor "
-                f"{parallelism.tensor}; make worker_group.num_workers a multiple of it"
-            )
+        data = data_parallel_size(world_size, parallelism)
         if data % replicate:
             raise ConfigError(
                 f"policy.dtensor.replicate={replicate} does not divide {data}, the number of workers that share the "

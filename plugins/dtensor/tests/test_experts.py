@@ -139,7 +139,7 @@ def test_files_of_experts_are_read_without_a_whole_model(models, tmp_path, monke
             weights |= {f"{path}.gate_up_proj": torch.stack(halves), f"{path}.down_proj": torch.stack(down)}
     (tmp_path / "config.json").write_text((source / "config.json").read_text())
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    monkeypatch.setattr(loading, "load_model", None)  # no whole model is made
+    monkeypatch.setattr(loading, "load_whole", None)  # no whole model is made
     built = build_model(
         PolicyConfig(model_name=str(tmp_path), precision="bfloat16"),
         DTensorConfig(),

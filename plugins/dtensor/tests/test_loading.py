@@ -52,7 +52,7 @@ def model(tmp_path):
 
 def test_files_in_half_precision_are_read_as_fp32(loaded, model, monkeypatch):
     path, saved = model("untied", lambda weights: {name: value.bfloat16() for name, value in weights.items()})
-    monkeypatch.setattr(loading, "load_model", None)  # no whole model is made
+    monkeypatch.setattr(loading, "load_whole", None)  # no whole model is made
     found = loaded(path)
     assert found.keys() == saved.keys()
     for name, weight in found.items():
@@ -64,7 +64,7 @@ def test_files_may_leave_the_prefix_of_the_base_model_out(loaded, model, monkeyp
     path, saved = model(
         "learned_positions", lambda weights: {name.removeprefix("transformer."): w for name, w in weights.items()}
     )
-    monkeypatch.setattr(loading, "load_model", None)
+    monkeypatch.setattr(loading, "load_whole", None)
     for name, weight in loaded(path).items():
         assert torch.equal(weight, saved[name.removeprefix("transformer.")]), name
 
@@ -72,7 +72,7 @@ def test_files_may_leave_the_prefix_of_the_base_model_out(loaded, model, monkeyp
 def test_files_may_have_a_tied_head_under_the_name_of_the_head(loaded, model, monkeypatch):
     old, new = "model.embed_tokens.weight", "lm_head.weight"
     path, saved = model("tied", lambda weights: {new if name == old else name: w for name, w in weights.items()})
-    monkeypatch.setattr(loading, "load_model", None)
+    monkeypatch.setattr(loading, "load_whole", None)
     found = loaded(path)
     assert torch.equal(found[old], saved[new])
     assert new not in found

@@ -137,7 +137,9 @@ def test_rows_of_the_vocabulary_are_as_torch_cuts_them(on_rank, vocabulary, rank
 
 
 def test_workers_that_do_not_factor_are_refused():
-    with pytest.raises(ConfigError, match=r"6 workers do not divide by policy\.parallelism: context 2 x tensor 2"):
+    with pytest.raises(
+        ConfigError, match=r"6 workers cannot hold whole replicas of the model: pipeline 1 x context 2 x tensor 2"
+    ):
         Sizes.of(6, ParallelismConfig(context=2, tensor=2))
     with pytest.raises(ConfigError, match=r"policy\.dtensor\.replicate=2 does not divide 3"):
         Sizes.of(6, ParallelismConfig(tensor=2), replicate=2)

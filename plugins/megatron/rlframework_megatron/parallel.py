@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from rlframework.distributed import process_groups
+from rlframework.distributed.named_sharding import data_parallel_size
 from rlframework.errors import ConfigError
 from rlframework_megatron.upstream import parallel_state, random_states
 
@@ -38,12 +39,7 @@ class Sizes:
     @classmethod
     def of(cls, world_size: int, parallelism: ParallelismConfig, virtual: int = 1) -> Sizes:
         """What `world_size` ranks make of the configuration; a `ConfigError` where they do not factor."""
-        data, left = divmod(world_size, parallelism.model_size)
-        if left or not data:
-            raise ConfigError(
-                f"{world_size} workers do not divide by policy.parallelism: pipeline {parallelism.pipeline} x context "
-                f"{parallelism.context} x tensor {parallelism.tensor}; make worker_group.num_workers a multiple of it"
-            )
+        data = data_parallel_size(world_size, parallelism)
         if data % parallelism.expert:
             raise ConfigError(
                 f"policy.parallelism.expert={parallelism.expert} does not divide {data}, the number of workers that "

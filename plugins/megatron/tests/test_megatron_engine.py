@@ -55,7 +55,10 @@ def test_on_a_gpu_there_is_no_adapter():
 
 @pytest.mark.parametrize(
     ("workers", "axes", "says"),
-    [(3, {"tensor": 2}, "3 workers do not divide"), (2, {"expert": 4}, "does not divide 2, the number of workers")],
+    [
+        (3, {"tensor": 2}, "3 workers cannot hold whole replicas"),
+        (2, {"expert": 4}, "does not divide 2, the number of workers"),
+    ],
 )
 def test_workers_that_do_not_factor_are_refused(workers, axes, says):
     with pytest.raises(ConfigError, match=says):

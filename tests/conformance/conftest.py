@@ -1,0 +1,44 @@
+"""Tests that run pytest on a tiny suite; `probe_tiny_suite`, which serves several files, is put on the import path."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = str(Path(__file__).parent)
+if FOLDER not in sys.path:
+    sys.path.append(FOLDER)
+
+
+@pytest.fixture(scope="session")
+def parts_are_imported():
+    """Once, and not by each run of pytest anew: it forgets the modules that it imported."""
+    from rlframework.conformance import report  # noqa: F401
+    from rlframework.plugins.manager import create_manager
+
+    create_manager()
+
+
+@pytest.fixture
+def tests(parts_are_imported, pytester, monkeypatch):
+    """`tests("class TestIt(TinySuite): ...")` writes a test module beside an installed plugin and its suite."""
+    from probe_tiny_suite import PARTS, SUITE
+
+    monkeypatch.delenv("RLFRAMEWORK_DISABLE_PLUGINS", raising=False)
+    monkeypatch.setenv("PYTHONPATH", str(pytester.path), prepend=":")
+    info = pytester.mkdir("tiny-1.5.dist-info")
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tiny\nVersion: 1.5\n")
+    (info / "entry_points.txt").write_text("[rlframework]\ntiny = tiny_parts\nruined = tiny_ruin\n")
+    pytester.makepyfile(tiny_parts=PARTS, tiny_suite=SUITE, tiny_ruin="raise ImportError('libruin.so is missing')")
+    pytester.syspathinsert()
+
+    def write(body):
+        pytester.makepyfile(test_it=f"import pytest\nfrom tiny_suite import EngineSuite, TinySuite\n\n{body}")
+
+    def of(backend, suite="TinySuite", more="pass"):
+        write(f"class TestIt({suite}):\n    backend = {backend!r}\n    {more}\n")
+
+    write.of = of
+    return write
