@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
@@ -26,6 +27,12 @@ processes.PRELOADED = (
 )
 
 ALPHABET = string.digits + string.ascii_lowercase + " +-*=?.,:\n"
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported stays: thousands of tests need not search it for garbage again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-TOKENS, HIDDEN, VOCABULARY = 1024, 256, 150_000
+TOKENS, HIDDEN = 1024, 256
 WAYS = ("whole logits", "in chunks")
 
 
@@ -47,21 +47,21 @@ def _status(name: str) -> int:
     raise OSError(f"/proc/self/status has no {name}")
 
 
-def head_memory(device: str = "cpu") -> dict[str, int]:
-    """Peak bytes of log-probabilities and their backward, each way in a process of its own."""
-    command = [sys.executable, __file__, device]
+def head_memory(vocabulary: int, device: str = "cpu") -> dict[str, int]:
+    """Peak bytes of log-probabilities of 1,024 tokens and their backward, each way in a process of its own."""
+    command = [sys.executable, __file__, str(vocabulary), device]
     return {way: int(subprocess.check_output([*command, way], text=True).split()[-1]) for way in WAYS}
 
 
-def _head(device: str, way: str) -> int:
+def _head(vocabulary: int, device: str, way: str) -> int:
     import torch
 
     from rlframework.policy.head import chunked_logprobs
 
     torch.manual_seed(0)
     hidden = torch.randn(TOKENS, HIDDEN, device=device).requires_grad_()
-    weight = (0.02 * torch.randn(VOCABULARY, HIDDEN, device=device)).requires_grad_()
-    targets = torch.randint(VOCABULARY, (TOKENS,), device=device)
+    weight = (0.02 * torch.randn(vocabulary, HIDDEN, device=device)).requires_grad_()
+    targets = torch.randint(vocabulary, (TOKENS,), device=device)
 
     def work() -> None:
         if way == "in chunks":
@@ -75,4 +75,4 @@ def _head(device: str, way: str) -> int:
 
 
 if __name__ == "__main__":
-    print(_head(sys.argv[1], sys.argv[2]))
+    print(_head(int(sys.argv[1]), sys.argv[2], sys.argv[3]))

@@ -203,6 +203,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--precision", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--head", action=argparse.BooleanOptionalAction, default=True, help="measure the head's memory")
+    parser.add_argument("--vocabulary", type=int, default=150_000, help="of that head (default 150,000)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
     arguments = parser.parse_args()
     if min(arguments.pairs, arguments.rows) < 1 or arguments.longest < 12:
@@ -223,7 +224,7 @@ def main() -> None:
             print(describe(lengths, rows), flush=True)
             found[lengths] = measure(model, tokenizer, rows, arguments)
     peak_flops = matrix_product_flops("cuda") if arguments.device == "cuda" else None
-    head = head_memory(arguments.device) if arguments.head else {}
+    head = head_memory(arguments.vocabulary, arguments.device) if arguments.head else {}
     here = machine()
     where = torch.cuda.get_device_name() if arguments.device == "cuda" else f"{here['cpu']}, {here['threads']} thread"
     print(
@@ -235,7 +236,8 @@ def main() -> None:
         print(*one.checks, "", report(lengths, one, peak_flops), "", sep="\n")
     for name, size in head.items():
         print(
-            f"log-probabilities of 1,024 tokens and their backward, vocabulary 150,000, {name}: {size / 2**20:,.0f} MiB"
+            f"log-probabilities of 1,024 tokens and their backward, vocabulary {arguments.vocabulary:,}, {name}: "
+            f"{size / 2**20:,.0f} MiB"
         )
     if arguments.json:
         settings = {key: value for key, value in vars(arguments).items() if key != "json"}

@@ -1,6 +1,7 @@
-"""What a user gets: wheels of all distributions, and `rlframework-core[dtensor]` from them in an empty environment.
+"""What a user gets: wheels of all distributions, and those of core and dtensor in an environment of their own.
 
-Needs a package index for the dependencies; without one it fails.
+That has links to what they say they need, and to what that needs, as installed here: so nothing is fetched, and nothing
+else can be imported. `make outside` has an index fill an environment instead.
 """
 
 from __future__ import annotations
@@ -9,11 +10,16 @@ import json
 import os
 import subprocess
 import sys
+import sysconfig
 import venv
 import zipfile
+from collections.abc import Iterable, Iterator
+from functools import cache
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
 SOURCES = {
@@ -64,15 +70,42 @@ def wheels(tmp_path_factory) -> dict[str, Path]:
     return {path.name.split("-")[0].replace("_", "-"): path for path in place.glob("*.whl")}
 
 
+def needed(requirements: Iterable[str], extra: str = "") -> Iterator[metadata.Distribution]:
+    """The distributions that `requirements` name, and those that these need; some more than once."""
+    for requirement in map(Requirement, requirements):
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": extra}):
+            continue
+        if requirement.name.startswith("rlframework"):
+            continue  # it comes as a wheel
+        found = metadata.distribution(requirement.name)
+        yield found
+        for wanted in requirement.extras or {""}:
+            yield from _needed(found.metadata["Name"], wanted)
+
+
+@cache
+def _needed(name: str, extra: str) -> tuple[metadata.Distribution, ...]:
+    return tuple(needed(metadata.requires(name) or (), extra))
+
+
+def link(distribution: metadata.Distribution, place: Path) -> None:
+    """What `distribution` has at the top of site-packages, as links in `place`."""
+    for name in {path.parts[0] for path in distribution.files or ()} - {"..", "__pycache__"}:
+        if not (place / name).exists():
+            (place / name).symlink_to(distribution.locate_file(name))
+
+
 @pytest.fixture(scope="module")
 def installed(wheels, tmp_path_factory) -> Path:
     """The `bin` of an environment with `rlframework-core[dtensor]` in it."""
     home = tmp_path_factory.mktemp("empty")
     venv.create(home)  # without pip: ours installs into it
-    links = wheels["rlframework-core"].parent
-    wanted = f"rlframework-core[dtensor] @ {wheels['rlframework-core'].as_uri()}"
-    install = ("install", "--quiet", "--no-compile", "--find-links", links, wanted)
-    run(*pip_for(home), *install, cwd=home, minutes=10)
+    own = wheels["rlframework-core"], wheels["rlframework-dtensor"]
+    run(*pip_for(home), "install", "--quiet", "--no-deps", "--no-index", *own, cwd=home)
+    place = Path(sysconfig.get_path("purelib", vars={"base": str(home), "platbase": str(home)}))
+    for info in place.glob("rlframework*.dist-info"):
+        for distribution in needed(metadata.PathDistribution(info).requires or (), "dtensor"):
+            link(distribution, place)
     return home / "bin"
 
 

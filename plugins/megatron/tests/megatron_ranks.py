@@ -2,18 +2,13 @@
 
     megatron_ranks.py FOLDER CASE...    a case: MODEL:LAYOUT:PRECISION:OPTIMIZER, such as tied:tensor=2:bf16:distributed
 
-Processes are forked from one that has imported all. Prints a line of JSON: the complaints of each case, by rank. What
-is right is told by torch's AdamW on whole weights, with gradients that are cut for each rank.
+Prints a line of JSON: the complaints of each case, by rank. What is right is told by torch's AdamW on whole weights,
+with gradients that are cut for each rank.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import sys
-import traceback
-from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -288,37 +283,18 @@ def check(case: Case) -> None:
         check_resuming(case, reference)
 
 
-def run(folder: Path, words: list[str]) -> Iterator[list[str]]:
-    for word in words:
-        case = Case(folder, word)
-        try:
-            with quiet(), cpu.on(CPU):
-                check(case)
-        finally:
-            Ranks.leave()
-        yield case.complaints
-
-
-def main() -> None:
-    folder, words = Path(sys.argv[1]), sys.argv[2:]
-    store = f"file://{folder}/store-{os.getpid()}"
-    rank = next((rank for rank in range(1, WORLD) if not os.fork()), 0)
-    dist.init_process_group("gloo", store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=60))
+def run(folder: Path, word: str) -> list[str]:
+    case = Case(folder, word)
     try:
-        own = list(run(folder, words))
-        found: list[Any] = [None] * WORLD
-        dist.all_gather_object(found, own)
-        if rank == 0:
-            told = {word: {r: found[r][n][:5] for r in range(WORLD) if found[r][n]} for n, word in enumerate(words)}
-            print(json.dumps(told))
-        dist.barrier()
-    except BaseException:  # noqa: BLE001 - told, and the process ends: the others wait for it
-        traceback.print_exc()
-        os._exit(1)
-    dist.destroy_process_group()
-    if rank:
-        os._exit(0)
+        with quiet(), cpu.on(CPU):
+            check(case)
+    finally:
+        Ranks.leave()
+    return case.complaints
 
 
 if __name__ == "__main__":
-    main()
+    from forked_ranks import tell  # beside this program
+
+    FOLDER = Path(sys.argv[1])
+    tell(WORLD, FOLDER, sys.argv[2:], lambda word, rank: run(FOLDER, word))

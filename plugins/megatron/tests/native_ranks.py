@@ -3,16 +3,13 @@
     native_ranks.py FOLDER MODEL CASE...    a case: FROM:LAYOUT:OPTIMIZER, such as start-plain:tensor=2:plain
 
 FOLDER has FROM, a native checkpoint, and FROM.pt, what it must hold. Each case loads it, trains a step, saves that as
-CASE and what it must hold as CASE.pt, and takes it up again under the same layout. Prints the complaints as JSON.
+CASE and what it must hold as CASE.pt, and takes it up again under the same layout. Prints the complaints of each case
+as JSON, by rank.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import sys
-import traceback
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -99,27 +96,11 @@ def check(folder: Path, model: str, word: str, rank: int) -> list[str]:
     train(again, layout, 3, rank)
     complaints += [f"gone on: {what}" for what in differences(told(again), wanted)]
     again.shutdown()
-    return complaints[:5]
-
-
-def main() -> None:
-    folder, model, words = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
-    rank = int(not os.fork())
-    store = f"file://{folder}/store-{os.getppid() if rank else os.getpid()}"
-    dist.init_process_group("gloo", store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=60))
-    try:
-        found: list[Any] = [None] * WORLD
-        dist.all_gather_object(found, {word: check(folder, model, word, rank) for word in words})
-        if rank == 0:
-            print(json.dumps({word: [complaint for one in found for complaint in one[word]] for word in words}))
-        dist.barrier()
-    except BaseException:  # noqa: BLE001 - told, and the process ends: the other waits for it
-        traceback.print_exc()
-        os._exit(1)
-    dist.destroy_process_group()
-    if rank:
-        os._exit(0)
+    return complaints
 
 
 if __name__ == "__main__":
-    main()
+    from forked_ranks import tell  # beside this program
+
+    FOLDER, MODEL = Path(sys.argv[1]), sys.argv[2]
+    tell(WORLD, FOLDER, sys.argv[3:], lambda word, rank: check(FOLDER, MODEL, word, rank))

@@ -132,7 +132,7 @@ def test_two_ranks_go_on_under_other_layouts_and_one_after_them(folder, model, w
         check=False,
     )
     assert done.returncode == 0, done.stderr[-6000:]
-    assert json.loads(done.stdout.splitlines()[-1]) == {case: [] for case in CASES}
+    assert json.loads(done.stdout.splitlines()[-1]) == {case: {} for case in CASES}
     for case in CASES:
         worker = worker_of(case.rsplit(":")[-1])
         worker.load_native(folder / case, optimizer=True)
