@@ -1,7 +1,7 @@
 """Pages of the documentation are run as a reader would: their files are written, their commands are run, in order.
 
 - A block with `title="NAME"` is the file NAME.
-- A `shell` block is run by bash, and must end well; a line that begins with `! ` must fail.
+- A `shell` block is run (see `probe_shell`), and must end well; a line that begins with `! ` must fail.
 - Each line of a `text` block behind it stands in what it printed.
 - Other blocks are to be read.
 
@@ -13,14 +13,15 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from probe_shell import run_shell
 
 DOCS = Path(__file__).parents[2] / "docs"
+COMMANDS = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 
 _BLOCK = re.compile(r"^```(\w*)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _TITLE = re.compile(r'\s*title="([^"]+)"')
@@ -45,7 +46,7 @@ def blocks(page: str) -> list[Block]:
     return found
 
 
-def execute(path: Path, folder: Path, timeout: float = 300.0) -> str:
+def execute(path: Path, folder: Path) -> str:
     """Do what the page at `path` says, in `folder`; all that its commands printed. What goes wrong names its line."""
     printed, everything = "", ""
     for block in blocks(path.read_text(encoding="utf-8")):
@@ -53,29 +54,12 @@ def execute(path: Path, folder: Path, timeout: float = 300.0) -> str:
         if block.title:
             (folder / block.title).write_text(block.text, encoding="utf-8")
         elif block.language == "shell":
-            printed = _run(block.text, folder, where, timeout)
+            printed = run_shell(block.text, folder, where, {"PATH": COMMANDS})
             everything += printed
         elif block.language == "text":
             for line in block.text.splitlines():
                 assert line in printed, f"{where}: {line!r} is not in what was printed:\n{printed}"
     return everything
-
-
-def _run(commands: str, folder: Path, where: str, timeout: float) -> str:
-    negated = re.sub(r"^! (.*)$", r"if \1; then echo 'this must fail'; exit 1; fi", commands, flags=re.MULTILINE)
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", negated],
-        cwd=folder,
-        env=os.environ | {"PATH": path},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
-    assert done.returncode == 0, f"{where}: exit code {done.returncode}\n{commands}\n{done.stdout}"
-    return done.stdout
 
 
 def test_what_a_page_shows_and_does_not_do_is_found(tmp_path: Path) -> None:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import ast
 import os
 import re
-import subprocess
 import sysconfig
 import venv
 from pathlib import Path
 
 import pytest
+from probe_shell import run_shell
 from ruff import find_ruff_bin
 
 from rlframework.conformance import PolicyWorkerSuite
@@ -75,30 +75,24 @@ class Reader:
                 assert line in self.printed, f"{line!r} is not in what was printed:\n{self.printed}"
 
     def run(self, commands: str) -> str:
-        negated = re.sub(r"^! (.*)$", r"if \1; then echo 'this must fail'; exit 1; fi", commands, flags=re.MULTILINE)
         # nothing is fetched: what pip needs is there
         own = {"PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-        path = os.pathsep.join([str(self.bin), os.environ["PATH"]])
-        done = subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", negated],
-            cwd=self.project if self.project.exists() else self.folder,
-            env=os.environ | own | {"PATH": path, "COLUMNS": "200"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        assert done.returncode == 0, f"exit code {done.returncode}\n{commands}\n{done.stdout[-6000:]}"
-        return done.stdout
+        own |= {"PATH": os.pathsep.join([str(self.bin), os.environ["PATH"]]), "COLUMNS": "200"}
+        folder = self.project if self.project.exists() else self.folder
+        return run_shell(commands, folder, "docs/write_a_backend.md", own, packages_of(self.bin.parent))
+
+
+def packages_of(home: Path) -> str:
+    """Where the environment at `home` has its packages."""
+    return sysconfig.get_paths(vars={"base": str(home), "platbase": str(home)})["purelib"]
 
 
 def make_environment(home: Path) -> Path:
     """The `bin` of a new environment that finds this one's packages below its own, and installs into itself."""
     venv.create(home, symlinks=True)
-    python, paths = home / "bin" / "python", sysconfig.get_paths(vars={"base": str(home), "platbase": str(home)})
+    python = home / "bin" / "python"
     below = f"import site; site.addsitedir({sysconfig.get_paths()['purelib']!r})\n"
-    (Path(paths["purelib"]) / "below.pth").write_text(below)
+    (Path(packages_of(home)) / "below.pth").write_text(below)
     for command, module in (("rlframework", "rlframework.cli"), ("pip", "pip"), ("pytest", "pytest")):
         script = home / "bin" / command
         script.write_text(f'#!/bin/sh\nexec "{python}" -m {module} "$@"\n')
