@@ -34,6 +34,7 @@ test: $(VENV)/.installed-dev  ## all tests
 
 # The page is made from the JSON, also where something does not conform; the exit code is pytest's. A run that could not
 # start leaves both as they were.
+conformance: PYTEST_ARGS = -n 2 --dist loadgroup # layouts have up to four workers
 conformance: $(VENV)/.installed-dev  ## all parts in all their layouts; writes docs/results/conformance.json and .md
 	rm -f $(VENV)/conformance.json
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS) -o timeout=900 tests/conformance/all_parts.py \
