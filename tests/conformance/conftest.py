@@ -1,15 +1,9 @@
-"""Tests that run pytest on a tiny suite; `probe_tiny_suite`, which serves several files, is put on the import path."""
+"""Tests that run pytest on a tiny suite: see `probe_tiny_suite`."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
-
-FOLDER = str(Path(__file__).parent)
-if FOLDER not in sys.path:
-    sys.path.append(FOLDER)
+from probe_tiny_suite import PARTS, SUITE
 
 
 @pytest.fixture(scope="session")
@@ -24,8 +18,6 @@ def parts_are_imported():
 @pytest.fixture
 def tests(parts_are_imported, pytester, monkeypatch):
     """`tests("class TestIt(TinySuite): ...")` writes a test module beside an installed plugin and its suite."""
-    from probe_tiny_suite import PARTS, SUITE
-
     monkeypatch.delenv("RLFRAMEWORK_DISABLE_PLUGINS", raising=False)
     monkeypatch.setenv("PYTHONPATH", str(pytester.path), prepend=":")
     info = pytester.mkdir("tiny-1.5.dist-info")

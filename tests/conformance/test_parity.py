@@ -49,8 +49,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def manager(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))  # where probe_parity_backends lies
+def manager():
     return create_manager(["probe_parity_backends"])
 
 

@@ -1,17 +1,10 @@
-"""Puts this folder on the import path, here and so in the workers, which import `probe_workers` by name."""
-
-import sys
-from pathlib import Path
+"""Groups of workers that import `probe_workers` by name."""
 
 import pytest
 
 from rlframework.config.sections import DeadlinesConfig, WorkerGroupConfig
 from rlframework.distributed.named_sharding import NamedSharding
 from rlframework.interfaces.worker_group import WorkerSpec
-
-FOLDER = str(Path(__file__).parent)
-if FOLDER not in sys.path:
-    sys.path.append(FOLDER)
 
 
 @pytest.fixture

@@ -1,20 +1,14 @@
-"""What the tests of several pages share; `probe_shell`, which serves two files, is put on the import path."""
+"""What the tests of several pages share."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rlframework.configure import config_schema
 from rlframework.plugins.manager import create_manager
-
-FOLDER = str(Path(__file__).parent)
-if FOLDER not in sys.path:
-    sys.path.append(FOLDER)
 
 
 def paths(schema: Mapping[str, Any], definitions: Mapping[str, Any], above: str = "") -> Iterator[str]:

@@ -8,6 +8,7 @@ from collections import namedtuple
 from importlib import metadata
 
 import pytest
+from probe_findings import GIB, levels
 
 from rlframework.doctor import machine, packages
 from rlframework.doctor.context import Context, ProbeError
@@ -15,7 +16,6 @@ from rlframework.doctor.findings import Level
 from rlframework.observers.host import Gpu
 
 Usage = namedtuple("Usage", "total used free")
-GIB = 2**30
 TORCH = {
     "torch": "2.13.0",
     "cuda": None,
@@ -26,10 +26,6 @@ TORCH = {
     "warnings": [],
 }
 ON_CUDA = TORCH | {"cuda": "13.0", "cuda_available": True, "nccl": "2.28.3"}
-
-
-def levels(findings):
-    return [finding.level for finding in findings]
 
 
 # -- machine -----------------------------------------------------------------------------------------------------------

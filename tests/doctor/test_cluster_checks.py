@@ -7,11 +7,11 @@ import threading
 from pathlib import Path
 
 import pytest
+from probe_findings import GIB, levels
 
 from rlframework.doctor import cluster
 from rlframework.doctor.findings import Level
 
-GIB = 2**30
 NODE = {"address": "10.0.0.1", "alive": True, "cpus": 8.0, "gpus": 2.0, "memory_bytes": GIB, "object_store_bytes": GIB}
 CLUSTER = {
     "error": None,
@@ -20,10 +20,6 @@ CLUSTER = {
     "nodes": [NODE, NODE | {"address": "10.0.0.2"}, NODE | {"address": "10.0.0.3", "alive": False}],
     "free": {"CPU": 12.0},
 }
-
-
-def levels(findings):
-    return [finding.level for finding in findings]
 
 
 @pytest.fixture

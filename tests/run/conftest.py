@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-FOLDER = str(Path(__file__).parent)
-if FOLDER not in sys.path:
-    sys.path.append(FOLDER)  # where the modules lie that serve several files of tests, and plugins
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from shutil import which
 
 import pytest
@@ -66,7 +65,6 @@ def test_compiled_parts_of_a_sequence_are_those_of_the_oracle(tmp_path, monkeypa
 
     What the graphs become in C++ is shown above, and would take most of a minute in each of the two.
     """
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))  # where probe_graphs lies
     manager = create_manager()
     found = manager.select("policy_worker", "dtensor")
     record = replace(found.record, target="probe_graphs:GraphsAlone")

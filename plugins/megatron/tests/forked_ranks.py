@@ -1,9 +1,11 @@
-"""For programs of this folder: gloo ranks, forked from a process that has imported all, that say what is not right."""
+"""Programs of this folder: gloo ranks, forked from a process that has imported all, that say what is not right."""
 
 from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -13,6 +15,22 @@ from typing import Any
 import torch.distributed as dist
 
 MOST = 5
+
+
+def complaints(program: Path, *words: str, warnings: tuple[str, ...] = (), seconds: float) -> dict[str, Any]:
+    """What the `tell` of `program` printed; it must end well. `warnings`: filters, where all others are errors."""
+    filters = [part for each in ("error", *warnings) for part in ("-W", each)]
+    done = subprocess.run(
+        [sys.executable, *filters, str(program), *words],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 def tell(world: int, folder: Path, words: list[str], check: Callable[[str, int], list[str]]) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from forked_ranks import tell
 from torch import Tensor
 
 from rlframework.config.policy import PolicyConfig
@@ -294,7 +295,5 @@ def run(folder: Path, word: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    from forked_ranks import tell  # beside this program
-
     FOLDER = Path(sys.argv[1])
     tell(WORLD, FOLDER, sys.argv[2:], lambda word, rank: run(FOLDER, word))

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from forked_ranks import tell
 
 from rlframework.algorithms.losses import NLLLoss
 from rlframework.conformance import cases
@@ -100,7 +101,5 @@ def check(folder: Path, model: str, word: str, rank: int) -> list[str]:
 
 
 if __name__ == "__main__":
-    from forked_ranks import tell  # beside this program
-
     FOLDER, MODEL = Path(sys.argv[1]), sys.argv[2]
     tell(WORLD, FOLDER, sys.argv[3:], lambda word, rank: check(FOLDER, MODEL, word, rank))
