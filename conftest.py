@@ -8,13 +8,19 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test fetches anything
 
+import signal
 import string
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from rlframework.distributed import processes
+
+# A shell starts what runs in its background with Ctrl-C ignored, and all that is started here would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # What hundreds of tests start in worker processes is imported once, where these are forked from.
 processes.PRELOADED = (
@@ -28,11 +34,26 @@ processes.PRELOADED = (
 
 ALPHABET = string.digits + string.ascii_lowercase + " +-*=?.,:\n"
 
+_imported = 0
+
+
+def _keep_imports() -> None:
+    """What has been imported stays: thousands of tests need not search it for garbage again."""
+    global _imported
+    if len(sys.modules) >= _imported + 50:
+        gc.collect()
+        gc.freeze()
+        _imported = len(sys.modules)
+
 
 def pytest_collection_finish() -> None:
-    """What has been imported stays: thousands of tests need not search it for garbage again."""
-    gc.collect()
-    gc.freeze()
+    """Collecting has imported most."""
+    _keep_imports()
+
+
+def pytest_runtest_logfinish() -> None:
+    """Some engines are imported by the first test that has a worker."""
+    _keep_imports()
 
 
 @pytest.fixture(scope="session")

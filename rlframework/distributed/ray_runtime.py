@@ -17,7 +17,9 @@ _OWNED_BY: set[int] = set()
 _PRIVATE: list[bool] = []
 """Not empty: the Ray that is up is this process's own."""
 
-_NEEDED = ("PYTHONPATH", "PYTHONHOME", "LD_PRELOAD", "VIRTUAL_ENV", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+_UNREAD_LOGS = {"RAY_LOG_MONITOR_MANY_FILES_THRESHOLD": "0", "LOG_NAME_UPDATE_INTERVAL_S": "86400"}
+"""A private Ray's logs are read where they lie (`log_tail`); Ray would look for new lines in all, ten times a second."""
+_NEEDED = ("PYTHONPATH", "PYTHONHOME", "LD_PRELOAD", "VIRTUAL_ENV", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", *_UNREAD_LOGS)
 _NEEDED_BEGINNINGS = ("RAY_", "NVIDIA_")
 """What Ray's own processes get of this one's environment, besides `machine.KEPT`; their workers inherit it."""
 _MAY_JOIN = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
@@ -68,6 +70,8 @@ def acquire(user: int, address: str | None = None, listen: str = "127.0.0.1") ->
     # Ray runs workers at niceness 15: beside another busy program on the same cores they would all but stand still
     settings["RAY_worker_niceness"] = "0"
     private = would_be_private(address)
+    if private:
+        settings |= _UNREAD_LOGS
     if private and listen == _LOOPBACK:
         settings[_MAY_JOIN] = "0"
     with _environment(settings):
