@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 MANAGER: pytest.StashKey[PluginManager] = pytest.StashKey()
 BENCH: pytest.StashKey[Bench] = pytest.StashKey()
 PASSED = pytest.StashKey[bool]()
+SUBJECTS: pytest.StashKey[dict[tuple[type[Suite], Layout, str], Subject]] = pytest.StashKey()
 PLANNED = pytest.StashKey[dict[str, None]]()
 """The subjects of the suites that were collected, as JSON: what should have results in the end."""
 WORKER_OUTPUT = "rlframework_conformance_planned"
@@ -106,11 +107,15 @@ def _subject(item: Any) -> Subject:
 
 
 def _subject_of(config: pytest.Config, suite: type[Suite], layout: Layout, path: Path) -> Subject:
+    """The same for all tests of a class in a layout, so it is put together once."""
     from rlframework.conformance.report import Subject
 
-    device = config.getoption("--conformance-device")
+    known = config.stash.setdefault(SUBJECTS, {})
     where = f"{path.name}::{suite.__qualname__}"
-    return Subject.of(suite, _registered(config, suite), layout, device, where)
+    if (suite, layout, where) not in known:
+        device = config.getoption("--conformance-device")
+        known[suite, layout, where] = Subject.of(suite, _registered(config, suite), layout, device, where)
+    return known[suite, layout, where]
 
 
 @pytest.hookimpl(tryfirst=True)

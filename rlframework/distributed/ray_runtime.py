@@ -18,8 +18,8 @@ _PRIVATE: list[bool] = []
 """Not empty: the Ray that is up is this process's own."""
 
 _UNREAD_LOGS = {"RAY_LOG_MONITOR_MANY_FILES_THRESHOLD": "0", "LOG_NAME_UPDATE_INTERVAL_S": "86400"}
-"""A private Ray's logs are read where they lie (`log_tail`); Ray would look for new lines in all, ten times a second."""
-_NEEDED = ("PYTHONPATH", "PYTHONHOME", "LD_PRELOAD", "VIRTUAL_ENV", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", *_UNREAD_LOGS)
+"""A private Ray's logs are read where they lie (`log_tail`), so it need not look for new lines ten times a second."""
+_NEEDED = ("PYTHONPATH", "PYTHONHOME", "LD_PRELOAD", "VIRTUAL_ENV", *_UNREAD_LOGS)
 _NEEDED_BEGINNINGS = ("RAY_", "NVIDIA_")
 """What Ray's own processes get of this one's environment, besides `machine.KEPT`; their workers inherit it."""
 _MAY_JOIN = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"

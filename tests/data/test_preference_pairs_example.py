@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import runpy
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from probe_forked import run_program
 
 from rlframework.data.preferences import PreferencePairs
 from rlframework.data.tokenizer import character_tokenizer
@@ -25,8 +25,7 @@ def run(patch: pytest.MonkeyPatch, *words: object) -> int:
 
 
 def test_it_makes_saves_and_measures_pairs(tmp_path: Path) -> None:
-    words = map(str, [sys.executable, SCRIPT, SOLUTIONS, "--output", tmp_path / "pairs"])
-    done = subprocess.run([*words], capture_output=True, text=True, timeout=100, check=False)
+    done = run_program(SCRIPT, SOLUTIONS, "--output", tmp_path / "pairs")
     assert done.returncode == 0, done.stderr
     assert "11 questions with 15 right and 28 wrong solutions" in done.stdout  # one of 16 is there twice
     assert "6 of them (54.5%) have both kinds" in done.stdout

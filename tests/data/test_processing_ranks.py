@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
+from probe_forked import run_program
 
 pytestmark = [
     pytest.mark.xdist_group("processing"),  # one start of the two ranks serves all
@@ -103,8 +102,7 @@ if rank == 0:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, "-W", "ignore", "-c", RANKS, str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+    done = run_program(RANKS, folder, warnings=["ignore"])
     assert done.returncode == 0, done.stderr
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 

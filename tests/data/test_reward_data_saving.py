@@ -5,13 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import stat
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from probe_forked import run_program
 from tensordict import LazyStackedTensorDict, MemoryMappedTensor, TensorDict
 
 from rlframework.data.reward_data import RewardData
@@ -63,7 +62,7 @@ def test_refreshing_after_another_process_saved(tmp_path: Path, loaded: bool) ->
         "RewardData.from_lengths(torch.full((3, 4), 9), torch.tensor([1, 2, 3]), end_scores=torch.ones(3))"
         f".save({str(tmp_path / 'a')!r})"
     )
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=100)
+    run_program(script).check_returncode()
     assert mine.input_ids[0, 1] == 1
     assert mine.memmap_refresh_() is mine
     assert mine.input_ids.tolist() == [[9] * 4] * 3
@@ -213,8 +212,7 @@ def test_a_process_that_is_killed_while_saving_leaves_the_old_folder(tmp_path: P
         "memmap_folder.reserve = lambda folder: os.kill(os.getpid(), signal.SIGKILL)\n"
         f"RewardData.from_lengths(torch.ones(9, 4).int(), torch.ones(9).int()).save({str(tmp_path / 'a')!r})"
     )
-    done = subprocess.run([sys.executable, "-c", script], check=False, timeout=100)
-    assert done.returncode == -9
+    assert run_program(script).returncode == -9
     assert RewardData.load(tmp_path / "a").input_ids.flatten().tolist() == list(range(12))
 
 

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
+
+from probe_forked import run_program
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "data.py"
 
 
-def run(*arguments):
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=110, check=True, env=environment).stdout
-
-
 def test_the_data_benchmark(tmp_path):
-    printed = run("--small", "--json", tmp_path / "data.json")
+    done = run_program(SCRIPT, "--small", "--json", tmp_path / "data.json")
+    assert done.returncode == 0, done.stderr
     written = json.loads((tmp_path / "data.json").read_text())
     names = [line["case"] for line in written["cases"]]
     assert {"shard: plain", "shard: packed balanced", "reorder_data", "from_batches", "to another process"} <= set(
@@ -26,4 +20,4 @@ def test_the_data_benchmark(tmp_path):
     )
     assert all(line["ratio"]["median"] > 0 and line["size"] == "64x128" for line in written["cases"])
     for name in names:
-        assert f"64x128  {name} " in printed
+        assert f"64x128  {name} " in done.stdout

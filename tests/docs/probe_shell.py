@@ -6,7 +6,6 @@ a command takes, and the pages have some twenty. `tests/packaging` and the examp
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import re
 import shlex
@@ -16,7 +15,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from rlframework.distributed import processes
+from probe_forked import run_forked
 
 _PLAIN = re.compile(r"^(! )?rlframework ([^|<>&;$`]*)$")
 
@@ -68,28 +67,15 @@ def _bash(commands: str, folder: Path, environment: Mapping[str, str]) -> tuple[
 def _call(line: str, folder: Path, environment: Mapping[str, str], packages: str) -> tuple[int, str]:
     words = shlex.split(line)
     must_fail = words[0] == "!"
-    out = folder / ".printed"
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(processes.PRELOADED))
-    arguments = (words[2:] if must_fail else words[1:], folder, dict(environment), packages, out)
-    process = context.Process(target=_command, args=arguments)
-    process.start()
-    process.join(300)
-    if process.exitcode is None:
-        process.kill()
-    printed = out.read_text()
-    out.unlink()
+    arguments = words[2:] if must_fail else words[1:]
+    done = run_forked(_command, arguments, packages, folder=folder, environment=environment)
+    printed = done.stdout + done.stderr
     if must_fail:
-        return (0, printed) if process.exitcode in (1, 2) else (1, f"{printed}\nthis must fail")
-    return -1 if process.exitcode is None else process.exitcode, printed
+        return (0, printed) if done.returncode in (1, 2) else (1, f"{printed}\nthis must fail")
+    return done.returncode, printed
 
 
-def _command(words: list[str], folder: Path, environment: dict[str, str], packages: str, out: Path) -> None:
-    os.environ.update(environment)
-    os.chdir(folder)
-    with out.open("w") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
+def _command(words: list[str], packages: str) -> None:
     if packages:
         site.addsitedir(packages)
     sys.argv = ["rlframework", *words]

@@ -18,6 +18,8 @@ import pytest
 from rlframework.plugins import hookspec
 from rlframework.policy.engine import Engine
 
+pytestmark = pytest.mark.xdist_group("site")  # one build serves all
+
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 TOOLS = DOCS / "tools"

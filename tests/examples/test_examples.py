@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from probe_forked import run_program
 
 from rlframework import config_schema, create_manager, load_config
 from rlframework.errors import ConfigError, WorkerError
@@ -18,9 +18,9 @@ ROOT = Path(__file__).parents[2]
 CONFIGURATIONS = sorted(path for path in (ROOT / "examples").rglob("*.yaml") if path.name != "smollm2.yaml")
 
 
-def script(*words: object) -> str:
+def script(program: Path, *words: object) -> str:
     """What the script prints; it must end well."""
-    done = subprocess.run([sys.executable, *map(str, words)], capture_output=True, text=True, timeout=300, check=False)
+    done = run_program(program, *words)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from probe_forked import run_program
 
 from rlframework.algorithms.losses import NLLLoss
 from rlframework.data.packed_tensor import PackedTensor
@@ -265,8 +265,7 @@ def ran(tmp_path_factory):
     for family in tiny_vlms.FAMILIES:
         save(family, folder)
     families = ",".join(tiny_vlms.FAMILIES)
-    command = [sys.executable, "-c", RANKS, str(folder), families, str(Path(__file__).parent), FIXTURES]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    done = run_program(RANKS, folder, families, Path(__file__).parent, FIXTURES)
     assert done.returncode == 0, done.stderr[-4000:]
     return folder
 

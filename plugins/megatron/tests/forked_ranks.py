@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -13,21 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from probe_forked import run_program
 
 MOST = 5
 
 
 def complaints(program: Path, *words: str, warnings: tuple[str, ...] = (), seconds: float) -> dict[str, Any]:
     """What the `tell` of `program` printed; it must end well. `warnings`: filters, where all others are errors."""
-    filters = [part for each in ("error", *warnings) for part in ("-W", each)]
-    done = subprocess.run(
-        [sys.executable, *filters, str(program), *words],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=seconds,
-        check=False,
-    )
+    done = run_program(program, *words, warnings=["error", *warnings], seconds=seconds)
     assert done.returncode == 0, done.stderr[-6000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found

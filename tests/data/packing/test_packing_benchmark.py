@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from probe_forked import run_program
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = ROOT / "benchmarks" / "packing.py"
@@ -19,8 +18,7 @@ SCRIPT = ROOT / "benchmarks" / "packing.py"
 def test_the_benchmark_measures_every_packer_and_both_deals(tmp_path):
     words = [SCRIPT, "--small", "--pairs", 1, "--gsm8k", ROOT / "tests/fixtures/gsm8k_train.jsonl"]
     files = ["--json", tmp_path / "found.json", "--plot", tmp_path / "costs.png"]
-    command = [sys.executable, *map(str, [*words, *files])]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = run_program(*words, *files)
     assert done.returncode == 0, done.stderr
     assert "lengths in words and punctuation marks" in done.stdout
     assert "first fit decreasing has the bins of a plain scan" in done.stdout
