@@ -25,8 +25,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # What hundreds of tests start in worker processes is imported once, where these are forked from.
 processes.PRELOADED = (
     "rlframework.conformance.inside",
+    "rlframework.conformance.mutants.policy_worker",
+    "rlframework.conformance.suites.probe_worker",
+    "rlframework.plugins.builtin",
     "rlframework_dtensor.worker",
-    "deepspeed",
+    "rlframework_deepspeed.worker",
     "rlframework_megatron.worker",
     "rlframework_ddp.worker",
     *processes.PRELOADED,
