@@ -102,7 +102,7 @@ if rank == 0:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    done = run_program(RANKS, folder, warnings=["ignore"])
+    done = run_program(RANKS, folder, warnings=["ignore"], seconds=180)
     assert done.returncode == 0, done.stderr
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 

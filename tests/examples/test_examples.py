@@ -20,7 +20,7 @@ CONFIGURATIONS = sorted(path for path in (ROOT / "examples").rglob("*.yaml") if 
 
 def script(program: Path, *words: object) -> str:
     """What the script prints; it must end well."""
-    done = run_program(program, *words)
+    done = run_program(program, *words, seconds=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -20,9 +20,11 @@ from typing import Any
 from rlframework.distributed.processes import PRELOADED
 
 Done = subprocess.CompletedProcess[str]
+SECONDS = 110
+"""Less than a test has, which then can say what its program printed."""
 
 
-def run_program(program: Path | str, *words: object, seconds: float = 300, warnings: Sequence[str] = ()) -> Done:
+def run_program(program: Path | str, *words: object, seconds: float = SECONDS, warnings: Sequence[str] = ()) -> Done:
     """A file, or code, with `words` for its arguments; `warnings`: filters in the order of the option -W."""
     return run_forked(_program, program, [str(word) for word in words], list(warnings), seconds=seconds)
 
@@ -32,7 +34,7 @@ def run_forked(
     *arguments: Any,
     folder: Path | None = None,
     environment: Mapping[str, str] | None = None,
-    seconds: float = 300,
+    seconds: float = SECONDS,
 ) -> Done:
     """What became of `function`, in `folder` with this process's environment and `environment`.
 
