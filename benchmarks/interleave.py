@@ -64,19 +64,17 @@ def interleave(
     timings = Timings({name: [] for name in contenders}, {name: [] for name in contenders})
     names = list(contenders)
     gc.freeze()  # what is there stays; searching it for garbage would take longer than much that is timed
-    try:
-        for index in range(-warmup, rounds):
-            turn = index % len(names)
-            for name in names[turn:] + names[:turn]:
-                gc.collect()
-                started = clock()
-                units = contenders[name]()
-                spent = clock() - started
-                if index >= 0:
-                    timings.seconds[name].append(spent)
-                    timings.units[name].append(units)
-    finally:
-        gc.unfreeze()
+    for index in range(-warmup, rounds):
+        turn = index % len(names)
+        for name in names[turn:] + names[:turn]:
+            gc.collect()
+            started = clock()
+            units = contenders[name]()
+            spent = clock() - started
+            if index >= 0:
+                timings.seconds[name].append(spent)
+                timings.units[name].append(units)
+    gc.unfreeze()
     return timings
 
 

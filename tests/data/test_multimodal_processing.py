@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tiny_vlms
 import torch
 
 from rlframework.data.processing import get_microbatch_iterator
 from rlframework.distributed.batched_data_dict import BatchedDataDict
-
-FIXTURES = str(Path(__file__).parents[1] / "fixtures")
-if FIXTURES not in sys.path:
-    sys.path.append(FIXTURES)
-
-import tiny_vlms  # noqa: E402  # found through the line above
 
 FIXED: dict[str, Any] = {"dynamic_batching": {"enabled": False}}
 DYNAMIC: dict[str, Any] = {"dynamic_batching": {"enabled": True}}

@@ -5,12 +5,11 @@ from __future__ import annotations
 import copy
 import json
 import pickle
-import subprocess
-import sys
 from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
+from probe_forked import run_program
 
 from rlframework.data import tensor_parcel
 from rlframework.data.packed_tensor import PackedTensor
@@ -248,7 +247,7 @@ if __name__ == "__main__":
 def test_another_process_gets_batches_of_its_own(tmp_path):
     script = tmp_path / "other.py"
     script.write_text(OTHER_PROCESS)
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=90, check=False)
+    done = run_program(script, seconds=90)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == {
         "class": "SlicedDataDict",

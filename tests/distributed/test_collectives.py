@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
+from probe_forked import run_program
 
 pytestmark = [
     pytest.mark.xdist_group("collectives"),  # one start of the ranks serves all
@@ -99,8 +98,7 @@ if rank == 0:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, "-c", RANKS, str(folder), *KINDS]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+    done = run_program(RANKS, folder, *KINDS, seconds=180)
     assert done.returncode == 0, done.stderr
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(3)]
 

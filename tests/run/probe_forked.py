@@ -14,6 +14,7 @@ import sys
 import tempfile
 import warnings as python_warnings
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,15 @@ from rlframework.distributed.processes import PRELOADED
 Done = subprocess.CompletedProcess[str]
 SECONDS = 110
 """Less than a test has, which then can say what its program printed."""
+
+
+def begin_forked(function: Callable[..., Any], *arguments: Any) -> BaseProcess:
+    """A process that has begun with `function`, in the environment of the first that was begun so."""
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(list(PRELOADED))
+    process = server.Process(target=function, args=arguments)
+    process.start()
+    return process
 
 
 def run_program(program: Path | str, *words: object, seconds: float = SECONDS, warnings: Sequence[str] = ()) -> Done:
@@ -40,13 +50,10 @@ def run_forked(
 
     `subprocess.TimeoutExpired` after so many seconds.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOADED))
     with tempfile.TemporaryDirectory() as told:
         out, err = Path(told, "out"), Path(told, "err")
         variables = dict(os.environ) | dict(environment or {})
-        process = context.Process(target=_begin, args=(folder, variables, out, err, function, arguments))
-        process.start()
+        process = begin_forked(_begin, folder, variables, out, err, function, arguments)
         process.join(seconds)
         if process.exitcode is None:
             process.kill()
@@ -78,7 +85,7 @@ def _program(program: Path | str, words: list[str], warnings: list[str]) -> None
         python_warnings.simplefilter(action, getattr(builtins, category or "Warning"))
     if isinstance(program, str):
         sys.argv = ["-c", *words]
-        exec(compile(program, "<string>", "exec"), {"__name__": "__main__"})  # noqa: S102 - the test's own program
+        exec(program, {"__name__": "__main__"})  # noqa: S102 - the test's own program
         return
     sys.argv = [str(program), *words]
     sys.path.insert(0, str(program.parent))

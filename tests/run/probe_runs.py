@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import torch
+from probe_forked import begin_forked
 from safetensors.torch import load_file
 
 from rlframework import run
 from rlframework.configure import config_yaml, load_config
-from rlframework.distributed.processes import PRELOADED
 
 SHARDED = ("checkpoints.format=sharded", "checkpoints.asynchronous=true")
 
@@ -33,11 +32,7 @@ def assert_same_weights(left: Path, right: Path) -> None:
 def begin(config: Any, path: Path) -> BaseProcess:
     """A process that leads a group with its workers and runs `config`, which is written to `path` for it."""
     path.write_text(config_yaml(config))
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOADED))
-    process = context.Process(target=_run, args=(str(path),))
-    process.start()
-    return process
+    return begin_forked(_run, str(path))
 
 
 def _run(config: str) -> None:

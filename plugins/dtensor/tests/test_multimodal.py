@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_vlms
 import torch
 from probe_forked import run_program
 
@@ -16,12 +16,6 @@ from rlframework.data.tokenizer import character_tokenizer
 from rlframework.distributed.batched_data_dict import BatchedDataDict
 from rlframework.errors import BatchError, DataError
 from rlframework_dtensor.worker import DTensorPolicyWorker
-
-FIXTURES = str(Path(__file__).parents[3] / "tests" / "fixtures")
-if FIXTURES not in sys.path:
-    sys.path.append(FIXTURES)
-
-import tiny_vlms  # noqa: E402  # found through the line above
 
 pytestmark = pytest.mark.xdist_group("multimodal")  # one start of the two ranks serves all
 
@@ -217,7 +211,6 @@ UNCOUNTED = {  # rows that count for nothing
 RANKS = """
 import datetime, os, sys
 from pathlib import Path
-sys.path += sys.argv[3:]
 import torch
 import torch.distributed as dist
 import test_multimodal as tests
@@ -265,7 +258,7 @@ def ran(tmp_path_factory):
     for family in tiny_vlms.FAMILIES:
         save(family, folder)
     families = ",".join(tiny_vlms.FAMILIES)
-    done = run_program(RANKS, folder, families, Path(__file__).parent, FIXTURES)
+    done = run_program(RANKS, folder, families)
     assert done.returncode == 0, done.stderr[-4000:]
     return folder
 
