@@ -40,9 +40,9 @@ conformance: $(VENV)/.installed-dev  ## all parts in all their layouts; writes d
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS) -o timeout=900 tests/conformance/all_parts.py \
 		--conformance-layout all --conformance-json $(VENV)/conformance.json; status=$$?; \
 	test -f $(VENV)/conformance.json || { echo "nothing was run, so docs/results is as it was" >&2; exit $$status; }; \
-	$(BIN)/python -m rlframework.conformance.table --shorten $(VENV)/conformance.json docs/results/conformance.json && \
+	$(BIN)/python -m rlframework.conformance.markdown --shorten $(VENV)/conformance.json docs/results/conformance.json && \
 	rm -f docs/results/conformance_engines.json && \
-	$(BIN)/python -m rlframework.conformance.table docs/results/conformance.json docs/results/conformance.md && \
+	$(BIN)/python -m rlframework.conformance.markdown docs/results/conformance.json docs/results/conformance.md && \
 	exit $$status
 
 outside: $(VENV)/.installed-dev  ## wheels alone, in empty environments: the example's suite, the quickstart on each backend

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from rlframework.distributed import processes
+from rlframework.workers import processes
 
 # A shell starts what runs in its background with Ctrl-C ignored, and all that is started here would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -24,9 +24,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # What hundreds of tests start in worker processes is imported once, where these are forked from.
 processes.PRELOADED = (
-    "rlframework.conformance.inside",
+    "rlframework.conformance.inspected_worker",
     "rlframework.conformance.mutants.policy_worker",
-    "rlframework.conformance.suites.probe_worker",
+    "rlframework.conformance.probe_worker",
     "rlframework.plugins.builtin",
     "rlframework_dtensor.worker",
     "rlframework_deepspeed.worker",
@@ -62,18 +62,18 @@ def pytest_runtest_logfinish() -> None:
 @pytest.fixture(scope="session")
 def ray_session() -> Iterator[None]:
     """A Ray for all tests that need one; mark them `@pytest.mark.xdist_group("ray")`, so that one process has them."""
-    from rlframework.distributed import ray_runtime
+    from rlframework.workers.ray import runtime
 
-    ray_runtime.acquire(0)
+    runtime.acquire(0)
     yield
-    ray_runtime.release(0)
+    runtime.release(0)
 
 
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory of a random Llama, 2 layers of 32, fp32, tied, with a character tokenizer. Do not write to it."""
-    from rlframework.data.models import make_llama
-    from rlframework.data.tokenizer import character_tokenizer
+    from rlframework.huggingface.model_directories import make_llama
+    from rlframework.huggingface.tokenizer import character_tokenizer
 
     path = tmp_path_factory.mktemp("models") / "tiny_llama"
     return make_llama(path, character_tokenizer(ALPHABET), hidden=32, layers=2, heads=4, kv_heads=2, max_positions=128)

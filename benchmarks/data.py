@@ -29,7 +29,7 @@ import torch
 from interleave import Timings, interleave, machine, table, write_json
 from torch import Tensor
 
-from rlframework.distributed.batched_data_dict import BatchedDataDict
+from rlframework.batch.batched_data_dict import BatchedDataDict
 
 SHARDS, GLOBAL_BATCHES, MICRO_ROWS = 8, 4, 8
 FEW_KEYS_FROM = 1 << 26

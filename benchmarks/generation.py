@@ -25,8 +25,8 @@ import transformers
 from interleave import Timings, interleave, machine, table, write_json
 from work import VOCABULARY, make_loop, make_model, make_policy
 
-from rlframework.distributed.batched_data_dict import BatchedDataDict
-from rlframework.generation.driver import Generation
+from rlframework.batch.batched_data_dict import BatchedDataDict
+from rlframework.generation.client import Generation
 
 PROMPTS, SAMPLES, TOKENS, END_TOKENS = 8, 8, 48, 48
 OURS, PLAIN = "rlframework", "model.generate"

@@ -56,7 +56,7 @@ def head_memory(vocabulary: int, device: str = "cpu") -> dict[str, int]:
 def _head(vocabulary: int, device: str, way: str) -> int:
     import torch
 
-    from rlframework.policy.head import chunked_logprobs
+    from rlframework.policy.head.logprobs import chunked_logprobs
 
     torch.manual_seed(0)
     hidden = torch.randn(TOKENS, HIDDEN, device=device).requires_grad_()

@@ -35,7 +35,7 @@ from typing import Any
 import numpy as np
 from interleave import Timings, interleave, machine, table, write_json
 
-from rlframework.data.packing import (
+from rlframework.batch.packing import (
     PackingAlgorithm,
     TokenCost,
     balanced_microbatches,

@@ -40,9 +40,9 @@ from interleave import Timings, interleave, machine, table, write_json
 
 from rlframework import create_manager, load_config
 from rlframework.conformance.policies import InspectedEngines
-from rlframework.data.models import make_llama
-from rlframework.data.tokenizer import character_tokenizer
-from rlframework.policy.policy import Policy
+from rlframework.huggingface.model_directories import make_llama
+from rlframework.huggingface.tokenizer import character_tokenizer
+from rlframework.policy.client import Policy
 
 IPC, COLLECTIVE = "refit, ipc", "refit, collective"
 BARE, MEMCPY = "bare copy", "bare copy, memcpy"
@@ -50,7 +50,7 @@ OVERLAPPED, MEMCPY_OVERLAPPED = "bare copy, overlapped", "bare memcpy, overlappe
 COPIES = BARE, MEMCPY, OVERLAPPED, MEMCPY_OVERLAPPED
 BROADCAST = "bare broadcast"
 PIECE = 32 << 20
-HELD = "rlframework.conformance.suites.policy_worker.looking:held_weights"
+HELD = "rlframework.conformance.suites.policy_worker.inspection:held_weights"
 PAIRS = (*((IPC, order) for order in COPIES), (COLLECTIVE, BROADCAST))
 
 

@@ -19,10 +19,10 @@ from plain import PlainLoop, Rows
 
 from rlframework import create_manager, load_config
 from rlframework.algorithms.losses import NLLLoss
-from rlframework.data.models import make_llama, quiet_transformers
-from rlframework.data.tokenizer import character_tokenizer
-from rlframework.distributed.batched_data_dict import BatchedDataDict
-from rlframework.policy.policy import Policy
+from rlframework.batch.batched_data_dict import BatchedDataDict
+from rlframework.huggingface.model_directories import make_llama, quiet_transformers
+from rlframework.huggingface.tokenizer import character_tokenizer
+from rlframework.policy.client import Policy
 
 VOCABULARY, ROWS, MICRO_ROWS = 2048, 32, 8
 LR, WEIGHT_DECAY, CLIP = 1e-4, 0.01, 1.0

@@ -31,13 +31,13 @@ import ray
 import torch
 from interleave import Timings, interleave, machine, table, write_json
 
+from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.sections import RayGroupConfig
-from rlframework.distributed import machine as this_machine
-from rlframework.distributed import ray_runtime
-from rlframework.distributed.batched_data_dict import BatchedDataDict
-from rlframework.distributed.named_sharding import NamedSharding
-from rlframework.distributed.ray_group import RayHostedGroup
+from rlframework.interfaces.named_sharding import NamedSharding
 from rlframework.interfaces.worker_group import WorkerContext, WorkerSpec
+from rlframework.workers import machine as this_machine
+from rlframework.workers.ray import runtime
+from rlframework.workers.ray.hosted_group import RayHostedGroup
 
 OURS, TENSORS, ARRAYS, BARE = "ours", "tensors", "arrays", "bare actors"
 WIDTH = 1024
@@ -259,7 +259,7 @@ def main() -> None:
     def wanted(name: str) -> bool:
         return not args.only or any(word in name for word in args.only)
 
-    ray_runtime.acquire(0)
+    runtime.acquire(0)
     found: list[dict[str, Any]] = []
     memory: dict[str, Any] = {}
     if any(wanted(name) for name in ("call", "answer", "replicated", "memory")):
@@ -275,7 +275,7 @@ def main() -> None:
         sides.group.shutdown()
     if wanted("start"):
         found.append(line(f"start of {args.workers} workers", starts(args.workers, args.starts, args.imports), BARE))
-    ray_runtime.release(0)
+    runtime.release(0)
     rows = [["case", "floor", "ours ms", "floor ms", "ratio"]]
     for told in found:
         ratio = told["ratio"]

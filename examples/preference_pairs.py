@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any
 from rlframework.errors import UserError
 
 if TYPE_CHECKING:
-    from rlframework.data.judged_solutions import JudgedQuestion
-    from rlframework.data.preferences import PreferencePairs, PreferenceRow
+    from rlframework.datasets.gsm8k_preferences import JudgedQuestion
+    from rlframework.datasets.preferences import PreferencePairs, PreferenceRow
 
 
 def main() -> int:
@@ -46,8 +46,8 @@ def main() -> int:
 
 
 def make_pairs(arguments: argparse.Namespace) -> None:
-    from rlframework.data.judged_solutions import pair_solutions, read_judged_solutions
-    from rlframework.data.preferences import PreferencePairs
+    from rlframework.datasets.gsm8k_preferences import pair_solutions, read_judged_solutions
+    from rlframework.datasets.preferences import PreferencePairs
 
     questions = read_judged_solutions(arguments.solutions)
     rows = pair_solutions(questions, pairs=arguments.pairs, seed=arguments.seed)
@@ -63,7 +63,7 @@ def make_pairs(arguments: argparse.Namespace) -> None:
 
 
 def make_tokenizer(directory: str | None, rows: Sequence[PreferenceRow]) -> Any:
-    from rlframework.data.tokenizer import character_tokenizer, load_tokenizer
+    from rlframework.huggingface.tokenizer import character_tokenizer, load_tokenizer
 
     if directory:
         return load_tokenizer(directory)

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from rlframework.algorithm import Parts, RunResult
     from rlframework.config.sections import RunConfig
     from rlframework.configure import config_schema, config_yaml, load_config
     from rlframework.errors import RLFrameworkError, UserError
-    from rlframework.interfaces.algorithm import Parts, RunResult
     from rlframework.plugins.manager import PluginManager, create_manager
-    from rlframework.runner import build_parts, run
+    from rlframework.runner.launch import build_parts, run
 
 __all__ = [
     "Parts",
@@ -36,18 +36,18 @@ __all__ = [
 ]
 
 _MODULES = {
-    "Parts": "interfaces.algorithm",
+    "Parts": "algorithm",
     "PluginManager": "plugins.manager",
     "RLFrameworkError": "errors",
     "RunConfig": "config.sections",
-    "RunResult": "interfaces.algorithm",
+    "RunResult": "algorithm",
     "UserError": "errors",
-    "build_parts": "runner",
+    "build_parts": "runner.launch",
     "config_schema": "configure",
     "config_yaml": "configure",
     "create_manager": "plugins.manager",
     "load_config": "configure",
-    "run": "runner",
+    "run": "runner.launch",
 }
 
 

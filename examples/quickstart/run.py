@@ -102,8 +102,8 @@ def run_phase(phase: str, output: Path, model: Path, seed: int, overrides: Seque
 
 def make_start(path: Path, seed: int) -> Path:
     """A random Llama of 0.8 million parameters, with a tokenizer of single characters, in `path`."""
-    from rlframework.data.models import make_llama
-    from rlframework.data.tokenizer import character_tokenizer
+    from rlframework.huggingface.model_directories import make_llama
+    from rlframework.huggingface.tokenizer import character_tokenizer
 
     return make_llama(path, character_tokenizer("0123456789+="), hidden=128, layers=4, heads=4, seed=seed)
 

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rlframework.algorithm import Parts
 from rlframework.algorithms.advantages import group_advantages, overlong_penalty
-from rlframework.algorithms.loop import StepLoop, Timer
 from rlframework.algorithms.losses import ClippedPGLoss
-from rlframework.algorithms.rollout import Rollout, rollout, row_seeds
+from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.algorithms import ClippedPGLossConfig, GRPOConfig, OwnPolicyLossConfig
-from rlframework.data.loader import PromptLoader
-from rlframework.distributed.batched_data_dict import BatchedDataDict
-from rlframework.interfaces.algorithm import Parts
+from rlframework.datasets.loader import PromptLoader
 from rlframework.plugins.own_parts import load_loss
 from rlframework.policy.metrics import average_metrics
+from rlframework.rollout.rollout import Rollout, rollout, row_seeds
+from rlframework.training.loop import StepLoop, Timer
 
 if TYPE_CHECKING:
     from torch import Tensor

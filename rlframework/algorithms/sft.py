@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rlframework.algorithms.loop import StepLoop, Timer
+from rlframework.algorithm import Parts
 from rlframework.algorithms.losses import NLLLoss
+from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.algorithms import SFTConfig
-from rlframework.data.chat import render_samples
-from rlframework.data.collate import TokenRows, pad_rendered
-from rlframework.data.loader import PromptLoader
-from rlframework.data.tokenizer import tokenizer_fingerprint
-from rlframework.data.tokens.reading import TokenData
-from rlframework.distributed.batched_data_dict import BatchedDataDict
+from rlframework.datasets.collate import TokenRows, pad_rendered
+from rlframework.datasets.loader import PromptLoader
+from rlframework.datasets.rendering import render_samples
+from rlframework.datasets.tokens.reading import TokenData
 from rlframework.errors import ConfigError
-from rlframework.interfaces.algorithm import Parts
+from rlframework.huggingface.tokenizer import tokenizer_fingerprint
 from rlframework.plugins.own_parts import load_loss
+from rlframework.training.loop import StepLoop, Timer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -1,13 +1,13 @@
-"""The command line: each command calls into a room. Nothing heavy is imported before a command runs.
+"""The command line: each command parses its arguments and calls into another package; heavy imports wait for a command.
 
-`common` has what commands share: options, and how errors end. The commands lie by what they are for: `jobs` start,
-ask and rewrite, `looking` changes nothing, `proving` is for the authors of parts.
+`common` has the application, shared options and error handling. The commands are grouped by purpose: `train` (train,
+convert, tokenize), `evaluate` (evaluate, generate), `inspect` (config, schema, plugins, doctor, report) and `develop`
+(conformance, parity, new-backend).
 
-Exit codes: 0; 2 for a mistake in what was given (`UserError`, or bad arguments); 1 for any other failure; 130 for
-Ctrl-C.
+Exit codes: 0; 2 for a user's mistake (`UserError`, or bad arguments); 1 for any other failure; 130 for Ctrl-C.
 """
 
-from rlframework.cli import jobs, looking, proving  # noqa: F401 - they put their commands into `app`
+from rlframework.cli import develop, evaluate, inspect, train  # noqa: F401 - they add their commands to `app`
 from rlframework.cli.common import app, main
 
 __all__ = ["app", "main"]

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlframework.data.models import quiet_transformers
-from rlframework.distributed.batched_data_dict import BatchedDataDict
+from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.files import replacing_directory
+from rlframework.huggingface.model_directories import quiet_transformers
 
 ALPHABET = string.digits + string.ascii_lowercase + "+-=? "
 MAX_POSITIONS = 64
@@ -27,7 +27,7 @@ WIDTH = 14
 
 def tokenizer() -> Any:
     """A tokenizer of one token a character."""
-    from rlframework.data.tokenizer import character_tokenizer
+    from rlframework.huggingface.tokenizer import character_tokenizer
 
     return character_tokenizer(ALPHABET)
 

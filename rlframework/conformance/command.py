@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlframework.conformance import SUITES, suite_of
-from rlframework.conformance.choosing import layouts_of
+from rlframework.conformance.layout_selection import layouts_of
 from rlframework.conformance.layouts import Layout, declared_layouts
 from rlframework.conformance.sections import parse_section, section_of
 from rlframework.errors import ConfigError, UserError
@@ -87,7 +87,7 @@ def _write(request: Request, report: Path) -> None:
     if request.json and report.exists():
         write_atomically(request.json, report.read_bytes())
     if request.markdown and report.exists():
-        from rlframework.conformance.table import markdown_of
+        from rlframework.conformance.markdown import markdown_of
 
         write_atomically(request.markdown, markdown_of([report]))
     for path in filter(None, (request.json, request.markdown)):

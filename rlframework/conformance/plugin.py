@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from rlframework.conformance.choosing import layouts_of
+from rlframework.conformance.layout_selection import layouts_of
 from rlframework.conformance.layouts import Layout
 from rlframework.conformance.rules import Suite, changed_since_sealed
 from rlframework.errors import ConfigError, PluginError, UserError
@@ -25,7 +25,7 @@ from rlframework.files import check_writable
 if TYPE_CHECKING:
     from rlframework.conformance.bench import Bench
     from rlframework.conformance.mutants.proof import MutantProof
-    from rlframework.conformance.passes import Passes
+    from rlframework.conformance.passed_tests import Passes
     from rlframework.conformance.report import Subject, Verdict
     from rlframework.plugins.manager import PluginManager, Registered
 
@@ -268,7 +268,7 @@ def open_proof_bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.Te
 @pytest.fixture(scope="session")
 def sound_passes(tmp_path_factory: pytest.TempPathFactory) -> Passes:
     """What sound parts have passed in this session, in whichever process."""
-    from rlframework.conformance.passes import Passes
+    from rlframework.conformance.passed_tests import Passes
 
     own = tmp_path_factory.getbasetemp()
     return Passes((own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "sound")
@@ -283,7 +283,7 @@ def conformance_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: Any, nextitem: Any) -> None:
     """End the worker processes that wait for another policy, when the class of tests that started them is over."""
-    warm = sys.modules.get("rlframework.conformance.warm")
+    warm = sys.modules.get("rlframework.conformance.worker_pool")
     if warm is not None and getattr(nextitem, "cls", None) is not item.cls:
         warm.end_idle()
 
@@ -297,7 +297,7 @@ def pytest_runtest_makereport(item: Any, call: pytest.CallInfo[None]) -> Any:
     report = yield
     if not _is_of_suite(item):
         return report
-    from rlframework.conformance.judging import judge, result_of
+    from rlframework.conformance.outcomes import judge, result_of
     from rlframework.conformance.report import PROPERTY
 
     outcome = judge(report, call, item.cls, _registered(item.config, item.cls), item)

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from rlframework.configure import load_config
 from rlframework.conformance.layouts import Layout
-from rlframework.conformance.warm import WarmWorkerGroup
-from rlframework.distributed.processes import ProcessWorkerGroup
+from rlframework.conformance.worker_pool import WarmWorkerGroup
 from rlframework.generation.remote import RemoteGeneration
 from rlframework.interfaces.worker_group import WorkerGroup, WorkerSpec
-from rlframework.policy.policy import Policy
+from rlframework.policy.client import Policy
+from rlframework.workers.processes import ProcessWorkerGroup
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -100,7 +100,7 @@ class InspectedPolicy(Policy):
         """The workers of the policy, each inside an `Inspected`."""
         return replace(
             spec,
-            target="rlframework.conformance.inside:Inspected",
+            target="rlframework.conformance.inspected_worker:Inspected",
             kwargs={**spec.kwargs, "inner": spec.target, "mutant": self._mutant},
             part=None,
             fingerprint=None,
@@ -118,7 +118,7 @@ class InspectedPolicy(Policy):
 class InspectedEngines(RemoteGeneration):
     """Generation workers in processes of their own that can be looked into."""
 
-    worker = "rlframework.conformance.inside:InspectedReceiver"
+    worker = "rlframework.conformance.inspected_worker:InspectedReceiver"
 
     def everywhere(self, method: str, **kwargs: Any) -> list[Any]:
         """What `method` of the worker returns on each rank."""

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rlframework.conformance.contracts import CONTRACTS
 from rlframework.conformance.sections import section_words
-from rlframework.distributed.machine import cpu_count
 from rlframework.files import write_atomically
 from rlframework.observers.host import cpu_name, package_version
+from rlframework.workers.machine import cpu_count
 
 if TYPE_CHECKING:
     from rlframework.conformance.layouts import Layout

@@ -12,12 +12,12 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from rlframework.distributed.machine import cpu_count
 from rlframework.doctor.context import Context
 from rlframework.doctor.findings import Finding, note, ok, unknown, warning
 from rlframework.doctor.registry import check
 from rlframework.observers import host
 from rlframework.observers.secrets import HIDDEN, is_secret_name
+from rlframework.workers.machine import cpu_count
 
 GIB = 2**30
 LITTLE_MEMORY = 2 * GIB

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from rlframework.data.hub import is_path
-from rlframework.distributed.machine import cpu_count
 from rlframework.doctor.cluster import address, cluster_nodes
 from rlframework.doctor.context import Context
 from rlframework.doctor.findings import Finding, broken, note, ok, warning
 from rlframework.doctor.registry import check
 from rlframework.errors import RLFrameworkError
+from rlframework.huggingface.hub import is_path
 from rlframework.observers import host
+from rlframework.workers.machine import cpu_count
 
 _HUB = "https://huggingface.co"
 _CONNECT_SECONDS = 5.0
@@ -79,7 +79,7 @@ def estimate(context: Context) -> Iterator[Finding]:
     name = config.policy.model_name
     if not is_path(name) and _cached(name) is None and _hub_cannot_be_asked() is not None:
         return  # the check `model` tells
-    from rlframework.runner import dry_run
+    from rlframework.runner.launch import dry_run
 
     try:
         found = dry_run(config)

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, overload
 
 import numpy as np
 
-from rlframework.data.chat import has_answer
-from rlframework.data.conversations import Conversation, conversation_of
-from rlframework.data.loader import shuffled
-from rlframework.data.sources.opening import is_local, open_rows
-from rlframework.data.sources.rows import Rows
+from rlframework.datasets.conversations import Conversation, conversation_of
+from rlframework.datasets.loader import shuffled
+from rlframework.datasets.rendering import has_answer
+from rlframework.datasets.sources.opening import is_local, open_rows
+from rlframework.datasets.sources.rows import Rows
 from rlframework.environments.math_answers import is_comparable, same_answer
-from rlframework.environments.own import OwnReward
+from rlframework.environments.own_reward import OwnReward
 from rlframework.environments.verifiable import VerifiableEnvironment
 from rlframework.errors import DataError
 from rlframework.interfaces.environment import Message, Sample, Split, StepOutcome

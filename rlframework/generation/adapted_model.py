@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlframework.data.models import quiet_transformers
 from rlframework.errors import DataError, UserError
-from rlframework.policy.low_rank import A, B, merge
+from rlframework.huggingface.model_directories import quiet_transformers
+from rlframework.policy.lora_math import A, B, merge
 
 
 class AdaptedModel:

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from rlframework.config.policy import ParallelismConfig
 from rlframework.config.sections import WorkerGroupConfig
-from rlframework.distributed.named_sharding import policy_sharding
-from rlframework.generation.driver import Generation
-from rlframework.generation.refit import RefitReport, Refitter, refit_policy_generation
+from rlframework.generation.client import Generation
+from rlframework.interfaces.named_sharding import policy_sharding
 from rlframework.interfaces.worker_group import WorkerGroup, WorkerSpec
 from rlframework.plugins.types import Capability
+from rlframework.weight_sync.coordinator import RefitReport, Refitter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from rlframework.config.sections import GenerationWorkersConfig, RunConfig
     from rlframework.plugins.manager import PluginManager
-    from rlframework.policy.policy import Policy
+    from rlframework.policy.client import Policy
 
 
 class RemoteGeneration(Generation):
@@ -80,6 +80,27 @@ class RemoteGeneration(Generation):
     def shutdown(self) -> bool:
         """End the workers; False when one did not end in peace."""
         return self._group.shutdown(cleanup_method="shutdown")
+
+
+def refit_policy_generation(
+    policy: Policy,
+    policy_generation: RemoteGeneration,
+    colocated_inference: bool | None = None,
+    _refit_buffer_size_gb: float | None = None,
+) -> RefitReport:
+    """Bring the weights of `policy` to the engines of `policy_generation`, whether they are stale or not.
+
+    `colocated_inference`: by IPC (True) or over a process group (False); None: as `generation.refit.transport` says.
+    `_refit_buffer_size_gb`: GiB of a group by IPC in place of `generation.refit.buffer_mb`.
+    """
+    policy.offload_before_refit()
+    policy_generation.prepare_engines(tags=["weights"])
+    transport = None if colocated_inference is None else "ipc" if colocated_inference else "collective"
+    buffer_bytes = None if _refit_buffer_size_gb is None else _refit_buffer_size_gb * 2**30
+    report = policy_generation.refitter.refit(transport, buffer_bytes)
+    policy.offload_after_refit()
+    policy_generation.prepare_engines(tags=["kv_cache"])
+    return report
 
 
 def start_generation(

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from rlframework.distributed.batched_data_dict import BatchedDataDict
+from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.errors import BatchError, RLFrameworkError, UserError
 from rlframework.generation.decode import Completions, Work, complete
-from rlframework.generation.ends import configured_ends, model_ends, saved_ends
-from rlframework.generation.own_model import OwnModel
+from rlframework.generation.engine_model import OwnModel
 from rlframework.generation.sampling import SamplingRule, row_uniforms
-from rlframework.policy.refit.packing import Info
-from rlframework.policy.refit.receiving import ReceivesWeights, WeightSink
+from rlframework.generation.stop_tokens import configured_ends, model_ends, saved_ends
+from rlframework.weight_sync.buffers import Info
+from rlframework.weight_sync.receiver import ReceivesWeights, WeightSink
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -10,13 +10,13 @@ from rlframework.errors import RefitError
 from rlframework.interfaces.generation import GenerationEngine
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.plugins.loading import load_target
-from rlframework.policy.refit.receiving import ReceivesWeights
+from rlframework.weight_sync.receiver import ReceivesWeights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from rlframework.batch.batched_data_dict import BatchedDataDict
     from rlframework.config.sections import GenerationConfig
-    from rlframework.distributed.batched_data_dict import BatchedDataDict
 
 
 class GenerationWorker:

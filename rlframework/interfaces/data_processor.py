@@ -1,6 +1,7 @@
 """The data-processor interface: global batches and microbatches, as a backend's model wants them.
 
-The default, `rlframework.data.microbatches.MicrobatchProcessor`, serves every engine whose model takes rows of tokens.
+The default, `rlframework.microbatches.data_processor.MicrobatchProcessor`, serves every engine whose model takes rows
+of tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
-    from rlframework.distributed.batched_data_dict import BatchedDataDict
+    from rlframework.batch.batched_data_dict import BatchedDataDict
     from rlframework.interfaces.loss import LossFunction
 
 

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
 
+    from rlframework.batch.batched_data_dict import BatchedDataDict
     from rlframework.config.sections import GenerationConfig
-    from rlframework.distributed.batched_data_dict import BatchedDataDict
 
 
 class GenerationEngine(ABC):

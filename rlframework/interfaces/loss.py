@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 if TYPE_CHECKING:
     import torch
 
-    from rlframework.distributed.batched_data_dict import BatchedDataDict
+    from rlframework.batch.batched_data_dict import BatchedDataDict
 
 
 class LossType(StrEnum):

@@ -1,6 +1,6 @@
 """The policy-worker interface: one process of the model that is trained.
 
-Names follow NeMo-RL's workers. `rlframework.policy.worker_base.PolicyWorkerBase` implements all that does not depend on
+Names follow NeMo-RL's workers. `rlframework.policy.worker.PolicyWorkerBase` implements all that does not depend on
 the engine; a backend derives from it and supplies the primitives of `rlframework.policy.engine.Engine`.
 """
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rlframework.errors import NotSupported
 
 if TYPE_CHECKING:
-    from rlframework.distributed.batched_data_dict import BatchedDataDict
+    from rlframework.batch.batched_data_dict import BatchedDataDict
     from rlframework.interfaces.loss import LossFunction
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rlframework.config.sections import WorkerGroupConfig
-    from rlframework.distributed.named_sharding import NamedSharding
+    from rlframework.interfaces.named_sharding import NamedSharding
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from rlframework.errors import NotSupported
 from rlframework.models import attention as segments
 from rlframework.models.context_limits import KNOWN_LAYERS
 from rlframework.models.loading import is_multimodal
-from rlframework.policy.head import probe_ids
+from rlframework.policy.head.patch import probe_ids
 
 
 @torch.no_grad()

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from rlframework.config.policy import LoraConfig
 from rlframework.errors import ConfigError
-from rlframework.policy.engine import WeightSpec
 from rlframework.policy.lora import Adapters
-from rlframework.policy.low_rank import A, B, initial_a, is_adapter, merge
+from rlframework.policy.lora_math import A, B, initial_a, is_adapter, merge
+from rlframework.policy.model_state import WeightSpec
 
 ADAPTER = "default"
 """peft's name of the only adapter."""

@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from rlframework.interfaces.data_processor import Microbatch
 from rlframework.models.attention import require_plain_scores
 from rlframework.models.context_limits import CANNOT, REMEDY
-from rlframework.policy.head import HeadPatch, HeadRequest
+from rlframework.policy.head.patch import HeadPatch
+from rlframework.policy.head.request import HeadRequest
 
 CONTEXT = "rlframework_context"
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.13

@@ -14,8 +14,9 @@ from typing import Any
 from torch import Tensor
 
 from rlframework.errors import DataError
-from rlframework.policy.file_names import FileWeight, by_source, file_weights
-from rlframework.policy.saved import Saved, SavedTensors
+from rlframework.models.file_names import FileWeight, by_source, file_weights
+from rlframework.policy.checkpoint.reader import SavedTensors
+from rlframework.policy.checkpoint.saved import Saved
 
 Where = tuple[slice, ...]
 Here = Callable[[FileWeight, Tensor], tuple[Tensor, Where] | None]

@@ -10,7 +10,8 @@ from torch import Tensor
 from rlframework.interfaces.data_processor import Microbatch
 from rlframework.models import attention
 from rlframework.models.context_parallel import ContextParallel
-from rlframework.policy.head import HeadPatch, HeadRequest
+from rlframework.policy.head.patch import HeadPatch
+from rlframework.policy.head.request import HeadRequest
 
 
 def attending(config: Any, microbatch: Microbatch, context: ContextParallel | None) -> AbstractContextManager[None]:

@@ -17,7 +17,7 @@ from rlframework.errors import NotSupported
 from rlframework.models import attention as segments
 from rlframework.models.abilities import packs
 from rlframework.models.loading import auto_class, ready
-from rlframework.policy.head import require_plain_head
+from rlframework.policy.head.patch import require_plain_head
 
 VOCABULARY = 1024
 

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from rlframework.errors import DataError
-from rlframework.policy.head import output_head
+from rlframework.policy.head.patch import output_head
 
 
 def score_every_token(model: Any) -> Any:

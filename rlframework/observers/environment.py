@@ -16,10 +16,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlframework.distributed.machine import cpu_count
 from rlframework.files import write_atomically
 from rlframework.observers import host
 from rlframework.observers.secrets import clean_command
+from rlframework.workers.machine import cpu_count
 
 if TYPE_CHECKING:
     from rlframework.plugins.listing import PluginListing

@@ -33,7 +33,7 @@ def rlframework_data_processors() -> list[DataProcessorRecord]:
     return [
         DataProcessorRecord(
             name="microbatches",
-            target="rlframework.data.microbatches:MicrobatchProcessor",
+            target="rlframework.microbatches.data_processor:MicrobatchProcessor",
             api_version=API_VERSION,
             summary="global batches into padded, dynamic or packed microbatches",
         )
@@ -46,7 +46,7 @@ def rlframework_worker_groups() -> list[WorkerGroupRecord]:
     return [
         WorkerGroupRecord(
             name="inline",
-            target="rlframework.distributed.inline:InlineWorkerGroup",
+            target="rlframework.workers.inline:InlineWorkerGroup",
             api_version=API_VERSION,
             summary="one worker in this process",
             config_model=WorkerGroupConfig,
@@ -54,7 +54,7 @@ def rlframework_worker_groups() -> list[WorkerGroupRecord]:
         ),
         WorkerGroupRecord(
             name="processes",
-            target="rlframework.distributed.processes:ProcessWorkerGroup",
+            target="rlframework.workers.processes:ProcessWorkerGroup",
             api_version=API_VERSION,
             summary="N worker processes on this machine, without Ray",
             capabilities=frozenset({Capability.DATA_PARALLEL}),
@@ -62,7 +62,7 @@ def rlframework_worker_groups() -> list[WorkerGroupRecord]:
         ),
         WorkerGroupRecord(
             name="ray",
-            target="rlframework.distributed.ray_group:RayHostedGroup",
+            target="rlframework.workers.ray.hosted_group:RayHostedGroup",
             api_version=API_VERSION,
             summary="N worker processes on this machine or on those of a cluster, by Ray",
             capabilities=frozenset({Capability.DATA_PARALLEL}),

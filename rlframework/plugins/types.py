@@ -173,7 +173,7 @@ class EnvironmentRecord(Record):
 
 @dataclass(frozen=True)
 class AlgorithmRecord(Record):
-    """`target` implements `rlframework.interfaces.algorithm.Algorithm`."""
+    """`target` implements `rlframework.algorithm.Algorithm`."""
 
     kind: ClassVar[str] = "algorithm"
 

@@ -21,9 +21,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rlframework.interfaces.data_processor import Microbatch
-    from rlframework.policy.checkpoint import Moments
-    from rlframework.policy.head import HeadOutput, HeadRequest
-    from rlframework.policy.sharded import ShardedState
+    from rlframework.policy.head.request import HeadOutput, HeadRequest
+    from rlframework.policy.model_state import Moments, ShardedState, WeightSpec
 
 
 @dataclass
@@ -35,14 +34,6 @@ class StepResult:
 
 
 Step = Callable[["HeadOutput", "Microbatch"], StepResult]
-
-
-@dataclass(frozen=True)
-class WeightSpec:
-    """Shape and dtype of a whole weight, known without gathering it."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 def _not_written(engine: Engine, does: str, capability: str, method: str) -> NotSupported:

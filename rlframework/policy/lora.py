@@ -14,12 +14,12 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, NoReturn
 
 from rlframework.errors import NotSupported
-from rlframework.policy.engine import WeightSpec
-from rlframework.policy.low_rank import B
-from rlframework.policy.refit.packing import Info
-from rlframework.policy.refit.worker import Refitting
-from rlframework.policy.saving import Saving
+from rlframework.policy.checkpoint_io import Saving
+from rlframework.policy.lora_math import B
+from rlframework.policy.model_state import WeightSpec
 from rlframework.policy.scoring import Scoring
+from rlframework.policy.weight_sender import Refitting
+from rlframework.weight_sync.buffers import Info
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,7 +68,7 @@ class Adapters(Scoring, Saving, Refitting, ABC):
         self._write_adapter(path, checksums=False)
 
     def _write_adapter(self, path: str, *, checksums: bool) -> None:
-        from rlframework.policy.adapter_files import write_adapter
+        from rlframework.policy.checkpoint.adapter import write_adapter
 
         lora = self.config.lora
         self._bring("model")
@@ -85,7 +85,7 @@ class Adapters(Scoring, Saving, Refitting, ABC):
         self._weights_version += 1
 
     def _read_adapter(self, path: str) -> None:
-        from rlframework.policy.adapter_files import read_adapter
+        from rlframework.policy.checkpoint.adapter import read_adapter
 
         specs = self.adapter_specs()
         assert self.config.lora is not None

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlframework.data.ranks import max_over_ranks, sum_over_ranks
+from rlframework.batch.collectives import max_over_ranks, sum_over_ranks
 
 
 def reduce_metrics(parts: Sequence[Mapping[str, Any]], group: Any, device: torch.device) -> dict[str, float]:

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.policy import PolicyConfig
-from rlframework.distributed.batched_data_dict import BatchedDataDict
 from rlframework.errors import NotSupported
 from rlframework.interfaces.policy_worker import PolicyWorker
 from rlframework.interfaces.worker_group import WorkerContext

@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.policy import PolicyConfig
-from rlframework.data.row_checks import check_rows
-from rlframework.distributed.batched_data_dict import BatchedDataDict
 from rlframework.errors import BatchError, NotSupported
 from rlframework.interfaces.data_processor import Microbatch
 from rlframework.interfaces.policy_worker import PolicyWorker
+from rlframework.microbatches.row_checks import check_rows
 from rlframework.policy.engine import Engine
-from rlframework.policy.head import HeadRequest
-from rlframework.policy.steps import require_results, values_step
+from rlframework.policy.head.request import HeadRequest
+from rlframework.policy.step_functions import require_results, values_step
 
 Rows = BatchedDataDict[Any]
 

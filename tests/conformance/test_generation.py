@@ -11,13 +11,13 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
+from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.conformance import GenerationEngineSuite
 from rlframework.conformance.layouts import Layout
 from rlframework.conformance.mutants.proof import MutantProof
-from rlframework.distributed.batched_data_dict import BatchedDataDict
 from rlframework.errors import BatchError, ConfigError, UserError
 from rlframework.plugins.manager import create_manager
-from rlframework.policy.refit.receiving import ReceivesWeights
+from rlframework.weight_sync.receiver import ReceivesWeights
 
 
 class TestGenerationEngine(GenerationEngineSuite):

@@ -13,30 +13,19 @@ import pytest
 import torch
 
 from rlframework.algorithms.losses import NLLLoss
+from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.cli import main
 from rlframework.conformance import cases
 from rlframework.conformance.layouts import Layout
 from rlframework.conformance.measure import Measurement
-from rlframework.conformance.parity import exam as exams
+from rlframework.conformance.parity import reference as exams
 from rlframework.conformance.parity.command import KEYS, parity
-from rlframework.conformance.parity.compare import (
-    LOGPROBS,
-    LOSS,
-    MEAN,
-    NORM,
-    UPDATE,
-    Outcome,
-    Subject,
-    examine,
-    farthest,
-    loss_measured,
-    opened,
-)
-from rlframework.conformance.parity.exam import Exam, made_exam, taking
-from rlframework.conformance.parity.parting import LOADED, WEIGHTS
+from rlframework.conformance.parity.compare import examine
+from rlframework.conformance.parity.measurements import farthest, loss_measured, opened
+from rlframework.conformance.parity.outcome import LOADED, LOGPROBS, LOSS, MEAN, NORM, UPDATE, WEIGHTS, Outcome, Subject
+from rlframework.conformance.parity.reference import Exam, made_exam, taking
 from rlframework.conformance.parity.report import notes
 from rlframework.conformance.parity.update import Start, says_something
-from rlframework.distributed.batched_data_dict import BatchedDataDict
 from rlframework.errors import ConfigError, PluginError
 from rlframework.plugins.manager import create_manager
 
@@ -61,7 +50,7 @@ def outcome_of(backend: str, exam: Exam, manager, folder: Path) -> Outcome:
 def test_a_sound_backend_agrees(kind, model, manager, tmp_path):
     outcome = outcome_of("dtensor", made_exam(kind, model, steps=3, rows=5), manager, tmp_path)
     assert outcome.verdict == "agrees"
-    assert outcome.parting is None
+    assert outcome.divergence is None
     assert set(outcome.measurements) == set(outcome.judged)
 
 
@@ -69,11 +58,11 @@ def test_the_tensor_whose_update_is_wrong_is_named_with_its_step(model, manager,
     outcome = outcome_of("small_update", made_exam("nll", model, steps=3, rows=8), manager, tmp_path)
     assert outcome.fails
     assert "weights" in outcome.beyond
-    parting = outcome.parting
-    assert (parting.quantity, parting.step) == (WEIGHTS, 2)
-    assert (parting.tensor, parting.tensor_step, parting.tensors, parting.of) == (TENSOR, 2, 1, 21)
+    divergence = outcome.divergence
+    assert (divergence.quantity, divergence.step) == (WEIGHTS, 2)
+    assert (divergence.tensor, divergence.tensor_step, divergence.tensors, divergence.of) == (TENSOR, 2, 1, 21)
     # of two steps of about the same size half of the second is missing
-    assert parting.tensor_error == pytest.approx(0.25, abs=0.05)
+    assert divergence.tensor_error == pytest.approx(0.25, abs=0.05)
     (told,) = list(notes([outcome]))
     assert told.startswith("small_update:data=1 float32, nll: the weights part first: " + TENSOR + ", in step 2")
 
@@ -116,8 +105,8 @@ def test_a_wrong_update_is_told_at_any_learning_rate(mutant, lr, error, model, m
     assert outcome.fails
     assert UPDATE in outcome.beyond
     assert outcome.measurements[UPDATE].error == pytest.approx(error, rel=0.2)
-    assert (outcome.parting.quantity, outcome.parting.step) == (WEIGHTS, 1)
-    assert outcome.parting.tensor_error == pytest.approx(error, rel=0.2)
+    assert (outcome.divergence.quantity, outcome.divergence.step) == (WEIGHTS, 1)
+    assert outcome.divergence.tensor_error == pytest.approx(error, rel=0.2)
 
 
 def test_an_update_that_rounding_hides_is_said_not_to_be_known(model, manager, tmp_path):
@@ -164,17 +153,17 @@ def test_rounding_of_the_weights_is_allowed_beside_the_limit():
 
 
 def test_a_tensor_that_was_loaded_wrongly_is_named_before_the_first_step(model, manager, tmp_path):
-    parting = outcome_of("misloaded", made_exam("nll", model, steps=1, rows=8), manager, tmp_path).parting
-    assert (parting.quantity, parting.step, parting.tensor, parting.tensors) == (LOADED, 0, TENSOR, 1)
-    assert "(what was loaded is" in str(parting)
+    divergence = outcome_of("misloaded", made_exam("nll", model, steps=1, rows=8), manager, tmp_path).divergence
+    assert (divergence.quantity, divergence.step, divergence.tensor, divergence.tensors) == (LOADED, 0, TENSOR, 1)
+    assert "(what was loaded is" in str(divergence)
 
 
 def test_a_norm_that_clipping_hides_from_the_weights_is_told(model, manager, tmp_path):
     outcome = outcome_of("double_gradient", made_exam("nll", model, steps=2, rows=8), manager, tmp_path)
     assert outcome.beyond == [NORM]
-    parting = outcome.parting
-    assert (parting.quantity, parting.step, parting.tensor) == (NORM, 1, "")
-    assert parting.measurement.got == pytest.approx(2 * parting.measurement.expected, rel=1e-5)
+    divergence = outcome.divergence
+    assert (divergence.quantity, divergence.step, divergence.tensor) == (NORM, 1, "")
+    assert divergence.measurement.got == pytest.approx(2 * divergence.measurement.expected, rel=1e-5)
 
 
 def test_a_backend_that_breaks_is_told_and_the_others_go_on(model, manager, capsys):

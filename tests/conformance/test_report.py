@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from rlframework.conformance.markdown import main, markdown, markdown_of, read
 from rlframework.conformance.report import (
     Result,
     Subject,
@@ -20,7 +21,6 @@ from rlframework.conformance.report import (
     verdicts_of,
     write_json,
 )
-from rlframework.conformance.table import main, markdown, markdown_of, read
 from rlframework.errors import DataError
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"

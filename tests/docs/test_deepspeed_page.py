@@ -13,9 +13,9 @@ from pydantic import BaseModel
 from rlframework.config.policy import PolicyConfig
 from rlframework.config.suggest import models_in
 from rlframework.configure import load_config
-from rlframework_deepspeed.agreement import NEUTRAL
 from rlframework_deepspeed.config import DeepSpeedConfig
-from rlframework_deepspeed.refused import REFUSED
+from rlframework_deepspeed.neutral_keys import NEUTRAL
+from rlframework_deepspeed.rejected_keys import REFUSED
 from rlframework_dtensor.config import DTensorConfig
 
 ROOT = Path(__file__).parents[2]

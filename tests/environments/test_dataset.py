@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlframework.config.environments import DatasetConfig
-from rlframework.data.sources.jsonl import JsonlRows
+from rlframework.datasets.sources.jsonl import JsonlRows
 from rlframework.environments import dataset
 from rlframework.environments.dataset import DatasetEnvironment
 from rlframework.environments.math_answers import is_comparable

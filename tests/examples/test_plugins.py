@@ -99,7 +99,7 @@ def test_the_longest_microbatch_comes_first_unless_the_driver_planned(monkeypatc
     import torch
     from rlframework_examples.longest_first import LongestFirst
 
-    from rlframework.distributed.batched_data_dict import BatchedDataDict
+    from rlframework.batch.batched_data_dict import BatchedDataDict
     from rlframework.interfaces.data_processor import BatchPlan, MicrobatchRule
 
     lengths = torch.tensor([2, 6, 3, 4])

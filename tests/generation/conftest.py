@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.sections import GenerationConfig
-from rlframework.data.models import make_llama
-from rlframework.data.tokenizer import character_tokenizer
-from rlframework.distributed.batched_data_dict import BatchedDataDict
 from rlframework.generation.transformers_engine import TransformersEngine
+from rlframework.huggingface.model_directories import make_llama
+from rlframework.huggingface.tokenizer import character_tokenizer
 
 ALPHABET = "0123456789+= "
 

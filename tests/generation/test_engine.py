@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from rlframework.config.sections import GenerationConfig
-from rlframework.data.tokenizer import character_tokenizer
 from rlframework.errors import BatchError, ConfigError, RLFrameworkError, UserError
 from rlframework.generation.transformers_engine import TransformersEngine
+from rlframework.huggingface.tokenizer import character_tokenizer
 
 ALPHABET = "0123456789+= "
 EOS = 1

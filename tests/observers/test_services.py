@@ -80,7 +80,7 @@ def test_a_password_in_the_address_is_refused_and_not_repeated(monkeypatch):
 
 
 def test_the_run_refuses_before_anything_is_written(tmp_path, monkeypatch):
-    from rlframework.runner import run
+    from rlframework.runner.launch import run
 
     monkeypatch.setattr(services, "_installed", lambda module: False)
     with pytest.raises(ConfigError, match=r"observers\.wandb is given"):

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from rlframework.config.policy import PolicyConfig
-from rlframework.data.tokenizer import load_tokenizer
 from rlframework.errors import NotSupported
+from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.plugins.loading import load_target
 from rlframework.policy.reporting import peak_resident_bytes, reset_peak_resident_bytes, resident_bytes

@@ -12,19 +12,20 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from rlframework.distributed import process_groups
 from rlframework.errors import NotSupported
 from rlframework.interfaces.data_processor import Microbatch
 from rlframework.models.abilities import checkpoint_activations
 from rlframework.models.forward import attending, forward
-from rlframework.models.held import by_file_names, held_tensors
 from rlframework.models.loading import is_multimodal, load_config, load_model, require_vocabulary
+from rlframework.models.named_tensors import by_file_names, held_tensors
 from rlframework.models.probing import try_kind
-from rlframework.policy.checkpoint import Moments
-from rlframework.policy.engine import Step, StepResult, WeightSpec
-from rlframework.policy.head import HeadPatch, HeadRequest, read_head_output
-from rlframework.policy.optimizer import parameter_groups
-from rlframework.policy.worker_base import PolicyWorkerBase
+from rlframework.policy.engine import Step, StepResult
+from rlframework.policy.head.patch import HeadPatch
+from rlframework.policy.head.request import HeadRequest, read_head_output
+from rlframework.policy.model_state import Moments, WeightSpec
+from rlframework.policy.optimization import parameter_groups
+from rlframework.policy.worker import PolicyWorkerBase
+from rlframework.workers import process_groups
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from rlframework.data.microbatches import MicrobatchProcessor
+from rlframework.microbatches.data_processor import MicrobatchProcessor
 
 if TYPE_CHECKING:
     import torch
-    from rlframework.distributed.batched_data_dict import BatchedDataDict
+    from rlframework.batch.batched_data_dict import BatchedDataDict
     from rlframework.interfaces.data_processor import BatchPlan, Microbatch, MicrobatchRule
 
 

@@ -6,9 +6,9 @@ import logging
 import time
 from typing import Any
 
-from rlframework.distributed.named_sharding import NamedSharding
-from rlframework.distributed.processes import ProcessWorkerGroup
+from rlframework.interfaces.named_sharding import NamedSharding
 from rlframework.interfaces.worker_group import MultiWorkerFuture, WorkerSpec
+from rlframework.workers.processes import ProcessWorkerGroup
 
 from rlframework_examples.plugin import StopwatchConfig
 

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from rlframework.errors import NotSupported
 from rlframework.models import adapters
-from rlframework.policy.head import output_head
-from rlframework.policy.head_parallel import VocabularyShard
-from rlframework_deepspeed.cuts import Cut, Ranges
+from rlframework.policy.head.patch import output_head
+from rlframework.policy.head.vocab_parallel import VocabularyShard
+from rlframework_deepspeed.slices import Cut, Ranges
 
 
 class TensorParallel:

@@ -11,8 +11,8 @@ from rlframework.config.policy import ParallelismConfig
 from rlframework.config.sections import RunConfig
 from rlframework.plugins.model_checks import attention_problems, indivisible, lora_problems, model_config
 from rlframework.plugins.types import Problem
-from rlframework_deepspeed.agreement import disagreements
 from rlframework_deepspeed.config import DeepSpeedConfig, Keys, OffloadKeys
+from rlframework_deepspeed.neutral_keys import disagreements
 
 COMPILERS = ("g++", "ninja")
 """What DeepSpeed compiles with."""

@@ -16,7 +16,7 @@ from pydantic import Field, ModelWrapValidatorHandler, PrivateAttr, ValidationEr
 
 from rlframework.config.base import Section
 from rlframework.config.policy import PolicyConfig
-from rlframework_deepspeed.refused import REFUSED, switched_off
+from rlframework_deepspeed.rejected_keys import REFUSED, switched_off
 
 Size = Annotated[int, Field(ge=0)] | None
 Switch = bool | None

@@ -24,9 +24,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from rlframework.distributed import process_groups
 from rlframework.errors import ConfigError
 from rlframework.interfaces.worker_group import WorkerContext
+from rlframework.workers import process_groups
 from rlframework_deepspeed.checks import COMPILERS
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rlframework.distributed.named_sharding import data_parallel_size
+from rlframework.interfaces.named_sharding import data_parallel_size
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from rlframework.config.policy import PolicyConfig
 from rlframework.models.adapters import outside
+from rlframework.models.file_names import file_weights
 from rlframework.models.files import named_weights, weights_folder
 from rlframework.models.loading import load_whole
-from rlframework.policy.file_names import file_weights
 
 
 def give_memory(model: nn.Module, dtype: torch.dtype) -> None:

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from rlframework.errors import DataError, NotSupported
 from rlframework.interfaces.worker_group import WorkerContext
-from rlframework.policy.together import together
+from rlframework.policy.all_ranks import together
 from rlframework_deepspeed.environment import quiet
 from rlframework_deepspeed.shards import Shards
 

@@ -1,6 +1,6 @@
 """Ulysses: heads exchanged between the ranks that share a sequence, by DeepSpeed's `DistributedAttention`.
 
-What is attended to is in `rlframework.models.head_exchange`. DeepSpeed's own way for heads that do not divide is not
+What is attended to is in `rlframework.models.ulysses`. DeepSpeed's own way for heads that do not divide is not
 used: it counts ranks in groups of DeepSpeed's making, which are not those of the policy.
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from rlframework.config.policy import PolicyConfig
 from rlframework.errors import NotSupported
 from rlframework.models.context_parallel import ContextParallel
-from rlframework.models.head_exchange import Attend, HeadExchange
+from rlframework.models.ulysses import Attend, HeadExchange
 from rlframework_deepspeed.checks import unexchangeable
 from rlframework_deepspeed.config import DeepSpeedConfig
 

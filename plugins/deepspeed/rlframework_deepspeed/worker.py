@@ -18,13 +18,13 @@ from torch import nn
 from rlframework.interfaces.data_processor import Microbatch, MicrobatchRule
 from rlframework.models.forward import attending, forward
 from rlframework.policy.engine import Step, StepResult
-from rlframework.policy.head import HeadRequest, read_head_output
-from rlframework.policy.spans import BACKWARD, FORWARD, span
-from rlframework.policy.worker_base import PolicyWorkerBase
+from rlframework.policy.head.request import HeadRequest, read_head_output
+from rlframework.policy.trace_spans import BACKWARD, FORWARD, span
+from rlframework.policy.worker import PolicyWorkerBase
 from rlframework_deepspeed import environment, gradients, offload
-from rlframework_deepspeed.building import build
+from rlframework_deepspeed.build import build
 from rlframework_deepspeed.config import DeepSpeedConfig
-from rlframework_deepspeed.held import Held
+from rlframework_deepspeed.state import Held
 from rlframework_deepspeed.ulysses import context_of
 from rlframework_deepspeed.zero import shards_of
 

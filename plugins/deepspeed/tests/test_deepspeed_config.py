@@ -11,9 +11,9 @@ from rlframework.config.policy import PolicyConfig
 from rlframework.configure import config_yaml, load_config
 from rlframework.errors import ConfigError
 from rlframework.plugins.manager import create_manager
-from rlframework_deepspeed.agreement import NEUTRAL
 from rlframework_deepspeed.config import OWN, OWNED, DeepSpeedConfig, Keys, engine_config
-from rlframework_deepspeed.refused import REFUSED
+from rlframework_deepspeed.neutral_keys import NEUTRAL
+from rlframework_deepspeed.rejected_keys import REFUSED
 
 HUGGING_FACE = {
     "train_batch_size": "auto",

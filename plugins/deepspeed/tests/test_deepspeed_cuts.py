@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlframework_deepspeed.autotp import _parts
-from rlframework_deepspeed.cuts import Cut, boxes, fill, pieces
+from rlframework_deepspeed.slices import Cut, boxes, fill, pieces
 
 SHAPES = st.lists(st.integers(1, 5), min_size=0, max_size=3).map(tuple)
 

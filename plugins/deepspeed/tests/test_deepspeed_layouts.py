@@ -12,7 +12,7 @@ import transformers
 from rlframework.conformance import PolicyWorkerSuite, cases
 from rlframework.conformance.layouts import Layout
 from rlframework.models.context_parallel import ranges
-from rlframework.models.head_exchange import HeadShare
+from rlframework.models.ulysses import HeadShare
 from rlframework.plugins.manager import create_manager
 
 CASES = [(stage, "data=2") for stage in range(4)] + [(2, "tensor=2"), (3, "tensor=2"), (2, "context=2")]

@@ -27,7 +27,7 @@ def models(tmp_path_factory):
 @pytest.fixture
 def worker(models):
     """`worker(stage, **config)`: on a tiny Llama, ended with the test."""
-    from rlframework.data.tokenizer import load_tokenizer
+    from rlframework.huggingface.tokenizer import load_tokenizer
     from rlframework_deepspeed.worker import DeepSpeedPolicyWorker
 
     made = []

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from rlframework.algorithms.losses import NLLLoss
+from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.conformance.oracle import Oracle
 from rlframework.conformance.policies import read_weights
-from rlframework.distributed.batched_data_dict import BatchedDataDict
 from rlframework.errors import DataError
 
 STAGES = (0, 1, 2, 3)
@@ -21,8 +21,8 @@ WORDS = "0123456789abcdefghijklmnopqrstuvwxyz+=?"
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory):
     """A random Llama with grouped heads and a head of its own."""
-    from rlframework.data.models import make_llama
-    from rlframework.data.tokenizer import character_tokenizer
+    from rlframework.huggingface.model_directories import make_llama
+    from rlframework.huggingface.tokenizer import character_tokenizer
 
     path = tmp_path_factory.mktemp("models") / "llama"
     return make_llama(path, character_tokenizer(WORDS), hidden=32, layers=2, heads=4, kv_heads=2, init_std=0.2)
@@ -31,7 +31,7 @@ def model_path(tmp_path_factory):
 @pytest.fixture
 def worker(model_path):
     """`worker(stage, **config)`: on the model of the test, ended at its end."""
-    from rlframework.data.tokenizer import load_tokenizer
+    from rlframework.huggingface.tokenizer import load_tokenizer
     from rlframework_deepspeed.worker import DeepSpeedPolicyWorker
 
     made = []

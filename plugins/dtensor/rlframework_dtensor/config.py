@@ -11,9 +11,9 @@ from pydantic import Field, PositiveInt
 
 from rlframework.config.base import Section
 from rlframework.config.sections import RunConfig
+from rlframework.models.file_names import KINDS
 from rlframework.plugins.model_checks import attention_problems, indivisible, lora_problems, model_config
 from rlframework.plugins.types import Problem
-from rlframework.policy.file_names import KINDS
 
 
 class DTensorConfig(Section):

@@ -1,4 +1,4 @@
-"""Weights by the names of files (`rlframework.policy.file_names`), out of and into the pieces of a split model."""
+"""Weights by the names of files (`rlframework.models.file_names`), out of and into the pieces of a split model."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from rlframework.policy.checkpoint import Moments, moments_part
-from rlframework.policy.file_names import FileWeight
-from rlframework.policy.sharded import Piece
-from rlframework_dtensor.pieces import local, own_part
+from rlframework.models.file_names import FileWeight
+from rlframework.policy.checkpoint.portable import moments_part
+from rlframework.policy.model_state import Moments, Piece
+from rlframework_dtensor.shards import local, own_part
 
 Where = tuple[slice, ...]
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from rlframework_dtensor.mesh import Mesh
-from rlframework_dtensor.pieces import local
+from rlframework_dtensor.shards import local
 
 
 def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:

@@ -17,7 +17,7 @@ from rlframework.models.files import read_weights, weights_folder
 from rlframework.models.loading import load_whole
 from rlframework_dtensor.file_names import here
 from rlframework_dtensor.offload import move_buffers
-from rlframework_dtensor.pieces import put
+from rlframework_dtensor.shards import put
 
 
 @torch.no_grad()

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rlframework.data.model_inputs import padded_inputs
-from rlframework.data.packed_tensor import PackedTensor
-from rlframework.distributed.batched_data_dict import BatchedDataDict
+from rlframework.batch.batched_data_dict import BatchedDataDict
+from rlframework.batch.packed_tensor import PackedTensor
 from rlframework.interfaces.data_processor import Microbatch
+from rlframework.microbatches.model_inputs import padded_inputs
 
 Rows = BatchedDataDict[Any]
 

@@ -1,6 +1,6 @@
 """The one mesh of a policy's workers, and the groups over it that the rest of the backend works with.
 
-Dimensions, the first varying slowest over the ranks, as in `rlframework.distributed.named_sharding.policy_sharding`:
+Dimensions, the first varying slowest over the ranks, as in `rlframework.interfaces.named_sharding.policy_sharding`:
 
     data_replicate x data_shard    rows are dealt over both; FSDP shards weights over `data_shard`, and HSDP holds a
                                    copy in each of `data_replicate`
@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from rlframework.distributed.named_sharding import data_parallel_size
 from rlframework.errors import ConfigError
+from rlframework.interfaces.named_sharding import data_parallel_size
 
 if TYPE_CHECKING:
     import torch.distributed as dist

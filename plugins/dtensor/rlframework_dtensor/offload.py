@@ -12,7 +12,7 @@ import gc
 import torch
 from torch import Tensor, nn
 
-from rlframework_dtensor.pieces import local
+from rlframework_dtensor.shards import local
 
 
 def move_model(model: nn.Module, device: torch.device, *, buffers_only: bool) -> int:

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from rlframework.errors import ConfigError
 from rlframework.models.adapters import layers_of
 from rlframework.plugins.model_checks import DIVIDED, indivisible
-from rlframework.policy.head_parallel import VocabularyShard
+from rlframework.policy.head.vocab_parallel import VocabularyShard
 from rlframework_dtensor.lora import with_adapters
 from rlframework_dtensor.plans import make_plan
 from rlframework_dtensor.styles import Embedding, cut, vocabulary_rows

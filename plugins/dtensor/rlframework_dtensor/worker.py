@@ -16,22 +16,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from rlframework.distributed import process_groups
 from rlframework.interfaces.data_processor import Microbatch, MicrobatchRule
 from rlframework.models.context_parallel import ContextParallel
 from rlframework.models.forward import attending, forward
+from rlframework.models.load_balancing import RouterLoss
 from rlframework.models.loading import is_multimodal
-from rlframework.models.routing import RouterLoss
 from rlframework.policy.engine import Step, StepResult
-from rlframework.policy.head import HeadOutput, HeadRequest, read_head_output
-from rlframework.policy.optimizer import parameter_groups
-from rlframework.policy.spans import BACKWARD, FORWARD, span
-from rlframework.policy.worker_base import PolicyWorkerBase
+from rlframework.policy.head.request import HeadOutput, HeadRequest, read_head_output
+from rlframework.policy.optimization import parameter_groups
+from rlframework.policy.trace_spans import BACKWARD, FORWARD, span
+from rlframework.policy.worker import PolicyWorkerBase
+from rlframework.workers import process_groups
 from rlframework_dtensor import gradients, media, offload
-from rlframework_dtensor.building import build_model
+from rlframework_dtensor.build import build_model
 from rlframework_dtensor.config import DTensorConfig
-from rlframework_dtensor.held import Held
 from rlframework_dtensor.mesh import Sizes
+from rlframework_dtensor.state import Held
 from rlframework_dtensor.torch_context_parallel import TorchContextParallel
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.conformance.oracle import Oracle
-from rlframework.distributed.batched_data_dict import BatchedDataDict
 
 WORD_COUNT = 40
 
@@ -16,8 +16,8 @@ WORD_COUNT = 40
 @pytest.fixture(params=[True, False], ids=["tied", "untied"])
 def model_path(request, tmp_path_factory):
     """A random Llama with grouped heads, its head tied or not."""
-    from rlframework.data.models import make_llama
-    from rlframework.data.tokenizer import character_tokenizer
+    from rlframework.huggingface.model_directories import make_llama
+    from rlframework.huggingface.tokenizer import character_tokenizer
 
     path = tmp_path_factory.mktemp("models") / "llama"
     tokenizer = character_tokenizer("0123456789abcdefghijklmnopqrstuvwxyz+=?")
@@ -26,7 +26,7 @@ def model_path(request, tmp_path_factory):
 
 @pytest.fixture
 def tokenizer(model_path):
-    from rlframework.data.tokenizer import load_tokenizer
+    from rlframework.huggingface.tokenizer import load_tokenizer
 
     return load_tokenizer(str(model_path))
 

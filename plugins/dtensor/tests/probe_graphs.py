@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from rlframework_dtensor import building
-from rlframework_dtensor.compiling import compile_blocks
+from rlframework_dtensor import build
+from rlframework_dtensor.compile import compile_blocks
 from rlframework_dtensor.worker import DTensorPolicyWorker
 
 
@@ -16,7 +16,7 @@ class GraphsAlone(DTensorPolicyWorker):
     """The compiler is changed in the worker's own process, which is not kept for other policies."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        building.compile_blocks = partial(compile_blocks, compiler="eager")
+        build.compile_blocks = partial(compile_blocks, compiler="eager")
         super().__init__(*args, **kwargs)
 
 

@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rlframework.algorithms.losses import ClippedPGLoss, NLLLoss
+from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.algorithms import ClippedPGLossConfig
-from rlframework.distributed.batched_data_dict import BatchedDataDict
 from rlframework_dtensor.worker import DTensorPolicyWorker
 
 MODES = ("padded", "dynamic", "packed")
@@ -40,8 +40,8 @@ class Recorder(DTensorPolicyWorker):
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    from rlframework.data.models import make_llama
-    from rlframework.data.tokenizer import character_tokenizer
+    from rlframework.huggingface.model_directories import make_llama
+    from rlframework.huggingface.tokenizer import character_tokenizer
 
     tokenizer = character_tokenizer("0123456789abcdefghijklmnopqrstuvwxyz+=?")
     return make_llama(
@@ -51,7 +51,7 @@ def path(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def worker(path):
-    from rlframework.data.tokenizer import load_tokenizer
+    from rlframework.huggingface.tokenizer import load_tokenizer
 
     made = Recorder({"model_name": str(path)}, load_tokenizer(str(path)), init_reference_model=False)
     yield made

@@ -11,10 +11,10 @@ import torch
 from rlframework.algorithms.losses import NLLLoss
 from rlframework.conformance.layouts import Layout
 from rlframework.conformance.policies import run_config
-from rlframework.data.tokenizer import load_tokenizer
+from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.plugins.manager import create_manager
-from rlframework.policy.policy import Policy
-from rlframework.policy.saved import open_saved
+from rlframework.policy.checkpoint.reader import open_saved
+from rlframework.policy.client import Policy
 
 CHAIN = ("data=1", "data=2,tensor=2", "context=2", "tensor=2", "data=2", "data=1")
 """A vocabulary of 41, which two and four workers cut in pieces of unequal size."""

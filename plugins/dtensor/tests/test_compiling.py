@@ -13,10 +13,10 @@ from rlframework.algorithms.losses import NLLLoss
 from rlframework.conformance import PolicyWorkerSuite, cases
 from rlframework.conformance.layouts import Layout
 from rlframework.conformance.oracle import Oracle
-from rlframework.data.models import make_llama
+from rlframework.huggingface.model_directories import make_llama
 from rlframework.plugins.manager import create_manager
-from rlframework_dtensor import building
-from rlframework_dtensor.compiling import compile_blocks
+from rlframework_dtensor import build
+from rlframework_dtensor.compile import compile_blocks
 from rlframework_dtensor.config import COMPILERS
 from rlframework_dtensor.worker import DTensorPolicyWorker
 
@@ -43,7 +43,7 @@ def llama(path, layers, *, tied):
 )
 def test_a_compiled_step_is_that_of_the_oracle(tmp_path, batches, monkeypatch, layers, mode, checkpointing, compiler):
     """Blocks are compiled one by one: that there may be several is shown up to graphs, as C++ takes the time."""
-    monkeypatch.setattr(building, "compile_blocks", partial(compile_blocks, compiler=compiler))
+    monkeypatch.setattr(build, "compile_blocks", partial(compile_blocks, compiler=compiler))
     model, tokenizer = llama(tmp_path / "model", layers, tied=True)
     worker = DTensorPolicyWorker(
         {

@@ -18,7 +18,7 @@ from rlframework.errors import NotSupported
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.models.context_parallel import Piece, pieces, ranges
 from rlframework.plugins.manager import create_manager
-from rlframework_dtensor.building import build_model
+from rlframework_dtensor.build import build_model
 from rlframework_dtensor.config import DTensorConfig
 from rlframework_dtensor.mesh import Sizes
 from rlframework_dtensor.worker import DTensorPolicyWorker

@@ -14,23 +14,23 @@ from rlframework.conformance import cases
 from rlframework.conformance.layouts import Layout
 from rlframework.conformance.oracle import Oracle
 from rlframework.conformance.policies import InspectedPolicy, read_weights, run_config
-from rlframework.data.microbatches import make_dummy, make_microbatch
-from rlframework.data.tokenizer import load_tokenizer
-from rlframework.distributed import process_groups
 from rlframework.errors import ConfigError, UserError
-from rlframework.generation.driver import Generation
-from rlframework.generation.own_model import OwnModel
+from rlframework.generation.client import Generation
+from rlframework.generation.engine_model import OwnModel
+from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.interfaces.worker_group import WorkerContext
-from rlframework.models.routing import real_tokens
+from rlframework.microbatches.data_processor import make_dummy, make_microbatch
+from rlframework.models.file_names import FileWeight, file_weights, gathered
+from rlframework.models.load_balancing import real_tokens
 from rlframework.plugins.manager import create_manager
-from rlframework.policy.file_names import FileWeight, file_weights, gathered
+from rlframework.workers import process_groups
 from rlframework_dtensor import loading
-from rlframework_dtensor.building import build_model
+from rlframework_dtensor.build import build_model
 from rlframework_dtensor.config import DTensorConfig
 from rlframework_dtensor.experts import require_experts
 from rlframework_dtensor.file_names import here
 from rlframework_dtensor.mesh import Sizes
-from rlframework_dtensor.pieces import whole
+from rlframework_dtensor.shards import whole
 from rlframework_dtensor.worker import DTensorPolicyWorker
 
 

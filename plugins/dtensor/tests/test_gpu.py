@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from rlframework.algorithms.losses import NLLLoss
+from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.sections import GenerationConfig
 from rlframework.conformance import cases
 from rlframework.conformance.oracle import Oracle
-from rlframework.distributed.batched_data_dict import BatchedDataDict
 from rlframework.interfaces.worker_group import WorkerContext
-from rlframework.policy import spans
+from rlframework.policy import trace_spans
 from rlframework_dtensor.worker import DTensorPolicyWorker
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -110,7 +110,7 @@ def test_a_worker_tells_of_its_gpu_and_its_trace_has_kernels(model_path, tokeniz
         assert 0 < info["memory_allocated_mb"] <= info["peak_memory_allocated_mb"] <= info["peak_memory_reserved_mb"]
         events = json.loads(gzip.decompress(Path(path).read_bytes()))["traceEvents"]
         assert "kernel" in {event.get("cat") for event in events}
-        assert spans.BACKWARD in {event["name"] for event in events}
+        assert trace_spans.BACKWARD in {event["name"] for event in events}
     finally:
         worker.shutdown()
 

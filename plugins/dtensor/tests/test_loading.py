@@ -8,15 +8,15 @@ from safetensors.torch import load_file, save_file
 
 from rlframework.config.policy import PolicyConfig
 from rlframework.conformance import cases
-from rlframework.distributed import process_groups
 from rlframework.errors import DataError
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.models.loading import empty_model, load_config, load_model
+from rlframework.workers import process_groups
 from rlframework_dtensor import loading
-from rlframework_dtensor.building import build_model
+from rlframework_dtensor.build import build_model
 from rlframework_dtensor.config import DTensorConfig
 from rlframework_dtensor.mesh import Sizes
-from rlframework_dtensor.pieces import whole
+from rlframework_dtensor.shards import whole
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ from rlframework.conformance.lora_oracle import LoraOracle
 from rlframework.conformance.policies import InspectedPolicy, run_config
 from rlframework.conformance.suites.policy_worker.saving import prompts
 from rlframework.conformance.suites.policy_worker.workbench import loss_function
-from rlframework.data.tokenizer import load_tokenizer
 from rlframework.errors import ConfigError, NotSupported, UserError
 from rlframework.generation.remote import RemoteGeneration
+from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.plugins.manager import create_manager
 from rlframework_dtensor.config import check
 

@@ -17,10 +17,10 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from rlframework.config.policy import ParallelismConfig
-from rlframework.distributed.named_sharding import policy_sharding
 from rlframework.errors import ConfigError
+from rlframework.interfaces.named_sharding import policy_sharding
 from rlframework_dtensor.mesh import Mesh, Sizes
-from rlframework_dtensor.pieces import local, own_part, put
+from rlframework_dtensor.shards import local, own_part, put
 from rlframework_dtensor.styles import cut, vocabulary_rows
 
 LAYOUTS = [  # workers, context, tensor, replicate

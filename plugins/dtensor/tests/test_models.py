@@ -9,8 +9,8 @@ import torch
 import transformers
 
 from rlframework.algorithms.losses import NLLLoss
-from rlframework.data.tokenizer import character_tokenizer
 from rlframework.errors import NotSupported
+from rlframework.huggingface.tokenizer import character_tokenizer
 from rlframework_dtensor.worker import DTensorPolicyWorker
 
 TOKENIZER = character_tokenizer("0123456789abcdefghijklmnopqrstuvwxyz+=?")

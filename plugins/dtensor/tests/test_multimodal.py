@@ -11,10 +11,10 @@ import torch
 from probe_forked import run_program
 
 from rlframework.algorithms.losses import NLLLoss
-from rlframework.data.packed_tensor import PackedTensor
-from rlframework.data.tokenizer import character_tokenizer
-from rlframework.distributed.batched_data_dict import BatchedDataDict
+from rlframework.batch.batched_data_dict import BatchedDataDict
+from rlframework.batch.packed_tensor import PackedTensor
 from rlframework.errors import BatchError, DataError
+from rlframework.huggingface.tokenizer import character_tokenizer
 from rlframework_dtensor.worker import DTensorPolicyWorker
 
 pytestmark = pytest.mark.xdist_group("multimodal")  # one start of the two ranks serves all
@@ -35,7 +35,7 @@ def path(family, tmp_path_factory):
 
 
 def save(family: str, folder: Path) -> Path:
-    from rlframework.data.models import quiet_transformers
+    from rlframework.huggingface.model_directories import quiet_transformers
 
     with quiet_transformers():
         tiny_vlms.make_model(family).save_pretrained(folder / family)
@@ -171,7 +171,7 @@ def test_bfloat16_comes_close(worker, plain, rows):
 def test_saved_files_are_the_weights_bit_for_bit(worker, tmp_path):
     from transformers import AutoModelForImageTextToText
 
-    from rlframework.data.models import quiet_transformers
+    from rlframework.huggingface.model_directories import quiet_transformers
 
     made = worker("auto")
     made.save_pretrained(str(tmp_path / "saved"))
@@ -291,7 +291,7 @@ def _images(name: str) -> list[int]:
 
 def test_media_of_two_kinds(family):
     """Where ranks have pictures and films, a microbatch gets a row for each kind that it lacks."""
-    from rlframework.data.microbatches import make_microbatch
+    from rlframework.microbatches.data_processor import make_microbatch
     from rlframework_dtensor import media
 
     rows = tiny_vlms.make_rows(family, [1, 0, 1]).select_indices([0, 1, 2])

@@ -13,7 +13,7 @@ from rlframework.conformance import PolicyWorkerSuite, cases
 from rlframework.conformance.layouts import Layout
 from rlframework.errors import ConfigError, NotSupported
 from rlframework.plugins.manager import create_manager
-from rlframework_dtensor.building import build_model
+from rlframework_dtensor.build import build_model
 from rlframework_dtensor.config import DTensorConfig
 from rlframework_dtensor.mesh import Sizes
 

@@ -64,9 +64,9 @@ def test_a_worker_without_an_optimizer_evaluates_and_says_why_it_does_not_train(
 def test_large_models_are_saved_in_several_files(worker, tmp_path, monkeypatch):
     from transformers import AutoModelForCausalLM
 
-    from rlframework.policy import weights
+    from rlframework.policy.checkpoint import pretrained
 
-    monkeypatch.setattr(weights, "SHARD_BYTES", 20_000)
+    monkeypatch.setattr(pretrained, "SHARD_BYTES", 20_000)
     made = worker()
     made.save_pretrained(str(tmp_path / "saved"))
     assert len(list((tmp_path / "saved").glob("model-*.safetensors"))) > 1
@@ -89,7 +89,7 @@ def test_missing_masks_are_named(worker, batch):
 
 
 def test_a_tokenizer_of_another_model_is_told(worker, model_path):
-    from rlframework.data.tokenizer import character_tokenizer
+    from rlframework.huggingface.tokenizer import character_tokenizer
 
     with pytest.raises(DataError, match=r"tokenizer has 102 tokens and the model embeddings for 41.*tokenizer_name"):
         DTensorPolicyWorker({"model_name": str(model_path)}, character_tokenizer(string.printable))

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlframework_megatron.cuts import extent
+from rlframework_megatron.coordinates import Place
 from rlframework_megatron.names import Home, Part, Weight, home, parts_of
-from rlframework_megatron.place import Place
+from rlframework_megatron.weight_layout import extent
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,13 @@ from rlframework.errors import ConfigError
 from rlframework.interfaces.data_processor import Microbatch
 from rlframework.models.attention import Segments
 from rlframework.models.context_parallel import Share
-from rlframework.policy.head import HeadPatch
-from rlframework.policy.head_parallel import VocabularyShard
+from rlframework.policy.head.patch import HeadPatch
+from rlframework.policy.head.vocab_parallel import VocabularyShard
 from rlframework_megatron.attention import CoreAttention
 from rlframework_megatron.config import MegatronConfig
+from rlframework_megatron.coordinates import Place
 from rlframework_megatron.names import gives_scores, is_sparse, is_tied
 from rlframework_megatron.parallel import Groups
-from rlframework_megatron.place import Place
 from rlframework_megatron.settings import rotary_frequencies, transformer_config
 from rlframework_megatron.upstream import (
     ColumnParallelLinear,

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlframework.policy.checkpoint import FIRST, SECOND, Moments, moments_part
-from rlframework.policy.sharded import Piece, ShardedState
-from rlframework_megatron.boxes import cells
-from rlframework_megatron.mains import Main, Mains
+from rlframework.policy.checkpoint.portable import FIRST, SECOND, moments_part
+from rlframework.policy.model_state import Moments, Piece, ShardedState
+from rlframework_megatron.flat_ranges import cells
+from rlframework_megatron.main_params import Main, Mains
 from rlframework_megatron.names import Part
 from rlframework_megatron.weights import Holding
 

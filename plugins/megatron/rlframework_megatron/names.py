@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlframework.errors import ConfigError, NotSupported
-from rlframework_megatron.cuts import Columns, Cut, Gated, Grouped, Region, Vocabulary
-from rlframework_megatron.place import Place
+from rlframework_megatron.coordinates import Place
+from rlframework_megatron.weight_layout import Columns, Cut, Gated, Grouped, Region, Vocabulary
 
 KINDS = ("llama", "qwen2", "qwen3", "qwen3_moe")
 """The `model_type`s that can be converted."""

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_pieces
 
 from rlframework.errors import DataError, NotSupported
-from rlframework_megatron.mains import Main, Mains
+from rlframework_megatron.main_params import Main, Mains
 from rlframework_megatron.upstream import (
     CheckpointingException,
     MCoreSavePlanner,

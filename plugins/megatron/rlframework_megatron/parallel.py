@@ -1,6 +1,6 @@
 """Who stands where: megatron-core's process groups, made from the worker's context and `policy.parallelism`.
 
-Ranks are laid out as in `rlframework.distributed.named_sharding.policy_sharding`: the pipeline varies slowest, then
+Ranks are laid out as in `rlframework.interfaces.named_sharding.policy_sharding`: the pipeline varies slowest, then
 data, context and tensor parallelism. Experts are spread over neighbours on the data axis. Megatron-core keeps its
 groups in global variables, so that all policies of a process share one layout.
 """
@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from rlframework.distributed import process_groups
-from rlframework.distributed.named_sharding import data_parallel_size
 from rlframework.errors import ConfigError
+from rlframework.interfaces.named_sharding import data_parallel_size
+from rlframework.workers import process_groups
 from rlframework_megatron.upstream import parallel_state, random_states
 
 if TYPE_CHECKING:

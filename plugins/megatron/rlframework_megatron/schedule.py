@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from rlframework.interfaces.data_processor import Microbatch, MicrobatchRule
 from rlframework.models.context_parallel import ContextParallel, Share
 from rlframework.policy.engine import Step, StepResult
-from rlframework.policy.head import HeadRequest, read_head_output
-from rlframework.policy.spans import FORWARD, span
+from rlframework.policy.head.request import HeadRequest, read_head_output
+from rlframework.policy.trace_spans import FORWARD, span
 from rlframework_megatron.model import Chunk, model_inputs
 from rlframework_megatron.parallel import Groups
 from rlframework_megatron.upstream import get_forward_backward_func

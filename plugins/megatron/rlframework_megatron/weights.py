@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlframework.policy.engine import WeightSpec
-from rlframework.policy.saved import part_of
-from rlframework.policy.spans import GATHER, span
-from rlframework_megatron.cuts import Where, extent, inside
+from rlframework.policy.checkpoint.saved import part_of
+from rlframework.policy.model_state import WeightSpec
+from rlframework.policy.trace_spans import GATHER, span
+from rlframework_megatron.coordinates import Place
 from rlframework_megatron.gathering import Groups, gather, has_it
-from rlframework_megatron.mains import Mains
+from rlframework_megatron.main_params import Mains
 from rlframework_megatron.names import Part, Weight, home, local_parts, model_weights
-from rlframework_megatron.place import Place
+from rlframework_megatron.weight_layout import Where, extent, inside
 
 Read = Callable[[str, Where], Tensor]
 """A box of the weight of a name."""

@@ -19,21 +19,21 @@ from rlframework.models.files import weights_folder
 from rlframework.models.loading import load_config, require_vocabulary
 from rlframework.plugins.model_checks import indivisible
 from rlframework.policy.engine import Step, StepResult
-from rlframework.policy.head import HeadRequest
-from rlframework.policy.spans import span
-from rlframework.policy.worker_base import PolicyWorkerBase
+from rlframework.policy.head.request import HeadRequest
+from rlframework.policy.trace_spans import span
+from rlframework.policy.worker import PolicyWorkerBase
 from rlframework_megatron import cpu
 from rlframework_megatron.config import MegatronConfig
 from rlframework_megatron.gathering import Groups as GatheringGroups
 from rlframework_megatron.gathering import place_here
-from rlframework_megatron.held import Held, load_from_folder
+from rlframework_megatron.load_balancing import MegatronRouterLoss
 from rlframework_megatron.model import build_chunks, uses_transformer_engine
 from rlframework_megatron.offload import Moves
 from rlframework_megatron.optimizer import Optimizer, reduced
 from rlframework_megatron.parallel import Groups, Sizes
-from rlframework_megatron.routing import MegatronRouterLoss
 from rlframework_megatron.schedule import Schedule
 from rlframework_megatron.settings import as_reward_model, require_experts, require_same_function
+from rlframework_megatron.state import Held, load_from_folder
 from rlframework_megatron.upstream import quiet
 from rlframework_megatron.weights import Holding
 

@@ -19,17 +19,18 @@ from torch import Tensor
 
 from rlframework.config.policy import PolicyConfig
 from rlframework.interfaces.worker_group import WorkerContext
-from rlframework.policy.checkpoint import FIRST, SECOND, Moments
-from rlframework.policy.saved import SavedTensors
+from rlframework.policy.checkpoint.portable import FIRST, SECOND
+from rlframework.policy.checkpoint.reader import SavedTensors
+from rlframework.policy.model_state import Moments
 from rlframework_megatron import cpu
 from rlframework_megatron.config import MegatronConfig
 from rlframework_megatron.gathering import Groups, place_here
-from rlframework_megatron.held import load_from_folder
 from rlframework_megatron.model import build_chunks
 from rlframework_megatron.moments import gather_moments, load_moments, sharded_state
 from rlframework_megatron.names import weight_shapes
 from rlframework_megatron.parallel import Groups as Ranks
 from rlframework_megatron.parallel import Sizes
+from rlframework_megatron.state import load_from_folder
 from rlframework_megatron.upstream import (
     DistributedDataParallel,
     DistributedDataParallelConfig,

@@ -20,7 +20,7 @@ from forked_ranks import tell
 from rlframework.algorithms.losses import NLLLoss
 from rlframework.conformance import cases
 from rlframework.conformance.layouts import Layout
-from rlframework.data.tokenizer import load_tokenizer
+from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework_megatron.worker import MegatronPolicyWorker
 

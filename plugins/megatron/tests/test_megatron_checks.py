@@ -15,9 +15,9 @@ from rlframework.config.sections import AlgorithmConfig, EnvironmentConfig, RunC
 from rlframework.errors import ConfigError, NotSupported
 from rlframework_megatron import config as megatron_config
 from rlframework_megatron.config import MegatronConfig
+from rlframework_megatron.coordinates import Place
 from rlframework_megatron.names import local_parts
 from rlframework_megatron.parallel import Sizes
-from rlframework_megatron.place import Place
 from rlframework_megatron.settings import require_experts, require_same_function
 
 Policy = create_model("Policy", __base__=PolicyConfig, megatron=(MegatronConfig, MegatronConfig()))

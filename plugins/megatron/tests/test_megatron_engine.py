@@ -9,14 +9,14 @@ import torch
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from rlframework.config.policy import ParallelismConfig, PolicyConfig
-from rlframework.distributed import process_groups
 from rlframework.errors import ConfigError, DataError, NotSupported
 from rlframework.interfaces.worker_group import WorkerContext
+from rlframework.workers import process_groups
 from rlframework_megatron import cpu, model
 from rlframework_megatron.config import MegatronConfig
+from rlframework_megatron.coordinates import Place
 from rlframework_megatron.names import local_parts, weight_shapes
 from rlframework_megatron.parallel import Groups, Sizes
-from rlframework_megatron.place import Place
 from rlframework_megatron.settings import (
     as_reward_model,
     require_experts,

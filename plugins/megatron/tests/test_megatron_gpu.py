@@ -12,10 +12,10 @@ from rlframework.conformance import cases
 from rlframework.conformance.layouts import Layout
 from rlframework.conformance.oracle import Oracle
 from rlframework.conformance.policies import InspectedPolicy, run_config
-from rlframework.data.tokenizer import load_tokenizer
+from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.plugins.manager import create_manager
-from rlframework.policy.saved import open_saved
+from rlframework.policy.checkpoint.reader import open_saved
 from rlframework_megatron import cpu
 from rlframework_megatron.worker import MegatronPolicyWorker
 

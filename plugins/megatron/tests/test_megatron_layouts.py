@@ -15,9 +15,9 @@ from rlframework.conformance import cases
 from rlframework.conformance.layouts import Layout
 from rlframework.conformance.oracle import Oracle
 from rlframework.conformance.policies import run_config, weights_of
-from rlframework.data.tokenizer import load_tokenizer
+from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.plugins.manager import create_manager
-from rlframework.policy.policy import Policy
+from rlframework.policy.client import Policy
 
 INTERLEAVED = {"virtual_pipeline": 2}
 DISTRIBUTED = {"distributed_optimizer": True}

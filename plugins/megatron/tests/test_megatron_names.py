@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rlframework.errors import ConfigError, NotSupported
-from rlframework.policy.file_names import file_tensors
-from rlframework_megatron.boxes import boxes, cells
-from rlframework_megatron.cuts import extent
-from rlframework_megatron.mains import shares_of
+from rlframework.models.file_names import file_tensors
+from rlframework_megatron.coordinates import Place
+from rlframework_megatron.flat_ranges import boxes, cells
+from rlframework_megatron.main_params import shares_of
 from rlframework_megatron.names import EMBEDDING, HEAD, Part, local_parts, weight_shapes
-from rlframework_megatron.place import Place
+from rlframework_megatron.weight_layout import extent
 
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "max_position_embeddings": 8}
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}

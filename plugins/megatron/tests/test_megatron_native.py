@@ -12,7 +12,7 @@ from forked_ranks import complaints
 
 from rlframework.conformance import cases
 from rlframework.errors import DataError, NotSupported
-from rlframework.policy.checkpoint import Moments
+from rlframework.policy.model_state import Moments
 
 PROGRAM = Path(__file__).with_name("native_ranks.py")
 RANKS = SimpleNamespace(**runpy.run_path(str(PROGRAM)))

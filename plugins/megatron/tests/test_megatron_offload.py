@@ -10,7 +10,7 @@ import torch
 
 from rlframework.algorithms.losses import NLLLoss
 from rlframework.conformance import cases
-from rlframework.data.tokenizer import load_tokenizer
+from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework_megatron.offload import Memory, move_state, own_weights, storages
 from rlframework_megatron.worker import MegatronPolicyWorker

@@ -14,13 +14,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from rlframework.errors import DataError, NotSupported
-from rlframework.policy.saved import SavedTensors
-from rlframework_megatron.cuts import extent
+from rlframework.policy.checkpoint.reader import SavedTensors
+from rlframework_megatron.coordinates import Place
 from rlframework_megatron.gathering import Groups
-from rlframework_megatron.held import load_from_folder
-from rlframework_megatron.mains import Main, Mains
+from rlframework_megatron.main_params import Main, Mains
 from rlframework_megatron.names import EMBEDDING, HEAD, local_parts, weight_shapes
-from rlframework_megatron.place import Place
+from rlframework_megatron.state import load_from_folder
+from rlframework_megatron.weight_layout import extent
 from rlframework_megatron.weights import Holding, gather_weights, restore, snapshot
 
 CPU = torch.device("cpu")

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from rlframework.algorithms.losses.kl import kl_divergence
 from rlframework.algorithms.losses.masks import loss_mask, sequence_mean, token_mean
+from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.algorithms import ClippedPGLossConfig
-from rlframework.distributed.batched_data_dict import BatchedDataDict
 from rlframework.interfaces.loss import LossInput, LossType
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from rlframework.algorithms.losses.masks import loss_mask
-from rlframework.distributed.batched_data_dict import BatchedDataDict
+from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.interfaces.loss import LossInput, LossType
 
 

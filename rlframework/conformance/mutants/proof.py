@@ -18,7 +18,7 @@ from rlframework.conformance import suite_of
 from rlframework.conformance.layouts import Layout
 from rlframework.conformance.measure import ConformanceFailure
 from rlframework.conformance.mutants import Mutant, mutants_of
-from rlframework.conformance.passes import Passes
+from rlframework.conformance.passed_tests import Passes
 from rlframework.conformance.rules import Suite
 from rlframework.plugins.types import Record
 

@@ -15,15 +15,16 @@ from rlframework.config.policy import PolicyConfig
 from rlframework.conformance import cases
 from rlframework.conformance.layouts import Layout, quick_layouts
 from rlframework.conformance.parity import report
-from rlframework.conformance.parity.compare import Outcome, Subject, examine
-from rlframework.conformance.parity.exam import LOSSES, Exam, made_exam
-from rlframework.conformance.parity.recorded import RecordedStep, read_step
+from rlframework.conformance.parity.compare import examine
+from rlframework.conformance.parity.outcome import Outcome, Subject
+from rlframework.conformance.parity.recorded_step import RecordedStep, read_step
+from rlframework.conformance.parity.reference import LOSSES, Exam, made_exam
 from rlframework.conformance.parity.replay import against_run, exam_of, run_outcome, run_subject
 from rlframework.conformance.sections import parse_section, section_of
-from rlframework.data.models import model_sizes
-from rlframework.data.tokenizer import load_tokenizer
 from rlframework.errors import ConfigError
 from rlframework.files import check_writable
+from rlframework.huggingface.model_directories import model_sizes
+from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.plugins.manager import create_manager
 
 if TYPE_CHECKING:

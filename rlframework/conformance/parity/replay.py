@@ -9,16 +9,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.policy import PolicyConfig
 from rlframework.conformance.layouts import Layout
-from rlframework.conformance.parity import compare
-from rlframework.conformance.parity.compare import LOSS, NORM, Outcome, Subject
-from rlframework.conformance.parity.exam import Exam, taking
-from rlframework.distributed.batched_data_dict import BatchedDataDict
+from rlframework.conformance.parity import measurements
+from rlframework.conformance.parity.outcome import LOSS, NORM, Outcome, Seen, Subject
+from rlframework.conformance.parity.reference import Exam, taking
 
 if TYPE_CHECKING:
     from rlframework.conformance.measure import Measurement
-    from rlframework.conformance.parity.recorded import RecordedStep
+    from rlframework.conformance.parity.recorded_step import RecordedStep
 
 FLOOR = 1.0
 """Losses are compared relative to at least this: with advantages around 0 a loss is a difference of large numbers."""
@@ -65,10 +65,10 @@ def run_outcome(recorded: RecordedStep, exam: Exam) -> Outcome:
     logprobs = list(recorded.logprobs.split(rows))
     subject = run_subject(recorded)
     if recorded.result is None:
-        found: dict[str, Measurement] = compare.logprobs_measured(logprobs, exam.answers.logprobs)
+        found: dict[str, Measurement] = measurements.logprobs_measured(logprobs, exam.answers.logprobs)
         reason = f"the step failed in the run: {recorded.failure}"
         return Outcome(subject, exam.name, found, reason=reason, is_run=True)
-    outcome = compare.compared(exam, subject, logprobs, _first_step(recorded), None)
+    outcome = measurements.compared(exam, subject, logprobs, _first_step(recorded), None)
     return replace(outcome, is_run=True)
 
 
@@ -78,12 +78,12 @@ def _first_step(recorded: RecordedStep) -> list[tuple[float, float]]:
     return [(float(recorded.result["global_loss"][0]), float(recorded.result["grad_norm"][0]))]
 
 
-def against_run(recorded: RecordedStep, exam: Exam, seen: compare.Seen) -> dict[str, Measurement]:
+def against_run(recorded: RecordedStep, exam: Exam, seen: Seen) -> dict[str, Measurement]:
     """How far a backend is from what the run saw: log-probabilities, and the first optimizer step."""
     rows = exam.batches[0].size
-    found = compare.logprobs_measured(seen.logprobs, list(recorded.logprobs.split(rows)))
+    found = measurements.logprobs_measured(seen.logprobs, list(recorded.logprobs.split(rows)))
     if recorded.result is not None:
         (loss, norm), (own_loss, own_norm) = seen.steps[0], _first_step(recorded)[0]
-        found[LOSS] = compare.loss_measured(exam, 1, loss, own_loss)
-        found[NORM] = compare.norm_measured(1, norm, own_norm)
+        found[LOSS] = measurements.loss_measured(exam, 1, loss, own_loss)
+        found[NORM] = measurements.norm_measured(1, norm, own_norm)
     return found

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 import rlframework
 from rlframework.conformance.contracts import BF16, FP32, TENSOR_AFTER_20_STEPS, WEIGHTS_AFTER_20_STEPS
 from rlframework.conformance.parity import update
-from rlframework.conformance.parity.compare import AFTER_STEPS, UPDATE, WEIGHTS
+from rlframework.conformance.parity.outcome import AFTER_STEPS, UPDATE, WEIGHTS
 from rlframework.conformance.report import machine, plain
 from rlframework.conformance.sections import parse_section
 from rlframework.files import write_atomically
 
 if TYPE_CHECKING:
     from rlframework.conformance.measure import Measurement
-    from rlframework.conformance.parity.compare import Outcome
+    from rlframework.conformance.parity.outcome import Outcome
 
 FORMAT = 1
 """Version of the JSON's form."""
@@ -90,7 +90,7 @@ def notes(outcomes: Sequence[Outcome]) -> Iterator[str]:
         if outcome.reason:
             yield f"{who}: {outcome.verdict}: {outcome.reason}"
         if outcome.fails and outcome.measurements and not outcome.is_run:
-            yield f"{who}: {outcome.parting or 'nothing parts within a step: the difference grows slowly'}"
+            yield f"{who}: {outcome.divergence or 'nothing parts within a step: the difference grows slowly'}"
         if WEIGHTS in outcome.measurements and UPDATE not in outcome.measurements:
             yield f"{who}: the steps changed less than the weights are rounded by, so nothing is said of the update"
         if outcome.against_run:
@@ -130,7 +130,7 @@ def write_json(path: str | Path, content: Mapping[str, Any]) -> None:
 
 def _outcome_json(outcome: Outcome) -> dict[str, Any]:
     subject = outcome.subject
-    parting = outcome.parting
+    divergence = outcome.divergence
     return {
         "backend": subject.backend,
         "layout": str(subject.layout),
@@ -145,7 +145,7 @@ def _outcome_json(outcome: Outcome) -> dict[str, Any]:
             name: _measured(found, name in outcome.judged) for name, found in outcome.measurements.items()
         },
         "against_run": {name: _measured(found, False) for name, found in outcome.against_run.items()},
-        "parting": None if parting is None else {**asdict(parting), "text": str(parting)},
+        "parting": None if divergence is None else {**asdict(divergence), "text": str(divergence)},
         "seconds": round(outcome.seconds, 2),
     }
 

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.conformance.rules import Suite, holds
 from rlframework.conformance.suites.worker_group_bench import PATIENCE, PROBE, WorkerGroupBench
-from rlframework.distributed.batched_data_dict import BatchedDataDict
 from rlframework.errors import BatchError, DeadlineExceeded, PluginError, WorkerError, WorkerLost
 from rlframework.interfaces.worker_group import WorkerSpec
 
@@ -353,7 +353,7 @@ class _Lives:
     @holds(8)
     def test_a_class_that_is_not_there_fails_the_start(self, bench: WorkerGroupBench) -> None:
         """As a `PluginError` that names it."""
-        target = "rlframework.conformance.suites.probe_worker:NoSuchWorker"
+        target = "rlframework.conformance.probe_worker:NoSuchWorker"
         call = lambda: bench.start(target, start=60.0)  # noqa: E731
         bench.refuses(PluginError, call, "a class that is not there", says="NoSuchWorker")
 

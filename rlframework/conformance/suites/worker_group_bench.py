@@ -15,13 +15,13 @@ import torch
 
 from rlframework.config.sections import DeadlinesConfig, WorkerGroupConfig
 from rlframework.conformance.bench import Bench
-from rlframework.distributed.named_sharding import NamedSharding
+from rlframework.interfaces.named_sharding import NamedSharding
 from rlframework.interfaces.worker_group import WorkerGroup, WorkerSpec
 
 if TYPE_CHECKING:
     from rlframework.conformance.layouts import Layout
 
-PROBE = "rlframework.conformance.suites.probe_worker:ProbeWorker"
+PROBE = "rlframework.conformance.probe_worker:ProbeWorker"
 PATIENCE = 20.0
 """Seconds in which a failure must reach the driver while other workers are busy for longer."""
 

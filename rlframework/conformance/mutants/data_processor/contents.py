@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rlframework.conformance.mutants.data_processor.breaking import broken_each
+from rlframework.conformance.mutants.data_processor.base import broken_each
 from rlframework.conformance.mutants.mutant import Mutant
 
 _HEAD = "test_the_head_runs_at_the_token_before_each_target"

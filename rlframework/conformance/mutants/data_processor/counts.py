@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from rlframework.conformance.mutants.data_processor.breaking import batch_with, broken_global_batch
+from rlframework.conformance.mutants.data_processor.base import batch_with, broken_global_batch
 from rlframework.conformance.mutants.mutant import Mutant
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from rlframework.conformance.mutants.generation_engine.breaking import (
+from rlframework.conformance.mutants.generation_engine.base import (
     broken_generate,
     broken_input,
     broken_output,

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from rlframework.conformance.mutants.generation_engine.breaking import mutant
+from rlframework.conformance.mutants.generation_engine.base import mutant
 from rlframework.conformance.mutants.mutant import Mutant
 from rlframework.errors import UserError
-from rlframework.policy.refit.packing import checksum
-from rlframework.policy.refit.sharing import GroupHandles, Inbox, Room
+from rlframework.weight_sync.buffers import checksum
+from rlframework.weight_sync.ipc import GroupHandles, Inbox, Room
 
 _HANDLES = "test_weights_come_through_handles"
 _OFFER = "test_weights_come_into_memory_that_the_engine_offers"

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from rlframework.conformance.mutants.generation_engine.breaking import broken_output, broken_settings, in_mode, mutant
+from rlframework.conformance.mutants.generation_engine.base import broken_output, broken_settings, in_mode, mutant
 from rlframework.conformance.mutants.mutant import Mutant
 
 _SAMPLED = "test_logprobs_of_samples_are_at_the_sampling_temperature"

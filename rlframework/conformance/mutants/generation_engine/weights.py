@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rlframework.conformance.mutants.generation_engine.breaking import broken_generate, broken_weights, mutant
+from rlframework.conformance.mutants.generation_engine.base import broken_generate, broken_weights, mutant
 from rlframework.conformance.mutants.mutant import Mutant
 from rlframework.errors import NotSupported
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from rlframework.conformance.layouts import Layout
 from rlframework.conformance.mutants.mutant import mutant
-from rlframework.conformance.mutants.policy_worker.reaching import module_of, optimizer_of, to_bfloat16
+from rlframework.conformance.mutants.policy_worker.engine_access import module_of, optimizer_of, to_bfloat16
 from rlframework.errors import DataError
-from rlframework.policy.low_rank import is_adapter
+from rlframework.policy.lora_math import is_adapter
 
 TWENTY = "test_twenty_steps_of_adapters_end_at_the_oracles"
 GRADIENTS = "test_gradients_of_adapters_are_the_oracles"

@@ -10,7 +10,7 @@ import torch
 
 from rlframework.conformance.layouts import Layout
 from rlframework.conformance.mutants.mutant import mutant
-from rlframework.conformance.mutants.policy_worker.reaching import change_weights, to_bfloat16
+from rlframework.conformance.mutants.policy_worker.engine_access import change_weights, to_bfloat16
 from rlframework.errors import DataError
 
 GOES_ON = "test_training_goes_on_to_the_bit"

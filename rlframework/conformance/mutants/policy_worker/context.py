@@ -9,8 +9,8 @@ import torch
 
 from rlframework.conformance.layouts import Layout
 from rlframework.conformance.mutants.mutant import mutant
+from rlframework.conformance.mutants.policy_worker.engine_access import head_of, module_of
 from rlframework.conformance.mutants.policy_worker.grouping import scaled, stepped
-from rlframework.conformance.mutants.policy_worker.reaching import head_of, module_of
 
 HALVES = Layout(context=2)
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.conformance.mutants.mutant import mutant
-from rlframework.conformance.mutants.policy_worker.reaching import module_of
-from rlframework.distributed.batched_data_dict import BatchedDataDict
+from rlframework.conformance.mutants.policy_worker.engine_access import module_of
 
 
 def _scored(change: Any) -> Any:

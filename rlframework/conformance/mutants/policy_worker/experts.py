@@ -7,7 +7,7 @@ from typing import Any
 
 from rlframework.conformance.layouts import Layout
 from rlframework.conformance.mutants.mutant import mutant
-from rlframework.conformance.mutants.policy_worker.reaching import module_of
+from rlframework.conformance.mutants.policy_worker.engine_access import module_of
 
 SPREAD = Layout(data=2, expert=2)
 LEARN = "test_experts_learn_as_the_oracles"

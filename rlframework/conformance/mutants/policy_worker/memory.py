@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rlframework.conformance.mutants.mutant import mutant
-from rlframework.conformance.mutants.policy_worker.reaching import optimizer_of
+from rlframework.conformance.mutants.policy_worker.engine_access import optimizer_of
 
 _MOVING = "test_moving_away_and_back_changes_nothing"
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.conformance.layouts import Layout
 from rlframework.conformance.mutants.mutant import mutant
-from rlframework.conformance.mutants.policy_worker.reaching import change_weights, to_bfloat16
-from rlframework.distributed.batched_data_dict import BatchedDataDict
+from rlframework.conformance.mutants.policy_worker.engine_access import change_weights, to_bfloat16
 from rlframework.errors import UserError
 
 TWO = Layout(data=2)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rlframework.conformance.mutants.mutant import mutant
-from rlframework.conformance.mutants.policy_worker.reaching import change_weights, optimizer_of, to_bfloat16
+from rlframework.conformance.mutants.policy_worker.engine_access import change_weights, optimizer_of, to_bfloat16
 
 
 @mutant(

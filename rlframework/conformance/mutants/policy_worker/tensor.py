@@ -14,8 +14,8 @@ from torch import Tensor
 from rlframework.conformance.layouts import Layout
 from rlframework.conformance.mutants.mutant import mutant
 from rlframework.conformance.mutants.policy_worker import training
-from rlframework.conformance.mutants.policy_worker.reaching import head_of, module_of
-from rlframework.policy import head_parallel
+from rlframework.conformance.mutants.policy_worker.engine_access import head_of, module_of
+from rlframework.policy.head import vocab_parallel
 
 HALVES = Layout(tensor=2)
 ALONG = Layout(tensor=2, sequence=True)
@@ -83,7 +83,7 @@ padded_vocabulary_in_the_softmax = mutant(
 
 
 def _forget_the_others(head: Any) -> None:
-    head_parallel._summed = lambda hidden, shard: hidden
+    vocab_parallel._summed = lambda hidden, shard: hidden
 
 
 head_gradient_of_own_rows = mutant(

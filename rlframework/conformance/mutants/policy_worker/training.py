@@ -9,7 +9,7 @@ import torch
 
 from rlframework.conformance.layouts import Layout
 from rlframework.conformance.mutants.mutant import mutant
-from rlframework.conformance.mutants.policy_worker.reaching import (
+from rlframework.conformance.mutants.policy_worker.engine_access import (
     change_weights,
     gradients_of,
     module_of,

@@ -5,6 +5,6 @@ None leaves a process: what it does not end, the bench of the suite ends.
 
 from __future__ import annotations
 
-from rlframework.conformance.mutants.worker_group import calls, lives, results
+from rlframework.conformance.mutants.worker_group import calls, lifecycle, results
 
-MUTANTS = (*calls.MUTANTS, *results.MUTANTS, *lives.MUTANTS)
+MUTANTS = (*calls.MUTANTS, *results.MUTANTS, *lifecycle.MUTANTS)

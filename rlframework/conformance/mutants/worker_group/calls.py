@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.conformance.mutants.mutant import Mutant
-from rlframework.conformance.mutants.worker_group.breaking import TWO, Break, values, with_methods, without
-from rlframework.distributed.batched_data_dict import BatchedDataDict
+from rlframework.conformance.mutants.worker_group.base import TWO, Break, values, with_methods, without
 
 
 def sharing(change: Callable[[dict[str, Any]], Mapping[str, Any]]) -> Break:

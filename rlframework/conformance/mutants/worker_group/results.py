@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rlframework.conformance.mutants.mutant import Mutant
-from rlframework.conformance.mutants.worker_group.breaking import TWO, Break, with_methods
+from rlframework.conformance.mutants.worker_group.base import TWO, Break, with_methods
 from rlframework.errors import DeadlineExceeded, RLFrameworkError, WorkerError, WorkerLost
 
 

@@ -13,7 +13,7 @@ from rlframework.conformance.suites.data_processor.counts import GlobalBatches
 from rlframework.conformance.suites.data_processor.grouping import Grouping
 from rlframework.conformance.suites.data_processor.head import HeadPlaces
 from rlframework.conformance.suites.data_processor.inputs import ModelInputs
-from rlframework.conformance.suites.data_processor.tools import ProcessorBench
+from rlframework.conformance.suites.data_processor.workbench import ProcessorBench
 
 __all__ = ["DataProcessorSuite"]
 

@@ -8,7 +8,7 @@ import torch
 
 from rlframework.conformance.rules import Suite, holds
 from rlframework.conformance.suites.data_processor.rows import batch_of
-from rlframework.conformance.suites.data_processor.tools import ProcessorBench
+from rlframework.conformance.suites.data_processor.workbench import ProcessorBench
 from rlframework.errors import BatchError
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.conformance.rules import Suite, holds
 from rlframework.conformance.suites.data_processor.rows import (
     DYNAMIC,
@@ -18,8 +19,7 @@ from rlframework.conformance.suites.data_processor.rows import (
     ragged_batches,
     rows_with_targets,
 )
-from rlframework.conformance.suites.data_processor.tools import ProcessorBench
-from rlframework.distributed.batched_data_dict import BatchedDataDict
+from rlframework.conformance.suites.data_processor.workbench import ProcessorBench
 from rlframework.errors import BatchError
 from rlframework.interfaces.data_processor import BatchPlan, Microbatch
 

@@ -8,7 +8,7 @@ import torch
 
 from rlframework.conformance.rules import Suite, holds
 from rlframework.conformance.suites.data_processor.rows import PLANS, batch_of, lengths_of, ragged_batches, targets_of
-from rlframework.conformance.suites.data_processor.tools import ProcessorBench
+from rlframework.conformance.suites.data_processor.workbench import ProcessorBench
 from rlframework.interfaces.data_processor import Microbatch
 
 

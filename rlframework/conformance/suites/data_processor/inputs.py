@@ -17,7 +17,7 @@ from rlframework.conformance.suites.data_processor.rows import (
     ragged_batches,
     round_up,
 )
-from rlframework.conformance.suites.data_processor.tools import ProcessorBench
+from rlframework.conformance.suites.data_processor.workbench import ProcessorBench
 
 _MULTIPLES = (1, 4)
 

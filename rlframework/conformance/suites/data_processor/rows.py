@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from rlframework.distributed.batched_data_dict import BatchedDataDict
+from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.interfaces.data_processor import BatchPlan
 
 PADDING = 99_999

@@ -13,8 +13,8 @@ from rlframework.conformance.suites.generation.layout import OutputLayout
 from rlframework.conformance.suites.generation.refit import Refits
 from rlframework.conformance.suites.generation.refusals import Refusals
 from rlframework.conformance.suites.generation.sampling import Sampling
-from rlframework.conformance.suites.generation.tools import GenerationBench
 from rlframework.conformance.suites.generation.weights import Weights
+from rlframework.conformance.suites.generation.workbench import GenerationBench
 
 __all__ = ["GenerationEngineSuite"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rlframework.conformance import cases
 from rlframework.conformance.rules import Suite, holds
-from rlframework.conformance.suites.generation.tools import END, PROMPTS, GenerationBench, rows_of
+from rlframework.conformance.suites.generation.workbench import END, PROMPTS, GenerationBench, rows_of
 
 
 class Decoding(Suite):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from rlframework.conformance.rules import Suite, holds
-from rlframework.conformance.suites.generation.tools import (
+from rlframework.conformance.suites.generation.workbench import (
     END,
     EQUALS,
     PLUS,

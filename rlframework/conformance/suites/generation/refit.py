@@ -12,14 +12,14 @@ from typing import Any
 import torch
 
 from rlframework.conformance.rules import Suite, holds
-from rlframework.conformance.suites.generation.tools import PROMPTS, GenerationBench, rows_of
+from rlframework.conformance.suites.generation.workbench import PROMPTS, GenerationBench, rows_of
 from rlframework.conformance.suites.plain_decoding import PlainDecoder
-from rlframework.distributed.ports import bind_free_port
 from rlframework.errors import RLFrameworkError, UserError
 from rlframework.plugins.types import Capability
-from rlframework.policy.refit import collective
-from rlframework.policy.refit.process_group import RefitGroup
-from rlframework.policy.refit.sharing import Outbox, device_id
+from rlframework.weight_sync import collective
+from rlframework.weight_sync.ipc import Outbox, device_id
+from rlframework.weight_sync.process_group import RefitGroup
+from rlframework.workers.ports import bind_free_port
 
 _MOST = 4
 _PROMPTS = PROMPTS[:3]

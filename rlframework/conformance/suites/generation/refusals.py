@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rlframework.conformance.rules import Suite, holds
-from rlframework.conformance.suites.generation.tools import PROMPTS, GenerationBench, rows_of
+from rlframework.conformance.suites.generation.workbench import PROMPTS, GenerationBench, rows_of
 from rlframework.errors import BatchError, ConfigError, NotSupported
 from rlframework.plugins.types import Capability
 

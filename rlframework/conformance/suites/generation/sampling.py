@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rlframework.conformance.rules import Suite, holds
-from rlframework.conformance.suites.generation.tools import (
+from rlframework.conformance.suites.generation.workbench import (
     END,
     PROMPTS,
     SPREAD,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from rlframework.conformance.rules import Suite, holds
-from rlframework.conformance.suites.generation.tools import END, PROMPTS, GenerationBench, rows_of
+from rlframework.conformance.suites.generation.workbench import END, PROMPTS, GenerationBench, rows_of
 from rlframework.conformance.suites.plain_decoding import PlainDecoder
 from rlframework.errors import UserError
 

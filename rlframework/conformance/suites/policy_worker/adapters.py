@@ -21,10 +21,10 @@ from rlframework.conformance.suites.policy_worker.checkpoints import saved, trai
 from rlframework.conformance.suites.policy_worker.saving import SAMPLING, compare_with_generation
 from rlframework.conformance.suites.policy_worker.workbench import PROBE, PROBE_EPS, PROBE_LR, PolicyBench
 from rlframework.plugins.types import Capability
-from rlframework.policy.low_rank import initial_a
+from rlframework.policy.lora_math import initial_a
 
 LORA = Capability.LORA
-HERE = "rlframework.conformance.suites.policy_worker.looking"
+HERE = "rlframework.conformance.suites.policy_worker.inspection"
 TARGETS = ("q_proj", "o_proj", "up_proj", "down_proj")
 """Square and not, and split both ways by tensor parallelism."""
 RANK, ALPHA = 4, 6.0

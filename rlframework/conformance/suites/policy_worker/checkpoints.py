@@ -20,7 +20,7 @@ from rlframework.errors import NonFiniteGradients, UserError
 from rlframework.plugins.types import Capability
 
 STATE = Capability.PORTABLE_OPTIMIZER_STATE
-DRAW = "rlframework.conformance.suites.policy_worker.looking:draw"
+DRAW = "rlframework.conformance.suites.policy_worker.inspection:draw"
 SCHEDULE = {"name": "linear", "warmup_steps": 2, "total_steps": 8, "min_ratio": 0.1}
 
 

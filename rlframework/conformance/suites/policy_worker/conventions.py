@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.conformance.contracts import BF16
 from rlframework.conformance.policies import read_weights
 from rlframework.conformance.rules import Suite, holds
 from rlframework.conformance.suites.policy_worker.workbench import PROBE, PolicyBench, loss_function
-from rlframework.distributed.batched_data_dict import BatchedDataDict
 from rlframework.plugins.types import Capability
 
 

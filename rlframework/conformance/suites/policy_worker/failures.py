@@ -9,16 +9,16 @@ from typing import Any
 
 import torch
 
+from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.conformance import cases
 from rlframework.conformance.policies import run_config
 from rlframework.conformance.rules import Suite, holds
 from rlframework.conformance.suites.policy_worker.losses import FailingLoss
 from rlframework.conformance.suites.policy_worker.workbench import PolicyBench, loss_function
-from rlframework.distributed.batched_data_dict import BatchedDataDict
 from rlframework.errors import BatchError, NotSupported, UserError, WorkerError
 from rlframework.plugins.types import Capability
 
-CALL = "rlframework.conformance.suites.policy_worker.looking:call"
+CALL = "rlframework.conformance.suites.policy_worker.inspection:call"
 
 REFUSED_BY_CONFIGURATION: Mapping[Capability, Mapping[str, Any]] = {
     Capability.TENSOR_PARALLEL: {"parallelism": {"tensor": 2}},

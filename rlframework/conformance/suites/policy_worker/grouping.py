@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
+from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.conformance.rules import Suite, holds
 from rlframework.conformance.suites.policy_worker.losses import TellingLoss
 from rlframework.conformance.suites.policy_worker.workbench import PolicyBench, loss_function
-from rlframework.distributed.batched_data_dict import BatchedDataDict
 from rlframework.plugins.types import Capability
 
 

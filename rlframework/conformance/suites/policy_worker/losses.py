@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlframework.algorithms.losses import NLLLoss
-from rlframework.distributed.batched_data_dict import BatchedDataDict
+from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.interfaces.loss import LossInput
 
 Batch = BatchedDataDict[Any]

@@ -19,9 +19,9 @@ from rlframework.conformance.suites.policy_worker.workbench import PolicyBench, 
 from rlframework.errors import RLFrameworkError
 from rlframework.plugins.types import Capability
 
-CALL = "rlframework.conformance.suites.policy_worker.looking:call"
-BROADCAST = "rlframework.conformance.suites.policy_worker.looking:attempt_to_broadcast"
-HELD = "rlframework.conformance.suites.policy_worker.looking:held_weights"
+CALL = "rlframework.conformance.suites.policy_worker.inspection:call"
+BROADCAST = "rlframework.conformance.suites.policy_worker.inspection:attempt_to_broadcast"
+HELD = "rlframework.conformance.suites.policy_worker.inspection:held_weights"
 SMALL = 4096 / 2**20
 """MiB: groups of a few weights, and weights that are larger than a group."""
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
+from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.conformance.oracle import Oracle
 from rlframework.conformance.policies import InspectedPolicy, read_weights
 from rlframework.conformance.rules import Suite, holds
 from rlframework.conformance.suites.policy_worker.workbench import PolicyBench, loss_function
-from rlframework.data.tokenizer import load_tokenizer
-from rlframework.distributed.batched_data_dict import BatchedDataDict
 from rlframework.errors import UserError
-from rlframework.generation.driver import Generation
+from rlframework.generation.client import Generation
+from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.plugins.types import Capability
 
 PROMPTS = torch.tensor([[5, 9, 12, 7], [11, 6, 0, 0], [20, 21, 22, 0], [9, 9, 9, 9]])

@@ -11,7 +11,7 @@ from rlframework.conformance.rules import Suite, holds
 from rlframework.conformance.suites.policy_worker.workbench import PolicyBench
 from rlframework.plugins.types import Capability
 
-CALL = "rlframework.conformance.suites.policy_worker.looking:call"
+CALL = "rlframework.conformance.suites.policy_worker.inspection:call"
 
 
 class Scores(Suite):

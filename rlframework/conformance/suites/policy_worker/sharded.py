@@ -14,7 +14,7 @@ from rlframework.conformance.suites.policy_worker.checkpoints import SCHEDULE, S
 from rlframework.conformance.suites.policy_worker.workbench import PolicyBench
 from rlframework.errors import DataError, UserError
 from rlframework.plugins.types import Capability
-from rlframework.policy.saved import open_saved
+from rlframework.policy.checkpoint.reader import open_saved
 
 SHARDED = Capability.SHARDED_CHECKPOINTS
 SETTINGS: dict[str, Any] = {"scheduler": SCHEDULE, "optimizer": {"lr": 1e-3}}

@@ -8,7 +8,7 @@ from rlframework.conformance.rules import Suite, holds
 from rlframework.conformance.suites.policy_worker.workbench import PolicyBench, loss_function
 from rlframework.plugins.types import Capability
 
-HERE = "rlframework.conformance.suites.policy_worker.looking"
+HERE = "rlframework.conformance.suites.policy_worker.inspection"
 CALL = f"{HERE}:call"
 
 

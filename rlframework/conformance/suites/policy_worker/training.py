@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
+from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.conformance import cases
 from rlframework.conformance.contracts import FP32, TENSOR_AFTER_20_STEPS, WEIGHTS_AFTER_20_STEPS
 from rlframework.conformance.rules import Suite, holds
 from rlframework.conformance.suites.policy_worker.losses import LogitsLoss, NotFiniteLoss
 from rlframework.conformance.suites.policy_worker.workbench import PROBE, PolicyBench, loss_function
-from rlframework.distributed.batched_data_dict import BatchedDataDict
 from rlframework.errors import NonFiniteGradients
 from rlframework.plugins.types import Capability
 

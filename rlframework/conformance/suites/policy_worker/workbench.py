@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from rlframework.algorithms.losses import ClippedPGLoss, NLLLoss
+from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.algorithms import ClippedPGLossConfig
 from rlframework.config.sections import RunConfig
 from rlframework.conformance import cases
@@ -18,9 +19,8 @@ from rlframework.conformance.contracts import FP32
 from rlframework.conformance.layouts import Layout
 from rlframework.conformance.oracle import Oracle
 from rlframework.conformance.policies import InspectedEngines, InspectedPolicy, read_weights, run_config
-from rlframework.data.tokenizer import load_tokenizer
-from rlframework.distributed.batched_data_dict import BatchedDataDict
 from rlframework.errors import ConfigError
+from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.interfaces.loss import LossFunction
 
 PROBE_LR, PROBE_EPS = 1e6, 1e3

@@ -1,0 +1,303 @@
+"""What a worker holds, by name: weights, adapters and the optimizer's moments, whole or in this rank's pieces.
+
+Refit, saving, checkpoints in both forms and the reference swap go through it. Names are those of `save_pretrained`.
+A weight is cut by AutoTP first (`Cut`), and what this rank has of it is dealt out by ZeRO (`Slot`), a range of
+neighbours. Reading takes the boxes that are here and no more.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlframework.errors import NotSupported
+from rlframework.models import adapters
+from rlframework.models.file_names import FileWeight, by_source, file_weights, gathered
+from rlframework.policy.checkpoint.portable import FIRST, SECOND, moments_part
+from rlframework.policy.checkpoint.saved import part_of
+from rlframework.policy.engine import Engine
+from rlframework.policy.lora_math import A, initial_a, is_adapter
+from rlframework.policy.model_state import Moments, Piece, ShardedState, WeightSpec
+from rlframework.policy.trace_spans import GATHER, span
+from rlframework_deepspeed import native
+from rlframework_deepspeed.autotp import TensorParallel
+from rlframework_deepspeed.config import DeepSpeedConfig
+from rlframework_deepspeed.loading import saved_weights
+from rlframework_deepspeed.shards import MOMENTS, Read, Shards
+from rlframework_deepspeed.slices import Where, fill, pieces
+
+Pieces = Iterator[tuple[Tensor, Where]]
+
+
+class Held(adapters.ModelAdapters, Engine, ABC):
+    """The primitives of `Engine` for weights and moments."""
+
+    backend_config: DeepSpeedConfig
+    _shards: Shards
+    _tensor: TensorParallel
+    _saved_buffers: frozenset[str]
+
+    # -- names --------------------------------------------------------------------------------------------------------
+
+    def _held(self) -> dict[str, Tensor]:
+        """The model's tensors that are saved, by name, and adapters; a tied head stands once, as the embedding.
+
+        They are as ZeRO leaves them, of any shape: `_shape` has that of the whole.
+        """
+        saved = self._saved_buffers
+        named = [*self.model.named_parameters(), *((n, b) for n, b in self.model.named_buffers() if n in saved)]
+        return {adapters.outside(name): tensor for name, tensor in named}
+
+    def _weights(self) -> dict[str, Tensor]:
+        """Those that are saved, as they are without adapters."""
+        return {name: tensor for name, tensor in self._held().items() if not is_adapter(name)}
+
+    def _trained(self) -> dict[str, nn.Parameter]:
+        """The parameters that the optimizer has, by the names of `weight_specs`."""
+        named = self._held().items()
+        return {name: one for name, one in named if isinstance(one, nn.Parameter) and self._shards.is_trained(one)}
+
+    def _shape(self, tensor: Tensor) -> tuple[int, ...]:
+        """Of the whole weight."""
+        cut = self._tensor.cut(tensor)
+        return cut.shape if cut is not None else self._part_shape(tensor)
+
+    def _part_shape(self, tensor: Tensor) -> tuple[int, ...]:
+        """Of this rank's part by tensor parallelism, before ZeRO deals it out."""
+        return self._shards.shape(tensor) if isinstance(tensor, nn.Parameter) else tuple(tensor.shape)
+
+    def _dtype(self, tensor: Tensor) -> torch.dtype:
+        return self._shards.dtype(tensor) if isinstance(tensor, nn.Parameter) else tensor.dtype
+
+    def _files(self, tensors: Mapping[str, Tensor]) -> dict[str, FileWeight]:
+        """What files call `tensors`."""
+        shapes: Any = {name: torch.empty(self._shape(tensor), device="meta") for name, tensor in tensors.items()}
+        return file_weights(self.model, shapes)
+
+    # -- weights ------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def fill(self) -> None:
+        """Give the weights those of `policy.model_name`, and adapters their first values. No collective."""
+        choice = self.backend_config.attention
+        wanted = {name: torch.empty(self._shape(one), device="meta") for name, one in self._weights().items()}
+        with saved_weights(wanted, self.model, self.config, None if choice == "auto" else choice) as found:
+            self.load_weights(found)
+        if self.config.lora is None:
+            return
+        for name, tensor in self._adapters().items():
+            shape, a = self._shape(tensor), name.endswith(A)
+            self._put(tensor, initial_a(name, shape, self.config.lora.seed) if a else torch.zeros(shape))
+
+    def weight_specs(self) -> dict[str, WeightSpec]:
+        """See `Engine.weight_specs`."""
+        weights = self._weights()
+        parts = self._files(weights)
+        return {name: WeightSpec(part.shape, self._dtype(weights[part.source])) for name, part in parts.items()}
+
+    def adapter_specs(self) -> dict[str, WeightSpec]:
+        """See `Adapters.adapter_specs`."""
+        held = self._adapters().items()
+        return {name: WeightSpec(self._shape(tensor), self._dtype(tensor)) for name, tensor in held}
+
+    def gather_weights(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        """See `Engine.gather_weights`."""
+        held = self._held()
+
+        def gather(name: str) -> Tensor:
+            with span(GATHER):
+                return self._merged(name, held)
+
+        yield from gathered(names, self._files(self._weights()), gather)
+
+    def _whole(self, tensor: Tensor) -> Tensor:
+        found = self._shards.whole(tensor) if isinstance(tensor, nn.Parameter) else tensor
+        return self._tensor.join(found.detach().to(self._dtype(tensor)), self._tensor.cut(tensor))
+
+    @torch.no_grad()
+    def _put(self, tensor: Tensor, value: Tensor) -> None:
+        cut = self._tensor.cut(tensor)
+        self._put_part(tensor, value if cut is None else cut.of(value))
+
+    def _put_part(self, tensor: Tensor, own: Tensor) -> None:
+        """`own`: what tensor parallelism leaves on this rank."""
+        if not isinstance(tensor, nn.Parameter):
+            tensor.copy_(own)
+            return
+        row = own.reshape(-1)
+        self._shards.put(tensor, lambda first, end: row[first:end])
+
+    @torch.no_grad()
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """See `Engine.load_weights`."""
+        own = self._weights()
+        for name, parts in by_source(self._files(own)).items():
+            tensor = own[name]
+            if isinstance(tensor, nn.Parameter):
+                self._shards.put(tensor, self._reader(tensor, parts, weights))
+            else:
+                self._put(tensor, weights[name])
+
+    def _reader(self, tensor: nn.Parameter, parts: list[FileWeight], weights: Mapping[str, Tensor]) -> Read:
+        """What reads a range of this rank's part of `tensor`, whose weights in files are `parts`."""
+
+        def read(first: int, end: int) -> Tensor:
+            row = torch.empty(end - first)
+            for part, own, start in _within(parts, self._part_shape(tensor), row, first):
+                name, cut = part.name, self._tensor.cut(tensor)
+                shape = part.shape if cut is None else self._part_shape(tensor)
+                fill(own, shape, start, cut, lambda where, name=name: part_of(weights, name, where))  # type: ignore[misc]
+            return row
+
+        return read
+
+    # -- DeepSpeed's own files ----------------------------------------------------------------------------------------
+
+    def save_native(self, folder: Path, *, optimizer: bool) -> None:
+        """See `Engine.save_native`."""
+        self._require_no_adapters()
+        native.save(self._shards, folder, optimizer=optimizer)
+
+    @torch.no_grad()
+    def load_native(self, folder: Path, *, optimizer: bool) -> None:
+        """See `Engine.load_native`."""
+        self._require_no_adapters()
+        if optimizer:
+            native.load(self._shards, folder, self.context)
+            return
+        own = self._weights()
+        shapes = {name: self._part_shape(tensor) for name, tensor in own.items()}
+        for name, read in native.weights(self._shards, folder, self.context, shapes).items():
+            self._put_part(own[name], read())
+
+    def _require_no_adapters(self) -> None:
+        if self.config.lora is not None:
+            raise NotSupported("adapters are saved in the portable form only; set checkpoints.format to portable")
+
+    # -- the reference ------------------------------------------------------------------------------------------------
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """See `Engine.snapshot`."""
+        return {name: part.to("cpu", copy=True) for name, part in self._local().items()}
+
+    @torch.no_grad()
+    def restore(self, snapshot: dict[str, Tensor]) -> None:
+        """See `Engine.restore`."""
+        for name, part in self._local().items():
+            part.copy_(snapshot[name])
+        self._shards.publish()
+
+    def _local(self) -> dict[str, Tensor]:
+        """What this rank has of each tensor, in one row; parts of which there is nothing are left out."""
+        found = {}
+        for name, tensor in self._held().items():
+            if not isinstance(tensor, nn.Parameter):
+                found[name] = tensor.detach()
+            elif (slot := self._shards.slot(tensor)) is not None:
+                found[name] = slot.main
+        return found
+
+    # -- moments ------------------------------------------------------------------------------------------------------
+
+    def gather_moments(self) -> Iterator[tuple[str, Moments]]:
+        """See `Engine.gather_moments`."""
+        trained = self._trained()
+        files = by_source(self._files(trained))
+        for name, parameter in trained.items():
+            steps, here = self._shards.state(parameter)
+            steps = self._everywhere(steps)
+            cut = self._tensor.cut(parameter)
+            first, second = (self._tensor.join(self._shards.all_of(parameter, here.get(kind)), cut) for kind in MOMENTS)
+            for part in files[name]:
+                yield part.name, Moments(steps, part.of(first), part.of(second))
+
+    def _everywhere(self, steps: int) -> int:
+        """The steps of a weight, of which this rank may have nothing and so know of none. Collective."""
+        if self.context.world_size == 1:
+            return steps
+        most = torch.tensor(steps, device=self.device)
+        torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX)
+        return int(most)
+
+    @torch.no_grad()
+    def load_moments(self, moments: Mapping[str, Moments]) -> None:
+        """See `Engine.load_moments`."""
+        trained = self._trained()
+        files = by_source(self._files(trained))
+        nothing = {name: _steps(moments, files[name]) for name in trained}
+        for name, parameter in trained.items():
+            state = self._shards.make_state(parameter, nothing[name])
+            slot = self._shards.slot(parameter)
+            if slot is None:
+                continue
+            cut, shape = self._tensor.cut(parameter), self._part_shape(parameter)
+            for kind in MOMENTS:
+                for part, own, start in _within(files[name], shape, state[kind], slot.first):
+
+                    def read(where: Where, part: FileWeight = part, kind: str = kind) -> Tensor:
+                        found: Tensor = getattr(moments_part(moments, part.name, where), kind)
+                        return found
+
+                    fill(own, shape if cut is not None else part.shape, start, cut, read)
+
+    # -- pieces -------------------------------------------------------------------------------------------------------
+
+    def sharded_state(self) -> ShardedState:
+        """See `Engine.sharded_state`."""
+        self._require_no_adapters()
+        own = self._weights()
+        files = by_source(self._files(own))
+        weights = [piece for name, tensor in own.items() for piece in self._weight_pieces(tensor, files[name])]
+        moments: list[Piece] = []
+        steps: dict[str, int] = {}
+        for name, parameter in self._trained().items():
+            count, here = self._shards.state(parameter)
+            slot = self._shards.slot(parameter)
+            if slot is None:
+                continue
+            steps |= {part.name: count for part in files[name]}
+            for start, kind in ((FIRST, MOMENTS[0]), (SECOND, MOMENTS[1])):
+                row = here.get(kind, torch.zeros(0)) if here else torch.zeros(slot.count, device=slot.holder.device)
+                moments += self._pieces(parameter, files[name], row, slot.first, start)
+        return ShardedState(weights, moments, steps)
+
+    def _weight_pieces(self, tensor: Tensor, files: list[FileWeight]) -> Iterator[Piece]:
+        if not isinstance(tensor, nn.Parameter):
+            yield from self._pieces(tensor, files, tensor.detach().view(-1), 0, "")
+        elif (slot := self._shards.slot(tensor)) is not None:
+            yield from self._pieces(tensor, files, slot.main, slot.first, "")
+
+    def _pieces(self, tensor: Tensor, files: list[FileWeight], row: Tensor, first: int, prefix: str) -> Iterator[Piece]:
+        """`row`, which is this rank's part of `tensor` from `first` on, by the names of `files` after `prefix`."""
+        cut, shape = self._tensor.cut(tensor), self._part_shape(tensor)
+        for part, own, start in _within(files, shape, row, first):
+            for box, where in pieces(own, shape if cut is not None else part.shape, start, cut):
+                yield Piece(prefix + part.name, box, tuple(one.start for one in where), part.shape)
+
+
+def _steps(moments: Mapping[str, Moments], files: list[FileWeight]) -> int:
+    nothing = tuple(slice(0, 0) for _ in files[0].shape)
+    return max(moments_part(moments, part.name, nothing[: len(part.shape)]).steps for part in files)
+
+
+def _within(
+    files: list[FileWeight], shape: tuple[int, ...], row: Tensor, first: int
+) -> Iterator[tuple[FileWeight, Tensor, int]]:
+    """What of `row` is of each weight of `files`, and where it begins in that weight.
+
+    `row` is a tensor of `shape` in one row from `first` on; the weights lie in that tensor one after the other.
+    """
+    for part in files:
+        if part.expert is None:
+            yield part, row, first
+            continue
+        start = (part.expert * shape[1] + part.start) * shape[2]
+        begin, end = max(first, start), min(first + row.numel(), start + math.prod(part.shape))
+        if begin < end:
+            yield part, row[begin - first : end - first], begin - start

@@ -1,0 +1,241 @@
+"""What `BatchedDataDict` does to one value: count, cut, pick, join and pad its rows.
+
+A value is a tensor with the batch on dimension 0, a list with one element a row, or a `PackedTensor`. Rows of lists and
+of PackedTensors are passed on, not copied.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import reduce
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor
+
+from rlframework.batch.packed_tensor import PackedTensor, sharing_media
+from rlframework.errors import BatchError, BatchKeyError, BatchTypeError
+
+Rows = torch.Tensor | list[Any] | PackedTensor
+"""A value of a batch."""
+
+_STRIDED = torch.strided
+
+
+def as_rows(key: Any, value: Any) -> Rows:
+    """`value` if it has rows; otherwise a `BatchTypeError` that names `key`."""
+    if isinstance(value, (list, PackedTensor)):
+        return value
+    if not isinstance(value, torch.Tensor):
+        raise BatchTypeError(
+            f"the value of {key!r} is a {type(value).__name__}; a batch holds tensors with the batch on dimension 0, "
+            "lists with one element a row, and PackedTensors: convert it, or keep it outside the batch"
+        )
+    if value.ndim == 0:
+        raise BatchTypeError(f"the value of {key!r} is a tensor without dimensions; dimension 0 must be the batch")
+    if value.layout is not _STRIDED:
+        raise BatchTypeError(f"the value of {key!r} is a tensor of layout {value.layout}; make it dense")
+    return value
+
+
+def count_rows(data: Mapping[Any, Any], what: str = "the batch") -> int:
+    """The common number of rows of all values, 0 without keys; a `BatchError` with all counts when they differ."""
+    common = -1
+    for key, value in data.items():  # the common cases first: every slice comes through here
+        if isinstance(value, torch.Tensor) and (shape := value.shape) and value.layout is _STRIDED:
+            count = shape[0]
+        else:
+            count = len(as_rows(key, value))
+        if count != common:
+            if common >= 0:
+                counts = {name: len(as_rows(name, other)) for name, other in data.items()}
+                raise BatchError(f"all values of {what} must have the same number of rows (dimension 0), got {counts}")
+            common = count
+    return max(common, 0)
+
+
+def integer(name: str, value: Any) -> int:
+    """`value` as an int; a `BatchTypeError` naming it if it is none."""
+    try:
+        return operator.index(value)
+    except (TypeError, RuntimeError) as error:
+        raise BatchTypeError(f"{name} must be an integer, got {_shown(value)}") from error
+
+
+def as_integers(what: str, given: Any) -> torch.Tensor:
+    """`given`, a sequence or tensor of integers (or bools, left as they are), as a CPU tensor; else a `BatchError`."""
+    try:
+        tensor = torch.as_tensor(given)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise BatchError(f"{what} takes integers, got {_shown(given)}: {error}") from error
+    if not tensor.numel() and not isinstance(given, torch.Tensor):
+        return tensor.to(torch.int64)
+    if tensor.is_floating_point() or tensor.is_complex():
+        raise BatchError(f"{what} takes integers, got {tensor.dtype} of shape {list(tensor.shape)}")
+    return tensor.cpu() if tensor.dtype == torch.bool else tensor.to("cpu", torch.int64)
+
+
+def as_row_numbers(indices: Any, size: int) -> torch.Tensor:
+    """`[n]` int64 in 0..size-1 from integers, of which negative ones count from the end, or a mask of `size` bools."""
+    given = as_integers("select_indices", indices)
+    if given.dtype == torch.bool and given.shape == (size,):
+        return given.nonzero().squeeze(1)
+    if given.ndim != 1 or given.dtype == torch.bool:
+        raise BatchError(
+            f"select_indices takes a list of integers or a mask of {size} bools, got {given.dtype} of shape "
+            f"{list(given.shape)}"
+        )
+    wrong = given[(given < -size) | (given >= size)]
+    if len(wrong):
+        raise BatchError(f"row {int(wrong[0])} is not in the batch of {size} rows: indices are {-size}..{size - 1}")
+    return torch.where(given < 0, given + size, given)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) < 80 else f"{text[:76]}..."
+
+
+def as_device(device: Any) -> torch.device:
+    """`device`, or a `BatchError` where that is none."""
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise BatchError(f"{_shown(device)} is no device: {error}") from error
+
+
+@contextmanager
+def moving(key: Any, device: torch.device | None) -> Iterator[None]:
+    """Within it, a move to `device` that fails is a `BatchError`: this machine has none such, or there is no data."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, BatchError):
+        raise
+    except (RuntimeError, AssertionError) as error:
+        raise BatchError(f"{key!r} cannot be moved to {device}: {error}") from error
+
+
+def pick_rows(value: Rows, indices: torch.Tensor) -> Rows:
+    """The rows at `indices` (int64 on the CPU, none negative), in their order; of a tensor, a copy."""
+    if isinstance(value, torch.Tensor):
+        return value.index_select(0, indices.to(value.device))
+    if isinstance(value, PackedTensor):
+        return value.slice(indices)
+    return [value[index] for index in indices.tolist()]
+
+
+def join_blocks(value: Rows, blocks: Sequence[tuple[int, int]]) -> Rows:
+    """The rows of the `[start, end)` blocks, one after the other; of a tensor, a copy: each byte is copied once."""
+    if isinstance(value, torch.Tensor):
+        return torch.cat([value[start:end] for start, end in blocks]) if blocks else value[:0].clone()
+    if isinstance(value, PackedTensor):
+        return PackedTensor.concat([value[:0], *(value[start:end] for start, end in blocks)])
+    return [item for start, end in blocks for item in value[start:end]]
+
+
+def repeat_rows(key: Any, value: Rows, repeats: int, *, share_media: bool) -> Rows:
+    """Each row `repeats` times in a row; elements of lists are independent copies, but for media that are shared."""
+    if isinstance(value, torch.Tensor):
+        return value.repeat_interleave(repeats, dim=0)
+    if isinstance(value, PackedTensor):
+        if not share_media:
+            raise BatchTypeError(
+                f"repeat_interleave would copy the media of {key!r} for each repeat; if nothing writes to them, pass "
+                "share_immutable_media=True, and all repeats share them"
+            )
+        return value.slice(torch.arange(len(value)).repeat_interleave(repeats))
+    if not share_media:
+        return [copy.deepcopy(item) for item in value for _ in range(repeats)]
+    with sharing_media():
+        return [copy.deepcopy(item) for item in value for _ in range(repeats)]
+
+
+def values_of(key: Any, batches: Sequence[Mapping[Any, Any]], sizes: Sequence[int], *, fill_packed: bool) -> list[Any]:
+    """The values of `key` in the batches of `sizes` rows; only a batch without rows may lack it.
+
+    With `fill_packed` a PackedTensor that is missing counts as rows without media.
+    """
+    known = [batch[key] for batch in batches if key in batch]
+    missing = [position for position, batch in enumerate(batches) if sizes[position] and key not in batch]
+    if not missing:
+        return known
+    if fill_packed and all(isinstance(value, PackedTensor) for value in known):
+        pairs = zip(batches, sizes, strict=True)
+        return [b[key] if key in b else PackedTensor([None] * size, known[0].dim_to_pack) for b, size in pairs]
+    raise BatchKeyError(
+        f"key {key!r} is missing from batch {', '.join(map(str, missing))} of {len(batches)}; all batches with rows "
+        "must have the same keys: add it there, or delete it elsewhere"
+    )
+
+
+def concatenate(key: Any, values: Sequence[Any], pad_value: float) -> Rows:
+    """All rows of `values`, in order.
+
+    Lists and PackedTensors are joined; 1-D tensors are joined; 2-D tensors are padded on the right to the longest row;
+    more dimensions keep their shape and are padded on dimension 1. A 1-D tensor among 2-D ones counts as rows of one
+    element. Values without rows do not widen the others. Tensors must share their device and the dimensions from 2 on.
+    """
+    rows = [as_rows(key, value) for value in values]
+    rows = [value for value in rows if len(value)] or rows
+    tensors = [value for value in rows if isinstance(value, torch.Tensor)]
+    packed = [value for value in rows if isinstance(value, PackedTensor)]
+    lists = [value for value in rows if isinstance(value, list)]
+    if len(rows) not in (len(tensors), len(packed), len(lists)):
+        kinds = sorted({type(value).__name__ for value in rows})
+        raise BatchTypeError(
+            f"the values of {key!r} are of different kinds, {', '.join(kinds)}; use one in all batches"
+        )
+    if packed:
+        return PackedTensor.concat(packed)
+    if not tensors:
+        return [item for value in lists for item in value]
+    if any(tensor.ndim > 1 for tensor in tensors):
+        tensors = [tensor.unsqueeze(1) if tensor.ndim == 1 else tensor for tensor in tensors]
+    _check_joinable(key, tensors)
+    if len({tensor.shape[1:] for tensor in tensors}) == 1:
+        return torch.cat(tensors)
+    return _pad_and_join(key, tensors, pad_value)
+
+
+def _check_joinable(key: Any, tensors: Sequence[torch.Tensor]) -> None:
+    if len({(tensor.ndim, tensor.shape[2:]) for tensor in tensors}) > 1:
+        shapes = [tuple(tensor.shape) for tensor in tensors]
+        raise BatchError(
+            f"the values of {key!r} cannot be joined: shapes {shapes}; only dimensions 0 (the batch) and 1 (the "
+            "sequence) may differ"
+        )
+    if len({tensor.device for tensor in tensors}) > 1:
+        devices = sorted({str(tensor.device) for tensor in tensors})
+        raise BatchError(f"the values of {key!r} lie on several devices {devices}; move them to one with `.to(device)`")
+
+
+def _pad_and_join(key: Any, tensors: Sequence[torch.Tensor], pad_value: float) -> torch.Tensor:
+    width = max(tensor.shape[1] for tensor in tensors)
+    dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
+    shape = (sum(len(tensor) for tensor in tensors), width, *tensors[0].shape[2:])
+    joined = torch.empty(shape, dtype=dtype, device=tensors[0].device)
+    start = 0
+    for tensor in tensors:
+        end = start + len(tensor)
+        joined[start:end, : tensor.shape[1]] = tensor
+        try:
+            joined[start:end, tensor.shape[1] :] = pad_value
+        except (RuntimeError, TypeError, ValueError, OverflowError) as error:
+            raise BatchError(f"{key!r} ({dtype}) cannot be padded with {_shown(pad_value)}: {error}") from error
+        start = end
+    return joined
+
+
+def is_integral(value: Any) -> TypeGuard[Tensor]:
+    """Whether `value` is a tensor of integers; truth values are none."""
+    return isinstance(value, Tensor) and not (
+        value.is_floating_point() or value.is_complex() or value.dtype == torch.bool
+    )
+
+
+def described(value: Any) -> str:
+    """Dtype and shape of a tensor, the type of anything else: for messages."""
+    return f"{value.dtype} of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"

@@ -1,0 +1,252 @@
+"""Plans of which rows of a batch go to which shard and, with dynamic batches or packing, into which microbatch.
+
+Pure functions on lengths; `BatchedDataDict.shard_by_batch_size` executes the plans. `rlframework.batch.packing` assigns
+rows to microbatches; the data processor joins the tokens of a packed microbatch.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
+
+import torch
+
+from rlframework.batch.batch_rows import described
+from rlframework.batch.packing import balanced_microbatches, get_packer, round_robin_microbatches
+from rlframework.batch.packing.lengths import read_count, round_up
+from rlframework.errors import BatchError, BatchKeyError, BatchTypeError
+
+if TYPE_CHECKING:
+    from rlframework.batch.packing import PackingAlgorithm, TokenCost
+
+MOST_SHARDS = 1 << 20
+
+# No `from __future__ import annotations` here: with it TypedDict does not see NotRequired.
+
+
+class DynamicBatchingArgs(TypedDict):
+    """How rows of like length become microbatches of at most `max_tokens_per_microbatch` tokens, padding included.
+
+    The length of each microbatch is rounded up to a multiple of `sequence_length_round`; `input_key` names the
+    `[B, S]` tokens, `input_lengths_key` the `[B]` integer tensor of their lengths. `algorithm`: "round_robin" (the
+    default; the microbatches of all shards have the same shapes) or "balanced" (like costs at each step, fewer padded
+    tokens; `cost` says what a row costs).
+    """
+
+    max_tokens_per_microbatch: int
+    sequence_length_round: int
+    input_key: str
+    input_lengths_key: str
+    algorithm: NotRequired[str]
+    cost: NotRequired["TokenCost | None"]
+
+
+class SequencePackingArgs(TypedDict):
+    """How rows are put into packs of at most `max_tokens_per_microbatch` tokens, one pack a microbatch.
+
+    `algorithm` is a `PackingAlgorithm` or its name. Each row counts as its length rounded up to a multiple of
+    `sequence_length_pad_multiple`. `microbatch_order`: "packer" (the default: as the packer dealt them) or
+    "largest_first". `cost` says what a row costs; only "balanced" looks at it.
+    """
+
+    max_tokens_per_microbatch: int
+    input_key: str
+    input_lengths_key: str
+    algorithm: "str | PackingAlgorithm"
+    sequence_length_pad_multiple: int
+    microbatch_order: NotRequired[str]
+    cost: NotRequired["TokenCost | None"]
+
+
+Block = tuple[int, int]
+"""Rows `[start, end)`."""
+Group = tuple[list[int], int]
+"""The rows of one microbatch, and its length: of dynamic batches padded, of packs summed up."""
+
+
+@dataclass
+class ShardPlan:
+    """One shard: its `rows` in order, and what its metadata say of each chunk (global batch) of them."""
+
+    rows: list[int] = field(default_factory=list)
+    micro_batch_indices: list[list[list[int]]] = field(default_factory=list)
+    micro_batch_lengths: list[list[int]] = field(default_factory=list)
+    elem_counts_per_gb: list[int] = field(default_factory=list)
+
+    def add_chunk(self, groups: Sequence[Group], start: int) -> None:
+        """The microbatches of the next chunk, whose rows are counted from row `start` of the batch."""
+        ranges, end = [], 0
+        for rows, _ in groups:
+            ranges.append([end, end + len(rows)])
+            end += len(rows)
+            self.rows.extend(start + row for row in rows)
+        self.micro_batch_indices.append(ranges)
+        self.micro_batch_lengths.append([length for _, length in groups])
+        self.elem_counts_per_gb.append(end)
+
+
+def plain_blocks(size: int, shards: int, batch_size: int | None, allow_uneven_shards: bool) -> list[list[Block]]:
+    """The blocks of each shard: its part of each `batch_size` rows, or with uneven shards one block of all rows."""
+    check_sizes(size, shards, batch_size, allow_uneven_shards, divide=not allow_uneven_shards)
+    if allow_uneven_shards:
+        each = -(-size // shards)
+        return [[(min(shard * each, size), min((shard + 1) * each, size))] for shard in range(shards)]
+    each = (batch_size or size) // shards
+    return [
+        [(start + shard * each, start + (shard + 1) * each) for start, _ in _chunks(size, batch_size)]
+        for shard in range(shards)
+    ]
+
+
+def plan_dynamic(
+    data: Mapping[str, Any], size: int, shards: int, batch_size: int | None, uneven: bool, args: DynamicBatchingArgs
+) -> list[ShardPlan]:
+    """Microbatches of rows of like length. Only with "balanced" the rows of a chunk need not divide by the shards."""
+    _check_keys(args, DynamicBatchingArgs, "dynamic_batching_args")
+    most, multiple = (read_count(args[key], key, 1) for key in ("max_tokens_per_microbatch", "sequence_length_round"))
+    algorithm = args.get("algorithm", "round_robin")
+    if algorithm not in ("round_robin", "balanced"):
+        raise BatchError(f"the algorithm of dynamic_batching_args is {algorithm!r}; take round_robin or balanced")
+    check_sizes(size, shards, batch_size, uneven, divide=algorithm == "round_robin")
+    lengths, width = read_lengths(data, size, args["input_key"], args["input_lengths_key"])
+    check_cap([min(round_up(length, multiple), width) for length in lengths], lengths, most)
+
+    def padded(rows: Sequence[int], part: list[int]) -> int:
+        longest = max((part[row] for row in rows), default=0) or 1  # rows without tokens still make one column
+        return min(round_up(longest, multiple), width)
+
+    def balanced(part: list[int]) -> list[list[Group]]:
+        steps = balanced_microbatches(
+            part, most, shards=shards, length_round=multiple, width=width, cost=args.get("cost")
+        )
+        return [[(list(rows), padded(rows, part)) for rows in groups] for groups in steps]
+
+    def round_robin(part: list[int]) -> list[list[Group]]:
+        by_shard, bounds, longest = round_robin_microbatches(
+            part, most, shards=shards, length_round=multiple, width=width
+        )
+        return [
+            [(list(rows[start:end]), length) for (start, end), length in zip(bounds, longest, strict=True)]
+            for rows in by_shard
+        ]
+
+    return _plan(lengths, shards, batch_size, balanced if algorithm == "balanced" else round_robin)
+
+
+def plan_packed(
+    data: Mapping[str, Any], size: int, shards: int, batch_size: int | None, uneven: bool, args: SequencePackingArgs
+) -> list[ShardPlan]:
+    """Packs, equally many a shard; the rows of a chunk need not divide by the shards."""
+    _check_keys(args, SequencePackingArgs, "sequence_packing_args")
+    most, multiple = (
+        read_count(args[key], key, 1) for key in ("max_tokens_per_microbatch", "sequence_length_pad_multiple")
+    )
+    order = args.get("microbatch_order", "packer")
+    if order not in ("packer", "largest_first"):
+        raise BatchError(f"microbatch_order of sequence_packing_args is {order!r}; take packer or largest_first")
+    check_sizes(size, shards, batch_size, uneven, divide=False)
+    packer = get_packer(args["algorithm"], most, min_bin_count=shards, bin_count_multiple=shards, cost=args.get("cost"))
+    lengths, _ = read_lengths(data, size, args["input_key"], args["input_lengths_key"])
+    counted = [round_up(length, multiple) for length in lengths]
+    check_cap(counted, lengths, most)
+
+    def packed(part: list[int]) -> list[list[Group]]:
+        dealt = packer.deal(packer.pack(part), part, shards)
+        groups = [[(list(rows), sum(part[row] for row in rows)) for rows in bins] for bins in dealt]
+        if order == "largest_first":
+            for bins in groups:
+                bins.sort(key=lambda group: -group[1])
+        return groups
+
+    return _plan(counted, shards, batch_size, packed)
+
+
+def check_sizes(size: int, shards: int, batch_size: int | None, allow_uneven_shards: bool, *, divide: bool) -> None:
+    """`BatchError` unless the batch splits into global batches, and with `divide` each of them over the shards."""
+    if not 1 <= shards <= MOST_SHARDS or (batch_size is not None and batch_size < 1):
+        raise BatchError(
+            f"{shards} shards of batch size {batch_size}: both must be at least 1, and shards at most {MOST_SHARDS}"
+        )
+    if allow_uneven_shards and batch_size is not None:
+        raise BatchError(f"batch_size must be None if allow_uneven_shards is True, got {batch_size}")
+    if batch_size is not None and size % batch_size:
+        raise BatchError(f"Total batch size ({size}) is not a multiple of batch_size ({batch_size})")
+    per_batch = size if batch_size is None else batch_size
+    if divide and per_batch % shards:
+        raise BatchError(
+            f"Batch size ({per_batch}) is not a multiple of shards ({shards}): change one of them, or where shards "
+            "need not be even pass allow_uneven_shards=True (dynamic batches: the algorithm balanced)"
+        )
+
+
+def read_lengths(data: Mapping[str, Any], size: int, input_key: str, lengths_key: str) -> tuple[list[int], int]:
+    """The `[B]` lengths, and the width of the `[B, S]` inputs; `BatchError` where they are not that."""
+    for name, key in (("input_key", input_key), ("input_lengths_key", lengths_key)):
+        if not isinstance(key, str):
+            raise BatchTypeError(f"{name} must be text, the name of a value of the batch; got {key!r}")
+        if key not in data:
+            raise BatchKeyError(f"the batch has no {key!r}, which is its {name}; it has {sorted(data, key=str)}")
+    tokens, lengths = data[input_key], data[lengths_key]
+    if not isinstance(tokens, torch.Tensor) or tokens.ndim < 2:
+        raise BatchTypeError(f"{input_key!r} must be a tensor [B, S] of tokens, got {described(tokens)}")
+    if (
+        not isinstance(lengths, torch.Tensor)
+        or lengths.ndim != 1
+        or lengths.dtype == torch.bool
+        or lengths.is_floating_point()
+        or lengths.is_complex()
+        or lengths.device.type == "meta"
+    ):
+        raise BatchTypeError(f"{lengths_key!r} must be a tensor [B] of integers, got {described(lengths)}")
+    width = tokens.shape[1]
+    values: list[int] = lengths.tolist()
+    wrong = next((row for row, length in enumerate(values) if not 0 <= length <= width), None)
+    if wrong is not None:
+        raise BatchError(
+            f"{lengths_key!r} of row {wrong} of {size} is {values[wrong]}; {input_key!r} has {width} columns, so it "
+            f"must be in 0..{width}"
+        )
+    return values, width
+
+
+def check_cap(counted: Sequence[int], lengths: Sequence[int], most: int) -> None:
+    """`BatchError` for a row that alone, as it is `counted`, is over `most` tokens."""
+    if max(counted, default=0) > most:
+        row = counted.index(max(counted))
+        raise BatchError(
+            f"row {row} has {lengths[row]} tokens, rounded up {counted[row]}, but max_tokens_per_microbatch is {most}: "
+            "raise it, or shorten the row"
+        )
+
+
+def _plan(
+    lengths: list[int], shards: int, batch_size: int | None, deal: Callable[[list[int]], list[list[Group]]]
+) -> list[ShardPlan]:
+    plans = [ShardPlan() for _ in range(shards)]
+    for start, end in _chunks(len(lengths), batch_size):
+        dealt = deal(lengths[start:end]) if end > start else [[] for _ in plans]
+        for plan, groups in zip(plans, dealt, strict=True):
+            plan.add_chunk(groups, start)
+    return plans
+
+
+def joined_rows(plans: Sequence[ShardPlan]) -> list[int]:
+    """Where each row of the joined shards came from."""
+    return list(chain.from_iterable(plan.rows for plan in plans))
+
+
+def _chunks(size: int, batch_size: int | None) -> list[Block]:
+    if batch_size is None:
+        return [(0, size)]
+    return [(start, start + batch_size) for start in range(0, size, batch_size)]
+
+
+def _check_keys(args: Any, kind: Any, name: str) -> None:
+    if not isinstance(args, Mapping):
+        raise BatchTypeError(f"{name} must be a dictionary with the keys of {kind.__name__}, got {described(args)}")
+    unknown, missing = set(args) - set(kind.__annotations__), kind.__required_keys__ - set(args)
+    if unknown or missing:
+        raise BatchKeyError(
+            f"{name} lacks {sorted(missing)} and has unknown keys {sorted(map(str, unknown))}; "
+            f"needed: {sorted(kind.__required_keys__)}, possible: {sorted(kind.__optional_keys__)}"
+        )

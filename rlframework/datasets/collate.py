@@ -1,0 +1,42 @@
+"""Rows of different lengths side by side, padded on the right."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from rlframework.errors import DataError
+
+if TYPE_CHECKING:
+    from rlframework.datasets.rendering import Rendered
+
+
+class TokenRows(NamedTuple):
+    """Rows side by side: `input_ids [B, S]` int64, padded; `input_lengths [B]` int64; `token_mask [B, S]` fp32."""
+
+    input_ids: torch.Tensor
+    input_lengths: torch.Tensor
+    token_mask: torch.Tensor
+
+
+def pad_rows(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Right-padded `[B, S]` int64 and lengths `[B]` int64 of lists of token ids. No rows is a `DataError`."""
+    if not rows:
+        raise DataError("there are no rows to put side by side; give at least one")
+    lengths = [len(row) for row in rows]
+    padded = np.full((len(rows), max(lengths)), pad_id, np.int64)
+    for number, row in enumerate(rows):
+        padded[number, : lengths[number]] = row
+    return torch.from_numpy(padded), torch.tensor(lengths)
+
+
+def pad_rendered(rows: Sequence[Rendered], pad_id: int) -> TokenRows:
+    """What `chat.render_samples` gives, as one batch: the mask is 1 where a token is trained on."""
+    input_ids, lengths = pad_rows([ids for ids, _ in rows], pad_id)
+    mask = torch.zeros(input_ids.shape)
+    for number, (_, trained) in enumerate(rows):
+        mask[number, : len(trained)] = torch.tensor(trained, dtype=torch.float32)
+    return TokenRows(input_ids, lengths, mask)

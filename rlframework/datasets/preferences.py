@@ -1,0 +1,248 @@
+"""`PreferencePairs`: of two answers to one prompt, which is better, as tokens, for reward models and DPO.
+
+The layout in a batch is two rows a pair: row 2 i is the chosen answer of pair i and row 2 i + 1 the rejected one. So
+every method that takes sequences takes it as it is, and a loss splits it with `[0::2]` and `[1::2]`. What cuts or
+reorders such a batch must keep pairs together: shards and microbatches of an even number of rows do; dynamic batching
+and packing reorder rows, so put the results back in order (`reorder_data`) before pairs are compared. Left out:
+more than two answers to one prompt, and ties.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+import torch
+from torch import Tensor
+
+from rlframework.datasets.memmap.tensorclass import MemmapTensorClass
+from rlframework.datasets.rendering import render_completion, render_prompt
+from rlframework.datasets.reward_data import RewardData, has_values, need_tensor, right_padding_mask
+from rlframework.errors import BatchError, BatchKeyError, BatchTypeError, DataError
+from rlframework.interfaces.environment import Message, Sample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+_MOST = torch.finfo(torch.float32).max
+
+_AT_ONCE = 4096
+"""Pairs whose tokens are compared in one go."""
+
+
+@dataclass(frozen=True)
+class PreferenceRow:
+    """One pair as text. `scores`: what the chosen and the rejected answer are worth, if that is known."""
+
+    messages: tuple[Message, ...]
+    chosen: str
+    rejected: str
+    id: str = ""
+    scores: tuple[float, float] | None = None
+
+
+class PreferencePairs(MemmapTensorClass):
+    """Pairs of sequences, `batch_size` `[P]`, that begin with the same prompt.
+
+    `chosen`, `rejected`: `RewardData` of P rows; the widths may differ. `prompt_lengths [P]`: int64, the tokens of the
+    prompt, which are not to be trained on. Saved, mapped and filled row by row like `RewardData`.
+    """
+
+    chosen: RewardData
+    rejected: RewardData
+    prompt_lengths: Tensor
+
+    @classmethod
+    def from_rows(
+        cls,
+        rows: Sequence[PreferenceRow],
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_length: int | None = None,
+        too_long: Literal["error", "drop"] = "error",
+    ) -> Self:
+        """Tokenise `rows`, with the tokenizer's chat template where it has one; an answer ends with its end token.
+
+        All is padded to the longest sequence. A pair of which one has more than `max_length` tokens is a `DataError`,
+        or left out (`too_long="drop"`); so is it to end up with no pair. Scores become `end_scores`, fp32; all rows
+        have two finite ones, or none has any. Chosen and rejected lie row by row in one tensor each, so `to_fields`
+        copies nothing big.
+        """
+        if too_long not in ("error", "drop"):
+            raise DataError(f"too_long is {too_long!r}; take 'error' or 'drop'")
+        tokenised = [_tokenise(row, tokenizer) for row in rows]
+        kept = [index for index, ids in enumerate(tokenised) if max_length is None or ids.longest <= max_length]
+        if len(kept) < len(rows) and too_long == "error":
+            index = next(index for index, ids in enumerate(tokenised) if ids.longest > (max_length or 0))
+            raise DataError(
+                f"pair {index} ({rows[index].id or 'without id'}) has {tokenised[index].longest} tokens, more than "
+                f"max_length {max_length}, and {len(rows) - len(kept) - 1} others have too; give a larger one, or "
+                "too_long='drop'"
+            )
+        if not kept:
+            why = f": all have more than {max_length} tokens" if rows else ""
+            raise DataError(f"no pair is left of the {len(rows)} that were given{why}")
+        scored = [rows[index].scores is not None for index in kept]
+        if any(scored) != all(scored):
+            raise DataError(f"{sum(scored)} of {len(scored)} pairs have scores; all must have them, or none")
+        scores = _scores([rows[index] for index in kept]) if all(scored) else None
+        return cls._of_tokens([tokenised[index] for index in kept], _padding(tokenizer), scores)
+
+    @classmethod
+    def _of_tokens(cls, pairs: Sequence[_Tokens], padding: int, scores: Tensor | None) -> Self:
+        width = max(pair.longest for pair in pairs)
+        ids = torch.full((len(pairs), 2, width), padding)
+        lengths = torch.tensor([[len(pair.chosen), len(pair.rejected)] for pair in pairs])
+        for row, pair in zip(ids, pairs, strict=True):
+            row[0, : len(pair.chosen)] = torch.tensor(pair.chosen)
+            row[1, : len(pair.rejected)] = torch.tensor(pair.rejected)
+        both = RewardData.from_lengths(ids, lengths, end_scores=scores)
+        prompts = torch.tensor([pair.prompt for pair in pairs])
+        return cls(both[:, 0], both[:, 1], prompts, batch_size=[len(pairs)])
+
+    def check(self) -> Self:
+        """Itself, if it is as described above; else a `BatchError`. Reads everything, unless it is on meta."""
+        pairs = self.batch_size
+        for name, side in (("chosen", self.chosen), ("rejected", self.rejected)):
+            if not isinstance(side, RewardData):
+                raise BatchTypeError(f"{name} is a {type(side).__name__}; it must be RewardData")
+            if side.check().input_ids.shape[:-1] != pairs or len(pairs) != 1:
+                raise BatchError(
+                    f"{name} has input_ids of shape {list(side.input_ids.shape)} and batch_size is {list(pairs)}; they "
+                    "must be [P, S] and [P]"
+                )
+        given = need_tensor("prompt_lengths", self.prompt_lengths)
+        if given.shape != pairs or given.dtype not in (torch.int64, torch.int32):
+            raise BatchError(f"prompt_lengths is {given.dtype} of shape {list(given.shape)}; it must be int64 [P]")
+        if has_values(given):
+            for start in range(0, len(self), _AT_ONCE):
+                self[start : start + _AT_ONCE]._check_prompts(start)
+        return self
+
+    def to_fields(self) -> dict[str, Tensor]:
+        """Two rows a pair, chosen and rejected in turn, for `BatchedDataDict(pairs.to_fields())`.
+
+        `input_ids [2 P, S]`, `attention_mask [2 P, S]`, `input_lengths [2 P]`, `prompt_lengths [2 P]`,
+        `token_mask [2 P, S]` (fp32, 1 on the answer), `sample_mask [2 P]` (ones), and where both sides have them,
+        `rewards` and `end_scores`. The narrower side is padded with 0. Shares the storage of pairs that `from_rows` or
+        `from_batch` made, and of slices of them; of others it is a copy.
+        """
+        sides = [self.check().chosen.to_fields(), self.rejected.to_fields()]
+        fields = {name: _in_turn(name, sides[0][name], sides[1][name]) for name in sides[0] if name in sides[1]}
+        prompts = self.prompt_lengths.to(torch.int64).repeat_interleave(2)
+        before = right_padding_mask(prompts, fields["input_ids"].shape)
+        answer = fields["attention_mask"].bool() & ~before
+        sample = torch.ones(len(prompts), device=prompts.device)
+        return {**fields, "prompt_lengths": prompts, "token_mask": answer.float(), "sample_mask": sample}
+
+    @classmethod
+    def from_batch(cls, batch: Mapping[str, Any]) -> Self:
+        """The pairs of rows that lie as `to_fields` gives them, sharing the batch's storage.
+
+        Taken is what `RewardData.from_batch` takes, and `prompt_lengths`, or else `token_mask`: the prompt then ends
+        before the first position that it has.
+        """
+        rows = RewardData.from_batch(batch)
+        if len(rows) % 2:
+            raise BatchError(f"the batch has {len(rows)} rows; pairs are two rows each, chosen and rejected in turn")
+        if "prompt_lengths" in batch:
+            prompts = need_tensor("prompt_lengths", batch["prompt_lengths"])
+        elif "token_mask" in batch:
+            asked = need_tensor("token_mask", batch["token_mask"]) != 0
+            if asked.shape != rows.input_ids.shape:
+                raise BatchError(f"token_mask has shape {list(asked.shape)}; it must be that of input_ids")
+            prompts = torch.minimum((~asked).cumprod(1).sum(1), rows.input_lengths)
+        else:
+            raise BatchKeyError(
+                f"the batch has {sorted(batch)}; PreferencePairs needs prompt_lengths or token_mask too"
+            )
+        if prompts.shape != rows.batch_size or not torch.equal(prompts[0::2], prompts[1::2]):
+            raise BatchError("the two rows of a pair must have the same prompt_lengths, one for each row of the batch")
+        return cls(rows[0::2], rows[1::2], prompts[0::2], batch_size=[len(rows) // 2]).check()
+
+    def _check_prompts(self, first: int) -> None:
+        """Check the prompts of these pairs, of which the first one is pair `first` for whoever reads the message."""
+        prompts, lengths = self.prompt_lengths, (self.chosen.input_lengths, self.rejected.input_lengths)
+        short = (prompts < 0) | (prompts > torch.minimum(*lengths))
+        if short.any():
+            row = int(short.nonzero()[0])
+            raise BatchError(
+                f"pair {first + row}: the prompt has {int(prompts[row])} tokens, chosen {int(lengths[0][row])} and "
+                f"rejected {int(lengths[1][row])}; both begin with the prompt"
+            )
+        width = int(prompts.max()) if len(prompts) else 0
+        differ = self.chosen.input_ids[:, :width] != self.rejected.input_ids[:, :width]
+        differ &= right_padding_mask(prompts, differ.shape)
+        if differ.any():
+            row, column = differ.nonzero()[0].tolist()
+            raise BatchError(
+                f"pair {first + row}: chosen and rejected differ at position {column}, within the prompt of "
+                f"{int(prompts[row])} tokens; a pair answers one prompt"
+            )
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    prompt: int
+    chosen: list[int]
+    rejected: list[int]
+
+    @property
+    def longest(self) -> int:
+        return max(len(self.chosen), len(self.rejected))
+
+
+def _tokenise(row: PreferenceRow, tokenizer: PreTrainedTokenizerBase) -> _Tokens:
+    prompt = render_prompt(tokenizer, row.messages)
+    answers = [
+        render_completion(tokenizer, Sample(row.id, row.messages, answer="", completion=text))
+        for text in (row.chosen, row.rejected)
+    ]
+    return _Tokens(len(prompt), prompt + answers[0], prompt + answers[1])
+
+
+def _scores(rows: Sequence[PreferenceRow]) -> Tensor:
+    """`[P, 2]` fp32: what chosen and rejected are worth."""
+    for index, row in enumerate(rows):
+        if not _are_scores(row.scores):
+            raise DataError(
+                f"pair {index} ({row.id or 'without id'}) has scores {row.scores!r}; give two finite numbers, for the "
+                "chosen and the rejected answer, or none for all pairs"
+            )
+    return torch.tensor([row.scores for row in rows], dtype=torch.float32)
+
+
+def _are_scores(scores: Any) -> bool:
+    numbers = isinstance(scores, (tuple, list)) and all(isinstance(one, Real) for one in scores)
+    return numbers and len(scores) == 2 and all(abs(one) <= _MOST for one in scores)
+
+
+def _padding(tokenizer: PreTrainedTokenizerBase) -> int:
+    pad: Any = tokenizer.pad_token_id
+    return int(pad if pad is not None else tokenizer.eos_token_id)
+
+
+def _in_turn(name: str, first: Tensor, second: Tensor) -> Tensor:
+    """Rows of both in turn: without a copy where they are the even and the odd rows of one tensor."""
+    if first.dtype != second.dtype or first.device != second.device or first.ndim != second.ndim:
+        raise BatchError(
+            f"{name} is {first.dtype} of shape {list(first.shape)} on {first.device} in chosen, and {second.dtype} of "
+            f"shape {list(second.shape)} on {second.device} in rejected; make them alike"
+        )
+    if first.ndim > 1 and first.shape[1] != second.shape[1]:
+        width = max(first.shape[1], second.shape[1])
+        first, second = (torch.nn.functional.pad(each, (0, width - each.shape[1])) for each in (first, second))
+    step = first.stride(0) // 2
+    alternate = (
+        first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+        and first.stride() == second.stride()
+        and first.stride(0) % 2 == 0
+        and second.storage_offset() - first.storage_offset() == step
+        and len(first) > 0
+    )
+    if alternate:
+        return first.as_strided((2 * len(first), *first.shape[1:]), (step, *first.stride()[1:]))
+    return torch.stack([first, second], dim=1).flatten(0, 1)

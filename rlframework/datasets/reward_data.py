@@ -1,0 +1,209 @@
+"""`RewardData`: token sequences with what they are worth, and its ways to and from batches.
+
+A tensordict tensorclass: it is indexed, stacked, moved, saved memory-mapped and so on like a tensor. Constructing
+checks nothing, so that meta tensors, nested tensordicts and half-filled ones can be held; `check()` does, and each way
+from and to a batch. Pairs of sequences of which one is better: `rlframework.datasets.preferences`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensor
+
+from rlframework.datasets.memmap.tensorclass import MemmapTensorClass
+from rlframework.errors import BatchError, BatchKeyError, BatchTypeError
+
+_AT_ONCE = 1 << 24
+"""Elements of a mask that are looked at in one go, so that checking mapped data takes little memory."""
+
+
+class RewardData(MemmapTensorClass):
+    """Sequences padded on the right, with a reward for each token or each sequence, and the score at their end.
+
+    | field            | shape                                | dtype                                       |
+    |------------------|--------------------------------------|---------------------------------------------|
+    | `input_ids`      | `[*batch, S]`                        | integers                                    |
+    | `attention_mask` | `[*batch, S]`                        | bool or integers: 1 on tokens, 0 on padding |
+    | `rewards`        | `[*batch]` or `[*batch, S]`, or None | floats, integers or bool                    |
+    | `end_scores`     | `[*batch]`, or None                  | floats, integers or bool                    |
+
+    `*batch` is `B`, or nothing for a single row. A last dimension of 1 behind `rewards` or `end_scores` is allowed, as
+    reward models give it. Say `batch_size=[B]`: without it, it is `[]`, as in any tensorclass, and there are no rows to
+    pick.
+    """
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    rewards: Tensor | None = None
+    end_scores: Tensor | None = None
+
+    @property
+    def input_lengths(self) -> Tensor:
+        """Tokens of each row, int64, of shape `[*batch]`; `BatchError` where the mask is not that of right padding."""
+        _check_shapes(self.input_ids, self.attention_mask, self.rewards, self.end_scores)
+        if not has_values(self.attention_mask):
+            return self.attention_mask.sum(-1)
+        return torch.cat([*_lengths(self.attention_mask)]).view(self.attention_mask.shape[:-1])
+
+    def check(self) -> Self:
+        """Itself, if it is as described above; else a `BatchError` (a `BatchTypeError` for a wrong type or dtype).
+
+        The mask is read as a whole, unless it is on the meta device or a fake tensor: then only shapes and dtypes are
+        checked.
+        """
+        _check_shapes(self.input_ids, self.attention_mask, self.rewards, self.end_scores)
+        if has_values(self.attention_mask):
+            for _ in _lengths(self.attention_mask):
+                pass
+        return self
+
+    @classmethod
+    def from_lengths(
+        cls, input_ids: Tensor, input_lengths: Tensor, rewards: Tensor | None = None, end_scores: Tensor | None = None
+    ) -> Self:
+        """Rows `input_ids [*batch, S]` of which the first `input_lengths [*batch]` tokens count (0 to S).
+
+        `attention_mask` is new, bool; all else shares its storage with what is given.
+        """
+        mask = right_padding_mask(input_lengths, need_tensor("input_ids", input_ids).shape).to(input_ids.device)
+        _check_shapes(input_ids, mask, rewards, end_scores)
+        return cls(input_ids, mask, rewards, end_scores, batch_size=input_ids.shape[:-1])
+
+    @classmethod
+    def from_batch(cls, batch: Mapping[str, Any]) -> Self:
+        """The rows of a `BatchedDataDict` or any mapping, sharing its storage.
+
+        Taken are `input_ids [B, S]`; `attention_mask [B, S]`, or else `input_lengths [B]`, from which a mask is made
+        (with both, they must agree); and `rewards` and `end_scores` where they are there. Other keys are left out.
+        """
+        if "input_ids" not in batch or not ("attention_mask" in batch or "input_lengths" in batch):
+            raise BatchKeyError(
+                f"the batch has {sorted(batch)}; RewardData needs input_ids, and attention_mask or input_lengths"
+            )
+        values = (batch.get("rewards"), batch.get("end_scores"))
+        if "attention_mask" not in batch:
+            return cls.from_lengths(batch["input_ids"], batch["input_lengths"], *values)._of_rows()
+        _check_shapes(batch["input_ids"], batch["attention_mask"], *values)
+        made = cls(batch["input_ids"], batch["attention_mask"], *values, batch_size=batch["input_ids"].shape[:-1])
+        _check_agreement(made._of_rows().input_lengths, batch.get("input_lengths"))
+        return made
+
+    def to_fields(self) -> dict[str, Tensor]:
+        """The rows as plain tensors for `BatchedDataDict(data.to_fields())`, sharing storage.
+
+        `input_ids [B, S]`, `attention_mask [B, S]`, `input_lengths [B]` (made from the mask), and, where they are
+        there, `rewards` (`[B]` or `[B, S]`) and `end_scores [B]`, without a last dimension of 1.
+        """
+        lengths = self._of_rows().input_lengths
+        fields = {"input_ids": self.input_ids, "attention_mask": self.attention_mask, "input_lengths": lengths}
+        if self.rewards is not None:
+            whole = self.rewards.shape[1:] in ((), self.input_ids.shape[1:])
+            fields["rewards"] = self.rewards if whole else self.rewards.squeeze(-1)
+        if self.end_scores is not None:
+            fields["end_scores"] = self.end_scores.view(-1)
+        return {name: value.as_subclass(Tensor) for name, value in fields.items()}
+
+    def _of_rows(self) -> Self:
+        if need_tensor("input_ids", self.input_ids).ndim != 2:
+            raise BatchError(
+                f"input_ids has shape {list(self.input_ids.shape)}; a batch has rows, [B, S]: unsqueeze(0) a single one"
+            )
+        return self
+
+
+def right_padding_mask(lengths: Tensor, shape: torch.Size) -> Tensor:
+    """Bool of `shape` `[*batch, S]`: true on the first `lengths [*batch]` positions, whole numbers from 0 to S."""
+    lengths = need_tensor("input_lengths", lengths)
+    if not _is_integer(lengths) or lengths.shape != shape[:-1]:
+        raise BatchError(
+            f"input_lengths is {lengths.dtype} of shape {list(lengths.shape)}; it must be whole numbers of shape "
+            f"{list(shape[:-1])}, one for each row of input_ids {list(shape)}"
+        )
+    if has_values(lengths) and lengths.numel() and not 0 <= int(lengths.min()) <= int(lengths.max()) <= shape[-1]:
+        raise BatchError(
+            f"input_lengths are from {int(lengths.min())} to {int(lengths.max())}; a row of input_ids {list(shape)} "
+            f"has 0 to {shape[-1]} tokens"
+        )
+    return torch.arange(shape[-1], device=lengths.device) < lengths.unsqueeze(-1)
+
+
+def _check_shapes(ids: Any, mask: Any, rewards: Any, end_scores: Any) -> None:
+    ids, mask = need_tensor("input_ids", ids), need_tensor("attention_mask", mask)
+    if ids.ndim < 1 or not _is_integer(ids):
+        raise BatchTypeError(f"input_ids is {ids.dtype} of shape {list(ids.shape)}; it must be integers [B, S]")
+    if mask.shape != ids.shape:
+        raise BatchError(
+            f"attention_mask has shape {list(mask.shape)} and input_ids {list(ids.shape)}; make them equal"
+        )
+    if mask.dtype != torch.bool and not _is_integer(mask):
+        raise BatchTypeError(f"attention_mask is {mask.dtype}; it must be bool or integers, 1 on tokens, 0 on padding")
+    rows, tokens = ids.shape[:-1], ids.shape
+    for name, value, shapes in (
+        ("rewards", rewards, [rows, (*rows, 1), tokens, (*tokens, 1)]),
+        ("end_scores", end_scores, [rows, (*rows, 1)]),
+    ):
+        if value is None:
+            continue
+        if need_tensor(name, value).shape not in shapes or value.is_complex():
+            allowed = " or ".join(str(list(shape)) for shape in dict.fromkeys(map(tuple, shapes)))
+            raise BatchError(
+                f"{name} is {value.dtype} of shape {list(value.shape)}; beside input_ids {list(tokens)} it must be "
+                f"real numbers of shape {allowed}"
+            )
+
+
+def _check_agreement(lengths: Tensor, given: Any) -> None:
+    """`BatchError` unless `given`, the batch's own `input_lengths`, is None or what the mask says."""
+    if given is None:
+        return
+    if need_tensor("input_lengths", given).shape != lengths.shape:
+        raise BatchError(f"input_lengths has shape {list(given.shape)}; it must be {list(lengths.shape)}")
+    wrong = given.to(lengths.device) != lengths
+    if has_values(lengths) and wrong.any():
+        row = int(wrong.nonzero()[0])
+        raise BatchError(
+            f"row {row} of the batch has {int(lengths[row])} tokens by attention_mask and {given[row].item()} by "
+            "input_lengths; correct one of them, or leave it out"
+        )
+
+
+def _lengths(mask: Tensor) -> Iterator[Tensor]:
+    """Tokens of the rows of `mask`, some rows at a time; `BatchError` where a row is not ones and then zeros."""
+    rows = mask.as_subclass(Tensor)
+    rows = rows.flatten(0, -2) if rows.ndim > 1 else rows.unsqueeze(0)
+    if rows.dtype == torch.bool:
+        rows = rows.view(torch.uint8)  # a damaged file may hold others than 0 and 1
+    step = max(1, _AT_ONCE // max(1, rows.shape[1]))
+    for start in range(0, max(1, len(rows)), step):
+        part = rows[start : start + step]
+        for wrong, what in (
+            ((part < 0) | (part > 1), "is neither 0 nor 1 at position"),
+            (part[:, 1:] > part[:, :-1], "is padding before a token, at position"),
+        ):
+            if wrong.any():
+                row, column = wrong.nonzero()[0].tolist()
+                raise BatchError(
+                    f"attention_mask of row {start + row} {what} {column}; a row is tokens (1), then padding (0) on "
+                    "the right: move the padding there"
+                )
+        yield part.sum(-1, dtype=torch.int64)
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether it can be looked into: it is neither on the meta device nor a fake tensor."""
+    return not tensor.is_meta and not isinstance(tensor, FakeTensor)
+
+
+def _is_integer(tensor: Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+
+
+def need_tensor(name: str, value: Any) -> Tensor:
+    """`value` if it is a tensor, else a `BatchTypeError` that names it."""
+    if not isinstance(value, Tensor):
+        raise BatchTypeError(f"{name} is a {type(value).__name__}; here it must be a tensor")
+    return value

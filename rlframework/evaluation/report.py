@@ -1,0 +1,128 @@
+"""An evaluation for people, as a table, and for programs, as JSON with what it takes to repeat it."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from rlframework.configure import dump_config
+from rlframework.evaluation.evaluate import COMPLETIONS, Evaluation, EvaluationSettings, differences, plain
+from rlframework.evaluation.statistics import LEVEL, RESAMPLES, Estimate
+from rlframework.observers.host import cpu_name, package_version
+from rlframework.workers.machine import cpu_count
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+    from rlframework.algorithm import Parts
+    from rlframework.evaluation.run_or_model import Subject
+
+_ASKED_WITH = ("seed", "device", "plugins", "policy", "environment", "generation", "worker_group")
+_PACKAGES = {"rlframework": "rlframework-core", "torch": "torch", "transformers": "transformers", "numpy": "numpy"}
+
+
+def summary(subject: Subject, parts: Parts, settings: EvaluationSettings, result: Evaluation) -> dict[str, Any]:
+    """What `summary.json` holds."""
+    generation = parts.config.generation
+    return {
+        "subject": subject.name,
+        "model": subject.model,
+        "environment": parts.config.environment.name,
+        "split": settings.split,
+        "prompts": len(result.ids),
+        "attempts": settings.attempts,
+        "greedy": settings.greedy,
+        "temperature": 0.0 if settings.greedy else generation.temperature,
+        "max_new_tokens": generation.max_new_tokens,
+        "seed": parts.config.seed,
+        "metrics": plain(result.estimates),
+        "reward_failures": result.failures,
+        "interval": {"level": LEVEL, "over": "prompts", "bootstrap_resamples": RESAMPLES},
+        "completions": COMPLETIONS,
+        "finished": datetime.now(UTC).isoformat(timespec="seconds"),
+        "seconds": round(result.seconds, 3),
+        "machine": _machine(parts),
+        "versions": {
+            "python": platform.python_version(),
+            **{name: package_version(of) for name, of in _PACKAGES.items()},
+        },
+        "config": {name: value for name, value in dump_config(parts.config).items() if name in _ASKED_WITH},
+    }
+
+
+def comparison(subjects: Sequence[Subject], results: Sequence[Evaluation]) -> dict[str, Any]:
+    """The differences of each subject from the first, for JSON."""
+    return {
+        "from": subjects[0].name,
+        "interval": {"level": LEVEL, "over": "prompts", "method": "paired bootstrap", "resamples": RESAMPLES},
+        "differences": [
+            {"subject": subject.name, "metrics": plain(differences(results[0], result))}
+            for subject, result in zip(subjects[1:], results[1:], strict=True)
+        ],
+    }
+
+
+def as_table(subjects: Sequence[Subject], results: Sequence[Evaluation], settings: EvaluationSettings) -> Group:
+    """Metrics by subject with their intervals, and each one's difference from the first."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    several = len(subjects) > 1
+    names = [f"{chr(ord('A') + number)}: {s.name}" if several else s.name for number, s in enumerate(subjects)]
+    others = [differences(results[0], result) for result in results[1:]]
+    table = Table()
+    table.add_column("metric", no_wrap=True)
+    for name in [*names, *(f"{chr(ord('B') + number)} - A" for number in range(len(others)))]:
+        table.add_column(Text(name), justify="right")
+    for metric in results[0].estimates:
+        cells = [_cell(metric, result.estimates[metric]) for result in results]
+        cells += [_cell(metric, other[metric], signed=True) for other in others]
+        between = "\n" if several else "  "  # so that a comparison has room in 80 columns
+        table.add_row(metric, *(Text(between.join(cell)) for cell in cells))
+    failed = [
+        Text(f"the reward function failed on {result.failures:,} answers of {name}: they count with failed_reward")
+        for name, result in zip(names, results, strict=True)
+        if result.failures
+    ]
+    return Group(Text(_title(results[0], settings)), table, *failed)
+
+
+def as_json(
+    subjects: Sequence[Subject], results: Sequence[Evaluation], summaries: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """What `evaluate --json` prints: the summary, or of several all of them and how they differ."""
+    if len(subjects) == 1:
+        return dict(summaries[0])
+    return {"evaluations": list(summaries), "comparison": comparison(subjects, results)}
+
+
+def _title(result: Evaluation, settings: EvaluationSettings) -> str:
+    how = "greedy" if settings.greedy else "sampled"
+    attempts = "" if settings.attempts == 1 else f", {settings.attempts} attempts each"
+    return f"{len(result.ids):,} {settings.split} prompts, {how}{attempts}; intervals of {LEVEL:.0%} over prompts"
+
+
+def _cell(metric: str, given: Estimate, *, signed: bool = False) -> tuple[str, str]:
+    """The value and its interval."""
+    share = metric.startswith("pass@") or metric in ("accuracy", "truncated_fraction")
+    scale, digits = (100.0, 1) if share else (1.0, 1 if metric == "completion_length" else 3)
+    unit = "" if not share else " points" if signed else " %"
+    form = f"{'+' if signed else ''}.{digits}f"
+    value = f"{given.value * scale:{form}}{unit}"
+    if given.low is None or given.high is None:
+        return value, "[-]"
+    return value, f"[{given.low * scale:{form}}, {given.high * scale:{form}}]"
+
+
+def _machine(parts: Parts) -> dict[str, Any]:
+    workers = parts.policy.get_info()
+    return {
+        "cpu": cpu_name(),
+        "cores": cpu_count(),
+        "workers": len(workers),
+        "devices": [str(worker.get("device_name", "unknown")) for worker in workers],
+        "system": f"{platform.system()} {platform.release()}",
+    }

@@ -1,0 +1,124 @@
+"""Tokenizers: one made of single characters for small tasks, and loading any Hugging Face one with plain errors."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from rlframework.errors import DataError
+from rlframework.huggingface.hub import is_path, quiet_hub, tell_of_hub
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+_GENERATION_TAG = re.compile(r"{%-?\s*(?:end)?generation\s*-?%}")
+
+PAD, EOS, BOS = "<pad>", "<eos>", "<bos>"
+
+
+def character_tokenizer(alphabet: Iterable[str], *, bos: bool = False) -> PreTrainedTokenizerFast:
+    """A tokenizer in which each character of `alphabet` is one token.
+
+    Ids: `<pad>` 0, `<eos>` 1, `<bos>` 2 where `bos` is true (it is then put before every text), and the characters in
+    the order given. There is no unknown token: a text with another character is refused. Decoding gives the text back
+    exactly. Writes and reads as an ordinary Hugging Face tokenizer.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    characters = list(alphabet)
+    if not characters or any(len(c) != 1 for c in characters) or len(set(characters)) != len(characters):
+        raise DataError(f"the alphabet must be different single characters, at least one; given {characters!r}")
+    names = [PAD, EOS, *([BOS] if bos else []), *characters]
+    tokenizer: Any = Tokenizer(models.WordLevel({token: index for index, token in enumerate(names)}))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    if bos:
+        tokenizer.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, 2)])
+    special = {"pad_token": PAD, "eos_token": EOS, **({"bos_token": BOS} if bos else {})}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **special)
+
+
+def load_tokenizer(
+    name: str, trust_remote_code: bool = False, chat_template: str | None = None
+) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model directory, or of a name on the hub. Without a pad token, the end token serves as one.
+
+    `chat_template` (see `read_chat_template`) takes the place of its own. The hub is not asked for a name that looks
+    like a path. `DataError` where there is none, or where it has no end token.
+    """
+    from transformers import AutoTokenizer
+
+    local = is_path(name)
+    tell_of_hub(name)
+    try:
+        with quiet_hub():
+            loaded: Any = AutoTokenizer.from_pretrained(
+                name, trust_remote_code=trust_remote_code, local_files_only=local
+            )
+    except (OSError, ValueError) as error:
+        hub = "" if local else f", or the hub cannot be reached ({_first_line(error)})"
+        files = f" ({_first_line(error)})" if os.path.isdir(name) else ""
+        raise DataError(
+            f"no tokenizer can be loaded from {name!r}: there is no such model directory here, or it lacks the "
+            f"tokenizer's files{files}{hub}. Check policy.model_name and policy.tokenizer_name"
+        ) from error
+    if loaded.eos_token_id is None:
+        raise DataError(f"the tokenizer of {name!r} has no end token (eos_token); set one in its tokenizer_config.json")
+    if loaded.pad_token_id is None:
+        loaded.pad_token = loaded.eos_token
+    if chat_template is not None:
+        loaded.chat_template = read_chat_template(chat_template)
+    return cast("PreTrainedTokenizerBase", loaded)
+
+
+def read_chat_template(given: str) -> str:
+    """A chat template: `given` itself where it is Jinja text (it has `{{` or `{%`), else the file of that name.
+
+    A file that cannot be read, and text that is no template, is a `DataError`.
+    """
+    from jinja2 import TemplateSyntaxError
+    from jinja2.ext import loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    inline = "{{" in given or "{%" in given
+    try:
+        text = given if inline else Path(given).expanduser().read_text(encoding="utf-8")
+        # transformers' own tag around what the assistant says
+        ImmutableSandboxedEnvironment(extensions=[loopcontrols]).parse(_GENERATION_TAG.sub("", text))
+    except OSError as error:
+        raise DataError(
+            f"policy.chat_template: {given!r} cannot be read ({error.strerror}); give a file with a Jinja template, or "
+            "the template itself"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"policy.chat_template: {given!r} is not UTF-8 text ({error.reason})") from error
+    except TemplateSyntaxError as error:
+        where = "" if inline else f" {given!r}"
+        raise DataError(f"policy.chat_template{where}: no Jinja template, line {error.lineno}: {error}") from error
+    return text
+
+
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Equal for tokenizers that write conversations with the same ids, different for others: 32 hexadecimal digits.
+
+    It covers vocabulary, rules, special tokens and chat template; not what padding and truncation were set to.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        rules = json.loads(backend.to_str())
+        rules = {name: rules[name] for name in sorted(rules.keys() - {"padding", "truncation"})}
+    else:
+        rules = {"class": type(tokenizer).__name__, "vocabulary": sorted(tokenizer.get_vocab().items())}
+    own = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.chat_template]
+    text = json.dumps([rules, own], sort_keys=True)
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -1,0 +1,207 @@
+"""The default data processor: a worker's rows become padded, dynamic or packed microbatches, text or multimodal.
+
+All index work is vectorised; each row's tokens are copied once, or not at all where rows already lie side by side.
+NeMo-RL's functions for the same, which take its dictionaries, are in `processing` and can be imported from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from rlframework.batch.packed_tensor import has_media
+from rlframework.batch.packing import balanced_microbatches, get_packer
+from rlframework.batch.packing.lengths import round_up
+from rlframework.errors import BatchError
+from rlframework.interfaces.data_processor import (
+    BatchPlan,
+    DataProcessor,
+    Microbatch,
+    MicrobatchRule,
+    ProcessedInputs,
+    ProcessedMicrobatch,
+)
+from rlframework.microbatches.global_batch import check_sequence_dim, process_global_batch
+from rlframework.microbatches.model_inputs import pack_sequences, packed_inputs, padded_inputs, unpack_tensor
+from rlframework.microbatches.nemo_rl import (
+    get_microbatch_iterator,
+    make_processed_microbatch_iterator,
+    process_microbatch,
+)
+from rlframework.microbatches.row_checks import check_fits, real_tokens, rows_with_targets
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from rlframework.batch.batched_data_dict import BatchedDataDict
+    from rlframework.interfaces.loss import LossFunction
+
+__all__ = [
+    "MicrobatchProcessor",
+    "ProcessedInputs",
+    "ProcessedMicrobatch",
+    "check_sequence_dim",
+    "get_microbatch_iterator",
+    "group_rows",
+    "make_dummy",
+    "make_microbatch",
+    "make_processed_microbatch_iterator",
+    "pack_sequences",
+    "process_global_batch",
+    "process_microbatch",
+    "to_device",
+    "unpack_tensor",
+]
+
+
+class MicrobatchProcessor(DataProcessor):
+    """Rows of tokens, and what comes with them, for any causal language model."""
+
+    def process_global_batch(
+        self,
+        data: BatchedDataDict[Any],
+        loss_fn: LossFunction,
+        dp_group: ProcessGroup | None,
+        *,
+        batch_idx: int,
+        batch_size: int | None,
+    ) -> dict[str, Any]:
+        """See `DataProcessor.process_global_batch`."""
+        return process_global_batch(data, loss_fn, dp_group, batch_idx=batch_idx, batch_size=batch_size)
+
+    def microbatches(
+        self, data: BatchedDataDict[Any], plan: BatchPlan, rule: MicrobatchRule, *, positions: str, device: torch.device
+    ) -> Sequence[Microbatch]:
+        """See `DataProcessor.microbatches`."""
+        packed = plan.mode == "packed"
+        return [
+            to_device(
+                make_microbatch(data, rows, packed=packed, positions=positions, pad_multiple=rule.pad_multiple), device
+            )
+            for rows in grouped_rows(data, plan, rows_with_targets(data, positions), rule.pad_multiple)
+        ]
+
+
+def grouped_rows(data: BatchedDataDict[Any], plan: BatchPlan, wanted: Tensor, pad_multiple: int = 1) -> list[Tensor]:
+    """The rows of `data` for which `wanted [B]` holds, by microbatch.
+
+    The groups are those that the driver has planned, where `data` carries them; else `plan` makes them.
+    """
+    if data.micro_batch_indices is None or plan.mode == "padded":
+        rows = wanted.nonzero()[:, 0]
+        return [rows[group] for group in group_rows(data["input_lengths"][rows].tolist(), plan, pad_multiple)]
+    groups, offset = [], 0
+    for ranges in data.micro_batch_indices:
+        for start, end in ranges:
+            groups.append(wanted[offset + start : offset + end].nonzero()[:, 0] + offset + start)
+        offset += max((end for _, end in ranges), default=0)
+    return [rows for rows in groups if len(rows)]
+
+
+def group_rows(lengths: Sequence[int], plan: BatchPlan, pad_multiple: int = 1) -> list[list[int]]:
+    """Indices into `lengths`, grouped into microbatches by `plan`.
+
+    No dynamic or packed group exceeds `plan.tokens`, its padding to `pad_multiple` included.
+    """
+    if plan.mode == "padded":
+        return [list(range(start, min(start + plan.rows, len(lengths)))) for start in range(0, len(lengths), plan.rows)]
+    if not lengths:
+        return []
+    check_fits(round_up(max(lengths), pad_multiple), plan.mode, plan.tokens)
+    if plan.mode == "dynamic":
+        return balanced_microbatches(lengths, plan.tokens, length_round=pad_multiple)[0]
+    return get_packer("balanced", plan.tokens // pad_multiple * pad_multiple).pack(lengths)
+
+
+def make_microbatch(
+    data: BatchedDataDict[Any], rows: Tensor, *, packed: bool, positions: str, pad_multiple: int = 1
+) -> Microbatch:
+    """The microbatch of `rows [b]` of `data`, on the device of `data`. See `Microbatch` for the fields."""
+    part = _rows_of(data, rows)
+    lengths = part["input_lengths"].to(torch.int64)
+    real = real_tokens(part)
+    input_ids = part["input_ids"].to(torch.int64).where(real, 0)  # what stands in the padding need not be a token
+    width = input_ids.shape[1]
+    row, column = _wanted_targets(part, real, positions).nonzero(as_tuple=True)
+    before = 0 if positions == "last" else 1  # the token that predicts the target
+    multimodal, bounds = has_media(part), None
+    if packed:
+        if multimodal:
+            raise BatchError(
+                f"multimodal rows ({sorted(part.get_multimodal_dict())}) cannot be packed; set policy.batching.mode to "
+                "dynamic or padded"
+            )
+        inputs, bounds = packed_inputs(input_ids, lengths, pad_multiple)
+        head_positions = bounds[row] + column - before
+    else:
+        inputs = padded_inputs(input_ids, pad_multiple)
+        head_positions = row * inputs.seq_len + column - before
+        if multimodal:  # the model places text and media itself
+            inputs.vlm_kwargs, inputs.position_ids = part.get_multimodal_dict(as_tensors=True), None
+    return Microbatch(
+        data_dict=part,
+        processed_inputs=inputs,
+        original_batch_size=len(rows),
+        original_seq_len=width,
+        rows=rows,
+        head_positions=head_positions,
+        targets=input_ids[row, column],
+        scatter=row * width + column,
+        cu_seqlens=None if bounds is None else bounds.cpu(),
+    )
+
+
+def _rows_of(data: BatchedDataDict[Any], rows: Tensor) -> BatchedDataDict[Any]:
+    """`rows` of `data`, cut to the longest of them: views where they lie side by side, else one copy."""
+    full_width, width = data["input_ids"].shape[1], int(data["input_lengths"][rows].max())
+    cut = type(data)(
+        {
+            key: value[:, :width]
+            if isinstance(value, Tensor) and value.ndim >= 2 and value.shape[1] == full_width
+            else value
+            for key, value in data.items()
+        }
+    )
+    first, last = int(rows[0]), int(rows[-1])
+    if last - first == len(rows) - 1 and bool((rows.diff() == 1).all()):
+        return cut.slice(first, last + 1)
+    return cut.select_indices(rows)
+
+
+def _wanted_targets(rows: BatchedDataDict[Any], real: Tensor, positions: str) -> Tensor:
+    """`[b, S']` bool: the tokens whose log-probability is wanted, never position 0; of `last`, each row's last."""
+    if positions == "last":
+        last: Tensor = torch.arange(real.shape[1], device=real.device) == rows["input_lengths"][:, None] - 1
+        return last
+    wanted = real.clone() if positions == "all" else real & (rows["token_mask"] != 0)
+    wanted[:, :1] = False
+    return wanted
+
+
+def make_dummy(data: BatchedDataDict[Any], *, packed: bool, pad_multiple: int = 1) -> Microbatch:
+    """A microbatch that counts for nothing: the shortest row of `data`, or one token where no row has any."""
+    lengths = data["input_lengths"]
+    shortest = int(lengths.masked_fill(lengths == 0, torch.iinfo(lengths.dtype).max).argmin())
+    row = data.slice(shortest, shortest + 1)
+    row["input_lengths"] = row["input_lengths"].clamp(min=1)
+    microbatch = make_microbatch(row, torch.tensor([0]), packed=packed, positions="all", pad_multiple=pad_multiple)
+    microbatch.is_dummy = True
+    return microbatch
+
+
+def to_device(microbatch: Microbatch, device: torch.device) -> Microbatch:
+    """Move the tensors of `microbatch` but `rows` and `cu_seqlens`, in place; on the CPU nothing is copied."""
+    if device.type == "cpu":
+        return microbatch
+    for name in ("head_positions", "targets", "scatter"):
+        setattr(microbatch, name, getattr(microbatch, name).to(device, non_blocking=True))
+    inputs = microbatch.processed_inputs
+    inputs.input_ids = inputs.input_ids.to(device, non_blocking=True)
+    if inputs.position_ids is not None:
+        inputs.position_ids = inputs.position_ids.to(device, non_blocking=True)
+    inputs.vlm_kwargs = {name: value.to(device, non_blocking=True) for name, value in inputs.vlm_kwargs.items()}
+    microbatch.data_dict.to(device)
+    return microbatch

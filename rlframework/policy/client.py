@@ -1,0 +1,349 @@
+"""The driver's handle of a policy: shards batches over workers, calls them, puts results back in order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rlframework.batch.batched_data_dict import BatchedDataDict
+from rlframework.batch.packing import TokenCost
+from rlframework.config.policy import PolicyConfig
+from rlframework.errors import BatchError, BatchTypeError, NotSupported
+from rlframework.huggingface.model_directories import model_sizes
+from rlframework.interfaces.named_sharding import policy_sharding
+from rlframework.interfaces.worker_group import WorkerGroup, WorkerSpec
+from rlframework.plugins.types import CAPABILITY_OF_FORM, Capability, Record
+from rlframework.policy.balancer import Dealer
+from rlframework.policy.optimization import resolve_total_steps
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from rlframework.config.sections import RunConfig
+    from rlframework.interfaces.loss import LossFunction
+    from rlframework.plugins.manager import PluginManager
+
+DATA_AXES = ("data_parallel",)
+MODEL_AXES = ("pipeline_parallel", "context_parallel", "tensor_parallel")
+
+
+def worker_spec(
+    config: RunConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    manager: PluginManager,
+    *,
+    init_reference_model: bool,
+    init_optimizer: bool,
+    training_calls: int | None = None,
+) -> WorkerSpec:
+    """What each worker of the policy of `config` is started with; see `Policy` for the arguments."""
+    record = manager.select("policy_worker", config.policy.backend).record
+    neutral = {name: getattr(config.policy, name) for name in PolicyConfig.model_fields}
+    neutral["scheduler"] = resolve_total_steps(config.policy.scheduler, training_calls or config.algorithm.num_steps)
+    section = getattr(config.policy, config.policy.backend, None)
+    generates = Capability.EMBEDDED_GENERATION in record.capabilities
+    engine = manager.select("generation_engine", config.generation.name).record.target if generates else None
+    return WorkerSpec(
+        target=record.target,
+        part=(record.kind, record.name),
+        kwargs={
+            "config": PolicyConfig(**neutral),
+            "tokenizer": tokenizer,
+            "init_optimizer": init_optimizer,
+            "init_reference_model": init_reference_model,
+            "backend_config": None if section is None else section.model_dump(),
+            "generation": config.generation,
+            "generation_target": engine,
+            "processor_target": manager.select("data_processor", config.policy.data_processor).record.target,
+        },
+        plugins=tuple(config.plugins),
+        fingerprint=manager.fingerprint(),
+        py_executable=record.py_executable,
+    )
+
+
+def require(record: Record, capability: Capability, reason: str) -> None:
+    """`NotSupported` unless the backend of `record` declares `capability`."""
+    if capability not in record.capabilities:
+        raise NotSupported(
+            f"{reason}, but the backend {record.name!r} does not declare {capability}; choose a policy.backend that "
+            "does: see `rlframework plugins`"
+        )
+
+
+def _require_batch(method: str, data: Any) -> None:
+    if not isinstance(data, BatchedDataDict):
+        raise BatchTypeError(
+            f"{method} takes a BatchedDataDict, not a {type(data).__name__}: BatchedDataDict(your_dict)"
+        )
+    if data.size == 0:
+        raise BatchError(f"{method} got no rows")
+
+
+def _require_positive(**sizes: int | None) -> None:
+    for name, size in sizes.items():
+        if size is not None and size < 1:
+            raise BatchError(f"{name} is {size}; it must be at least 1, or None for what the configuration says")
+
+
+class Policy:
+    """A model in training, on the worker group and backend that the configuration names."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        manager: PluginManager,
+        *,
+        device: str = "cpu",
+        init_reference_model: bool = False,
+        init_optimizer: bool = True,
+        training_calls: int | None = None,
+    ) -> None:
+        """Start the workers. `device`: "cpu" or "cuda".
+
+        `training_calls`: how often `train` will be called, which the schedule spans (none: `algorithm.num_steps`).
+        `NotSupported` when the backend does not declare what the run needs of it.
+        """
+        record = manager.select("policy_worker", config.policy.backend).record
+        if config.policy.head == "score":
+            require(record, Capability.SCORING, "policy.head=score asks for the scores of a reward model")
+        if init_reference_model:
+            require(record, Capability.REFERENCE_MODEL, "algorithm.loss.kl_coef asks for a reference policy")
+        self.config = config
+        self.record, self.capabilities = record, record.capabilities
+        group = self._group_class(manager.load(manager.select("worker_group", config.worker_group.name).record))
+        spec = self._around(
+            worker_spec(
+                config,
+                tokenizer,
+                manager,
+                init_reference_model=init_reference_model,
+                init_optimizer=init_optimizer,
+                training_calls=training_calls,
+            )
+        )
+        sharding = policy_sharding(config.worker_group.num_workers, config.policy.parallelism)
+        self.worker_group: WorkerGroup = group(spec, config.worker_group, sharding=sharding, device=device)
+
+    def _group_class(self, chosen: type[WorkerGroup]) -> type[WorkerGroup]:
+        """What the workers run in: a subclass may take another one than the configuration's."""
+        return chosen
+
+    def _around(self, spec: WorkerSpec) -> WorkerSpec:
+        """What is started for `spec`: a subclass may put something around the workers."""
+        return spec
+
+    @cached_property
+    def _dealer(self) -> Dealer:
+        """How the workers make microbatches is theirs to know; they are asked once."""
+        config = self.config.policy
+        info = self.get_info()[0]
+        hidden, vocabulary = model_sizes(config.model_name, config.trust_remote_code)
+        return Dealer(
+            self.data_parallel_size,
+            info.get("batching", "padded"),
+            info.get("preferred_tokens", 8192),
+            TokenCost() if hidden is None else TokenCost.for_hidden_size(hidden),
+            info.get("pad_multiple", 1),
+            vocabulary,
+        )
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Workers that batches are sharded over."""
+        return self.worker_group.sharding.get_axis_size("data_parallel")
+
+    def train(
+        self,
+        data: BatchedDataDict[Any],
+        loss_fn: LossFunction,
+        eval_mode: bool = False,
+        gbs: int | None = None,
+        mbs: int | None = None,
+    ) -> dict[str, Any]:
+        """One optimizer step for each `gbs` rows of `data` (default `policy.train_global_batch_size`).
+
+        Returns what `PolicyWorker.train` returns, for the whole batch, and `loss`: the mean over global batches.
+        """
+        _require_batch("train", data)
+        gbs = self.config.policy.train_global_batch_size if gbs is None else gbs
+        _require_positive(gbs=gbs, mbs=mbs)
+        if data.size % gbs:
+            raise BatchError(
+                f"{data.size} rows do not divide into global batches of {gbs}; the rows must be a multiple"
+            )
+        if gbs % self.data_parallel_size:
+            raise BatchError(
+                f"a global batch of {gbs} rows does not divide over {self.data_parallel_size} data-parallel workers"
+            )
+        shards, _ = self._dealer.deal(data, batch_size=gbs, positions="loss", tokens=self.config.policy.batching.tokens)
+        result = self._sharded(
+            "train", {"data": shards}, {"loss_fn": loss_fn, "eval_mode": eval_mode, "gbs": gbs, "mbs": mbs}
+        )[0]
+        return {**result, "loss": float(result["global_loss"].mean())}
+
+    def get_logprobs(
+        self,
+        data: BatchedDataDict[Any],
+        micro_batch_size: int | None = None,
+        positions: str = "all",
+        entropy: bool = False,
+    ) -> BatchedDataDict[Any]:
+        """`logprobs [B, S]` of the rows of `data`, in order, and `entropy`: see `PolicyWorker.get_logprobs`."""
+        return self._scored("get_logprobs", data, micro_batch_size, positions, **({"entropy": True} if entropy else {}))
+
+    def get_topk_logits(
+        self, data: BatchedDataDict[Any], k: int, micro_batch_size: int | None = None, positions: str = "all"
+    ) -> BatchedDataDict[Any]:
+        """`topk_logits [B, S, k]` and `topk_indices [B, S, k]`, in order: see `PolicyWorker.get_topk_logits`."""
+        _require_positive(k=k)
+        return self._scored("get_topk_logits", data, micro_batch_size, positions, k=k)
+
+    def score(self, data: BatchedDataDict[Any], micro_batch_size: int | None = None) -> BatchedDataDict[Any]:
+        """`scores [B]` of a reward model, in order: see `PolicyWorker.score`."""
+        require(self.record, Capability.SCORING, "score was called")
+        return self._scored("score", data, micro_batch_size, "last")
+
+    def get_reference_policy_logprobs(
+        self, data: BatchedDataDict[Any], micro_batch_size: int | None = None, positions: str = "all"
+    ) -> BatchedDataDict[Any]:
+        """`reference_logprobs [B, S]`: the same under the weights that the policy started with."""
+        return self._scored("get_reference_policy_logprobs", data, micro_batch_size, positions)
+
+    def _scored(
+        self, method: str, data: BatchedDataDict[Any], micro_batch_size: int | None, positions: str, **wanted: Any
+    ) -> BatchedDataDict[Any]:
+        _require_batch(method, data)
+        _require_positive(micro_batch_size=micro_batch_size)
+        rows, ranks = data.size, self.data_parallel_size
+        keys = [key for key in ("input_ids", "input_lengths", "token_mask", "sample_mask") if key in data]
+        needed: BatchedDataDict[Any] = BatchedDataDict({key: data[key] for key in keys} | data.get_multimodal_dict())
+        if rows % ranks:  # repeat the first rows: every worker must have as many
+            filled = torch.arange(rows + -rows % ranks) % rows
+            needed = needed.select_indices(filled)
+        batching = self.config.policy.batching
+        shards, order = self._dealer.deal(
+            needed, batch_size=None, positions=positions, tokens=batching.logprob_tokens or batching.tokens
+        )
+        if positions != "last":
+            wanted["positions"] = positions
+        results = self._sharded(method, {"data": shards}, {"micro_batch_size": micro_batch_size, **wanted})
+        scored: BatchedDataDict[Any] = BatchedDataDict.from_batches(results)
+        if order is not None:
+            scored.reorder_data(order)
+        return scored.slice(0, rows)
+
+    def save_pretrained(self, path: str) -> None:
+        """Write weights, configuration and tokenizer as a Hugging Face directory, all or nothing."""
+        self._everywhere("save_pretrained", path=path)
+
+    def save_adapter(self, path: str) -> None:
+        """Write the LoRA adapters alone, as a directory that peft reads, all or nothing."""
+        self._everywhere("save_adapter", path=path)
+
+    def load_adapter(self, path: str) -> None:
+        """Take adapters of this base, rank and alpha, which `save_adapter` or peft wrote."""
+        self._everywhere("load_adapter", path=path)
+
+    def save_checkpoint(
+        self, weights_path: str, optimizer_path: str | None, *, form: str = "portable", asynchronous: bool = False
+    ) -> None:
+        """Write what training goes on from; `form`, `asynchronous`: see `PolicyWorker.save_checkpoint`."""
+        how = {"form": form, "asynchronous": asynchronous}
+        if form in CAPABILITY_OF_FORM:
+            require(self.record, CAPABILITY_OF_FORM[form], f"a checkpoint of the form {form!r} is asked for")
+        self._everywhere("save_checkpoint", weights_path=weights_path, optimizer_path=optimizer_path, **how)
+
+    def checkpoint_written(self) -> bool:
+        """Whether all workers have written their parts of the last save, so that `finish_checkpoint` does not wait."""
+        return all(self._everywhere("checkpoint_written"))
+
+    def finish_checkpoint(self) -> None:
+        """Wait for the last save and put it where it belongs; raises what failed."""
+        self._everywhere("finish_checkpoint")
+
+    def load_checkpoint(self, weights_path: str, optimizer_path: str | None = None) -> None:
+        """Go on from what `save_checkpoint` wrote, on this or another backend or layout."""
+        self._everywhere("load_checkpoint", weights_path=weights_path, optimizer_path=optimizer_path)
+
+    def prepare_for_training(self) -> dict[str, int]:
+        """Model and optimizer to the device; the bytes of each that moved, over all workers."""
+        return self._moved("prepare_for_training")
+
+    def prepare_for_lp_inference(self) -> dict[str, int]:
+        """Model to the device, for scoring; see `PolicyWorker.prepare_for_lp_inference`."""
+        return self._moved("prepare_for_lp_inference")
+
+    def offload_before_refit(self) -> dict[str, int]:
+        """Optimizer to CPU memory; the bytes of each that moved, over all workers."""
+        return self._moved("offload_before_refit")
+
+    def offload_after_refit(self) -> dict[str, int]:
+        """Model and optimizer to CPU memory; the bytes of each that moved, over all workers."""
+        return self._moved("offload_after_refit")
+
+    def _moved(self, transition: str) -> dict[str, int]:
+        workers = self._everywhere(transition)
+        return {part: sum(worker[part] for worker in workers) for part in ("model", "optimizer")}
+
+    def get_info(self) -> list[dict[str, Any]]:
+        """What each worker says of itself, by rank: device, memory, threads, versions."""
+        return self._everywhere("get_info")
+
+    def get_gpu_info(self) -> list[dict[str, Any]]:
+        """What each worker runs on, by rank: see `PolicyWorker.get_gpu_info`."""
+        return self._everywhere("get_gpu_info")
+
+    def report_device_ids(self) -> list[str]:
+        """The device of each worker, by rank: see `PolicyWorker.report_device_id`."""
+        return self._everywhere("report_device_id")
+
+    def reset_peak_memory_stats(self) -> None:
+        """Each worker counts its peak memory from now on."""
+        self._everywhere("reset_peak_memory_stats")
+
+    def start_profiling(self, **wanted: Any) -> None:
+        """The torch profiler of the workers: see `PolicyWorker.start_profiling`."""
+        self._everywhere("start_profiling", **wanted)
+
+    def stop_profiling(self, folder: str | None) -> list[str]:
+        """Write the traces to `folder`, which the workers share with this process; their paths, by rank."""
+        return [path for path in self._everywhere("stop_profiling", folder=folder) if path is not None]
+
+    def start_gpu_profiling(self) -> None:
+        """Begin a range of the CUDA profiler on each worker."""
+        self._everywhere("start_gpu_profiling")
+
+    def stop_gpu_profiling(self) -> None:
+        """End it."""
+        self._everywhere("stop_gpu_profiling")
+
+    def shutdown(self) -> bool:
+        """End the workers; False when one did not end in peace."""
+        return self.worker_group.shutdown(cleanup_method="shutdown")
+
+    def __enter__(self) -> Policy:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.shutdown()
+
+    def _everywhere(self, method: str, **kwargs: Any) -> list[Any]:
+        group = self.worker_group
+        return group.get_all_worker_results(group.run_all_workers_single_data(method, **kwargs))
+
+    def _sharded(self, method: str, sharded: Mapping[str, Any], common: Mapping[str, Any]) -> list[Any]:
+        """One result for each data-parallel rank, in order."""
+        future = self.worker_group.run_all_workers_sharded_data(
+            method,
+            in_sharded_axes=DATA_AXES,
+            replicate_on_axes=MODEL_AXES,
+            output_is_replicated=MODEL_AXES,
+            common_kwargs=common,
+            **sharded,
+        )
+        return self.worker_group.get_all_worker_results(future)

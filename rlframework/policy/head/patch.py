@@ -1,0 +1,122 @@
+"""`HeadPatch`: makes a model's forward return head values at chosen positions instead of logits.
+
+It replaces `lm_head.forward`: under FSDP2 and ZeRO-3 the head's weight is whole only inside the model's forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlframework.errors import NotSupported
+from rlframework.policy.head.logprobs import chunked_logprobs, scaled_logits
+from rlframework.policy.head.request import HeadRequest
+from rlframework.policy.head.top_k import top_logits
+from rlframework.policy.head.vocab_parallel import VocabularyShard, parallel_logits, parallel_logprobs
+
+
+def own_rows(weight: Any) -> Any:
+    """The rows of a `DTensor` that are on this rank; any other tensor as it is, and None."""
+    return weight.to_local() if hasattr(weight, "to_local") else weight
+
+
+def output_head(model: Any) -> Any:
+    """The linear module that ends `model`: of a language model, or `score` of a reward model; else `NotSupported`."""
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    head = getattr(model, "score", None) if head is None else head
+    if head is None or not hasattr(head, "weight"):
+        raise NotSupported(
+            f"{type(model).__name__} has no linear output head; take a causal language model, or a reward model"
+        )
+    return head
+
+
+class HeadPatch:
+    """Replaces `lm_head.forward`: inside `computing(...)` the model returns the head's values instead of logits.
+
+    Outside it the head is the ordinary one, so that generation and anything else can use the model as it is.
+    """
+
+    def __init__(self, model: torch.nn.Module, shard: VocabularyShard | None = None) -> None:
+        """`model`: see `output_head` and, for language models, `require_plain_head`.
+
+        `shard`: which rows of the head's weight are here, where a group of ranks holds them together.
+        """
+        head = output_head(model)
+        self._ordinary = head.forward
+        self._head = head
+        self._shard = shard
+        self._request: HeadRequest | None = None
+        self._positions: Tensor | None = None
+        self._targets: Tensor | None = None
+        head.forward = self._forward
+
+    @contextmanager
+    def computing(self, request: HeadRequest, positions: Tensor, targets: Tensor) -> Iterator[None]:
+        """Within it, forwards compute `request` at flat `positions [N]` of the input for `targets [N]`."""
+        self._request, self._positions, self._targets = request, positions, targets
+        try:
+            yield
+        finally:
+            self._request = self._positions = self._targets = None
+
+    def _forward(self, hidden: Tensor) -> Tensor:
+        if self._request is None or self._positions is None or self._targets is None:
+            logits: Tensor = self._ordinary(hidden)
+            return logits
+        rows = hidden.reshape(-1, hidden.shape[-1]).index_select(0, self._positions)
+        weight, bias = own_rows(self._head.weight), own_rows(getattr(self._head, "bias", None))
+        return self._values(self._request, rows, weight, bias, self._targets)
+
+    def _values(
+        self, request: HeadRequest, rows: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor
+    ) -> Tensor:
+        if "scores" in request.wants:
+            return scaled_logits(rows, weight, bias, 1.0)
+        temperature, wants_entropy = request.temperature, "entropy" in request.wants
+        if "topk" in request.wants:
+            return top_logits(rows, weight, bias, self._shard, request.top_k, temperature)
+        if "logits" in request.wants:
+            if self._shard is not None:
+                return parallel_logits(rows, weight, bias, self._shard, temperature=temperature)
+            return scaled_logits(rows, weight, bias, temperature)
+        if self._shard is not None:
+            logprobs, entropy = parallel_logprobs(
+                rows, weight, bias, targets, self._shard, temperature=temperature, wants_entropy=wants_entropy
+            )
+        else:
+            logprobs, entropy = chunked_logprobs(
+                rows, weight, bias, targets, temperature=temperature, wants_entropy=wants_entropy
+            )
+        # a new tensor, not a view: FSDP2 hangs its hook for the backward on what the model returns
+        return torch.stack((logprobs,) if entropy is None else (logprobs, entropy), dim=1)
+
+
+@torch.no_grad()
+def require_plain_head(model: Any) -> None:
+    """`NotSupported` when `model` changes its logits after its head (soft-capping, a scale).
+
+    Replacing the head would then give wrong log-probabilities without an error. Tried on a few tokens, because the
+    names of such settings differ from model to model. `model` is whole and lies on one device.
+    """
+    seen: list[Tensor] = []
+    handle = model.get_output_embeddings().register_forward_hook(lambda module, inputs, output: seen.append(output))
+    try:
+        logits = model(input_ids=probe_ids(model)[None], use_cache=False).logits
+    finally:
+        handle.remove()
+    if len(seen) != 1 or seen[0].shape != logits.shape or not torch.equal(seen[0], logits):
+        raise NotSupported(
+            f"{type(model).__name__} changes its logits after the output head, which is not supported yet; "
+            "take a model whose logits are the head's"
+        )
+
+
+def probe_ids(model: Any) -> Tensor:
+    """A few different token ids `[6]` that `model` knows, on its device."""
+    embedding = model.get_input_embeddings().weight
+    return torch.linspace(0, embedding.shape[0] - 1, 6, device=embedding.device).long()

@@ -1,0 +1,1 @@
+"""Episodes to training rows: prompts to the generation engine, completions to the environment."""

@@ -1,0 +1,1 @@
+"""The training loop that algorithms share: steps, validation, checkpoints, recording, profiling."""

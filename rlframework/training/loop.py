@@ -1,0 +1,174 @@
+"""The loop that algorithms share: steps, validation, timing, observers. An algorithm writes `train_step`."""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from rlframework.algorithm import Algorithm, Parts, RunResult
+from rlframework.datasets.loader import PromptLoader
+from rlframework.errors import DataError
+from rlframework.policy.reporting import resident_bytes
+from rlframework.rollout.rollout import validate
+from rlframework.training.checkpoints import Checkpoints
+from rlframework.training.input_checks import InputCheck
+from rlframework.training.profiling import Profiling
+from rlframework.training.recording import Recorder
+
+if TYPE_CHECKING:
+    from rlframework.batch.batched_data_dict import BatchedDataDict
+    from rlframework.interfaces.environment import Sample
+    from rlframework.interfaces.loss import LossFunction
+    from rlframework.plugins.hookspec import SampleRecord
+
+
+class Timer:
+    """Seconds by phase of one step."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the time inside to phase `name`."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+
+
+class StepLoop(Algorithm):
+    """Runs `num_steps` steps with validation before, between and after.
+
+    The constructor checks what validation reads; an algorithm's own checks, with `inputs`, what it trains on, and makes
+    the `loader` of its training data.
+    """
+
+    loader: PromptLoader[Any]
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
+        self.config = parts.config.algorithm
+        self.train_samples = parts.environment.samples("train")
+        for split in ("train", "validation"):
+            if not len(parts.environment.samples(split)):
+                raise DataError(
+                    f"environment {parts.config.environment.name!r} has no {split} samples; give it more data"
+                )
+        self.inputs = InputCheck(parts)
+        self.recorder = Recorder(parts)
+        self.profiling = Profiling(parts)
+        self.checkpoints = Checkpoints(parts)
+        validation = self.config.validation
+        if validation.at_start or validation.at_end or validation.every:
+            self.check_validation(parts.environment.samples("validation")[: validation.samples])
+
+    def check_validation(self, samples: Sequence[Sample]) -> None:
+        """Find what `validate` would trip over in `samples`; by default it needs answers that can be judged."""
+        if not self.parts.environment.scores:
+            raise DataError(
+                f"environment {self.parts.config.environment.name!r} cannot judge answers, so there is nothing to "
+                "validate by; set algorithm.validation={at_start: false, at_end: false}, or choose another environment"
+            )
+        self.inputs.prompts("validation", samples)
+
+    def validate(self, step: int) -> tuple[dict[str, float], list[SampleRecord]]:
+        """The metrics of held-out samples, and some of them to look at; by default greedy answers."""
+        return validate(self.parts, step)
+
+    @abstractmethod
+    def train_step(self, step: int, timer: Timer) -> tuple[dict[str, float], list[SampleRecord]]:
+        """One step, counted from 1: its metrics by the names that the field uses, and samples to keep.
+
+        It trains with `train`, so that the step can be recorded.
+        """
+
+    def train(self, step: int, data: BatchedDataDict[Any], loss: LossFunction) -> dict[str, Any]:
+        """`policy.train` within step `step`, which is recorded where the configuration says so."""
+        return self.recorder.train(step, data, loss)
+
+    def should_stop(self, metrics: dict[str, float]) -> bool:
+        """Whether the run is done before `num_steps`."""
+        return False
+
+    def run(self) -> RunResult:
+        """See `Algorithm.run`. Of a run that goes on, `history` has the steps from there on."""
+        history: list[dict[str, float]] = []
+        with self.checkpoints.listening(), self.profiling.telling(), self.checkpoints.finishing():
+            last = self._begin(history)
+            for step in range(int(last["step"]) + 1, self.config.num_steps + 1):
+                metrics = self._whole_step(step, history)
+                last |= {"step": float(step), **metrics}
+                if self.should_stop(metrics):
+                    break
+                self.checkpoints.after_step(step, self.state_dict(), last, metrics)
+        return RunResult(metrics=last, history=history)
+
+    def _begin(self, history: list[dict[str, float]]) -> dict[str, float]:
+        """The last metrics so far, `step` among them: of the checkpoint that the run goes on from, or of step 0."""
+        restored = self.checkpoints.restore()
+        if restored is not None:
+            self.load_state_dict(restored["state"])
+            return {**restored["metrics"], "step": float(restored["step"])}
+        if self.config.validation.at_start:
+            self._tell(0, *self._timed_validation(0), history)
+        return {"step": 0.0, **(history[-1] if history else {})}
+
+    def _whole_step(self, step: int, history: list[dict[str, float]]) -> dict[str, float]:
+        metrics, samples = self._timed_step(step)
+        if self._validates_after(step):
+            validation, validation_samples = self._timed_validation(step)
+            metrics |= validation
+            samples = [*samples, *validation_samples]
+        self._tell(step, metrics, samples, history)
+        return metrics
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is the algorithm's own of a checkpoint, as numbers and words: where it stands in the data."""
+        return {"loader": self.loader.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` gave."""
+        self.loader.load_state_dict(state["loader"])
+
+    def _timed_validation(self, step: int) -> tuple[dict[str, float], list[SampleRecord]]:
+        timer = Timer()
+        with timer.phase("validation"):
+            metrics, samples = self.validate(step)
+        if refit := self.parts.generation.pop_metrics():  # its time is in that of the validation, not of a step
+            metrics |= {"validation/refit_seconds": refit["time/refit"]}
+        return metrics | {"time/validation": timer.seconds["validation"]}, samples
+
+    def _timed_step(self, step: int) -> tuple[dict[str, float], list[SampleRecord]]:
+        timer = Timer()
+        self.parts.policy.reset_peak_memory_stats()
+        started = time.perf_counter()
+        with self.profiling.step(step):
+            metrics, samples = self.train_step(step, timer)
+            seconds = time.perf_counter() - started
+        self.recorder.require(step)
+        metrics |= {f"time/{name}": value for name, value in timer.seconds.items()}
+        metrics |= self.parts.generation.pop_metrics()
+        metrics["time/step"] = seconds
+        if "train/tokens" in metrics:
+            metrics["throughput/tokens_per_second"] = metrics["train/tokens"] / seconds
+        metrics["memory/rss_mb"] = resident_bytes() / 2**20
+        peaks = [info["peak_memory_bytes"] for info in self.parts.policy.get_info() if "peak_memory_bytes" in info]
+        if peaks:
+            metrics["memory/peak_mb"] = max(peaks) / 2**20
+        return metrics, samples
+
+    def _validates_after(self, step: int) -> bool:
+        validation = self.config.validation
+        last = step == self.config.num_steps and validation.at_end
+        return last or (validation.every > 0 and step % validation.every == 0)
+
+    def _tell(
+        self, step: int, metrics: dict[str, float], samples: list[SampleRecord], history: list[dict[str, float]]
+    ) -> None:
+        history.append({"step": float(step), **metrics})
+        self.parts.observers.step_finished(step, metrics, samples)

@@ -1,0 +1,1 @@
+"""Worker groups on Ray: actors, virtual clusters, and batches through the object store without copies."""

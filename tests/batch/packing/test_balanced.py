@@ -1,0 +1,248 @@
+"""`balanced`: never more bins than modified first fit decreasing, like costs, dealt by cost."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlframework.batch.packing import ModifiedFirstFitDecreasingPacker, TokenCost, get_packer
+from rlframework.batch.packing.balanced import least_bins, split
+from rlframework.batch.packing.sorted_rows import Rows
+from rlframework.errors import BatchError, BatchTypeError
+
+MANY = settings(deadline=None, max_examples=100)
+LINEAR = TokenCost(1.0, 0.0)
+
+
+def lognormal(rows, seed=0, shift=6.5):
+    return np.clip(np.exp(np.random.default_rng(seed).normal(shift, 1, rows)), 32, 8192).astype(int).tolist()
+
+
+SHAPES = {
+    "lognormal": lambda rng, n: np.exp(rng.normal(6.5, 1, n)),
+    "uniform": lambda rng, n: rng.uniform(1, 8192, n),
+    "halves": lambda rng, n: rng.choice([4096, 4097, 4095], n),
+    "thirds": lambda rng, n: rng.choice([2731, 2730, 2732, 1366], n),
+    "just over thirds": lambda rng, n: rng.integers(2731, 4096, n),
+    "all alike": lambda rng, n: np.full(n, rng.integers(1, 8192)),
+    "few long": lambda rng, n: np.where(rng.random(n) < 0.02, 8192, rng.integers(1, 20, n)),
+    "padded to 64": lambda rng, n: np.ceil(np.exp(rng.normal(6, 1, n)) / 64) * 64,
+    "short": lambda rng, n: rng.integers(60, 300, n),
+    "some empty": lambda rng, n: rng.integers(-500, 2000, n),
+}
+
+
+def sums_of(dealt, costs):
+    """`[shard, step]` costs."""
+    return np.array([[costs[rows].sum() for rows in bins] for bins in dealt])
+
+
+def check(bins, lengths, capacity):
+    assert sorted(row for rows in bins for row in rows) == list(range(len(lengths)))
+    assert all(rows and sum(lengths[row] for row in rows) <= capacity for rows in bins)
+    assert all(lengths[a] >= lengths[b] for rows in bins for a, b in itertools.pairwise(rows))
+
+
+@MANY
+@given(
+    st.lists(st.integers(0, 30), max_size=80),
+    st.integers(30, 90),
+    st.integers(0, 10),
+    st.integers(1, 8),
+    st.floats(0, 0.2),
+)
+def test_small_batches_hold_the_cap_and_need_no_more_bins(lengths, capacity, least, multiple, attention):
+    options = {"min_bin_count": least, "bin_count_multiple": multiple}
+    packer = get_packer("balanced", capacity, cost=TokenCost(1.0, attention), **options)
+    positive = [length for length in lengths if length]
+    known = len(ModifiedFirstFitDecreasingPacker(capacity).pack(positive))
+    known = -(-max(known, least, bool(lengths)) // multiple) * multiple
+    if len(lengths) < -(-max(1, least) // multiple) * multiple:
+        if lengths or least:
+            with pytest.raises(BatchError, match="Cannot create"):
+                packer.pack(lengths)
+        return
+    try:
+        bins = packer.pack(lengths)
+    except BatchError:
+        assert len(lengths) < known
+        return
+    check(bins, lengths, capacity)
+    assert len(bins) <= known
+    assert len(bins) % multiple == 0
+    assert len(bins) >= least
+    assert packer.pack(lengths) == bins
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.sampled_from(sorted(SHAPES)), st.integers(513, 1500), st.integers(0, 10**6), st.sampled_from([1, 2, 8, 48]))
+def test_large_batches_hold_the_cap_and_need_no_more_bins(shape, rows, seed, multiple):
+    rng = np.random.default_rng(seed)
+    lengths = np.clip(SHAPES[shape](rng, rows), 0 if shape == "some empty" else 1, 8192).astype(int)
+    capacity = int(rng.choice([8192, 8192, 10_000, 16_384, 65_536, 400_000]))
+    packer = get_packer("balanced", capacity, bin_count_multiple=multiple)
+    known = len(ModifiedFirstFitDecreasingPacker(capacity).pack(lengths[lengths > 0]))
+    known = -(-known // multiple) * multiple
+    if known > rows:
+        lengths = np.concatenate((lengths, np.zeros(known - rows, dtype=int)))
+    bins = packer.pack(lengths)
+    check(bins, lengths.tolist(), capacity)
+    assert len(bins) <= known
+    assert len(bins) % multiple == 0
+    dealt = packer.deal(bins, lengths, multiple)
+    assert sorted(map(tuple, (rows for steps in dealt for rows in steps))) == sorted(map(tuple, bins))
+
+
+def test_where_first_fit_is_not_the_best_its_modification_is_taken():
+    # First fit: 120 of 502 + 254, 40 of three 252, 60 of four 246. Its modification: 120 of 502 + 252 + 246, and what
+    # is left: 40 of three 254, 30 of four 246
+    lengths = ([502] * 6 + [254] * 6 + [252] * 6 + [246] * 12) * 20
+    counts = {
+        name: len(get_packer(name, 1000).pack(lengths))
+        for name in ("first_fit_decreasing", "modified_first_fit_decreasing", "balanced")
+    }
+    assert counts == {"first_fit_decreasing": 220, "modified_first_fit_decreasing": 190, "balanced": 190}
+    check(get_packer("balanced", 1000).pack(lengths), lengths, 1000)
+
+
+@MANY
+@given(st.lists(st.integers(1, 100), min_size=1, max_size=40), st.integers(100, 250))
+def test_no_packing_goes_below_the_bound(lengths, capacity):
+    bound = least_bins(Rows(np.array(lengths), LINEAR), capacity)
+    assert bound >= -(-sum(lengths) // capacity)
+    for name in ("first_fit_decreasing", "modified_first_fit_decreasing", "concatenative"):
+        assert bound <= len(get_packer(name, capacity).pack(lengths))
+
+
+def test_the_bound_knows_that_long_rows_do_not_share_a_bin():
+    assert least_bins(Rows(np.array([6, 6, 6]), LINEAR), 10) == 3
+    assert least_bins(Rows(np.array([5, 5, 5]), LINEAR), 10) == 2
+    assert least_bins(Rows(np.array([4, 4, 4, 4, 4]), LINEAR), 10) == 3  # two a bin, though the sum would fit into 2
+
+
+def test_one_bin_a_rank_of_equal_cost():
+    # 8 + 1, 7 + 2, 6 + 3, 5 + 4
+    bins = get_packer("balanced", 10, bin_count_multiple=4, cost=LINEAR).pack([1, 2, 3, 4, 5, 6, 7, 8])
+    assert sorted(map(sorted, bins)) == [[0, 7], [1, 6], [2, 5], [3, 4]]
+
+
+def test_the_rounded_up_number_of_bins_shares_the_work():
+    # One bin of 12 would do; three bins are wanted: 4 each, where moving single rows would leave 10, 1, 1
+    bins = get_packer("balanced", 12, bin_count_multiple=3, cost=LINEAR).pack([1] * 12)
+    assert [len(rows) for rows in bins] == [4, 4, 4]
+    bins = get_packer("balanced", 12, min_bin_count=2, bin_count_multiple=3, cost=LINEAR).pack([3, 3, 2, 2, 1, 1])
+    assert sorted(sum([3, 3, 2, 2, 1, 1][row] for row in rows) for rows in bins) == [4, 4, 4]
+
+
+def test_attention_makes_a_long_row_cost_more_than_its_tokens():
+    # Cost n + n * n / 10: 120 for the long row, 20 for each short one; equal tokens would be 40 and 50
+    lengths = [30, 10, 10, 10, 10, 10, 10]
+    packer = get_packer("balanced", 60, bin_count_multiple=2, cost=TokenCost(1.0, 0.1))
+    assert sorted(map(sorted, packer.pack(lengths))) == [[0], [1, 2, 3, 4, 5, 6]]
+
+
+def test_beside_a_dominating_row_bins_are_filled_and_later_steps_get_less():
+    # Two ranks, two steps. Four bins as even as can be are 10, 6, 6, 6: 16 in two steps. The row of 10 makes its step
+    # 10 long; ten of the rows of 1 in the bin beside it leave 4 and 4 for the second step: 14.
+    lengths = [10] + [1] * 18
+    packer = get_packer("balanced", 10, min_bin_count=4, bin_count_multiple=2, cost=LINEAR)
+    dealt = packer.deal(packer.pack(lengths), lengths, 2)
+    assert sorted(sums_of(dealt, np.array(lengths)).ravel()) == [4, 4, 10, 10]
+
+
+def test_no_bin_is_empty_even_where_no_step_is_left_to_fill():
+    # Beside the row of 16 could go sixteen rows of 1, but each of the four other bins needs one: 16 + 1 + 1
+    lengths = [16] + [1] * 18
+    packer = get_packer("balanced", 20, min_bin_count=6, bin_count_multiple=2, cost=LINEAR)
+    bins = packer.pack(lengths)
+    check(bins, lengths, 20)
+    assert sorted(len(rows) for rows in bins) == [1, 1, 1, 1, 1, 14]
+
+
+def test_rows_of_length_0_are_spread_and_can_make_bins_of_their_own():
+    packer = get_packer("balanced", 10, bin_count_multiple=3)
+    bins = packer.pack([0, 9, 0, 0, 8, 0, 0])
+    check(bins, [0, 9, 0, 0, 8, 0, 0], 10)
+    assert sorted(map(len, bins)) == [2, 2, 3]
+    assert sorted(map(sorted, packer.pack([0, 0, 0]))) == [[0], [1], [2]]
+    assert get_packer("balanced", 10).pack([0, 0]) == [[1, 0]]
+    assert packer.deal(packer.pack([0, 0, 0]), [0, 0, 0], 3) in [
+        [[[a]], [[b]], [[c]]] for a, b, c in ((2, 1, 0), (0, 1, 2))
+    ]
+    with pytest.raises(BatchError, match="Cannot create 3 bins with only 2 sequences"):
+        packer.pack([0, 0])
+
+
+def test_split_halves_the_costliest():
+    lengths = np.array([6, 5, 4, 3, 9, 1])
+    assert split([[0, 1, 2, 3], [4], [5]], 4, Rows(lengths, LINEAR)) == [[0, 3], [4], [5], [1, 2]]
+    assert split([[0, 1, 2, 3], [4], [5]], 9, Rows(lengths, LINEAR)) == [[0], [4], [5], [1], [3], [2]]
+
+
+@pytest.mark.parametrize("rows", [4096, 16_384])
+def test_eight_ranks_differ_by_under_two_per_cent_and_wait_for_under_five(rows):
+    lengths = lognormal(rows)
+    packer = get_packer("balanced", 8192, bin_count_multiple=8)
+    bins = packer.pack(lengths)
+    assert max(sum(lengths[row] for row in rows) for rows in bins) <= 8192
+    assert len(bins) == -(-sum(lengths) // (8192 * 8)) * 8  # what no packing can go below
+    costs = sums_of(packer.deal(bins, lengths, 8), TokenCost().of_rows(lengths))
+    ranks = costs.sum(axis=1)
+    assert (ranks.max() - ranks.min()) / ranks.mean() < 0.02
+    assert costs.max(axis=0).sum() / ranks.mean() < 1.05
+    assert (np.diff(costs.max(axis=0)) <= 0).all()  # costliest step first
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_small_batch_waits_less_than_round_robin(seed):
+    lengths = lognormal(64, seed)
+    waits = {}
+    for name in ("balanced", "first_fit_decreasing"):
+        packer = get_packer(name, 8192, bin_count_multiple=8)
+        costs = sums_of(packer.deal(packer.pack(lengths), lengths, 8), TokenCost().of_rows(lengths))
+        waits[name] = costs.max(axis=0).sum() / costs.sum(axis=1).mean()
+    assert waits["balanced"] < min(1.25, waits["first_fit_decreasing"])
+
+
+def test_deal_by_hand():
+    # Costs 9 8 | 5 3 | 2 1. The 9 goes to shard 0; the 5 to shard 1, which has less (12 and 13 now); the 2 to shard 0
+    lengths = [1, 9, 3, 8, 5, 2]
+    packer = get_packer("balanced", 9, cost=LINEAR)
+    assert packer.deal([[0], [1], [2], [3], [4], [5]], lengths, 2) == [[[1], [2], [5]], [[3], [4], [0]]]
+    assert packer.deal([], [], 2) == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("bins", "lengths", "shards", "error", "told"),
+    [
+        ([[0], [1], [0]], [1, 2], 2, BatchError, "3 bins cannot be dealt to 2 shards"),
+        ([[0], [2]], [1, 2], 2, BatchError, "there are 2 lengths"),
+        ([[0], [-1]], [1, 2], 2, BatchError, "bins name rows -1..0"),
+        ([[0], ["a"]], [1, 2], 2, BatchTypeError, "lists of row numbers"),
+        ([[0], 5], [1, 2], 2, BatchTypeError, "lists of row numbers"),
+        ([[0], [1]], [1, 2.5], 2, BatchTypeError, "integers"),
+        ([[0], [1]], [1, 2], True, BatchTypeError, "shards must be an integer"),
+        ([[0], [1]], [1, 2], -2, BatchError, "shards must be at least 1"),
+    ],
+)
+def test_bad_deals_are_told(bins, lengths, shards, error, told):
+    with pytest.raises(error, match=told):
+        get_packer("balanced", 9).deal(bins, lengths, shards)
+
+
+@MANY
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=60), st.integers(1, 6))
+def test_a_deal_gives_every_bin_once_and_equal_steps(lengths, shards):
+    lengths = lengths[: len(lengths) // shards * shards]
+    packer = get_packer("balanced", 50)
+    dealt = packer.deal([[row] for row in range(len(lengths))], torch.tensor(lengths, dtype=torch.int64), shards)
+    assert [len(steps) for steps in dealt] == [len(lengths) // shards] * shards
+    assert sorted(row for steps in dealt for (row,) in steps) == list(range(len(lengths)))
+    ordered = sorted(lengths, reverse=True)
+    for step in range(len(lengths) // shards):  # each step has neighbours by cost
+        assert sorted((lengths[steps[step][0]] for steps in dealt), reverse=True) == ordered[step * shards :][:shards]

@@ -1,0 +1,298 @@
+"""Batches on their way to other processes: nothing lost, nothing too much, and the receiver's own."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from multiprocessing.reduction import ForkingPickler
+
+import pytest
+import torch
+from probe_forked import run_program
+
+from rlframework.batch import tensor_parcel
+from rlframework.batch.batched_data_dict import BatchedDataDict, SlicedDataDict
+from rlframework.batch.packed_tensor import PackedTensor
+
+DTYPES = [
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.uint16,
+    torch.uint64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.float8_e4m3fn,
+]
+PROTOCOLS = range(pickle.HIGHEST_PROTOCOL + 1)
+
+
+def loads(written, **more):
+    return pickle.loads(written, **more)  # noqa: S301 - written here
+
+
+def bits(tensor):
+    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor).reshape(-1).view(torch.uint8).tolist()
+
+
+class Mine(BatchedDataDict):
+    pass
+
+
+def with_metadata(batch):
+    batch.micro_batch_indices = [[[0, 2]], [[0, 1], [1, 3]]]
+    batch.micro_batch_lengths = [[8], [4, 6]]
+    batch.elem_counts_per_gb = [2, 3]
+    batch.micro_batch_input_key = "ids"
+    return batch
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_and_protocol(dtype, protocol):
+    values = torch.arange(6).to(dtype) if dtype != torch.bool else torch.arange(6) % 2 == 0
+    cases = {
+        "plain": values.reshape(2, 3),
+        "transposed": values.reshape(3, 2).T,
+        "stepped": values.reshape(2, 3)[:, ::2],
+        "expanded": values[:2, None].expand(2, 4),
+        "empty": values[:0].reshape(2, 0),
+        "one of any stride": values[::2][1:2],
+    }
+    back = loads(pickle.dumps(BatchedDataDict(cases), protocol=protocol))
+    for name, value in cases.items():
+        assert back[name].dtype == dtype
+        assert back[name].shape == value.shape
+        assert bits(back[name]) == bits(value)
+        assert back[name].is_contiguous()
+        assert back[name].untyped_storage().nbytes() == value.numel() * value.element_size()
+        back[name].copy_(torch.zeros_like(value))  # writable
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_class_metadata_and_other_values(protocol):
+    batch = with_metadata(Mine(ids=torch.ones(5, 1), text=list("abcde"), p=PackedTensor([None] * 5, 1)))
+    back = loads(pickle.dumps(batch, protocol=protocol))
+    assert type(back) is Mine
+    assert vars(back) | {"data": None} == vars(batch) | {"data": None}
+    assert back.micro_batch_lengths == [[8], [4, 6]]
+    assert back["text"] == list("abcde")
+    assert len(back["p"]) == 5
+    assert back.get_batch(1)["text"] == list("cde")
+
+
+def test_views_do_not_carry_their_storage_and_nothing_is_changed_here():
+    batch = BatchedDataDict(x=torch.arange(100_000), y=torch.arange(200_000).reshape(-1, 2).T.contiguous().T)
+    part = batch.slice(10, 12)
+    for protocol in PROTOCOLS:
+        assert len(pickle.dumps(part, protocol=protocol)) < 2_000
+    assert len(bytes(ForkingPickler.dumps(part))) < 2_000
+    assert part["x"].untyped_storage().data_ptr() == batch["x"].untyped_storage().data_ptr()
+    assert not batch["x"].is_shared()
+    assert loads(pickle.dumps(part))["y"].tolist() == [[20, 21], [22, 23]]
+
+
+def test_a_tensor_under_two_keys_travels_once_and_stays_one():
+    value = torch.zeros(1000)
+    batch = BatchedDataDict(a=value, b=value)
+    for protocol in PROTOCOLS[2:]:
+        written = pickle.dumps(batch, protocol=protocol)
+        assert len(written) < 6_000
+        back = loads(written)
+        assert back["a"] is back["b"]
+    copied = copy.deepcopy(batch)
+    assert copied["a"] is copied["b"] is not value
+
+
+def test_buffers_apart_are_not_copied_unless_they_cannot_be_written():
+    batch = BatchedDataDict(
+        x=torch.arange(6.0).reshape(3, 2),
+        half=torch.arange(3).to(torch.bfloat16),
+        p=PackedTensor([None, torch.ones(2), None], 0),
+        e=torch.zeros(3, 0),
+    )
+    part = batch.slice(1, 3)
+    buffers = []
+    head = pickle.dumps(part, protocol=5, buffer_callback=buffers.append)
+    assert [len(buffer.raw()) for buffer in buffers] == [16, 4, 8]
+    here = {torch.frombuffer(buffer.raw(), dtype=torch.uint8).data_ptr() for buffer in buffers}
+    assert here == {part["x"].data_ptr(), part["half"].data_ptr(), part["p"].tensors[0].data_ptr()}
+
+    writable = [bytearray(buffer.raw()) for buffer in buffers]
+    there = loads(head, buffers=writable)
+    assert there["x"].data_ptr() == torch.frombuffer(writable[0], dtype=torch.uint8).data_ptr()
+    there["x"].zero_()
+    assert bytes(writable[0]) == bytes(16)
+    assert part["x"].tolist() == [[2, 3], [4, 5]]
+
+    read_only = [bytes(buffer.raw()) for buffer in buffers]
+    kept = [bytes(buffer) for buffer in read_only]
+    there = loads(head, buffers=read_only)
+    for value in (there["x"], there["half"], there["p"].tensors[0]):
+        value.add_(1)
+    assert there["x"].tolist() == [[3, 4], [5, 6]]
+    assert read_only == kept
+
+
+def test_buffers_that_are_not_aligned():
+    batch = BatchedDataDict(x=torch.arange(3, dtype=torch.int64))
+    buffers = []
+    head = pickle.dumps(batch, protocol=5, buffer_callback=buffers.append)
+    shifted = bytearray(1) + bytearray(buffers[0].raw())
+    assert loads(head, buffers=[memoryview(shifted)[1:]])["x"].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS[2:])
+def test_gradients_stay_behind(protocol):
+    leaf = torch.ones(2, requires_grad=True)
+    back = loads(pickle.dumps(BatchedDataDict(a=leaf, b=leaf * 2, p=PackedTensor(leaf * 3, 0)[0:1]), protocol=protocol))
+    assert not back["a"].requires_grad
+    assert back["b"].tolist() == [2, 2]
+    assert not back["b"].requires_grad
+    assert not back["p"].tensors[0].requires_grad
+
+
+def test_what_goes_torchs_own_way():
+    batch = BatchedDataDict(
+        p=torch.nn.Parameter(torch.ones(2)), m=torch.ones(100, device="meta")[:2], s=torch.eye(2).to_sparse()
+    )
+    back = loads(pickle.dumps(batch))
+    assert type(back["p"]) is torch.nn.Parameter
+    assert back["m"].device.type == "meta"
+    assert back["s"].to_dense().tolist() == [[1, 0], [0, 1]]
+
+
+def test_files_of_torch(tmp_path):
+    whole = torch.arange(100_000)
+    batch = with_metadata(SlicedDataDict(x=whole[7:12], p=PackedTensor([whole[:2]] * 5, 0), t=list("abcde")))
+    torch.save(batch, tmp_path / "batch.pt")
+    assert (tmp_path / "batch.pt").stat().st_size < 10_000
+    back = torch.load(tmp_path / "batch.pt", weights_only=False)
+    assert type(back) is SlicedDataDict
+    assert back["x"].tolist() == [7, 8, 9, 10, 11]
+    assert back["p"].as_tensor().tolist() == [0, 1] * 5
+    assert back.get_batch(1).micro_batch_lengths == [[4, 6]]
+
+
+def test_conjugated_and_negated_views():
+    value = torch.tensor([1 + 2j, 3 - 4j])
+    back = loads(pickle.dumps(BatchedDataDict(c=value.conj(), i=value.conj().imag), protocol=5))
+    assert back["c"].tolist() == [1 - 2j, 3 + 4j]
+    assert back["i"].tolist() == [-2, 4]
+
+
+def test_where_no_shared_memory_is_left_the_pipe_takes_the_bytes(monkeypatch):
+    def full(size):
+        raise RuntimeError("unable to allocate shared memory(shm)")
+
+    batch = BatchedDataDict(x=torch.arange(100_000))
+    assert len(bytes(ForkingPickler.dumps(batch))) < 10_000
+    monkeypatch.setattr(torch.UntypedStorage, "_new_shared", full)
+    back = ForkingPickler.loads(bytes(ForkingPickler.dumps(batch)))
+    assert torch.equal(back["x"], batch["x"])
+    back["x"].zero_()
+
+
+OTHER_PROCESS = """
+import json, multiprocessing, sys
+import torch
+from rlframework.batch.packed_tensor import PackedTensor
+from rlframework.batch.batched_data_dict import BatchedDataDict, SlicedDataDict
+
+
+def serve(connection):
+    batch = connection.recv()
+    for value in (batch["big"], batch["small"], *(row for row in batch["media"].tensors if row is not None)):
+        value.add_(1)
+    connection.send(batch)
+    connection.recv()  # stay until it has arrived
+
+
+if __name__ == "__main__":
+    spawn = multiprocessing.get_context("spawn")
+    mine, theirs = spawn.Pipe()
+    child = spawn.Process(target=serve, args=(theirs,))
+    child.start()
+    whole = torch.arange(1_000_000)
+    media = PackedTensor([torch.zeros(200_000), None, torch.ones(7, dtype=torch.bfloat16), torch.zeros(0)], 0)
+    batch = SlicedDataDict(big=whole.reshape(-1, 100)[4:8], small=torch.arange(4), media=media, text=list("abcd"))
+    batch["big"] = whole[:800_000].reshape(4, -1)
+    batch.elem_counts_per_gb = [4]
+    mine.send(batch)
+    back = mine.recv()
+    media_back = back["media"].tensors
+    found = {
+        "class": type(back).__name__,
+        "equal": torch.equal(back["big"], batch["big"] + 1) and back["small"].tolist() == [1, 2, 3, 4],
+        "bytes": back["big"].untyped_storage().nbytes(),
+        "media": [row if row is None else [len(row), str(row.dtype), float(row.sum())] for row in media_back],
+        "text": back["text"],
+        "counts": back.elem_counts_per_gb,
+        "untouched": int(whole[1]) == 1 and float(media.tensors[0].sum()) == 0 and not whole.is_shared(),
+    }
+    back["big"].zero_()
+    mine.send(None)
+    child.join(30)
+    print(json.dumps(found | {"exit": child.exitcode}))
+"""
+
+
+def test_another_process_gets_batches_of_its_own(tmp_path):
+    script = tmp_path / "other.py"
+    script.write_text(OTHER_PROCESS)
+    done = run_program(script, seconds=90)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {
+        "class": "SlicedDataDict",
+        "equal": True,
+        "bytes": 800_000 * 8,
+        "media": [[200_000, "torch.float32", 200_000.0], None, [7, "torch.bfloat16", 14.0], [0, "torch.float32", 0.0]],
+        "text": ["a", "b", "c", "d"],
+        "counts": [4],
+        "untouched": True,
+        "exit": 0,
+    }
+
+
+def test_the_smallest_share_of_memory_holds_all_rows_of_a_packed_tensor():
+    rows = [torch.full((3, size), float(size)) for size in (1, 0, 40_000)]
+    sent = tensor_parcel.parcel_rows([rows[0], None, rows[1].T, rows[2]])
+    back = ForkingPickler.loads(bytes(ForkingPickler.dumps(sent)))
+    assert [None if row is None else row.tolist() for row in back] == [
+        rows[0].tolist(),
+        None,
+        rows[1].T.tolist(),
+        rows[2].tolist(),
+    ]
+    assert back[0].untyped_storage().data_ptr() == back[3].untyped_storage().data_ptr()  # one file descriptor
+
+
+@pytest.mark.xdist_group("ray")
+def test_ray(ray_session):
+    import ray
+
+    batch = with_metadata(
+        SlicedDataDict(
+            big=torch.arange(200_000).reshape(2, -1),
+            half=torch.ones(2, 3, dtype=torch.bfloat16),
+            text=["a", "b"],
+            media=PackedTensor([torch.zeros(2, 70_000), None], 1),
+        )
+    )
+    reference = ray.put(batch)
+    first, second = ray.get(reference), ray.get(reference)
+    assert type(first) is SlicedDataDict
+    assert vars(first) | {"data": None} == vars(batch) | {"data": None}
+    first["big"].zero_()
+    first["media"].tensors[0].add_(1)
+    assert torch.equal(second["big"], batch["big"])
+    assert second["media"].as_tensor().sum() == 0
+    assert second["half"].tolist() == [[1, 1, 1]] * 2
+    assert second["text"] == ["a", "b"]

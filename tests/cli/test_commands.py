@@ -1,0 +1,243 @@
+"""The command line: what it prints, its exit codes, and that a mistake writes nothing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+import rlframework
+from rlframework.algorithm import RunResult
+from rlframework.cli import main
+from rlframework.configure import load_config
+from rlframework.errors import UserError, WorkerError
+
+BACKEND = """
+from rlframework.plugins.hookspec import hookimpl
+from rlframework.plugins.types import Capability, PolicyWorkerRecord
+
+
+@hookimpl
+def rlframework_policy_workers():
+    return [PolicyWorkerRecord("toy", "toy:Worker", 1, capabilities=frozenset({Capability.DATA_PARALLEL}))]
+"""
+CONFIG = """
+plugins: [toy_backend_for_cli]
+output_dir: out
+policy: {model_name: m, backend: toy}
+algorithm: {name: grpo}
+environment: {name: addition}
+"""
+HEAVY = ["datasets", "matplotlib", "omegaconf", "pydantic", "ray", "rich", "torch", "transformers", "yaml"]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with a configuration `run.yaml` that is right."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "toy_backend_for_cli.py").write_text(BACKEND)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "run.yaml").write_text(CONFIG)
+    return tmp_path
+
+
+def call(*args: str) -> int:
+    with pytest.raises(SystemExit) as end:
+        main(args)
+    return int(end.value.code or 0)
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("--version") == 0
+    assert capsys.readouterr().out == f"rlframework {rlframework.__version__}\n"
+
+
+def test_the_resolved_configuration_is_printed_and_loads_again(
+    capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
+    assert call("config", "run.yaml", "policy.optimizer.lr=1e-5", "seed=4") == 0
+    (folder / "again.yaml").write_text(capsys.readouterr().out)
+    expected = load_config("run.yaml", ["policy.optimizer.lr=1e-5", "seed=4"])
+    assert load_config("again.yaml") == expected
+    assert call("config", "again.yaml", "--json") == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["seed"] == 4
+    assert load_config(printed) == expected
+    assert not (folder / "out").exists()
+
+
+def test_the_schema_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("schema") == 0
+    assert "policy" in json.loads(capsys.readouterr().out)["properties"]
+
+
+def test_the_plugins_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("plugins", "--json") == 0
+    rows = {(row["kind"], row["name"]): row for row in json.loads(capsys.readouterr().out)}
+    assert rows["algorithm", "grpo"]["distribution"] == "rlframework-core"
+    assert rows["algorithm", "grpo"]["status"] == "active"
+    assert call("plugins") == 0
+    assert "grpo" in capsys.readouterr().out
+
+
+MISTAKES = {
+    "gone.yaml": "no such configuration file: gone.yaml\n",
+    "run.yaml policy.lr=1": "`policy.lr`: not a known key (given 1 in override `policy.lr=1`). "
+    "Did you mean `policy.optimizer.lr`?\n",
+    "run.yaml policy.optimizer.lr=fast": '`policy.optimizer.lr`: must be a number (given "fast" in override `policy.',
+    "run.yaml policy.backend=tow": "policy.backend: there is no policy_worker 'tow'. Did you mean 'toy'?",
+    "run.yaml algorithm.name=gpro": "algorithm.name: there is no algorithm 'gpro'. Did you mean 'grpo'?",
+    "run.yaml worker_group.name=ray worker_group.num_workers=3": (
+        "`policy.train_global_batch_size`: must divide by 3, the number of workers "
+        "that share the rows (given 64). Try 63 or 66, or another worker_group.num_workers.\n"
+    ),
+    "run.yaml policy.precision=float16": "`policy.precision`: float16, but the backend 'toy' ",
+    "run.yaml lr": "`lr` is not an override: write `key=value`",
+    "run.yaml seed=[1": "override `seed=[1`:1:3: not valid YAML: ",
+    "bad.yaml": "bad.yaml:2:1: not valid YAML: ",
+    "twice.yaml": "twice.yaml:2: the key `seed` is there twice, first on line 1\n",
+    "orphan.yaml": "no such configuration file: parent.yaml, named under `defaults` in orphan.yaml:1\n",
+}
+
+
+@pytest.mark.parametrize("command", ["train", "config"])
+@pytest.mark.parametrize("words", MISTAKES)
+def test_a_mistake_is_one_message_and_nothing_is_written(
+    capsys: pytest.CaptureFixture[str], folder: Path, command: str, words: str
+) -> None:
+    (folder / "bad.yaml").write_text("seed: 1\n\tx: 2\n")
+    (folder / "twice.yaml").write_text("seed: 1\nseed: 2\n")
+    (folder / "orphan.yaml").write_text("defaults: parent.yaml\n")
+    before = sorted(folder.rglob("*.yaml"))
+    assert call(command, *words.split(" ")) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(f"error: {MISTAKES[words]}")
+    assert "Traceback" not in captured.err
+    assert sorted(folder.rglob("*.yaml")) == before
+    assert not (folder / "out").exists()
+
+
+@pytest.mark.parametrize("args", [["--debug", "config", "gone.yaml"], ["config", "gone.yaml", "--debug"]])
+def test_debug_shows_the_traceback_before_or_after_the_command(
+    capsys: pytest.CaptureFixture[str], args: list[str]
+) -> None:
+    assert call(*args) == 2
+    text = capsys.readouterr().err
+    assert text.startswith("Traceback (most recent call last):")
+    assert text.endswith("error: no such configuration file: gone.yaml\n")
+
+
+@pytest.mark.parametrize("args", [["nosuch"], ["train"], ["config", "run.yaml", "--nosuch"]])
+def test_wrong_arguments_end_with_2(capsys: pytest.CaptureFixture[str], args: list[str]) -> None:
+    assert call(*args) == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.fixture
+def train_with(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Put a function in the place of `rlframework.runner.launch.run`."""
+
+    def replace(function: Any) -> None:
+        module = types.ModuleType("rlframework.runner.launch")
+        module.run = function  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "rlframework.runner.launch", module)
+
+    return replace
+
+
+def test_train_runs_the_resolved_configuration_and_sums_up(capsys: pytest.CaptureFixture[str], train_with: Any) -> None:
+    seen = []
+
+    def run(config: Any) -> RunResult:
+        seen.append(config)
+        return RunResult({"step": 12.0, "train/reward": 0.12345, "time/step": 3.0, "validation/accuracy": 0.5})
+
+    train_with(run)
+    assert call("train", "run.yaml", "seed=9") == 0
+    assert seen == [load_config("run.yaml", ["seed=9"])]
+    assert capsys.readouterr().out == "done: train/reward=0.1235, validation/accuracy=0.5; in out\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (UserError("take less"), 2, "error: take less\n"),
+        (WorkerError("rank 1 failed"), 1, "error: rank 1 failed\n"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+        (ZeroDivisionError("oh"), 1, "error: ZeroDivisionError: oh\nThis was not expected. --debug shows where"),
+        (OSError(5, "disk"), 1, "error: OSError: [Errno 5] disk\n"),
+    ],
+)
+def test_what_a_run_raises_becomes_a_message_and_a_code(
+    capsys: pytest.CaptureFixture[str], train_with: Any, error: BaseException, code: int, message: str
+) -> None:
+    def run(config: Any) -> NoReturn:
+        raise error
+
+    train_with(run)
+    assert call("train", "run.yaml") == code
+    text = capsys.readouterr().err
+    assert text.startswith(message)
+    assert "Traceback" not in text
+    assert call("train", "run.yaml", "--debug") == code
+    assert "in run\n    raise error\n" in capsys.readouterr().err
+
+
+def modules_after(code: str) -> set[str]:
+    """The top-level modules of a fresh interpreter that ran `code`."""
+    script = f"{code}\nimport sys\nprint('\\n' + ' '.join(sys.modules))"
+    done = subprocess.run([sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, check=True)
+    return {name.partition(".")[0] for name in done.stdout.splitlines()[-1].split()}
+
+
+CALL = "from rlframework.cli import main\ntry: main({args!r})\nexcept SystemExit as end: assert not end.code, end.code"
+
+
+@pytest.mark.parametrize("args", [["--help"], ["--version"]])
+def test_help_imports_nothing_heavy(args: list[str]) -> None:
+    assert modules_after(CALL.format(args=args)).isdisjoint(HEAVY)
+
+
+@pytest.mark.parametrize("command", ["train", "tokenize"])
+def test_help_of_a_command_imports_nothing_heavy_but_what_typer_itself_needs(command: str) -> None:
+    assert modules_after(CALL.format(args=[command, "--help"])).isdisjoint({*HEAVY} - {"pydantic"})
+
+
+@pytest.mark.parametrize(
+    "args", [["plugins"], ["plugins", "--json"], ["schema"], ["config", "run.yaml", "device=cpu"]], ids=" ".join
+)
+def test_looking_needs_no_torch(args: list[str]) -> None:
+    assert modules_after(CALL.format(args=args)).isdisjoint({"torch", "transformers", "ray", "datasets", "matplotlib"})
+
+
+def test_importing_the_package_imports_nothing_heavy() -> None:
+    assert modules_after("import rlframework").isdisjoint(HEAVY)
+
+
+def test_the_exported_names_are_there() -> None:
+    from rlframework.config.sections import RunConfig
+
+    assert rlframework.load_config is load_config
+    assert rlframework.RunConfig is RunConfig
+    assert set(rlframework.__all__) <= set(dir(rlframework))
+    with pytest.raises(AttributeError, match="module 'rlframework' has no attribute 'lode_config'"):
+        _ = rlframework.lode_config
+
+
+@pytest.mark.parametrize(
+    "first", ["from rlframework import build_parts", "import rlframework.cli, rlframework.runner.launch"]
+)
+def test_every_exported_name_can_be_had_in_any_order(first: str) -> None:
+    code = (
+        f"{first}\n"
+        "import rlframework, types\n"
+        "for name in reversed(rlframework.__all__):\n"
+        "    assert not isinstance(getattr(rlframework, name), types.ModuleType), name\n"
+    )
+    assert "rlframework" in modules_after(code)

@@ -1,0 +1,259 @@
+"""Conversations of several turns: the mask is on exactly what the assistant says, whatever the template does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from rlframework.datasets.rendering import render_completion, render_conversation, render_prompt, render_samples
+from rlframework.errors import DataError
+from rlframework.interfaces.environment import Message, Sample
+
+CHATML = (
+    "{% for m in messages %}{{ '<start>' + m.role + '\\n' + m.content + '<end>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<start>assistant\\n' }}{% endif %}"
+)
+TRIMS = CHATML.replace("m.content", "m.content | trim")
+NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + CHATML
+# as models that reason: earlier answers lose what they thought, and the last keeps it
+DROPS_THOUGHTS = CHATML.replace("m.content", "(m.content if loop.last else m.content.split('</think>')[-1])")
+# as those whose prompt begins the thought
+OPENS_THOUGHT = CHATML.replace("'<start>assistant\\n'", "'<start>assistant\\n<think>'")
+WITHOUT_END = (
+    "{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+ENDS_WITH_EOS = "{% for m in messages %}{{ m.role + ': ' + m.content + ('<eos>' if m.role == 'assistant' else ' ') }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"  # noqa: E501
+
+
+def byte_bpe(pre: Any = None, decoder: Any = None) -> PreTrainedTokenizerFast:
+    """A tokenizer with merges, over line ends too: what two texts are cut into depends on where they meet."""
+    tokenizer: Any = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre or pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoder or decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet() if pre is None else []
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, show_progress=False, initial_alphabet=alphabet, special_tokens=["<pad>", "<eos>", "<bos>"]
+    )
+    text = "user\n\n\nassistant\nsystem\n hello world, user: ok\n\nassistant: yes"
+    tokenizer.train_from_iterator([text] * 3, trainer)
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", clean_up_tokenization_spaces=False
+    )
+    made.add_special_tokens({"additional_special_tokens": ["<start>", "<end>"]})
+    return made
+
+
+BPE = byte_bpe()
+
+
+def bpe(template: str | None) -> Any:
+    BPE.chat_template = template
+    return BPE
+
+
+def turns(*contents: str, system: str | None = None) -> tuple[Message, ...]:
+    first: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+    roles = ("user", "assistant")
+    return (*first, *({"role": roles[number % 2], "content": text} for number, text in enumerate(contents)))
+
+
+def trained(tokenizer: Any, rendered: tuple[list[int], list[bool]]) -> str:
+    ids, mask = rendered
+    assert len(ids) == len(mask)
+    return str(tokenizer.decode([token for token, one in zip(ids, mask, strict=True) if one]))
+
+
+words = st.text("ab \n", max_size=8)
+contents = st.builds(
+    lambda left, mark, right: left + mark + right, words, st.sampled_from(["", "<end>", "é", "<"]), words
+)
+talks = st.lists(contents, min_size=2, max_size=9)
+TALK = turns("hi", "hello", "2+2?", "4", system="be brief")
+
+
+@settings(deadline=None, max_examples=100)
+@given(talks, st.none() | contents)
+def test_each_assistant_turn_and_its_end_are_trained_on_and_nothing_else(talk, system) -> None:
+    """Against a formatter in plain Python. What comes after the last assistant turn is left out."""
+    tokenizer, messages = bpe(CHATML), turns(*talk, system=system)
+    answers = talk[1::2]
+    up_to = len(messages) - (len(talk) % 2)
+    text = "".join(f"<start>{m['role']}\n{m['content']}<end>\n" for m in messages[:up_to])[: -len("\n")]
+    expected = {"last": answers[-1] + "<end>", "assistant": "".join(f"{one}<end>" for one in answers), "all": text}
+    for train_on, what in expected.items():
+        rendered = render_conversation(tokenizer, messages, train_on)
+        assert tokenizer.decode(rendered[0]) == text
+        assert trained(tokenizer, rendered) == what
+
+
+@settings(deadline=None, max_examples=100)
+@given(talks, st.sampled_from([CHATML, TRIMS, DROPS_THOUGHTS, OPENS_THOUGHT, WITHOUT_END, ENDS_WITH_EOS, None]))
+def test_the_last_turn_follows_exactly_what_generation_sees(talk, template) -> None:
+    tokenizer, messages = bpe(template), turns(*talk)
+    end = len(messages) - (len(talk) % 2)
+    if not "".join(talk[: end - 1]) and template is None:
+        return  # no prompt at all
+    prompt = render_prompt(tokenizer, messages[: end - 1])
+    sample = Sample("s", messages[: end - 1], "", messages[end - 1]["content"])
+    for train_on in ("last", "all"):
+        ids, mask = render_conversation(tokenizer, messages, train_on)
+        assert ids[: len(prompt)] == prompt
+        assert ids[len(prompt) :] == render_completion(tokenizer, sample)
+        assert all(mask[len(prompt) :])
+        assert mask[: len(prompt)] == [train_on == "all"] * len(prompt)
+
+
+def test_each_prompt_on_the_way_is_what_generation_saw() -> None:
+    """By ids, where turns begin and end with tokens of their own."""
+    tokenizer = bpe(CHATML)
+    ids, _ = render_conversation(tokenizer, TALK, "assistant")
+    for number in (2, 4):
+        prompt = render_prompt(tokenizer, TALK[:number])
+        assert ids[: len(prompt)] == prompt
+
+
+def test_a_template_that_trims() -> None:
+    """Earlier turns are trained on as they stand in the prompt of later ones, the last as it was given."""
+    tokenizer = bpe(TRIMS)
+    rendered = render_conversation(tokenizer, turns(" hi ", " hello\n", "2+2?", " 4 "), "assistant")
+    assert trained(tokenizer, rendered) == "hello<end> 4 <end>"
+    text = "<start>user\nhi<end>\n<start>assistant\nhello<end>\n<start>user\n2+2?<end>\n<start>assistant\n 4 <end>"
+    assert tokenizer.decode(rendered[0]) == text
+
+
+@pytest.mark.parametrize("template", [DROPS_THOUGHTS, OPENS_THOUGHT], ids=["drops", "opens"])
+def test_a_template_that_writes_earlier_turns_anew_is_refused_for_all_turns(template) -> None:
+    tokenizer, messages = bpe(template), turns("hi", "<think>hm</think>hello", "2+2?", "4")
+    with pytest.raises(DataError, match=r"writes assistant turn 1 anew.*algorithm\.train_on=last.*chat_template"):
+        render_conversation(tokenizer, messages, "assistant")
+    ids, _ = rendered = render_conversation(tokenizer, messages, "last")
+    prompt = render_prompt(tokenizer, messages[:3])
+    assert ids[: len(prompt)] == prompt
+    assert trained(tokenizer, rendered) == tokenizer.decode(ids[len(prompt) :])
+    assert trained(tokenizer, rendered).startswith("4<e")
+    alone = render_conversation(tokenizer, messages[:2], "assistant")  # one turn is always the last
+    assert trained(tokenizer, alone).startswith("<think>hm</think>hello<e")
+
+
+def test_thoughts_that_are_not_there_cannot_be_dropped() -> None:
+    tokenizer = bpe(DROPS_THOUGHTS)
+    assert trained(tokenizer, render_conversation(tokenizer, TALK, "assistant")) == "hello<end>4<end>"
+
+
+def test_a_turn_that_is_dropped_but_looks_like_what_follows_it() -> None:
+    """The answer `<` is left out, and the text goes on with `<end>`."""
+    leaves_out = CHATML.replace("m.content", "('' if m.content == '<' and not loop.last else m.content)")
+    with pytest.raises(DataError, match="writes assistant turn 1 anew"):
+        render_conversation(bpe(leaves_out), turns("hi", "<", "2+2?", "4"), "assistant")
+
+
+def test_turns_without_an_end_are_trained_on_without_one() -> None:
+    """Only the last is ended, by the tokenizer's end token; what the user says is no end, even if it looks like one."""
+    tokenizer = bpe(WITHOUT_END)
+    messages = turns("hi", "hello", "what is <end>?", "4")
+    rendered = render_conversation(tokenizer, messages, "assistant")
+    assert trained(tokenizer, rendered) == "hello4<eos>"
+    text = "user: hi\nassistant: hello\nuser: what is <end>?\nassistant: 4<eos>"
+    assert tokenizer.decode(rendered[0]) == text
+
+
+def test_an_end_token_in_the_template() -> None:
+    tokenizer = bpe(ENDS_WITH_EOS)
+    assert trained(tokenizer, render_conversation(tokenizer, TALK, "assistant")) == "hello<eos>4<eos>"
+
+
+def test_the_end_of_a_turn_that_is_written_in_another_way_when_it_is_the_last() -> None:
+    """As Qwen3: the last answer gets an empty thought before it, so its end is told from the later prompt."""
+    thought = "('<think></think>' if loop.last and m.role == 'assistant' else '') + m.content"
+    tokenizer = bpe(CHATML.replace("m.content", thought))
+    tokenizer.eos_token, before = "<end>", tokenizer.eos_token
+    try:
+        rendered = render_conversation(tokenizer, TALK, "assistant")
+    finally:
+        tokenizer.eos_token = before
+    assert trained(tokenizer, rendered) == "hello<end>4<end>"
+
+
+def test_without_a_template() -> None:
+    """Contents one after the other. Generation sees no end token after earlier answers, so none is trained on."""
+    tokenizer = bpe(None)
+    rendered = render_conversation(tokenizer, TALK, "assistant")
+    assert tokenizer.decode(rendered[0]) == "be briefhihello2+2?4<eos>"
+    assert trained(tokenizer, rendered) == "hello4<eos>"
+
+
+def test_a_system_turn_that_the_template_refuses() -> None:
+    with pytest.raises(DataError, match=r"no system role.*environment\.system_prompt.*policy\.chat_template"):
+        render_conversation(bpe(NO_SYSTEM), TALK, "assistant")
+    assert trained(BPE, render_conversation(bpe(NO_SYSTEM), TALK[1:], "assistant")) == "hello<end>4<end>"
+
+
+def test_a_tokenizer_that_puts_a_space_before_each_text() -> None:
+    """As Llama 2's: a piece in the middle of a conversation must not begin with one that the whole has not."""
+    space = pre_tokenizers.Metaspace(prepend_scheme="first")
+    tokenizer: Any = byte_bpe(space, decoders.Metaspace(prepend_scheme="first"))
+    tokenizer.chat_template = ENDS_WITH_EOS
+    ids, _ = render_conversation(tokenizer, turns("hello", "yes", "ok", "yes"), "assistant")
+    middle = tokenizer("hello<eos>user: ok assistant: ", add_special_tokens=False)["input_ids"]
+    middle = middle[middle.index(tokenizer.eos_token_id) :]
+    assert any(ids[start : start + len(middle)] == middle for start in range(len(ids)))
+
+
+def test_an_end_that_is_one_token_only_where_no_letter_follows() -> None:
+    """Then it is tokenised apart from what follows, and the mask is still on all of it and nothing else."""
+    tokenizer = byte_bpe()
+    tokenizer.add_special_tokens({"additional_special_tokens": [AddedToken("stop", special=True, single_word=True)]})
+    tokenizer.chat_template = ENDS_WITH_EOS.replace("<eos>", " stop").replace("' ')", "'')")
+    rendered = render_conversation(tokenizer, turns("hi", "hello", "s", "4"), "assistant")
+    assert trained(tokenizer, rendered) == "hello stop4 stop"
+    assert tokenizer.decode(rendered[0]) == "user: hiassistant: hello stopuser: sassistant: 4 stop"
+
+
+def test_nothing_to_train_on() -> None:
+    for messages in (turns("hi"), turns("hi", "hello")[1:]):
+        with pytest.raises(DataError, match=rf"no assistant turn to train on.*roles are \['{messages[0]['role']}'\]"):
+            render_conversation(bpe(CHATML), messages)
+    with pytest.raises(DataError, match="needs a message to begin with"):
+        render_prompt(bpe(CHATML), [])
+
+
+def test_a_greeting_is_not_trained_on() -> None:
+    greeting: Message = {"role": "assistant", "content": "welcome"}
+    rendered = render_conversation(bpe(CHATML), [greeting, *TALK[1:]], "assistant")
+    assert trained(BPE, rendered) == "hello<end>4<end>"
+    assert BPE.decode(rendered[0]).startswith("<start>assistant\nwelcome<end>\n<start>user\nhi")
+
+
+def test_samples_together_are_as_one_by_one() -> None:
+    tokenizer = bpe(CHATML)
+    samples = [
+        Sample("a", turns("hi"), "", "hello"),
+        Sample("b", TALK[:4], "", "4"),
+        Sample("c", TALK, "", ""),  # the completion is among the messages
+        Sample("text", (), "", "hello world"),
+    ]
+    for train_on in ("last", "assistant", "all"):
+        rows = render_samples(tokenizer, samples, train_on)
+        assert rows[0] == render_conversation(tokenizer, turns("hi", "hello"), train_on)
+        assert rows[1] == rows[2] == render_conversation(tokenizer, TALK, train_on)
+        assert tokenizer.decode(rows[3][0]) == trained(tokenizer, rows[3]) == "hello world<eos>"
+    assert [(len(ids), len(mask)) for ids, mask in render_samples(tokenizer, samples, max_tokens=3)] == [(3, 3)] * 4
+    with pytest.raises(DataError, match="sample 'd': there is no assistant turn"):
+        render_samples(tokenizer, [*samples, Sample("d", turns("hi"), "")])
+
+
+def test_plain_text_begins_with_the_begin_token_where_texts_do() -> None:
+    from rlframework.huggingface.tokenizer import character_tokenizer
+
+    tokenizer = character_tokenizer("abc", bos=True)
+    [(ids, mask)] = render_samples(tokenizer, [Sample("t", (), "", "ab")])
+    assert ids == [tokenizer.bos_token_id, 3, 4, tokenizer.eos_token_id]
+    assert mask == [False, True, True, True]
+    tokenizer.chat_template = CHATML
+    assert render_samples(tokenizer, [Sample("t", (), "", "ab")]) == [(ids, mask)]

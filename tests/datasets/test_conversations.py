@@ -1,0 +1,116 @@
+"""Rows in the usual shapes, and what is said of others."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+from typing import Any
+
+import pytest
+
+from rlframework.config.environments import ColumnsConfig
+from rlframework.datasets.conversations import Conversation, conversation_of
+from rlframework.errors import DataError
+from rlframework.interfaces.environment import Message
+
+NAN = float("nan")
+SYSTEM: Message = {"role": "system", "content": "be brief"}
+HI: Message = {"role": "user", "content": "hi"}
+HELLO: Message = {"role": "assistant", "content": "hello"}
+SUM: Message = {"role": "user", "content": "2+2?"}
+
+
+def read(row: dict[str, Any], **columns: str) -> Conversation:
+    return conversation_of(row, ColumnsConfig(**columns), "a.jsonl, line 3")
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"messages": [SYSTEM, HI, HELLO]}, Conversation((SYSTEM, HI), "hello")),
+        ({"messages": [HI, HELLO, SUM, {"role": "assistant", "content": "4"}]}, Conversation((HI, HELLO, SUM), "4")),
+        ({"messages": [HI, HELLO, SUM]}, Conversation((HI, HELLO, SUM))),
+        ({"messages": [HI], "answer": "hello"}, Conversation((HI,), "", "hello")),
+        (
+            {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]},
+            Conversation((HI,), "hello"),
+        ),
+        ({"conversations": [{"role": "User", "content": "hi"}, HELLO]}, Conversation((HI,), "hello")),
+        ({"prompt": "hi", "completion": "hello"}, Conversation((HI,), "hello")),
+        ({"prompt": "2+2?", "completion": "It is 4", "answer": 4}, Conversation((SUM,), "It is 4", "4")),
+        ({"prompt": "2+2?", "answer": 4.5}, Conversation((SUM,), "4.5", "4.5")),
+        ({"prompt": [SYSTEM, HI], "completion": "hello"}, Conversation((SYSTEM, HI), "hello")),
+        ({"prompt": [HI], "completion": [HELLO]}, Conversation((HI,), "hello")),
+        ({"prompt": [HI]}, Conversation((HI,))),
+        ({"question": "2+2?", "answer": "4"}, Conversation((SUM,), "4", "4")),
+        ({"question": "2+2?"}, Conversation((SUM,))),
+        # numbers as people write them; not a number is no value
+        ({"question": "2+2?", "answer": 4.0}, Conversation((SUM,), "4", "4")),
+        ({"question": "2+2?", "answer": Decimal("4.50")}, Conversation((SUM,), "4.50", "4.50")),
+        ({"question": "2+2?", "answer": NAN}, Conversation((SUM,))),
+        ({"prompt": "2+2?", "completion": NAN, "answer": "4"}, Conversation((SUM,), "4", "4")),
+        ({"prompt": NAN, "text": "once upon"}, Conversation((), "once upon")),
+        ({"messages": [{**HI, "value": NAN, "name": NAN}]}, Conversation((HI,))),
+        ({"text": "once upon"}, Conversation((), "once upon")),
+        # several shapes at once, and columns without a value, as Arrow has them
+        ({"prompt": "hi", "messages": [HI, HELLO], "text": "x"}, Conversation((HI,), "hello")),
+        ({"messages": None, "prompt": None, "question": "hi", "answer": None, "id": 7}, Conversation((HI,))),
+        (
+            {"messages": [{**HI, "tool_calls": None, "name": None}, {**HELLO, "tool_calls": []}]},
+            Conversation((HI,), "hello"),
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]}]},
+            Conversation((HI,)),
+        ),
+    ],
+)
+def test_the_usual_shapes(row, expected) -> None:
+    assert read(row) == expected
+
+
+def test_columns_of_other_names_come_first() -> None:
+    row = {"messages": [HI], "instruction": "2+2?", "output": "4", "gold": "four"}
+    assert read(row, prompt="instruction", completion="output") == Conversation((SUM,), "4")
+    assert read(row, question="instruction", answer="gold") == Conversation((SUM,), "four", "four")
+    assert read({"messages": [HI], "body": "once"}, text="body") == Conversation((), "once")
+    assert read({"dialog": [HI, HELLO], "text": "x"}, messages="dialog") == Conversation((HI,), "hello")
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"a": 1, "b": 2}, r"no conversation in the columns \['a', 'b'\].*one of \['messages', .*environment\.columns"),
+        ({"prompt": None}, "no conversation"),
+        ({}, r"no conversation in the columns \[\]"),
+        ({"messages": "hi"}, "column 'messages': must be a list of messages, not str"),
+        ({"messages": []}, "column 'messages': must be a list of messages, not an empty list"),
+        ({"messages": [HI, "hello"]}, "turn 1: must be an object with 'role' and 'content', not str"),
+        ({"messages": [HI, {"role": "assistant"}]}, r"turn 1: needs 'role' and 'content'.*it has \['role'\]"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "turn 0: the role 'robot' is not known; .*'assistant'"),
+        ({"messages": [{"role": 1, "content": "x"}]}, "the role 1 is not known"),
+        ({"messages": [HI, {"role": "assistant", "content": ""}]}, "the last assistant turn is empty"),
+        ({"messages": [{"role": "user", "content": 5}]}, "the content must be text, not int"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, r"the kinds \['image'\] are not read"),
+        ({"messages": [HI, {**HELLO, "tool_calls": [{"name": "f"}]}]}, "turn 1: calls of tools are not read"),
+        ({"prompt": {"text": "hi"}}, "column 'prompt': must be text or a number, not dict"),
+        ({"prompt": "hi", "completion": True}, "column 'completion': must be text or a number, not bool"),
+        ({"question": "hi", "answer": ["a"]}, "must be a"),
+        ({"text": ""}, "the text is empty"),
+        ({"text": NAN}, "no conversation in the columns"),
+        ({"question": "hi", "answer": float("-inf")}, "column 'answer': must be text or a number, not -inf"),
+        ({"messages": [{"role": "user", "content": NAN}]}, r"turn 0: needs 'role' and 'content'.*it has \['role'\]"),
+        ({"messages": [HI, {**HELLO, "content": "a\ud83d"}]}, r"turn 1: there is half a character \(\\ud83d\)"),
+        ({"prompt": "hi", "completion": "\udc00"}, r"column 'completion': there is half a character \(\\udc00\)"),
+        ({"question": "hi", "answer": "\udc00"}, r"column 'answer': there is half a character"),
+        ({"text": "\udc00"}, "column 'text': there is half a character"),
+        ({"text": 5}, "column 'text': the content must be text, not int"),
+    ],
+)
+def test_what_is_no_conversation(row, message) -> None:
+    with pytest.raises(DataError, match=rf"^a\.jsonl, line 3.*{message}"):
+        read(row)
+
+
+def test_a_renamed_column_must_be_there() -> None:
+    with pytest.raises(DataError, match=r"there is no column 'gold'; there are \['answer', 'question'\]"):
+        read({"question": "q", "answer": "a"}, answer="gold")

@@ -1,0 +1,388 @@
+"""Preference pairs: from text, to and from batches, saved and loaded."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlframework.batch.batched_data_dict import BatchedDataDict
+from rlframework.datasets.gsm8k_preferences import pair_solutions, read_judged_solutions
+from rlframework.datasets.preferences import PreferencePairs, PreferenceRow
+from rlframework.datasets.reward_data import RewardData
+from rlframework.errors import BatchError, BatchKeyError, BatchTypeError, DataError
+from rlframework.huggingface.tokenizer import character_tokenizer
+from rlframework.interfaces.environment import Message
+
+SOLUTIONS = Path(__file__).parents[1] / "fixtures" / "gsm8k_model_solutions.jsonl"
+TEMPLATE = (
+    "{% for m in messages %}{{ '<start>' + m['role'] + '\n' + m['content'] + '<end>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<start>assistant\n' }}{% endif %}"
+)
+
+
+def asks(text: str) -> tuple[Message, ...]:
+    return ({"role": "user", "content": text},)
+
+
+def tokenizer() -> Any:
+    """Ids: <pad> 0, <eos> 1, a 2, b 3, c 4, d 5."""
+    return character_tokenizer("abcd")
+
+
+ROWS = [
+    PreferenceRow(asks("ab"), "c", "dd", "first", (1.0, 0.25)),
+    PreferenceRow(asks("a"), "bcd", "", "second", (2.0, -1.0)),
+]
+
+
+def make() -> PreferencePairs:
+    return PreferencePairs.from_rows(ROWS, tokenizer())
+
+
+def test_pairs_from_text() -> None:
+    pairs = make()
+    assert pairs.batch_size == torch.Size([2])
+    assert pairs.chosen.input_ids.tolist() == [[2, 3, 4, 1, 0], [2, 3, 4, 5, 1]]
+    assert pairs.rejected.input_ids.tolist() == [[2, 3, 5, 5, 1], [2, 1, 0, 0, 0]]
+    assert pairs.chosen.attention_mask.int().tolist() == [[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
+    assert pairs.rejected.input_lengths.tolist() == [5, 2]
+    assert pairs.prompt_lengths.tolist() == [2, 1]
+    assert pairs.chosen.end_scores.tolist() == [1.0, 2.0]
+    assert pairs.rejected.end_scores.tolist() == [0.25, -1.0]
+    assert pairs.chosen.rewards is None
+    assert pairs.check() is pairs
+
+
+def test_pairs_with_a_chat_template() -> None:
+    chat = tokenizer()
+    chat.add_special_tokens({"additional_special_tokens": ["<start>", "<end>"]})
+    chat.add_tokens(["user", "assistant", "\n"])
+    chat.chat_template = TEMPLATE
+    pairs = PreferencePairs.from_rows([PreferenceRow(asks("ab"), "c", "dd")], chat)
+    prompt = chat("<start>user\nab<end>\n<start>assistant\n")["input_ids"]
+    end = chat.convert_tokens_to_ids("<end>")
+    assert pairs.chosen.input_ids[0].tolist() == [*prompt, 4, end, 0]
+    assert pairs.rejected.input_ids[0].tolist() == [*prompt, 5, 5, end]
+    assert pairs.prompt_lengths.tolist() == [len(prompt)]
+    assert pairs.chosen.end_scores is None
+
+
+def test_pairs_that_are_too_long() -> None:
+    assert make()[:1].rejected.input_lengths.tolist() == [5]
+    with pytest.raises(
+        DataError, match=r"pair 0 \(first\) has 5 tokens, more than max_length 4, and 1 others have too"
+    ):
+        PreferencePairs.from_rows(ROWS, tokenizer(), max_length=4)
+    long = PreferenceRow(asks("a"), "bcdabcd", "d", scores=(1.0, 0.0))
+    kept = PreferencePairs.from_rows([long, *ROWS], tokenizer(), max_length=5, too_long="drop")
+    assert kept.prompt_lengths.tolist() == [2, 1]
+    assert kept.chosen.input_ids.shape == (2, 5)
+    with pytest.raises(DataError, match="no pair is left of the 2 that were given: all have more than 1 tokens"):
+        PreferencePairs.from_rows(ROWS, tokenizer(), max_length=1, too_long="drop")
+    with pytest.raises(DataError, match=r"no pair is left of the 0 that were given$"):
+        PreferencePairs.from_rows([], tokenizer())
+    with pytest.raises(DataError, match="too_long is 'cut'"):
+        PreferencePairs.from_rows(ROWS, tokenizer(), too_long="cut")  # type: ignore[arg-type]
+    with pytest.raises(DataError, match="2 of 3 pairs have scores"):
+        PreferencePairs.from_rows([*ROWS, PreferenceRow(asks("a"), "b", "c")], tokenizer())
+
+
+def test_the_rows_of_a_batch() -> None:
+    fields = make().to_fields()
+    assert fields["input_ids"].tolist() == [[2, 3, 4, 1, 0], [2, 3, 5, 5, 1], [2, 3, 4, 5, 1], [2, 1, 0, 0, 0]]
+    assert fields["input_lengths"].tolist() == [4, 5, 5, 2]
+    assert fields["token_mask"].tolist() == [[0, 0, 1, 1, 0], [0, 0, 1, 1, 1], [0, 1, 1, 1, 1], [0, 1, 0, 0, 0]]
+    assert fields["token_mask"].dtype == torch.float32
+    assert fields["sample_mask"].tolist() == [1, 1, 1, 1]
+    assert fields["prompt_lengths"].tolist() == [2, 2, 1, 1]
+    assert fields["end_scores"].tolist() == [1.0, 0.25, 2.0, -1.0]
+    assert "rewards" not in fields
+
+
+def test_a_batch_shares_storage_with_pairs_that_were_made_from_rows() -> None:
+    pairs = make()
+    for part, rows in ((pairs, slice(0, 4)), (pairs[1:], slice(2, 4))):
+        batch: BatchedDataDict[Any] = BatchedDataDict(part.to_fields())
+        assert batch.size == 2 * len(part)
+        assert batch["input_ids"].data_ptr() == part.chosen.input_ids.data_ptr()
+        assert batch["input_ids"][1].data_ptr() == part.rejected.input_ids.data_ptr()
+        assert batch["attention_mask"].data_ptr() == part.chosen.attention_mask.data_ptr()
+        assert batch["end_scores"].data_ptr() == part.chosen.end_scores.data_ptr()
+        assert batch["input_ids"].tolist() == make().to_fields()["input_ids"][rows].tolist()
+
+
+def test_pairs_share_storage_with_the_batch_that_they_come_from() -> None:
+    batch: BatchedDataDict[Any] = BatchedDataDict(make().to_fields())
+    pairs = PreferencePairs.from_batch(batch)
+    assert pairs.chosen.input_ids.data_ptr() == batch["input_ids"].data_ptr()
+    assert pairs.rejected.input_ids.data_ptr() == batch["input_ids"][1].data_ptr()
+    assert pairs.rejected.end_scores.data_ptr() == batch["end_scores"][1].data_ptr()
+    assert (pairs == make()).all()
+    again = pairs.to_fields()
+    assert again["input_ids"].data_ptr() == batch["input_ids"].data_ptr()
+    part = PreferencePairs.from_batch(batch.slice(2, 4))
+    assert part.rejected.input_ids.tolist() == [[2, 1, 0, 0, 0]]
+    by_mask: BatchedDataDict[Any] = BatchedDataDict({k: v for k, v in batch.items() if k != "prompt_lengths"})
+    assert PreferencePairs.from_batch(by_mask).prompt_lengths.tolist() == [2, 1]
+
+
+def test_sides_in_other_places_of_one_storage() -> None:
+    """Rejected before chosen, or one after the other: neither is a batch as it lies there."""
+    pairs = make()
+    swapped = PreferencePairs(pairs.rejected, pairs.chosen, pairs.prompt_lengths, batch_size=[2])
+    assert swapped.to_fields()["input_lengths"].tolist() == [5, 4, 2, 5]
+    assert swapped.to_fields()["input_ids"][:2].tolist() == [[2, 3, 5, 5, 1], [2, 3, 4, 1, 0]]
+    both = torch.cat([pairs.chosen, pairs.rejected])
+    apart = PreferencePairs(both[:2], both[2:], pairs.prompt_lengths, batch_size=[2])
+    same = PreferencePairs(pairs.chosen, pairs.chosen, pairs.prompt_lengths, batch_size=[2])
+    for made, expected in ((apart, [0, 1, 2, 3]), (same, [0, 0, 2, 2])):
+        rows = pairs.to_fields()["input_ids"][expected]
+        assert made.to_fields()["input_ids"].tolist() == rows.tolist()
+
+
+def test_no_pairs_and_no_tokens() -> None:
+    fields = make()[:0].to_fields()
+    assert {name: len(value) for name, value in fields.items()} == dict.fromkeys(fields, 0)
+    assert PreferencePairs.from_batch(fields).batch_size == torch.Size([0])
+    empty = {
+        "input_ids": torch.zeros(4, 0).int(),
+        "input_lengths": torch.zeros(4).int(),
+        "token_mask": torch.zeros(4, 0),
+    }
+    assert PreferencePairs.from_batch(empty).prompt_lengths.tolist() == [0, 0]
+    unasked = {**make().to_fields(), "token_mask": torch.zeros(4, 5)}
+    del unasked["prompt_lengths"]
+    with pytest.raises(BatchError, match="must have the same prompt_lengths"):
+        PreferencePairs.from_batch(unasked)
+
+
+def test_shards_keep_pairs_together() -> None:
+    batch: BatchedDataDict[Any] = BatchedDataDict(PreferencePairs.from_rows(ROWS * 2, tokenizer()).to_fields())
+    for shard in batch.shard_by_batch_size(2):
+        pairs = PreferencePairs.from_batch(shard)
+        assert (pairs == make()).all()
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=60)
+def test_there_and_back(data: st.DataObject) -> None:
+    """Pairs of any widths, of one tensor or several, mapped or not, come back as they were, padding apart."""
+    texts = st.text("abcd", max_size=5)
+    rows = data.draw(st.lists(st.builds(PreferenceRow, texts.map(lambda t: asks(f"a{t}")), texts, texts), min_size=1))
+    pairs = PreferencePairs.from_rows(rows, tokenizer())
+    if data.draw(st.booleans()):
+        wide = int(pairs.chosen.input_lengths.max())
+        narrow = RewardData(
+            pairs.chosen.input_ids[:, :wide], pairs.chosen.attention_mask[:, :wide], batch_size=[len(rows)]
+        )
+        pairs = PreferencePairs(narrow, pairs.rejected.clone(), pairs.prompt_lengths, batch_size=[len(rows)])
+    first = data.draw(st.integers(0, len(rows) - 1))
+    fields = pairs[first:].to_fields()
+    for index, row in enumerate(rows[first:]):
+        for place, answer in enumerate((row.chosen, row.rejected)):
+            ids = [*tokenizer()(row.messages[0]["content"] + answer)["input_ids"], 1]
+            at = 2 * index + place
+            assert fields["input_ids"][at, : len(ids)].tolist() == ids
+            assert fields["input_lengths"][at] == len(ids)
+            assert fields["token_mask"][at].sum() == len(answer) + 1
+            assert fields["token_mask"][at, len(ids) - 1] == 1
+    back = PreferencePairs.from_batch(BatchedDataDict(fields))
+    assert back.prompt_lengths.tolist() == pairs.prompt_lengths[first:].tolist()
+    assert back.chosen.input_lengths.tolist() == pairs.chosen.input_lengths[first:].tolist()
+
+
+def test_sides_that_differ_in_what_they_have() -> None:
+    pairs = make()
+    pairs.rejected.end_scores = None
+    pairs.chosen.rewards = torch.ones(2, 5)
+    pairs.rejected.rewards = torch.zeros(2, 5)
+    fields = pairs.to_fields()
+    assert "end_scores" not in fields
+    assert fields["rewards"].tolist() == [[1.0] * 5, [0.0] * 5] * 2
+    pairs.rejected.rewards = torch.zeros(2)
+    with pytest.raises(BatchError, match=r"rewards is torch.float32 of shape \[2, 5\] on cpu in chosen, and"):
+        pairs.to_fields()
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "told"),
+    [
+        (lambda p: p.set("prompt_lengths", torch.tensor([2, 3])), BatchError, "pair 1: the prompt has 3 tokens, ch"),
+        (lambda p: p.set("prompt_lengths", torch.tensor([-1, 1])), BatchError, "pair 0: the prompt has -1 tokens"),
+        (lambda p: p.set("prompt_lengths", torch.tensor([2.0, 1.0])), BatchError, "prompt_lengths is torch.float32"),
+        (lambda p: p.set("prompt_lengths", torch.zeros(2, 2).int()), BatchError, r"prompt_lengths is .* \[2, 2\]"),
+        (lambda p: p.set("prompt_lengths", None), BatchTypeError, "prompt_lengths is a NoneType"),
+        (lambda p: p.chosen.input_ids.fill_(3), BatchError, "pair 0: chosen and rejected differ at position 0"),
+        (lambda p: p.chosen.input_ids[1].fill_(3), BatchError, "pair 1: chosen and rejected differ at position 0"),
+        (lambda p: p.rejected.attention_mask.logical_not_(), BatchError, "padding before a token"),
+        (lambda p: p.set("chosen", p.chosen.to_tensordict()), BatchTypeError, "chosen is a TensorDict"),
+        (lambda p: setattr(p, "batch_size", []), BatchError, r"chosen has input_ids .*\[2, 5\] and batch_size is \[\]"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_told(change: Callable[[Any], Any], kind: type[Exception], told: str) -> None:
+    pairs = make().clone()
+    change(pairs)
+    for use in (pairs.check, pairs.to_fields):
+        with pytest.raises(kind, match=told):
+            use()
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "told"),
+    [
+        (lambda b: b.pop("input_ids"), BatchKeyError, "needs input_ids"),
+        (lambda b: (b.pop("prompt_lengths"), b.pop("token_mask")), BatchKeyError, "needs prompt_lengths or token_mask"),
+        (
+            lambda b: b.update(prompt_lengths=torch.tensor([2, 1, 1, 1])),
+            BatchError,
+            "must have the same prompt_lengths",
+        ),
+        (lambda b: b.update(prompt_lengths=torch.tensor([2, 2])), BatchError, "must have the same prompt_lengths"),
+        (lambda b: b.update(prompt_lengths=[2, 2, 1, 1]), BatchTypeError, "prompt_lengths is a list"),
+        (
+            lambda b: (b.pop("prompt_lengths"), b.update(token_mask=b["sample_mask"])),
+            BatchError,
+            r"token_mask has shape \[4\]; it must be that of input_ids",
+        ),
+        (lambda b: b.update({k: v[:3] for k, v in b.items()}), BatchError, "the batch has 3 rows; pairs are two rows"),
+    ],
+)
+def test_batches_that_cannot_be_taken(change: Callable[[Any], Any], kind: type[Exception], told: str) -> None:
+    batch = make().to_fields()
+    change(batch)
+    with pytest.raises(kind, match=told):
+        PreferencePairs.from_batch(batch)
+
+
+def test_pairs_are_a_tensorclass(tmp_path: Path) -> None:
+    pairs = make()
+    assert type(pickle.loads(pickle.dumps(pairs)).chosen) is RewardData  # noqa: S301
+    assert torch.cat([pairs, pairs]).rejected.input_lengths.tolist() == [5, 2, 5, 2]
+    assert pairs[1].chosen.input_ids.tolist() == [2, 3, 4, 5, 1]
+    assert pairs.to("meta").check().chosen.input_ids.is_meta
+    assert pairs.get(("chosen", "end_scores")).tolist() == [1.0, 2.0]
+    state = pairs.state_dict()
+    other = PreferencePairs.from_rows(ROWS[::-1], tokenizer())
+    assert (other.load_state_dict(state) == pairs).all()
+
+
+def test_pairs_are_saved_and_mapped(tmp_path: Path) -> None:
+    pairs = make()
+    pairs.save(tmp_path / "a")
+    loaded = PreferencePairs.load_memmap(tmp_path / "a")
+    assert (loaded == pairs).all()
+    assert type(loaded.chosen) is RewardData
+    assert loaded.to_fields()["input_ids"].tolist() == pairs.to_fields()["input_ids"].tolist()
+    shell = PreferencePairs.load_memmap(tmp_path / "a", device="meta")
+    assert shell.check().rejected.input_ids.shape == (2, 5)
+    assert (RewardData.load(loaded.rejected.saved_path) == pairs.rejected).all()
+    PreferencePairs.from_rows(ROWS[::-1], tokenizer()).save(tmp_path / "a")
+    assert loaded.prompt_lengths.tolist() == [2, 1]
+    assert loaded.memmap_refresh_().prompt_lengths.tolist() == [1, 2]
+    assert loaded.chosen.input_ids.tolist() == [[2, 3, 4, 5, 1], [2, 3, 4, 1, 0]]
+
+
+def test_pairs_are_filled_row_by_row(tmp_path: Path) -> None:
+    pairs = make()
+    rows = pairs[:1].expand(50).memmap_like(tmp_path / "a")
+    rows[7] = pairs[1]
+    loaded = PreferencePairs.load_memmap(tmp_path / "a")
+    assert loaded.chosen.input_lengths.tolist() == [0] * 7 + [5] + [0] * 42
+    assert loaded[7].rejected.end_scores == -1.0
+
+
+def test_judged_solutions() -> None:
+    questions = read_judged_solutions(SOLUTIONS)
+    raw = [json.loads(line) for line in SOLUTIONS.read_text().splitlines()]
+    assert len(questions) == 11
+    for question, row in zip(questions, raw, strict=True):
+        marks = [value for value in row.values() if isinstance(value, dict)]
+        assert question.question == row["question"]
+        assert set(question.right) == {mark["solution"] for mark in marks if mark["is_correct"]}
+        assert set(question.wrong) == {mark["solution"] for mark in marks if not mark["is_correct"]}
+    assert [(len(q.right), len(q.wrong)) for q in questions] == [
+        (1, 3), (3, 1), (0, 4), (3, 1), (1, 3), (0, 4), (3, 1), (1, 3), (0, 4), (0, 4), (3, 0),
+    ]  # fmt: skip
+    assert questions[0].id == "gsm8k_model_solutions-1"
+
+
+def test_pairing() -> None:
+    questions = read_judged_solutions(SOLUTIONS)
+    rows = pair_solutions(questions)
+    assert len(rows) == 6 * 3
+    assert len({row.id for row in rows}) == 18
+    for row in rows:
+        question = next(q for q in questions if q.question == row.messages[0]["content"])
+        assert row.chosen in question.right
+        assert row.rejected in question.wrong
+        assert row.scores == (1.0, 0.0)
+    drawn = pair_solutions(questions, pairs="one", seed=3)
+    assert [row.messages for row in drawn] == [row.messages for row in rows[::3]]
+
+
+def test_drawing_depends_on_the_seed_only() -> None:
+    questions = read_judged_solutions(SOLUTIONS)
+    draws = {tuple(row.id for row in pair_solutions(questions, pairs="one", seed=seed)) for seed in range(20)}
+    assert len(draws) > 5
+    assert pair_solutions(questions, pairs="one", seed=3) == pair_solutions(questions, pairs="one", seed=3)
+    assert {row.id for draw in range(200) for row in pair_solutions(questions, pairs="one", seed=draw)} == {
+        row.id for row in pair_solutions(questions)
+    }
+    with pytest.raises(DataError, match="pairs is 'two'"):
+        pair_solutions(questions, pairs="two")  # type: ignore[arg-type]
+
+
+GOOD = {"question": "q", "ground_truth": "1", "m": {"is_correct": True, "solution": "x"}}
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ({**GOOD, "m": "x"}, "line 2: the field 'm' must be .*is_correct"),
+        ({**GOOD, "m": {"is_correct": 1, "solution": "x"}}, "line 2: the field 'm' must be"),
+        ({**GOOD, "m": {"is_correct": True}}, "line 2: the field 'm' must be"),
+        ({**GOOD, "n": {"is_correct": False, "solution": "x"}}, "line 2: the solution of 'n' is marked right and"),
+        ({"question": "q", "ground_truth": "1"}, "line 2: there is no solution"),
+        ({"question": "q"}, "line 2: the field 'ground_truth' is missing"),
+        (["x"], "line 2: must be a JSON object"),
+    ],
+)
+def test_bad_lines_are_told(tmp_path: Path, line: Any, told: str) -> None:
+    path = tmp_path / "s.jsonl"
+    path.write_text(f"{json.dumps(GOOD)}\n{json.dumps(line)}\n")
+    with pytest.raises(DataError, match=rf"s\.jsonl, {told}"):
+        read_judged_solutions(path)
+    with pytest.raises(DataError, match=r"missing\.jsonl: cannot be read"):
+        read_judged_solutions(tmp_path / "missing.jsonl")
+
+
+def test_the_same_solution_twice_counts_once(tmp_path: Path) -> None:
+    path = tmp_path / "s.jsonl"
+    path.write_text(json.dumps({**GOOD, "n": GOOD["m"], "o": {"is_correct": False, "solution": "y"}}))
+    [question] = read_judged_solutions(path)
+    assert (question.right, question.wrong) == (("x",), ("y",))
+
+
+def test_real_solutions_as_pairs(tmp_path: Path) -> None:
+    rows = pair_solutions(read_judged_solutions(SOLUTIONS))
+    letters = sorted(
+        {letter for row in rows for text in (row.messages[0]["content"], row.chosen, row.rejected) for letter in text}
+    )
+    words = character_tokenizer(letters)
+    pairs = PreferencePairs.from_rows(rows, words)
+    pairs.save(tmp_path / "pairs")
+    loaded = PreferencePairs.load(tmp_path / "pairs")
+    assert loaded.check().chosen.end_scores.tolist() == [1.0] * 18
+    for index, row in enumerate(rows):
+        side = loaded.rejected[index]
+        ids = side.input_ids[loaded.prompt_lengths[index] : side.input_lengths]
+        assert words.decode(ids) == row.rejected + words.eos_token
+        assert words.decode(side.input_ids[: loaded.prompt_lengths[index]]) == row.messages[0]["content"]

@@ -1,0 +1,319 @@
+"""Opening data sets of every kind: what their rows are, and what is said where there are none."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from datasets import Dataset, DatasetDict, disable_progress_bars, enable_progress_bars
+
+from rlframework.datasets.sources import opening as sources
+from rlframework.datasets.sources.opening import open_rows
+from rlframework.datasets.sources.rows import ArrowRows
+from rlframework.errors import DataError
+
+TALK = [{"role": "user", "content": "é"}, {"role": "assistant", "content": "yes"}]
+ROWS: list[dict[str, Any]] = [{"n": n, "text": "x" * n, "messages": TALK * n, "none": None} for n in range(1, 8)]
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """No progress bars; and a cache that must stay empty."""
+    disable_progress_bars()
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    yield
+    enable_progress_bars()
+    assert not (tmp_path / "cache").exists()
+
+
+def jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def parquet(path: Path, rows: list[dict[str, Any]], **options: Any) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(rows), path, **options)
+    return path
+
+
+def saved(path: Path, rows: list[dict[str, Any]]) -> Path:
+    Dataset.from_list(rows).save_to_disk(path)
+    return path
+
+
+def refused(*arguments: Any, **options: Any) -> str:
+    with pytest.raises(DataError) as error:
+        list(open_rows(*arguments, **options))
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda folder: jsonl(folder / "a.jsonl", ROWS),
+        lambda folder: jsonl(folder / "a.json", ROWS),
+        lambda folder: parquet(folder / "a.parquet", ROWS),
+        lambda folder: parquet(folder / "a.parquet", ROWS, row_group_size=2, compression="zstd"),
+        lambda folder: saved(folder / "saved", ROWS),
+        lambda folder: jsonl(folder / "own" / "train.jsonl", ROWS).parent,
+        lambda folder: parquet(folder / "own" / "data.parquet", ROWS).parent,
+    ],
+    ids=["jsonl", "json", "parquet", "row-groups", "saved", "folder-of-jsonl", "folder-of-parquet"],
+)
+@pytest.mark.parametrize("kind", [str, Path])
+def test_the_same_rows_from_every_kind_of_source(tmp_path: Path, make, kind) -> None:
+    rows = open_rows(kind(make(tmp_path)))
+    assert list(rows) == ROWS
+    assert len(rows) == 7
+    assert rows[-1] == ROWS[-1]
+    assert rows[2:4] == ROWS[2:4]
+    with pytest.raises(IndexError):
+        rows[7]
+    assert set(rows.columns) == {"n", "text", "messages", "none"}
+    assert np.all(np.diff(rows.sizes()) > 0)  # each row is longer than the one before
+    assert len({rows.label(number) for number in range(7)}) == 7
+
+
+def test_sizes_of_arrow_rows_count_the_bytes_of_texts(tmp_path: Path) -> None:
+    """`é` has two bytes; a turn has `user` and `assistant` too: 4 + 2 + 9 + 3 = 18 a pair."""
+    rows = open_rows(parquet(tmp_path / "a.parquet", ROWS, row_group_size=3))
+    assert rows.sizes().tolist() == [n + 18 * n for n in range(1, 8)]
+    holes = pa.table({"a": ["xx", None, "é"], "b": [["x", None], None, ["yy", "z"]], "c": [1, 2, 3]})
+    table = pa.concat_tables([holes, holes.slice(1)])
+    assert ArrowRows(table, [("t", 5)], "t", check=True).sizes().tolist() == [3, 0, 5, 0, 5]
+
+
+def test_files_by_pattern_and_where_their_rows_stand(tmp_path: Path) -> None:
+    parquet(tmp_path / "a-0.parquet", ROWS[:3])
+    parquet(tmp_path / "a-1.parquet", ROWS[3:])
+    jsonl(tmp_path / "a.jsonl", ROWS)
+    rows = open_rows(str(tmp_path / "*.parquet"))
+    assert list(rows) == ROWS
+    assert rows.where(2) == f"{tmp_path}/a-0.parquet, row 2"
+    assert rows.where(3) == f"{tmp_path}/a-1.parquet, row 0"
+    assert open_rows(str(tmp_path / "*.jsonl")).where(3) == f"{tmp_path}/a.jsonl, line 4"
+    assert "JSONL and Parquet files together" in refused(str(tmp_path / "a*"))
+    assert "no file matches this pattern" in refused(str(tmp_path / "b*.parquet"))
+
+
+def test_files_whose_columns_differ(tmp_path: Path) -> None:
+    """What a file lacks is null; whole numbers and fractions become fractions; text and numbers do not go together."""
+    parquet(tmp_path / "a.parquet", [{"x": 1, "y": "t"}])
+    parquet(tmp_path / "b.parquet", [{"x": 1.5}])
+    assert list(open_rows(str(tmp_path / "*.parquet"))) == [{"x": 1.0, "y": "t"}, {"x": 1.5, "y": None}]
+    parquet(tmp_path / "c.parquet", [{"x": "one"}])
+    message = refused(str(tmp_path / "*.parquet"))
+    assert "c.parquet: " in message
+    assert "do not fit those of" in message
+
+
+@pytest.mark.parametrize("make", [jsonl, parquet], ids=["jsonl", "parquet"])
+def test_splits_of_a_folder(tmp_path: Path, make) -> None:
+    suffix = make.__name__
+    make(tmp_path / "own" / f"train-00000.{suffix}", ROWS[:2])
+    make(tmp_path / "own" / f"train-00001.{suffix}", ROWS[2:4])
+    make(tmp_path / "own" / f"test.{suffix}", ROWS[4:])
+    assert list(open_rows(tmp_path / "own")) == ROWS[:4]
+    assert list(open_rows(tmp_path / "own", split="test")) == ROWS[4:]
+    assert refused(tmp_path / "own", split="dev").endswith("there is no split 'dev'; there are ['test', 'train']")
+    assert "Available: ['default']" in refused(tmp_path / "own", subset="hard")
+
+
+def test_subsets_as_the_readme_of_a_folder_says(tmp_path: Path) -> None:
+    jsonl(tmp_path / "own" / "first.jsonl", ROWS[:1])
+    jsonl(tmp_path / "own" / "second.jsonl", ROWS[1:])
+    entries = "".join(f"- config_name: {name}\n  data_files: {name}.jsonl\n" for name in ("first", "second"))
+    (tmp_path / "own" / "README.md").write_text(f"---\nconfigs:\n{entries}---\n")
+    assert list(open_rows(tmp_path / "own", subset="second")) == ROWS[1:]
+    assert "['first', 'second']" in refused(tmp_path / "own")
+
+
+def test_what_save_to_disk_wrote(tmp_path: Path) -> None:
+    both = DatasetDict({"train": Dataset.from_list(ROWS[:3]), "test": Dataset.from_list(ROWS[3:])})
+    both.save_to_disk(tmp_path / "both")
+    assert list(open_rows(tmp_path / "both")) == ROWS[:3]
+    rows = open_rows(tmp_path / "both", split="test")
+    assert list(rows) == ROWS[3:]
+    assert rows.where(1) == f"{tmp_path}/both, split test, row 1"
+    assert "there is no split 'dev'; there are ['test', 'train']" in refused(tmp_path / "both", split="dev")
+    alone = saved(tmp_path / "alone", ROWS)
+    assert "without splits; leave split out" in refused(alone, split="train")
+    assert "has no subsets" in refused(alone, subset="x")
+    Dataset.from_list(ROWS).select([4, 1]).save_to_disk(tmp_path / "some")
+    assert list(open_rows(tmp_path / "some")) == [ROWS[4], ROWS[1]]
+
+
+def test_a_name_on_the_hub_without_a_network(capsys: pytest.CaptureFixture[str]) -> None:
+    for split in ("train", None):
+        message = refused("openai/gsm8k", subset="main", split=split)
+        assert message.startswith("the data set 'openai/gsm8k' (subset 'main', split")
+        assert "There is no file or directory of that name here. Check the name and the network" in message
+
+
+def test_a_name_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library is asked for one split, by name; an unknown one is told with those there are."""
+    asked = []
+
+    def load(name: str, subset: str | None, *, split: str) -> Dataset:
+        asked.append((name, subset, split))
+        return Dataset.from_list(ROWS).select([2, 0])
+
+    monkeypatch.setattr("datasets.load_dataset", load)
+    monkeypatch.setattr("datasets.get_dataset_split_names", lambda name, subset: ["train", "test"])
+    rows = open_rows("someone/data", subset="easy")
+    assert list(rows) == [ROWS[2], ROWS[0]]
+    assert rows.where(1) == "data set someone/data, split train, row 1"
+    assert asked == [("someone/data", "easy", "train")]
+    monkeypatch.setattr("datasets.get_dataset_split_names", lambda name, subset: ["dev", "test"])
+    assert "there is no split 'train'; there are ['dev', 'test']" in refused("someone/data")
+
+
+@pytest.mark.parametrize("name", ["/no/such", "./nothing", "a/b/c", "gone.jsonl", "gone.parquet", "gone*"])
+def test_the_hub_is_not_asked_for_what_looks_like_a_path(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(sources, "_from_hub", lambda *arguments: pytest.fail("asked the hub"))
+    message = refused(name)
+    assert message.startswith((name, name.removeprefix("./")))
+    assert "No such file" in message or "no file matches" in message
+
+
+def test_a_path_is_never_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "No such file or directory" in refused(Path("openai/gsm8k"))
+    jsonl(tmp_path / "plain.jsonl", ROWS)
+    assert len(open_rows("plain.jsonl")) == 7  # without a slash
+    jsonl(tmp_path / "glue" / "train.jsonl", ROWS[:1])
+    assert len(open_rows("glue")) == 1  # a directory here comes before a name there
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b"", "a.jsonl: the file is empty"),
+        ("a.parquet", b"", "a.parquet: is damaged, or no Parquet file"),
+        ("a.parquet", b"PAR1 and nothing more", "a.parquet: is damaged, or no Parquet file"),
+        ("a.csv", b"a,b\n", "files of the kind '.csv' are not read, only ['.json'"),
+    ],
+)
+def test_files_that_cannot_be_read(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    assert message in refused(tmp_path / name)
+    assert message in refused(str(tmp_path / name))
+
+
+def test_other_things_that_cannot_be_read(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", ROWS)
+    assert "a file has no split; leave split out" in refused(path, split="train")
+    assert "a file has no subset; leave subset out" in refused(path, subset="x")
+    (tmp_path / "empty").mkdir()
+    assert "no data files can be found there" in refused(tmp_path / "empty")
+    assert "there are no rows in it" in refused(parquet(tmp_path / "none.parquet", [], row_group_size=1))
+    (tmp_path / "words").mkdir()
+    (tmp_path / "words" / "train.csv").write_text("a,b\n1,2\n")
+    assert "files of the kind '.csv' are not read" in refused(tmp_path / "words")
+
+
+def test_a_file_that_changed_gives_no_stale_rows(tmp_path: Path) -> None:
+    for make, name in ((parquet, "a.parquet"), (jsonl, "a.jsonl")):
+        assert open_rows(make(tmp_path / name, [{"x": 1}]))[0] == {"x": 1}
+        before = os.stat(tmp_path / name)
+        make(tmp_path / name, [{"x": 2}])
+        os.utime(tmp_path / name, ns=(before.st_atime_ns, before.st_mtime_ns))  # even with the old date
+        assert open_rows(tmp_path / name)[0] == {"x": 2}
+
+
+def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    parquet(tmp_path / "own" / "train.parquet", ROWS)
+    rows = open_rows(tmp_path / "own")
+    assert len(rows) == 7
+    assert list((tmp_path / "tmp").iterdir()) == []  # not even while it is open
+    assert [path.name for path in (tmp_path / "own").iterdir()] == ["train.parquet"]
+
+
+def test_no_space_to_unpack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full:
+        def __enter__(self):
+            raise OSError(28, "No space left on device")
+
+        def __exit__(self, *exception):
+            """Nothing to close."""
+
+    monkeypatch.setattr("tempfile.TemporaryFile", Full)
+    assert "set TMPDIR to a directory with room" in refused(parquet(tmp_path / "a.parquet", ROWS))
+
+
+def damaged(raw: bytes, rng: random.Random) -> bytes:
+    broken = bytearray(raw)
+    for _ in range(rng.choice([1, 3, 20])):
+        broken[rng.randrange(len(broken))] = rng.randrange(256)
+    return bytes(broken[: rng.randrange(1, len(broken))] if rng.random() < 0.2 else broken)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "saved"])
+def test_damaged_files_are_errors_of_ours_or_readable(tmp_path: Path, kind: str) -> None:
+    """Any bytes may have changed. A number may then be another; but nothing crashes, and nothing else is raised."""
+    rng = random.Random(kind)
+    if kind == "parquet":
+        source = path = parquet(tmp_path / "a.parquet", ROWS, row_group_size=3)
+    else:
+        source = saved(tmp_path / "saved", ROWS)
+        [path] = source.glob("*.arrow")
+    raw, refusals = path.read_bytes(), 0
+    for _ in range(120):
+        path.unlink()
+        path.write_bytes(damaged(raw, rng))
+        try:
+            rows = open_rows(source)
+            rows.sizes()
+        except DataError:
+            refusals += 1
+            continue
+        for number in range(len(rows)):
+            try:
+                rows[number]
+            except DataError as error:
+                assert "damaged" in str(error)  # noqa: PT017
+    assert refusals > 30
+
+
+@pytest.mark.parametrize("wrong", [-5, 2**61, 8])
+def test_numbers_of_rows_that_cannot_be_right(tmp_path: Path, wrong: int) -> None:
+    """Each of the places where an Arrow file says that there are seven rows, or the 56 turns in them."""
+    source = saved(tmp_path / "saved", ROWS)
+    [path] = source.glob("*.arrow")
+    raw, counts = path.read_bytes(), [count.to_bytes(8, "little") for count in (7, 56)]
+    places = [place for place in range(0, len(raw), 4) if raw[place : place + 8] in counts]
+    assert len(places) >= 8  # of the batch, its columns, the turns, their roles and contents
+    refusals = 0
+    for place in places:
+        path.unlink()
+        path.write_bytes(raw[:place] + wrong.to_bytes(8, "little", signed=True) + raw[place + 8 :])
+        try:
+            rows = open_rows(source)
+            rows.sizes()
+            assert len(list(rows)) == 7  # it was the number in the last row
+        except DataError:
+            refusals += 1
+    assert refusals >= 5
+
+
+@pytest.mark.parametrize("name", ["state.json", "dataset_info.json"])
+def test_damaged_descriptions_of_saved_data(tmp_path: Path, name: str) -> None:
+    source = saved(tmp_path / "saved", ROWS)
+    (source / name).write_text("{")
+    assert "cannot be read as what datasets.save_to_disk writes" in refused(source)
+    shutil.rmtree(source)
+    source = saved(tmp_path / "saved", ROWS)
+    next(source.glob("*.arrow")).unlink()
+    assert "cannot be read as what datasets.save_to_disk writes" in refused(source)

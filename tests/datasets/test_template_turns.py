@@ -1,0 +1,144 @@
+"""How chat templates of known families end a turn and lead to it: each row is written down by hand."""
+
+from __future__ import annotations
+
+import string
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers
+from transformers import PreTrainedTokenizerFast
+
+from rlframework.datasets.rendering import render_completion, render_conversation, render_prompt
+from rlframework.huggingface.tokenizer import character_tokenizer
+from rlframework.interfaces.environment import Message, Sample
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+# the last answer gets an empty thought before it, earlier ones lose theirs
+QWEN3 = CHATML.replace(
+    "m.content +",
+    "('<think>\\n\\n</think>\\n\\n' if m.role == 'assistant' and loop.last else '') "
+    "+ m.content.split('</think>')[-1].lstrip('\\n') +",
+)
+# as QWEN3, and the prompt of generation has it open
+OPENED = QWEN3.replace("'<|im_start|>assistant\\n' }}{% endif", "'<|im_start|>assistant\\n<think>\\n' }}{% endif")
+LLAMA2 = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ '<bos>[INST] ' + m.content + ' [/INST]' }}"
+    "{% else %}{{ ' ' + m.content + ' <eos>' }}{% endif %}{% endfor %}"
+)
+MISTRAL = (
+    "<bos>{% for m in messages %}{% if m.role == 'user' %}{{ '[INST] ' + m.content + ' [/INST]' }}"
+    "{% else %}{{ ' ' + (m.content | trim) + '<eos>' }}{% endif %}{% endfor %}"
+)
+VICUNA = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ 'USER: ' + m.content + ' ' }}"
+    "{% else %}{{ 'ASSISTANT: ' + m.content + '<eos>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
+)
+
+
+def tokenizer(template: str) -> Any:
+    """Its end token is `<eos>`, which ChatML does not use: as a base model's."""
+    made: Any = character_tokenizer(string.ascii_letters + string.digits + " \n:<>[]/|_", bos=True)
+    made.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    made.chat_template = template
+    return made
+
+
+def talk(*contents: str) -> tuple[Message, ...]:
+    return tuple({"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(contents))
+
+
+def shown(made: Any, rendered: tuple[list[int], list[bool]]) -> str:
+    """The row as text, with braces around what is trained on."""
+    text, inside = "", False
+    for token, trained in zip(*rendered, strict=True):
+        text += {(False, True): "{", (True, False): "}"}.get((inside, trained), "") + made.decode([token])
+        inside = trained
+    return text + "}" * inside
+
+
+END = "<|im_end|>"
+U, A = "<|im_start|>user\n", "<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    ("template", "last", "assistant"),
+    [
+        (
+            CHATML,
+            f"{U}hi{END}\n{A}one{END}\n{U}ok{END}\n{A}{{two{END}}}",
+            f"{U}hi{END}\n{A}{{one{END}}}\n{U}ok{END}\n{A}{{two{END}}}",
+        ),
+        (
+            QWEN3,
+            f"{U}hi{END}\n{A}one{END}\n{U}ok{END}\n{A}{{two{END}}}",
+            f"{U}hi{END}\n{A}{{one{END}}}\n{U}ok{END}\n{A}{{two{END}}}",
+        ),
+        (
+            LLAMA2,
+            "<bos>[INST] hi [/INST] one <eos><bos>[INST] ok [/INST]{ two <eos>}",
+            "<bos>[INST] hi [/INST]{ one <eos>}<bos>[INST] ok [/INST]{ two <eos>}",
+        ),
+        (
+            MISTRAL,
+            "<bos>[INST] hi [/INST] one<eos>[INST] ok [/INST]{ two<eos>}",
+            "<bos>[INST] hi [/INST]{ one<eos>}[INST] ok [/INST]{ two<eos>}",
+        ),
+        (
+            VICUNA,
+            "USER: hi ASSISTANT: one<eos>USER: ok ASSISTANT:{ two<eos>}",
+            "USER: hi ASSISTANT:{ one<eos>}USER: ok ASSISTANT:{ two<eos>}",
+        ),
+    ],
+    ids=["chatml", "qwen3", "llama2", "mistral", "vicuna"],
+)
+def test_rows_of_known_templates(template: str, last: str, assistant: str) -> None:
+    made, messages = tokenizer(template), talk("hi", "one", "ok", "two")
+    rendered = render_conversation(made, messages, "last")
+    assert shown(made, rendered) == last
+    assert shown(made, render_conversation(made, messages, "assistant")) == assistant
+    prompt = render_prompt(made, messages[:3])
+    assert made.decode(prompt) == last.partition("{")[0]
+    assert rendered[0] == prompt + render_completion(made, Sample("s", messages[:3], "", "two"))
+
+
+@pytest.mark.parametrize("template", [QWEN3, OPENED], ids=["rewritten", "opened"])
+@pytest.mark.parametrize("answer", ["two", "<think>\nhm\n</think>\n\ntwo", "m", "im_end", END, " two\n"])
+def test_a_turn_that_the_template_writes_in_another_way_ends_as_its_turns_do(template: str, answer: str) -> None:
+    """Also where the answer is found in the end itself, or among what is put before it."""
+    made = tokenizer(template)
+    sample = Sample("s", talk("hi"), "", answer)
+    assert made.decode(render_completion(made, sample)) == answer + END
+
+
+def test_space_before_an_answer_that_has_space_itself() -> None:
+    """What the template writes, with one space: a template that trims does not leave two."""
+    expected = {LLAMA2: "  two \n <eos>", MISTRAL: " two<eos>", VICUNA: "  two \n<eos>"}
+    for template, text in expected.items():
+        made = tokenizer(template)
+        assert made.decode(render_completion(made, Sample("s", talk("hi"), "", " two \n"))) == text
+
+
+def test_a_tokenizer_that_puts_a_space_before_each_text_puts_no_second_one() -> None:
+    """As Llama 2's own: in the whole conversation there is one token for a space and `two`."""
+    pieces = ["▁", "▁two", "▁ok", "two", *"tworkINSTouse[]/"]
+    vocabulary = {name: n for n, name in enumerate(dict.fromkeys(["<pad>", "<eos>", "<bos>", *pieces]))}
+    merges = [("t", "w"), ("tw", "o"), ("▁", "two")]
+    vocabulary["tw"] = len(vocabulary)
+    backend: Any = Tokenizer(models.BPE(vocabulary, merges))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Replace("▁", " ")
+    made: Any = PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", bos_token="<bos>"
+    )
+    made.chat_template = MISTRAL
+    whole = made("<bos>[INST] ok [/INST] two<eos>", add_special_tokens=False)["input_ids"]
+    assert whole[-2:] == [vocabulary["▁two"], vocabulary["<eos>"]]
+    assert render_conversation(made, talk("ok", "two"))[0] == whole
+    both = render_conversation(made, talk("ok", "two", "ok", "two"), "assistant")[0]
+    assert both[: len(whole)] == whole
+    assert both[-2:] == whole[-2:]

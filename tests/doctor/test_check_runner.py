@@ -1,0 +1,190 @@
+"""The examination as a whole: each check on its own, secrets hidden, what is shown, exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from rlframework.cli import main
+from rlframework.doctor.check_runner import Examination, examine, secret_values
+from rlframework.doctor.context import Context, ProbeError
+from rlframework.doctor.findings import Level, broken, note, ok, unknown, warning
+from rlframework.doctor.output import as_json, as_table, summary
+from rlframework.doctor.registry import TOPICS, Check, all_checks
+
+
+def check_of(*findings, name="a", of_run=False):
+    return Check("machine", name, lambda context: findings, of_run)
+
+
+def raising(context):
+    yield ok("before")
+    raise ZeroDivisionError("oh")
+
+
+def test_every_topic_has_checks_and_no_name_is_there_twice():
+    names = [(one.topic, one.name) for one in all_checks()]
+    assert len(names) == len(set(names))
+    assert {topic for topic, _ in names} == set(TOPICS)
+    assert names == sorted(names, key=lambda pair: TOPICS.index(pair[0]))
+
+
+def test_a_check_that_raises_is_a_finding_and_the_others_go_on():
+    checks = [Check("machine", "a", raising), check_of(ok("fine"), name="b")]
+    first, second = examine(checks=checks).findings
+    assert (first.level, first.name) == (Level.UNKNOWN, "a")
+    assert first.text == "could not be checked: ZeroDivisionError: oh"
+    assert (second.level, second.text) == (Level.OK, "fine")
+
+
+def test_checks_run_side_by_side():
+    """Each waits for the other: one after the other they would wait in vain."""
+    both = threading.Barrier(2, timeout=30)
+
+    def meet(context):
+        both.wait()
+        yield ok("met")
+
+    assert [finding.text for finding in examine(checks=[Check("machine", n, meet) for n in "ab"]).findings] == [
+        "met"
+    ] * 2
+
+
+@pytest.mark.parametrize(
+    ("findings", "code"),
+    [([ok("a"), note("b"), unknown("c"), warning("d", "e")], 0), ([ok("a"), broken("b", "c")], 1), ([], 0)],
+)
+def test_only_what_is_broken_makes_the_exit_code_1(findings, code):
+    assert examine(checks=[check_of(*findings)]).exit_code == code
+
+
+def test_secrets_are_hidden_wherever_they_stand(monkeypatch):
+    monkeypatch.setenv("SOME_API_KEY", "k3y-of-mine")
+    monkeypatch.setenv("SHORT_PASSWORD", "a")
+    finding = warning(
+        "the server said k3y-of-mine, at https://me:pw@host",
+        "unset it: k3y-of-mine",
+        variables={"SOME_API_KEY": "other", "list": ["k3y-of-mine", "plain"]},
+    )
+    [shown] = examine(checks=[check_of(finding)]).findings
+    assert shown.text == "the server said ***, at https://***@host"
+    assert shown.remedy == "unset it: ***"
+    assert shown.facts == {"variables": {"SOME_API_KEY": "***", "list": ["***", "plain"]}}
+
+
+def test_short_secrets_do_not_hide_words():
+    assert secret_values({"A_PASSWORD": "a", "B_TOKEN": "no secret name", "HF_TOKEN": "hf-1234567"}) == ["hf-1234567"]
+
+
+def test_checks_of_a_run_are_left_out_without_one():
+    assert examine(checks=[check_of(ok("a"), of_run=True)]).findings == ()
+
+
+def test_what_libraries_print_does_not_mix_with_what_is_shown(capsys):
+    def noisy(context):
+        print("a library says hello")
+        yield ok("a")
+
+    examine(checks=[Check("machine", "a", noisy)])
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", "a library says hello\n")
+
+
+def test_a_problem_is_broken_where_it_is_needed_or_nothing_is_known_of_a_run():
+    context = Context()
+    assert context.problem("a", "b", needed=False).level is Level.BROKEN
+    context.source = "run.yaml"
+    assert context.problem("a", "b", needed=False).level is Level.WARNING
+    assert context.problem("a", "b", needed=True).level is Level.BROKEN
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "it ended with signal SIGSEGV: and said nothing"),
+        ("raise SystemExit('no library')", "it ended with exit code 1: no library"),
+        ("print('hm')", "it said nothing that can be read: and said nothing"),
+        ("import time; time.sleep(60)", "no answer within 2 s"),
+    ],
+)
+def test_a_child_process_that_fails_is_told(tmp_path, monkeypatch, program, message):
+    (tmp_path / "probes").mkdir()
+    (tmp_path / "probes" / "odd.py").write_text(program)
+    monkeypatch.setattr("rlframework.doctor.context.__file__", str(tmp_path / "context.py"))
+    with pytest.raises(ProbeError, match=message):
+        Context().probe("odd", seconds=2.0)
+
+
+def test_a_child_process_is_asked_once_and_the_current_folder_hides_nothing(tmp_path, monkeypatch):
+    (tmp_path / "probes").mkdir()
+    (tmp_path / "json.py").write_text("raise SystemExit('the wrong one')")
+    (tmp_path / "probes" / "odd.py").write_text(
+        "import json, os\nprint('noise')\nprint(json.dumps({'pid': os.getpid()}))"
+    )
+    monkeypatch.setattr("rlframework.doctor.context.__file__", str(tmp_path / "context.py"))
+    monkeypatch.chdir(tmp_path)
+    context = Context()
+    assert context.probe("odd") == context.probe("odd")
+
+
+def test_the_table_and_the_last_line(capsys):
+    from rich.console import Console
+
+    found = examine(checks=[check_of(ok("good"), broken("bad", "do this")), check_of(note("hm"), name="b")])
+    console = Console(width=100, record=True)
+    console.print(as_table(found))
+    text = console.export_text()
+    assert "machine" in text
+    assert "-> do this" in text
+    assert summary(found) == "something is broken: 1 broken, 1 ok"
+    assert summary(Examination((), of_run=True)) == "nothing stands in the way of this run: "
+
+
+def test_the_json_has_every_field():
+    found = json.loads(as_json(examine(checks=[check_of(warning("hm", "do", bytes=3))])))
+    assert found["exit_code"] == 0
+    assert found["findings"] == [
+        {"level": "warning", "text": "hm", "remedy": "do", "facts": {"bytes": 3}, "topic": "machine", "name": "a"}
+    ]
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def call(*words: str) -> int:
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    return int(end.value.code or 0)
+
+
+def test_this_machine_has_nothing_broken(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert call("doctor", "--json") == 0
+    found = json.loads(capsys.readouterr().out)["findings"]
+    assert {finding["topic"] for finding in found} == set(TOPICS) - {"run"}
+    assert not [finding for finding in found if finding["level"] in ("broken", "unknown")]
+    [torch] = [finding for finding in found if (finding["topic"], finding["name"]) == ("devices", "torch")]
+    assert torch["facts"]["torch"].startswith("2.")
+    assert list(tmp_path.rglob("*")) == [tmp_path / "home"]  # of `bare`; nothing else is written
+
+
+def test_a_run_that_cannot_be_is_told_with_exit_code_1(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text("algorithm: {name: sft}\nenvironment: {name: addition}\npolicy: {}\n")
+    assert call("doctor", "run.yaml", "seed=2") == 1
+    printed = capsys.readouterr().out
+    assert "missing, and has no default: a Hugging Face model directory" in printed
+    assert printed.splitlines()[-1].startswith("this run will not work as it is: 1 broken")
+
+
+def test_looking_imports_no_torch_and_no_ray_into_this_process():
+    code = (
+        "import sys\nfrom rlframework.doctor.check_runner import examine\nexamine()\n"
+        "print(sorted({'torch', 'ray', 'transformers', 'datasets'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"

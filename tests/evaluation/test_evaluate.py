@@ -1,0 +1,395 @@
+"""`rlframework evaluate` and `rlframework generate`, on tiny models: what they print, write and refuse."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rlframework.cli import main
+
+ADDITION = ["environment.name=addition", "environment.digits=1", "environment.validation_samples=10"]
+SHORT = "generation.max_new_tokens=4"
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'][:1] }}:{{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+def call(*words: object) -> int:
+    with pytest.raises(SystemExit) as end:
+        main([str(word) for word in words])
+    return int(end.value.code or 0)
+
+
+def rows_of(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Path:
+    """The directory of a run that learnt some of one-digit addition."""
+    from rlframework import load_config, run
+
+    out = tmp_path_factory.mktemp("runs") / "trained"
+    values = {
+        "seed": 3,
+        "output_dir": str(out),
+        "device": "cpu",
+        "algorithm": {"name": "sft", "num_steps": 120, "validation": {"samples": 10, "at_start": False}},
+        "environment": {"name": "addition", "digits": 1, "validation_samples": 10},
+        "policy": {"model_name": str(tiny_llama), "train_global_batch_size": 64, "optimizer": {"lr": 5e-3}},
+        "generation": {"max_new_tokens": 4},
+        "observers": {"console": False, "tensorboard": False, "curve": False},
+    }
+    run(load_config(values))
+    return out
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+# -- evaluate ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_is_evaluated_as_it_was_validated(trained, folder, capsys):
+    assert call("evaluate", trained, "--out", "out") == 0
+    captured = capsys.readouterr()
+    assert "10 validation prompts, greedy" in captured.out
+    assert "accuracy" in captured.out
+    assert captured.err == ""
+    assert sorted(path.name for path in (folder / "out").iterdir()) == ["completions.jsonl", "summary.json"]
+    rows = rows_of(folder / "out" / "completions.jsonl")
+    sums = [sum(map(int, row["id"].split("+"))) for row in rows]
+    right = [row["completion"].strip() == str(total) for row, total in zip(rows, sums, strict=True)]
+    assert [row["accuracy"] == 1.0 for row in rows] == right
+    assert [row["answer"] for row in rows] == list(map(str, sums))
+    assert rows[0]["prompt"] == [{"role": "user", "content": rows[0]["id"] + "="}]
+    summary = json.loads((folder / "out" / "summary.json").read_text())
+    assert summary["metrics"]["accuracy"]["value"] == sum(right) / 10
+    assert summary["metrics"]["accuracy"]["method"] == "wilson"
+    validated = [row for row in rows_of(trained / "metrics.jsonl") if "validation/accuracy" in row][-1]
+    assert summary["metrics"]["accuracy"]["value"] == pytest.approx(validated["validation/accuracy"])
+    assert sum(right) > 0, "the run learnt nothing, so this test tells little"
+    assert (summary["prompts"], summary["seed"], summary["greedy"]) == (10, 3, True)
+    assert summary["machine"]["devices"] == ["cpu"]
+    assert {"python", "torch", "transformers", "rlframework"} <= summary["versions"].keys()
+    assert summary["config"]["generation"]["max_new_tokens"] == 4
+
+
+def test_by_default_a_run_keeps_its_evaluations(trained, capsys):
+    assert call("evaluate", trained, "--samples", 2, "--json") == 0
+    printed = json.loads(capsys.readouterr().out)
+    (found,) = (trained / "evaluations").iterdir()
+    assert json.loads((found / "summary.json").read_text()) == printed
+    assert printed["prompts"] == 2
+    shutil.rmtree(trained / "evaluations")
+
+
+def test_several_attempts(trained, folder):
+    words = ["--attempts", 4, "--k", "1,2,4", "--temperature", 1.5, "--out", "out"]
+    assert call("evaluate", trained, *words) == 0
+    rows = rows_of(folder / "out" / "completions.jsonl")
+    assert [row["attempt"] for row in rows] == [0, 1, 2, 3] * 10
+    right = [sum(row["accuracy"] for row in rows[start : start + 4]) for start in range(0, 40, 4)]
+    metrics = json.loads((folder / "out" / "summary.json").read_text())["metrics"]
+    assert metrics["pass@1"]["value"] == pytest.approx(sum(right) / 40)
+    assert metrics["accuracy"]["value"] == pytest.approx(sum(right) / 40)
+    # of the 6 pairs of attempts: none, 3, 5, 6, 6 hold a right one
+    assert metrics["pass@2"]["value"] == pytest.approx(sum([0, 3, 5, 6, 6][int(n)] / 6 for n in right) / 10)
+    assert metrics["pass@4"]["value"] == pytest.approx(sum(n > 0 for n in right) / 10)
+    assert metrics["pass@4"]["method"] == "wilson"
+    assert len({row["completion"] for row in rows}) > 10  # attempts have seeds of their own
+
+
+def test_completions_depend_on_neither_workers_nor_what_else_is_asked(trained, folder):
+    words = [trained, "--temperature", 1.2]
+    assert call("evaluate", *words, "--attempts", 3, "--out", "one") == 0
+    two = ["worker_group.name=processes", "worker_group.num_workers=2"]
+    assert call("evaluate", *words, "--attempts", 3, "--out", "two", *two) == 0
+    assert call("evaluate", *words, "--samples", 3, "--attempts", 2, "--out", "part", "generation.batch_size=1") == 0
+    one, part = (rows_of(folder / name / "completions.jsonl") for name in ("one", "part"))
+    assert rows_of(folder / "two" / "completions.jsonl") == one
+    assert part == [row for row in one if row["attempt"] < 2][:6]
+
+
+def test_models_are_compared_prompt_by_prompt(tiny_llama, trained, folder, capsys):
+    assert call("evaluate", tiny_llama, trained, "--out", "out") == 0
+    printed = capsys.readouterr().out
+    assert "B - A" in printed
+    before = rows_of(folder / "out" / f"1-{tiny_llama.name}" / "completions.jsonl")
+    after = rows_of(folder / "out" / "2-trained" / "completions.jsonl")
+    assert [row["prompt"] for row in before] == [row["prompt"] for row in after]
+    gained = [b["accuracy"] - a["accuracy"] for a, b in zip(before, after, strict=True)]
+    compared = json.loads((folder / "out" / "comparison.json").read_text())
+    (other,) = compared["differences"]
+    assert (compared["from"], other["subject"]) == (str(tiny_llama), str(trained))
+    found = other["metrics"]["accuracy"]
+    assert found["value"] == pytest.approx(sum(gained) / 10)
+    assert found["low"] < found["value"] < found["high"]
+
+
+def test_a_model_alone_and_the_rows_of_one_file(tmp_path, folder):
+    """GSM8K's form needs no training data here."""
+    import string
+
+    from rlframework.huggingface.model_directories import make_llama
+    from rlframework.huggingface.tokenizer import character_tokenizer
+
+    letters = character_tokenizer(string.printable + "\u2019")
+    model = make_llama(tmp_path / "model", letters, hidden=16, layers=1, heads=2, max_positions=2048)
+    data = Path(__file__).parents[1] / "fixtures" / "gsm8k_test.jsonl"
+    words = ["environment.name=gsm8k", f"environment.validation_path={data}", SHORT, "--samples", 3, "--out", "out"]
+    assert call("evaluate", model, *words) == 0
+    assert [row["answer"] for row in rows_of(folder / "out" / "completions.jsonl")] == ["18", "3", "70000"]
+
+
+def test_a_configuration_file_goes_with_a_model(tiny_llama, folder):
+    (folder / "c.yaml").write_text(
+        "seed: 5\nalgorithm: {name: grpo}\npolicy: {model_name: other, chat_template: other}\n"
+        "environment: {name: addition, digits: 1}\ngeneration: {max_new_tokens: 2}\n"
+    )
+    assert call("evaluate", tiny_llama, "--config", "c.yaml", "--split", "train", "--samples", 3, "--out", "out") == 0
+    summary = json.loads((folder / "out" / "summary.json").read_text())
+    assert (summary["seed"], summary["split"], summary["max_new_tokens"]) == (5, "train", 2)
+    assert summary["config"]["policy"]["model_name"] == str(tiny_llama)
+
+
+def test_a_checkpoint_is_evaluated_with_its_runs_configuration(trained, folder):
+    step = folder / "run" / "checkpoints" / "step-000010"
+    shutil.copytree(trained / "model", step / "model")
+    shutil.copy(trained / "config.yaml", folder / "run" / "config.yaml")
+    assert call("evaluate", step, "--samples", 2, "--out", "out") == 0
+    assert json.loads((folder / "out" / "summary.json").read_text())["model"] == str(step / "model")
+
+
+def test_neither_optimizer_nor_reference_model_is_built(trained, folder, monkeypatch):
+    from rlframework.policy import client
+
+    asked = []
+    original = client.worker_spec
+
+    def spy(*args, **kwargs):
+        asked.append((kwargs["init_optimizer"], kwargs["init_reference_model"]))
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(client, "worker_spec", spy)
+    (folder / "c.yaml").write_text(
+        "algorithm: {name: grpo, samples_per_prompt: 4, loss: {kl_coef: 0.1}}\n"
+        "environment: {name: addition, digits: 1}\n"
+        "policy: {train_global_batch_size: '${algorithm.samples_per_prompt}', scheduler: {warmup_steps: 500}}\n"
+    )
+    assert call("evaluate", trained, "--config", "c.yaml", "--samples", 1, "--out", "out", SHORT) == 0
+    assert asked == [(False, False)]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("MODEL", "`environment.name`: missing"),
+        ("environment.name=addition", "evaluate what?"),
+        ("/no/such", "there is no directory /no/such"),
+        ("empty", "empty is neither a run (it has no config.yaml) nor a model"),
+        ("unfinished", "it has not come to its end. Wait for it, or take its newest checkpoint"),
+        ("MODEL MODEL", "the same thing twice"),
+        ("MODEL ADDITION --split test", "--split test: it must be train or validation"),
+        ("MODEL ADDITION --k 1,x", "--k 1,x: it must be numbers of attempts"),
+        ("MODEL ADDITION --attempts 2 --temperature 0", "2 times the same answer"),
+        ("MODEL ADDITION policy.model_name=x", "RUN_OR_MODEL says which model"),
+        ("MODEL ADDITION --out full", "full is not empty, and nothing in it is overwritten"),
+        ("MODEL environment={name: dataset, path: euro.jsonl}", "cannot judge answers as it is set up"),
+        ("MODEL environment={name: dataset, path: euro.jsonl, check: exact}", "the tokenizer has no token for ['€']"),
+    ],
+)
+def test_a_mistake_is_one_message_and_nothing_is_written(tiny_llama, folder, capsys, words, message):
+    rows = [{"prompt": f"€{number}", "answer": "1"} for number in range(4)]
+    (folder / "euro.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name in ("empty", "full", "unfinished/checkpoints/step-000003"):
+        (folder / name).mkdir(parents=True)
+    (folder / "full" / "precious").write_text("x")
+    (folder / "unfinished" / "config.yaml").write_text("seed: 1\n")
+    before = sorted(folder.rglob("*"))
+    given: list[str] = []
+    for word in words.replace(": ", ":").replace(", ", ",").split(" "):
+        spaced = word.replace(":", ": ").replace(",", ", ") if word.startswith("environment={") else word
+        given += [str(tiny_llama)] if word == "MODEL" else ADDITION if word == "ADDITION" else [spaced]
+    assert call("evaluate", *given) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.err.startswith("error: ")
+    assert captured.out == ""
+    assert sorted(folder.rglob("*")) == before
+
+
+def children_of(pid: int) -> list[int]:
+    """All processes below `pid`."""
+    parents = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+    found = [child for child, parent in parents.items() if parent == pid]
+    return found + [below for child in found for below in children_of(child)]
+
+
+def running(pids: list[int]) -> list[int]:
+    """Those of `pids` that run: one that has ended may wait for its parent to hear of it."""
+    found = []
+    for pid in pids:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        found += [pid] if state != "Z" else []
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_ctrl_c_ends_the_workers_and_keeps_what_was_answered(tiny_llama, folder):
+    words = [tiny_llama, *ADDITION, "worker_group.name=processes", "worker_group.num_workers=2"]
+    words += ["--attempts", 64, "--out", "out", "generation.max_new_tokens=40"]
+    driver = subprocess.Popen(
+        [sys.executable, "-m", "rlframework.cli", "evaluate", *map(str, words)],
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    partial = folder / "out" / "completions.partial.jsonl"
+    deadline = time.monotonic() + 100
+    while not (partial.is_file() and partial.stat().st_size):
+        assert driver.poll() is None, driver.stderr.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    workers = children_of(driver.pid)
+    assert len(workers) >= 2
+    os.killpg(driver.pid, signal.SIGINT)  # as a terminal does: to all processes of the foreground
+    _, errors = driver.communicate(timeout=60)
+    assert driver.returncode == 130, errors
+    assert "what was answered until now lies in out/completions.partial.jsonl" in errors
+    assert errors.endswith("interrupted\n")
+    assert "Traceback" not in errors
+    deadline = time.monotonic() + 10
+    while running(workers) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert running(workers) == []
+    assert [path.name for path in (folder / "out").iterdir()] == ["completions.partial.jsonl"]
+    assert {"prompt", "completion", "reward"} <= rows_of(partial)[0].keys()
+
+
+# -- generate ---------------------------------------------------------------------------------------------------------
+
+
+def test_one_prompt_gives_the_answer_alone(trained, capsys):
+    call("evaluate", trained, "--out", "out")
+    known = next(row for row in rows_of(Path("out/completions.jsonl")) if not row["truncated"])
+    capsys.readouterr()
+    assert call("generate", trained, known["prompt"][0]["content"], "--greedy") == 0
+    assert capsys.readouterr().out == known["completion"] + "\n"
+
+
+def test_several_prompts_are_shown_with_their_answers(tiny_llama, capsys):
+    assert call("generate", tiny_llama, "1+1=", "2+2=", "--samples", 2, "--max-new-tokens", 3) == 0
+    captured = capsys.readouterr()
+    shown = captured.out.split("\n")
+    assert [shown[0], shown[1][:4], shown[2][:4]] == ["> 1+1=", "[1] ", "[2] "]
+    assert "\n\n> 2+2=\n[1] " in captured.out
+    assert "cut; --max-new-tokens is 3)" in captured.err
+
+
+def answers(capsys, *words: object) -> list[dict]:
+    assert call("generate", *words, "--json") == 0
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_the_seed_counts(tiny_llama, capsys):
+    words = [tiny_llama, "1+1=", "--samples", 3, "--max-new-tokens", 8]
+    first = answers(capsys, *words)
+    assert [row["sample"] for row in first] == [0, 1, 2]
+    assert len({row["completion"] for row in first}) == 3
+    assert answers(capsys, *words) == first
+    assert answers(capsys, *words, "--seed", 7) != first
+    assert answers(capsys, *words, "--set", "generation.batch_size=1") == first
+
+
+def test_prompts_of_files_and_of_stdin(tiny_llama, folder, capsys, monkeypatch):
+    (folder / "p.txt").write_text("1+1=\n\n2+2=\n")
+    turns = [{"role": "system", "content": "add"}, {"role": "user", "content": "3+3="}]
+    rows = [{"prompt": "1+1="}, {"messages": [*turns, {"role": "assistant", "content": "6"}]}]
+    (folder / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    asked = [tiny_llama, "--max-new-tokens", 2]
+    assert [row["prompt"][-1]["content"] for row in answers(capsys, *asked, "--file", "p.txt")] == ["1+1=", "2+2="]
+    assert answers(capsys, *asked, "--file", "p.jsonl")[1]["prompt"] == turns
+    monkeypatch.setattr(sys, "stdin", io.StringIO("1+1=\n2+2=\n"))
+    assert answers(capsys, *asked) == answers(capsys, *asked, "1+1=", "2+2=")
+
+
+def test_the_chat_template_is_used_unless_raw(tiny_llama, folder, capsys):
+    from transformers import AutoTokenizer
+
+    shutil.copytree(tiny_llama, folder / "chat")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "chat")
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder / "chat")
+    options = ["--greedy", "--max-new-tokens", 8]
+    plain = answers(capsys, tiny_llama, "1+1=", *options)[0]["completion"]
+    written_out = answers(capsys, tiny_llama, "u:1+1=\na:", *options)[0]["completion"]
+    assert plain != written_out
+    assert answers(capsys, "chat", "1+1=", *options)[0]["completion"] == written_out
+    assert answers(capsys, "chat", "1+1=", *options, "--raw")[0]["completion"] == plain
+
+
+def test_typed_lines_are_answered_until_the_end(tiny_llama, capsys, monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    typed = iter(["1+1=", "", "é", "2+2="])
+
+    def type_line(_: str) -> str:
+        for line in typed:
+            return line
+        raise EOFError
+
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    monkeypatch.setattr("builtins.input", type_line)
+    assert call("generate", tiny_llama, "--max-new-tokens", 3, "--json") == 0
+    captured = capsys.readouterr()
+    shown = [json.loads(line)["prompt"][0]["content"] for line in captured.out.splitlines()]
+    assert shown == ["1+1=", "2+2="]
+    assert "error: line 1: the tokenizer has no token for ['é']" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--file", "gone.txt"], "--file gone.txt: cannot be read (No such file"),
+        (["--file", "empty.txt"], "there is no prompt in empty.txt"),
+        (["--file", "bad.jsonl"], "bad.jsonl, line 1: not JSON"),
+        (["1", "--file", "empty.txt"], "give prompts or --file, not both"),
+        (["1", " "], "prompt 2 is empty"),
+        (["1", "--greedy", "--samples", "2"], "greedy answers are all the same"),
+        (["1", "--greedy", "--temperature", "1"], "contradict each other"),
+        (["1", "1" * 128], "prompt 2 has 128 tokens, which leaves no room for an answer"),
+        (["1", "--set", "policy.precisionn=float32"], "Did you mean `policy.precision`?"),
+    ],
+)
+def test_a_mistake_in_generate_is_one_message(tiny_llama, folder, capsys, words, message):
+    (folder / "empty.txt").write_text("\n")
+    (folder / "bad.jsonl").write_text("{]\n")
+    assert call("generate", tiny_llama, *words) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.out == ""

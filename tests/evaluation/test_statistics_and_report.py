@@ -1,0 +1,167 @@
+"""The statistics of an evaluation, worked out by hand, and the settings that go together."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlframework.errors import ConfigError, DataError, UserError
+from rlframework.evaluation.evaluate import Evaluation, differences, settle
+from rlframework.evaluation.statistics import bootstrap, estimate, paired_difference, pass_at_k, wilson
+
+
+@pytest.mark.parametrize(
+    ("attempts", "right", "k", "chance"),
+    [
+        (1, 1, 1, 1.0),
+        (1, 0, 1, 0.0),
+        (4, 1, 1, 1 / 4),
+        (4, 1, 2, 1 / 2),  # 3 of the 6 pairs hold the right one
+        (4, 2, 2, 5 / 6),  # of the 6 pairs one is both wrong ones
+        (4, 3, 2, 1.0),  # there is no pair of wrong ones
+        (5, 2, 3, 9 / 10),  # of the 10 triples one is all wrong
+        (4, 0, 4, 0.0),
+        (4, 1, 4, 1.0),
+    ],
+)
+def test_pass_at_k_is_the_share_of_choices_with_a_right_one(attempts, right, k, chance):
+    assert pass_at_k(attempts, right, k) == pytest.approx(chance, abs=1e-12)
+
+
+@given(st.integers(1, 8), st.data())
+def test_pass_at_k_counts_all_choices(attempts, data):
+    right, k = data.draw(st.integers(0, attempts)), data.draw(st.integers(1, attempts))
+    marks = [True] * right + [False] * (attempts - right)
+    choices = list(itertools.combinations(marks, k))
+    assert pass_at_k(attempts, right, k) == pytest.approx(sum(map(any, choices)) / len(choices), abs=1e-12)
+
+
+def test_pass_at_k_of_many_attempts_does_not_overflow():
+    assert pass_at_k(10_000, 5_000, 1) == pytest.approx(0.5)
+    assert pass_at_k(10_000, 1, 5_000) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(("attempts", "right", "k"), [(4, 1, 5), (4, 1, 0), (4, 5, 1), (4, -1, 1)])
+def test_what_pass_at_k_cannot_tell(attempts, right, k):
+    with pytest.raises(UserError, match="k goes from 1 to attempts"):
+        pass_at_k(attempts, right, k)
+
+
+def test_wilsons_interval_by_hand():
+    """Of 7 of 10: z = 1.959964, z^2 = 3.841459.
+
+    Centre (0.7 + 3.841459 / 20) / (1 + 3.841459 / 10) = 0.892073 / 1.384146 = 0.644493; half
+    1.959964 * sqrt(0.021 + 3.841459 / 400) / 1.384146 = 1.959964 * 0.174940 / 1.384146 = 0.247715.
+    """
+    assert wilson(7, 10) == pytest.approx((0.396778, 0.892208), abs=1e-6)
+    assert wilson(3, 10) == pytest.approx((1 - 0.892208, 1 - 0.396778), abs=1e-6)
+
+
+def test_wilsons_interval_at_the_ends():
+    """Of 0 of n it goes from 0 to z^2 / (n + z^2): 3.841459 / 13.841459 of ten."""
+    assert wilson(0, 10) == (0.0, pytest.approx(0.277533, abs=1e-6))
+    assert wilson(10, 10) == (pytest.approx(1 - 0.277533, abs=1e-6), 1.0)
+
+
+@given(st.integers(1, 500), st.data())
+def test_wilsons_interval_holds_the_proportion(count, data):
+    right = data.draw(st.integers(0, count))
+    low, high = wilson(right, count)
+    assert 0.0 <= low <= right / count + 1e-12
+    assert right / count - 1e-12 <= high <= 1.0
+    assert high - low > 0
+
+
+def test_the_bootstrap_is_the_same_each_time_and_disturbs_no_other_random_state():
+    values = [0.0, 0.25, 0.5, 1.0, 0.25, 0.75]
+    random.seed(5)
+    expected = random.Random(5).random()
+    first = bootstrap(values)
+    assert random.random() == expected
+    assert bootstrap(values) == first
+    low, high = first
+    assert low < sum(values) / 6 < high
+
+
+def test_the_bootstrap_of_two_values_by_hand():
+    """Means of two draws of 0 and 1 are 0, 1/2 and 1 with chances 1/4, 1/2, 1/4: the percentiles are the ends."""
+    assert bootstrap([0.0, 1.0]) == (0.0, 1.0)
+    low, high = bootstrap([0.0, 1.0], level=0.4)  # from 0.3 to 0.7
+    assert (low, high) == (0.5, 0.5)
+
+
+def test_the_bootstrap_nears_the_normal_interval():
+    """Of 2,000 even draws from 0 to 1: standard error 1 / sqrt(12 * 2000) = 0.006455, times 1.96 = 0.01265."""
+    rng = random.Random(1)
+    values = [rng.random() for _ in range(2_000)]
+    low, high = bootstrap(values)
+    assert (high - low) / 2 == pytest.approx(0.01265, rel=0.06)
+
+
+def test_proportions_get_wilsons_interval_and_other_means_the_bootstrap():
+    assert estimate([1.0] * 7 + [0.0] * 3).method == "wilson"
+    assert estimate([1.0] * 7 + [0.0] * 3).low == pytest.approx(0.396778, abs=1e-6)
+    assert estimate([1.0, 0.5, 0.0]).method == "bootstrap"
+    assert estimate([1.0]).low == pytest.approx(1 / (1 + 3.841459), abs=1e-6)
+
+
+@pytest.mark.parametrize("values", [[0.5], [4.0, 4.0, 4.0], [math.nan, 1.0], [math.inf, 1.0]])
+def test_what_tells_no_interval(values):
+    found = estimate(values)
+    assert (found.low, found.high, found.method) == (None, None, None)
+
+
+def test_a_paired_difference_is_finer_than_two_intervals():
+    """One model is better by 0.1 on each prompt, give or take 0.05, whatever the prompt is worth: 0.1 +- 0.0098.
+
+    The deviation is 0.05, so the standard error over 100 prompts is 0.005.
+    """
+    first = [n / 100 for n in range(100)]
+    other = [value + (0.15 if number % 2 else 0.05) for number, value in enumerate(first)]
+    found = paired_difference(first, other)
+    assert found.value == pytest.approx(0.1)
+    assert found.low == pytest.approx(0.1 - 0.0098, abs=0.001)
+    assert found.high == pytest.approx(0.1 + 0.0098, abs=0.001)
+    assert paired_difference(other, first).value == pytest.approx(-0.1)
+
+
+def test_other_prompts_are_not_compared():
+    first = Evaluation(ids=["a", "b"], values={"reward": [0.0, 1.0]})
+    assert differences(first, Evaluation(ids=["a", "b"], values={"reward": [1.0, 1.0]}))["reward"].value == 0.5
+    with pytest.raises(DataError, match="not asked the same prompts"):
+        differences(first, Evaluation(ids=["b", "a"], values={"reward": [1.0, 0.0]}))
+
+
+def config(temperature: float = 1.0) -> SimpleNamespace:
+    return SimpleNamespace(generation=SimpleNamespace(temperature=temperature))
+
+
+def test_settings_by_default():
+    assert settle(config()).greedy
+    assert settle(config()).ks == ()
+    assert not settle(config(0.7), sampled=True).greedy
+    assert settle(config(0.0), sampled=True).greedy
+    several = settle(config(), attempts=6)
+    assert (several.greedy, several.ks) == (False, (1, 2, 4, 6))
+    assert settle(config(), attempts=8).ks == (1, 2, 4, 8)
+    asked = settle(config(), ks=[4, 1, 4])
+    assert (asked.attempts, asked.ks, asked.greedy) == (4, (1, 4), False)
+
+
+@pytest.mark.parametrize(
+    ("options", "temperature", "message"),
+    [
+        ({"attempts": 4, "ks": [1, 8]}, 1.0, "--k 8: pass@k is told from the attempts, of which there are 4"),
+        ({"ks": [0]}, 1.0, "--k 0"),
+        ({"attempts": 4}, 0.0, "4 attempts at temperature 0 are 4 times the same answer"),
+    ],
+)
+def test_settings_that_do_not_fit(options, temperature, message):
+    with pytest.raises(ConfigError, match=message):
+        settle(config(temperature), **options)

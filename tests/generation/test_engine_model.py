@@ -1,0 +1,142 @@
+"""Weights that come by name: plain and tied heads, repeated loads, other names in files, and refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlframework.config.sections import GenerationConfig
+from rlframework.errors import DataError, UserError
+from rlframework.generation.transformers_engine import TransformersEngine
+from rlframework.huggingface.model_directories import make_llama, quiet_transformers
+from rlframework.huggingface.tokenizer import character_tokenizer
+
+
+def make_engine(path: str, tokenizer: Any, precision: str = "float32") -> TransformersEngine:
+    config = GenerationConfig(max_new_tokens=12, temperature=0.0)
+    return TransformersEngine(config, tokenizer, model_name=path, device="cpu", precision=precision)
+
+
+def saved(path: str | Path) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(Path(path) / "model.safetensors")
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_loaded_weights_generate_as_the_attached_model(
+    tmp_path: Path, batch: Any, completions: Any, plain_greedy: Any, tied: bool
+) -> None:
+    """Twice with different weights: the first load builds, the second copies in place."""
+    from transformers import AutoModelForCausalLM
+
+    tokenizer = character_tokenizer("0123456789")
+    paths = [
+        make_llama(tmp_path / str(s), tokenizer, hidden=32, layers=2, init_std=0.4, tied=tied, seed=s) for s in (0, 1)
+    ]
+    engine = make_engine(str(paths[0]), tokenizer)
+    answers = []
+    for path in paths:
+        names = saved(path)
+        assert ("lm_head.weight" in names) == (not tied)
+        engine.load_weights(names.items())
+        model = AutoModelForCausalLM.from_pretrained(path)
+        answers.append(completions(engine.generate(batch([[3, 9], [4]]))))
+        assert answers[-1] == [plain_greedy(model, prompt, {1}, 12) for prompt in ([3, 9], [4])]
+    assert answers[0] != answers[1]
+
+
+def test_loading_copies(tmp_path: Path, batch: Any, completions: Any) -> None:
+    """The weights that were given may change afterwards."""
+    tokenizer = character_tokenizer("0123456789")
+    path = make_llama(tmp_path / "m", tokenizer, hidden=32, layers=1, init_std=0.4)
+    engine, weights = make_engine(str(path), tokenizer), saved(path)
+    for _ in range(2):
+        engine.load_weights(weights.items())
+        before = completions(engine.generate(batch([[3, 9]])))
+        for tensor in weights.values():
+            tensor.mul_(-3)
+        assert completions(engine.generate(batch([[3, 9]]))) == before
+
+
+def test_other_names_in_files_than_in_memory(tmp_path: Path, batch: Any, completions: Any, plain_greedy: Any) -> None:
+    """Qwen3-MoE writes one tensor for each expert."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        vocab_size=12,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        moe_intermediate_size=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        initializer_range=0.3,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    model = Qwen3MoeForCausalLM(config).eval()
+    with quiet_transformers():
+        model.save_pretrained(tmp_path)
+    weights = saved(tmp_path)
+    assert "model.layers.0.mlp.experts.3.gate_proj.weight" in weights
+    engine = make_engine(str(tmp_path), character_tokenizer("0123456789"))
+    for _ in range(2):
+        engine.load_weights(weights.items())
+        assert completions(engine.generate(batch([[3, 9], [4]]))) == [
+            plain_greedy(model, prompt, {1}, 12) for prompt in ([3, 9], [4])
+        ]
+
+
+def test_precision_of_the_own_module(tiny: Any, batch: Any) -> None:
+    seen: list[torch.dtype] = []
+    engine = make_engine(tiny.path, tiny.tokenizer, "bfloat16")
+    engine.load_weights(saved(tiny.path).items())
+    assert engine._model is not None
+    seen = [parameter.dtype for parameter in engine._model.parameters()]
+    assert set(seen) == {torch.bfloat16}
+    assert engine.generate(batch([[3]]))["logprobs"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("already_loaded", [False, True])
+def test_weights_that_do_not_fit(tiny: Any, batch: Any, already_loaded: bool) -> None:
+    """Each kind is named, the stream is read to its end, and the engine does not go on with half of the weights."""
+    good = saved(tiny.path)
+    norm = "model.norm.weight"
+    cases = {
+        "missing: model.norm.weight": {k: v for k, v in good.items() if k != norm},
+        "unknown: model.extra": {"model.extra": torch.ones(2), **good},
+        "of another shape: model.norm.weight": {**good, norm: torch.ones(31)},
+    }
+    for message, weights in cases.items():
+        engine = make_engine(tiny.path, tiny.tokenizer)
+        if already_loaded:
+            engine.load_weights(good.items())
+        read: list[str] = []
+
+        def stream(weights: dict[str, Tensor] = weights, read: list[str] = read) -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in weights.items():
+                read.append(name)
+                yield name, tensor
+
+        with pytest.raises(UserError, match=message):
+            engine.load_weights(stream())
+        assert read == list(weights)
+        with pytest.raises(UserError, match="no weights yet"):
+            engine.generate(batch([[3]]))
+        engine.load_weights(good.items())
+        assert engine.generate(batch([[3]])).size == 1
+
+
+def test_no_such_model(tiny: Any, tmp_path: Path) -> None:
+    engine = make_engine(str(tmp_path / "nothing"), tiny.tokenizer)
+    with pytest.raises(DataError, match=r"no model configuration in .*nothing.*policy\.model_name"):
+        engine.load_weights(iter([]))

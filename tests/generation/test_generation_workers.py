@@ -1,0 +1,181 @@
+"""A run whose engines are in processes of their own learns what a run that generates in its trainer learns."""
+
+from __future__ import annotations
+
+import os
+import signal
+import site
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from rlframework import run
+from rlframework.errors import ConfigError, DeadlineExceeded, WorkerLost
+from rlframework.generation.remote import RemoteGeneration
+from rlframework.plugins.manager import create_manager
+from rlframework.runner.restarts import RESTARTS_FILE
+
+OPTIONS = ("algorithm.num_steps=2", "policy.optimizer.lr=1e-2")
+APART = ("generation.workers.group=processes",)
+
+
+@pytest.fixture
+def alone(run_config, tmp_path):
+    """The run that generates in its trainer."""
+    return run(run_config("grpo", f"output_dir={tmp_path}/alone", *OPTIONS))
+
+
+def require_the_same(result, alone):
+    for here, there in zip(result.history, alone.history, strict=True):
+        for name in ("train/reward", "train/loss", "train/grad_norm", "validation/accuracy", "validation/reward"):
+            if name in there:
+                assert here[name] == pytest.approx(there[name], rel=1e-4, abs=1e-6), (name, here["step"])
+
+
+@pytest.mark.parametrize("transport", ["ipc", "collective"])
+def test_engines_apart_give_the_numbers_of_the_embedded_one(run_config, tmp_path, alone, transport):
+    """Rewards, losses and validation: so each rollout had the weights of its step. The time of refits is told.
+
+    The first step generates with the weights that the validation before it was given.
+    """
+    options = (*OPTIONS, *APART, "generation.workers.num_workers=2", f"generation.refit.transport={transport}")
+    result = run(run_config("grpo", f"output_dir={tmp_path}/apart", *options))
+    require_the_same(result, alone)
+    assert [metrics.get("time/refit", 0.0) > 0 for metrics in result.history] == [False, False, True]
+    assert [metrics.get("validation/refit_seconds", 0.0) > 0 for metrics in result.history] == [True, False, True]
+    assert result.history[-1]["refit/mb"] > 0
+    assert "time/refit" not in alone.history[-1]
+
+
+@pytest.fixture
+def other_python(tmp_path) -> str:
+    """The Python of another environment, which finds the packages of this one by a `.pth` file."""
+    folder = tmp_path / "other"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    (own,) = folder.glob("lib/python*/site-packages")
+    packages = [*site.getsitepackages(), *(path for path in sys.path if path.endswith("site-packages"))]
+    lines = [f"import site; site.addsitedir({path!r})" for path in dict.fromkeys(packages)]
+    (own / "others.pth").write_text("\n".join(lines) + "\n")
+    return str(folder / "bin" / "python")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.xdist_group("ray")
+@pytest.mark.usefixtures("ray_session")
+def test_an_engine_in_another_python_environment(run_config, tmp_path, alone, other_python):
+    """Ray starts it with the Python of that environment; memory is shared all the same."""
+    from rlframework.runner.launch import build_parts
+
+    options = (*OPTIONS, "generation.workers.group=ray", f"generation.workers.python={other_python}")
+    config = run_config("grpo", f"output_dir={tmp_path}/elsewhere", *options)
+    with build_parts(config) as parts:
+        assert parts.generation.refitter.transport == "ipc"
+        group = parts.generation.worker_group
+        (info,) = group.get_all_worker_results(group.run_all_workers_single_data("get_info"))
+        assert Path(info["python"]) == Path(other_python)
+        assert Path(info["python"]) != Path(sys.executable)
+        from rlframework.algorithms.grpo import GRPO
+
+        require_the_same(GRPO(parts).run(), alone)
+
+
+@pytest.fixture
+def parts(run_config):
+    from rlframework.runner.launch import build_parts
+
+    with build_parts(run_config("grpo", *APART, "generation.refit.deadline=2.5")) as made:
+        made.generation.prepare_for_generation()
+        yield made
+
+
+def engine_of(parts) -> int:
+    group = parts.generation.worker_group
+    return int(group.get_all_worker_results(group.run_all_workers_single_data("get_info"))[0]["pid"])
+
+
+def test_weights_are_sent_when_they_are_stale_and_not_again(parts):
+    assert parts.generation.pop_metrics()["refit/mb"] > 0
+    parts.generation.prepare_for_generation()
+    assert parts.generation.pop_metrics() == {}
+    parts.generation.refit()
+    assert parts.generation.pop_metrics()["time/refit"] > 0
+
+
+def test_an_engine_that_hangs_is_told_within_the_deadline_and_the_trainer_goes_on(parts):
+    os.kill(engine_of(parts), signal.SIGSTOP)
+    begun = time.monotonic()
+    with pytest.raises(DeadlineExceeded, match=r"within 2\.5 s"):
+        parts.generation.refit()
+    assert time.monotonic() - begun < 10
+    assert parts.policy.get_info()[0]["rank"] == 0
+
+
+def test_an_engine_that_died_is_a_lost_worker(parts):
+    os.kill(engine_of(parts), signal.SIGKILL)
+    with pytest.raises(WorkerLost, match="SIGKILL"):
+        parts.generation.refit()
+    assert parts.policy.get_info()[0]["rank"] == 0
+
+
+def test_another_python_needs_ray(run_config):
+    with pytest.raises(ConfigError, match=r"generation\.workers\.python.*ray"):
+        run_config("grpo", *APART, "generation.workers.python=/usr/bin/python3")
+
+
+def test_one_engine_fits_into_the_drivers_process(run_config, tmp_path, alone):
+    result = run(run_config("grpo", f"output_dir={tmp_path}/inline", *OPTIONS, "generation.workers.group=inline"))
+    require_the_same(result, alone)
+    with pytest.raises(ConfigError, match="one engine"):
+        run_config("grpo", "generation.workers.group=inline", "generation.workers.num_workers=2")
+    with pytest.raises(ConfigError, match="different processes"):
+        run_config("grpo", "generation.workers.group=inline", "generation.refit.transport=collective")
+
+
+def test_a_backend_that_sends_no_weights_is_refused(run_config):
+    from rlframework.plugins.check import check_config
+
+    config = run_config("grpo", *APART, "generation.refit.transport=ipc")
+    registered = create_manager().select("policy_worker", "dtensor")
+    bare = replace(registered, record=replace(registered.record, capabilities=frozenset()))
+    keys = {problem.key for problem in check_config(config, bare, "cpu") if problem.undeclared}
+    assert "generation.refit.transport" in keys
+
+
+def test_an_engine_that_takes_no_weights_is_refused(run_config):
+    from rlframework.plugins.check import check_config
+
+    config = run_config("grpo", *APART)
+    registered = create_manager().select("generation_engine", "transformers")
+    assert check_config(config, registered, "cpu") == []
+    bare = replace(registered, record=replace(registered.record, capabilities=frozenset()))
+    (problem,) = check_config(config, bare, "cpu")
+    assert problem.undeclared
+    assert "does not declare collective_refit or ipc_refit" in problem.message
+
+
+def test_a_run_that_lost_an_engine_goes_on_from_its_checkpoint(run_config, tmp_path, monkeypatch, capfd):
+    """With `fault_tolerance`: new workers and new engines, and the steps of a run that nothing happened to."""
+    steps = ("algorithm.num_steps=3", "algorithm.validation={at_start: false, at_end: false}", "checkpoints.every=1")
+    options = (*OPTIONS, *APART, *steps, "fault_tolerance={max_restarts: 1, backoff: 0.01}")
+    whole = run(run_config("grpo", f"output_dir={tmp_path}/whole", *options))
+    ordinary, calls = RemoteGeneration.prepare_for_generation, []
+
+    def deadly(self):
+        calls.append(self)
+        if len(calls) == 3:
+            os.kill(engine_of(SimpleNamespace(generation=self)), signal.SIGKILL)
+        return ordinary(self)
+
+    monkeypatch.setattr(RemoteGeneration, "prepare_for_generation", deadly)
+    result = run(run_config("grpo", f"output_dir={tmp_path}/lost", *options))
+    assert result.metrics["step"] == 3
+    for name in ("train/reward", "train/loss", "train/grad_norm"):
+        assert result.metrics[name] == whole.metrics[name], name
+    assert (tmp_path / "lost" / RESTARTS_FILE).read_text().count("WorkerLost") == 1
+    assert "none can be lost alone" not in capfd.readouterr().err

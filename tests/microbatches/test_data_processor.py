@@ -1,0 +1,293 @@
+"""Microbatches: grouping, packing, and where head values belong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlframework.batch.batched_data_dict import BatchedDataDict
+from rlframework.errors import BatchError
+from rlframework.interfaces.data_processor import BatchPlan, MicrobatchRule
+from rlframework.microbatches.data_processor import (
+    MicrobatchProcessor,
+    check_sequence_dim,
+    group_rows,
+    make_dummy,
+    make_microbatch,
+)
+from rlframework.microbatches.row_checks import check_contents, check_rows
+
+CPU = torch.device("cpu")
+
+
+def batch_of(lengths: list[int], width: int | None = None, **masks: Any) -> BatchedDataDict[Any]:
+    """Row r holds the tokens 100 r + 1, 100 r + 2, ...; padding is 0."""
+    width = width or max(lengths)
+    columns = torch.arange(width)
+    real = columns < torch.tensor(lengths)[:, None]
+    ids = (torch.arange(len(lengths))[:, None] * 100 + columns + 1) * real
+    data = {"input_ids": ids, "input_lengths": torch.tensor(lengths), "name": [f"row {r}" for r in range(len(lengths))]}
+    return BatchedDataDict({**data, **{key: torch.tensor(value) for key, value in masks.items()}})
+
+
+def test_padded_groups_are_consecutive():
+    assert group_rows([3, 1, 2, 5, 4], BatchPlan("padded", 2, 0)) == [[0, 1], [2, 3], [4]]
+
+
+def test_dynamic_groups_are_of_like_length_and_under_the_limit():
+    """5 | 4 3 | 2 1 is the only way to make three of rows in the order of their lengths with at most 8 tokens each."""
+    assert sorted(map(sorted, group_rows([3, 1, 2, 5, 4], BatchPlan("dynamic", 2, 8)))) == [[0, 4], [1, 2], [3]]
+
+
+def test_packed_groups_fill_as_few_bins_as_can_be():
+    """15 tokens in bins of 8 are two at least, and 5 and 4 cannot stand together."""
+    first, second = group_rows([3, 1, 2, 5, 4], BatchPlan("packed", 2, 8))
+    assert sorted(first + second) == [0, 1, 2, 3, 4]
+    assert (3 in first) != (4 in first)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 40), max_size=30),
+    mode=st.sampled_from(["padded", "dynamic", "packed"]),
+    tokens=st.integers(40, 90),
+)
+def test_every_row_stands_in_one_group_under_the_limit(lengths, mode, tokens):
+    groups = group_rows(lengths, BatchPlan(mode, 4, tokens))
+    assert sorted(row for group in groups for row in group) == list(range(len(lengths)))
+    for group in groups:
+        sizes = [lengths[row] for row in group]
+        assert (
+            len(group) <= 4
+            if mode == "padded"
+            else (sum(sizes) if mode == "packed" else max(sizes) * len(sizes)) <= tokens
+        )
+
+
+def test_a_row_over_the_limit_is_an_error_that_says_what_to_do():
+    with pytest.raises(BatchError, match=r"90 tokens.*may have 64.*policy\.batching\.tokens"):
+        group_rows([3, 90], BatchPlan("packed", 1, 64))
+
+
+def test_a_padded_microbatch_by_hand():
+    data = batch_of([3, 2], width=6)
+    made = make_microbatch(data, torch.tensor([1, 0]), packed=False, positions="all")
+    assert made.processed_inputs.input_ids.tolist() == [[101, 102, 0], [1, 2, 3]]
+    assert made.processed_inputs.position_ids.tolist() == [[0, 1, 2], [0, 1, 2]]
+    assert made.targets.tolist() == [102, 2, 3]
+    assert made.head_positions.tolist() == [0, 3, 4]
+    assert made.scatter.tolist() == [1, 4, 5]
+    assert made.data_dict["name"] == ["row 1", "row 0"]
+    assert made.cu_seqlens is None
+
+
+def test_a_packed_microbatch_by_hand():
+    data = batch_of([3, 2, 4], width=6)
+    made = make_microbatch(data, torch.tensor([0, 1]), packed=True, positions="all", pad_multiple=4)
+    assert made.processed_inputs.input_ids.tolist() == [[1, 2, 3, 101, 102, 0, 0, 0]]
+    assert made.processed_inputs.position_ids.tolist() == [[0, 1, 2, 0, 1, 0, 0, 0]]
+    assert made.cu_seqlens.tolist() == [0, 3, 5, 8]
+    assert made.targets.tolist() == [2, 3, 102]
+    assert made.head_positions.tolist() == [0, 1, 3]
+    assert made.scatter.tolist() == [1, 2, 4]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 12), min_size=1, max_size=8),
+    packed=st.booleans(),
+    multiple=st.sampled_from([1, 2, 8]),
+    seed=st.integers(0, 100),
+)
+def test_the_head_sees_the_token_before_each_target(lengths, packed, multiple, seed):
+    generator = torch.Generator().manual_seed(seed)
+    data = batch_of(lengths, width=14)
+    data["token_mask"] = torch.randint(0, 2, (len(lengths), 14), generator=generator).float()
+    rows = torch.randperm(len(lengths), generator=generator)
+    made = make_microbatch(data, rows, packed=packed, positions="token_mask", pad_multiple=multiple)
+    flat = made.processed_inputs.input_ids.reshape(-1)
+    assert torch.equal(flat[made.head_positions] + 1, made.targets)  # tokens count up within a row
+    dense = torch.zeros_like(made.data_dict["input_ids"]).reshape(-1)
+    dense[made.scatter] = made.targets
+    mask = made.data_dict["token_mask"].bool()
+    mask[:, 0] = False
+    assert torch.equal(dense.view_as(mask), made.data_dict["input_ids"] * mask * (made.data_dict["input_ids"] > 0))
+    assert made.processed_inputs.input_ids.shape[1] % multiple == 0
+
+
+def test_rows_without_work_are_left_out_of_the_loss_only():
+    data = batch_of([3, 3, 3], token_mask=[[0.0, 1, 1], [1.0, 0, 0], [0.0, 0, 1]], sample_mask=[0.0, 1, 1])
+    plan, processor = BatchPlan("padded", 8, 0), MicrobatchProcessor()
+
+    def rows(positions: str) -> list[int]:
+        made = processor.microbatches(data, plan, MicrobatchRule(), positions=positions, device=CPU)
+        return [row for microbatch in made for row in microbatch.rows.tolist()]
+
+    assert rows("loss") == [2]
+    assert rows("token_mask") == [0, 2]
+    assert rows("all") == [0, 1, 2]
+    with pytest.raises(BatchError, match="'some'; take 'all', 'token_mask', 'loss' or 'last'"):
+        rows("some")
+
+
+def test_a_tensor_of_another_width_is_an_error_that_names_it():
+    data = batch_of([3, 2], width=6)
+    data["advantages"] = torch.zeros(2, 5)
+    with pytest.raises(BatchError, match="advantages"):
+        check_rows(data)
+    data["advantages"] = torch.zeros(2, 1)  # one value a row
+    check_rows(data)
+    with pytest.raises(BatchError, match="advantages"):
+        check_sequence_dim(data)
+
+
+def planned(mode: str, **masks: Any) -> tuple[BatchedDataDict[Any], BatchPlan]:
+    """Five rows that the driver has put into microbatches of 2, 1 and 2 rows."""
+    data = batch_of([3, 2, 4, 2, 3], **masks)
+    data.micro_batch_indices, data.micro_batch_lengths = [[[0, 2], [2, 3], [3, 5]]], [[5, 4, 5]]
+    return data, BatchPlan(mode, 8, 5)
+
+
+@pytest.mark.parametrize("mode", ["packed", "dynamic"])
+def test_microbatches_that_the_driver_planned_are_kept(mode):
+    data, plan = planned(mode)
+    made = MicrobatchProcessor().microbatches(data, plan, MicrobatchRule(), positions="all", device=CPU)
+    assert [each.rows.tolist() for each in made] == [[0, 1], [2], [3, 4]]
+
+
+def test_padded_microbatches_do_not_ask_for_a_plan():
+    data, plan = planned("padded")
+    made = MicrobatchProcessor().microbatches(data, plan, MicrobatchRule(), positions="all", device=CPU)
+    assert [each.rows.tolist() for each in made] == [[0, 1, 2, 3, 4]]
+
+
+def test_rows_without_targets_leave_a_planned_microbatch_and_an_empty_one_goes():
+    mask = [[0, 1, 1, 0], [0, 0, 0, 0], [1, 0, 0, 0], [0, 1, 0, 0], [0, 1, 1, 0]]
+    data, plan = planned("packed", token_mask=mask, sample_mask=[1, 1, 1, 1, 0])
+    made = MicrobatchProcessor().microbatches(data, plan, MicrobatchRule(), positions="loss", device=CPU)
+    assert [each.rows.tolist() for each in made] == [[0], [3]]
+
+
+def test_plans_of_several_global_batches_follow_each_other():
+    data, plan = planned("packed")
+    data.micro_batch_indices = [[[0, 2]], [[0, 1], [1, 3]]]
+    made = MicrobatchProcessor().microbatches(data, plan, MicrobatchRule(), positions="all", device=CPU)
+    assert [each.rows.tolist() for each in made] == [[0, 1], [2], [3, 4]]
+
+
+def test_rows_side_by_side_are_not_copied():
+    data = batch_of([3, 2, 4])
+    made = make_microbatch(data, torch.tensor([1, 2]), packed=False, positions="all")
+    assert made.data_dict["input_ids"].data_ptr() == data["input_ids"][1:].data_ptr()
+
+
+def test_rows_without_a_token_to_predict_are_left_out():
+    data = batch_of([1, 3, 0])
+    made = MicrobatchProcessor().microbatches(
+        data, BatchPlan("packed", 8, 8), MicrobatchRule(), positions="all", device=CPU
+    )
+    assert [each.rows.tolist() for each in made] == [[1]]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"input_lengths": torch.tensor([3, 5])}, r"row 1 has input_lengths 5.*0 to 4"),
+        ({"input_lengths": torch.tensor([-1, 4])}, "row 0 has input_lengths -1"),
+        ({"input_lengths": torch.tensor([3.0, 4.0])}, "input_lengths must be whole numbers"),
+        ({"input_lengths": torch.tensor([[3], [4]])}, r"input_lengths must be a tensor of 2 lengths.*\[2, 1\]"),
+        ({"input_ids": torch.ones(2, dtype=torch.int64)}, r"input_ids.*\[B, S\]"),
+        ({"token_mask": torch.ones(2)}, r"token_mask.*\[B, S\]"),
+        ({"token_mask": torch.ones(2, 1)}, "token_mask"),
+        ({"token_mask": torch.ones(1, 4)}, "token_mask"),
+        ({"sample_mask": torch.ones(2, 4)}, r"sample_mask.*\[B\]"),
+        ({"sample_mask": torch.ones(3)}, "sample_mask"),
+        ({"input_lengths": torch.tensor([0, 0])}, "none of the 2 rows has a token"),
+        ({"token_mask": torch.tensor([[0, 1, 1, 1], [0, 1, 1, 1]])}, "token_mask of row 0 is set at position 3"),
+        (
+            {"input_ids": torch.tensor([[1, 2, 3, 0], [1, 2, 3, 105]])},
+            r"row 1 has the token 105 at position 3.*0 to 104",
+        ),
+        ({"input_ids": torch.tensor([[1, -2, 3, 0], [1, 2, 3, 4]])}, "row 0 has the token -2 at position 1"),
+    ],
+)
+def test_a_batch_that_is_not_as_it_must_be_is_told_by_row(change, message):
+    data = batch_of([3, 4], token_mask=[[0, 1, 1, 0], [0, 1, 1, 1]], sample_mask=[1, 1])
+    check_rows(data)
+    check_contents(data, vocabulary=105)
+    data.update(change)
+    with pytest.raises(BatchError, match=message):  # noqa: PT012 - whichever of the two it is
+        check_rows(data)
+        check_contents(data, vocabulary=105)
+
+
+def test_padding_may_be_anything():
+    data = batch_of([2, 4])
+    data["input_ids"][0, 2:] = torch.tensor([-100, 10**6])
+    check_contents(data, vocabulary=200)
+    made = make_microbatch(data, torch.tensor([0, 1]), packed=False, positions="all")
+    assert made.processed_inputs.input_ids.tolist() == [[1, 2, 0, 0], [101, 102, 103, 104]]
+
+
+def test_a_batch_without_lengths_is_told_what_it_has():
+    data = batch_of([3, 4])
+    del data["input_lengths"]
+    with pytest.raises(BatchError, match=r"input_lengths.*\['input_ids', 'name'\]"):
+        check_rows(data)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("lengths", [torch.uint8, torch.int32, torch.int64])
+def test_narrow_integers_are_as_good(packed, lengths):
+    data = batch_of([3, 2])
+    wanted = make_microbatch(data, torch.tensor([0, 1]), packed=packed, positions="all")
+    data["input_ids"], data["input_lengths"] = data["input_ids"].int(), data["input_lengths"].to(lengths)
+    got = make_microbatch(data, torch.tensor([0, 1]), packed=packed, positions="all")
+    for name in ("head_positions", "targets", "scatter"):
+        assert torch.equal(getattr(got, name), getattr(wanted, name)), name
+        assert getattr(got, name).dtype == torch.int64, name
+    assert torch.equal(got.processed_inputs.input_ids, wanted.processed_inputs.input_ids)
+    assert got.processed_inputs.input_ids.dtype == torch.int64
+
+
+@pytest.mark.parametrize(("lengths", "row", "ids"), [([3, 2, 0], 1, [101, 102]), ([0, 0], 0, [0])])
+def test_a_dummy_is_the_shortest_row_or_one_token(lengths, row, ids):
+    data = batch_of(lengths, width=4)
+    for packed in (True, False):
+        made = make_dummy(data, packed=packed)
+        assert made.is_dummy
+        assert made.processed_inputs.input_ids.tolist() == [ids]
+        assert len(made.head_positions) == len(ids) - 1
+    assert data["input_lengths"].tolist() == lengths
+    assert data["name"][row] == made.data_dict["name"][0]
+
+
+@pytest.mark.parametrize("mode", ["dynamic", "packed"])
+def test_padding_to_a_multiple_stays_under_the_limit(mode):
+    groups = group_rows([3, 3, 2, 2, 5], BatchPlan(mode, 1, 13), pad_multiple=4)
+    lengths = [3, 3, 2, 2, 5]
+    for group in groups:
+        sizes = [lengths[row] for row in group]
+        padded = -(-sum(sizes) // 4) * 4 if mode == "packed" else len(sizes) * (-(-max(sizes) // 4) * 4)
+        assert padded <= 13
+    with pytest.raises(BatchError, match=r"8 tokens.*may have 7"):
+        group_rows([5], BatchPlan(mode, 1, 7), pad_multiple=4)
+
+
+@pytest.mark.parametrize(("mode", "rows", "tokens"), [("padded", 0, 8), ("padded", -1, 8), ("packed", 1, 0)])
+def test_microbatches_of_nothing_are_refused(mode, rows, tokens):
+    with pytest.raises(BatchError, match="the least is 1"):
+        BatchPlan(mode, rows, tokens)
+
+
+def test_token_types_alone_do_not_make_rows_multimodal():
+    data = batch_of([3, 2])
+    data["token_type_ids"] = torch.zeros_like(data["input_ids"])
+    for packed in (True, False):
+        made = make_microbatch(data, torch.tensor([0, 1]), packed=packed, positions="all")
+        assert not made.processed_inputs.is_multimodal
+        assert made.processed_inputs.position_ids is not None

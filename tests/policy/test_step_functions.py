@@ -1,0 +1,57 @@
+"""What `step` and core say to an engine that hands over something else than the contract has."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rlframework.policy.engine import StepResult
+from rlframework.policy.head.request import HeadOutput
+from rlframework.policy.step_functions import loss_step, require_results, values_step
+
+ONE = torch.tensor(1.0)
+LEARN = loss_step(lambda values, data, seqs, tokens: (values.sum(), {}), ONE, ONE)
+
+
+def microbatch(**changes):
+    """Two rows of three tokens, and the values of three of their targets."""
+    data = {"input_ids": torch.zeros(2, 3, dtype=torch.int64)}
+    given = {"data_dict": data, "scatter": torch.tensor([1, 2, 4]), "is_dummy": False}
+    return SimpleNamespace(**given | changes)
+
+
+@pytest.mark.parametrize("step", [values_step, LEARN])
+def test_a_tensor_is_no_head_output(step):
+    with pytest.raises(TypeError, match=r"got a Tensor.*read_head_output"):
+        step(torch.zeros(3, 1), microbatch())
+
+
+@pytest.mark.parametrize("step", [values_step, LEARN])
+@pytest.mark.parametrize("rows", [1, 2, 6])  # one row would be spread over all positions without an error
+def test_values_must_be_as_many_as_positions(step, rows):
+    with pytest.raises(RuntimeError, match=rf"{rows} rows of values.*3 positions"):
+        step(HeadOutput(logprobs=torch.zeros(rows)), microbatch())
+
+
+def test_values_stand_at_their_targets():
+    found = values_step(HeadOutput(logprobs=torch.tensor([-1.0, -2.0, -3.0])), microbatch()).outputs["logprobs"]
+    assert found.tolist() == [[0.0, -1.0, -2.0], [0.0, -3.0, 0.0]]
+    assert float(LEARN(HeadOutput(logprobs=torch.tensor([-1.0, -2.0, -3.0])), microbatch()).loss) == -6.0
+
+
+def test_a_loss_without_values_says_what_is_missing():
+    with pytest.raises(RuntimeError, match="neither logprobs nor logits"):
+        LEARN(HeadOutput(entropy=torch.zeros(3)), microbatch())
+
+
+@pytest.mark.parametrize("results", [[], [StepResult()], [StepResult()] * 3, None])
+def test_results_must_be_as_many_as_microbatches(results):
+    told = "NoneType" if results is None else f"{len(results)} results"
+    with pytest.raises(RuntimeError, match=rf"forward_backward gave {told} for 2 microbatches"):
+        require_results(results, [microbatch(), microbatch()])
+
+
+def test_results_that_are_enough_are_let_through():
+    require_results([StepResult(), StepResult()], [microbatch(), microbatch()])

@@ -1,0 +1,172 @@
+"""`rlframework convert`: what training goes on from, and models, from one form into another."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rlframework import run
+from rlframework.cli import main
+from rlframework.errors import DataError, UserError
+from rlframework.evaluation.run_or_model import find_subject
+from rlframework.policy.checkpoint.reader import open_saved
+from rlframework.runner.convert import convert
+from rlframework.runner.launch import build_parts, resume
+from rlframework.training.checkpoints import checkpoints_in
+
+STEPS = ("algorithm.num_steps=4", "algorithm.validation={at_start: false, at_end: false}", "checkpoints.every=2")
+
+
+@pytest.fixture
+def finished(run_config, tmp_path):
+    """`finished(form)`: the folder of a run of four steps with checkpoints of that form."""
+
+    def make(form: str) -> Path:
+        out = tmp_path / f"run-{form}"
+        run(run_config("sft", f"output_dir={out}", *STEPS, f"checkpoints.format={form}"))
+        return out
+
+    return make
+
+
+def read(folder: Path) -> dict[str, torch.Tensor]:
+    with open_saved(folder) as found:
+        return {name: found[name].clone() for name in found}
+
+
+def assert_equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    assert sorted(left) == sorted(right)
+    for name, tensor in left.items():
+        assert torch.equal(tensor, right[name]), name
+
+
+@pytest.mark.parametrize(("form", "other"), [("portable", "sharded"), ("sharded", "portable")])
+def test_there_and_back_is_the_same_to_the_bit(finished, tmp_path, form, other):
+    path = finished(form)
+    [_, newest] = checkpoints_in(path)
+    told = convert(str(path), str(tmp_path / "there"), other).told()
+    assert told.startswith("done: ")
+    assert f"tensors of {newest}, {other}, in {tmp_path / 'there'}" in told
+    convert(str(tmp_path / "there"), str(tmp_path / "back"), form)
+    for kind in ("model", "optimizer"):
+        assert any((tmp_path / "there" / kind).glob("*.distcp")) == (other == "sharded")
+        assert_equal(read(newest / kind), read(tmp_path / "there" / kind))
+        assert_equal(read(newest / kind), read(tmp_path / "back" / kind))
+    for name in ("optimizer/training.json", "optimizer/random.safetensors", "run.json", "model/tokenizer.json"):
+        assert (tmp_path / "back" / name).read_bytes() == (newest / name).read_bytes()
+
+
+def test_training_goes_on_from_what_was_converted_where_it_lies(finished, tmp_path):
+    whole, other = finished("portable"), finished("sharded")
+    shutil.rmtree(checkpoints_in(other)[1])
+    [step] = checkpoints_in(other)
+    with pytest.raises(UserError, match="is there already, and nothing is overwritten"):
+        convert(str(step), str(step), "portable")
+    convert(str(step), str(step), "portable", overwrite=True)
+    assert not list(step.rglob("*.distcp"))
+    resume(other)
+    assert_equal(read(whole / "model"), read(other / "model"))
+
+
+def test_a_hugging_face_model_is_the_one_that_was_trained(finished, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    path = finished("sharded")
+    convert(str(path), str(tmp_path / "hf"), "huggingface")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto")
+    AutoTokenizer.from_pretrained(tmp_path / "hf")
+    right = load_file(path / "model" / "model.safetensors")
+    found = dict(loaded.named_parameters())
+    for name, weight in right.items():
+        assert torch.equal(found[name].detach(), weight), name
+    assert {path.name for path in (tmp_path / "hf").iterdir()} == {path.name for path in (path / "model").iterdir()}
+
+
+def test_large_models_become_several_files(finished, tmp_path, monkeypatch):
+    from rlframework.policy.checkpoint import pretrained
+
+    path = finished("sharded")
+    monkeypatch.setattr(pretrained, "SHARD_BYTES", 20_000)
+    convert(str(path), str(tmp_path / "portable"), "portable")
+    assert len(list((tmp_path / "portable" / "model").glob("model-*.safetensors"))) > 1
+    assert_equal(read(checkpoints_in(path)[1] / "optimizer"), read(tmp_path / "portable" / "optimizer"))
+
+
+def test_of_pieces_one_tensor_is_held_at_a_time(finished, tmp_path, monkeypatch):
+    """A file a piece: what DCP holds until a file is written is one."""
+    path = finished("portable")
+    convert(str(path), str(tmp_path / "sharded"), "sharded")
+    [_, newest] = checkpoints_in(path)
+    assert len(list((tmp_path / "sharded" / "model").glob("*.distcp"))) == len(read(newest / "model"))
+
+
+@pytest.mark.parametrize("form", ["portable", "sharded"])
+def test_of_a_model_there_are_weights_only_and_that_is_told(run_config, tiny_llama, tmp_path, form):
+    half = tmp_path / "half"
+    shutil.copytree(tiny_llama, half)
+    weights = {name: tensor.bfloat16() for name, tensor in load_file(half / "model.safetensors").items()}
+    save_file(weights, half / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((half / "config.json").read_text()) | {"dtype": "bfloat16"}
+    (half / "config.json").write_text(json.dumps(config))
+    told = convert(str(half), str(tmp_path / "made"), form).told()
+    assert told.endswith("; weights only, there was no optimizer state to go on from")
+    assert [path.name for path in (tmp_path / "made").iterdir()] == ["model"]
+    found = read(tmp_path / "made" / "model")
+    assert_equal(found, {name: tensor.float() for name, tensor in weights.items()})
+    assert json.loads((tmp_path / "made" / "model" / "config.json").read_text())["dtype"] == "float32"
+    with build_parts(run_config("sft", *STEPS)) as parts:
+        parts.policy.load_checkpoint(str(tmp_path / "made" / "model"))
+
+
+def test_what_cannot_be_converted_is_told(finished, tiny_llama, tmp_path):
+    path = finished("sharded")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "cat.jpg").write_bytes(b"meow")
+    new = str(tmp_path / "new")
+    for given, to, error, told in (
+        (str(path), "gguf", UserError, "--to gguf: there are portable, sharded, huggingface"),
+        (str(path), "sharded", UserError, "is sharded already"),
+        (str(tiny_llama), "huggingface", UserError, "is huggingface already"),
+        (str(tmp_path / "nothing"), "portable", UserError, "there is no directory"),
+        (str(empty), "portable", DataError, r"neither model\*\.safetensors nor pieces"),
+    ):
+        with pytest.raises(error, match=told):
+            convert(given, new, to)
+    with pytest.raises(UserError, match="something else than a checkpoint or a model, and is not overwritten"):
+        convert(str(path), str(tmp_path / "photos"), "portable", overwrite=True)
+    assert (tmp_path / "photos" / "cat.jpg").exists()
+    pieces = checkpoints_in(path)[1] / "optimizer" / "__0_0.distcp"
+    content = pieces.read_bytes()
+    pieces.write_bytes(content[:1000] + bytes([content[1000] ^ 1]) + content[1001:])
+    with pytest.raises(DataError, match=r"optimizer/__0_0\.distcp is damaged"):
+        convert(str(path), new, "portable")
+    assert not Path(new).exists()
+
+
+def test_pieces_are_not_asked_before_they_are_a_model(finished):
+    path = finished("sharded")
+    for name in (checkpoints_in(path)[0], checkpoints_in(path)[0] / "model"):
+        with pytest.raises(UserError, match=f"rlframework convert {name} NEW_FOLDER --to huggingface"):
+            find_subject(str(name))
+
+
+def test_the_command_tells_what_it_did_and_how_it_is_used(finished, tmp_path, capsys):
+    path = finished("sharded")
+    with pytest.raises(SystemExit) as ended:
+        main(["convert", str(path), str(tmp_path / "hf"), "--to", "huggingface"])
+    assert ended.value.code == 0
+    assert "huggingface, in " in capsys.readouterr().out
+    with pytest.raises(SystemExit) as ended:
+        main(["convert", str(path), str(tmp_path / "hf"), "--to", "huggingface"])
+    assert ended.value.code == 2
+    assert "give --overwrite" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["convert", "--help"])
+    assert "rlframework convert runs/grpo models/grpo --to huggingface" in capsys.readouterr().out

@@ -1,0 +1,156 @@
+"""Whole runs in one process: what they write, and that they learn."""
+
+from __future__ import annotations
+
+import json
+import string
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlframework import load_config, run
+from rlframework.errors import ConfigError, DataError
+from rlframework.huggingface.model_directories import make_llama
+from rlframework.huggingface.tokenizer import character_tokenizer
+from rlframework.rollout.rollout import row_seeds
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+
+
+def metrics_of(path: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_leaves_model_metrics_samples_and_configuration(run_config, tmp_path):
+    config = run_config("grpo", "algorithm.loss.kl_coef=0.05", "observers.tensorboard=true")
+    result = run(config)
+    out = tmp_path / "run"
+    assert {path.name for path in out.iterdir()} >= {
+        "config.yaml", "model", "metrics.jsonl", "samples.jsonl", "tensorboard", "curve.png",
+    }  # fmt: skip
+    assert load_config(out / "config.yaml") == config
+    rows = metrics_of(out)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    assert [("validation/accuracy" in row) for row in rows] == [True, False, True, True]
+    for name in ("train/reward", "train/kl", "train/entropy", "train/generation_kl", "time/generate", "time/train"):
+        assert all(name in row for row in rows[1:]), name
+    assert result.metrics["step"] == 3
+    sample = json.loads((out / "samples.jsonl").read_text().splitlines()[0])
+    assert {"prompt", "completion", "reward", "step", "kind"} <= sample.keys()
+    assert load_config(config, [f"policy.model_name={out}/model"]).policy.model_name.endswith("model")
+
+
+def test_the_trainer_and_the_generator_agree(run_config, tmp_path):
+    run(run_config("grpo", "policy.batching.mode=packed", "generation.temperature=0.8"))
+    differences = [row["train/generation_logprob_difference_max"] for row in metrics_of(tmp_path / "run")[1:]]
+    assert max(differences) < 1e-4
+
+
+def test_several_optimizer_steps_on_a_batch_start_from_its_own_policy(run_config, tmp_path):
+    run(run_config("grpo", "algorithm.epochs_per_batch=2", "policy.train_global_batch_size=16"))
+    rows = metrics_of(tmp_path / "run")
+    assert all(row["time/logprobs"] > 1e-3 for row in rows[1:])  # it scored the batch before training
+    assert any(abs(row["train/ratio"] - 1.0) > 1e-6 for row in rows[1:])  # and moved away from it
+
+
+def test_the_schedule_spans_all_passes_over_the_batches(run_config, tmp_path):
+    options = ["algorithm.epochs_per_batch=2", "policy.scheduler={name: linear, min_ratio: 0.0}"]
+    run(run_config("grpo", *options, "policy.optimizer.lr=6e-3"))
+    rates = [row["train/lr"] for row in metrics_of(tmp_path / "run")[1:]]
+    assert rates == pytest.approx([5e-3, 3e-3, 1e-3])  # of the second pass of each step: calls 2, 4 and 6 of 6
+
+
+def test_constant_groups_are_not_scored(run_config, tmp_path):
+    run(run_config("grpo", "environment.constant=true", "algorithm.epochs_per_batch=2"))
+    for row in metrics_of(tmp_path / "run")[1:]:
+        assert row["train/zero_variance_groups"] == 4
+        assert "train/ratio" not in row  # nothing was trained on
+
+
+def test_zero_variance_groups_are_counted_and_are_no_work(run_config, tmp_path):
+    run(run_config("grpo", "environment.constant=true"))
+    for row in metrics_of(tmp_path / "run")[1:]:
+        assert row["train/zero_variance_groups"] == 4
+        assert row["train/global_valid_toks"] == 0
+        assert row["train/grad_norm"] == 0
+
+
+def test_supervised_training_learns_and_stops_at_its_goal(run_config, tmp_path):
+    result = run(
+        run_config(
+            "sft",
+            "algorithm.num_steps=400",
+            "algorithm.validation.every=10",
+            "algorithm.stop_at_accuracy=0.3",
+            "policy.train_global_batch_size=64",
+            "policy.optimizer.lr=5e-3",
+        )
+    )
+    rows = metrics_of(tmp_path / "run")
+    assert result.metrics["validation/accuracy"] >= 0.3
+    assert len(rows) < 400
+    assert rows[-1]["train/loss"] < 0.7 * rows[1]["train/loss"]
+
+
+def test_the_same_seed_gives_the_same_run(run_config, tmp_path):
+    first = run(run_config("grpo", f"output_dir={tmp_path}/a"))
+    second = run(run_config("grpo", f"output_dir={tmp_path}/b"))
+    other = run(run_config("grpo", f"output_dir={tmp_path}/c", "seed=4"))
+
+    def losses(result) -> list[float]:
+        return [row["train/loss"] for row in result.history[1:]]
+
+    assert losses(first) == losses(second)
+    assert losses(first) != losses(other)
+
+
+def test_rows_have_seeds_of_their_own():
+    seeds = torch.cat([row_seeds(0, 1, 50), row_seeds(0, 2, 50), row_seeds(1, 1, 50)])
+    assert len(set(seeds.tolist())) == 150
+    assert torch.equal(row_seeds(0, 1, 50)[:10], row_seeds(0, 1, 10))
+
+
+def test_an_output_directory_that_holds_something_is_left_alone(run_config, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text("precious\n")
+    with pytest.raises(ConfigError, match="is not empty, and nothing in it is overwritten"):
+        run(run_config("sft"))
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == "precious\n"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["policy.model_name=/no/such/model"], "/no/such/model"),
+        (["~environment", "environment={name: gsm8k, train_path: /no/such/file.jsonl}"], "/no/such/file.jsonl"),
+        (["~environment", "environment={name: gsm8k, train_path: bad.jsonl}"], "bad.jsonl, line 2"),
+        (["~environment", "environment={name: gsm8k, train_path: empty.jsonl}"], "empty.jsonl"),
+        (["generation.stop_strings=[ab]"], "stop_strings"),
+    ],
+)
+def test_bad_input_is_one_error_and_leaves_nothing(run_config, tmp_path, monkeypatch, overrides, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.jsonl").write_text('{"question": "1+1?", "answer": "2\\n#### 2"}\n{"question": "broken\n')
+    (tmp_path / "empty.jsonl").write_text("")
+    with pytest.raises((ConfigError, DataError)) as error:
+        run(run_config("grpo", *overrides))
+    assert message in str(error.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_training_on_real_gsm8k_rows(run_config, tmp_path):
+    model = make_llama(
+        tmp_path / "model",
+        character_tokenizer(string.printable + "\u2019"),
+        hidden=16,
+        layers=1,
+        heads=2,
+        max_positions=2048,
+    )
+    train, validation = FIXTURES / "gsm8k_train.jsonl", FIXTURES / "gsm8k_test.jsonl"
+    rows = f"{{name: gsm8k, train_path: {train}, validation_path: {validation}}}"
+    options = ["~environment", f"environment={rows}", "algorithm.num_steps=2", "policy.train_global_batch_size=4"]
+    result = run(run_config("sft", *options, f"policy.model_name={model}", "policy.batching.tokens=2048"))
+    assert result.metrics["train/loss"] > 0
+    assert result.metrics["validation/samples"] == 8

@@ -1,0 +1,337 @@
+"""Training that lost a worker goes on by itself, and ends with the weights of a run that nothing happened to."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from probe_runs import assert_same_weights
+
+from rlframework import run
+from rlframework.algorithm import RunResult
+from rlframework.configure import config_yaml
+from rlframework.errors import ConfigError, DeadlineExceeded, NonFiniteGradients, RunTerminated, WorkerError, WorkerLost
+from rlframework.policy.client import Policy
+from rlframework.runner.launch import resume
+from rlframework.runner.restarts import RESTARTS_FILE, Attempt, Restarts
+from rlframework.training.checkpoints import checkpoints_in
+
+RAY_OF_ITS_OWN = {
+    "RAY_AUTH_MODE": "token",
+    "RAY_AUTH_TOKEN": "of-this-test",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_health_check_period_ms": "300",
+}
+"""Ray asks each machine every 3 s, and counts it as gone when five such questions fail one after the other. How long an
+answer may take is as always, so a slow machine is not taken for a lost one."""
+TWO = ("worker_group={name: processes, num_workers: 2}", "policy.batching.tokens=1024")
+"""With one microbatch a step on each worker, the n-th call of the loss is in the n-th step."""
+
+
+@pytest.fixture
+def plan(tmp_path: Path):
+    """`plan("1-5-kill", ...)`: what happens to which rank at which call of the loss."""
+
+    def make(*words: str) -> str:
+        folder = tmp_path / "plan"
+        folder.mkdir(exist_ok=True)
+        for word in words:
+            (folder / word).touch()
+        return f"algorithm.loss={{name: 'probe_losses:Deadly', plan: {folder}}}"
+
+    return make
+
+
+def options(out: Path, *more: str) -> list[str]:
+    fast = "fault_tolerance={max_restarts: 2, backoff: 0.01}"
+    steps = ["algorithm.num_steps=6", "algorithm.validation.every=3", "checkpoints.every=2"]
+    return [f"output_dir={out}", *steps, fast, *TWO, *more]
+
+
+@pytest.fixture(scope="module")
+def whole(make_config, tmp_path_factory) -> Path:
+    """The run that nothing happens to, once for all tests."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    (folder / "plan").mkdir()
+    loss = f"algorithm.loss={{name: 'probe_losses:Deadly', plan: {folder / 'plan'}}}"
+    run(make_config(folder, "sft", *options(folder / "whole", loss)))
+    return folder / "whole"
+
+
+def rows(path: Path, name: str = "metrics.jsonl") -> list[dict]:
+    return [json.loads(line) for line in (path / name).read_text().splitlines()]
+
+
+def assert_same(left: Path, right: Path) -> None:
+    """The same weights to the bit; the same lines of metrics, each step once, but for times and memory."""
+    assert_same_weights(left, right)
+    kept = [
+        [
+            {key: value for key, value in row.items() if key.startswith(("step", "train/", "validation/"))}
+            for row in rows(path)
+        ]
+        for path in (left, right)
+    ]
+    assert kept[0] == kept[1]
+    assert [row["step"] for row in kept[1]] == [0, 1, 2, 3, 4, 5, 6]
+
+
+def test_a_killed_worker_is_replaced_and_the_weights_are_those_of_an_undisturbed_run(
+    run_config, tmp_path, whole, plan, capfd
+):
+    assert not (whole / RESTARTS_FILE).exists()
+    result = run(run_config("sft", *options(tmp_path / "run", plan("1-4-kill"))))
+    assert_same(whole, tmp_path / "run")
+    assert result.metrics["step"] == 6
+    [told] = rows(tmp_path / "run", RESTARTS_FILE)
+    assert {key: told[key] for key in ("restart", "of", "from_step", "reached_step", "waited")} == {
+        "restart": 1,
+        "of": 2,
+        "from_step": 2,
+        "reached_step": 3,
+        "waited": 0.01,
+    }
+    assert told["error"].startswith(
+        "WorkerLost: the process of rank 1 of 2 died in train: its process ended (killed by"
+    )
+    line = f"restart 1 of 2 from {tmp_path / 'run' / 'checkpoints' / 'step-000002'}, in 0.01 s: the process of rank 1"
+    assert line in capfd.readouterr().err
+    assert len(json.loads((tmp_path / "run" / "environment.json").read_text())["earlier"]) == 1
+    assert len({row["step"] for row in rows(tmp_path / "run", "samples.jsonl")}) == len(
+        {row["step"] for row in rows(whole, "samples.jsonl")}
+    )
+    assert len(rows(tmp_path / "run", "samples.jsonl")) == len(rows(whole, "samples.jsonl"))
+
+
+def test_without_a_checkpoint_it_begins_at_the_beginning(run_config, tmp_path, whole, plan, capfd):
+    run(run_config("sft", *options(tmp_path / "run", plan("0-2-kill"), "checkpoints.every=0")))
+    assert_same(whole, tmp_path / "run")
+    errors = capfd.readouterr().err
+    assert "note: fault_tolerance.max_restarts=2, but checkpoints.every=0, so that a restart begins at the" in errors
+    assert "restart 1 of 2 from the beginning, as there is no checkpoint, in 0.01 s: " in errors
+    [told] = rows(tmp_path / "run", RESTARTS_FILE)
+    assert (told["from_step"], told["reached_step"]) == (0, 1)
+
+
+def test_a_run_that_was_resumed_goes_on_from_where_it_was_resumed(run_config, tmp_path, whole, plan):
+    run(
+        run_config(
+            "sft", *options(tmp_path / "run", plan()), "algorithm.num_steps=2", "algorithm.validation.at_end=false"
+        )
+    )
+    plan("0-1-kill")
+    resume(tmp_path / "run", ["algorithm.num_steps=6", "algorithm.validation.at_end=true"])
+    assert_same(whole, tmp_path / "run")
+    assert [told["from_step"] for told in rows(tmp_path / "run", RESTARTS_FILE)] == [2]
+
+
+def test_a_worker_that_hangs_after_a_step_is_lost(run_config, tmp_path, whole, plan):
+    run(run_config("sft", *options(tmp_path / "run", plan("1-4-hang")), "worker_group.deadlines.call=8"))
+    assert_same(whole, tmp_path / "run")
+    assert [told["error"].partition(":")[0] for told in rows(tmp_path / "run", RESTARTS_FILE)] == ["DeadlineExceeded"]
+
+
+def test_an_error_that_would_come_again_ends_the_run(run_config, tmp_path, plan):
+    with pytest.raises(WorkerError, match="ZeroDivisionError: one that would come again") as caught:
+        run(run_config("sft", *options(tmp_path / "run", plan("1-3-raise"))))
+    assert not isinstance(caught.value, WorkerLost)
+    assert not (tmp_path / "run" / RESTARTS_FILE).exists()
+
+
+def test_by_default_nothing_starts_again(run_config, tmp_path, plan):
+    with pytest.raises(WorkerLost, match="rank 0 of 2 died in train"):
+        run(run_config("sft", *options(tmp_path / "run", plan("0-3-kill")), "fault_tolerance.max_restarts=0"))
+    assert not (tmp_path / "run" / RESTARTS_FILE).exists()
+
+
+def test_a_run_that_is_told_to_stop_does_not_start_again(run_config, tmp_path, plan, monkeypatch):
+    """SIGTERM comes in the third step, and that step loses a worker: a scheduler tells all of a job to end."""
+    real, calls = Policy.train, []
+
+    def train(self, *args, **kwargs):
+        calls.append(1)
+        if len(calls) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(self.worker_group._pids[1], signal.SIGKILL)
+        return real(self, *args, **kwargs)
+
+    monkeypatch.setattr(Policy, "train", train)
+    with pytest.raises(RunTerminated, match="told to stop, and the step did not end: the process of rank 1") as caught:
+        run(run_config("sft", *options(tmp_path / "run", plan())))
+    assert caught.value.exit_code == 143
+    assert not (tmp_path / "run" / RESTARTS_FILE).exists()
+    assert [path.name for path in checkpoints_in(tmp_path / "run")] == ["step-000002"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.xdist_group("ray")
+@pytest.mark.usefixtures("ray_session")
+def test_on_ray_too(run_config, tmp_path, whole, plan):
+    run(run_config("sft", *options(tmp_path / "run", plan("1-4-kill")), "worker_group.name=ray"))
+    assert_same(whole, tmp_path / "run")
+    assert [told["from_step"] for told in rows(tmp_path / "run", RESTARTS_FILE)] == [2]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.xdist_group("ray")
+def test_a_machine_that_leaves_a_cluster_is_replaced_by_another(run_config, tmp_path, whole, plan):
+    """Three machines, two workers: the third machine takes the work of the one whose Ray is killed."""
+    ray = "worker_group={name: ray, num_workers: 2, workers_per_node: 1}"
+    config = run_config("sft", *options(tmp_path / "run", plan("1-4-node")), ray, "policy.batching.tokens=1024")
+    (tmp_path / "run.yaml").write_text(config_yaml(config))
+    here = Path(__file__).parent
+    done = subprocess.run(
+        [sys.executable, str(here / "probe_run_on_cluster.py"), "3", str(tmp_path / "run.yaml")],
+        env=os.environ | RAY_OF_ITS_OWN,
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert_same(whole, tmp_path / "run")
+    told = rows(tmp_path / "run", RESTARTS_FILE)
+    assert [(one["from_step"], one["reached_step"]) for one in told] == [(2, 3)]
+
+
+# -- how often, and after how long: attempts that are made up ----------------------------------------------------------
+
+
+class Done:
+    """Stands for observers that were told of steps up to `last_step`."""
+
+    def __init__(self, last_step: int) -> None:
+        self.last_step = last_step
+
+
+@pytest.fixture
+def tried(run_config, tmp_path):
+    """`tried(outcomes, **fault_tolerance)`: what the attempts were, the waits, and the result or error.
+
+    An outcome is the error, the last step of that attempt (None: training did not begin), and the checkpoint it wrote.
+    """
+
+    def go(outcomes, **section):
+        (tmp_path / "run").mkdir()
+        config = run_config("sft", f"fault_tolerance={json.dumps(section)}", "checkpoints.every=1", *TWO)
+        attempts: list[Attempt] = []
+        waits: list[float] = []
+
+        def attempt(now: Attempt) -> RunResult:
+            attempts.append(now)
+            error, last, checkpoint = outcomes[len(attempts) - 1]
+            now.observers = None if last is None else Done(last)
+            if checkpoint:
+                (config.output_dir / "checkpoints" / f"step-{checkpoint:06d}").mkdir(parents=True)
+            if error is not None:
+                raise error
+            return RunResult({"step": float(last)})
+
+        try:
+            end = Restarts(config, wait=waits.append).run(attempt)
+        except Exception as error:  # noqa: BLE001 - what came of it is the answer
+            end = error
+        return [now.checkpoint and now.checkpoint.name for now in attempts], waits, end
+
+    return go
+
+
+def lost(last=3, checkpoint=0):
+    return WorkerLost("gone"), last, checkpoint
+
+
+def test_the_wait_doubles_up_to_its_most(tried):
+    starts, waits, end = tried([lost()] * 5 + [(None, 6, 0)], max_restarts=5, backoff=2.0, max_backoff=12.0)
+    assert waits == [2.0, 4.0, 8.0, 12.0, 12.0]
+    assert starts == [None] * 6
+    assert end.metrics["step"] == 6
+
+
+def test_so_many_restarts_in_a_row_and_no_more(tried, capsys):
+    error = WorkerLost("the third")
+    starts, _, end = tried([lost(), lost(), (error, 3, 0)], max_restarts=2, backoff=1.0)
+    assert end is error
+    assert len(starts) == 3
+    assert "gave up after 2 restart(s) in a row without a new checkpoint (fault_tolerance.max_restarts)" in (
+        capsys.readouterr().err
+    )
+
+
+def test_a_new_checkpoint_starts_the_count_anew(tried):
+    outcomes = [lost(), lost(checkpoint=4), lost(), lost(), (None, 6, 0)]
+    starts, waits, end = tried(outcomes, max_restarts=2, backoff=1.0)
+    assert isinstance(end, WorkerLost)  # the fourth: two in a row from step 4 came to no more
+    assert starts == [None, None, "step-000004", "step-000004"]
+    assert waits == [1.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize("error", [ConfigError("a"), NonFiniteGradients("b"), WorkerError("c"), ValueError("d")])
+def test_what_is_not_the_loss_of_a_worker_ends_the_run(tried, error):
+    starts, waits, end = tried([(error, 3, 0)], max_restarts=2)
+    assert (end, waits, len(starts)) == (error, [], 1)
+
+
+@pytest.mark.parametrize(("last", "goes_on"), [(0, False), (1, True)])
+def test_a_deadline_counts_where_a_step_was_done_in_time_before(tried, last, goes_on):
+    starts, _, _ = tried([(DeadlineExceeded("slow"), last, 0), (None, 6, 0)], max_restarts=2, backoff=1.0)
+    assert len(starts) == (2 if goes_on else 1)
+
+
+def test_what_cannot_start_the_first_time_is_not_tried_again(tried):
+    error = WorkerLost("died while it started")
+    assert tried([(error, None, 0)], max_restarts=2)[2] is error
+
+
+def test_what_could_start_before_is_tried_again(tried):
+    """After a node left there may be too few GPUs for a while."""
+    outcomes = [lost(), (ConfigError("too few GPUs"), None, 0), (None, 6, 0)]
+    _, waits, end = tried(outcomes, max_restarts=2, backoff=1.0)
+    assert end.metrics["step"] == 6
+    assert waits == [1.0, 2.0]
+
+
+@pytest.mark.parametrize(("checkpoint", "same"), [(0, True), (2, False)])
+def test_from_the_beginning_this_process_draws_the_same_random_numbers_again(run_config, tmp_path, checkpoint, same):
+    """From a checkpoint it is the checkpoint that has them."""
+    (tmp_path / "run").mkdir()
+    config = run_config("sft", "fault_tolerance={max_restarts: 1}", "checkpoints.every=1", *TWO)
+    drawn = []
+
+    def attempt(now: Attempt) -> RunResult:
+        now.observers = Done(2)
+        drawn.append((random.random(), np.random.rand(), torch.rand(1).item()))
+        if now.first:
+            if checkpoint:
+                (tmp_path / "run" / "checkpoints" / "step-000002").mkdir(parents=True)
+            raise WorkerLost("gone")
+        return RunResult({"step": 3.0})
+
+    Restarts(config, wait=lambda seconds: None).run(attempt)
+    first, second = drawn
+    assert [one == two for one, two in zip(first, second, strict=True)] == [same] * 3
+
+
+def test_secrets_of_an_error_are_not_written_down(tried, tmp_path, capsys):
+    error = WorkerLost("died reading https://me:hunter2@host/data\nhf_abcdefghijklmnopqrstuvwxyz")
+    tried([(error, 2, 0), (None, 6, 0)], max_restarts=1, backoff=1.0)
+    written = (tmp_path / "run" / RESTARTS_FILE).read_text() + capsys.readouterr().err
+    assert "died reading https://***@host/data" in written
+    assert "hunter2" not in written
+    assert "hf_abc" not in written
+
+
+def test_inline_has_nothing_to_restart(run_config, tmp_path, capsys):
+    Restarts(run_config("sft", "fault_tolerance.max_restarts=1"))
+    assert (
+        "worker_group.name=inline has its worker in this process, so none can be lost alone" in capsys.readouterr().err
+    )

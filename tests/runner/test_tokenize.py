@@ -1,0 +1,91 @@
+"""The command `rlframework tokenize`: what it writes, and when it writes nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlframework.cli import main
+from rlframework.datasets.tokens.reading import TokenData
+
+ROWS = [{"prompt": f"{n}+1=", "completion": str(n + 1)} for n in range(9)]
+
+
+@pytest.fixture
+def folder(tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with data and a configuration."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    (tmp_path / "v.jsonl").write_text(json.dumps({"prompt": "x", "completion": "y"}) + "\n")
+    (tmp_path / "run.yaml").write_text(
+        f"policy: {{model_name: {tiny_llama}}}\nalgorithm: {{name: sft}}\n"
+        "environment: {name: dataset, path: a.jsonl, validation_path: v.jsonl}\n"
+    )
+    return tmp_path
+
+
+def call(*words: str) -> int:
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    return int(end.value.code or 0)
+
+
+def test_rows_are_written_and_summed_up(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each row is a sum of four characters, its result and the end token: six tokens, two of them trained on."""
+    assert call("tokenize", "run.yaml", "out/tokens") == 0
+    captured = capsys.readouterr()
+    assert captured.out == ("done: 9 rows of at most 6 tokens, 54 in all, of which 18 are trained on; in out/tokens\n")
+    assert captured.err == ""  # no bar where there is no terminal
+    data = TokenData(folder / "out" / "tokens")
+    assert data.lengths.tolist() == [6] * 9
+    assert data[0][1].tolist() == [False] * 4 + [True] * 2
+    assert data.meta["source"]["environment"]["path"] == "a.jsonl"
+    assert data.meta["source"]["seed"] == 0
+
+
+def test_overrides_count(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("tokenize", "run.yaml", "out", "algorithm.train_on=all", "algorithm.max_tokens=5") == 0
+    assert "9 rows of at most 5 tokens, 45 in all, of which 45 are trained on" in capsys.readouterr().out
+    assert TokenData(folder / "out").meta["train_on"] == "all"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("out algorithm.name=grpo", "algorithm.name is 'grpo', and rows are rendered for supervised training"),
+        ("out environment.path=gone.jsonl", "gone.jsonl: cannot be read (No such file"),
+        ("out policy.model_name=/no/such", "no tokenizer can be loaded from '/no/such'"),
+        ("out environment.path=bad.jsonl", "bad.jsonl, line 2: not JSON"),
+        ("out environment.path=euro.jsonl", "sample 'euro-2': the tokenizer has no token for ['€']"),
+        ("out environment.path=long.jsonl", "sample 'long-2' has 130 tokens, and the model (policy.model_name="),
+        ("full", "OUT='full' is not empty, and nothing in it is overwritten"),
+        ("a.jsonl", "a.jsonl: a part of the path is a file, not a directory"),
+        ("out algorithm.train_onn=all", "Did you mean `algorithm.train_on`?"),
+    ],
+)
+def test_a_mistake_is_one_message_and_nothing_is_written(
+    folder: Path, capsys: pytest.CaptureFixture[str], words: str, message: str
+) -> None:
+    good = json.dumps(ROWS[0])
+    (folder / "bad.jsonl").write_text(f"{good}\n{{]\n")
+    (folder / "euro.jsonl").write_text(f"{good}\n{json.dumps({'prompt': '€', 'completion': '1'})}\n")
+    (folder / "long.jsonl").write_text(f"{good}\n{json.dumps({'prompt': '1', 'completion': '2' * 128})}\n")
+    (folder / "full").mkdir()
+    (folder / "full" / "precious").write_text("x")
+    before = sorted(folder.rglob("*"))
+    if "grpo" in words:
+        words += " environment.check=exact"
+    assert call("tokenize", "run.yaml", *words.split(" ")) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.err.startswith("error: ")
+    assert captured.out == ""
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_an_empty_folder_may_be_there_already(folder: Path) -> None:
+    (folder / "out").mkdir()
+    assert call("tokenize", "run.yaml", "out") == 0
+    assert len(TokenData(folder / "out")) == 9

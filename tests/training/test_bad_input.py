@@ -1,0 +1,188 @@
+"""What is wrong with the input is one clear error before anything is made: nothing waits for the first step."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlframework import run
+from rlframework.errors import ConfigError, DataError
+from rlframework.huggingface.model_directories import make_llama, model_positions
+from rlframework.huggingface.tokenizer import character_tokenizer
+from rlframework.interfaces.environment import Sample
+from rlframework.training import input_checks
+
+POSITIONS = 128  # of the model that run_config takes
+ONE_STEP = ["algorithm.num_steps=1", "algorithm.validation={at_start: false, at_end: false}"]
+
+
+def addition(letters: int) -> list[str]:
+    """One-digit sums whose prompt is `letters` letters and the four characters of `3+4=`."""
+    return ["~environment", f"environment={{name: addition, digits: 1, prompt: '{'a' * letters}{{a}}+{{b}}='}}"]
+
+
+def gsm8k(folder: Path, train: str, validation: str = "1+1?") -> list[str]:
+    """One question to train on and one to validate on."""
+    for split, question in (("train", train), ("test", validation)):
+        (folder / f"{split}.jsonl").write_text(json.dumps({"question": question, "answer": "x\n#### 2"}) + "\n")
+    paths = f"train_path: {folder}/train.jsonl, validation_path: {folder}/test.jsonl"
+    return ["~environment", f"environment={{name: gsm8k, instruction: '', {paths}}}"]
+
+
+def refused(config, kind: type[Exception] = DataError) -> str:
+    """The message of the run's error, which made no output directory."""
+    with pytest.raises(kind) as error:
+        run(config)
+    assert not config.output_dir.exists()
+    return str(error.value)
+
+
+@pytest.mark.parametrize(("train", "validation", "name"), [("cost 3€?", "1?", "train"), ("1?", "3€?", "test")])
+def test_a_character_that_the_tokenizer_lacks_is_found_before_the_first_step(
+    run_config, tmp_path, train, validation, name
+):
+    message = refused(run_config("grpo", *gsm8k(tmp_path, train, validation)))
+    split = "train" if name == "train" else "validation"
+    assert message.startswith(f"{split} sample '{name}-1': the tokenizer has no token for ['€']")
+
+
+def test_a_character_of_a_completion_is_found_before_the_first_step(run_config, tmp_path):
+    message = refused(run_config("sft", *gsm8k(tmp_path, "1?")))
+    assert message.startswith("train sample 'train-1': the tokenizer has no token for ['#']")
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "sft"])
+def test_a_prompt_that_leaves_no_room_for_an_answer(run_config, algorithm):
+    message = refused(run_config(algorithm, *addition(POSITIONS - 4)))
+    assert "has a prompt of 128 tokens, which leaves no room for an answer" in message
+    assert "takes 128 tokens in all" in message
+    assert "policy.model_name" in message
+
+
+def test_a_prompt_that_leaves_less_room_than_max_new_tokens_is_no_mistake(run_config):
+    longest = ["policy.batching.tokens=128", "generation.max_new_tokens=50", *ONE_STEP]
+    result = run(run_config("grpo", *addition(POSITIONS - 5), *longest))
+    assert result.metrics["train/completion_length"] == 1.0  # 127 tokens of prompt
+
+
+def test_a_rollout_that_may_outgrow_a_microbatch(run_config):
+    rows = ["policy.batching.tokens=127", "generation.max_new_tokens=50"]
+    message = refused(run_config("grpo", *addition(POSITIONS - 5), *rows), ConfigError)
+    assert "has a prompt of 127 tokens; with an answer the row may have 128" in message
+    assert "policy.batching.tokens=127" in message
+    assert "at least 128" in message
+
+
+def test_a_rollout_that_may_outgrow_a_microbatch_of_scoring(run_config, tmp_path):
+    rows = [
+        "policy.train_global_batch_size=32",
+        "policy.batching={tokens: 64, logprob_tokens: 30}",
+        "generation.max_new_tokens=7",
+    ]
+    assert run(run_config("grpo", *addition(20), *rows, *ONE_STEP)).metrics["step"] == 1  # it is not scored
+    again = ["algorithm.loss.kl_coef=0.1", f"output_dir={tmp_path}/again"]
+    message = refused(run_config("grpo", *addition(20), *rows, *again), ConfigError)
+    assert "policy.batching.logprob_tokens=30" in message
+    assert "at least 31" in message
+
+
+def test_a_row_to_train_on_that_is_longer_than_the_model_takes(run_config):
+    """125 letters would be fine with a sum of one digit: the row is the prompt, the sum and the end token."""
+    options = ["policy.batching.tokens=null", *ONE_STEP]
+    message = refused(run_config("sft", *addition(POSITIONS - 6), *options))
+    assert "has 129 tokens with its completion" in message
+    assert "takes 128 tokens in all" in message
+    assert run(run_config("sft", *addition(POSITIONS - 7), *options)).metrics["step"] == 1
+
+
+@pytest.mark.parametrize("mode", ["auto", "dynamic", "packed"])
+def test_a_row_to_train_on_that_is_longer_than_a_microbatch(run_config, mode):
+    options = [*addition(58), f"policy.batching.mode={mode}"]
+    message = refused(run_config("sft", *options), ConfigError)
+    assert "has 65 tokens with its completion" in message
+    assert "policy.batching.tokens=64" in message
+    assert "at least 65" in message
+
+
+@pytest.mark.parametrize("batching", ["{mode: padded, tokens: 64}", "{mode: packed}", "{mode: packed, tokens: 65}"])
+def test_a_row_that_fits_is_trained_on(run_config, batching):
+    options = [*addition(58), "~policy.batching", f"policy.batching={batching}", *ONE_STEP]
+    assert run(run_config("sft", *options)).metrics["step"] == 1
+
+
+def test_of_a_very_large_set_the_longest_texts_are_rendered(monkeypatch):
+    samples = [
+        Sample(str(n), ({"role": "user", "content": "a" * n},), "", completion="b" * (40 - 4 * n)) for n in range(8)
+    ]
+    monkeypatch.setattr(input_checks, "RENDERED", 8)
+    assert input_checks.worth_rendering(samples) == samples
+    monkeypatch.setattr(input_checks, "RENDERED", 7)
+    monkeypatch.setattr(input_checks, "LONGEST", 2)
+    assert [sample.id for sample in input_checks.worth_rendering(samples)] == ["0", "1"]  # 40 and 37 characters
+
+
+def test_positions_of_a_model(tmp_path, tiny_llama):
+    from transformers import GPT2Config, MambaConfig
+
+    assert model_positions(str(tiny_llama)) == POSITIONS
+    GPT2Config(n_positions=77, n_embd=8, n_head=2, n_layer=1).save_pretrained(tmp_path / "gpt2")
+    assert model_positions(str(tmp_path / "gpt2")) == 77
+    MambaConfig(hidden_size=8, num_hidden_layers=1).save_pretrained(tmp_path / "mamba")
+    assert model_positions(str(tmp_path / "mamba")) is None
+    with pytest.raises(DataError, match=r"no model configuration can be read from .*nothing.*policy\.model_name"):
+        model_positions(str(tmp_path / "nothing"))
+
+
+def test_a_gpu_that_is_not_there(run_config, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    message = refused(run_config("sft", "device=cuda"), ConfigError)
+    assert message.startswith("device=cuda, but PyTorch finds no GPU here")
+    assert "device=cpu or device=auto" in message
+
+
+@pytest.mark.parametrize(
+    ("output_dir", "reason"),
+    [
+        ("/proc/nope/run", "cannot be made"),
+        ("file/run", "a part of the path is a file, not a directory"),
+        ("link/run", "cannot be made"),
+        ("file", "a part of the path is a file, not a directory"),
+        pytest.param(
+            "locked/deep/run",
+            "permission denied",
+            marks=pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere"),
+        ),
+    ],
+)
+def test_an_output_directory_that_cannot_be_made_is_found_before_the_model_is(
+    run_config, tmp_path, monkeypatch, output_dir, reason
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "link").symlink_to("nowhere")
+    (tmp_path / "locked").mkdir(mode=0o500)
+    before = sorted(tmp_path.rglob("*"))
+    config = run_config("sft", f"output_dir={output_dir}", "policy.model_name=/no/such/model")
+    with pytest.raises(ConfigError) as error:
+        run(config)
+    assert reason in str(error.value)
+    assert output_dir.partition("/run")[0] in str(error.value)
+    assert str(error.value).startswith("output_dir")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_an_empty_output_directory_may_be_there_already(run_config, tmp_path):
+    (tmp_path / "run").mkdir()
+    run(run_config("sft", *ONE_STEP))
+    assert (tmp_path / "run" / "model").is_dir()
+
+
+def test_a_model_that_takes_any_length_has_no_limit(run_config, tmp_path, monkeypatch):
+    path = make_llama(tmp_path / "m", character_tokenizer("0123456789+=a"), hidden=16, layers=1, heads=2)
+    monkeypatch.setattr(input_checks, "model_positions", lambda *arguments: None)
+    options = [*addition(200), "policy.batching.tokens=null", f"policy.model_name={path}", *ONE_STEP]
+    assert run(run_config("sft", *options)).metrics["step"] == 1

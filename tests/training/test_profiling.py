@@ -1,0 +1,109 @@
+"""Profiled steps: traces that can be read, and a run that is the same without them."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlframework import run
+from rlframework.conformance.policies import read_weights
+from rlframework.errors import ConfigError, NotSupported, UserError
+from rlframework.policy import trace_spans
+from rlframework.policy.profiling import TraceProfiler
+from rlframework.policy.trace_spans import span
+
+
+def events(path: Path) -> list[dict]:
+    """What Perfetto draws: each event with its name, its start and how long it took, both in microseconds."""
+    found = json.loads(gzip.decompress(path.read_bytes()))
+    return [event for event in found["traceEvents"] if event.get("ph") == "X"]
+
+
+def test_the_chosen_step_leaves_a_trace_with_the_phases_and_changes_no_weight(run_config, tmp_path, capsys):
+    config = run_config("grpo", "profiler={steps: [2], record_shapes: true}", "algorithm.num_steps=2")
+    run(config)
+    told = capsys.readouterr().err
+    plain = run_config("grpo", "algorithm.num_steps=2", f"output_dir={tmp_path}/plain")
+    run(plain)
+    assert "perfetto" not in capsys.readouterr().err
+    assert not (plain.output_dir / "traces").exists()
+    ours, theirs = read_weights(config.output_dir / "model"), read_weights(plain.output_dir / "model")
+    assert all(torch.equal(weight, theirs[name]) for name, weight in ours.items())
+
+    [folder] = (config.output_dir / "traces").iterdir()
+    [path] = folder.iterdir()  # and nothing half-written beside it
+    assert (folder.name, path.name) == ("step-000002", "rank-0.json.gz")
+    assert "https://ui.perfetto.dev" in told
+    assert str(path) in told
+    found = events(path)
+    names = [event["name"] for event in found]
+    for phase in (
+        trace_spans.FORWARD,
+        trace_spans.LOSS,
+        trace_spans.BACKWARD,
+        trace_spans.CLIP_AND_STEP,
+        trace_spans.GENERATE,
+    ):
+        assert phase in names
+    assert (
+        names.count(trace_spans.LOSS) == names.count(trace_spans.BACKWARD) < names.count(trace_spans.FORWARD)
+    )  # scoring runs forward
+    assert names.count(trace_spans.CLIP_AND_STEP) == 2  # 32 rows in batches of 16
+    found.sort(key=lambda event: event["ts"])
+    loss, backward, step = (
+        next(event for event in found if event["name"] == phase)
+        for phase in (trace_spans.LOSS, trace_spans.BACKWARD, trace_spans.CLIP_AND_STEP)
+    )
+    forward = [event for event in found if event["name"] == trace_spans.FORWARD and event["ts"] < loss["ts"]][-1]
+    assert forward["ts"] + forward["dur"] <= loss["ts"] < backward["ts"] < step["ts"]
+    inside = [
+        e for e in found if e["name"] == "aten::mm" and forward["ts"] <= e["ts"] <= forward["ts"] + forward["dur"]
+    ]
+    assert inside
+    assert all("Input Dims" in event["args"] for event in inside)
+
+
+def test_a_range_of_steps_has_a_trace_each(run_config):
+    config = run_config("sft", "profiler={start: 2, stop: 3}")
+    run(config)
+    assert sorted(path.name for path in (config.output_dir / "traces").iterdir()) == ["step-000002", "step-000003"]
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ("{steps: [1, 4]}", r"profiler.steps.*among the steps of the run, which are 1 to 3"),
+        ("{start: 4}", r"profiler.start.*among the steps"),
+        ("{start: 2, stop: 1}", r"profiler.stop.*must not be before profiler.start=2"),
+        ("{stop: 2}", r"profiler.stop.*must not be before profiler.start, which is not set"),
+        ("{steps: [1], ranks: [1]}", r"profiler.ranks.*must name one worker or more of 0 to 0"),
+        ("{steps: [1], ranks: []}", r"profiler.ranks.*must name one worker or more"),
+    ],
+)
+def test_steps_and_workers_that_the_run_does_not_have_are_refused(run_config, section, message):
+    with pytest.raises(ConfigError, match=message):
+        run_config("sft", f"profiler={section}")
+
+
+def test_a_profiler_is_on_once_and_an_unwritable_trace_is_told(tmp_path):
+    profiler = TraceProfiler()
+    assert profiler.stop(tmp_path / "nothing.gz") is False
+    profiler.start(with_stack=False, record_shapes=False, memory=False)
+    with pytest.raises(NotSupported, match="profiled already"):
+        profiler.start(with_stack=False, record_shapes=False, memory=False)
+    with span(trace_spans.LOSS):
+        torch.ones(2).sum()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"file/trace.json.gz' cannot be written: File exists; take a folder"):
+        profiler.stop(tmp_path / "file" / "trace.json.gz")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    profiler.start(with_stack=False, record_shapes=False, memory=False)  # it is off again
+    assert profiler.stop(None)
+
+
+def test_spans_cost_nothing_where_no_profiler_is_on():
+    assert type(span(trace_spans.LOSS)).__name__ == "nullcontext"

@@ -1,0 +1,206 @@
+"""A run that was stopped goes on with the numbers of one that never was."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import signal
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from probe_runs import SHARDED, assert_same_weights, begin, weights
+
+from rlframework import run
+from rlframework.errors import ConfigError, DataError, RunTerminated, UserError
+from rlframework.files import alone_in
+from rlframework.policy.client import Policy
+from rlframework.runner.launch import resume
+from rlframework.training.checkpoints import checkpoints_in
+
+KILLS = 20
+
+
+def assert_same(left: Path, right: Path) -> None:
+    """The same weights to the bit, and the same metrics of each step but for times."""
+    assert_same_weights(left, right)
+    assert steps_of(left) == steps_of(right)
+
+
+def steps_of(path: Path) -> dict[int, dict[str, float]]:
+    rows: dict[int, dict[str, float]] = {}
+    for line in (path / "metrics.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        rows[row["step"]] = {name: value for name, value in row.items() if name.startswith(("train/", "validation/"))}
+    return rows
+
+
+def overrides(out: Path, *more: str) -> list[str]:
+    return [f"output_dir={out}", "algorithm.num_steps=6", "algorithm.validation.every=3", "checkpoints.every=2", *more]
+
+
+@pytest.mark.parametrize("algorithm", ["sft", "grpo"])
+def test_going_on_from_a_checkpoint_ends_at_the_same_numbers(run_config, tmp_path, algorithm):
+    more = ["policy.scheduler={name: cosine, warmup_steps: 2, total_steps: 6}"]
+    run(run_config(algorithm, *overrides(tmp_path / "whole", *more)))
+    run(run_config(algorithm, *overrides(tmp_path / "two", *more), "algorithm.num_steps=4"))
+    resume(tmp_path / "two", ["algorithm.num_steps=6"])
+    whole, two = steps_of(tmp_path / "whole"), steps_of(tmp_path / "two")
+    del two[4], whole[4]  # the last step of the shorter run has a validation that the other has not
+    assert whole == two
+    assert_same_weights(tmp_path / "whole", tmp_path / "two")
+
+
+def test_the_last_and_the_best_are_kept(run_config, tmp_path):
+    keep = ["checkpoints.every=1", "checkpoints.keep_last=1", "checkpoints.keep_best=1"]
+    keep += ["checkpoints.metric=train/loss", "checkpoints.best=lowest"]
+    run(run_config("sft", *overrides(tmp_path / "run", *keep)))
+    losses = {step: row["train/loss"] for step, row in steps_of(tmp_path / "run").items() if "train/loss" in row}
+    best = min((loss, step) for step, loss in losses.items())[1]
+    kept = [int(path.name.removeprefix("step-")) for path in checkpoints_in(tmp_path / "run")]
+    assert kept == sorted({best, 6})
+
+
+def test_a_metric_counts_for_the_step_that_it_was_measured_at(run_config, tmp_path):
+    """Validation is after steps 3 and 6: the checkpoints of 4 and 5 have no accuracy of their own."""
+    keep = ["checkpoints.every=1", "checkpoints.keep_last=1", "checkpoints.keep_best=3"]
+    run(run_config("sft", *overrides(tmp_path / "run", *keep)))
+    assert [path.name for path in checkpoints_in(tmp_path / "run")] == ["step-000003", "step-000006"]
+
+
+def test_sigterm_before_the_first_step_lets_go_of_everything(run_config, tmp_path, monkeypatch):
+    let_go = []
+
+    @contextmanager
+    def parts(*args, **kwargs):
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            yield
+        finally:
+            let_go.append(True)
+
+    monkeypatch.setattr("rlframework.runner.launch.build_parts", parts)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(RunTerminated, match="terminated") as caught:
+        run(run_config("sft", *overrides(tmp_path / "run")))
+    assert caught.value.exit_code == 143
+    assert let_go == [True]
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_nothing_to_go_on_with(run_config, tmp_path):
+    with pytest.raises(ConfigError, match=r"holds no run to go on with: it has no config\.yaml"):
+        resume(tmp_path)
+    run(run_config("sft", *overrides(tmp_path / "run"), "checkpoints.every=0"))
+    with pytest.raises(ConfigError, match=r"has no checkpoint to go on from.*checkpoints\.every=N"):
+        resume(tmp_path / "run")
+
+
+def test_two_processes_do_not_share_a_run(run_config, tmp_path):
+    run(run_config("sft", *overrides(tmp_path / "run")))
+    with alone_in(tmp_path / "run"), pytest.raises(UserError, match="another process is running in"):
+        resume(tmp_path / "run")
+
+
+def test_other_data_is_refused(run_config, tmp_path):
+    run(run_config("sft", *overrides(tmp_path / "run"), "algorithm.num_steps=4"))
+    with pytest.raises(UserError, match="the saved position in the data was for"):
+        resume(tmp_path / "run", ["seed=4"])
+
+
+def test_a_full_disk_ends_the_run_and_keeps_the_last_checkpoint(run_config, tmp_path, monkeypatch):
+    run(run_config("sft", *overrides(tmp_path / "whole")))
+    real, calls = Policy.save_checkpoint, []
+
+    def full(self, weights_path, optimizer_path):
+        real(self, weights_path, optimizer_path)
+        calls.append(weights_path)
+        if len(calls) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Policy, "save_checkpoint", full)
+    with pytest.raises(UserError, match="there is no space left on the device"):
+        run(run_config("sft", *overrides(tmp_path / "run")))
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000002"]
+    resume(tmp_path / "run")
+    assert_same(tmp_path / "whole", tmp_path / "run")
+
+
+def test_a_damaged_checkpoint_is_told(run_config, tmp_path):
+    run(run_config("sft", *overrides(tmp_path / "run"), "algorithm.num_steps=2"))
+    [path] = checkpoints_in(tmp_path / "run")
+    (path / "run.json").write_text("{")
+    with pytest.raises(DataError, match=r"run\.json is truncated: it has 1 bytes"):
+        resume(tmp_path / "run", ["algorithm.num_steps=6"])
+
+
+def test_going_on_with_other_workers_agrees_to_rounding(run_config, tmp_path):
+    run(run_config("sft", *overrides(tmp_path / "whole")))
+    run(run_config("sft", *overrides(tmp_path / "run"), "algorithm.num_steps=4"))
+    resume(tmp_path / "run", ["algorithm.num_steps=6", "worker_group={name: processes, num_workers: 2}"])
+    wanted = weights(tmp_path / "whole")
+    for name, weight in weights(tmp_path / "run").items():
+        assert (weight - wanted[name]).norm() < 2e-4 * wanted[name].norm(), name
+
+
+# -- processes that are ended ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def started(run_config, tmp_path):
+    """`started(out)`: a process that runs into `out`."""
+    processes = []
+
+    def start(out: Path, *more: str):
+        config = run_config("sft", *overrides(out, "algorithm.num_steps=12", *more))
+        process = begin(config, tmp_path / f"{out.name}.yaml")
+        processes.append(process)
+        return process
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.join()
+
+
+def wait_for(condition, seconds: float = 60.0) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "waited in vain"
+        time.sleep(0.005)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_told_to_stop_it_saves_first(run_config, tmp_path, started, number):
+    run(run_config("sft", *overrides(tmp_path / "whole", "algorithm.num_steps=12")))
+    process = started(tmp_path / "told", *(SHARDED if number == signal.SIGTERM else ()))
+    wait_for(lambda: len(steps_of(tmp_path / "told")) > 2 if (tmp_path / "told" / "metrics.jsonl").exists() else False)
+    os.kill(process.pid, number)
+    process.join(60)
+    assert not process.is_alive()
+    assert checkpoints_in(tmp_path / "told")
+    resume(tmp_path / "told")
+    assert_same(tmp_path / "whole", tmp_path / "told")
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_it_goes_on_from_the_last_whole_checkpoint(run_config, tmp_path, started):
+    """With a checkpoint after each step, most of the moments are in one that is being written; of each form, half."""
+    run(run_config("sft", *overrides(tmp_path / "whole", "algorithm.num_steps=12", "checkpoints.every=1")))
+    dice, from_the_middle = random.Random(7), 0
+    for number in range(KILLS):
+        out = tmp_path / f"killed-{number}"
+        process = started(out, "checkpoints.every=1", *(SHARDED if number % 2 else ()))
+        wait_for(lambda out=out: checkpoints_in(out))
+        time.sleep(dice.uniform(0.0, 0.5))
+        process.kill()
+        process.join()
+        from_the_middle += not (out / "model").exists()
+        resume(out)
+        assert_same(tmp_path / "whole", out)
+        assert not [path.name for path in (out / "checkpoints").iterdir() if path.name.startswith(".")]
+    assert from_the_middle > KILLS // 2

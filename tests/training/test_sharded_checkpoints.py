@@ -1,0 +1,165 @@
+"""Checkpoints of either form in a run: written beside the steps, damaged, and lost."""
+
+from __future__ import annotations
+
+import errno
+import json
+import threading
+from pathlib import Path
+
+import pytest
+from probe_runs import SHARDED, assert_same_weights
+from torch.distributed.checkpoint import FileSystemWriter
+
+from rlframework import run
+from rlframework.errors import ConfigError, DataError, UserError, WorkerLost
+from rlframework.policy.client import Policy
+from rlframework.runner.launch import build_parts, resume
+from rlframework.training.checkpoints import checkpoints_in
+
+
+def overrides(out: Path, *more: str) -> list[str]:
+    validation = "algorithm.validation={at_start: false, at_end: false}"
+    return [f"output_dir={out}", "algorithm.num_steps=6", validation, "checkpoints.every=2", *more]
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_llama, tmp_path_factory):
+    """The folder of a run that was never stopped: it is made by the first test that asks."""
+    return tmp_path_factory.mktemp("whole") / "run"
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [(SHARDED, SHARDED), (SHARDED, ()), ((), SHARDED), (SHARDED[:1], SHARDED[:1])]
+)
+def test_either_form_is_gone_on_from_without_being_told(run_config, tmp_path, whole, before, after):
+    if not whole.exists():
+        run(run_config("sft", *overrides(whole)))
+    run(run_config("sft", *overrides(tmp_path / "run", *before), "algorithm.num_steps=4"))
+    resume(tmp_path / "run", ["algorithm.num_steps=6", "~checkpoints.format", "~checkpoints.asynchronous", *after])
+    assert_same_weights(whole, tmp_path / "run")
+    assert [path.name for path in checkpoints_in(tmp_path / "run")] == ["step-000004", "step-000006"]
+    assert not [path for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name.startswith(".")]
+
+
+def test_steps_go_on_while_a_checkpoint_is_written(run_config, tmp_path, monkeypatch):
+    """Writing waits for the step after it, which a save that holds the run up would never come to."""
+    write, train = FileSystemWriter.write_data, Policy.train
+    next_step, waited = threading.Event(), []
+
+    def slow(self, plan, planner):
+        waited.append(next_step.wait(20.0))
+        return write(self, plan, planner)
+
+    def step(self, *args, **kwargs):
+        result = train(self, *args, **kwargs)
+        if (tmp_path / "run" / "checkpoints").exists():
+            next_step.set()
+        return result
+
+    monkeypatch.setattr(FileSystemWriter, "write_data", slow)
+    monkeypatch.setattr(Policy, "train", step)
+    run(run_config("sft", *overrides(tmp_path / "run", *SHARDED), "algorithm.num_steps=3"))
+    assert waited == [True, True]  # weights and moments
+    assert [path.name for path in checkpoints_in(tmp_path / "run")] == ["step-000002"]
+
+
+def test_a_save_that_fails_in_the_background_ends_the_run_and_keeps_the_last_one(run_config, tmp_path, monkeypatch):
+    write, calls = FileSystemWriter.write_data, []
+
+    def full(self, plan, planner):
+        calls.append(self.path)
+        if len(calls) > 2:  # those of the first checkpoint are two
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(self, plan, planner)
+
+    monkeypatch.setattr(FileSystemWriter, "write_data", full)
+    with pytest.raises(UserError, match="there is no space left on the device"):
+        run(run_config("sft", *overrides(tmp_path / "run", *SHARDED)))
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000002"]
+
+
+def test_a_run_that_fails_finishes_the_checkpoint_that_was_being_written(run_config, tmp_path, monkeypatch):
+    train, calls = Policy.train, []
+
+    def failing(self, *args, **kwargs):
+        calls.append(args)
+        if len(calls) == 3:
+            raise RuntimeError("the third step fails on purpose")
+        return train(self, *args, **kwargs)
+
+    monkeypatch.setattr(Policy, "train", failing)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        run(run_config("sft", *overrides(tmp_path / "run", *SHARDED)))
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000002"]
+
+
+def test_a_checkpoint_that_is_lost_with_its_workers_is_told(run_config, tmp_path, monkeypatch, capsys):
+    train, calls = Policy.train, []
+
+    def failing(self, *args, **kwargs):
+        calls.append(args)
+        if len(calls) == 3:
+            raise WorkerLost("rank 1 is gone")
+        return train(self, *args, **kwargs)
+
+    monkeypatch.setattr(Policy, "train", failing)
+    with pytest.raises(WorkerLost, match="rank 1 is gone"):
+        run(run_config("sft", *overrides(tmp_path / "run", *SHARDED)))
+    assert "the checkpoint of step 2 was being written and is lost: rank 1 is gone" in capsys.readouterr().err
+    assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
+
+
+@pytest.mark.parametrize("form", ["portable", "sharded"])
+def test_each_file_of_a_checkpoint_that_is_damaged_or_truncated_is_named(run_config, tmp_path, form):
+    """One after the other: a flipped bit in the middle, half of it, nothing of it, and no file at all."""
+    config = run_config("sft", *overrides(tmp_path / "run", f"checkpoints.format={form}"), "algorithm.num_steps=2")
+    run(config)
+    [step] = checkpoints_in(tmp_path / "run")
+    paths = [path for path in sorted(step.rglob("*")) if path.is_file() and path.parent != step]
+    assert len(paths) >= 10
+    with build_parts(config) as parts:
+        before = parts.policy.get_info()
+        for path in paths:
+            content = path.read_bytes()
+            middle = len(content) // 2
+            flipped = content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+            for broken in (flipped, content[:middle], b"", None):
+                path.unlink() if broken is None else path.write_bytes(broken)
+                if broken is None and path.name == "checksums.json" and form == "portable":
+                    continue  # other programs write none
+                told = path.name if broken is not None or path.name != "checksums.json" else path.parent.name
+                with pytest.raises(DataError) as caught:
+                    parts.policy.load_checkpoint(str(step / "model"), str(step / "optimizer"))
+                assert told in str(caught.value), (path, caught.value)
+            path.write_bytes(content)
+        parts.policy.load_checkpoint(str(step / "model"), str(step / "optimizer"))
+        assert before[0]["pid"] == parts.policy.get_info()[0]["pid"]
+    for broken in ((step / "run.json").read_bytes()[:-20], b""):
+        (step / "run.json").write_bytes(broken)
+        with pytest.raises(DataError, match=r"run\.json"):
+            resume(tmp_path / "run", ["algorithm.num_steps=6"])
+
+
+def test_a_random_number_that_changed_in_run_json_is_told(run_config, tmp_path):
+    """It is JSON all the same, and the run would go on with other numbers."""
+    run(run_config("sft", *overrides(tmp_path / "run"), "algorithm.num_steps=2"))
+    [step] = checkpoints_in(tmp_path / "run")
+    facts = json.loads((step / "run.json").read_text())
+    text = facts["random"]["torch"]
+    changed = (step / "run.json").read_text().replace(text, ("0" if text[0] != "0" else "1") + text[1:])
+    (step / "run.json").write_text(changed)
+    with pytest.raises(DataError, match=r"run\.json is damaged: its bytes are not those that were written"):
+        resume(tmp_path / "run", ["algorithm.num_steps=6"])
+
+
+def test_whole_tensors_are_not_written_in_the_background(run_config, tmp_path):
+    with pytest.raises(
+        ConfigError, match=r"checkpoints\.asynchronous.*must be false where checkpoints\.format is port"
+    ):
+        run_config("sft", "checkpoints.asynchronous=true")
+
+
+def test_adapters_have_the_portable_form_only(run_config, tmp_path):
+    with pytest.raises(ConfigError, match=r"checkpoints\.format.*must be portable with policy\.lora"):
+        run_config("sft", "checkpoints.format=sharded", "policy.lora={rank: 2}")

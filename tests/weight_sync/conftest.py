@@ -1,0 +1,68 @@
+"""A tiny model, an engine for it, and weights of other values under its names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlframework.batch.batched_data_dict import BatchedDataDict
+from rlframework.config.sections import GenerationConfig
+from rlframework.generation.transformers_engine import TransformersEngine
+from rlframework.huggingface.model_directories import make_llama
+from rlframework.huggingface.tokenizer import character_tokenizer
+
+DEADLINE = 2.0
+
+
+@dataclass
+class Sent:
+    """What a trainer has, and what it would tell of it."""
+
+    path: str
+    tokenizer: Any
+    weights: dict[str, Tensor]
+
+    @property
+    def info(self) -> dict[str, Any]:
+        return {name: (tuple(weight.shape), weight.dtype) for name, weight in self.weights.items()}
+
+    def engine(self) -> TransformersEngine:
+        config = GenerationConfig(max_new_tokens=4, refit={"deadline": DEADLINE})
+        place = {"model_name": self.path, "device": "cpu", "precision": "float32"}
+        engine = TransformersEngine(config, self.tokenizer, **place)
+        engine.prepare_refit_info(self.info)
+        return engine
+
+    def held_by(self, engine: TransformersEngine) -> bool:
+        held = engine._model.state_dict()
+        return all(torch.equal(held[name], weight) for name, weight in self.weights.items())
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory):
+    tokenizer = character_tokenizer("0123456789+= ")
+    return make_llama(tmp_path_factory.mktemp("refit") / "llama", tokenizer, hidden=32, layers=1, heads=4), tokenizer
+
+
+@pytest.fixture
+def sent(model_folder) -> Sent:
+    from safetensors.torch import load_file
+
+    path, tokenizer = model_folder
+    random = torch.Generator().manual_seed(0)
+    weights = load_file(path / "model.safetensors")
+    return Sent(
+        str(path), tokenizer, {name: torch.randn(weight.shape, generator=random) for name, weight in weights.items()}
+    )
+
+
+@pytest.fixture
+def prompts() -> Callable[[], BatchedDataDict[Any]]:
+    return lambda: BatchedDataDict(
+        {"input_ids": torch.tensor([[3, 4]]), "input_lengths": torch.tensor([2]), "seeds": torch.tensor([0])}
+    )

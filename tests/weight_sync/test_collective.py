@@ -1,0 +1,159 @@
+"""Broadcasts: two ranks in two threads of this process, each with a group of its own."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from rlframework.errors import RefitError, RefitNotPrepared
+from rlframework.weight_sync import collective
+from rlframework.weight_sync.process_group import RefitGroup
+from rlframework.weight_sync.receiver import CollectingSink
+from rlframework.workers.ports import bind_free_port
+
+CPU, DEADLINE = torch.device("cpu"), 2.0
+
+
+def ready_engine(sent):
+    """With a module already: transformers cannot build two models in two threads at the same time."""
+    engine = sent.engine()
+    engine.load_weights([(name, torch.zeros_like(weight)) for name, weight in sent.weights.items()])
+    return engine
+
+
+def meet(engines, deadline: float = DEADLINE) -> RefitGroup:
+    """The sender's group, with `engines` as its other ranks."""
+    kept = bind_free_port("127.0.0.1")
+    port, size = kept.getsockname()[1], 1 + len(engines)
+    with ThreadPoolExecutor(size) as pool:
+        joining = [
+            pool.submit(engine.init_collective, "127.0.0.1", port, size, rank) for rank, engine in enumerate(engines, 1)
+        ]
+        group = RefitGroup("127.0.0.1", port, 0, size, CPU, deadline, kept)
+        for joined in joining:
+            joined.result()
+    return group
+
+
+def exchange(group, sent, engines, budget: float = 4096.0, weights=None):
+    """What the sender and each engine raised, or None."""
+
+    def told(call):
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001 - looked at by the test
+            return error
+        return None
+
+    given = iter((sent.weights if weights is None else weights).items())
+    with ThreadPoolExecutor(1 + len(engines)) as pool:
+        receiving = [pool.submit(told, engine.update_weights_from_collective) for engine in engines]
+        sending = pool.submit(told, lambda: collective.send(group, sent.info, given, budget))
+        return [sending.result(), *[result.result() for result in receiving]]
+
+
+def test_several_engines_get_all_weights_in_small_groups_and_again(sent, prompts):
+    engines = [ready_engine(sent), ready_engine(sent)]
+    group = meet(engines)
+    for budget in (4096.0, 1e9):
+        assert exchange(group, sent, engines, budget) == [None, None, None]
+        for engine in engines:
+            assert sent.held_by(engine)
+            engine.generate(prompts())
+        for weight in sent.weights.values():
+            weight.add_(1)
+
+
+@pytest.mark.parametrize("alone", [True, False], ids=["alone", "packed"])
+def test_damage_is_told_on_both_sides_and_the_group_goes_on(sent, monkeypatch, alone):
+    engine = ready_engine(sent)
+    group = meet([engine])
+    groups = collective._grouped(sent.info, 4096.0)
+    bad = next(number for number, slots in enumerate(groups) if (len(slots) == 1) == alone)
+    sound = collective._OnTheWay.go
+
+    def damaging(self, number, raw):
+        if self._group.rank == 0 and number == bad:
+            raw = raw.clone()
+            raw[0] ^= 1
+        sound(self, number, raw)
+
+    monkeypatch.setattr(collective._OnTheWay, "go", damaging)
+    sender, receiver = exchange(group, sent, [engine])
+    assert f"{groups[bad][0].name} is not what the trainer sent" in str(receiver)
+    assert "1 of 1 receivers found that weights are not as they were sent" in str(sender)
+    monkeypatch.undo()
+    assert exchange(group, sent, [engine]) == [None, None]
+    assert sent.held_by(engine)
+
+
+def test_weights_of_any_size_layout_and_dtype_arrive(sent):
+    """Those that are sent from where they are, those that are packed, and those that must be cast or laid out first."""
+    random = torch.Generator().manual_seed(0)
+    given = {
+        "large": torch.randn(1024, 300, generator=random),
+        "small": torch.randn(7, generator=random),
+        "number": torch.tensor(3.0),
+        "turned": torch.randn(600, 500, generator=random).t(),
+        "rounded": torch.randn(1024, 600, generator=random),
+        "none": torch.empty(0, 4),
+    }
+    info = {name: (tuple(weight.shape), weight.dtype) for name, weight in given.items()}
+    info["rounded"] = ((1024, 600), torch.bfloat16)
+    engine = sent.engine()
+    engine.prepare_refit_info(info)
+    arrived: dict[str, torch.Tensor] = {}
+    engine.refit_sink = lambda info: CollectingSink(info, CPU, lambda weights: arrived.update(weights))
+    group = meet([engine])
+    with ThreadPoolExecutor(1) as pool:
+        receiving = pool.submit(engine.update_weights_from_collective)
+        collective.send(group, info, iter(given.items()), 4096.0)
+        assert receiving.result() is True
+    assert arrived.keys() == given.keys()
+    for name, weight in given.items():
+        assert torch.equal(arrived[name], weight.to(info[name][1])), name
+        assert arrived[name].dtype == info[name][1]
+
+
+def test_a_trainer_that_fails_lets_the_engine_leave(sent):
+    engine = ready_engine(sent)
+    group = meet([engine])
+    some = dict(list(sent.weights.items())[:3])
+    begun = time.monotonic()
+    sender, receiver = exchange(group, sent, [engine], weights=some)
+    assert "gave nothing where" in str(sender)
+    assert isinstance(receiver, RefitError)
+    assert "the trainer is gone, or took too long (generation.refit.deadline is 2 s)" in str(receiver)
+    assert time.monotonic() - begun < 5 * DEADLINE
+    assert not engine.has_joined
+
+
+def test_other_weights_than_were_told_of_are_refused(sent):
+    engine = ready_engine(sent)
+    group = meet([engine])
+    engine.prepare_refit_info(dict(reversed(sent.info.items())))
+    sender, receiver = exchange(group, sent, [engine])
+    assert "other weights than prepare_refit_info told" in str(receiver)
+    assert isinstance(sender, RefitError)
+
+
+def test_who_does_not_come_to_the_meeting_is_told_in_time(sent):
+    begun = time.monotonic()
+    with pytest.raises(RefitError, match=r"rank 0 of 2 could not form the process group .* within 1 s"):
+        RefitGroup("127.0.0.1", 0, 0, 2, CPU, 1.0, bind_free_port("127.0.0.1"))
+    assert time.monotonic() - begun < 10
+    with pytest.raises(RefitNotPrepared, match="init_collective must be called"):
+        ready_engine(sent).update_weights_from_collective()
+
+
+def test_threads_of_a_group_that_was_left_are_gone(sent):
+    engine = ready_engine(sent)
+    group = meet([engine])
+    group.close()
+    sender, receiver = exchange(meet([engine]), sent, [engine])
+    assert (sender, receiver) == (None, None)
+    assert threading.active_count() < 50

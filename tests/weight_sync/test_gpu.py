@@ -1,0 +1,48 @@
+"""Trainer and engine in two processes on one GPU: CUDA's own handles. Has not run where it was written."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rlframework.conformance import cases
+from rlframework.conformance.layouts import Layout
+from rlframework.conformance.policies import InspectedEngines, InspectedPolicy, run_config
+from rlframework.huggingface.tokenizer import load_tokenizer
+from rlframework.plugins.manager import create_manager
+from rlframework.weight_sync.buffers import checksum, put, take
+
+HELD = "rlframework.conformance.suites.policy_worker.inspection:held_weights"
+GATHERED = "rlframework.conformance.suites.policy_worker.inspection:gathered_weights"
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_two_processes_share_weights_on_a_gpu(tmp_path, dtype):
+    manager, model = create_manager(), cases.model("untied", tmp_path)
+    generation = {"workers": {}, "refit": {"transport": "ipc", "dtype": dtype, "buffer_mb": 4096 / 2**20}}
+    config = run_config(
+        "dtensor", model, Layout(), manager=manager, device="cuda", folder=tmp_path, generation=generation, apart=True
+    )
+    tokenizer = load_tokenizer(str(model))
+    with InspectedPolicy(config, tokenizer, manager, device="cuda") as policy:
+        engines = InspectedEngines(config, policy, tokenizer, manager, device="cuda")
+        try:
+            for _ in range(2):
+                assert engines.refitter.refit().transport == "ipc"
+            held = engines.inspect(HELD)[0]
+        finally:
+            engines.shutdown()
+        for name, weight in policy.inspect(GATHERED)[0].items():
+            assert torch.equal(held[name], weight.to(held[name].dtype)), name
+            assert held[name].dtype == getattr(torch, dtype)
+
+
+def test_checksums_on_a_gpu_are_the_same_on_both_ends():
+    weight = torch.randn(333, 77, device="cuda")
+    raw = torch.zeros(weight.numel() * 2, dtype=torch.uint8, device="cuda")
+    target = torch.empty(weight.shape, dtype=torch.bfloat16, device="cuda")
+    assert put(raw, weight, torch.bfloat16) == take(raw, target) == checksum(raw)
+    assert torch.equal(target, weight.to(torch.bfloat16))
+    assert checksum(raw) != checksum(raw.roll(8))

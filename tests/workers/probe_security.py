@@ -1,0 +1,98 @@
+"""A program with secrets in its environment that starts workers on its own Ray; prints what can be seen as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import grpc
+import psutil
+import ray
+
+sys.path.append(str(Path(__file__).parent))
+
+from rlframework.config.sections import RayGroupConfig
+from rlframework.interfaces.named_sharding import NamedSharding
+from rlframework.interfaces.worker_group import WorkerSpec
+from rlframework.workers.ray.hosted_group import RayHostedGroup
+
+
+def processes():
+    """Those that this program started, and itself."""
+    me = psutil.Process()
+    return [me, *me.children(recursive=True)]
+
+
+def listening():
+    found = set()
+    for process in processes():
+        for connection in process.net_connections(kind="inet"):
+            if connection.status == psutil.CONN_LISTEN:
+                found.add(connection.laddr.ip)
+    return sorted(found)
+
+
+def variables():
+    """Names of the variables of each process but this one, as the system shows them."""
+    found = {}
+    for process in processes()[1:]:
+        try:
+            lines = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        found[f"{process.name()} {process.pid}"] = [line.decode(errors="replace") for line in lines if line]
+    return found
+
+
+def answers(address):
+    """What Ray's directory of nodes says to somebody without a token, with another one, and with the right one."""
+    from ray._private.grpc_utils import init_grpc_channel
+    from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
+
+    def ask(channel, **metadata):
+        stub = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)
+        try:
+            told = stub.GetAllNodeInfo(
+                gcs_service_pb2.GetAllNodeInfoRequest(), timeout=30, metadata=tuple(metadata.items())
+            )
+        except grpc.RpcError as error:
+            return error.code().name
+        return f"{len(told.node_info_list)} node"
+
+    return {
+        "none": ask(grpc.insecure_channel(address)),
+        "wrong": ask(grpc.insecure_channel(address), authorization="Bearer " + "0" * 64),
+        "right": ask(init_grpc_channel(address)),
+    }
+
+
+def main():
+    seen = {"before": dict(os.environ)}
+    config = RayGroupConfig(name="ray", num_workers=1, pass_environment=("NAMED_TOKEN",))
+    group = RayHostedGroup(
+        WorkerSpec("probe_workers:Probe", {}), config, sharding=NamedSharding([0], ["data_parallel"]), device="cpu"
+    )
+    (who,) = group.get_all_worker_results(group.run_all_workers_single_data("who"))
+    seen |= {"worker": who["environment"], "listening": listening(), "variables": variables()}
+    seen["token"] = oct((Path.home() / ".ray" / "auth_token").stat().st_mode & 0o777)
+    seen["mode"] = os.environ.get("RAY_AUTH_MODE")
+    seen["answers"] = answers(ray.get_runtime_context().gcs_address)
+    logs = Path(ray._private.worker.global_worker.node.get_session_dir_path())
+    seen["ended"] = group.shutdown()
+    until = time.monotonic() + 5
+    while len(processes()) > 1 and time.monotonic() < until:
+        time.sleep(0.05)
+    seen["left"] = [process.name() for process in processes()[1:]]
+    seen["still listening"] = listening()
+    secret = os.environ["PLANTED_SECRET"].encode()
+    seen["logs"] = [str(path) for path in logs.rglob("*") if path.is_file() and secret in path.read_bytes()]
+    seen["files"] = sum(path.is_file() for path in logs.rglob("*"))
+    seen["after"] = dict(os.environ)
+    print(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main()

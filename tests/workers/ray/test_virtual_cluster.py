@@ -1,0 +1,272 @@
+"""Virtual clusters: what is asked and refused, where bundles go, and what is given back."""
+
+from __future__ import annotations
+
+import socket
+import time
+from pathlib import Path
+
+import pytest
+import ray
+from hypothesis import given
+from hypothesis import strategies as st
+from ray.util.placement_group import placement_group_table
+
+from rlframework.errors import UserError
+from rlframework.workers.ports import keep_port
+from rlframework.workers.ray import placement
+from rlframework.workers.ray.placement import Machine, Placement
+from rlframework.workers.ray.virtual_cluster import (
+    ClusterArgumentError,
+    RayVirtualCluster,
+    ResourceInsufficientError,
+    init_ray,
+)
+
+on_ray = [pytest.mark.xdist_group("ray"), pytest.mark.usefixtures("ray_session")]
+CPU = {"CPU": 1.0}
+
+
+def machine(name, cpus, free=None):
+    return Machine(name, f"address of {name}", {"CPU": cpus}, {"CPU": cpus if free is None else free})
+
+
+@pytest.fixture
+def cluster():
+    """`cluster(...)`: a virtual cluster on CPU, given back afterwards."""
+    made = []
+
+    def make(*args, **kwargs):
+        made.append(RayVirtualCluster(*args, **{"use_gpus": False, "max_retries": 1, **kwargs}))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.shutdown()
+
+
+# -- what is asked ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("counts", [[], [0, 0], [1, -1], [1.0], "12", [True]])
+def test_a_list_that_says_no_number_of_bundles_is_refused(counts):
+    with pytest.raises(ClusterArgumentError, match="bundle_ct_per_node_list"):
+        RayVirtualCluster(counts)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"num_gpus_per_node": 0}, "num_gpus_per_node=0"),
+        ({"max_colocated_worker_groups": 0}, "max_colocated_worker_groups=0"),
+        ({"placement_group_strategy": "FAR"}, "PACK, SPREAD, STRICT_PACK, STRICT_SPREAD"),
+        ({"max_retries": 0}, "max_retries=0"),
+    ],
+)
+def test_what_makes_no_sense_is_also_an_assertion_error(wrong, message):
+    with pytest.raises(AssertionError, match=message) as told:
+        RayVirtualCluster([1], **wrong)
+    assert isinstance(told.value, UserError)
+
+
+def test_a_cluster_without_gpus_needs_no_gpus_on_a_node():
+    assert RayVirtualCluster([1], use_gpus=False, num_gpus_per_node=0).bundle == {"CPU": 1}
+
+
+def test_a_bundle_has_a_cpu_for_each_group_and_one_gpu():
+    assert RayVirtualCluster([2], max_colocated_worker_groups=3).bundle == {"CPU": 3, "GPU": 1}
+
+
+def test_retries_come_from_the_variable(monkeypatch):
+    monkeypatch.setenv("NRL_VIRTUAL_CLUSTER_MAX_RETRIES", "0")
+    with pytest.raises(AssertionError, match="NRL_VIRTUAL_CLUSTER_MAX_RETRIES=0"):
+        RayVirtualCluster([1])
+    monkeypatch.setenv("NRL_VIRTUAL_CLUSTER_MAX_RETRIES", "3")
+    assert RayVirtualCluster([1])._max_retries == 3
+
+
+def test_counting_needs_no_ray():
+    cluster = RayVirtualCluster([2, 0, 1])
+    assert (cluster.world_size(), cluster.node_count()) == (3, 2)
+
+
+# -- where bundles go -------------------------------------------------------------------------------------------------
+
+
+def test_what_the_machines_lack_is_told():
+    machines = [machine("a", 4), machine("b", 2)]
+    assert placement.lacking([4, 2], CPU, machines, unified=False) == ""
+    assert placement.lacking([2, 2, 2], CPU, machines, unified=False) == ""
+    assert "room for 6" in placement.lacking([4, 3], CPU, machines, unified=False)
+    assert "1 node(s) with room for 5" in placement.lacking([5], CPU, machines, unified=False)
+    assert "2 node(s) with room for 3" in placement.lacking([3, 3], CPU, machines, unified=False)
+    assert placement.lacking([3, 3], CPU, machines, unified=True) == ""
+    assert "room for 0" in placement.lacking([1], {"CPU": 1, "GPU": 1}, machines, unified=False)
+
+
+def test_groups_go_to_different_machines_as_long_as_there_are_any():
+    machines = [machine("a", 8), machine("b", 2), machine("c", 4, free=1)]
+    assert placement.assign([2, 2], CPU, machines) == ["a", "b"]
+    assert placement.assign([1, 2, 2], CPU, machines) == ["c", "a", "b"]
+    assert placement.assign([4, 4], CPU, machines) == ["a", "a"]
+    assert placement.assign([8, 3], CPU, machines) is None
+
+
+@given(
+    counts=st.lists(st.integers(1, 4), min_size=1, max_size=5),
+    cpus=st.lists(st.integers(0, 6), min_size=1, max_size=4),
+)
+def test_an_assignment_fits_and_what_fits_is_never_refused(counts, cpus):
+    machines = [machine(str(index), amount) for index, amount in enumerate(cpus)]
+    chosen = placement.assign(counts, CPU, machines)
+    if chosen is None:
+        return
+    for index, amount in enumerate(cpus):
+        assert sum(count for count, node in zip(counts, chosen, strict=True) if node == str(index)) <= amount
+    assert placement.lacking(counts, CPU, machines, unified=False) == ""
+
+
+def test_groups_are_nodes_and_the_machines_of_one_group_too():
+    addresses = {"x": "10.0.0.1", "y": "10.0.0.2"}
+    assert placement.in_rank_order([["y", "y"], ["x"]], addresses) == [
+        Placement(0, 0, "y", "10.0.0.2", 0, 0),
+        Placement(0, 1, "y", "10.0.0.2", 0, 1),
+        Placement(1, 0, "x", "10.0.0.1", 1, 0),
+    ]
+    assert placement.in_rank_order([["x", "y", "x"]], addresses) == [
+        Placement(0, 0, "x", "10.0.0.1", 0, 0),
+        Placement(0, 2, "x", "10.0.0.1", 0, 1),
+        Placement(0, 1, "y", "10.0.0.2", 1, 0),
+    ]
+
+
+# -- ports ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_kept_port_is_for_who_asks_for_it_and_nobody_else():
+    kept = keep_port("127.0.0.1")
+    address = kept.getsockname()
+    with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
+        stranger.bind(address)
+    with socket.socket() as owner:
+        owner.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        owner.bind(address)
+        owner.listen()
+    kept.close()
+
+
+# -- on Ray -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.xdist_group("ray")
+class TestOnRay:
+    """With the Ray of the test session, which has one node."""
+
+    pytestmark = on_ray
+
+    def test_nothing_is_reserved_before_it_is_asked_for(self, cluster):
+        made = cluster([1])
+        assert made._placement_groups == []
+        assert len(made.get_placement_groups()) == 1
+        assert made.get_placement_groups() == made.get_placement_groups()
+
+    def test_one_placement_group_a_node_on_one_machine(self, cluster):
+        made = cluster([1, 0, 1])
+        assert len(made.get_placement_groups()) == 2
+        assert [place.node_rank for place in made.placements()] == [0, 1]
+        assert [place.local_rank for place in made.placements()] == [0, 0]
+
+    def test_one_placement_group_for_all(self, cluster):
+        made = cluster([1, 1])
+        assert len(made._init_placement_groups(use_unified_pg=True)) == 1
+        assert [(place.node_rank, place.local_rank) for place in made.placements()] == [(0, 0), (0, 1)]
+
+    def test_an_unknown_strategy_reserves_nothing(self, cluster):
+        with pytest.raises(ClusterArgumentError, match="FAR"):
+            cluster([1])._init_placement_groups(strategy="FAR")
+
+    def test_too_much_is_told_with_what_is_there_and_what_was_asked(self, cluster):
+        cpus = int(ray.cluster_resources()["CPU"])
+        with pytest.raises(ResourceInsufficientError) as told:
+            cluster([1, cpus], name="mine").get_placement_groups()
+        for part in ("'mine'", "node 0: 1", f"node 1: {cpus}", f"in all CPU {cpus + 1}", f"CPU {cpus} ("):
+            assert part in str(told.value)
+
+    def test_gpus_that_are_not_there_are_told(self, cluster):
+        if ray.cluster_resources().get("GPU"):
+            pytest.skip("there are GPUs")
+        with pytest.raises(ResourceInsufficientError, match="GPU 0"):
+            cluster([1], use_gpus=True).get_placement_groups()
+
+    def test_the_pauses_double(self, cluster, monkeypatch, caplog):
+        pauses = []
+        monkeypatch.setattr("rlframework.workers.ray.virtual_cluster.time.sleep", pauses.append)
+        with pytest.raises(ResourceInsufficientError, match=r"retries reached \(4\)"):
+            cluster([999], max_retries=4).get_placement_groups()
+        assert pauses == [1, 2, 4]
+        assert "looking again in 4 s" in caplog.text
+
+    def test_what_stays_taken_is_a_timeout_and_nothing_stays_reserved(self, cluster):
+        cpus = int(ray.cluster_resources()["CPU"])
+        cluster([cpus]).get_placement_groups()
+        late = cluster([1], ready_timeout=0.5)
+        with pytest.raises(TimeoutError, match="were not ready"):
+            late.get_placement_groups()
+        assert late._placement_groups == []
+        mine = [each for each in placement_group_table().values() if each["state"] == "PENDING"]
+        assert mine == []
+
+    def test_the_master_address_is_loopback_on_one_machine_and_its_port_is_kept(self, cluster):
+        made = cluster([1])
+        address, port = made.get_master_address_and_port()
+        assert address == "127.0.0.1"
+        with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
+            stranger.bind((address, port))
+        assert made.get_available_address_and_port(0, 0) != (address, port)
+        with pytest.raises(IndexError, match="no bundle 1"):
+            made.get_available_address_and_port(0, 1)
+        assert made.shutdown()
+        with socket.socket() as free:
+            _bind_soon(free, (address, port))
+
+    def test_shutdown_gives_everything_back_and_can_be_repeated(self, cluster):
+        made = cluster([1])
+        group = made.get_placement_groups()[0]
+        assert made.shutdown()
+        assert made.shutdown()
+        assert placement_group_table(group)["state"] == "REMOVED"
+
+    def test_a_cluster_that_is_dropped_gives_everything_back(self):
+        made = RayVirtualCluster([1], use_gpus=False)
+        group = made.get_placement_groups()[0]
+        del made
+        assert placement_group_table(group)["state"] == "REMOVED"
+
+    def test_init_ray_takes_the_ray_that_is_there(self):
+        before = ray.get_runtime_context().get_node_id()
+        init_ray()
+        assert ray.get_runtime_context().get_node_id() == before
+
+
+def _bind_soon(free, address, seconds=5.0):
+    """The process that kept the port is being killed."""
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            return free.bind(address)
+        except OSError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.05)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not Path("/dev/nvidia0").exists(), reason="needs a GPU")
+@pytest.mark.xdist_group("ray")
+@pytest.mark.usefixtures("ray_session")
+def test_a_bundle_has_one_gpu():
+    cluster = RayVirtualCluster([1], max_retries=1)
+    try:
+        assert placement_group_table(cluster.get_placement_groups()[0])["bundles"][0] == {"CPU": 1.0, "GPU": 1.0}
+    finally:
+        cluster.shutdown()

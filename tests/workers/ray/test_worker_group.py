@@ -1,0 +1,486 @@
+"""`RayWorkerGroup` with two workers on the test session's Ray. One group serves all tests that leave it usable."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+
+import numpy as np
+import pytest
+import ray
+from ray.util.placement_group import placement_group_table
+
+from rlframework.config.sections import DeadlinesConfig
+from rlframework.errors import BatchError, DeadlineExceeded, UserError, WorkerError
+from rlframework.interfaces.named_sharding import NamedSharding
+from rlframework.workers.ray import runtime
+from rlframework.workers.ray.virtual_cluster import RayVirtualCluster
+from rlframework.workers.ray.worker_group import MultiWorkerFuture, RayWorkerBuilder, RayWorkerGroup
+
+pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.usefixtures("ray_session")]
+
+PLAIN = "probe_group_workers:Plain"
+DATA = NamedSharding([0, 1], ["data_parallel"])
+TENSOR = NamedSharding([[0, 1]], ["data_parallel", "tensor_parallel"])
+
+
+class Keeper:
+    """Keeps one group on one cluster; makes another where a test wants it, or has ended it."""
+
+    def __init__(self):
+        self.cluster = RayVirtualCluster([2], use_gpus=False, name="tests")
+        self.group = None
+        self.shared = False
+
+    def give(self):
+        """The group that all tests share."""
+        if not self.shared or not self.group.workers:
+            self.make(PLAIN, "a word", more=1)
+            self.shared = True
+        self.group.sharding_annotations = DATA
+        return self.group
+
+    def make(self, path, *args, options=None, **kwargs):
+        """A group of its own, with `options` of the group."""
+        self.end()
+        builder = RayWorkerBuilder(path, *args, **kwargs)
+        self.group = RayWorkerGroup(self.cluster, builder, **{"sharding_annotations": DATA, **(options or {})})
+        return self.group
+
+    def end(self):
+        self.shared = False
+        if self.group is not None:
+            self.group.shutdown()
+
+
+@pytest.fixture(scope="module")
+def keeper(ray_session):
+    keeper = Keeper()
+    yield keeper
+    keeper.end()
+    assert keeper.cluster.shutdown()
+
+
+@pytest.fixture
+def group(keeper):
+    return keeper.give()
+
+
+@pytest.fixture
+def make(keeper):
+    """`make(path, *args, options={...}, **kwargs)`: see `Keeper.make`."""
+    yield keeper.make
+    keeper.end()
+
+
+@pytest.fixture
+def puts(monkeypatch):
+    """What is put into the object store."""
+    put, values = ray.put, []
+    monkeypatch.setattr(ray, "put", lambda value: values.append(value) or put(value))
+    return values
+
+
+def pids_of(group):
+    return [each["pid"] for each in ray.get(group.run_all_workers_single_data("who"))]
+
+
+def running(pids):
+    return [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
+
+
+# -- who they are -----------------------------------------------------------------------------------------------------
+
+
+def test_workers_know_who_they_are_and_the_driver_has_not_imported_them(group):
+    zero, one = ray.get(group.run_all_workers_single_data("who"))
+    assert [(w["RANK"], w["LOCAL_RANK"], w["NODE_RANK"], w["WORLD_SIZE"]) for w in (zero, one)] == [
+        ("0", "0", "0", "2"),
+        ("1", "1", "0", "2"),
+    ]
+    assert zero["MASTER_ADDR"] == one["MASTER_ADDR"] == "127.0.0.1"
+    assert zero["MASTER_PORT"] == one["MASTER_PORT"]
+    assert zero["words"] == ("a word",)
+    assert zero["named"] == {"more": 1}
+    assert not zero["torch"]
+    assert len({zero["pid"], one["pid"], os.getpid()}) == 3
+    assert "probe_group_workers" not in sys.modules
+
+
+def test_the_master_port_is_kept_for_the_workers(group):
+    who = ray.get(group.run_single_worker_single_data("who", 0))
+    address = (who["MASTER_ADDR"], int(who["MASTER_PORT"]))
+    with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
+        stranger.bind(address)
+    assert ray.get(group.run_single_worker_single_data("bind_master", 0))
+
+
+def test_metadata_tell_of_each_worker(group):
+    assert group.worker_metadata == [
+        {
+            "node_idx": 0,
+            "local_rank": 0,
+            "global_rank": rank,
+            "name": f"-0-{rank}",
+            "bundle_indices": (0, [rank]),
+            "dp_shard_idx": rank,
+        }
+        for rank in (0, 1)
+    ]
+    assert (group.dp_size, group.get_dp_leader_worker_idx(1)) == (2, 1)
+    for wrong in (2, -1):
+        with pytest.raises(IndexError, match=f"dp_shard_idx {wrong}"):
+            group.get_dp_leader_worker_idx(wrong)
+
+
+def test_handles_are_those_of_ray(group):
+    assert len(group.workers) == 2
+    assert ray.get([worker.echo.remote(value=3) for worker in group.workers]) == [(0, {"value": 3}), (1, {"value": 3})]
+    assert ray.get(group.workers[1]._private.remote()) == "private"
+    assert all(isinstance(worker, ray.actor.ActorHandle) for worker in group.workers)
+
+
+# -- calls ------------------------------------------------------------------------------------------------------------
+
+
+def test_one_worker_is_called_alone(group):
+    assert ray.get(group.run_single_worker_single_data("echo", 1, value=5)) == (1, {"value": 5})
+    with pytest.raises(IndexError, match=r"0\.\.1"):
+        group.run_single_worker_single_data("echo", 2, value=5)
+
+
+def test_all_are_called_with_the_same(group):
+    assert ray.get(group.run_all_workers_single_data("echo", value=5)) == [(0, {"value": 5}), (1, {"value": 5})]
+
+
+def test_each_is_called_with_its_own(group):
+    refs = group.run_all_workers_multiple_data("echo", value=[5, 6], common_kwargs={"same": 7})
+    assert ray.get(refs) == [(0, {"value": 5, "same": 7}), (1, {"value": 6, "same": 7})]
+
+
+@pytest.mark.parametrize("wrong", [{}, {"value": [1]}, {"value": [1, 2, 3]}, {"value": [1, 2], "other": [1]}])
+def test_lists_of_another_length_are_also_an_assertion_error(group, wrong):
+    with pytest.raises(AssertionError) as told:
+        group.run_all_workers_multiple_data("echo", **wrong)
+    assert isinstance(told.value, BatchError)
+
+
+def test_workers_off_the_first_coordinate_are_left_out_and_use_up_no_data(make):
+    group = make(PLAIN, options={"sharding_annotations": TENSOR})
+    only = {"run_rank_0_only_axes": ["tensor_parallel"]}
+    assert ray.get(group.run_all_workers_multiple_data("echo", value=[5], **only)) == [(0, {"value": 5})]
+    assert ray.get(group.run_all_workers_single_data("echo", value=5, **only)) == [(0, {"value": 5})]
+    with pytest.raises(ValueError, match="Axis 'nothing' not found"):
+        group.run_all_workers_single_data("echo", run_rank_0_only_axes=["nothing"])
+    free = {"in_sharded_axes": ["data_parallel"], "value": [5], "common_kwargs": {"same": 7}}
+    assert group.run_all_workers_sharded_data("echo", **free).get_results(group) == [(0, {"value": 5, "same": 7})]
+    dummy = group.run_all_workers_sharded_data("echo", make_dummy_calls_to_free_axes=True, **free)
+    assert ray.get(dummy.futures) == [(0, {"value": 5, "same": 7}), None]
+    assert dummy.get_results(group) == [(0, {"value": 5, "same": 7})]
+    copies = group.run_all_workers_sharded_data("echo", replicate_on_axes=["tensor_parallel"], **free)
+    assert copies.get_results(group) == [(0, {"value": 5, "same": 7}), (1, {"value": 5, "same": 7})]
+    once = group.run_all_workers_sharded_data(
+        "echo", replicate_on_axes=["tensor_parallel"], output_is_replicated=["tensor_parallel"], **free
+    )
+    assert once.get_results(group) == [(0, {"value": 5, "same": 7})]
+    assert (once.called_workers, once.return_from_workers) == ([0, 1], [0])
+
+
+def test_shares_go_to_their_workers(group):
+    future = group.run_all_workers_sharded_data("echo", in_sharded_axes=["data_parallel"], value=["x", "y"])
+    assert group.get_all_worker_results(future) == [(0, {"value": "x"}), (1, {"value": "y"})]
+    with pytest.raises(ValueError, match="both sharded and replicated"):
+        group.run_all_workers_sharded_data(
+            "echo", in_sharded_axes=["data_parallel"], replicate_on_axes=["data_parallel"], value=[1, 2]
+        )
+
+
+def test_without_annotations_only_what_needs_them_fails(group):
+    group.sharding_annotations = None
+    assert len(ray.get(group.run_all_workers_single_data("echo"))) == 2
+    assert len(ray.get(group.run_all_workers_multiple_data("echo", value=[1, 2]))) == 2
+    with pytest.raises(ValueError, match="sharding_annotations"):
+        group.run_all_workers_sharded_data("echo")
+    with pytest.raises(ValueError, match="sharding_annotations"):
+        group.run_all_workers_single_data("echo", run_rank_0_only_axes=["data_parallel"])
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda group: group.run_single_worker_single_data("echo", 0, 1),
+        lambda group: group.run_all_workers_single_data("echo", 1),
+        lambda group: group.run_all_workers_multiple_data("echo", [1, 2]),
+        lambda group: group.run_all_workers_sharded_data("echo", [1, 2]),
+    ],
+)
+def test_positional_arguments_are_a_type_error_that_says_to_use_keywords(group, call):
+    with pytest.raises(TypeError, match="name=value") as told:
+        call(group)
+    assert isinstance(told.value, AssertionError)
+
+
+def test_an_unknown_method_reaches_no_worker(group):
+    with pytest.raises(AttributeError, match="did you mean 'echo'"):
+        group.run_all_workers_single_data("ecko")
+
+
+def test_what_cannot_be_sent_reaches_no_worker(group):
+    with pytest.raises(TypeError, match="picklable"):
+        group.run_all_workers_single_data("echo", value=(each for each in ()))
+    assert len(pids_of(group)) == 2
+
+
+def test_a_value_that_several_workers_get_is_stored_once(group, puts):
+    rows = np.arange(300_000.0)
+    assert [first for first, _ in ray.get(group.run_all_workers_single_data("first", value=rows))] == [0.0, 0.0]
+    assert len(puts) == 1
+    group.run_all_workers_multiple_data("echo", value=[1, 2], common_kwargs={"rows": rows})
+    assert len(puts) == 2
+    group.run_all_workers_sharded_data("first", in_sharded_axes=["data_parallel"], value=[rows, rows + 1])
+    assert len(puts) == 2  # each goes to one
+
+
+def test_a_reference_arrives_as_what_it_stands_for(group):
+    stored = ray.put(np.arange(3.0))
+    assert [first for first, _ in ray.get(group.run_all_workers_single_data("first", value=stored))] == [0.0, 0.0]
+
+
+def test_a_method_that_yields_gives_all_that_all_workers_gave(group):
+    future = MultiWorkerFuture(group.run_all_workers_single_data("count", to=2))
+    assert future.get_results(group) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    with_filter = MultiWorkerFuture(group.run_all_workers_single_data("count", to=1), [1], [0, 1])
+    assert with_filter.get_results(group) == [(0, 0), (1, 0)]  # a stream is not filtered
+    proxies = MultiWorkerFuture(group.run_all_workers_single_data("count", to=2), [1], [0, 1])
+    (proxy,) = proxies.get_results(group, return_generators_as_proxies=True)
+    assert [ray.get(ref) for ref in proxy] == [(1, 0), (1, 1)]
+
+
+def test_results_come_from_the_workers_that_are_asked_for_in_that_order(group):
+    refs = group.run_all_workers_multiple_data("echo", value=[5, 6])
+    future = MultiWorkerFuture(refs, return_from_workers=[1, 0, 7], called_workers=[0, 1])
+    assert future.get_results(group) == [(1, {"value": 6}), (0, {"value": 5})]
+    assert MultiWorkerFuture(refs).get_results(group) == [(0, {"value": 5}), (1, {"value": 6})]
+
+
+# -- environment and options ------------------------------------------------------------------------------------------
+
+
+def test_only_what_is_named_reaches_a_worker_and_no_dictionary_is_changed(make, monkeypatch, tmp_path):
+    monkeypatch.setenv("SECRET_OF_THE_DRIVER", "x")
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexport OF_THE_PYTHON=yes\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    env_vars = {"GIVEN": "here", "RANK": "not me"}
+    runtime_env = {"py_executable": str(python), "env_vars": {"BESIDE": "this"}}
+    group = make(PLAIN, options={"env_vars": env_vars, "runtime_env": runtime_env})
+    names = ["SECRET_OF_THE_DRIVER", "GIVEN", "BESIDE", "RANK", "OF_THE_PYTHON"]
+    assert ray.get(group.run_single_worker_single_data("variables", 1, names=names)) == {
+        "SECRET_OF_THE_DRIVER": None,
+        "GIVEN": "here",
+        "BESIDE": "this",
+        "RANK": "1",
+        "OF_THE_PYTHON": "yes",
+    }
+    assert env_vars == {"GIVEN": "here", "RANK": "not me"}
+    assert runtime_env == {"py_executable": str(python), "env_vars": {"BESIDE": "this"}}
+
+
+def test_options_of_a_decorated_class_count_less_than_the_callers(make):
+    group = make("probe_group_workers.Decorated", options={"env_vars": {"FROM_BOTH": "caller"}})
+    answers = ray.get(group.run_all_workers_single_data("variables", names=["FROM_CLASS", "FROM_BOTH"]))
+    assert answers == [{"FROM_CLASS": "class", "FROM_BOTH": "caller"}] * 2
+    assert ray.get(group.workers[0].two.remote()) == [1, 2]
+
+
+def test_configure_worker_counts_more_than_the_caller_and_is_told_of_tied_bundles(make):
+    tied = {"bundle_indices_list": [(0, [1, 0])], "env_vars": {"FROM_CALLER": "caller"}, "name_prefix": "tied"}
+    group = make("probe_group_workers:Configured", options=tied)
+    leader, led = ray.get(group.run_all_workers_single_data("tell"))
+    bundles = "(0, [1, 0])"
+    assert leader == {
+        "OF_CONFIGURE": bundles,
+        "FROM_CALLER": "configured",
+        "RANK": "0",
+        "seed": 7,
+        "at_import": bundles,  # the variables are there before the module is
+    }
+    assert led == {"OF_CONFIGURE": "None", "FROM_CALLER": "led", "RANK": "1", "at_import": "None"}
+    assert (group.dp_size, group.dp_leader_worker_indices) == (1, [0])
+    assert [each["name"] for each in group.worker_metadata] == ["tied-grp0-0", "tied-grp0-1"]
+    assert [each["bundle_indices"] for each in group.worker_metadata] == [(0, [1, 0]), None]
+    assert [each["local_rank"] for each in group.worker_metadata] == [0, 1]
+    assert ray.get(ray.get_actor("tied-grp0-0").__ray_ready__.remote())
+
+
+def test_configure_worker_may_know_the_node_and_give_a_runtime_environment(make):
+    group = make("probe_group_workers:WithRuntime", options={"workers_per_node": 1, "sharding_annotations": None})
+    assert ray.get(group.run_all_workers_single_data("tell")) == [(8, "yes")]
+
+
+def test_coroutines_of_a_worker_run_side_by_side(make):
+    group = make("probe_group_workers:Coroutines", options={"workers_per_node": [1], "sharding_annotations": None})
+    waiting = group.run_single_worker_single_data("wait", 0)
+    ray.get(group.run_single_worker_single_data("bring", 0))
+    assert ray.get(waiting, timeout=20) == "came"
+    assert ray.get(group.run_single_worker_single_data("plain", 0)) == "plain"
+    assert MultiWorkerFuture(group.run_all_workers_single_data("count", to=2)).get_results(group) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"workers_per_node": 3}, "workers_per_node=3"),
+        ({"workers_per_node": [1, 1]}, "nodes have"),
+        ({"workers_per_node": "all"}, "a number, a list"),
+        ({"workers_per_node": True}, "a number, a list"),
+        ({"workers_per_node": 0}, "without workers"),
+        ({"bundle_indices_list": [(0, [2])]}, "no bundle 2 on node 0"),
+        ({"sharding_annotations": NamedSharding([0, 1, 2], ["x"])}, r"ranks 0\.\.1"),
+    ],
+)
+def test_what_does_not_fit_the_cluster_starts_nothing(keeper, options, message):
+    keeper.end()
+    with pytest.raises(ValueError, match=message) as told:
+        RayWorkerGroup(keeper.cluster, RayWorkerBuilder(PLAIN), **options)
+    assert isinstance(told.value, UserError)
+
+
+# -- faults -----------------------------------------------------------------------------------------------------------
+
+
+def fails(group, method, expected=WorkerError, /, **kwargs):
+    """The error of a call to all workers, and how long it took to come."""
+    refs = group.run_all_workers_single_data(method, **kwargs)
+    begun = time.monotonic()
+    with pytest.raises(expected) as told:
+        MultiWorkerFuture(refs).get_results(group)
+    return told.value, time.monotonic() - begun
+
+
+def ended(group, pids):
+    """Whether a group is unusable and its processes are gone."""
+    with pytest.raises(WorkerError, match="not usable any more"):
+        group.run_all_workers_single_data("who")
+    return running(pids) == [] and group.workers == []
+
+
+def test_a_killed_worker_fails_the_call_and_the_others_are_released(group):
+    pids = pids_of(group)
+    error, seconds = fails(group, "die", only=1)
+    assert seconds < 5
+    assert "rank 1 of 2 on node" in str(error)
+    assert "last words" in str(error)
+    assert ended(group, pids)
+    assert group.shutdown()
+    assert group.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("kind", "also"), [("ValueError", ValueError), ("OfThisModule", RuntimeError), ("BatchError", BatchError)]
+)
+def test_an_error_comes_with_rank_node_and_the_workers_own_traceback(group, kind, also):
+    pids = pids_of(group)
+    error, seconds = fails(group, "fail", also, kind=kind, only=1)
+    told = "".join([str(error), str(error.__cause__), *getattr(error, "__notes__", ())])
+    assert seconds < 5
+    assert "rank 1 of 2 on node" in told
+    assert "in fail\n" in told  # the frame of the worker's own method
+    assert ended(group, pids)
+    assert "probe_group_workers" not in sys.modules
+
+
+def test_an_error_on_the_way_of_a_stream_is_told_too(group):
+    error, _ = fails(group, "count", to=4)
+    assert "one too many" in str(error)
+    assert isinstance(error, KeyError)
+
+
+def test_ray_get_raises_the_error_as_ray_does_and_ends_nothing(group):
+    with pytest.raises(ValueError, match="bad thing"):
+        ray.get(group.run_single_worker_single_data("fail", 0))
+    with pytest.raises(ray.exceptions.RayTaskError):
+        ray.get(group.run_single_worker_single_data("unsendable", 0))
+    assert len(pids_of(group)) == 2
+
+
+def test_a_worker_that_hangs_past_the_deadline_fails_the_call(make):
+    group = make(PLAIN, options={"deadlines": DeadlinesConfig(call=1.0)})
+    pids = pids_of(group)
+    error, seconds = fails(group, "block", DeadlineExceeded, only=1)
+    assert seconds < 5
+    assert "no answer within 1 s from rank 1 of 2" in str(error)
+    assert "answered: 0" in str(error)
+    assert ended(group, pids)
+
+
+@pytest.mark.parametrize(
+    ("path", "kwargs", "parts"),
+    [
+        ("probe_cannot_import:Any", {}, ("a_module_that_is_nowhere", "probe_cannot_import.py")),
+        ("probe_group_workers:Nobody", {}, ("has no 'Nobody'",)),
+        (PLAIN, {"fail_rank": 1}, ("rank 1 of 2 on node", "cannot build rank 1", "__init__")),
+    ],
+)
+def test_a_worker_that_cannot_be_made_is_told_with_its_traceback(keeper, path, kwargs, parts):
+    keeper.end()
+    before = len(runtime._OWNED_BY)
+    with pytest.raises((WorkerError, UserError)) as told:
+        RayWorkerGroup(keeper.cluster, RayWorkerBuilder(path, **kwargs))
+    text = "".join([str(told.value), str(told.value.__cause__)])
+    assert all(part in text for part in parts), text
+    assert len(runtime._OWNED_BY) == before
+    assert not keeper.cluster._used
+
+
+# -- the end ----------------------------------------------------------------------------------------------------------
+
+
+def test_after_shutdown_no_process_no_placement_group_and_no_port_is_left(keeper, tmp_path):
+    group = keeper.give()
+    who = ray.get(group.run_all_workers_single_data("who"))
+    placement_group = keeper.cluster.get_placement_groups()[0]
+    assert group.shutdown("tidy")
+    assert running([each["pid"] for each in who]) == []
+    with socket.socket() as free:
+        free.bind((who[0]["MASTER_ADDR"], int(who[0]["MASTER_PORT"])))
+    assert group.workers == []
+    assert keeper.cluster.shutdown()
+    assert placement_group_table(placement_group)["state"] == "REMOVED"
+
+
+def test_cleaning_up_is_called_on_all_once_and_its_failure_is_told_in_the_answer(make, tmp_path):
+    group = make(PLAIN)
+    assert group.shutdown("who")
+    assert group.shutdown("fail")  # not called: they are gone
+    assert not make(PLAIN).shutdown("fail")
+
+
+def test_cleaning_up_that_takes_too_long_is_cut_short_and_force_does_without(make):
+    group = make(PLAIN)
+    begun = time.monotonic()
+    assert not group.shutdown("block", timeout=0.5)
+    assert time.monotonic() - begun < 5
+    begun = time.monotonic()
+    group = make(PLAIN)
+    pids = pids_of(group)
+    assert group.shutdown("block", force=True)
+    assert running(pids) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not os.path.exists("/dev/nvidia0"), reason="needs a GPU")
+def test_two_groups_have_half_a_gpu_each(ray_session):
+    cluster = RayVirtualCluster([1], use_gpus=True, max_colocated_worker_groups=2, max_retries=1)
+    groups = [RayWorkerGroup(cluster, RayWorkerBuilder(PLAIN)) for _ in range(2)]
+    try:
+        seen = [ray.get(group.run_single_worker_single_data("who", 0))["gpus"] for group in groups]
+        assert seen[0] == seen[1]
+        assert len(seen[0]) == 1
+        assert ray.available_resources().get("GPU", 0) == ray.cluster_resources()["GPU"] - 1
+    finally:
+        for group in groups:
+            group.shutdown()
+        cluster.shutdown()

@@ -1,0 +1,184 @@
+"""Who gets what, over 2 x 2 workers: rank = 2 * data + tensor."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlframework.errors import BatchError
+from rlframework.interfaces.named_sharding import NamedSharding
+from rlframework.interfaces.worker_group import MultiWorkerFuture
+from rlframework.workers.dispatch import (
+    dispatch_multiple_data,
+    dispatch_sharded_data,
+    dispatch_single_data,
+    dispatch_to_one,
+    keep_results,
+    refuse_positional,
+)
+
+GRID = NamedSharding([[0, 1], [2, 3]], ["data", "tensor"])
+
+
+def plan(kwargs, **options):
+    found = dispatch_sharded_data(GRID, kwargs, **options)
+    return dict(zip(found.called, found.kwargs, strict=True)), found.kept
+
+
+def test_single_data_to_all():
+    found = dispatch_single_data(GRID, {"x": 1})
+    assert found.called == found.kept == [0, 1, 2, 3]
+    assert found.kwargs == [{"x": 1}] * 4
+
+
+@pytest.mark.parametrize(
+    ("axes", "called"), [(["tensor"], [0, 2]), (["data"], [0, 1]), (["data", "tensor"], [0]), ([], [0, 1, 2, 3])]
+)
+def test_single_data_to_rank_0_of_axes(axes, called):
+    found = dispatch_single_data(GRID, {}, axes)
+    assert found.called == found.kept == called
+
+
+def test_one_worker_alone():
+    found = dispatch_to_one(GRID, 2, {"x": 1})
+    assert (found.called, found.kwargs, found.kept) == ([2], [{"x": 1}], [2])
+
+
+@pytest.mark.parametrize("worker", [-1, 4])
+def test_one_worker_that_is_not_there(worker):
+    with pytest.raises(IndexError, match=rf"worker {worker} of 4: `worker_idx` must be in 0\.\.3"):
+        dispatch_to_one(GRID, worker, {})
+
+
+def test_multiple_data_by_worker():
+    found = dispatch_multiple_data(GRID, {"x": list("abcd"), "z": (1, 2, 3, 4)}, common_kwargs={"y": 7})
+    assert found.called == found.kept == [0, 1, 2, 3]
+    assert found.kwargs == [{"x": x, "z": z, "y": 7} for x, z in zip("abcd", (1, 2, 3, 4), strict=True)]
+
+
+def test_multiple_data_of_those_at_rank_0():
+    found = dispatch_multiple_data(GRID, {"x": ["a", "b"]}, run_rank_0_only_axes=["tensor"])
+    assert (found.called, found.kept) == ([0, 2], [0, 2])
+    assert found.kwargs == [{"x": "a"}, {"x": "b"}]
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "axes", "message"),
+    [
+        ({}, None, "needs an argument with one entry for each worker"),
+        (
+            {"x": list("abc")},
+            None,
+            "'x' must be a list of 4 entries, one for each worker that is called; got 3 entries",
+        ),
+        ({"x": list("abcd"), "y": [1]}, None, "'y' must be a list of 4 entries.*got 1 entries"),
+        ({"x": "abcd"}, None, "'x' must be a list of 4 entries.*got a str"),
+        ({"x": list("abcd")}, ["tensor"], "'x' must be a list of 2 entries.*got 4 entries"),
+    ],
+)
+def test_multiple_data_of_the_wrong_number(kwargs, axes, message):
+    with pytest.raises(BatchError, match=message):
+        dispatch_multiple_data(GRID, kwargs, run_rank_0_only_axes=axes)
+
+
+def test_sharded_and_replicated_with_one_result_a_shard():
+    calls, kept = plan(
+        {"x": ["a", "b"]},
+        in_sharded_axes=["data"],
+        replicate_on_axes=["tensor"],
+        output_is_replicated=["tensor"],
+        common_kwargs={"y": 7},
+    )
+    assert calls == {0: {"x": "a", "y": 7}, 1: {"x": "a", "y": 7}, 2: {"x": "b", "y": 7}, 3: {"x": "b", "y": 7}}
+    assert kept == [0, 2]
+
+
+def test_replicated_without_output_is_replicated_keeps_every_copy():
+    _, kept = plan({"x": ["a", "b"]}, in_sharded_axes=["data"], replicate_on_axes=["tensor"])
+    assert kept == [0, 1, 2, 3]
+
+
+def test_sharded_over_the_inner_axis():
+    calls, kept = plan(
+        {"x": ["a", "b"]}, in_sharded_axes=["tensor"], replicate_on_axes=["data"], output_is_replicated=["data"]
+    )
+    assert {worker: share["x"] for worker, share in calls.items()} == {0: "a", 1: "b", 2: "a", 3: "b"}
+    assert kept == [0, 1]
+
+
+def test_two_sharded_axes_index_in_the_given_order():
+    nested = [["a", "b"], ["c", "d"]]
+    calls, kept = plan({"x": nested}, in_sharded_axes=["data", "tensor"])
+    assert [calls[worker]["x"] for worker in range(4)] == ["a", "b", "c", "d"]
+    assert kept == [0, 1, 2, 3]
+    calls, _ = plan({"x": nested}, in_sharded_axes=["tensor", "data"])
+    assert [calls[worker]["x"] for worker in range(4)] == ["a", "c", "b", "d"]
+
+
+def test_free_axis_calls_only_coordinate_0():
+    calls, kept = plan({"x": ["a", "b"]}, in_sharded_axes=["data"])
+    assert calls == {0: {"x": "a"}, 2: {"x": "b"}}
+    assert kept == [0, 2]
+
+
+def test_dummy_calls_to_free_axes_get_none_and_the_common_arguments():
+    calls, kept = plan(
+        {"x": ["a", "b"]}, in_sharded_axes=["data"], make_dummy_calls_to_free_axes=True, common_kwargs={"y": 1}
+    )
+    assert calls == {0: {"x": "a", "y": 1}, 1: {"x": None, "y": 1}, 2: {"x": "b", "y": 1}, 3: {"x": None, "y": 1}}
+    assert kept == [0, 2]
+
+
+def test_all_axes_free_calls_one_worker():
+    calls, kept = plan({"x": "whole"})
+    assert calls == {0: {"x": "whole"}}
+    assert kept == [0]
+
+
+def test_output_replicated_on_a_sharded_axis_keeps_one():
+    calls, kept = plan({"x": ["a", "b"]}, in_sharded_axes=["data"], output_is_replicated=["data"])
+    assert list(calls) == [0, 2]
+    assert kept == [0]
+
+
+def test_axes_that_contradict_or_do_not_exist():
+    with pytest.raises(ValueError, match=r"both sharded and replicated: \['data'\]"):
+        plan({}, in_sharded_axes=["data"], replicate_on_axes=["data"])
+    for option in ("in_sharded_axes", "replicate_on_axes", "output_is_replicated"):
+        with pytest.raises(ValueError, match="Axis 'pipeline' not found"):
+            plan({}, **{option: ["pipeline"]})
+    with pytest.raises(ValueError, match="Axis 'pipeline' not found"):
+        dispatch_single_data(GRID, {}, ["pipeline"])
+    with pytest.raises(TypeError, match="a list of names, got the string 'data'"):
+        plan({}, in_sharded_axes="data")
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (["a"], "'x' has 1 entries; axis 'data' needs 2"),
+        (["a", "b", "c"], "'x' has 3 entries; axis 'data' needs 2"),
+        ("ab", "must be a list of 2 entries, got a str"),
+        (None, "must be a list of 2 entries, got a NoneType"),
+    ],
+)
+def test_wrong_number_of_shares(value, message):
+    with pytest.raises(BatchError, match=message):
+        plan({"x": value}, in_sharded_axes=["data"], replicate_on_axes=["tensor"])
+
+
+def test_wrong_number_of_nested_shares():
+    with pytest.raises(BatchError, match="'x' has 1 entries; axis 'tensor' needs 2"):
+        plan({"x": [["a", "b"], ["c"]]}, in_sharded_axes=["data", "tensor"])
+
+
+def test_positional_arguments_are_refused():
+    refuse_positional("train", ())
+    with pytest.raises(TypeError, match=r"train: 2 positional argument\(s\) given; workers take keywords"):
+        refuse_positional("train", (1, 2))
+
+
+def test_keep_results():
+    future = MultiWorkerFuture(["a", "b", "c"], return_from_workers=[5, 1], called_workers=[1, 3, 5])
+    assert keep_results(future, ["A", "B", "C"]) == ["C", "A"]
+    assert keep_results(MultiWorkerFuture([0, 0]), ["A", "B"]) == ["A", "B"]
+    assert keep_results(MultiWorkerFuture([0, 0], return_from_workers=[1, 7]), ["A", "B"]) == ["B"]

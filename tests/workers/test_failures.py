@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import pickle
+import sys
+import types
+
+import pytest
+
+from rlframework.errors import (
+    BatchError,
+    BatchKeyError,
+    NonFiniteGradients,
+    RLFrameworkError,
+    UserError,
+    WorkerError,
+    WorkerLost,
+)
+from rlframework.workers.failures import HostFailure, as_exception, blame
+
+
+def failure_of(error):
+    try:
+        raise error
+    except type(error) as caught:
+        return pickle.loads(pickle.dumps(HostFailure.of(caught)))  # noqa: S301 - just written here
+
+
+def test_other_errors_become_worker_errors_with_rank_and_traceback():
+    error = as_exception({1: failure_of(ZeroDivisionError("by zero"))}, 2, "train")
+    assert type(error) is WorkerError
+    assert str(error).startswith("rank 1 of 2 failed in train: ZeroDivisionError: by zero\n")
+    assert "in failure_of" in str(error)
+
+
+@pytest.mark.parametrize("kind", [UserError, BatchError, BatchKeyError, NonFiniteGradients])
+def test_own_errors_keep_class_and_message(kind):
+    error = as_exception({1: failure_of(kind("no such thing"))}, 2, "train")
+    assert type(error) is kind
+    assert str(error) == "no such thing"
+    assert error.__notes__ == ["raised by rank 1 of 2 in train"]
+    assert isinstance(error.__cause__, WorkerError)
+    assert "in failure_of" in str(error.__cause__)
+
+
+def test_notes_travel_with_the_message():
+    given = UserError("no such thing")
+    given.add_note("look there")
+    assert str(as_exception({0: failure_of(given)}, 1, "train")) == "no such thing\nlook there"
+
+
+def test_a_class_that_the_driver_does_not_know_is_its_nearest_base(monkeypatch):
+    module = types.ModuleType("only_in_the_worker")
+    kind = type("Special", (BatchError,), {"__module__": "only_in_the_worker"})
+    module.Special = kind
+    monkeypatch.setitem(sys.modules, "only_in_the_worker", module)
+    failure = failure_of(kind("odd"))
+    assert type(as_exception({0: failure}, 1, "train")) is kind
+    monkeypatch.delitem(sys.modules, "only_in_the_worker")
+    assert type(as_exception({0: failure}, 1, "train")) is BatchError
+    assert "only_in_the_worker" not in sys.modules
+
+
+def test_a_class_with_its_own_constructor_comes_back_too(monkeypatch):
+    class Picky(RLFrameworkError):
+        def __init__(self, one, two):
+            super().__init__(f"{one} and {two}")
+
+    monkeypatch.setattr(sys.modules[__name__], "Picky", Picky, raising=False)
+    Picky.__qualname__ = "Picky"
+    error = as_exception({0: failure_of(Picky(1, 2))}, 1, "train")
+    assert type(error) is Picky
+    assert str(error) == "1 and 2"
+
+
+def test_the_dead_are_blamed_before_those_who_noticed():
+    echo = failure_of(RuntimeError("[gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:4"))
+    real = failure_of(ValueError("the cause"))
+    dead = HostFailure((), "gone", "", died=True)
+    assert blame({0: echo, 1: real}) == 1
+    assert blame({0: real, 1: echo}) == 0
+    assert blame({0: real, 1: echo, 2: dead}) == 2
+    assert blame({2: real, 1: real}) == 1
+    assert blame({3: echo}) == 3
+
+
+def test_others_that_failed_are_named():
+    failures = {rank: failure_of(ValueError(f"on {rank}")) for rank in (2, 0, 3)}
+    message = str(as_exception(failures, 4, "train"))
+    assert message.startswith("rank 0 of 4 failed in train: ValueError: on 0\n(also failed: rank 2, 3)")
+
+
+def test_death():
+    error = as_exception({1: HostFailure((), "was killed", "", died=True)}, 2, "train")
+    assert type(error) is WorkerLost
+    assert str(error) == "the process of rank 1 of 2 died in train: was killed"
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:3"), WorkerLost),
+        (RuntimeError("gloo cannot do this with that type"), WorkerError),
+        (RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1000ms for recv"), WorkerError),
+        (ConnectionRefusedError("Connection refused: the user's own server is down"), WorkerError),
+    ],
+)
+def test_a_cut_connection_between_workers_tells_of_a_lost_one(error, kind):
+    """Where a machine left, its workers cannot tell; those that talked to them can."""
+    assert type(as_exception({0: failure_of(error)}, 2, "train")) is kind
+
+
+def test_a_worker_s_own_error_is_not_the_loss_of_the_others():
+    cut = failure_of(RuntimeError("Connection closed by peer"))
+    assert type(as_exception({0: cut, 1: failure_of(ZeroDivisionError("by zero"))}, 2, "train")) is WorkerError

@@ -1,0 +1,79 @@
+"""What workers are given, decided without Ray; and the port that rank 0 reserves."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+
+import pytest
+
+from rlframework.errors import ConfigError
+from rlframework.workers import machine, ports, worker_host
+
+
+def test_workers_get_named_variables_only(monkeypatch):
+    monkeypatch.setenv("SECRET_OF_THE_DRIVER", "x")
+    monkeypatch.setenv("RLFRAMEWORK_DISABLE_PLUGINS", "this,that")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    before = dict(os.environ)
+    given = machine.worker_environment(2)
+    allowed = {*machine.PASSED_ON, "OMP_NUM_THREADS", "PYTHONPATH", "GLOO_SOCKET_IFNAME"}
+    assert set(given) <= allowed
+    assert given["RLFRAMEWORK_DISABLE_PLUGINS"] == "this,that"
+    assert dict(os.environ) == before
+
+
+def test_plugins_that_are_not_disabled_here_are_not_disabled_there(monkeypatch):
+    monkeypatch.delenv("RLFRAMEWORK_DISABLE_PLUGINS", raising=False)
+    assert machine.worker_environment(1)["RLFRAMEWORK_DISABLE_PLUGINS"] == ""
+
+
+@pytest.mark.parametrize(("cores", "workers", "threads"), [(8, 2, 4), (8, 3, 2), (2, 2, 1), (1, 1, 1), (1, 4, 1)])
+def test_threads_share_the_cores(monkeypatch, cores, workers, threads):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(machine, "cpu_count", lambda: cores)
+    assert machine.threads_per_worker(workers) == threads
+
+
+def test_threads_that_the_user_set(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert machine.threads_per_worker(2) == 3
+    assert machine.worker_environment(2)["OMP_NUM_THREADS"] == "3"
+
+
+def test_import_path_has_the_drivers_sources_and_no_installed_packages(monkeypatch, tmp_path):
+    installed = tmp_path / "lib" / "site-packages"
+    installed.mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", str(installed), os.__file__.rpartition("/")[0], str(tmp_path / "absent")])
+    assert machine.import_path() == [str(tmp_path)]
+
+
+def test_cores(monkeypatch):
+    monkeypatch.setattr(machine, "cpu_count", lambda: 2)
+    machine.check_cores(2)
+    with pytest.raises(ConfigError, match=r"num_workers=3, but this process may use 2 CPU core\(s\): set at most 2"):
+        machine.check_cores(3)
+
+
+def test_reserved_ports_are_held_and_out_of_the_kernels_way():
+    host = worker_host.WorkerHost()
+    address, port = host.reserve_address()
+    assert address == "127.0.0.1"
+    assert port < ports.first_ephemeral_port()
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind((address, port))
+    host._reserved.close()
+    with socket.socket() as other:
+        other.bind((address, port))
+
+
+@pytest.mark.xdist_group("ray")
+@pytest.mark.usefixtures("ray_session")
+def test_workers_get_as_much_of_the_cores_as_the_driver():
+    """Ray's own default, niceness 15, starves them as soon as something else is busy on the same cores."""
+
+    import ray
+
+    assert ray.get(ray.remote(lambda: os.nice(0)).remote()) == os.nice(0)

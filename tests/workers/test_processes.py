@@ -1,0 +1,462 @@
+"""The worker group of processes without Ray: what it does when all goes well, and what when it does not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+
+from rlframework.config.sections import DeadlinesConfig, WorkerGroupConfig
+from rlframework.errors import BatchError, ConfigError, DeadlineExceeded, PluginError, WorkerError
+from rlframework.interfaces.named_sharding import NamedSharding
+from rlframework.interfaces.worker_group import WorkerSpec
+from rlframework.workers import machine, processes
+from rlframework.workers.processes import ProcessWorkerGroup
+
+TWO = NamedSharding([0, 1], ["data_parallel"])
+
+
+def start(sharding=TWO, spec=None, device="cpu", **deadlines):
+    config = WorkerGroupConfig(name="processes", num_workers=sharding.size, deadlines=DeadlinesConfig(**deadlines))
+    spec = spec or WorkerSpec("probe_workers:Probe", {"word": "hi"})
+    return ProcessWorkerGroup(spec, config, sharding=sharding, device=device)
+
+
+def ask(group, method, **kwargs):
+    return group.get_all_worker_results(group.run_all_workers_single_data(method, **kwargs))
+
+
+def running(pids):
+    return [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
+
+
+def threads_of_peers():
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("peer-")]
+
+
+@pytest.fixture(scope="module")
+def group():
+    group = start(call=60.0)
+    yield group
+    assert group.shutdown("shutdown")
+
+
+@pytest.fixture
+def fresh():
+    """`fresh(**deadlines)`: a group for a test that ends it."""
+    groups = []
+
+    def make(**deadlines):
+        groups.append(start(**deadlines))
+        return groups[-1]
+
+    yield make
+    for group in groups:
+        group.shutdown()
+
+
+def test_workers_know_who_they_are(group):
+    answers = ask(group, "who")
+    assert [(a["rank"], a["world_size"], a["device"], a["word"]) for a in answers] == [
+        (0, 2, "cpu", "hi"),
+        (1, 2, "cpu", "hi"),
+    ]
+    assert len({a["pid"] for a in answers} | {os.getpid()}) == 3
+    assert all(a["address"] == "127.0.0.1" for a in answers)
+    assert all(a["threads"] == machine.threads_per_worker(2) for a in answers)
+
+
+def test_only_named_variables_are_passed(monkeypatch, fresh):
+    monkeypatch.setenv("SECRET_OF_THE_DRIVER", "x")
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    answers = ask(fresh(), "who")
+    for answer in answers:
+        names = set(answer["environment"])
+        assert "SECRET_OF_THE_DRIVER" not in names
+        assert answer["environment"]["NCCL_DEBUG"] == "WARN"  # as it is now, not when the fork server began
+        assert answer["environment"]["OMP_NUM_THREADS"] == str(machine.threads_per_worker(2))
+        passed = {*machine.KEPT, *machine.PASSED_ON, "OMP_NUM_THREADS", "PYTHONPATH", "GLOO_SOCKET_IFNAME"}
+        assert all(name in passed or name.startswith(machine.KEPT_BEGINNINGS) for name in names)
+
+
+def test_a_variable_that_imports_read_is_not_that_of_an_older_group(monkeypatch, group):
+    monkeypatch.setenv("HF_HOME", "/somewhere/else")
+    other = start(NamedSharding([0], ["data_parallel"]))
+    (who,) = ask(other, "who")
+    assert who["environment"]["HF_HOME"] == "/somewhere/else"
+    assert who["torch_imported"] is False  # a new interpreter, not forked from one with its imports done
+    assert ask(group, "who")[0]["torch_imported"] is True
+    assert other.shutdown()
+
+
+def test_workers_stand_in_the_drivers_folder(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    group = start(NamedSharding([0], ["data_parallel"]), WorkerSpec("probe_workers:Process", {}))
+    assert ask(group, "folder") == [str(tmp_path)]
+    assert group.shutdown()
+
+
+def test_results_come_in_order_whoever_is_first(group):
+    assert ask(group, "sleep", seconds=0.3, only=0) == [0, 1]
+
+
+def test_futures_may_be_awaited_in_any_order(group):
+    futures = [group.run_all_workers_single_data("echo", x=number) for number in range(4)]
+    for number in (2, 0, 3, 1):
+        assert group.get_all_worker_results(futures[number]) == [(0, {"x": number}), (1, {"x": number})]
+
+
+def test_a_second_call_begins_without_being_awaited(group, tmp_path):
+    mark = tmp_path / "begun"
+    group.run_all_workers_single_data("echo", x=1)
+    group.run_all_workers_single_data("touch", path=str(mark))
+    until = time.monotonic() + 10
+    while not mark.exists() and time.monotonic() < until:
+        time.sleep(0.01)
+    assert mark.exists()
+
+
+def test_large_tensors_both_ways(group):
+    sent = [torch.arange(2**22) + rank for rank in range(2)]  # 32 MiB each
+    futures = [
+        group.run_all_workers_sharded_data("give_back", in_sharded_axes=["data_parallel"], value=sent) for _ in range(3)
+    ]
+    for future in futures:
+        got = group.get_all_worker_results(future)
+        assert all(torch.equal(one, other) for one, other in zip(got, sent, strict=True))
+
+
+def test_what_goes_to_several_workers_is_pickled_once(group):
+    pickled = []
+
+    class Counting:
+        def __reduce__(self):
+            pickled.append(1)
+            return str, ("whole",)
+
+    assert ask(group, "echo", x=Counting()) == [(0, {"x": "whole"}), (1, {"x": "whole"})]
+    assert len(pickled) == 1
+
+
+def test_arguments_that_cannot_be_pickled_reach_nobody(group):
+    with pytest.raises(TypeError, match=r"must be picklable: .*lock"):
+        ask(group, "echo", x=threading.Lock())
+    with pytest.raises(TypeError, match="must be picklable"):
+        group.run_all_workers_sharded_data("echo", in_sharded_axes=["data_parallel"], x=["fine", lambda: 1])
+    assert ask(group, "echo", x=1) == [(0, {"x": 1}), (1, {"x": 1})]
+
+
+def test_constructor_arguments_that_cannot_be_pickled():
+    before = threads_of_peers()  # of groups that other tests share
+    with pytest.raises(TypeError, match="must be picklable"):
+        start(spec=WorkerSpec("probe_workers:Probe", {"word": threading.Lock()}))
+    assert threads_of_peers() == before
+
+
+def test_an_answer_that_cannot_be_pickled(fresh):
+    with pytest.raises(WorkerError, match="failed in unpicklable"):
+        ask(fresh(), "unpicklable")
+
+
+def test_an_answer_that_cannot_be_read(fresh):
+    with pytest.raises(WorkerError, match="No module named 'only_there'"):
+        ask(fresh(), "answer_of_a_class_that_is_only_there")
+
+
+def test_a_failing_rank_ends_the_call_at_once(fresh):
+    group = fresh()
+    pids = [answer["pid"] for answer in ask(group, "who")]
+    begun = time.monotonic()
+    with pytest.raises(WorkerError, match=r"^rank 1 of 2 failed in fail: Plain: bad thing on 1\n") as caught:
+        ask(group, "fail", kind="Plain", only=1)  # rank 0 sleeps for a minute
+    assert time.monotonic() - begun < 10
+    assert "in fail\n" in str(caught.value)
+    assert running(pids) == []
+    with pytest.raises(WorkerError, match="who: the worker group is not usable any more: fail ended with WorkerError"):
+        ask(group, "who")
+    assert group.shutdown("shutdown") is True
+
+
+def test_own_errors_come_back_as_their_class(fresh):
+    with pytest.raises(BatchError) as caught:
+        ask(fresh(), "fail", kind="BatchError")
+    assert "raised by rank 0 of 2 in fail" in caught.value.__notes__
+
+
+def test_a_worker_that_dies_while_busy(fresh):
+    group = fresh()
+    pids = [answer["pid"] for answer in ask(group, "who")]
+    with pytest.raises(WorkerError, match=r"^the process of rank 1 of 2 died in die: .*killed by signal SIGKILL"):
+        ask(group, "die", only=1)
+    assert running(pids) == []
+
+
+def test_a_worker_that_dies_while_idle(fresh):
+    group = fresh()
+    pids = [answer["pid"] for answer in ask(group, "who")]
+    os.kill(pids[0], signal.SIGKILL)
+    with pytest.raises(WorkerError, match=r"^the process of rank 0 of 2 died in echo: .*SIGKILL"):
+        ask(group, "echo", x=torch.zeros(2**20))
+    assert running(pids) == []
+
+
+def test_a_worker_that_died_while_idle_did_not_end_in_peace(fresh):
+    group = fresh()
+    os.kill(ask(group, "who")[1]["pid"], signal.SIGKILL)
+    assert group.shutdown("shutdown") is False
+
+
+def test_a_worker_that_exits(fresh):
+    with pytest.raises(WorkerError, match=r"died in leave: its process ended \(exit code 3\)"):
+        ask(fresh(), "leave", code=3)
+
+
+def test_a_worker_that_dies_and_leaves_a_process_that_holds_its_end(fresh):
+    """Noticed by the end of the process, as the connection stays open."""
+    group = fresh()
+    begun = time.monotonic()
+    with pytest.raises(WorkerError, match=r"^the process of rank 0 of 2 died in die_forked"):
+        ask(group, "die_forked", seconds=5)
+    assert time.monotonic() - begun < 4
+
+
+def test_a_dying_rank_is_named_although_its_peer_noticed_too(fresh):
+    group = fresh()
+    assert ask(group, "all_reduce", value=1) == [2.0, 2.0]
+    with pytest.raises(WorkerError, match=r"^the process of rank 1 of 2 died in wait_for_peer: "):
+        ask(group, "wait_for_peer", only=1)
+
+
+def test_deadline(fresh):
+    group = fresh(call=1.0)
+    pids = [answer["pid"] for answer in ask(group, "who")]
+    with pytest.raises(DeadlineExceeded, match=r"^sleep: no answer within 1 s from rank 1 of 2; answered: 0\. "):
+        ask(group, "sleep", seconds=60, only=1)
+    assert running(pids) == []
+
+
+def test_a_worker_that_does_not_even_read(fresh):
+    """A stopped process: what is sent to it stays in the buffer, and the deadline holds none the less."""
+    group = fresh(call=1.0)
+    pids = [answer["pid"] for answer in ask(group, "who")]
+    os.kill(pids[1], signal.SIGSTOP)
+    begun = time.monotonic()
+    with pytest.raises(DeadlineExceeded, match="from rank 1 of 2; answered: 0"):
+        ask(group, "echo", x=torch.zeros(2**22))
+    assert time.monotonic() - begun < 8
+    assert running(pids) == []
+
+
+def test_a_worker_that_cannot_be_built():
+    spec = WorkerSpec("probe_workers:Probe", {"word": "wood", "fail_rank": 1})
+    says = r"^rank 1 of 2 failed in constructing probe_workers:Probe: ValueError: cannot build with wood"
+    with pytest.raises(WorkerError, match=says):
+        start(spec=spec)
+
+
+def test_a_worker_that_dies_while_it_is_built():
+    spec = WorkerSpec("probe_workers:Probe", {"die_rank": 0})
+    with pytest.raises(WorkerError, match=r"^the process of rank 0 of 2 died in constructing .*SIGKILL"):
+        start(spec=spec)
+
+
+def test_plugins_that_differ():
+    spec = WorkerSpec("probe_workers:Probe", {}, fingerprint={"not-there": ("not-there-dist", "1.2.3")})
+    with pytest.raises(PluginError, match=r"not-there: the driver has .*not-there-dist.*1\.2\.3"):
+        start(spec=spec)
+
+
+@pytest.mark.parametrize(
+    ("target", "error", "message"),
+    [
+        ("probe_workers:Nothing", PluginError, "has no 'Nothing'"),
+        ("no_such_module:Worker", WorkerError, "No module named 'no_such_module'"),
+    ],
+)
+def test_bad_targets(target, error, message):
+    with pytest.raises(error, match=message):
+        start(spec=WorkerSpec(target, {}))
+
+
+def test_a_python_of_its_own():
+    spec = WorkerSpec("probe_workers:Probe", {}, py_executable="/other/python")
+    with pytest.raises(ConfigError, match=r"needs a Python of its own.*worker_group\.name=ray"):
+        start(spec=spec)
+
+
+def test_start_has_a_deadline():
+    with pytest.raises(
+        DeadlineExceeded, match=r"no answer within 0\.001 s from rank 0, 1 of 2; answered: none\..*start$"
+    ):
+        start(start=0.001)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs here")
+def test_more_workers_than_gpus():
+    with pytest.raises(ConfigError, match=r"num_workers=2 on device cuda, but there are 0 GPU\(s\)"):
+        start(device="cuda")
+
+
+def test_gpus_are_given_out_by_the_names_that_are_visible(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-8a,6")
+    assert processes.visible_gpus(2) == ["4", "GPU-8a"]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert processes.visible_gpus(3) == ["0", "1", "2"]
+    with pytest.raises(ConfigError, match="set at most 3"):
+        processes.visible_gpus(4)
+
+
+def test_ranks_must_be_those_of_a_group():
+    with pytest.raises(ValueError, match=r"the ranks of a worker group are 0\.\.1"):
+        start(NamedSharding([1, 2], ["data_parallel"]))
+
+
+def test_more_workers_than_cores():
+    workers = machine.cpu_count() + 1
+    group = start(NamedSharding(list(range(workers)), ["data_parallel"]))
+    assert [who["rank"] for who in ask(group, "who")] == list(range(workers))
+    assert group.shutdown("shutdown") is True
+
+
+def test_shutdown_twice(fresh):
+    group = fresh()
+    pids = [answer["pid"] for answer in ask(group, "who")]
+    before = threads_of_peers()
+    assert group.shutdown("shutdown") is True
+    assert running(pids) == []
+    assert len(threads_of_peers()) == len(before) - 2
+    assert group.shutdown("shutdown") is True
+
+
+def test_shutdown_whose_cleanup_hangs(fresh):
+    group = fresh(shutdown=0.5)
+    pids = [answer["pid"] for answer in ask(group, "who")]
+    group.run_all_workers_single_data("sleep", seconds=60)
+    assert group.shutdown("shutdown") is False
+    assert running(pids) == []
+
+
+def test_processes_that_a_worker_started_end_with_it():
+    group = start(NamedSharding([0], ["data_parallel"]), WorkerSpec("probe_workers:Process", {}))
+    (child,) = ask(group, "start_a_process")  # by multiprocessing, which forbids that to daemons
+    assert running([child]) == [child]
+    assert group.shutdown()
+    until = time.monotonic() + 5
+    while running([child]) and time.monotonic() < until:
+        time.sleep(0.02)
+    assert running([child]) == []
+
+
+DRIVER = """
+import os, sys, time
+sys.path.append({folder!r})
+from rlframework.config.sections import WorkerGroupConfig
+from rlframework.workers import processes
+from rlframework.interfaces.named_sharding import NamedSharding
+from rlframework.workers.processes import ProcessWorkerGroup
+from rlframework.interfaces.worker_group import WorkerSpec
+
+processes.PRELOADED = ()  # these workers need none of it
+
+{guard}
+    group = ProcessWorkerGroup(
+        WorkerSpec("probe_workers:Probe", {{}}),
+        WorkerGroupConfig(name="processes", num_workers=2),
+        sharding=NamedSharding([0, 1], ["data_parallel"]),
+        device="cpu",
+    )
+    answers = group.get_all_worker_results(group.run_all_workers_single_data("who"))
+    print(*[who["pid"] for who in answers], flush=True)
+    {then}
+"""
+BUSY = 'group.get_all_worker_results(group.run_all_workers_single_data("sleep", seconds=60))'
+
+
+def run_driver(path, then, guard='if __name__ == "__main__":'):
+    path = path / "driver.py"
+    path.write_text(DRIVER.format(folder=os.path.dirname(__file__), guard=guard, then=then))
+    return subprocess.Popen(
+        [sys.executable, str(path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def end(driver, pids):
+    """What the driver said; its workers, and what they were forked from, must be gone within seconds."""
+    try:
+        _, errors = driver.communicate(timeout=30)  # returns when nobody holds the driver's pipes any more
+    except subprocess.TimeoutExpired:
+        driver.kill()
+        driver.communicate()
+        raise
+    until = time.monotonic() + 5
+    while running(pids) and time.monotonic() < until:
+        time.sleep(0.02)
+    assert running(pids) == []
+    return errors
+
+
+STUCK = 'group.get_all_worker_results(group.run_all_workers_single_data("hold_the_interpreter", seconds=60))'
+
+
+@pytest.mark.parametrize("then", [BUSY, STUCK, "time.sleep(60)"], ids=["busy", "stuck", "idle"])
+def test_no_worker_survives_a_driver_that_is_killed(tmp_path, then):
+    driver = run_driver(tmp_path, then)
+    pids = [int(pid) for pid in driver.stdout.readline().split()]
+    assert running(pids) == pids
+    time.sleep(0.2)
+    driver.kill()
+    end(driver, pids)
+    assert driver.returncode == -signal.SIGKILL
+
+
+def test_ctrl_c_ends_the_workers(tmp_path):
+    driver = run_driver(tmp_path, BUSY)
+    pids = [int(pid) for pid in driver.stdout.readline().split()]
+    time.sleep(0.2)
+    os.killpg(driver.pid, signal.SIGINT)  # as a terminal does: to all processes of the foreground
+    errors = end(driver, pids)
+    assert errors.count("Traceback") == 1
+    assert "KeyboardInterrupt" in errors.splitlines()[-1]
+    assert driver.returncode == -signal.SIGINT
+
+
+def test_a_driver_that_forgets_to_shut_down_ends(tmp_path):
+    driver = run_driver(tmp_path, "sys.exit(5)")
+    pids = [int(pid) for pid in driver.stdout.readline().split()]
+    assert end(driver, pids) == ""
+    assert driver.returncode == 5
+
+
+def test_a_process_forked_from_the_driver_ends_no_worker(tmp_path):
+    then = (
+        "child = os.fork()\n"
+        "    if child == 0: sys.exit(0)\n"
+        "    os.waitpid(child, 0)\n"
+        '    print(len(group.get_all_worker_results(group.run_all_workers_single_data("who"))), flush=True)\n'
+        "    group.shutdown()"
+    )
+    driver = run_driver(tmp_path, then)
+    pids = [int(pid) for pid in driver.stdout.readline().split()]
+    said = driver.stdout.readline()
+    end(driver, pids)
+    assert said == "2\n"
+    assert driver.returncode == 0
+
+
+def test_a_program_that_does_not_guard_its_entry_is_told_so(tmp_path):
+    driver = run_driver(tmp_path, BUSY, guard="if True:")
+    errors = end(driver, [])
+    assert "died in starting its process" in errors
+    assert "a program that starts workers must do so under `if __name__" in errors
+    assert driver.returncode == 1
