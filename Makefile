@@ -19,13 +19,20 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 PROJECTS := pyproject.toml $(wildcard plugins/*/pyproject.toml examples/*/pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test conformance outside lint format types imports docs clean
+.PHONY: help quickstart check fast test conformance outside lint format types imports docs clean
 
 help:  ## show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
 
 quickstart: $(VENV)/.installed  ## the main job: supervised warm-up, then GRPO, on two-digit addition
 	$(BIN)/python examples/quickstart/run.py $(ARGS)
+
+# Types are checked while the fast tests run: together they keep two cores busy.
+check: lint imports  ## style, import rules, types and fast tests, in under 3 minutes
+	$(MAKE) --no-print-directory -j2 --output-sync=target types fast
+
+fast: PYTEST_ARGS = -n 2 --dist loadgroup -q -m "not slow"
+fast: test
 
 # Bytecode is kept, whatever the caller's environment says: the tests start some thousand processes, and each would
 # compile the sources again.

@@ -1,4 +1,4 @@
-"""What all tests share: one thread, one Ray a session, one tiny model."""
+"""Shared by all tests: one thread, one Ray per session, one tiny model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import gc
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test fetches anything
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests download nothing
 
 import signal
 import string
@@ -18,11 +18,11 @@ import pytest
 
 from rlframework.workers import processes
 
-# A shell starts what runs in its background with Ctrl-C ignored, and all that is started here would inherit that.
+# A shell starts background jobs with SIGINT ignored, and the processes of the tests would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# What hundreds of tests start in worker processes is imported once, where these are forked from.
+# Imported once in the process that worker processes are forked from, as hundreds of tests start such workers.
 processes.PRELOADED = (
     "rlframework.conformance.inspected_worker",
     "rlframework.conformance.mutants.policy_worker",
@@ -41,7 +41,7 @@ _imported = 0
 
 
 def _keep_imports() -> None:
-    """What has been imported stays: thousands of tests need not search it for garbage again."""
+    """Exempt imported modules from garbage collection, which would otherwise scan them in thousands of tests."""
     global _imported
     if len(sys.modules) >= _imported + 50:
         gc.collect()
@@ -50,18 +50,18 @@ def _keep_imports() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Collecting has imported most."""
+    """Most modules are imported after collection."""
     _keep_imports()
 
 
 def pytest_runtest_logfinish() -> None:
-    """Some engines are imported by the first test that has a worker."""
+    """Some engines are imported by the first test with a worker."""
     _keep_imports()
 
 
 @pytest.fixture(scope="session")
 def ray_session() -> Iterator[None]:
-    """A Ray for all tests that need one; mark them `@pytest.mark.xdist_group("ray")`, so that one process has them."""
+    """The session's Ray. Mark tests that use it `@pytest.mark.xdist_group("ray")`, so that one process runs them."""
     from rlframework.workers.ray import runtime
 
     runtime.acquire(0)
@@ -71,7 +71,7 @@ def ray_session() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Directory of a random Llama, 2 layers of 32, fp32, tied, with a character tokenizer. Do not write to it."""
+    """Read-only directory of a random Llama (2 layers, hidden size 32, fp32, tied) with a character tokenizer."""
     from rlframework.huggingface.model_directories import make_llama
     from rlframework.huggingface.tokenizer import character_tokenizer
 

@@ -1,7 +1,7 @@
-"""The plain loop on DeepSpeed, as one would write it by hand: `deepspeed.initialize`, `backward`, `step`.
+"""A hand-written DeepSpeed loop for one worker: `deepspeed.initialize`, `backward`, `step`.
 
-On one worker. Imports nothing of rlframework, but is made beside a policy of it, which has joined the process group and
-told DeepSpeed its device: DeepSpeed has one of each a process.
+Imports nothing from rlframework, but runs next to one of its policies: that policy must have joined the process group
+and set DeepSpeed's device, of which a process has only one each.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class DeepSpeedLoop(PlainLoop):
-    """The same work through DeepSpeed's engine. `section`: DeepSpeed's own keys; `count`: rows of a training step."""
+    """The work of `PlainLoop` in DeepSpeed's engine. `section`: DeepSpeed keys; `count`: rows per training step."""
 
     def __init__(self, *args: Any, count: int, section: Mapping[str, Any], **kwargs: Any) -> None:
         import deepspeed
@@ -38,21 +38,21 @@ class DeepSpeedLoop(PlainLoop):
         self.accumulation = self.engine.gradient_accumulation_steps()
 
     def train(self, batch: Rows) -> tuple[float, float]:
-        """One optimizer step on `batch`: the loss, and the gradient norm before clipping (NaN under stage 0)."""
+        """Do one optimizer step on `batch`; return loss and gradient norm before clipping (NaN with stage 0)."""
         self.engine.train()
         valid = batch.mask[:, 1:].sum()
         total = 0.0
         for index in self._microbatches(batch.lengths):
             mask = self._cut(batch.mask, batch, index)[:, 1:].to(self.device)
             loss = -(self._logprobs(batch, index) * mask).sum() / valid
-            self.engine.backward(loss * self.accumulation)  # DeepSpeed takes the mean over the microbatches
+            self.engine.backward(loss * self.accumulation)  # DeepSpeed averages over the microbatches
             self.engine.step()
             total += loss.item()
         norm = self.engine.get_global_grad_norm()
         return total, math.nan if norm is None else float(norm)
 
     def close(self) -> None:
-        """Give DeepSpeed's buffers and hooks back."""
+        """Release DeepSpeed's buffers and hooks."""
         self.engine.destroy()
 
     def _logits(self, ids: Tensor, attention: Tensor) -> Tensor:

@@ -1,10 +1,11 @@
-"""The plain loop on megatron-core, as one would write it by hand, on one worker.
+"""A hand-written megatron-core loop for one worker.
 
 GPTModel of the local layer specification, `DistributedDataParallel`, `get_megatron_optimizer` and the schedule of
 `get_forward_backward_func`; megatron-core's own attention, norm, rotary positions and cross entropy of all logits.
 
-It is made beside a policy of the framework, which has joined the process group and made megatron-core's: there is one
-of each a process. Of the backend it takes the adapter alone, without which megatron-core does not run on a CPU.
+It runs next to a policy of the framework, which must have created the process groups (the default one and those of
+megatron-core): a process has only one set. From the backend it uses only the adapter that
+makes megatron-core run on a CPU.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from rlframework_megatron.upstream import quiet
 
 
 class MegatronLoop(PlainLoop):
-    """The same work through megatron-core. `section`: as `policy.megatron`, of it `distributed_optimizer` alone."""
+    """The work of `PlainLoop` in megatron-core. `section`: of `policy.megatron`, only `distributed_optimizer`."""
 
     def __init__(self, *args: Any, section: Mapping[str, Any], lr: float, weight_decay: float, **kwargs: Any) -> None:
         super().__init__(*args, lr=lr, weight_decay=weight_decay, **kwargs)
         if unknown := set(section) - {"distributed_optimizer"}:
-            raise ValueError(f"the plain loop of megatron-core has no {', '.join(sorted(unknown))}")
+            raise ValueError(f"the plain loop of megatron-core does not support {', '.join(sorted(unknown))}")
         distributed = bool(section.get("distributed_optimizer", False))
         source, half = self.model, self.dtype == torch.bfloat16
         del self.model, self.optimizer
@@ -60,7 +61,7 @@ class MegatronLoop(PlainLoop):
             self.optimizer = get_megatron_optimizer(
                 settings, [self.model], get_standard_config_overrides(settings), use_gloo_process_groups=False
             )
-        for group in self.optimizer.param_groups:  # what a scheduler does in each step
+        for group in self.optimizer.param_groups:  # as a scheduler would in each step
             group["lr"], group["weight_decay"] = lr, weight_decay * group["wd_mult"]
 
     @contextmanager
@@ -71,7 +72,7 @@ class MegatronLoop(PlainLoop):
             yield
 
     def train(self, batch: Rows) -> tuple[float, float]:
-        """One optimizer step on `batch`: the loss, and the gradient norm before clipping."""
+        """Do one optimizer step on `batch`; return the loss and the gradient norm before clipping."""
         with self._megatron():
             from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -83,7 +84,7 @@ class MegatronLoop(PlainLoop):
             def loss(index: Tensor, logprobs: Tensor) -> tuple[Tensor, dict[str, float]]:
                 mask = self._cut(batch.mask, batch, index)[:, 1:].to(self.device)
                 found = -(logprobs * mask).sum() / valid
-                return found * len(parts), {"loss": found.item()}  # it takes the mean over the microbatches
+                return found * len(parts), {"loss": found.item()}  # the schedule averages over the microbatches
 
             def forward(indices: Iterator[Tensor], model: Any) -> tuple[Tensor, Any]:
                 index = next(indices)
@@ -110,13 +111,13 @@ class MegatronLoop(PlainLoop):
     def _logprobs(self, batch: Rows, index: Tensor) -> Tensor:
         ids = self._cut(batch.input_ids, batch, index).to(self.device)
         positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-        # causal, and rows are padded on the right: no mask. The last column has no target, and is left out
+        # no mask: attention is causal and padding is on the right. The last column has no target
         nll: Tensor = self.model(ids, positions, None, labels=ids.roll(-1, 1))
         return -nll[:, :-1].float()
 
 
 def gpt_model(config: Any, *, half: bool, on_gpu: bool) -> Any:
-    """The GPTModel of a Llama or a Qwen2, as `config` of transformers says, without its weights."""
+    """The GPTModel of a Llama or Qwen2 with the transformers configuration `config`, without its weights."""
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -155,7 +156,7 @@ def gpt_model(config: Any, *, half: bool, on_gpu: bool) -> Any:
 
 
 def converted(weights: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
-    """`weights` of transformers as a GPTModel names them: queries, keys and values of each group of heads together."""
+    """Rename transformers `weights` for a GPTModel, and fuse queries, keys and values per group of heads."""
     groups = config.num_key_value_heads
     found = {
         "embedding.word_embeddings.weight": weights["model.embed_tokens.weight"],

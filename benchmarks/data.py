@@ -1,16 +1,16 @@
-"""What do batches cost beyond the tensor operations that they cannot do without?
+"""Overhead of batch operations over the tensor operations that they need.
 
     python benchmarks/data.py [--sizes 512x2048 16384x4096] [--rounds 7] [--only NAME ...] [--json FILE] [--small]
 
-The batch is one of GRPO: input_ids int64, token_mask, logprobs and advantages fp32 `[B, S]`, input_lengths and
-sample_mask `[B]`, a list of texts; above 64 Mi tokens only input_ids, input_lengths, logprobs and the texts, for the
-sake of memory. Lengths are exp(N(6.5, 1)), cut to 32..S. Eight shards.
+The batch is that of GRPO: input_ids int64, token_mask, logprobs and advantages fp32 `[B, S]`, input_lengths and
+sample_mask `[B]`, a list of texts; above 64 Mi tokens only input_ids, input_lengths, logprobs and the texts, to save
+memory. Lengths are exp(N(6.5, 1)), clipped to 32..S. Eight shards.
 
-The floor of each line is the plain torch code that gives the same tensors: slices, `torch.cat`, `tensor[rows]`, lists;
-where rows are dealt by length it is handed the rows, so a ratio there holds the planning too. Floors of serialising:
-the dictionary of tensors, pickled or sent as torch does it, and `clone` for each copy that the way cannot do without.
-First both sides are checked to give the same. Rounds are interleaved, CPU time of the process; what involves another
-process is measured by the clock. A ratio is ours / floor, median (and quartiles) over the rounds.
+The floor of each line is plain torch code that gives the same tensors: slices, `torch.cat`, `tensor[rows]`, lists.
+Where rows are balanced by length, the floor is given the assignment, so our time includes the planning. Floors of
+serialization: the dictionary of tensors, pickled or sent by torch, and a `clone` for each unavoidable copy. First it
+checks that both sides give the same result. Rounds are interleaved and measure the CPU time of the process, or
+wall-clock time if another process is involved. A ratio is ours / floor, median (and quartiles) over the rounds.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Parts = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Case:
-    """One line of the table: two ways to the same parts."""
+    """One line of the table: two implementations with the same result."""
 
     name: str
     ours: Callable[[], Any]
@@ -191,7 +191,7 @@ def pickling_cases(batch: BatchedDataDict[Any]) -> Iterator[Case]:
         buffers: list[pickle.PickleBuffer] = []
         head = pickle.dumps(batch, protocol=5, buffer_callback=buffers.append)
         stored = [torch.frombuffer(buffer.raw(), dtype=torch.uint8).clone().numpy() for buffer in buffers]
-        for array in stored:  # what Ray does: written once, read-only for the reader
+        for array in stored:  # as in Ray: written once, read-only for the reader
             array.setflags(write=False)
         return pickle.loads(head, buffers=stored)  # noqa: S301 - just written
 
@@ -205,18 +205,18 @@ def pickling_cases(batch: BatchedDataDict[Any]) -> Iterator[Case]:
 
 
 def check_same(case: Case) -> None:
-    """Ends the program unless both sides of `case` give the same."""
+    """Exit unless both sides of `case` give the same result."""
     sides = []
     for side in (case.ours, case.floor):
         parts = side()
         sides.append(parts if isinstance(parts, list) else [parts])
     for ours, floor in zip(*sides, strict=True):
         if sorted(ours) != sorted(floor):
-            sys.exit(f"{case.name}: the two sides do not have the same keys")
+            sys.exit(f"{case.name}: the two sides have different keys")
         for key, value in floor.items():
             equal = torch.equal(ours[key], value) if isinstance(value, Tensor) else ours[key] == value
             if not equal or (isinstance(value, Tensor) and ours[key].dtype != value.dtype):
-                sys.exit(f"{case.name}: the two sides do not give the same {key}")
+                sys.exit(f"{case.name}: the two sides differ in {key}")
 
 
 def measure(case: Case, rows: int, rounds: int) -> Timings:
@@ -231,7 +231,7 @@ def measure(case: Case, rows: int, rounds: int) -> Timings:
 
 
 def _serve(connection: Any) -> None:
-    """The other process: for each batch, look at every page of it, and answer with a sum."""
+    """The other process: read every page of each batch and answer with a sum."""
     torch.set_num_threads(1)
     while (got := connection.recv()) is not None:
         total = sum(
@@ -244,7 +244,7 @@ def _serve(connection: Any) -> None:
 
 
 def measure_sending(batch: BatchedDataDict[Any], rounds: int) -> Timings:
-    """To a process and its answer back, through `multiprocessing`, by the clock; tensors that were not sent before."""
+    """Wall-clock time of sending new tensors to a process with `multiprocessing`, including its answer."""
     spawn = multiprocessing.get_context("spawn")
     mine, theirs = spawn.Pipe()
     child = spawn.Process(target=_serve, args=(theirs,), daemon=True)
@@ -258,12 +258,12 @@ def measure_sending(batch: BatchedDataDict[Any], rounds: int) -> Timings:
             started = time.perf_counter()
             mine.send(item)
             answers.add(mine.recv())
-            del fresh, item  # the memory that was shared is given back by the one side here, by the other over there
+            del fresh, item  # one side frees shared memory here, the other in the other process
             if turn >= 0:
                 timings.seconds[name].append(time.perf_counter() - started)
                 timings.units[name].append(float(batch.size))
         if len(answers) != 1:
-            sys.exit(f"what arrived in the other process is not the same: {answers}")
+            sys.exit(f"the other process received something else: {answers}")
     mine.send(None)
     child.join()
     return timings
@@ -293,9 +293,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", default=["512x2048", "16384x4096"], metavar="ROWSxTOKENS")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="cases with this in their name")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="only cases with this in their name")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--small", action="store_true", help="64x128 and two rounds, to see that it runs")
+    parser.add_argument("--small", action="store_true", help="64x128 and two rounds, to test the program")
     args = parser.parse_args()
     torch.set_num_threads(1)
     sizes, rounds = (["64x128"], 2) if args.small else (args.sizes, args.rounds)

@@ -1,14 +1,14 @@
-"""How fast is generation, against `model.generate` of transformers on the same work?
+"""Speed of generation compared with `model.generate` of transformers on the same work.
 
     python benchmarks/generation.py [--pairs 7] [--json FILE]
 
 Work: a random Llama of 4 layers x 256, vocabulary 2,048, fp32, one thread; 8 prompts x 8 samples at temperature 1, once
-48 tokens for every row (no end token), once rows that end at random (48 of the 2,048 tokens are ends, at most 96
-tokens).
+with 48 tokens per row (no end-of-sequence token), once with rows that end at random (48 of the 2,048 tokens end a row,
+at most 96 tokens).
 
-Interleaved rounds, CPU time of the process; a ratio below 1 means that rlframework is the faster. What is not the same
-on both sides: `model.generate` computes each prompt once for each sample, goes on with rows that have ended, and gives
-no log-probabilities; the framework returns those of what it sampled. Tokens after a row's end count for neither side.
+Interleaved rounds, CPU time of the process; below 1 rlframework is faster. The sides differ: `model.generate` computes
+each prompt once per sample, continues rows that have ended, and returns no log-probabilities; the framework returns
+those of the sampled tokens. Tokens after a row's end count for neither side.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ OURS, PLAIN = "rlframework", "model.generate"
 def measure_generation(
     model: Path, tokenizer: Any, pairs: int, samples: int, tokens: int, ends: tuple[int, ...]
 ) -> Timings:
-    """Tokens made per second: each side's samples differ, so time is compared per token made."""
+    """Measure tokens per second: the sides sample different tokens, so times are compared per generated token."""
     rng = random.Random(1)
     prompts = [[rng.randrange(2, VOCABULARY) for _ in range(rng.randint(8, 40))] for _ in range(PROMPTS)]
     rows = [prompt for prompt in prompts for _ in range(samples)]
@@ -57,7 +57,7 @@ def measure_generation(
 
 
 def report(results: dict[str, Timings]) -> str:
-    """A row for each kind of work and opponent."""
+    """A row per workload and opponent."""
     rows = [["work", "against", "rlframework tok/s", "other tok/s", "time ratio (quartiles)"]]
     for work, timings in results.items():
         for other in [name for name in timings.seconds if name != OURS]:
@@ -82,9 +82,9 @@ def as_json(results: dict[str, Timings], given: argparse.Namespace) -> dict[str,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=7, help="interleaved rounds (default 7)")
-    parser.add_argument("--samples", type=int, default=SAMPLES, help=f"of each of {PROMPTS} prompts ({SAMPLES})")
-    parser.add_argument("--tokens", type=int, default=TOKENS, help=f"of each sample, ragged ones twice ({TOKENS})")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
+    parser.add_argument("--samples", type=int, default=SAMPLES, help=f"per prompt, of {PROMPTS} prompts ({SAMPLES})")
+    parser.add_argument("--tokens", type=int, default=TOKENS, help=f"per sample, ragged ones twice ({TOKENS})")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE as JSON")
     arguments = parser.parse_args()
     if min(arguments.pairs, arguments.samples, arguments.tokens) < 1:
         parser.error("--pairs, --samples and --tokens must be 1 or more")

@@ -1,7 +1,7 @@
-"""Timing of contenders against each other in one process: interleaved rounds, process CPU time, median ratios.
+"""Time contenders against each other in one process: interleaved rounds, process CPU time, median ratios.
 
-CPU time of the process (all its threads) rather than the clock, so that other programs on the machine weigh less; pairs
-from the same round, so that what changes over time (frequency, caches) weighs on both sides alike.
+CPU time of the process (all threads) is less sensitive to other programs than wall-clock time. Ratios are taken within
+a round, so that changes over time (frequency, caches) affect both sides equally.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Ratio:
-    """Median over the rounds, with the lower and upper quartile."""
+    """Median over the rounds with lower and upper quartile."""
 
     median: float
     low: float
@@ -38,11 +38,11 @@ class Timings:
     units: dict[str, list[float]] = field(default_factory=dict)
 
     def rate(self, name: str) -> float:
-        """Units a second of CPU time: median over the rounds."""
+        """Units per second of CPU time, median over the rounds."""
         return statistics.median(done / spent for done, spent in zip(self.units[name], self.seconds[name], strict=True))
 
     def ratio(self, name: str, other: str) -> Ratio:
-        """Time of `name` per unit, divided by that of `other` in the same round: below 1, `name` is the faster."""
+        """Time per unit of `name` over that of `other` in the same round; below 1, `name` is faster."""
         ratios = [mine / theirs for mine, theirs in zip(self._per_unit(name), self._per_unit(other), strict=True)]
         low, median, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
         return Ratio(median, low, high)
@@ -57,13 +57,13 @@ def interleave(
     warmup: int = 1,
     clock: Callable[[], float] = time.process_time,
 ) -> Timings:
-    """Run all contenders in each round, starting with another one each time; a contender returns its units of work.
+    """Run all contenders in each round, each time in a rotated order; a contender returns its units of work.
 
-    `clock`: another where the work is not done by this process, such as `time.perf_counter` for a GPU's.
+    `clock`: set it for work outside this process, such as `time.perf_counter` for a GPU.
     """
     timings = Timings({name: [] for name in contenders}, {name: [] for name in contenders})
     names = list(contenders)
-    gc.freeze()  # what is there stays; searching it for garbage would take longer than much that is timed
+    gc.freeze()  # exclude existing objects from garbage collection, which would take longer than some of the timed work
     for index in range(-warmup, rounds):
         turn = index % len(names)
         for name in names[turn:] + names[:turn]:
@@ -79,7 +79,7 @@ def interleave(
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
+    """The machine and software of the measurement."""
     import torch
     import transformers
 
@@ -97,13 +97,13 @@ def machine() -> dict[str, Any]:
 
 
 def table(rows: list[list[str]]) -> str:
-    """Columns side by side; the first row is the head."""
+    """Format rows as a table; the first row is the header."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:
-    """Write `data` for other programs."""
+    """Write `data` as JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")

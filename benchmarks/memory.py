@@ -1,7 +1,7 @@
-"""How much memory a piece of work takes at most, beyond what was held before it.
+"""Measure the peak memory of a function, beyond the memory in use before it.
 
-On Linux's CPU side: the high-water mark of the process, which the kernel lets a process set back. On a GPU: the
-allocator's own count. Run as a program, it tells the peak of one way to compute log-probabilities; see `head_memory`.
+On a CPU under Linux: the high-water mark of the process, which it can reset. On a GPU: the allocator's own count. As a
+program, print the peak of one way to compute log-probabilities; see `head_memory`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ WAYS = ("whole logits", "in chunks")
 
 
 def peak_bytes(work: Callable[[], Any], device: str = "cpu") -> int:
-    """Bytes that `work` held at most, beyond those that were held before it."""
+    """The peak of bytes in use during `work`, less those in use before it."""
     import torch
 
     gc.collect()
@@ -31,16 +31,16 @@ def peak_bytes(work: Callable[[], Any], device: str = "cpu") -> int:
         work()
         torch.cuda.synchronize()
         return int(torch.cuda.max_memory_allocated() - before)
-    with suppress(OSError, AttributeError):  # no glibc
+    with suppress(OSError, AttributeError):  # not glibc
         ctypes.CDLL("libc.so.6").malloc_trim(0)
     before = _status("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # sets the high-water mark back
+    Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
     work()
     return _status("VmHWM") - before
 
 
 def _status(name: str) -> int:
-    """Bytes that Linux says under `name` of this process."""
+    """The entry `name` of this process's status, in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
@@ -48,7 +48,7 @@ def _status(name: str) -> int:
 
 
 def head_memory(vocabulary: int, device: str = "cpu") -> dict[str, int]:
-    """Peak bytes of log-probabilities of 1,024 tokens and their backward, each way in a process of its own."""
+    """Peak bytes of log-probabilities of 1,024 tokens and their backward, by method; each runs in its own process."""
     command = [sys.executable, __file__, str(vocabulary), device]
     return {way: int(subprocess.check_output([*command, way], text=True).split()[-1]) for way in WAYS}
 

@@ -1,22 +1,22 @@
-"""How full are the bins, how long does packing take, and how long do ranks wait for each other?
+"""Measure packing: how full the bins are, how long it takes, and how long ranks wait for each other.
 
     python benchmarks/packing.py [--gsm8k train.jsonl [--tokenizer DIR]] [--pairs 15] [--json FILE] [--plot FILE]
 
 Lengths: GSM8K's rows (question and answer), counted with a tokenizer or, without one, as words and punctuation marks;
-and 4,096 and 16,384 lengths exp(N(6.5, 1)) from seed 0, cut to 32..8,192. Bins of 8,192 tokens, 8 ranks, so a multiple
-of 8 bins. Costs are `TokenCost()`: linear + attention at hidden size 2,048.
+and 4,096 and 16,384 lengths exp(N(6.5, 1)) from seed 0, clipped to 32..8,192. Bins hold 8,192 tokens; their number is a
+multiple of 8, the number of ranks. Costs are `TokenCost()`: linear plus attention at hidden size 2,048.
 
-First it checks every packing (each row once, no bin over the cap), and first fit decreasing against a plain scan over
-all bins. Then interleaved rounds, CPU time of the process; ratios are to our first fit decreasing, below 1 is faster.
-What is imported is taken out of the garbage collector's hands first: it would go over all of it between rounds, and
-leave cold caches, in which what makes more different calls takes longer.
+First it checks every packing (each row once, no bin over the cap), and compares first fit decreasing with a plain scan
+over all bins. Then interleaved rounds measure CPU time of the process; ratios are to our first fit decreasing, below 1
+is faster. Imported objects are exempt from garbage collection, which would scan them between rounds and leave cold
+caches, a disadvantage for code with more distinct calls.
 
 - bound: no packing with a multiple of 8 bins can have fewer (the sum of the tokens).
-- spread: costs of the 8 ranks, greatest less least, over their mean.
-- slowest/mean: all ranks wait for the slowest at each step; sum over the steps of its cost, over the mean rank's. Where
-  one row alone costs more than the mean step of a small batch, it is above 1 whatever the packing.
-- slowest/round robin's: that sum over what it is with dynamic batches dealt round robin (in small batches: with first
-  fit decreasing, dealt so). Round robin gives all ranks the same shapes, and pays with padding.
+- spread: (largest - smallest) / mean of the costs of the 8 ranks.
+- slowest/mean: all ranks wait for the slowest one in each step; the sum of its costs over the steps, divided by the
+  mean rank's. If a single row costs more than the mean step of a small batch, no packing reaches 1.
+- slowest/round robin's: that sum, divided by the sum of dynamic batches assigned round robin (for small batches: of
+  first fit decreasing assigned so). Round robin gives all ranks the same shapes at the price of padding.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ GOALS = {"time against FFD": 1.0, "spread": 0.02, "slowest/mean": 1.05}
 
 @dataclass(frozen=True)
 class Waiting:
-    """What 8 ranks make of the costs `[rank, step]` of what was dealt to them."""
+    """The imbalance of 8 ranks with costs `[rank, step]`."""
 
     spread: float
     slowest: float
     total: float
-    """Sum over the steps of the slowest rank's cost, in tokens."""
+    """The slowest rank's cost, in tokens, summed over the steps."""
 
     @classmethod
     def of(cls, costs: np.ndarray[Any, Any]) -> Waiting:
@@ -69,14 +69,14 @@ class Waiting:
 
 
 def lognormal(rows: int, seed: int = 0) -> list[int]:
-    """`rows` lengths exp(N(6.5, 1)), cut to 32..8,192."""
+    """`rows` lengths exp(N(6.5, 1)), clipped to 32..8,192."""
     drawn = np.exp(np.random.default_rng(seed).normal(6.5, 1.0, rows))
     lengths: list[int] = np.clip(drawn, 32, 8192).astype(int).tolist()
     return lengths
 
 
 def gsm8k_lengths(path: Path, tokenizer: Path | None) -> tuple[str, list[int]]:
-    """What was counted, and the lengths of all rows of a GSM8K file."""
+    """The unit of the lengths, and the lengths of all rows of a GSM8K file."""
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     texts = [f"{row['question']}\n{row['answer']}" for row in rows]
     if tokenizer is None:
@@ -92,21 +92,21 @@ def packer(name: str, **options: Any) -> Any:
 
 
 def costs_of(dealt: Sequence[Sequence[Sequence[int]]], lengths: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """`[rank, step]` costs of bins."""
+    """The costs `[rank, step]` of bins."""
     rows = COST.of_rows(lengths)
     return np.array([[rows[list(bin_)].sum() for bin_ in bins] for bins in dealt])
 
 
 def check(name: str, bins: list[list[int]], lengths: list[int]) -> None:
-    """End the program if the packing is not one."""
+    """Exit if the packing is invalid."""
     if sorted(row for rows in bins for row in rows) != list(range(len(lengths))) or len(bins) % RANKS:
-        sys.exit(f"{name} does not have each row once, or no multiple of {RANKS} bins")
+        sys.exit(f"{name} lacks or repeats a row, or its bins are no multiple of {RANKS}")
     if max(sum(lengths[row] for row in rows) for rows in bins) > CAPACITY:
         sys.exit(f"{name} has a bin over {CAPACITY} tokens")
 
 
 def check_first_fit(lengths: list[int]) -> str:
-    """First fit decreasing has the bins of a plain scan: each row, longest first, into the first bin with room."""
+    """Check first fit decreasing against a plain scan for the first bin with room, for each row, longest first."""
     room: list[int] = []
     bins: list[list[int]] = []
     for row in sorted(range(len(lengths)), key=lambda row: (lengths[row], row), reverse=True):
@@ -134,7 +134,7 @@ def milliseconds(timings: Timings, name: str) -> float:
 
 
 def measure_packing(lengths: list[int], pairs: int) -> list[dict[str, Any]]:
-    """A record for each algorithm and deal."""
+    """A record per algorithm and assignment."""
     values, records = np.array(lengths), []
     packers = {algorithm.value: packer(algorithm.value) for algorithm in PackingAlgorithm}
     packed = {name: one.pack(lengths) for name, one in packers.items()}
@@ -143,10 +143,10 @@ def measure_packing(lengths: list[int], pairs: int) -> list[dict[str, Any]]:
     for name, bins in packed.items():
         check(name, bins, lengths)
         timings = interleave({name: work[name], FFD: work[FFD]}, pairs)
-        dealing = interleave({name: timed(lambda: packers[name].deal(bins, lengths, RANKS))}, pairs)  # noqa: B023
+        dealing = interleave({name: timed(lambda: packers[name].assign_to_shards(bins, lengths, RANKS))}, pairs)  # noqa: B023
         ways = {"round robin": [bins[rank::RANKS] for rank in range(RANKS)]}
         if name == BALANCED:
-            ways["by cost"] = packers[name].deal(bins, lengths, RANKS)
+            ways["by cost"] = packers[name].assign_to_shards(bins, lengths, RANKS)
         for way, dealt in ways.items():
             records.append(
                 {
@@ -165,7 +165,7 @@ def measure_packing(lengths: list[int], pairs: int) -> list[dict[str, Any]]:
 
 
 def measure_dynamic(lengths: list[int], max_tokens: int, pairs: int) -> list[dict[str, Any]]:
-    """A record for the known way and for ours; rows that do not divide by the ranks are left out."""
+    """A record for the usual method and for ours; rows beyond a multiple of the ranks are dropped."""
     lengths = lengths[: len(lengths) // RANKS * RANKS]
     values = np.array(lengths)
     ours = balanced_microbatches(lengths, max_tokens, shards=RANKS, cost=COST)
@@ -203,14 +203,14 @@ def measure_dynamic(lengths: list[int], max_tokens: int, pairs: int) -> list[dic
 
 
 def measure_small(rows: int, batches: int) -> dict[str, Any]:
-    """Means over batches of few rows, where a step or two is all there is."""
+    """Means over batches of few rows, which have only one or two steps."""
     found: dict[str, list[Waiting]] = {FFD: [], BALANCED: []}
     steps = []
     for seed in range(batches):
         lengths = lognormal(rows, seed)
         for name, waits in found.items():
             one = packer(name)
-            dealt = one.deal(one.pack(lengths), lengths, RANKS)
+            dealt = one.assign_to_shards(one.pack(lengths), lengths, RANKS)
             waits.append(Waiting.of(costs_of(dealt, np.array(lengths))))
         steps.append(len(dealt[0]))
     means = {name: float(np.mean([wait.slowest for wait in waits])) for name, waits in found.items()}
@@ -219,7 +219,7 @@ def measure_small(rows: int, batches: int) -> dict[str, Any]:
 
 
 def measure_growth(sizes: Sequence[int], pairs: int) -> list[dict[str, Any]]:
-    """CPU time by the number of rows, also for each n log2 n."""
+    """CPU time by the number of rows, absolute and per n log2 n."""
     records = []
     for rows in sizes:
         lengths = lognormal(rows)
@@ -272,7 +272,7 @@ def dynamic_table(records: list[dict[str, Any]]) -> str:
 
 
 def goals(records: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """What `balanced` was to reach, what it measured, and whether that is it."""
+    """The goals of `balanced`, the measurements, and whether they were reached."""
     by_name = {(record["algorithm"], record["deal"]): record for record in records}
     ours, other = by_name[BALANCED, "by cost"], by_name[MFFD, "round robin"]
     measured = {
@@ -285,7 +285,7 @@ def goals(records: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def plot(path: Path, lengths: list[int]) -> None:
-    """Cost by step (across) and rank (down), round robin beside balanced, in one scale."""
+    """Plot costs by step (x) and rank (y), round robin next to balanced, with the same scale."""
     import matplotlib as mpl
 
     mpl.use("agg")
@@ -295,13 +295,13 @@ def plot(path: Path, lengths: list[int]) -> None:
     costs = {}
     for name in (FFD, BALANCED):
         one = packer(name)
-        costs[name] = costs_of(one.deal(one.pack(lengths), lengths, RANKS), np.array(lengths))
+        costs[name] = costs_of(one.assign_to_shards(one.pack(lengths), lengths, RANKS), np.array(lengths))
     low, high = min(values.min() for values in costs.values()), max(values.max() for values in costs.values())
     for panel, (name, values) in zip(panels, costs.items(), strict=True):
         image = panel.imshow(values, aspect="auto", vmin=low, vmax=high, interpolation="nearest")
         waits = Waiting.of(values)
         way = "by cost" if name == BALANCED else "round robin"
-        panel.set_title(f"{name}, dealt {way}: slowest/mean {waits.slowest:.3f}, spread {waits.spread:.2%}")
+        panel.set_title(f"{name}, {way}: slowest/mean {waits.slowest:.3f}, spread {waits.spread:.2%}")
         panel.set_ylabel("rank")
     panels[-1].set_xlabel("step")
     figure.colorbar(image, ax=panels, label="cost of the bin (tokens)")
@@ -310,14 +310,12 @@ def plot(path: Path, lengths: list[int]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gsm8k", type=Path, metavar="FILE", help="GSM8K's train.jsonl; without it no such lengths")
-    parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="Hugging Face directory of a tokenizer")
+    parser.add_argument("--gsm8k", type=Path, metavar="FILE", help="GSM8K's train.jsonl; omitted by default")
+    parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="directory of a Hugging Face tokenizer")
     parser.add_argument("--pairs", type=int, default=15, help="interleaved rounds (default 15)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
-    parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="draw cost by step and rank into FILE (png, svg, pdf)"
-    )
-    parser.add_argument("--small", action="store_true", help="512 lengths and few rows only: a trial of the program")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE as JSON")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="plot cost by step and rank to FILE (png, svg, pdf)")
+    parser.add_argument("--small", action="store_true", help="only 512 lengths and few rows, to test the program")
     arguments = parser.parse_args()
     if arguments.pairs < 1:
         parser.error("--pairs must be 1 or more")
@@ -345,7 +343,7 @@ def main() -> None:
     body = [[str(x["rows"]), f"{x['steps']:.1f}", *(f"{x[n]:.3f}" for n in (FFD, BALANCED, "step"))] for x in small]
     print(table([head, *body]))
     growth = measure_growth((512, 1024) if arguments.small else (16_384, 65_536, 262_144), min(arguments.pairs, 5))
-    print("\nGrowth: ms, and ns for each n log2 n")
+    print("\nGrowth: ms, and ns per n log2 n")
     keys = [FFD, f"{FFD} ns", BALANCED, f"{BALANCED} ns"]
     print(table([["rows", *keys], *([f"{x['rows']:,}", *(f"{x[key]:.2f}" for key in keys)] for x in growth)]))
     if arguments.json:

@@ -1,7 +1,7 @@
-"""The loop that the other side of a measurement is: torch and transformers alone, as one would write it by hand.
+"""The baseline of the measurements: a hand-written loop with torch and transformers alone.
 
 Right-padded microbatches of a fixed number of rows, in the order given (`padded`) or sorted by length first
-(`sorted`); the model's own logits at all positions; fused AdamW. Imports nothing of rlframework.
+(`sorted`); the model's own logits at all positions; fused AdamW. Imports nothing from rlframework.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class PlainLoop:
         self.optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.999), eps=1e-8, fused=True)
 
     def train(self, batch: Rows) -> tuple[float, float]:
-        """One optimizer step on `batch`: the loss (mean over masked tokens) and the gradient norm before clipping."""
+        """Do one optimizer step on `batch`; return the loss (mean over masked tokens) and the norm before clipping."""
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
         valid = batch.mask[:, 1:].sum()
@@ -79,7 +79,7 @@ class PlainLoop:
     def generate(
         self, prompts: Sequence[Sequence[int]], samples: int, tokens: int, ends: Sequence[int], pad: int
     ) -> int:
-        """`samples` completions of each prompt with `model.generate`, all in one batch; how many tokens were made."""
+        """Generate `samples` completions per prompt in one batch with `model.generate`; return the number of tokens."""
         self.model.eval()
         width = max(map(len, prompts))
         ids = torch.tensor([[pad] * (width - len(prompt)) + list(prompt) for prompt in prompts])
@@ -120,7 +120,7 @@ class PlainLoop:
         return logits
 
     def close(self) -> None:
-        """There is nothing to give back."""
+        """Nothing to release."""
 
     @staticmethod
     def _cut(values: Tensor, batch: Rows, index: Tensor) -> Tensor:

@@ -1,25 +1,26 @@
-"""How fast are log-probabilities and training, and what memory do they take, against a plain torch + transformers loop?
+"""Speed and memory of log-probabilities and training compared with a plain torch + transformers loop.
 
     python benchmarks/policy.py [--pairs 7] [--backend dtensor] [--lengths even tailed] [--json FILE]
     python benchmarks/policy.py --backend deepspeed --keys zero_optimization.stage=3
     python benchmarks/policy.py --device cuda --shape qwen-0.5b --rows 64 --longest 4096 --precision bfloat16
 
-The plain loop is of the backend's own engine where there is one: beside `deepspeed` it is a bare DeepSpeed program.
+The plain loop uses the backend's own engine if there is one: for `deepspeed` it is a bare DeepSpeed program.
 
 Work: one optimizer step on, and the log-probabilities of, 32 rows (about 3,000 tokens), a quarter of each a prompt that
-does not count; by default on a random Llama of 4 layers x 256, vocabulary 2,048, in fp32, on one thread. Lengths are
-`even` (12 to 175) or `tailed` (exponential: most are short, few are long, as a policy answers). How much of the plain
-loop's work is padding depends on that alone and is printed; no framework can win more than that and the prompt's head.
+the loss excludes; by default on a random Llama of 4 layers x 256, vocabulary 2,048, in fp32, on one thread. Lengths are
+`even` (12 to 175) or `tailed` (exponential: most are short, few are long, like a policy's answers). They alone
+determine how much of the plain loop's work is padding, which is printed; a framework can save only this and the head on
+the prompt.
 
-First it checks that both sides compute the same. Then interleaved rounds; CPU time of the process on a CPU, the clock
-on a GPU; a ratio below 1 means that rlframework is the faster. What is not the same on both sides: the plain loop
-computes logits at every position, the framework where the mask asks for them (`positions="token_mask"`).
+First it checks that both sides compute the same values. Then interleaved rounds; CPU time of the process on a CPU,
+wall-clock time on a GPU; below 1 rlframework is faster. The sides differ: the plain loop computes logits at every
+position, the framework only where the mask selects them (`positions="token_mask"`).
 
-Peak memory of one training step is what the process (or the GPU) holds at most, less what it held before it. For the
-head alone, at a vocabulary of 150,000, it is measured with whole logits and in chunks, in processes of their own.
+Peak memory of one training step is the maximum of the process (or the GPU) less the memory in use before. For the head
+alone, at a vocabulary of 150,000, it is measured with full logits and in chunks, each in its own process.
 
-On a GPU, model FLOPs utilisation: 6 FLOPs a weight and token (2 in scoring), the head where it runs, and attention's
-causal half, over the time; as a share of what a matrix product of 8,192 x 8,192 in bf16 reaches there.
+On a GPU, model FLOPs utilisation: 6 FLOPs per weight and token (2 in scoring), the head where it runs, and the causal
+half of attention, per time; relative to the rate of a matrix product of 8,192 x 8,192 in bf16 on the same GPU.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ LOOPS = {PADDED: "padded", SORTED: "sorted"}
 
 @dataclass
 class Measured:
-    """All of one kind of lengths. `peaks`: bytes of a training step, by contender; `share`: see `utilisation`."""
+    """Results for one kind of lengths. `peaks`: bytes of a training step by contender; `share`: see `utilisation`."""
 
     rows: Rows
     checks: list[str] = field(default_factory=list)
@@ -71,7 +72,7 @@ class Measured:
 
 
 def measure(model: Path, tokenizer: Any, rows: Rows, arguments: argparse.Namespace) -> Measured:
-    """Each mode of the framework and both plain loops, side by side."""
+    """Measure each mode of the framework and both plain loops."""
     device, precision = arguments.device, arguments.precision
     batch, loss, found = as_batch(rows), NLLLoss(), Measured(rows)
     with ExitStack() as stack:
@@ -114,7 +115,7 @@ def _counted(run: Callable[[], Any], rows: Rows) -> Callable[[], float]:
 
 
 def flops(model: Path, rows: Rows) -> dict[str, float]:
-    """What the model asks for: see the head of this file."""
+    """The FLOPs of the model; see the module docstring."""
     config = transformers.AutoConfig.from_pretrained(model)
     width = config.hidden_size // config.num_attention_heads
     attention = 2 * config.hidden_size * (config.hidden_size + width * config.num_key_value_heads)
@@ -127,7 +128,7 @@ def flops(model: Path, rows: Rows) -> dict[str, float]:
 
 
 def matrix_product_flops(device: str) -> float:
-    """FLOPs a second of a product of 8,192 x 8,192 in bf16: the best of ten."""
+    """FLOPs per second of an 8,192 x 8,192 matrix product in bf16, the best of ten."""
     size = 8192
     a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
     seconds = []
@@ -141,7 +142,7 @@ def matrix_product_flops(device: str) -> float:
 
 
 def report(lengths: str, found: Measured, peak_flops: float | None) -> str:
-    """A row for each kind of work and opponent."""
+    """A row per workload and opponent."""
     names = [name for name in found.peaks if name not in LOOPS]
     rows = [["lengths", "work", "mode", "tok/s", "against padded loop", "against sorted loop", "MFU"]]
     for work, timings in found.timings.items():
@@ -154,7 +155,7 @@ def report(lengths: str, found: Measured, peak_flops: float | None) -> str:
 
 
 def utilisation(found: Measured, work: str, name: str, peak_flops: float) -> float:
-    """Share of the measured matrix product's FLOPs that the model's own are."""
+    """The model's FLOPs per second relative to those of the matrix product."""
     seconds = float(found.rows.lengths.sum()) / found.timings[work].rate(name)
     return found.flops[work] / seconds / peak_flops
 
@@ -164,7 +165,7 @@ def describe(lengths: str, rows: Rows) -> str:
     padding = ", ".join(f"{order} {padded_tokens(rows, order) / tokens:.2f}" for order in LOOPS.values())
     return (
         f"{lengths}: {len(rows.lengths)} rows, {tokens} tokens, {int(rows.mask[:, 1:].sum())} of them in the loss; "
-        f"the plain loops compute so many times them: {padding}"
+        f"the plain loops compute these multiples of them: {padding}"
     )
 
 
@@ -191,9 +192,9 @@ def as_json(found: Measured) -> dict[str, Any]:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=7, help="interleaved rounds (default 7)")
-    parser.add_argument("--backend", default="dtensor", help="policy.backend, and what the plain loop is of (dtensor)")
+    parser.add_argument("--backend", default="dtensor", help="policy.backend; selects the plain loop too (dtensor)")
     parser.add_argument(
-        "--keys", nargs="+", default=[], metavar="KEY=VALUE", help="of policy.<backend>, and of the plain loop's engine"
+        "--keys", nargs="+", default=[], metavar="KEY=VALUE", help="settings of policy.<backend> and the plain loop"
     )
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES, help="policy.batching.mode (default all)")
     parser.add_argument("--lengths", nargs="+", choices=("even", "tailed"), default=("even", "tailed"))
@@ -203,8 +204,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--precision", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--head", action=argparse.BooleanOptionalAction, default=True, help="measure the head's memory")
-    parser.add_argument("--vocabulary", type=int, default=150_000, help="of that head (default 150,000)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
+    parser.add_argument("--vocabulary", type=int, default=150_000, help="vocabulary of that head (default 150,000)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE as JSON")
     arguments = parser.parse_args()
     if min(arguments.pairs, arguments.rows) < 1 or arguments.longest < 12:
         parser.error("--pairs and --rows must be 1 or more, --longest 12 or more")

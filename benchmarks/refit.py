@@ -1,22 +1,22 @@
-"""How fast do weights come from the trainer to a generation engine in another process, checksums included?
+"""Speed of sending weights from the trainer to a generation engine in another process, including checksums.
 
     python benchmarks/refit.py [--mebibytes 400] [--rounds 15] [--json FILE]
 
-A trainer (dtensor, one worker process, a Llama in fp32) and one generation worker (the transformers engine, a process
-of its own), as a run has them; each round is a whole refit, from the driver's call until the engine may generate. The
-engine's own memory is written: after a refit it holds a copy. Floors, with the same number of bytes:
+A trainer (dtensor, one worker process, a Llama in fp32) and one generation worker (the transformers engine, in its own
+process), as in a run; each round is a whole refit, from the driver's call until the engine can generate. The weights
+are copied into the engine's own memory. Floors, with the same number of bytes:
 
-- `bare copy`: two processes, shared memory that both have mapped. One copies all bytes of a tensor in and says so, the
-  other copies them out into a tensor of its own, each with one `copy_`. No names, no checksums.
-- `bare copy, memcpy`: the same with numpy's copy, which is the C library's: for as many bytes at once as these it goes
-  past the caches, which nothing can that computes a checksum on the way.
-- `bare copy, overlapped` and `bare memcpy, overlapped`: these in pieces of 32 MiB in two places that are used in turn,
-  so that one process copies in while the other copies out, on two cores.
+- `bare copy`: two processes with mapped shared memory. One copies all bytes of a tensor in and signals, the other
+  copies them out into its own tensor, each with one `copy_`. No names, no checksums.
+- `bare copy, memcpy`: the same with numpy's copy, which is the C library's: for this many bytes it bypasses the caches,
+  which is impossible while computing a checksum.
+- `bare copy, overlapped` and `bare memcpy, overlapped`: the same in chunks of 32 MiB with two alternating
+  buffers, so that one process copies in while the other copies out, on two cores.
 - `bare broadcast`: one `torch.distributed.broadcast` of all bytes between two processes over gloo.
 
-First all sides are checked to give the same bytes. Rounds are interleaved and measured by the clock, as other processes
-work; a ratio is the time of ours / floor, median (quartiles), and the share is its inverse: the part of the floor's
-speed that is ours.
+First it checks that all sides give the same bytes. Rounds are interleaved and measure wall-clock time, because other
+processes work. A ratio is our time / floor, median (quartiles); the share is its inverse, our speed relative to the
+floor's.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ HELD = "rlframework.conformance.suites.policy_worker.inspection:held_weights"
 PAIRS = (*((IPC, order) for order in COPIES), (COLLECTIVE, BROADCAST))
 
 
-# -- floors: two processes each, told what to do over pipes ---------------------------------------------------------
+# -- floors: two processes each, controlled over pipes ---------------------------------------------------------
 
 
 def copying(rank: int, name: str, size: int, driver: Any, other: Any) -> None:
-    """Rank 0 copies its bytes into the shared memory, rank 1 out of it."""
+    """Rank 0 copies its bytes into the shared memory, rank 1 copies them out."""
     torch.set_num_threads(1)
     shared = shared_memory.SharedMemory(name)
     memory: Any = np.frombuffer(shared.buf, dtype=np.uint8)
@@ -75,7 +75,7 @@ def copying(rank: int, name: str, size: int, driver: Any, other: Any) -> None:
             place = memory[:end] if whole else memory[number % 2 * PIECE :][: end - start]
             if rank == 0:
                 if number > 1:
-                    other.recv_bytes()  # what was here has been read
+                    other.recv_bytes()  # the previous contents have been read
                 copy(place, own[start:end], order)
                 other.send_bytes(b"in")
             else:
@@ -84,11 +84,11 @@ def copying(rank: int, name: str, size: int, driver: Any, other: Any) -> None:
                 if number + 2 < len(pieces):
                     other.send_bytes(b"out")
         driver.send("done")
-    place = memory = None  # else the shared memory cannot be closed
+    place = memory = None  # otherwise the shared memory cannot be closed
 
 
 def copy(target: Any, source: Any, order: str) -> None:
-    """`copy_` as torch does it, or numpy's."""
+    """Copy with torch's `copy_`, or with numpy."""
     if order in (MEMCPY, MEMCPY_OVERLAPPED):
         target[:] = source
     else:
@@ -112,9 +112,9 @@ def broadcasting(rank: int, address: str, size: int, driver: Any, other: Any) ->
 
 
 def bytes_of_rank(rank: int, size: int) -> Any:
-    """What rank 0 has to give, in a tensor's memory, as weights are; ones of rank 1."""
+    """The source of rank 0, in a tensor's memory like weights; ones for rank 1."""
     if rank:
-        return torch.zeros(size, dtype=torch.uint8).fill_(1).numpy()  # its pages are there
+        return torch.zeros(size, dtype=torch.uint8).fill_(1).numpy()  # touch its pages
     return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)).numpy()
 
 
@@ -125,7 +125,7 @@ def digest(values: Any) -> int:
 
 
 class Floor:
-    """Two processes that run `target`, and the driver's end of them."""
+    """Two processes that run `target`, with the driver's ends of their pipes."""
 
     def __init__(self, target: Any, argument: str, size: int) -> None:
         spawn = multiprocessing.get_context("spawn")
@@ -139,7 +139,7 @@ class Floor:
         self._answers()
 
     def run(self, order: str) -> None:
-        """Until both are done."""
+        """Send an order and wait for both processes."""
         self.ask(order)
 
     def ask(self, order: str) -> list[Any]:
@@ -160,7 +160,7 @@ class Floor:
 
 
 def make_model(path: Path, mebibytes: int) -> Any:
-    """A Llama of about as many bytes in fp32, in layers of 48 MiB; small ones where less is asked for."""
+    """A Llama of about this size in fp32, with layers of 48 MiB, or smaller ones for a small size."""
     tokenizer = character_tokenizer([chr(0x4E00 + index) for index in range(510)])
     hidden = 1024 if mebibytes >= 100 else 128
     each = (4 * hidden * hidden + 3 * hidden * 4 * hidden) * 4 / 2**20
@@ -171,7 +171,7 @@ def make_model(path: Path, mebibytes: int) -> Any:
 
 @contextmanager
 def refitting(path: Path, tokenizer: Any, transport: str) -> Iterator[tuple[Policy, InspectedEngines]]:
-    """A trainer and an engine, each in a process of its own."""
+    """A trainer and an engine, each in its own process."""
     manager = create_manager()
     config = load_config(
         {
@@ -194,7 +194,7 @@ def refitting(path: Path, tokenizer: Any, transport: str) -> Iterator[tuple[Poli
 
 
 def check_weights(policy: Policy, engines: InspectedEngines, folder: Path) -> None:
-    """What the engine holds after a refit is what the trainer saves, bit for bit."""
+    """Check that the engine's weights after a refit equal the saved ones bit for bit."""
     from rlframework.conformance.policies import weights_of
 
     held = engines.inspect(HELD)[0]
@@ -203,7 +203,7 @@ def check_weights(policy: Policy, engines: InspectedEngines, folder: Path) -> No
 
 
 def measure(mebibytes: int, rounds: int, folder: Path) -> tuple[dict[str, Timings], int]:
-    """All contenders; bytes of a refit."""
+    """Measure all contenders; return the timings and the bytes of a refit."""
     tokenizer = make_model(folder / "model", mebibytes)
     results: dict[str, Timings] = {}
     with ExitStack() as stack:
@@ -214,7 +214,7 @@ def measure(mebibytes: int, rounds: int, folder: Path) -> tuple[dict[str, Timing
         stack.callback(shared.close)
         floor = Floor(copying, shared.name, size)
         stack.callback(floor.end)
-        engines.refitter.refit()  # the first one was another: the engine had no model that weights could go to
+        engines.refitter.refit()  # not the first refit, before which the engine has no model
         check_weights(policy, engines, folder / "saved")
         for order in COPIES:
             floor.run(order)
@@ -249,7 +249,7 @@ def _timed(floor: Floor, order: str, size: int) -> float:
 
 
 def report(results: Mapping[str, Timings]) -> str:
-    """A row for each of ours against each floor."""
+    """A row for each transport and floor."""
     rows = [["ours", "floor", "ours GiB/s", "floor GiB/s", "time ratio (quartiles)", "share of the floor's speed"]]
     for ours, floor in PAIRS:
         timings = next(timings for timings in results.values() if ours in timings.seconds)
@@ -280,9 +280,9 @@ def as_json(results: Mapping[str, Timings], size: int, rounds: int) -> dict[str,
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mebibytes", type=int, default=400, help="of weights, about (default 400)")
+    parser.add_argument("--mebibytes", type=int, default=400, help="approximate size of the weights (default 400)")
     parser.add_argument("--rounds", type=int, default=15, help="interleaved rounds (default 15)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE as JSON")
     arguments = parser.parse_args()
     if arguments.rounds < 1 or arguments.mebibytes < 1:
         parser.error("--rounds and --mebibytes must be 1 or more")

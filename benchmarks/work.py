@@ -1,7 +1,7 @@
-"""What `policy.py` and `generation.py` have in common: models with random weights, rows, and the framework's side.
+"""Shared by `policy.py` and `generation.py`: models with random weights, rows, and the framework's side.
 
-Shapes: a Llama of 4 layers x 256 with 2,048 tokens, which a CPU trains in a second, and Qwen2.5's of 0.5B and 3B for a
-GPU.
+Shapes: a Llama of 4 layers x 256 with 2,048 tokens, which a CPU trains in a second, and those of Qwen2.5 0.5B and 3B
+for a GPU.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SHAPES = ("llama-4x256", *QWEN)
 
 
 def make_model(path: Path, shape: str = SHAPES[0], longest: int = 512) -> Any:
-    """A model with random weights in `path`, and its tokenizer, which has no end token: nothing ends of itself."""
+    """Make a model with random weights in `path`; return its tokenizer, without an end-of-sequence token."""
     tokenizer = character_tokenizer([chr(0x4E00 + index) for index in range(VOCABULARY - 2)])
     tokenizer.eos_token = None
     if shape == SHAPES[0]:
@@ -59,10 +59,10 @@ def make_model(path: Path, shape: str = SHAPES[0], longest: int = 512) -> Any:
 
 
 def make_rows(lengths: str, count: int = ROWS, longest: int = 175, seed: int = 0) -> Rows:
-    """`count` rows, the first quarter of each a prompt that does not count.
+    """`count` rows; the first quarter of each is a prompt, masked out of the loss.
 
-    `lengths`: "even", evenly drawn from 12 to `longest`; "tailed", 8 and more, exponentially distributed around half of
-    that, cut at 512 where `longest` is 175: most are short and few are long, as a policy answers.
+    `lengths`: "even", uniform up to `longest` (from 12 if that is 175); "tailed", 8 plus an exponential with mean
+    `longest / 2`, clipped at `longest * 512 / 175`: most are short and few are long, like a policy's answers.
     """
     rng = random.Random(seed)
     if lengths == "even":
@@ -78,7 +78,7 @@ def make_rows(lengths: str, count: int = ROWS, longest: int = 175, seed: int = 0
 
 
 def padded_tokens(rows: Rows, order: str) -> int:
-    """Tokens that the plain loop computes, padding included."""
+    """Tokens that the plain loop computes, including padding."""
     lengths = rows.lengths.sort().values if order == "sorted" else rows.lengths
     return sum(int(part.max()) * len(part) for part in lengths.split(MICRO_ROWS))
 
@@ -106,7 +106,7 @@ def make_policy(
     generation: Mapping[str, Any] | None = None,
     **keys: Any,
 ) -> Iterator[Policy]:
-    """The framework's side, in this process; `keys` of the section `policy`."""
+    """The framework's policy, in this process; `keys` of the section `policy`."""
     config = load_config(
         {
             "output_dir": str(model.parent / "run"),
@@ -134,7 +134,7 @@ def make_policy(
 
 
 BARE = {"dtensor": "torch", "deepspeed": "DeepSpeed", "megatron": "megatron-core"}
-"""What the plain loop beside a backend is of; that beside another is of torch."""
+"""The engine of the plain loop for a backend; for all others it is torch."""
 
 
 @contextmanager
@@ -148,9 +148,9 @@ def make_loop(
     section: Mapping[str, Any] | None = None,
     rows: int = ROWS,
 ) -> Iterator[PlainLoop]:
-    """The plain loop, "padded" or "sorted", on the engine of `backend`, with `section` as keys of that engine's own.
+    """The plain loop, "padded" or "sorted", on the engine of `backend`, with `section` as that engine's keys.
 
-    One on DeepSpeed or megatron-core is made while a policy of that backend is there, and in the same process.
+    A loop on DeepSpeed or megatron-core needs a policy of that backend in the same process.
     """
     options: dict[str, Any] = {"lr": LR, "weight_decay": WEIGHT_DECAY, "clip": CLIP}
     options |= {"device": device, "precision": precision}
@@ -171,9 +171,9 @@ def make_loop(
 
 
 def check_same(policy: Policy, name: str, loop: PlainLoop, rows: Rows, slack: float = 1.0) -> list[str]:
-    """One step on `policy`, called `name`, and the sorted `loop`; a line for each comparison.
+    """Do one step with `policy`, called `name`, and the sorted `loop`; return a line per comparison.
 
-    Ends the program when they differ by more than is allowed, times `slack`.
+    Exits if they differ by more than the tolerance times `slack`.
     """
     batch, lines = as_batch(rows), []
     ours = policy.get_logprobs(batch, positions="token_mask")["logprobs"]
@@ -185,10 +185,10 @@ def check_same(policy: Policy, name: str, loop: PlainLoop, rows: Rows, slack: fl
         "log-probabilities": (float((ours - theirs).abs().max()), 1e-4 * slack),
         "loss": (abs(trained["loss"] / loss - 1.0), 1e-5 * slack),
     }
-    if not math.isnan(norm):  # DeepSpeed under stage 0 does not tell it
+    if not math.isnan(norm):  # not available from DeepSpeed with stage 0
         differences["gradient norm"] = (abs(float(trained["grad_norm"][0]) / norm - 1.0), 1e-4 * slack)
     for what, (difference, allowed) in differences.items():
         lines.append(f"{what}, {name} against the {SORTED}: {difference:.1e} (allowed {allowed:.0e})")
         if not difference <= allowed:
-            sys.exit(f"the two sides do not compute the same: {lines[-1]}")
+            sys.exit(f"the two sides compute different values: {lines[-1]}")
     return lines

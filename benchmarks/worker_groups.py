@@ -1,19 +1,20 @@
-"""What do the worker groups of the part `ray` cost beyond the Ray calls that they cannot do without?
+"""Overhead of the `ray` worker groups over the Ray calls that they need.
 
     python benchmarks/worker_groups.py [--workers 2] [--rounds 15] [--starts 5] [--only NAME ...] [--json FILE]
 
-A batch of int64 tokens and fp32 log-probabilities goes to workers that read each byte of it and answer with its sums
-(`call`), or with a tensor as long as the log-probabilities (`answer`). Each worker gets its share, or all get one batch
+A batch of int64 tokens and fp32 log-probabilities goes to workers that read every byte and answer with sums (`call`) or
+with a tensor as long as the log-probabilities (`answer`). Each worker gets a shard, or all get the same batch
 (`replicated`). Floors, with the same worker class as bare Ray actors in the same environment, on the same Ray:
 
-- `tensors`: the calls as anybody writes them, a dictionary of tensors to `actor.method.remote`, and `ray.get` for all;
-- `arrays`: the same bytes as numpy arrays, which Ray lets a worker read without a copy, and read only.
+- `tensors`: the usual calls, with a dictionary of tensors for `actor.method.remote`, and `ray.get` for all;
+- `arrays`: the same bytes as numpy arrays, which a Ray worker reads without a copy, read-only.
 
-`start` is the time from nothing to workers that answered, imports of torch and transformers among it, against the same
-number of bare actors; Ray runs already. On a machine with few cores it says more about the imports than about us.
+`start` is the time until new workers have answered, including imports of torch and transformers, compared with the same
+number of bare actors; Ray is already running. On a machine with few cores, imports dominate it.
 
-First both sides are checked to compute the same, and it is shown what the store and the memory of the workers hold.
-Rounds are interleaved and measured by the clock, as other processes work; a ratio is ours / floor, median (quartiles).
+First it checks that both sides compute the same results, and the contents of the object store and of the workers'
+memory are shown. Rounds are interleaved and measure wall-clock time, because other processes work; a ratio is ours /
+floor, median (quartiles).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from rlframework.interfaces.named_sharding import NamedSharding
 from rlframework.interfaces.worker_group import WorkerContext, WorkerSpec
 from rlframework.workers import machine as this_machine
 from rlframework.workers.ray import runtime
-from rlframework.workers.ray.hosted_group import RayHostedGroup
+from rlframework.workers.ray.remote_group import RayRemoteWorkerGroup
 
 OURS, TENSORS, ARRAYS, BARE = "ours", "tensors", "arrays", "bare actors"
 WIDTH = 1024
@@ -45,7 +46,7 @@ IMPORTS = ("torch", "transformers", "transformers.models.llama.modeling_llama")
 
 
 class Reader:
-    """Reads what it is given. The same class on both sides; it is given tensors or arrays."""
+    """The worker class of both sides; reads tensors or arrays."""
 
     def __init__(self, context: WorkerContext | None = None, imports: tuple[str, ...] = ()) -> None:
         import importlib
@@ -64,7 +65,7 @@ class Reader:
         return result if isinstance(value["logprobs"], torch.Tensor) else result.numpy()
 
     def memory(self, value: Mapping[str, Any]) -> dict[str, Any]:
-        """After reading everything: whether the tokens lie in the object store, and how much of them was copied."""
+        """Read everything; report whether the tokens are in the object store, and how much of them was copied."""
         self.call(value)
         fields: dict[str, Any] = {}
         with open("/proc/self/smaps") as maps:
@@ -80,7 +81,7 @@ class Reader:
 
 
 def as_tensor(value: Any) -> torch.Tensor:
-    """An array that is read only makes torch warn, and is not written to here."""
+    """Convert to a tensor without torch's warning about read-only arrays, which are not written to here."""
     import warnings
 
     if not isinstance(value, np.ndarray):
@@ -91,7 +92,7 @@ def as_tensor(value: Any) -> torch.Tensor:
 
 
 def make_batch(mebibytes: float, seed: int) -> BatchedDataDict[Any]:
-    """Two thirds tokens, one third log-probabilities."""
+    """A batch of two thirds tokens and one third log-probabilities."""
     random = torch.Generator().manual_seed(seed)
     rows = max(1, round(mebibytes * 2**20 / (12 * WIDTH)))
     return BatchedDataDict(
@@ -129,15 +130,15 @@ class Sides:
         return ray.get([getattr(actor, method).remote(stored) for actor in self.actors])
 
 
-def start_group(workers: int, imports: tuple[str, ...]) -> RayHostedGroup:
+def start_group(workers: int, imports: tuple[str, ...]) -> RayRemoteWorkerGroup:
     sharding = NamedSharding(list(range(workers)), ["data_parallel"])
     spec = WorkerSpec("worker_groups:Reader", {"imports": imports})
     config = RayGroupConfig(name="ray", num_workers=workers)
-    return RayHostedGroup(spec, config, sharding=sharding, device="cpu")
+    return RayRemoteWorkerGroup(spec, config, sharding=sharding, device="cpu")
 
 
 def bare_actor(workers: int, imports: tuple[str, ...]) -> Any:
-    import worker_groups  # by name, as the group does it: nothing of the program goes along
+    import worker_groups  # by name, like the group, so that nothing of this program is pickled
 
     environment = {"env_vars": this_machine.worker_environment(workers)}
     return ray.remote(worker_groups.Reader).options(num_cpus=0, runtime_env=environment).remote(imports=imports)
@@ -169,13 +170,13 @@ def cases(sides: Sides, mebibytes: float) -> Iterator[Case]:
 
 
 def check_same(name: str, ways: Mapping[str, Callable[[], list[Any]]]) -> None:
-    """Ends the program unless all ways give the same."""
+    """Exit unless all ways give the same result."""
     expected = [as_tensor(result) for result in ways[TENSORS]()]
     for way, call in ways.items():
         got = [as_tensor(result) for result in call()]
         same = len(got) == len(expected) and all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
         if not same:
-            sys.exit(f"{name}: {way} does not give what {TENSORS} gives")
+            sys.exit(f"{name}: {way} and {TENSORS} give different results")
 
 
 def measured(ways: Mapping[str, Callable[[], list[Any]]], rounds: int, repeats: int) -> Timings:
@@ -191,7 +192,7 @@ def measured(ways: Mapping[str, Callable[[], list[Any]]], rounds: int, repeats: 
 
 
 def stored_bytes() -> int:
-    """Bytes that were ever put into this machine's object store."""
+    """Bytes put into this machine's object store so far."""
     from ray._private import internal_api
 
     (node,) = ray.nodes()
@@ -200,7 +201,7 @@ def stored_bytes() -> int:
 
 
 def held(sides: Sides, mebibytes: float) -> dict[str, Any]:
-    """What is stored of a batch that all workers get, and what of it a worker copies while it reads all of it."""
+    """Bytes stored for a replicated batch, and those that a worker copies while reading it."""
     batch = make_batch(mebibytes, 0)
     size = sum(value.nbytes for value in batch.values())
     before = stored_bytes()
@@ -209,7 +210,7 @@ def held(sides: Sides, mebibytes: float) -> dict[str, Any]:
 
 
 def starts(workers: int, rounds: int, imports: tuple[str, ...]) -> Timings:
-    """Groups and bare actors from nothing to an answer; they are ended outside of the time."""
+    """Time groups and bare actors until their first answer; shutdown is not included."""
     timings = Timings({OURS: [], BARE: []}, {OURS: [], BARE: []})
     for turn in range(rounds):
         for way in (OURS, BARE) if turn % 2 else (BARE, OURS):
@@ -227,7 +228,7 @@ def starts(workers: int, rounds: int, imports: tuple[str, ...]) -> Timings:
             else:
                 for actor in actors:
                     ray.kill(actor)
-            time.sleep(1.0)  # Ray replaces the processes that it keeps ready
+            time.sleep(1.0)  # wait while Ray replaces its idle processes
     return timings
 
 
@@ -244,16 +245,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--starts", type=int, default=5, help="rounds of the starts")
     parser.add_argument("--sizes", type=float, nargs="+", default=[0.01, 1, 16, 64], metavar="MIB")
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="cases with this in their name")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="only cases with this in their name")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--small", action="store_true", help="one worker, little data, two rounds, to see that it runs")
+    parser.add_argument("--small", action="store_true", help="one worker, little data, two rounds, to test the program")
     args = parser.parse_args()
     args.repeats, args.imports = 10, IMPORTS
     if args.small:
         args.workers, args.rounds, args.starts, args.sizes = 1, 2, 1, [0.01, 2]
         args.repeats, args.imports = 1, ("torch",)
     torch.set_num_threads(1)
-    # more workers than cores are refused, for good reason; here both sides have the same trouble with them
+    # allow more workers than cores: it affects both sides equally
     this_machine.check_cores = lambda workers: None
 
     def wanted(name: str) -> bool:

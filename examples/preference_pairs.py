@@ -1,17 +1,17 @@
-"""GSM8K's judged solutions as preference pairs, saved memory-mapped, for reward models and DPO.
+"""Save GSM8K's graded solutions as memory-mapped preference pairs, for reward models and DPO.
 
     python examples/preference_pairs.py example_model_solutions.jsonl --output pairs [--tokenizer MODEL_DIRECTORY]
 
-The file is `example_model_solutions.jsonl` of https://github.com/openai/grade-school-math (MIT): to each of the 1,319
-test questions of GSM8K, four solutions by models, each marked right or wrong. Each right solution is paired with each
-wrong one to the same question (`--pairs one`: one pair a question). Both are tokenised behind the question, with the
-chat template of the tokenizer where it has one, or by default with a tokenizer of the single characters that occur; the
-end score of a right solution is 1, of a wrong one 0. The pairs are saved in a folder, and loaded back twice: on the
-meta device, which reads no data and tells how large it is, and mapped, where a byte is read when it is used.
+The file is `example_model_solutions.jsonl` of https://github.com/openai/grade-school-math (MIT): four solutions by
+models to each of the 1,319 test questions of GSM8K, each marked right or wrong. Each right solution is paired with each
+wrong one of the same question (`--pairs one`: one pair per question). Both are tokenized after the question, with the
+tokenizer's chat template if it has one; the default tokenizer has one token per character. A right solution has the end
+score 1, a wrong one 0. The pairs are saved in a folder and loaded twice: on the meta device, which reads only the
+sizes, and memory-mapped, which reads data on access.
 
-What it leaves out: it trains nothing; it leaves the solutions as they are, with calculator annotations; questions of
-which all solutions are right, or all wrong, give no pair; and the questions are those of the test data, so do not
-report accuracy on them after training on these pairs. Nothing is fetched.
+It trains nothing and downloads nothing. Solutions keep their calculator annotations. Questions whose solutions are all
+right or all wrong give no pair. The questions are test data, so do not report accuracy on them after training on these
+pairs.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from typing import TYPE_CHECKING, Any
 from rlframework.errors import UserError
 
 if TYPE_CHECKING:
-    from rlframework.datasets.gsm8k_preferences import JudgedQuestion
+    from rlframework.datasets.gsm8k_preferences import GradedQuestion
     from rlframework.datasets.preferences import PreferencePairs, PreferenceRow
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("solutions", type=Path, help="example_model_solutions.jsonl, or a file of its form")
+    parser.add_argument("solutions", type=Path, help="example_model_solutions.jsonl, or a file of the same format")
     parser.add_argument("--output", type=Path, default=Path("runs/preference_pairs"), help="folder for the pairs")
-    parser.add_argument("--tokenizer", help="a model directory; default: single characters")
-    parser.add_argument("--pairs", choices=["all", "one"], default="all", help="all of a question, or one drawn")
+    parser.add_argument("--tokenizer", help="a model directory; default: one token per character")
+    parser.add_argument("--pairs", choices=["all", "one"], default="all", help="pairs per question")
     parser.add_argument("--seed", type=int, default=0, help="of the draw")
-    parser.add_argument("--max-length", type=int, help="leave out pairs with more tokens; default: keep all")
+    parser.add_argument("--max-length", type=int, help="drop pairs with more tokens; default: keep all")
     try:
         make_pairs(parser.parse_args())
     except UserError as error:
@@ -46,10 +46,10 @@ def main() -> int:
 
 
 def make_pairs(arguments: argparse.Namespace) -> None:
-    from rlframework.datasets.gsm8k_preferences import pair_solutions, read_judged_solutions
+    from rlframework.datasets.gsm8k_preferences import pair_solutions, read_graded_solutions
     from rlframework.datasets.preferences import PreferencePairs
 
-    questions = read_judged_solutions(arguments.solutions)
+    questions = read_graded_solutions(arguments.solutions)
     rows = pair_solutions(questions, pairs=arguments.pairs, seed=arguments.seed)
     tokenizer = make_tokenizer(arguments.tokenizer, rows)
     pairs = PreferencePairs.from_rows(rows, tokenizer, max_length=arguments.max_length, too_long="drop")
@@ -71,16 +71,16 @@ def make_tokenizer(directory: str | None, rows: Sequence[PreferenceRow]) -> Any:
     return character_tokenizer(sorted({character for text in texts for character in text}))
 
 
-def print_counts(questions: Sequence[JudgedQuestion], rows: Sequence[PreferenceRow], kept: int) -> None:
+def print_counts(questions: Sequence[GradedQuestion], rows: Sequence[PreferenceRow], kept: int) -> None:
     right, wrong = (sum(len(getattr(question, side)) for question in questions) for side in ("right", "wrong"))
     both = sum(bool(question.right and question.wrong) for question in questions)
-    print(f"{len(questions):,} questions with {right:,} right and {wrong:,} wrong solutions, duplicates apart")
+    print(f"{len(questions):,} questions with {right:,} right and {wrong:,} wrong solutions, without duplicates")
     print(f"{both:,} of them ({both / len(questions):.1%}) have both kinds")
-    print(f"{kept:,} pairs, {len(rows) - kept:,} left out as too long")
+    print(f"{kept:,} pairs, {len(rows) - kept:,} dropped as too long")
 
 
 def print_lengths(pairs: PreferencePairs) -> None:
-    """Percentiles of the tokens of prompts and of answers with their end token."""
+    """Print percentiles of the tokens of prompts and of answers with their end-of-sequence token."""
     prompts = pairs.prompt_lengths
     lengths = {
         "prompt": prompts,

@@ -1,7 +1,7 @@
-"""RL post-training of language models where the training backend is a plugin.
+"""RL post-training of language models with pluggable training backends.
 
-`load_config` and `run` are what the command line calls; `build_parts` gives a run's policy, generation engine,
-environment and the rest to code of your own. All names are imported on first use.
+`load_config` and `run` are what the command line calls; `build_parts` builds a run's policy, generation engine,
+environment and other components for your own code. All names are imported on first use.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The algorithm interface: what a run does with its parts."""
+"""The algorithm interface: the training procedure of a run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Parts:
-    """What an algorithm works with. `checkpoint`: where a run that was stopped goes on from; None: it starts."""
+    """The components of a run that an algorithm uses. `checkpoint` is the one to resume from, or None for a new run."""
 
     config: RunConfig
     tokenizer: PreTrainedTokenizerBase
@@ -33,29 +33,29 @@ class Parts:
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a run came to: the last metrics by name, and the metrics of each step."""
+    """The result of a run: its last metrics by name, and the metrics of each step."""
 
     metrics: Mapping[str, float]
     history: list[dict[str, float]] = field(default_factory=list)
 
 
 class Algorithm(ABC):
-    """Trains `parts.policy`. `needs_reference_model` tells before the policy is built whether one is kept."""
+    """Trains `parts.policy`. The class methods are called before the policy is built, to configure it."""
 
     @classmethod
     def needs_reference_model(cls, config: Any) -> bool:
-        """Whether `config` (the algorithm's own section) uses the reference policy."""
+        """Whether `config`, the algorithm's own section, needs the reference policy."""
         return False
 
     @classmethod
     def training_calls(cls, config: Any) -> int:
-        """How often a run calls `policy.train`: what the learning-rate schedule spans unless it says otherwise."""
+        """Return the number of `policy.train` calls of a run, the default length of the learning-rate schedule."""
         return int(config.num_steps)
 
     @abstractmethod
     def __init__(self, parts: Parts) -> None:
-        """Check that the parts fit together (`ConfigError`, `DataError`) before any work."""
+        """Check the parts against each other before any work; raise `ConfigError` or `DataError`."""
 
     @abstractmethod
     def run(self) -> RunResult:
-        """Train to the end."""
+        """Train to the end and return the result."""

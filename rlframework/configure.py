@@ -1,7 +1,7 @@
-"""From a file to a checked `RunConfig`: chooses the parts, types their sections, and refuses what cannot work.
+"""Loads a checked `RunConfig`: selects the plugins, types their sections, and rejects what cannot work.
 
-Above `config` and `plugins`, which know nothing of each other's work: `config.load` merges, the manager names the
-parts, `config.narrow` makes the run's model, `config.validate` and the parts' own checks find what is wrong.
+It connects `config` and `plugins`, which do not import each other: `config.load` merges the sources, the plugin manager
+selects the plugins, `config.narrow` builds the run's model, `config.validate` and the plugins' checks find problems.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ KIND_OF_SECTION: Mapping[str, str] = {
     "generation": "generation_engine",
     "worker_group": "worker_group",
 }
-"""Open section of the configuration to the kind of record that its `name` chooses."""
+"""Open section of the configuration to the kind of record that its `name` selects."""
 
 BACKEND = "policy_worker"
-"""The kind of record that `policy.backend` chooses."""
+"""The kind of record that `policy.backend` selects."""
 
 
 def load_config(
@@ -48,20 +48,20 @@ def load_config(
     *,
     manager: PluginManager | None = None,
 ) -> RunConfig:
-    """The checked configuration of a run.
+    """Load and check the configuration of a run.
 
     `source` is a YAML file, a mapping of the same shape, or a configuration to change; `overrides` are `a.b=value` as
-    on the command line (see `rlframework.config.load.compose`). The plugins are found afresh, with those of
-    `plugins:`, unless a `manager` is given. Raises a `ConfigError` (a `PluginError` where a part cannot be chosen)
-    that lists everything that is wrong; nothing is written and no worker started.
+    on the command line (see `rlframework.config.load.compose`). Without a `manager`, the installed plugins are
+    discovered again, along with the modules under `plugins:`. Raises a `ConfigError` that lists every problem, or a
+    `PluginError` if a plugin cannot be selected; nothing is written and no worker is started.
     """
     return _checked(compose(source, overrides), manager)
 
 
 def restore_config(values: Mapping[str, Any], *, manager: PluginManager) -> RunConfig:
-    """The configuration from `dump_config`'s values, in another process: the same model, typed by its own plugins.
+    """Rebuild the configuration from the values of `dump_config` in another process, typed by that process's plugins.
 
-    Values are taken as they are (no `defaults`, no interpolation), and checks that depend on the device are left out.
+    Values are taken literally (no `defaults`, no interpolation), and device-dependent checks are skipped.
     """
     tree = Tree(dict(values))
     config, _ = _typed(tree, manager)
@@ -69,17 +69,24 @@ def restore_config(values: Mapping[str, Any], *, manager: PluginManager) -> RunC
 
 
 def dump_config(config: RunConfig) -> dict[str, Any]:
-    """Plain values (JSON's types) of a resolved configuration, for `restore_config`."""
+    """Return a resolved configuration as plain JSON values, for `restore_config`."""
     return config.model_dump(mode="json")
 
 
+def dump_selected(config: RunConfig) -> dict[str, Any]:
+    """Return plain JSON values like `dump_config`, without the sections of backends that are not selected."""
+    values = dump_config(config)
+    others = set(type(config.policy).model_fields) - {*PolicyConfig.model_fields, config.policy.backend}
+    return values | {"policy": {key: value for key, value in values["policy"].items() if key not in others}}
+
+
 def config_yaml(config: RunConfig) -> str:
-    """The resolved configuration as YAML, which `load_config` reads back to an equal configuration."""
+    """Return a resolved configuration as YAML, which `load_config` reads back to an equal configuration."""
     return to_yaml(escape_interpolation(dump_config(config)))
 
 
 def config_schema(manager: PluginManager) -> dict[str, Any]:
-    """The JSON schema of a configuration file, with the sections of all parts that `manager` can choose."""
+    """Return the JSON schema of a configuration file, with the sections of all plugins that `manager` can select."""
     sections = {
         section: {name: _section_model(part, OPEN_SECTIONS[section]) for name, part in manager.registered(kind).items()}
         for section, kind in KIND_OF_SECTION.items()
@@ -88,7 +95,7 @@ def config_schema(manager: PluginManager) -> dict[str, Any]:
 
 
 def resolve_device(device: str) -> str:
-    """What "auto" comes to, "cpu" or "cuda". Torch is imported, to be asked, only where there are signs of a GPU."""
+    """Resolve "auto" to "cpu" or "cuda". Torch is imported for this only if there are signs of a GPU."""
     if device != "auto":
         return device
     signs = "torch" in sys.modules or shutil.which("nvidia-smi") or any(Path("/dev").glob("nvidia[0-9]*"))
@@ -101,7 +108,7 @@ def resolve_device(device: str) -> str:
 
 @dataclass
 class _Choice:
-    """The parts that a configuration names, and what went wrong in choosing them."""
+    """The plugins that a configuration selects, and the errors from selecting them."""
 
     parts: dict[str, Registered] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
@@ -109,7 +116,7 @@ class _Choice:
 
 
 class _Anything(Section):
-    """Stands in for the section of a part that could not be chosen, so that only this is reported."""
+    """Accepts any keys for a plugin that could not be selected, so that only the selection error is reported."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -130,7 +137,7 @@ def _checked(tree: Tree, manager: PluginManager | None) -> RunConfig:
 
 
 def _typed(tree: Tree, manager: PluginManager) -> tuple[RunConfig, _Choice]:
-    """The validated configuration without the checks between keys, and the parts that it chose."""
+    """The validated configuration, without the checks between keys, and the plugins that it selects."""
     tree, choice = _choose(tree, manager)
     model = _model(tree, manager, choice)
     config, findings = validate(tree, model, _keys_of_others(choice, manager))
@@ -141,16 +148,16 @@ def _typed(tree: Tree, manager: PluginManager) -> tuple[RunConfig, _Choice]:
 
 
 def _manager_of(tree: Tree) -> PluginManager:
-    """The plugins that the configuration sees. A broken module under `plugins` is an error even if not chosen."""
+    """The plugins available to the configuration. A broken module under `plugins` is an error even if not selected."""
     from rlframework.plugins.manager import create_manager
 
     modules = tree.values.get("plugins") or ()
     if not isinstance(modules, list) or not all(isinstance(module, str) for module in modules):
-        modules = ()  # validation tells
+        modules = ()  # validation reports this
     manager = create_manager(modules)
     findings = [
         Finding(
-            "plugins", f"the module {module!r} cannot be used: {row.reason}", NOT_GIVEN, tree.origin(("plugins", index))
+            "plugins", f"module {module!r} cannot be used: {row.reason}", NOT_GIVEN, tree.origin(("plugins", index))
         )
         for index, module in enumerate(modules)
         for row in manager.listing()
@@ -161,7 +168,7 @@ def _manager_of(tree: Tree) -> PluginManager:
 
 
 def _choose(tree: Tree, manager: PluginManager) -> tuple[Tree, _Choice]:
-    """The parts that `tree` names, and `tree` with a section for each that it leaves to the defaults."""
+    """Select the plugins that `tree` names, and add to `tree` an empty section for each one left to its default."""
     choice, values = _Choice(), dict(tree.values)
     for section, kind in KIND_OF_SECTION.items():
         default = OPEN_SECTIONS[section].model_fields["name"].default
@@ -180,7 +187,7 @@ def _select(choice: _Choice, keys: Keys, kind: str, name: Any, manager: PluginMa
     key, origin = ".".join(map(str, keys)), tree.origin(keys)
     if not isinstance(name, str):
         known = ", ".join(sorted(manager.registered(kind))) or "none is installed"
-        message = "missing, and has no default; one of" if name is NOT_GIVEN else "must be one of"
+        message = "required key is missing; must be one of" if name is NOT_GIVEN else "must be one of"
         choice.findings.append(Finding(key, f"{message}: {known}", name, origin))
         return
     try:
@@ -219,20 +226,20 @@ def _section_model(part: Registered, base: type[Section]) -> type[Section]:
         return base
     if not issubclass(model, base):
         raise PluginError(
-            f"the {part.record.kind} {part.record.name!r} of {part.distribution} {part.version} is made wrongly: its "
+            f"the {part.record.kind} {part.record.name!r} of {part.distribution} {part.version} is broken: its "
             f"config_model {model.__name__} must derive from {base.__module__}.{base.__name__}"
         )
     return model
 
 
 def _keys_of_others(choice: _Choice, manager: PluginManager) -> dict[Keys, str]:
-    """Hints for keys that the parts which were not chosen, or are not installed, have."""
+    """Hints for keys that belong to plugins which are not selected or not installed."""
     from rlframework.plugins.messages import OWN_EXTRAS
 
     hints: dict[Keys, str] = {
         ("policy", name): (
-            f"It would be the section of the backend `{name}`, which is not installed: "
-            f"pip install 'rlframework-core[{name}]', or take the section out."
+            f"This is the section of the backend `{name}`, which is not installed. Install it with "
+            f"`pip install 'rlframework-core[{name}]'`, or remove the section."
         )
         for name in OWN_EXTRAS[BACKEND]
     }
@@ -242,7 +249,7 @@ def _keys_of_others(choice: _Choice, manager: PluginManager) -> dict[Keys, str]:
         for name, other in manager.registered(KIND_OF_SECTION[section]).items():
             for key in other.record.config_model.model_fields if other.record.config_model else ():
                 hints[section, key] = (
-                    f"It is a key of `{name}`, and {section}.name is `{part.record.name}`; "
-                    f"the override `~{section}.{key}` takes it out."
+                    f"It is a key of `{name}`, but {section}.name is `{part.record.name}`. "
+                    f"The override `~{section}.{key}` removes it."
                 )
     return hints

@@ -1,42 +1,42 @@
-"""Every error that rlframework raises on purpose.
+"""All errors that rlframework raises intentionally.
 
-`UserError` and its children are mistakes in what was given (configuration, data, arguments): the command line prints
-them without a traceback and exits with code 2. The others are failures of the machinery and exit with code 1.
+`UserError` and its subclasses report mistakes in the input (configuration, data, arguments): the command line prints
+them without a traceback and exits with code 2. All other errors are failures at run time and exit with code 1.
 """
 
 
 class RLFrameworkError(Exception):
-    """Base of all errors raised on purpose by rlframework and its plugins."""
+    """Base class of all errors raised intentionally by rlframework and its plugins."""
 
 
 class UserError(RLFrameworkError):
-    """Something that was given is wrong. The message says what was given, what is allowed and what to do."""
+    """The input is invalid. The message says what was given, what is allowed and what to do."""
 
 
 class ConfigError(UserError):
-    """The configuration is wrong: an unknown key, a bad value, a combination that the backend cannot do."""
+    """The configuration is invalid: an unknown key, a bad value, or a combination that the backend does not support."""
 
 
 class DataError(UserError):
-    """A data set or a model directory cannot be used; names the file and, where there is one, the line."""
+    """A dataset or model directory cannot be used. The message names the file and, if possible, the line."""
 
 
 class BatchError(UserError, ValueError, AssertionError):
-    """A batch has the wrong shape, size or keys. An `AssertionError` too, for code that was written for NeMo-RL."""
+    """A batch has the wrong shape, size or keys. Also an `AssertionError`, for code written for NeMo-RL."""
 
 
 class BatchKeyError(BatchError, KeyError):
-    """A batch lacks a key that it must have."""
+    """A batch lacks a required key."""
 
-    __str__ = Exception.__str__  # KeyError's own would print the message's repr
+    __str__ = Exception.__str__  # KeyError would print the repr of the message
 
 
 class BatchTypeError(BatchError, TypeError, NotImplementedError):
-    """A value of a batch is neither a tensor with rows on dimension 0 nor a list with one element a row."""
+    """A value of a batch is neither a tensor with rows in dimension 0 nor a list with one element per row."""
 
 
 class PluginError(UserError):
-    """A plugin is unknown, broken, there twice, or made for another plugin API. Names the distributions to blame."""
+    """A plugin is unknown, broken, duplicated, or incompatible. The message names the distributions responsible."""
 
 
 class NotSupported(UserError, NotImplementedError):
@@ -48,15 +48,15 @@ class UnsupportedConfig(ConfigError, NotSupported):
 
 
 class RunInterrupted(KeyboardInterrupt):
-    """A run was told to stop by `signal`, and has; `resume` is the command that goes on from `checkpoint`."""
+    """A run stopped on `signal` after saving `checkpoint`; `resume` is the command that resumes it."""
 
     def __init__(self, signal: int, resume: str, checkpoint: object) -> None:
-        super().__init__(f"interrupted; a checkpoint lies in {checkpoint}. To go on: {resume}")
+        super().__init__(f"interrupted; the checkpoint is in {checkpoint}. To resume: {resume}")
         self.exit_code = 128 + int(signal)
 
 
 class RunTerminated(KeyboardInterrupt):
-    """A run was told to stop by `signal` where there was nothing to save, or it could not be saved."""
+    """A run stopped on `signal` without saving a checkpoint: there was nothing to save, or saving failed."""
 
     def __init__(self, message: str = "terminated", signal: int = 15) -> None:
         super().__init__(message)
@@ -64,24 +64,24 @@ class RunTerminated(KeyboardInterrupt):
 
 
 class WorkerError(RLFrameworkError):
-    """A worker failed; the message carries its rank and its own traceback."""
+    """A worker failed; the message has its rank and its traceback."""
 
 
 class WorkerLost(WorkerError):
-    """A worker is gone: its process died or its machine left. New workers can do the work again."""
+    """A worker was lost: its process died or its machine disappeared. New workers can redo the work."""
 
 
 class DeadlineExceeded(RLFrameworkError, TimeoutError):
-    """A wait reached its deadline; the message says what was waited for and what was there."""
+    """A wait timed out; the message says what was awaited and what had arrived."""
 
 
 class RefitError(RLFrameworkError):
-    """Weights did not arrive at a generation engine as the trainer has them; it refuses to generate until they do."""
+    """A generation engine did not receive the trainer's exact weights; it refuses to generate until it does."""
 
 
 class RefitNotPrepared(UserError, AssertionError):
-    """A call of a refit came before the one that prepares it. An `AssertionError` for code made for NeMo-RL."""
+    """A refit method was called before its preparation. Also an `AssertionError`, for code written for NeMo-RL."""
 
 
 class NonFiniteGradients(RLFrameworkError):
-    """The gradient was not finite for more consecutive steps than `policy.non_finite_gradients.stop_after` allows."""
+    """Gradients were not finite for `policy.non_finite_gradients.stop_after` consecutive steps."""

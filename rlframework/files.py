@@ -1,4 +1,4 @@
-"""Writing so that a file or a directory is there whole or not at all, whenever the process ends."""
+"""Atomic writes of files and directories: readers see all of it or nothing, whenever the process ends."""
 
 from __future__ import annotations
 
@@ -13,32 +13,36 @@ from pathlib import Path
 from rlframework.errors import UserError
 
 _NO_SPACE = {
-    errno.ENOSPC: "there is no space left on the device; free some, or write somewhere else",
-    errno.EDQUOT: "the disk quota is used up; free some space, or write somewhere else",
+    errno.ENOSPC: "there is no space left on the device; free some space, or choose another location",
+    errno.EDQUOT: "the disk quota is exceeded; free some space, or choose another location",
 }
 _REASONS = {
     **_NO_SPACE,
-    errno.EACCES: "permission denied; choose a place that you may write to",
-    errno.EPERM: "permission denied; choose a place that you may write to",
-    errno.EROFS: "the file system is read-only; choose a place that you may write to",
-    errno.ENOTDIR: "a part of the path is a file, not a directory; choose another place",
-    errno.EEXIST: "a part of the path is a file, not a directory; choose another place",
-    errno.ENOENT: "a directory of the path is missing and cannot be made; choose another place",
+    errno.EACCES: "permission denied; choose a writable location",
+    errno.EPERM: "permission denied; choose a writable location",
+    errno.EROFS: "the file system is read-only; choose a writable location",
+    errno.ENOTDIR: "a component of the path is a file, not a directory; choose another location",
+    errno.EEXIST: "a component of the path is a file, not a directory; choose another location",
+    errno.ENOENT: "a parent directory is missing and cannot be created; choose another location",
     errno.ENAMETOOLONG: "a name in the path is too long; choose a shorter one",
-    errno.EISDIR: "it is a directory",
+    errno.EISDIR: "it is a directory; choose another name",
 }
 
 
-def write_atomically(path: str | Path, data: str | bytes) -> None:
-    """Write `data` (text as UTF-8) to `path`: readers see the old content or the new, never a part.
+LOCK_FILE = ".lock"
+"""The file that a process locks in the directory of its run; see `exclusive_directory`."""
 
-    Makes the directories above `path`. A full disk or a missing permission is a `UserError`; the old file is then as
-    before.
+
+def write_atomically(path: str | Path, data: str | bytes) -> None:
+    """Write `data` (text as UTF-8) to `path`: readers see either the old content or the new.
+
+    Creates parent directories. A full disk or a missing permission is a `UserError`, which leaves the old file
+    unchanged.
     """
     path = Path(path)
     content = data.encode("utf-8") if isinstance(data, str) else data
     new = _beside(path, "tmp")
-    with _told(path, _REASONS):
+    with _user_errors(path, _REASONS):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             with new.open("xb") as file:
@@ -53,13 +57,13 @@ def write_atomically(path: str | Path, data: str | bytes) -> None:
 
 
 def check_writable(path: str | Path) -> None:
-    """`UserError` where a directory `path` could not be made, or could not be written to; nothing is left behind.
+    """Raise `UserError` if a directory `path` could not be created or written to; nothing is left behind.
 
-    It is tried, in the nearest directory that is there: what the system says about permissions does not hold for root,
+    This is tested by writing to the nearest existing directory, because reported permissions are not reliable for root,
     network shares and pseudo file systems.
     """
     path = Path(path).absolute()
-    with _told(path, _REASONS):
+    with _user_errors(path, _REASONS):
         place = next(place for place in (path, *path.parents) if place.exists() or place.is_symlink())
         probe = _beside(place / path.name, "tmp")
         probe.mkdir()
@@ -68,14 +72,14 @@ def check_writable(path: str | Path) -> None:
 
 @contextmanager
 def replacing_directory(path: str | Path) -> Iterator[Path]:
-    """Yield an empty directory beside `path` that becomes `path` when the block ends without an error.
+    """Yield an empty directory next to `path` that replaces `path` when the block ends without an error.
 
-    A directory that was at `path` is moved aside for the swap and removed after it; when the block fails it stays, and
-    the new one is removed. A full disk or a missing permission is a `UserError`.
+    An existing directory at `path` is moved aside for the swap and then removed. If the block fails, it is kept and the
+    new one is removed. A full disk or a missing permission is a `UserError`.
     """
     replacement = Replacement(path)
     try:
-        with telling_no_space(path):
+        with reporting_full_disk(path):
             yield replacement.folder
         replacement.commit()
     except BaseException:
@@ -84,17 +88,17 @@ def replacing_directory(path: str | Path) -> Iterator[Path]:
 
 
 class Replacement:
-    """`replacing_directory` where beginning and end are calls of their own: `folder` is written to, then `commit`."""
+    """Like `replacing_directory`, with explicit calls: write to `folder`, then `commit` or `abandon`."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.folder = _beside(self.path, "tmp")
-        with _told(self.path, _REASONS):
+        with _user_errors(self.path, _REASONS):
             self.folder.mkdir(parents=True)
 
     def commit(self) -> None:
-        """Make the directory last through a power failure, and put it where `path` is."""
-        with _told(self.path, _REASONS):
+        """Flush the directory to disk and move it to `path`."""
+        with _user_errors(self.path, _REASONS):
             for directory, _, names in os.walk(self.folder, topdown=False):
                 for name in names:
                     _sync(Path(directory, name))
@@ -103,23 +107,24 @@ class Replacement:
             _sync(self.path.parent)
 
     def abandon(self) -> None:
-        """Remove what was written; what was at `path` stays."""
+        """Remove what was written; an existing directory at `path` is kept."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def telling_no_space(path: str | Path) -> AbstractContextManager[None]:
-    """Inside, a full disk is a `UserError` that names `path`."""
-    return _told(Path(path), _NO_SPACE)
+def reporting_full_disk(path: str | Path) -> AbstractContextManager[None]:
+    """Within the context, turn a full disk into a `UserError` that names `path`."""
+    return _user_errors(Path(path), _NO_SPACE)
 
 
 @contextmanager
-def alone_in(folder: str | Path) -> Iterator[None]:
-    """Hold `folder`, which is made, for this process while the block runs; a `UserError` where another one does.
+def exclusive_directory(folder: str | Path) -> Iterator[None]:
+    """Create `folder` and lock it for this process; raise `UserError` if another process holds the lock.
 
-    The lock ends with the process, however that ends. Left out: Windows, and network shares without locks.
+    The lock is released when the process ends, even by a crash. Not supported: Windows, and network shares without
+    locks.
     """
-    path = Path(folder) / ".lock"
-    with _told(path, _REASONS):
+    path = Path(folder) / LOCK_FILE
+    with _user_errors(path, _REASONS):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
     with path.open("a") as file:
@@ -127,38 +132,38 @@ def alone_in(folder: str | Path) -> Iterator[None]:
             import fcntl
 
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except ImportError:  # not a Unix: nothing is held
+        except ImportError:  # not a Unix system: no lock
             pass
         except OSError as error:
             if error.errno not in (errno.EAGAIN, errno.EACCES):
                 raise
             raise UserError(
-                f"another process is running in {str(folder)!r} now; wait for it, end it, or take another output_dir"
+                f"another process is running in {str(folder)!r}; wait for it, stop it, or choose another output_dir"
             ) from error
         yield
 
 
 def remove_directory(path: str | Path) -> None:
-    """Remove a directory so that under its own name there is all of it or nothing."""
+    """Remove a directory atomically: it either exists in full under its name or not at all."""
     aside = _beside(Path(path), "old")
     os.rename(path, aside)
     shutil.rmtree(aside)
 
 
-def remove_leftovers(folder: str | Path) -> None:
-    """Remove what killed processes left of directories that they were writing or removing in `folder`."""
+def remove_temporary_directories(folder: str | Path) -> None:
+    """Remove temporary directories that killed processes left in `folder` while writing or removing others."""
     for path in Path(folder).glob(".*"):
         if path.suffix in (".tmp", ".old") and path.is_dir():
             shutil.rmtree(path)
 
 
 def _beside(path: Path, suffix: str) -> Path:
-    """A name in the same directory that nobody else uses."""
+    """Return an unused name in the same directory."""
     return path.parent / f".{path.name}.{uuid.uuid4().hex[:12]}.{suffix}"
 
 
 def _swap(new: Path, path: Path) -> None:
-    """Put `new` where `path` is. When that fails after the old one was moved aside, the old one goes back."""
+    """Move `new` to `path`; if that fails after the old directory was moved aside, restore it."""
     if not path.exists() and not path.is_symlink():
         os.rename(new, path)
         return
@@ -176,8 +181,8 @@ def _swap(new: Path, path: Path) -> None:
 
 
 @contextmanager
-def _told(path: Path, reasons: Mapping[int, str]) -> Iterator[None]:
-    """Turn the operating system's refusals to write `path` into a `UserError` that says what to do."""
+def _user_errors(path: Path, reasons: Mapping[int, str]) -> Iterator[None]:
+    """Turn operating-system errors while writing `path` into a `UserError` that says what to do."""
     try:
         yield
     except OSError as error:
@@ -188,7 +193,7 @@ def _told(path: Path, reasons: Mapping[int, str]) -> Iterator[None]:
 
 
 def _sync(path: Path) -> None:
-    """Make what was written to a file, or the renames in a directory, last through a power failure."""
+    """Flush a file, or the renames in a directory, to disk."""
     if path.is_symlink():
         return
     handle = os.open(path, os.O_RDONLY)

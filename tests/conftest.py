@@ -1,4 +1,4 @@
-"""A run small enough for a test: a tiny Llama, a task of its own or one-digit addition, a handful of steps."""
+"""A run small enough for tests: a tiny Llama, a simple task or one-digit addition, a few steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 @pytest.fixture(scope="session")
 def make_config(tiny_llama: Path):
-    """`make_config(folder, algorithm, *overrides)`: as `run_config`, of a run in `folder`, where no test is yet."""
+    """`make_config(folder, algorithm, *overrides)`: like `run_config`, in `folder`, for fixtures of wider scope."""
     from rlframework import load_config
 
     def make(folder: Path, algorithm: str, *overrides: str) -> Any:
@@ -39,5 +39,5 @@ def make_config(tiny_llama: Path):
 
 @pytest.fixture
 def run_config(make_config: Any, tmp_path: Path):
-    """`run_config(algorithm, *overrides)`: the checked configuration of a short run in `tmp_path`."""
+    """`run_config(algorithm, *overrides)`: the configuration of a short run in `tmp_path`."""
     return partial(make_config, tmp_path)

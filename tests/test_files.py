@@ -64,13 +64,13 @@ def test_the_temporary_file_goes_on_an_interruption_too(tmp_path: Path, monkeypa
 @pytest.mark.parametrize(
     ("number", "reason"),
     [
-        (errno.EACCES, "permission denied; choose a place that you may write to"),
+        (errno.EACCES, "permission denied; choose a writable location"),
         (errno.EPERM, "permission denied"),
         (errno.EROFS, "the file system is read-only"),
-        (errno.ENOENT, "a directory of the path is missing and cannot be made"),
-        (errno.ENOTDIR, "a part of the path is a file, not a directory"),
+        (errno.ENOENT, "a parent directory is missing and cannot be created"),
+        (errno.ENOTDIR, "a component of the path is a file, not a directory"),
         (errno.ENAMETOOLONG, "a name in the path is too long"),
-        (errno.EDQUOT, "the disk quota is used up"),
+        (errno.EDQUOT, "the disk quota is exceeded"),
     ],
 )
 def test_the_reason_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, reason: str) -> None:
@@ -84,7 +84,7 @@ def test_a_place_is_tried_without_a_trace(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "file").write_text("x")
     check_writable(tmp_path / "deep" / "er")
     check_writable(tmp_path)
-    with pytest.raises(UserError, match=f"cannot write {tmp_path}/file/below: a part of the path is a file"):
+    with pytest.raises(UserError, match=f"cannot write {tmp_path}/file/below: a component of the path is a file"):
         check_writable(tmp_path / "file" / "below")
     assert names(tmp_path) == ["file"]
     monkeypatch.chdir(tmp_path)
@@ -97,10 +97,10 @@ def test_a_place_is_tried_without_a_trace(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_path_through_a_file_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    with pytest.raises(UserError, match="a part of the path is a file, not a directory"):
+    with pytest.raises(UserError, match="a component of the path is a file, not a directory"):
         write_atomically(tmp_path / "file" / "below", "x")
     with (
-        pytest.raises(UserError, match="a part of the path is a file"),
+        pytest.raises(UserError, match="a component of the path is a file"),
         replacing_directory(tmp_path / "file" / "below"),
     ):
         pass

@@ -13,13 +13,13 @@ from pieces import table
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 Report = Mapping[str, Any]
 
-_TEXT = """Both sides of each comparison compute the same, which the scripts check before they measure. A ratio is the
-time of rlframework over that of the other side, median (quartiles) of interleaved rounds: below 1, rlframework is the
-faster. What is measured, and what is not alike on both sides, each script says in its first lines."""
+_TEXT = """Both sides of each comparison compute the same results, which the scripts verify before measuring. A ratio is
+the time of rlframework divided by that of the other side, as median (quartiles) of interleaved rounds: below 1,
+rlframework is faster. The docstring of each script states what it measures and how the two sides differ."""
 
 
 def page() -> str:
-    """The page."""
+    """Return the page."""
     parts = [part for name, (command, body) in SCRIPTS.items() for part in _benchmark(name, command, body)]
     return page_of("# Benchmarks", _TEXT, *parts)
 
@@ -28,7 +28,7 @@ def _benchmark(name: str, command: str, body: Callable[[Report], list[str]]) -> 
     report = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
     script = (Path(__file__).resolve().parents[2] / "benchmarks" / f"{name}.py").read_text(encoding="utf-8")
     question = script.removeprefix('"""').partition("\n\n")[0].replace("\n", " ")
-    more = f", [as it was printed]({name}.txt)" if (RESULTS / f"{name}.txt").is_file() else ""
+    more = f", [the printed output]({name}.txt)" if (RESULTS / f"{name}.txt").is_file() else ""
     return [
         f"## `benchmarks/{name}.py`",
         f"**{question}** [The script](../../benchmarks/{name}.py), [the JSON]({name}.json){more}.",
@@ -75,10 +75,10 @@ _LOOPS = ("padded loop", "sorted loop")
 
 
 def _packing(report: Report) -> list[str]:
-    parts = ["Bins of 8,192 tokens, 8 ranks. The spread is of the ranks' costs."]
+    parts = ["Bins of 8,192 tokens, 8 ranks. The spread refers to the ranks' costs."]
     head = (
         "packer",
-        "deal",
+        "assignment",
         "bins",
         "least possible",
         "full",
@@ -103,7 +103,7 @@ def _packing(report: Report) -> list[str]:
             for one in found["packing"]
         ]
         parts += [f"### {lengths}", table(head, rows)]
-    return [*parts, "![how full bins are, and how evenly ranks are loaded](packing.png)"]
+    return [*parts, "![bin utilization and load balance across ranks](packing.png)"]
 
 
 def _data(report: Report) -> list[str]:
@@ -119,7 +119,7 @@ def _groups(report: Report) -> list[str]:
     rows = [
         (one["case"], one["floor"], *_milliseconds(one, one["floor"]), _ratio(one["ratio"])) for one in report["cases"]
     ]
-    said = f"The part `ray`, {report['workers']} workers of one machine, {report['rounds']} rounds."
+    said = f"Worker group `ray`, {report['workers']} workers on one machine, {report['rounds']} rounds."
     return [said, table(("case", "floor", "ms", "floor's ms", "ratio"), rows)]
 
 
@@ -153,4 +153,4 @@ SCRIPTS: Mapping[str, tuple[str, Callable[[Report], list[str]]]] = {
     ),
     "data": ("python benchmarks/data.py --json docs/results/data.json", _data),
 }
-"""Name of the script to the command that wrote its JSON, and what makes tables of it."""
+"""Script name to the command that wrote its JSON and the function that renders its tables."""

@@ -1,4 +1,4 @@
-"""`commands.md`: what each command of `rlframework` says with `--help`."""
+"""`commands.md`: the `--help` output of each `rlframework` command."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typer.testing import CliRunner
 from rlframework.cli import app
 
 _WIDTH = "100"
-_TEXT = """Each takes `--debug`, before or after its name: errors then come with their traceback. Exit codes: 0; 2 for a
-mistake in what was given, told in one message; 1 for any other failure; 130 for Ctrl-C."""
+_TEXT = """Every command accepts `--debug`, before or after its name, to show the traceback of errors. Exit codes: 0 for
+success; 2 for invalid input, with a single message; 1 for any other failure; 130 for Ctrl-C."""
 
 
 def page() -> str:
-    """The page."""
+    """Return the page."""
     names = list(getattr(get_command(app), "commands", {}))
     parts = [part for name in names for part in (f"## `rlframework {name}`", f"```text\n{_help(name)}\n```")]
     return page_of("# Commands", _TEXT, *parts)

@@ -17,23 +17,23 @@ from rlframework.plugins.types import RECORD_TYPES
 Schema = Mapping[str, Any]
 
 _INTERPOLATION = "#/$defs/interpolation"
-_TEXT = """Every key, its type, its default and what it means, as `rlframework schema` has them for the parts that come
-with rlframework; with other plugins installed that command has theirs too. [Configuration files](../configuration.md)
-says how files, overrides and interpolations go together, and `rlframework config FILE` prints a run with every default.
+_TEXT = """Every key with its type, default and meaning, from `rlframework schema`, for the parts that come
+with rlframework; that command also covers other installed plugins. [Configuration files](../configuration.md)
+explains files, overrides and interpolation, and `rlframework config FILE` prints a run with every default.
 
-`(none)` as a default means that the key must be given; `null` is no value; `as there`: the defaults of its section. Any
-key may have an interpolation `${a.b}`."""
-_OTHERS = {"policy.deepspeed": "DeepSpeed's own key, passed on as it is"}
+The default `(none)` marks a required key, `null` means no value, and `as there` refers to the defaults of its section.
+Any key accepts an interpolation `${a.b}`."""
+_OTHERS = {"policy.deepspeed": "DeepSpeed's own key, passed through"}
 OURS = {"rlframework-core", "rlframework-dtensor", "rlframework-deepspeed", "rlframework-megatron"}
-"""Distributions whose keys the page has."""
+"""Distributions whose keys are on the page."""
 _ORDER = ("algorithm", "environment", "policy", "generation", "worker_group")
 
 
 @dataclass(frozen=True)
 class Part:
-    """A section of the configuration: its path, the schema, and its part's name where it is one of several.
+    """A section of the configuration: its path, its schema, and the part's name if there are several.
 
-    `of`: the name of the part that it is a section of.
+    `of`: the name of the part that the section belongs to.
     """
 
     path: str
@@ -43,19 +43,19 @@ class Part:
 
     @property
     def title(self) -> str:
-        """What its heading says."""
+        """The heading."""
         with_name = f" with `name: {self.name}`" if self.name else ""
         return f"`{self.path}`{with_name}" + (f", of `{self.of}`" if self.of else "")
 
     @property
     def anchor(self) -> str:
-        """Where a link to it leads."""
+        """The anchor of the heading."""
         words = self.title.lower().replace(" ", "-")
         return "".join(letter for letter in words if letter.isalnum() or letter in "-_")
 
 
 def page() -> str:
-    """The page."""
+    """Return the page."""
     schema = config_schema(_manager())
     definitions: Schema = schema["$defs"]
     properties: Schema = schema["properties"]
@@ -79,7 +79,7 @@ def page() -> str:
 
 
 def _manager() -> PluginManager:
-    """What comes with rlframework, whatever else is installed here."""
+    """Return a manager with only the distributions of rlframework, even if others are installed."""
     every = create_manager(disabled=())
     kinds = [record_type.kind for record_type in RECORD_TYPES]
     found = {part.distribution for kind in kinds for part in every.registered(kind).values()}
@@ -87,7 +87,7 @@ def _manager() -> PluginManager:
 
 
 def _sections(part: Part, definitions: Schema, level: int) -> Iterator[str]:
-    """The section `part`, and those in it."""
+    """Yield the section `part` and its subsections."""
     texts = [f"{'#' * level} {part.title}", part.schema.get("description", ""), _keys(part, definitions)]
     yield "\n\n".join(filter(None, texts))
     for key, value in part.schema["properties"].items():
@@ -96,7 +96,7 @@ def _sections(part: Part, definitions: Schema, level: int) -> Iterator[str]:
 
 
 def _parts(outer: Part, key: str, value: Schema, definitions: Schema) -> Iterator[Part]:
-    """The sections that `key` of `outer` may be."""
+    """Yield the possible sections of `key` in `outer`."""
     path = f"{outer.path}.{key}" if outer.path else key
     objects = _objects(value, definitions)
     for schema in objects:
@@ -108,7 +108,7 @@ def _parts(outer: Part, key: str, value: Schema, definitions: Schema) -> Iterato
 
 
 def _objects(value: Schema, definitions: Schema) -> list[Schema]:
-    """The schemas of objects with keys of their own that `value` may be."""
+    """Return the object schemas that `value` accepts."""
     found = [definitions[choice["$ref"].rpartition("/")[2]] for choice in _choices(value) if "$ref" in choice]
     return [schema for schema in found if "properties" in schema]
 
@@ -125,7 +125,7 @@ def _keys(part: Part, definitions: Schema) -> str:
         rows.append(
             (f"`{key}`", _type(value, inner, definitions), _default(value, inner), _meaning(part, value, inner))
         )
-    return table(("key", "type", "default", "what it is"), rows)
+    return table(("key", "type", "default", "meaning"), rows)
 
 
 def _meaning(part: Part, value: Schema, inner: list[Part]) -> str:
@@ -147,7 +147,7 @@ def _type(value: Schema, inner: list[Part], definitions: Schema) -> str:
 
 
 def _word(schema: Schema) -> str:
-    """A type in words."""
+    """Describe a type."""
     if "const" in schema:
         return f"`{_shown(schema['const'])}`"
     if "enum" in schema:

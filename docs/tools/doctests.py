@@ -1,4 +1,4 @@
-"""A griffe extension: examples in docstrings, which begin with `>>>`, become code, and not quotations of quotations."""
+"""A griffe extension that renders the `>>>` examples in docstrings as code instead of nested quotations."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import griffe
 
 
 class Doctests(griffe.Extension):
-    """Fences the examples of every docstring that is shown."""
+    """Fence the examples of every rendered docstring."""
 
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
-        """Called by griffe for each object, once it is read."""
+        """Fence the examples of `obj`; griffe calls this for each loaded object."""
         if obj.docstring is not None and ">>> " in obj.docstring.value:
             obj.docstring.value = fenced(obj.docstring.value)
 
 
 def fenced(text: str) -> str:
-    """`text` with a fence around each example: from a line that begins with `>>>` to the next empty line."""
+    """Fence each example in `text`: from a line that begins with `>>>` to the next empty line."""
     lines: list[str] = []
     inside = False
     for line in text.splitlines():

@@ -1,7 +1,6 @@
-"""SVG by hand: boxes, arrows and words, in colours for a light and for a dark background.
+"""Build SVG pictures from boxes, arrows and text, with light and dark color schemes.
 
-A picture brings its own background, so that it can be read also where a page's colours and the reader's settings
-differ.
+A picture has its own background, so that it stays readable if the page's colors and the reader's settings differ.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ _STYLE = """
 
 
 def picture(width: int, height: int, title: str, parts: Sequence[str]) -> str:
-    """A whole file; `title` is what a screen reader says."""
+    """Return a complete SVG file; `title` is for screen readers."""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
         f'role="img" aria-label="{escape(title)}">\n<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n'
@@ -60,23 +59,23 @@ def picture(width: int, height: int, title: str, parts: Sequence[str]) -> str:
 
 
 def rectangle(x: float, y: float, width: float, height: float, kind: str, radius: float = 4) -> str:
-    """A rectangle of a class of the style."""
+    """Return a rectangle with the CSS class `kind`."""
     return f'<rect class="{kind}" x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="{radius:g}"/>'
 
 
 def words(x: float, y: float, text: str, kind: str = "", anchor: str = "start") -> str:
-    """A line of text; `y` is its base line."""
+    """Return a line of text; `y` is its baseline."""
     return f'<text class="{kind}" x="{x:g}" y="{y:g}" text-anchor="{anchor}">{escape(text)}</text>'
 
 
 def arrow(*points: tuple[float, float]) -> str:
-    """An arrow through `points`."""
+    """Return an arrow through `points`."""
     path = " ".join(f"{x:g},{y:g}" for x, y in points)
     return f'<polyline class="line" points="{path}" marker-end="url(#tip)"/>'
 
 
 def box(x: float, y: float, width: float, kind: str, title: str, *lines: str) -> tuple[str, float]:
-    """A box with a title and lines of text, and where it ends below."""
+    """Return a box with a title and lines of text, and the y coordinate of its bottom."""
     height = 26 + 17 * len(lines) + (4 if lines else 0)
     parts = [rectangle(x, y, width, height, kind), words(x + 12, y + 18, title, "title")]
     parts += [words(x + 12, y + 36 + 17 * number, line, "small") for number, line in enumerate(lines)]

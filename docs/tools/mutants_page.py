@@ -1,4 +1,4 @@
-"""`mutants.md`: every mutant, what is wrong with it, and which tests kill it."""
+"""Generate `mutants.md`: every mutant, its bug, and the tests that detect it."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from rlframework.conformance.layouts import Layout
 from rlframework.conformance.mutants import Mutant, mutants_of
 
 KINDS = ("policy_worker", "data_processor", "worker_group", "generation_engine", "environment")
-_TEXT = """A mutant is a part that is broken on purpose, in one way, from bugs that this field really has. Each names
-the tests of its suite that must fail on it, and each test of a suite is named by one at least;
-[conformance](conformance.md#the-proof-of-the-suite) says how that is proven. `rlframework conformance PART --mutants`
-repeats the proof on a part, where it declares what a mutant and a test need. Where a bug shows on several workers only,
-the layout stands behind its name."""
+_TEXT = """A mutant is a part that is broken on purpose: one bug that occurs in real training stacks. Each mutant names
+the tests of its suite that must fail on it, and at least one mutant names each test of a suite;
+[conformance](conformance.md#the-proof-of-the-suite) describes how this is verified. To repeat the proof for a part, run
+`rlframework conformance PART --mutants`; it covers the mutants and tests whose requirements the part declares. A bug
+that shows only on several workers has its layout after its name."""
 
 
 def page() -> str:
-    """The page."""
+    """Return the text of the page."""
     kinds = {kind: list(mutants_of(kind).values()) for kind in KINDS}
     rows = [
         (f"[{kind}](#{kind})", str(len(found)), str(len(suite_of(kind).tests())), f"`{suite_of(kind).__name__}`")
@@ -36,8 +36,8 @@ def page() -> str:
 
 
 def _rows(mutants: Sequence[Mutant]) -> str:
-    rows = [(_name(found), _safe(found.bug), ", ".join(f"`{test}`" for test in found.tests)) for found in mutants]
-    return table(("mutant", "what is wrong", "killed by"), rows)
+    rows = [(_name(found), _escaped(found.bug), ", ".join(f"`{test}`" for test in found.tests)) for found in mutants]
+    return table(("mutant", "bug", "detected by"), rows)
 
 
 def _name(mutant: Mutant) -> str:
@@ -45,6 +45,8 @@ def _name(mutant: Mutant) -> str:
     return f"`{mutant.name}`{where}"
 
 
-def _safe(text: str) -> str:
-    """As text: `<` begins no tag, `*` and `_` no emphasis."""
-    return text.replace("<", "&lt;").replace("*", "\\*").replace("_", "\\_")
+def _escaped(text: str) -> str:
+    """`text` as Markdown without tags or emphasis; code spans stay as they are."""
+    spans = text.split("`")
+    spans[::2] = [span.replace("<", "&lt;").replace("*", "\\*").replace("_", "\\_") for span in spans[::2]]
+    return "`".join(spans)

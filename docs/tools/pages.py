@@ -1,10 +1,10 @@
-"""The pages of the documentation that are made from other things, and whether those that lie in docs/ are current.
+"""Generate pages of the documentation from code and results, or check that those in docs/ are up to date.
 
     python docs/tools/pages.py            # writes them
-    python docs/tools/pages.py --check    # says which are old, and exits with 1 then
+    python docs/tools/pages.py --check    # lists outdated pages; exits with 1 if there are any
 
-They are kept in the repository, so that they can be read where it is hosted; a test holds them to what they are made
-of.
+The pages are committed, so that they can be read where the repository is hosted; a test checks that they are up to
+date.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "results/benchmarks.md": benchmarks_page.page,
     **{f"pictures/{name}.svg": draw for name, draw in pictures.PICTURES.items()},
 }
-"""Path below docs/ to what makes the text."""
+"""Path below docs/ to the function that generates the text."""
 
 
 def old() -> list[str]:
-    """The pages in docs/ that are not what they would be made now."""
+    """Return the outdated pages in docs/."""
     return [name for name, make in PAGES.items() if _text(DOCS / name) != make()]
 
 
 def write() -> None:
-    """Write those that are old."""
+    """Write the outdated pages."""
     for name, make in PAGES.items():
         if _text(DOCS / name) != (text := make()):
             (DOCS / name).parent.mkdir(parents=True, exist_ok=True)
@@ -49,7 +49,7 @@ def write() -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """The command; its exit code."""
+    """Run the command and return its exit code."""
     if arguments not in ([], ["--check"]):
         print(__doc__, file=sys.stderr)
         return 2
@@ -57,7 +57,7 @@ def main(arguments: list[str]) -> int:
         write()
         return 0
     for name in (stale := old()):
-        print(f"docs/{name} is not current: {COMMAND}", file=sys.stderr)
+        print(f"docs/{name} is out of date; run {COMMAND}", file=sys.stderr)
     return bool(stale)
 
 

@@ -20,9 +20,8 @@ QUANTITIES = {
     "update": "update",
     "tensor": "worst tensor",
 }
-_TEXT = """Each backend beside the oracle, a plain program of torch and transformers in one process in fp32, on the same
-batches: the largest relative errors. [What the columns are](../parity.md), and how it is made for a backend of your
-own."""
+_TEXT = """The largest relative errors of each backend against the oracle, a plain single-process fp32 program with
+torch and transformers, on the same batches. [The columns](../parity.md), and how to measure your own backend."""
 _COMMAND = """```shell
 rlframework parity dtensor dtensor:data=2 dtensor:tensor=2 dtensor:context=2 dtensor:data=2,tensor=2 \\
     --batching padded --batching dynamic --batching packed --checkpointing --json docs/results/parity.json
@@ -32,7 +31,7 @@ Outcome = Mapping[str, Any]
 
 
 def page() -> str:
-    """The page."""
+    """Return the page."""
     report = json.loads((RESULTS / "parity.json").read_text(encoding="utf-8"))
     outcomes = report["outcomes"]
     groups = list(dict.fromkeys((one["precision"], one["backend"], one["layout"]) for one in outcomes))
@@ -42,10 +41,10 @@ def page() -> str:
         _TEXT,
         _ran_on(report),
         _tolerances(report),
-        "## The worst of each layout",
+        "## Worst case per layout",
         "Over all batching modes, both losses, with and without activation checkpointing.",
         *(part for precision in precisions for part in (f"### In {precision}", _summary(outcomes, groups, precision))),
-        "## All of them",
+        "## All cases",
     ]
     for precision, backend, layout in groups:
         parts += [f"### {backend}, {layout}, {precision}", _all(_of(outcomes, (precision, backend, layout)))]
@@ -88,4 +87,4 @@ def _ran_on(report: Mapping[str, Any]) -> str:
 
 def _tolerances(report: Mapping[str, Any]) -> str:
     allowed = ", ".join(f"{name} {value:g}" for name, value in report["tolerances"].items())
-    return f"Allowed: {allowed}. The other figures in bfloat16 are told without a verdict."
+    return f"Allowed: {allowed}. The other bfloat16 figures have no tolerance."

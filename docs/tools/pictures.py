@@ -1,4 +1,4 @@
-"""The pictures of the concepts page: the path of one step, how rows become microbatches, how layouts cut a model."""
+"""The pictures of the concepts page: one training step, how rows become microbatches, how layouts split a model."""
 
 from __future__ import annotations
 
@@ -9,41 +9,41 @@ from drawing import arrow, box, picture, rectangle, words
 WIDTH = 560
 GAP = 20
 _DRIVER = (
-    ("1  Prompts", "environment.samples: P prompts, each asked G times"),
+    ("1  Prompts", "environment.samples: P prompts, G answers for each"),
     (
         "2  Rollout",
         "generation.generate: completions, and their log-probabilities",
-        "a seed for each row: output_ids [B, T], logprobs [B, T]",
+        "one seed per row: output_ids [B, T], logprobs [B, T]",
     ),
-    ("3  Rewards", "environment.step: what each answer is worth, rewards [B]"),
+    ("3  Rewards", "environment.step: scores the answers, rewards [B]"),
     (
         "4  Advantages",
-        "reward against the mean of its group, put on the answer's tokens",
-        "where the loss asks: log-probabilities before the step, of the reference",
+        "reward minus the mean of its group, for every token of the answer",
+        "if the loss needs them: previous and reference log-probabilities",
     ),
     (
-        "5  Dealing",
-        "Policy.train: rows of a global batch to data-parallel ranks and",
-        "microbatches, so that all ranks have work of like cost at each turn",
+        "5  Balancing",
+        "Policy.train: assigns rows to data-parallel ranks and microbatches,",
+        "so that all ranks have work of similar cost at the same time",
     ),
 )
 _WORKER = (
     ("6  Microbatches", "data processor: padded,", "dynamic or packed rows"),
-    ("7  Model and head", "engine.forward_backward: head in", "chunks, only at wanted positions"),
+    ("7  Model and head", "engine.forward_backward: head in", "chunks, at requested positions"),
     ("8  Loss and backward", "loss(logprobs, data, counts), divided", "by counts of the whole global batch"),
     ("9  Clip and step", "engine.clip_and_step: norm of the", "whole gradient, AdamW"),
 )
 _AFTER = (
     ("Metrics", "to the observers"),
     ("Refit", "weights to the engines"),
-    ("Checkpoint", "to go on from"),
+    ("Checkpoint", "to resume from"),
 )
 
 
 def step() -> str:
-    """The path of one step of GRPO."""
+    """Draw one step of GRPO."""
     parts, y = (
-        [words(20, 30, "One step of grpo", "title"), words(WIDTH - 20, 30, "in the driver", "small", "end")],
+        [words(20, 30, "One step of GRPO", "title"), words(WIDTH - 20, 30, "in the driver", "small", "end")],
         46.0,
     )
     for title, *lines in _DRIVER:
@@ -64,9 +64,9 @@ def step() -> str:
     parts += [
         rectangle(20, top, WIDTH - 40, y - top, "frame", 8),
         words(34, top + 21, "worker group: rank 0", "small"),
-        words(WIDTH / 2 + 8, top + 21, "rank 1, and so on", "small"),
+        words(WIDTH / 2 + 8, top + 21, "rank 1, ...", "small"),
     ]
-    return picture(WIDTH, int(_after(parts, y)), "The path of one training step", parts)
+    return picture(WIDTH, int(_after(parts, y)), "One training step", parts)
 
 
 def _loop(below: float, above: float) -> Sequence[str]:
@@ -80,15 +80,13 @@ def _loop(below: float, above: float) -> Sequence[str]:
 
 
 def _after(parts: list[str], y: float) -> float:
-    """What becomes of a step; where the picture ends."""
+    """Draw what follows a step; return the bottom of the picture."""
     parts.append(arrow((WIDTH / 2, y), (WIDTH / 2, y + GAP)))
     width = (WIDTH - 40 - 2 * 12) / 3
     for number, (title, line) in enumerate(_AFTER):
         drawn, end = box(20 + number * (width + 12), y + GAP, width, "driver", title, line)
         parts.append(drawn)
-    parts.append(
-        words(20, end + 24, "6 to 8 are done once for each microbatch, 9 once for each global batch.", "small")
-    )
+    parts.append(words(20, end + 24, "6 to 8 run once per microbatch, 9 once per global batch.", "small"))
     return end + 40
 
 
@@ -103,14 +101,14 @@ def batching() -> str:
     padded = [[0, 1, 2], [3, 4]]
     by_length = sorted(range(len(LENGTHS)), key=LENGTHS.__getitem__)
     for name, text, groups in (
-        ("padded", "so many rows, each as long as the longest of them", padded),
-        ("dynamic", "rows of like length, so that there is little padding", [by_length[:3], by_length[3:]]),
+        ("padded", "a fixed number of rows, padded to the longest of them", padded),
+        ("dynamic", "rows of similar length, so there is little padding", [by_length[:3], by_length[3:]]),
     ):
         parts += [words(20, y, name, "code"), words(100, y, text, "small")]
         y = _rows(parts, groups, y + 10) + 26
     parts += [
         words(20, y, "packed", "code"),
-        words(100, y, "rows side by side, attention inside each: no padding", "small"),
+        words(100, y, "rows concatenated, attention only within each: no padding", "small"),
     ]
     y = _strips(parts, [[1, 4], [0, 3, 2]], y + 10)
     return picture(WIDTH, int(y + 12), "How rows become microbatches", parts)
@@ -144,24 +142,24 @@ def _strips(parts: list[str], groups: Sequence[Sequence[int]], y: float) -> floa
 
 PANEL_W, PANEL_H = 262, 196
 _PANELS = (
-    ("data: 2", "rows", "cut", "each has its rows; weights are whole or", "cut in pieces (FSDP2, ZeRO)"),
-    ("tensor: 2", "both", "columns", "each has a part of every weight;", "activations between them are added up"),
+    ("data: 2", "rows", "cut", "each has its own rows; weights are", "replicated or sharded (FSDP2, ZeRO)"),
+    ("tensor: 2", "both", "columns", "each has a shard of every weight;", "activations between them are reduced"),
     ("context: 2", "tokens", "cut", "each has a part of every sequence;", "keys and values are gathered"),
-    ("pipeline: 2", "both", "stages", "each has some of the layers;", "microbatches go from stage to stage"),
-    ("expert: 2", "rows", "experts", "each has some experts of a mixture;", "tokens go to their experts and back"),
+    ("pipeline: 2", "both", "stages", "each has some of the layers;", "microbatches pass through the stages"),
+    ("expert: 2", "rows", "experts", "each has some of the experts;", "tokens are sent to them and back"),
     (
         "tensor: 2, sequence: true",
         "both",
         "sequence",
         "as tensor; between the weights each has",
-        "the activations of a part of the tokens",
+        "the activations of some of the tokens",
     ),
 )
-"""Name, what of the batch and of the model is cut and how, and two lines of text."""
+"""Name, how the batch and the model are split, and two lines of text."""
 
 
 def layouts() -> str:
-    """What each of two workers holds, axis by axis."""
+    """Draw what each of two workers holds, axis by axis."""
     parts = [
         words(20, 30, "What two workers hold", "title"),
         rectangle(300, 19, 14, 14, "zero", 2),
@@ -177,7 +175,7 @@ def layouts() -> str:
         parts += _batch(x + 12, y + 52, batch) + _model(x + 146, y + 52, model)
         parts += [words(x + 12, y + 44, "batch", "small"), words(x + 146, y + 44, "model", "small")]
         parts += [words(x + 12, y + 166 + 15 * line, said, "small") for line, said in enumerate(text)]
-    return picture(WIDTH, 46 + 3 * (PANEL_H + 10) + 4, "How layouts cut a model and its batches", parts)
+    return picture(WIDTH, 46 + 3 * (PANEL_H + 10) + 4, "How layouts split a model and its batches", parts)
 
 
 def _batch(x: float, y: float, cut: str) -> list[str]:
@@ -191,7 +189,7 @@ def _batch(x: float, y: float, cut: str) -> list[str]:
 
 
 def _model(x: float, y: float, cut: str) -> list[str]:
-    """Four layers; of a mixture, with two experts each. Thin bars are activations between split weights."""
+    """Four layers; for a mixture, with two experts each. Thin bars are activations between split weights."""
     parts = []
     for layer in range(4):
         top = y + layer * 24
@@ -215,4 +213,4 @@ def _of(second: bool) -> str:
 
 
 PICTURES: Mapping[str, Callable[[], str]] = {"step": step, "batching": batching, "layouts": layouts}
-"""File name below docs/pictures to what draws it."""
+"""File name below docs/pictures to the function that draws it."""

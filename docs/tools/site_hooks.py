@@ -1,8 +1,8 @@
-"""MkDocs hooks: links that lead out of docs/, which the git host follows, work in the site too.
+"""MkDocs hooks that make links to files outside docs/, which work on the git host, work on the site too.
 
-A file of the repository that a page links to becomes a page below `source/`: Markdown as it is, other text as a
-listing, a folder as a list of its files. Links are rewritten in what is rendered, never in the files. What is linked
-and is not there is left as it is, which MkDocs warns of.
+A linked file of the repository becomes a page below `source/`: Markdown unchanged, other text as a
+listing, a folder as a list of its files. Links are rewritten only in the rendered output. Links to missing
+files are left unchanged, and MkDocs warns about them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).resolve().parents[2]
 DOCS, SOURCE = "docs/", "source/"
 ALWAYS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
-"""Files outside docs/ that the navigation has, whether a page links to them or not."""
+"""Files outside docs/ that are in the navigation, even if no page links to them."""
 
 _LINK = re.compile(r"(\]\(\s*)([^)\s]+)([^)]*\))")
 _FENCE = re.compile(r"^ {0,3}(```|~~~)")
@@ -28,7 +28,7 @@ _SHOWN = {".md", *_LANGUAGES}
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
-    """Add a page for each file outside docs/ that a page links to, and for those that these link to."""
+    """Add a page for each file outside docs/ that is linked, directly or indirectly."""
     for place in outside([f"{DOCS}{file.src_uri}" for file in files.documentation_pages()]):
         made = File.generated(config, uri_of(place), content=_content(place), inclusion=InclusionLevel.NOT_IN_NAV)
         files.append(made)
@@ -36,7 +36,7 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Let the links of a page lead to where the site has the files."""
+    """Rewrite the links of a page to the site's locations."""
     uri = page.file.src_uri
     place = uri.removeprefix(SOURCE) if uri.startswith(SOURCE) else f"{DOCS}{uri}"
     if not (ROOT / place).is_file():
@@ -53,7 +53,7 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
 
 
 def outside(pages: list[str]) -> list[str]:
-    """The files and folders outside docs/ that `pages` lead to, also by way of others that they lead to."""
+    """Return the files and folders outside docs/ that `pages` link to, directly or indirectly."""
     found = list(ALWAYS)
     waiting = [*pages, *ALWAYS]
     for place in waiting:  # grows while it is walked
@@ -65,7 +65,7 @@ def outside(pages: list[str]) -> list[str]:
 
 
 def uri_of(place: str) -> str:
-    """Where the site's sources have the file of the repository at `place`."""
+    """Return the site URI of the repository file at `place`."""
     if place.startswith(DOCS):
         return place.removeprefix(DOCS)
     if (ROOT / place).is_dir():
@@ -74,14 +74,14 @@ def uri_of(place: str) -> str:
 
 
 def resolve(place: str, path: str) -> str | None:
-    """The file of the repository that `path`, in the file at `place`, leads to; None: another site, or this page."""
+    """Resolve the link `path` in the file at `place` to a repository path; None for external links and anchors."""
     if not path or ":" in path or path.startswith("/"):
         return None
     return posixpath.normpath(posixpath.join(posixpath.dirname(place), path))
 
 
 def rewrite_links(text: str, rewrite: Callable[[str], str]) -> str:
-    """`text` with the target of each link and picture as `rewrite` has it; fenced blocks are left alone."""
+    """Apply `rewrite` to the target of each link and picture in `text`, except in fenced blocks."""
     lines, fenced = [], False
     for line in text.splitlines():
         fence = _FENCE.match(line) is not None
@@ -92,7 +92,7 @@ def rewrite_links(text: str, rewrite: Callable[[str], str]) -> str:
 
 
 def _targets(place: str) -> list[str]:
-    """What the file or folder at `place` leads to."""
+    """Return the link targets of the file or folder at `place`."""
     if (ROOT / place).is_dir():
         return [f"{place}/{name}" for name in _files(place)]
     if not place.endswith(".md") or not (ROOT / place).is_file():
@@ -109,7 +109,7 @@ def _targets(place: str) -> list[str]:
 
 
 def _files(place: str) -> list[str]:
-    """The texts in a folder, by their paths in it."""
+    """Return the text files in a folder, as relative paths."""
     inside = [path.relative_to(ROOT / place) for path in sorted((ROOT / place).rglob("*")) if path.suffix in _SHOWN]
     return [path.as_posix() for path in inside if not any(part.startswith((".", "_")) for part in path.parts[:-1])]
 

@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# What it does: hands a run to a Ray cluster that is up (`ray job submit`); the driver then runs on the cluster's head,
-# and goes on when this terminal is closed.
+# Submit a run to a running Ray cluster (`ray job submit`). The driver runs on the cluster's head and continues when this
+# terminal is closed.
 #
-# What it leaves out: copying files. CONFIG and all that it names are paths as the cluster's machines see them.
+# Files are not copied: CONFIG and all paths in it are paths on the cluster's machines.
 #
-# How to run it, on the head or where its port 8265 is forwarded to (`ray dashboard ray_up.yml`):
+# Run it on the head, or on a machine to which its port 8265 is forwarded (`ray dashboard ray_up.yml`):
 #
 #   ./submit.sh /shared/run.yaml [a.b=value ...]     # start a run
-#   ./submit.sh --resume /shared/runs/cluster        # go on with one
+#   ./submit.sh --resume /shared/runs/cluster        # resume one
 #
 # Ray's token is read from ~/.ray/auth_token, or from the file that RAY_AUTH_TOKEN_PATH names. Secrets of the run (such
-# as WANDB_API_KEY) belong into the environment of `ray start` or into files on the machines: what stands in a command or
-# in --runtime-env-json is shown by Ray's dashboard.
+# as WANDB_API_KEY) belong in the environment of `ray start` or in files on the machines: Ray's dashboard shows commands
+# and --runtime-env-json.
 set -euo pipefail
 
 if (($# == 0)); then

@@ -1,12 +1,12 @@
-"""The main job on a small scale: a random Llama learns two-digit addition, first supervised, then by GRPO.
+"""The whole pipeline at small scale: a random Llama learns two-digit addition, first supervised, then with GRPO.
 
     python examples/quickstart/run.py [--seed 0] [--output runs/quickstart] [overrides...]
     python examples/quickstart/run.py --seeds 0,1,2
 
-Overrides are those of `rlframework train` and hold for both phases (`policy.backend=...`,
-`worker_group.name=ray worker_group.num_workers=2`), or for one of them: `sft:algorithm.num_steps=200`. Accuracy is that
-of greedy answers to sums that were never trained on. Each seed has a directory of its own under --output: start (the
-random model), sft and grpo (metrics, samples, trained model), curve.png.
+Overrides are those of `rlframework train` and apply to both phases (`policy.backend=...`,
+`worker_group.name=ray worker_group.num_workers=2`), or to one of them: `sft:algorithm.num_steps=200`. Accuracy is that
+of greedy answers to held-out sums. Each seed has its own directory under --output: start (the random model), sft and
+grpo (metrics, samples, trained model), curve.png.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RESERVED = ("seed", "output_dir", "policy.model_name")
 
 @dataclass(frozen=True)
 class Outcome:
-    """Held-out accuracy before and after a phase, and the seconds that it took."""
+    """Held-out accuracy before and after a phase, and its duration in seconds."""
 
     before: float
     after: float
@@ -44,12 +44,12 @@ def main() -> int:
     try:
         seeds = [int(seed) for seed in arguments.seeds.split(",")] if arguments.seeds else [arguments.seed]
     except ValueError:
-        parser.error(f"--seeds {arguments.seeds}: give whole numbers with commas between, such as 0,1,2")
+        parser.error(f"--seeds {arguments.seeds}: give integers separated by commas, such as 0,1,2")
     for override in arguments.overrides:
         if override.partition(":")[2].partition("=")[0] in RESERVED or override.partition("=")[0] in RESERVED:
-            parser.error(f"{override}: {', '.join(RESERVED)} are set here; use --seed and --output")
+            parser.error(f"{override}: {', '.join(RESERVED)} are set by this script; use --seed and --output")
 
-    # before torch comes in: so small a model gains little from a second thread, and loses much where cores are shared
+    # before torch is imported: such a small model gains little from more threads, and loses much on shared cores
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from rlframework.errors import RLFrameworkError, UserError
 
@@ -67,7 +67,7 @@ def main() -> int:
 
 
 def run_seed(seed: int, output: Path, overrides: Sequence[str]) -> dict[str, Outcome]:
-    """Both phases with one seed; the outcome of each."""
+    """Run both phases with one seed and return their outcomes."""
     from rlframework.observers.curve import draw_curve
 
     directory = free_directory(output / f"seed-{seed}")
@@ -89,7 +89,7 @@ def run_seed(seed: int, output: Path, overrides: Sequence[str]) -> dict[str, Out
 
 
 def run_phase(phase: str, output: Path, model: Path, seed: int, overrides: Sequence[str]) -> Outcome:
-    """One run of the framework: what `rlframework train PHASE.yaml ...` does."""
+    """Run one phase, as `rlframework train PHASE.yaml ...` does."""
     from rlframework import load_config, run
 
     own = [f"seed={seed}", f"output_dir={quoted(output)}", f"policy.model_name={quoted(model)}"]
@@ -101,7 +101,7 @@ def run_phase(phase: str, output: Path, model: Path, seed: int, overrides: Seque
 
 
 def make_start(path: Path, seed: int) -> Path:
-    """A random Llama of 0.8 million parameters, with a tokenizer of single characters, in `path`."""
+    """Make a random Llama of 0.8 million parameters with a character tokenizer in `path`."""
     from rlframework.huggingface.model_directories import make_llama
     from rlframework.huggingface.tokenizer import character_tokenizer
 
@@ -109,7 +109,7 @@ def make_start(path: Path, seed: int) -> Path:
 
 
 def free_directory(path: Path) -> Path:
-    """`path`, or with a number behind it where that is taken: runs are never overwritten."""
+    """`path`, or `path` with a number appended if it exists: runs are never overwritten."""
     number, free = 1, path
     while free.exists():
         number += 1
@@ -118,7 +118,7 @@ def free_directory(path: Path) -> Path:
 
 
 def for_phase(overrides: Sequence[str], phase: str) -> list[str]:
-    """The overrides without a phase in front, and those with this one."""
+    """The overrides for all phases and those for this one."""
     chosen = []
     for override in overrides:
         head, _, rest = override.partition(":")
@@ -135,7 +135,7 @@ def quoted(path: Path) -> str:
 
 
 def print_table(outcomes: dict[int, dict[str, Outcome]]) -> None:
-    """A line for each seed."""
+    """Print a line per seed."""
     print("\nseed  start  after sft  after grpo  gain by grpo  seconds")
     for seed, phases in outcomes.items():
         sft, grpo = phases["sft"], phases["grpo"]

@@ -1,1 +1,1 @@
-"""Algorithms: losses, advantages, rollouts, and one short file an algorithm."""
+"""Algorithms, one short file each, with their losses and advantages."""

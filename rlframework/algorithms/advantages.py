@@ -1,4 +1,4 @@
-"""Advantages from the rewards of a group of samples of one prompt."""
+"""Advantages computed from the rewards of a group of completions of one prompt."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ def group_advantages(
     normalize_std: bool = True,
     eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor]:
-    """Advantage of each sample within its group, and which groups have no variance.
+    """Return the advantage of each sample within its group, and the rows of groups without variance.
 
-    `rewards [B]` fp32, groups of `samples_per_prompt` consecutive rows. The baseline is the group's mean (GRPO,
-    arXiv:2402.03300), or the mean of the others (`leave_one_out`; RLOO, arXiv:2402.14740). `normalize_std` divides by
-    the group's standard deviation (n - 1) plus `eps`. Returns `advantages [B]` fp32 and `constant [B]` bool: rows of
-    groups whose rewards are all equal, so that their advantages are 0.
+    `rewards [B]` is fp32, with groups of `samples_per_prompt` consecutive rows. The baseline is the mean of the group
+    (GRPO, arXiv:2402.03300) or, with `leave_one_out`, the mean of the group's other rows (RLOO, arXiv:2402.14740).
+    `normalize_std` divides by the group's standard deviation (with n - 1) plus `eps`. Returns `advantages [B]` fp32 and
+    `constant [B]` bool, True for rows of groups whose rewards are all equal; their advantages are 0.
     """
     groups = rewards.float().view(-1, samples_per_prompt)
     count = groups.shape[1]
@@ -34,10 +34,10 @@ def group_advantages(
 
 
 def overlong_penalty(lengths: Tensor, max_new_tokens: int, buffer: int, penalty: float) -> Tensor:
-    """What to add to the rewards of long answers (DAPO, arXiv:2503.14476, eq. 13).
+    """Return the penalty to add to the rewards of long completions (DAPO, arXiv:2503.14476, eq. 13).
 
-    0 up to `max_new_tokens - buffer` tokens, then falling linearly to `-penalty` at `max_new_tokens`. `lengths [B]`
-    int64 of the completions; returns `[B]` fp32; all 0 with `buffer` 0.
+    It is 0 up to `max_new_tokens - buffer` tokens, then falls linearly to `-penalty` at `max_new_tokens`. `lengths [B]`
+    int64 are those of the completions. Returns `[B]` fp32, all 0 if `buffer` is 0.
     """
     if buffer == 0:
         return torch.zeros(len(lengths))

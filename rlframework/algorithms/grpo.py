@@ -1,7 +1,7 @@
-"""Group-relative policy optimisation (arXiv:2402.03300), with the options of its descendants.
+"""Group-relative policy optimization (arXiv:2402.03300), with the options of its descendants.
 
-A step: rollouts, rewards, advantages within each group, log-probabilities where the batch takes several optimizer
-steps or a reference is used, and training.
+A step generates rollouts, scores them, computes advantages within each group, computes log-probabilities if the batch
+takes several optimizer steps or a reference policy is used, and trains.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rlframework.algorithms.losses import ClippedPGLoss
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.algorithms import ClippedPGLossConfig, GRPOConfig, OwnPolicyLossConfig
 from rlframework.datasets.loader import PromptLoader
-from rlframework.plugins.own_parts import load_loss
+from rlframework.plugins.user_defined import load_loss
 from rlframework.policy.metrics import average_metrics
 from rlframework.rollout.rollout import Rollout, rollout, row_seeds
 from rlframework.training.loop import StepLoop, Timer
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class GRPO(StepLoop):
-    """See `GRPOConfig` for the options."""
+    """Train on rollouts with group-relative advantages; see `GRPOConfig` for the options."""
 
     config: GRPOConfig
 
@@ -40,7 +40,7 @@ class GRPO(StepLoop):
 
     @classmethod
     def training_calls(cls, config: GRPOConfig) -> int:
-        """One for each pass over each batch."""
+        """Return one call for each pass over each batch."""
         return config.num_steps * config.epochs_per_batch
 
     def __init__(self, parts: Parts) -> None:
@@ -49,7 +49,7 @@ class GRPO(StepLoop):
         self.loss = make_policy_loss(self.config.loss)
         rows = self.config.prompts_per_step * self.config.samples_per_prompt
         steps_on_batch = self.config.epochs_per_batch * rows // parts.config.policy.train_global_batch_size
-        # with one optimizer step on a batch the policy that scores it is the one that trains on it
+        # a single optimizer step per batch is on-policy, so the loss does not need `prev_logprobs`
         self.scores_before_training = steps_on_batch > 1
         self.uses_reference = self.needs_reference_model(self.config)
         self.inputs.rollouts(self.train_samples, scored=self.scores_before_training or self.uses_reference)
@@ -57,7 +57,7 @@ class GRPO(StepLoop):
     def train_step(self, step: int, timer: Timer) -> tuple[dict[str, float], list[SampleRecord]]:
         """See `StepLoop.train_step`."""
         samples = [sample for sample in next(self.loader) for _ in range(self.config.samples_per_prompt)]
-        self.parts.generation.prepare_for_generation()  # a refit, if there is one, is no part of the time of generating
+        self.parts.generation.prepare_for_generation()  # before the timer: a refit does not count as generation
         with timer.phase("generate"):
             result = rollout(self.parts, samples, row_seeds(self.parts.config.seed, step, len(samples)))
         metrics = self._add_advantages(result)
@@ -71,7 +71,7 @@ class GRPO(StepLoop):
         return metrics, result.records(step, "train", self.parts.config.observers.samples)
 
     def _add_advantages(self, result: Rollout) -> dict[str, float]:
-        """Put `advantages` and the final `sample_mask` into the rollout's data; the metrics of its rewards."""
+        """Add `advantages` and the final `sample_mask` to the rollout's data; return the metrics of its rewards."""
         config, data = self.config, result.data
         limit = self.parts.config.generation.max_new_tokens
         shaped = result.rewards + overlong_penalty(
@@ -97,10 +97,10 @@ class GRPO(StepLoop):
         } | {f"train/{name}": value for name, value in result.metrics.items()}
 
     def _sample_mask(self, result: Rollout, constant: Tensor) -> Tensor:
-        """1 for the rows that count in the loss.
+        """Return 1 for the rows that count in the loss, 0 for the others.
 
-        Rows of constant groups have no advantage: with `skip_zero_variance` they are left out of the work and of the
-        mean, unless a KL term still has something to say about them.
+        Rows of constant groups have no advantage. With `skip_zero_variance` they are neither computed nor counted in
+        the mean, unless a KL term still gives them a gradient.
         """
         mask = torch.ones(len(constant))
         if self.config.skip_zero_variance and not self.config.loss.kl_coef:
@@ -110,6 +110,7 @@ class GRPO(StepLoop):
         return mask
 
     def _add_logprobs(self, data: BatchedDataDict[Any]) -> None:
+        """Add `prev_logprobs` and `reference_policy_logprobs` to `data`, where they are needed."""
         policy = self.parts.policy
         if self.scores_before_training or self.uses_reference:
             policy.prepare_for_lp_inference()
@@ -121,7 +122,7 @@ class GRPO(StepLoop):
 
 
 def make_policy_loss(config: ClippedPGLossConfig | OwnPolicyLossConfig) -> LossFunction:
-    """The loss of the section `algorithm.loss`: the clipped policy gradient, or the user's own."""
+    """Construct the loss of the section `algorithm.loss`: the clipped policy gradient, or the user's own."""
     if isinstance(config, ClippedPGLossConfig):
         return ClippedPGLoss(config)
     loss: LossFunction = load_loss(config.name, config.keys)
@@ -129,7 +130,7 @@ def make_policy_loss(config: ClippedPGLossConfig | OwnPolicyLossConfig) -> LossF
 
 
 def _mean_metrics(results: list[dict[str, Any]]) -> dict[str, float]:
-    """Metrics of the training calls of one step: means, and the number of steps left out."""
+    """Combine the metrics of one step's training calls: means, and the total number of skipped steps."""
     metrics = {
         "train/loss": sum(result["loss"] for result in results) / len(results),
         "train/grad_norm": float(torch.cat([result["grad_norm"] for result in results]).mean()),

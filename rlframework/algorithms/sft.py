@@ -1,6 +1,6 @@
-"""Supervised training on the completions of the environment's samples, or on token data that was made of them.
+"""Supervised fine-tuning on the completions of the environment's samples, or on token data made from them.
 
-What is held out is judged by the environment where it can, else by the loss on it.
+Validation uses the environment's scores if it can score answers, and otherwise the loss on the held-out samples.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rlframework.datasets.rendering import render_samples
 from rlframework.datasets.tokens.reading import TokenData
 from rlframework.errors import ConfigError
 from rlframework.huggingface.tokenizer import tokenizer_fingerprint
-from rlframework.plugins.own_parts import load_loss
+from rlframework.plugins.user_defined import load_loss
 from rlframework.training.loop import StepLoop, Timer
 
 if TYPE_CHECKING:
@@ -32,7 +32,10 @@ if TYPE_CHECKING:
 
 
 class SFT(StepLoop):
-    """One global batch a step; the loss is on what `algorithm.train_on` names, with the tokens that end it."""
+    """Train on one global batch per step.
+
+    The loss covers the turns or text that `algorithm.train_on` selects, including the tokens that end them.
+    """
 
     config: SFTConfig
 
@@ -67,7 +70,7 @@ class SFT(StepLoop):
         return metrics, []
 
     def should_stop(self, metrics: dict[str, float]) -> bool:
-        """Whether a validation reached `stop_at_accuracy`."""
+        """Whether the validation accuracy has reached `stop_at_accuracy`."""
         goal = self.config.stop_at_accuracy
         return goal is not None and metrics.get("validation/accuracy", 0.0) >= goal
 
@@ -79,41 +82,43 @@ class SFT(StepLoop):
             self.inputs.rows("validation", samples, self.render)
 
     def validate(self, step: int) -> tuple[dict[str, float], list[SampleRecord]]:
-        """Greedy answers where the environment can judge them, else the loss on the held-out rows."""
+        """Score greedy answers if the environment can, otherwise compute the loss on the held-out rows."""
         if self.parts.environment.scores:
             return super().validate(step)
         samples = self.parts.environment.samples("validation")[: self.config.validation.samples]
         batch = self.encode(samples, "validation")
         rows = torch.arange(len(samples) + -len(samples) % self.parts.policy.data_parallel_size)
-        batch = batch.select_indices(rows % len(samples))  # every worker must have as many
+        batch = batch.select_indices(rows % len(samples))  # repeat rows: every worker needs the same number
         batch["sample_mask"] = (rows < len(samples)).float()
         self.parts.policy.prepare_for_lp_inference()
         result = self.parts.policy.train(batch, self.loss, eval_mode=True, gbs=len(rows))
         return {"validation/loss": result["loss"], "validation/samples": float(len(samples))}, []
 
     def next_batch(self) -> BatchedDataDict[Any]:
-        """The next global batch: from token data by their numbers, else samples, rendered."""
+        """Return the next global batch, read from token data or rendered from samples."""
         if self.tokens is None:
             return self.encode(next(self.loader), "train")
         return _batch(self.tokens.rows(self.loader.indices(), self.parts.tokenizer.pad_token_id))
 
     def encode(self, samples: Sequence[Sample], split: Split) -> BatchedDataDict[Any]:
-        """The batch of `samples`, which are of `split`: a conversation a row, the mask on what is trained on."""
+        """Return the batch of `samples` of `split`: one conversation per row, with a mask on the trained tokens."""
         rendered = self.render(samples)
         self.inputs.fits(split, [len(ids) for ids, _ in rendered], [sample.id for sample in samples])
         return _batch(pad_rendered(rendered, self.parts.tokenizer.pad_token_id))
 
     def render(self, samples: Sequence[Sample]) -> list[tuple[list[int], list[bool]]]:
-        """Ids and mask of each sample, as the configuration says."""
+        """Return the token ids and mask of each sample, as configured."""
         return render_samples(self.parts.tokenizer, samples, self.config.train_on, self.config.max_tokens)
 
 
 def open_token_data(config: SFTConfig, parts: Parts) -> TokenData:
-    """`algorithm.token_data`; a `ConfigError` where it was not made with this tokenizer and these settings.
+    """Open `algorithm.token_data`; raise `ConfigError` if it was made with another tokenizer or other settings.
 
-    The section `environment` and the seed count too: with others, rows that are held out here may be in it. All their
-    keys must be equal but those that training rows do not depend on (`EnvironmentConfig.unseen_by_training`). Data that
-    does not say what it was made of (`write_token_data` without `source`) is taken on trust.
+    The section `environment` and the seed must match too; otherwise the data may contain rows that this run holds out.
+    All their keys must be equal, except those that do not affect training rows
+    (`EnvironmentConfig.unseen_by_training`).
+
+    Data that does not record its source (`write_token_data` without `source`) is not checked for it.
     """
     assert config.token_data is not None
     tokens = TokenData(config.token_data)
@@ -125,11 +130,11 @@ def open_token_data(config: SFTConfig, parts: Parts) -> TokenData:
             f"{policy.tokenizer_name or policy.model_name!r}; make it again with `rlframework tokenize`"
         )
     for name in ("train_on", "max_tokens"):
-        wanted, there = getattr(config, name), tokens.meta[name]
-        if wanted != there:
+        configured, recorded = getattr(config, name), tokens.meta[name]
+        if configured != recorded:
             raise ConfigError(
-                f"{where} was made with algorithm.{name}={there}, and here it is {wanted}; set it to {there}, or make "
-                "the data again with `rlframework tokenize`"
+                f"{where} was made with algorithm.{name}={recorded}, but this run has {configured}; set it to "
+                f"{recorded}, or make the data again with `rlframework tokenize`"
             )
     _check_source(tokens.meta.get("source") or {}, parts, where)
     return tokens
@@ -139,18 +144,19 @@ def _check_source(source: Mapping[str, Any], parts: Parts, where: str) -> None:
     if not source:
         return
     environment = parts.config.environment
-    here = _flat({"environment": environment.model_dump(mode="json"), "seed": parts.config.seed})
-    there = _flat(source)
-    for name in dict.fromkeys([*here, *there]):
-        if here.get(name) != there.get(name) and name not in environment.unseen_by_training:
+    configured = _flat({"environment": environment.model_dump(mode="json"), "seed": parts.config.seed})
+    recorded = _flat(source)
+    for name in dict.fromkeys([*configured, *recorded]):
+        if configured.get(name) != recorded.get(name) and name not in environment.unseen_by_training:
             raise ConfigError(
-                f"{where} was made with {name}={there.get(name)!r}, and here it is {here.get(name)!r}: rows that are "
-                "held out here may be in it. Set it to what it was, or make the data again with `rlframework tokenize`"
+                f"{where} was made with {name}={recorded.get(name)!r}, but this run has {configured.get(name)!r}: rows "
+                "that this run holds out may be in it; restore the old value, or make the data again with `rlframework "
+                "tokenize`"
             )
 
 
 def _flat(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    """The values by dotted names."""
+    """Return nested values by dotted names."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
         flat |= _flat(value, f"{before}{name}.") if isinstance(value, Mapping) else {f"{before}{name}": value}

@@ -1,1 +1,1 @@
-"""Batches of rows: `BatchedDataDict`, sharding over ranks, packing, and moving rows between processes."""
+"""Batches of rows: `BatchedDataDict`, sharding over ranks, packing, and transfer between processes."""

@@ -1,7 +1,7 @@
-"""What `BatchedDataDict` does to one value: count, cut, pick, join and pad its rows.
+"""Operations of `BatchedDataDict` on one value: count, slice, select, join and pad its rows.
 
-A value is a tensor with the batch on dimension 0, a list with one element a row, or a `PackedTensor`. Rows of lists and
-of PackedTensors are passed on, not copied.
+A value is a tensor with the batch on dimension 0, a list with one element per row, or a `PackedTensor`. Rows of lists
+and of PackedTensors are passed by reference, not copied.
 """
 
 from __future__ import annotations
@@ -20,31 +20,33 @@ from rlframework.batch.packed_tensor import PackedTensor, sharing_media
 from rlframework.errors import BatchError, BatchKeyError, BatchTypeError
 
 Rows = torch.Tensor | list[Any] | PackedTensor
-"""A value of a batch."""
+"""The type of a batch's values."""
 
 _STRIDED = torch.strided
 
 
 def as_rows(key: Any, value: Any) -> Rows:
-    """`value` if it has rows; otherwise a `BatchTypeError` that names `key`."""
+    """Return `value` if it has rows; otherwise raise `BatchTypeError` naming `key`."""
     if isinstance(value, (list, PackedTensor)):
         return value
     if not isinstance(value, torch.Tensor):
         raise BatchTypeError(
             f"the value of {key!r} is a {type(value).__name__}; a batch holds tensors with the batch on dimension 0, "
-            "lists with one element a row, and PackedTensors: convert it, or keep it outside the batch"
+            "lists with one element per row, and PackedTensors: convert it, or keep it outside the batch"
         )
     if value.ndim == 0:
-        raise BatchTypeError(f"the value of {key!r} is a tensor without dimensions; dimension 0 must be the batch")
+        raise BatchTypeError(f"the value of {key!r} is a 0-dimensional tensor; dimension 0 must be the batch")
     if value.layout is not _STRIDED:
-        raise BatchTypeError(f"the value of {key!r} is a tensor of layout {value.layout}; make it dense")
+        raise BatchTypeError(
+            f"the value of {key!r} is a tensor of layout {value.layout}; convert it with `.to_dense()`"
+        )
     return value
 
 
 def count_rows(data: Mapping[Any, Any], what: str = "the batch") -> int:
-    """The common number of rows of all values, 0 without keys; a `BatchError` with all counts when they differ."""
+    """Return the number of rows of every value, 0 without keys; raise `BatchError` with all counts if they differ."""
     common = -1
-    for key, value in data.items():  # the common cases first: every slice comes through here
+    for key, value in data.items():  # a fast path for plain tensors: every slice of a batch counts its rows
         if isinstance(value, torch.Tensor) and (shape := value.shape) and value.layout is _STRIDED:
             count = shape[0]
         else:
@@ -57,20 +59,20 @@ def count_rows(data: Mapping[Any, Any], what: str = "the batch") -> int:
     return max(common, 0)
 
 
-def integer(name: str, value: Any) -> int:
-    """`value` as an int; a `BatchTypeError` naming it if it is none."""
+def as_integer(name: str, value: Any) -> int:
+    """Return `value` as an int; raise `BatchTypeError` naming it if it is not an integer."""
     try:
         return operator.index(value)
     except (TypeError, RuntimeError) as error:
-        raise BatchTypeError(f"{name} must be an integer, got {_shown(value)}") from error
+        raise BatchTypeError(f"{name} must be an integer, got {_abbreviate(value)}") from error
 
 
 def as_integers(what: str, given: Any) -> torch.Tensor:
-    """`given`, a sequence or tensor of integers (or bools, left as they are), as a CPU tensor; else a `BatchError`."""
+    """Return a sequence or tensor of integers or bools as an int64 or bool CPU tensor; else raise `BatchError`."""
     try:
         tensor = torch.as_tensor(given)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise BatchError(f"{what} takes integers, got {_shown(given)}: {error}") from error
+        raise BatchError(f"{what} takes integers, got {_abbreviate(given)}: {error}") from error
     if not tensor.numel() and not isinstance(given, torch.Tensor):
         return tensor.to(torch.int64)
     if tensor.is_floating_point() or tensor.is_complex():
@@ -78,8 +80,8 @@ def as_integers(what: str, given: Any) -> torch.Tensor:
     return tensor.cpu() if tensor.dtype == torch.bool else tensor.to("cpu", torch.int64)
 
 
-def as_row_numbers(indices: Any, size: int) -> torch.Tensor:
-    """`[n]` int64 in 0..size-1 from integers, of which negative ones count from the end, or a mask of `size` bools."""
+def as_row_indices(indices: Any, size: int) -> torch.Tensor:
+    """Return `[n]` int64 in 0..size-1, from integers (negative ones count from the end) or a mask of `size` bools."""
     given = as_integers("select_indices", indices)
     if given.dtype == torch.bool and given.shape == (size,):
         return given.nonzero().squeeze(1)
@@ -94,22 +96,22 @@ def as_row_numbers(indices: Any, size: int) -> torch.Tensor:
     return torch.where(given < 0, given + size, given)
 
 
-def _shown(value: Any) -> str:
+def _abbreviate(value: Any) -> str:
     text = repr(value)
     return text if len(text) < 80 else f"{text[:76]}..."
 
 
 def as_device(device: Any) -> torch.device:
-    """`device`, or a `BatchError` where that is none."""
+    """Return `torch.device(device)`; raise `BatchError` if it names no device."""
     try:
         return torch.device(device)
     except (RuntimeError, TypeError, ValueError) as error:
-        raise BatchError(f"{_shown(device)} is no device: {error}") from error
+        raise BatchError(f"{_abbreviate(device)} is not a device: {error}") from error
 
 
 @contextmanager
-def moving(key: Any, device: torch.device | None) -> Iterator[None]:
-    """Within it, a move to `device` that fails is a `BatchError`: this machine has none such, or there is no data."""
+def device_errors(key: Any, device: torch.device | None) -> Iterator[None]:
+    """Context manager: turn a failed move to `device` (missing here, or from the meta device) into a `BatchError`."""
     try:
         yield
     except (torch.OutOfMemoryError, BatchError):
@@ -119,7 +121,7 @@ def moving(key: Any, device: torch.device | None) -> Iterator[None]:
 
 
 def pick_rows(value: Rows, indices: torch.Tensor) -> Rows:
-    """The rows at `indices` (int64 on the CPU, none negative), in their order; of a tensor, a copy."""
+    """Return the rows at `indices` (int64 on the CPU, none negative) in that order; a tensor is copied."""
     if isinstance(value, torch.Tensor):
         return value.index_select(0, indices.to(value.device))
     if isinstance(value, PackedTensor):
@@ -128,7 +130,7 @@ def pick_rows(value: Rows, indices: torch.Tensor) -> Rows:
 
 
 def join_blocks(value: Rows, blocks: Sequence[tuple[int, int]]) -> Rows:
-    """The rows of the `[start, end)` blocks, one after the other; of a tensor, a copy: each byte is copied once."""
+    """Return the rows of the `[start, end)` blocks, concatenated; the bytes of a tensor are copied once."""
     if isinstance(value, torch.Tensor):
         return torch.cat([value[start:end] for start, end in blocks]) if blocks else value[:0].clone()
     if isinstance(value, PackedTensor):
@@ -137,14 +139,14 @@ def join_blocks(value: Rows, blocks: Sequence[tuple[int, int]]) -> Rows:
 
 
 def repeat_rows(key: Any, value: Rows, repeats: int, *, share_media: bool) -> Rows:
-    """Each row `repeats` times in a row; elements of lists are independent copies, but for media that are shared."""
+    """Return each row `repeats` times; list elements are deep copies, except for their media with `share_media`."""
     if isinstance(value, torch.Tensor):
         return value.repeat_interleave(repeats, dim=0)
     if isinstance(value, PackedTensor):
         if not share_media:
             raise BatchTypeError(
                 f"repeat_interleave would copy the media of {key!r} for each repeat; if nothing writes to them, pass "
-                "share_immutable_media=True, and all repeats share them"
+                "share_immutable_media=True so that all repeats share them"
             )
         return value.slice(torch.arange(len(value)).repeat_interleave(repeats))
     if not share_media:
@@ -153,10 +155,12 @@ def repeat_rows(key: Any, value: Rows, repeats: int, *, share_media: bool) -> Ro
         return [copy.deepcopy(item) for item in value for _ in range(repeats)]
 
 
-def values_of(key: Any, batches: Sequence[Mapping[Any, Any]], sizes: Sequence[int], *, fill_packed: bool) -> list[Any]:
-    """The values of `key` in the batches of `sizes` rows; only a batch without rows may lack it.
+def collect_values(
+    key: Any, batches: Sequence[Mapping[Any, Any]], sizes: Sequence[int], *, fill_packed: bool
+) -> list[Any]:
+    """Return the values of `key` in the batches, which have `sizes` rows; only a batch without rows may lack it.
 
-    With `fill_packed` a PackedTensor that is missing counts as rows without media.
+    With `fill_packed`, a missing PackedTensor counts as rows without media.
     """
     known = [batch[key] for batch in batches if key in batch]
     missing = [position for position, batch in enumerate(batches) if sizes[position] and key not in batch]
@@ -172,11 +176,11 @@ def values_of(key: Any, batches: Sequence[Mapping[Any, Any]], sizes: Sequence[in
 
 
 def concatenate(key: Any, values: Sequence[Any], pad_value: float) -> Rows:
-    """All rows of `values`, in order.
+    """Return all rows of `values`, in order.
 
-    Lists and PackedTensors are joined; 1-D tensors are joined; 2-D tensors are padded on the right to the longest row;
-    more dimensions keep their shape and are padded on dimension 1. A 1-D tensor among 2-D ones counts as rows of one
-    element. Values without rows do not widen the others. Tensors must share their device and the dimensions from 2 on.
+    Lists, PackedTensors and 1-D tensors are joined. Tensors of more dimensions are padded on the right of dimension 1
+    to the longest; they must have the same device and the same sizes from dimension 2 on. A 1-D tensor among them
+    counts as rows of one element. Values without rows do not widen the others.
     """
     rows = [as_rows(key, value) for value in values]
     rows = [value for value in rows if len(value)] or rows
@@ -186,7 +190,7 @@ def concatenate(key: Any, values: Sequence[Any], pad_value: float) -> Rows:
     if len(rows) not in (len(tensors), len(packed), len(lists)):
         kinds = sorted({type(value).__name__ for value in rows})
         raise BatchTypeError(
-            f"the values of {key!r} are of different kinds, {', '.join(kinds)}; use one in all batches"
+            f"the values of {key!r} are of different kinds, {', '.join(kinds)}; use the same kind in all batches"
         )
     if packed:
         return PackedTensor.concat(packed)
@@ -204,12 +208,12 @@ def _check_joinable(key: Any, tensors: Sequence[torch.Tensor]) -> None:
     if len({(tensor.ndim, tensor.shape[2:]) for tensor in tensors}) > 1:
         shapes = [tuple(tensor.shape) for tensor in tensors]
         raise BatchError(
-            f"the values of {key!r} cannot be joined: shapes {shapes}; only dimensions 0 (the batch) and 1 (the "
-            "sequence) may differ"
+            f"the values of {key!r} cannot be joined: they have shapes {shapes}, but only dimensions 0 (the batch) and "
+            "1 (the sequence) may differ"
         )
     if len({tensor.device for tensor in tensors}) > 1:
         devices = sorted({str(tensor.device) for tensor in tensors})
-        raise BatchError(f"the values of {key!r} lie on several devices {devices}; move them to one with `.to(device)`")
+        raise BatchError(f"the values of {key!r} are on several devices {devices}; move them to one with `.to(device)`")
 
 
 def _pad_and_join(key: Any, tensors: Sequence[torch.Tensor], pad_value: float) -> torch.Tensor:
@@ -224,18 +228,18 @@ def _pad_and_join(key: Any, tensors: Sequence[torch.Tensor], pad_value: float) -
         try:
             joined[start:end, tensor.shape[1] :] = pad_value
         except (RuntimeError, TypeError, ValueError, OverflowError) as error:
-            raise BatchError(f"{key!r} ({dtype}) cannot be padded with {_shown(pad_value)}: {error}") from error
+            raise BatchError(f"{key!r} ({dtype}) cannot be padded with {_abbreviate(pad_value)}: {error}") from error
         start = end
     return joined
 
 
 def is_integral(value: Any) -> TypeGuard[Tensor]:
-    """Whether `value` is a tensor of integers; truth values are none."""
+    """Whether `value` is a tensor of integers; bools do not count."""
     return isinstance(value, Tensor) and not (
         value.is_floating_point() or value.is_complex() or value.dtype == torch.bool
     )
 
 
-def described(value: Any) -> str:
-    """Dtype and shape of a tensor, the type of anything else: for messages."""
+def describe(value: Any) -> str:
+    """Describe a value for messages: dtype and shape of a tensor, the type of anything else."""
     return f"{value.dtype} of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"

@@ -1,7 +1,7 @@
-"""Gathers over the ranks of a process group whose ranks hold different numbers of rows; any device, any backend.
+"""Gather rows over a process group whose ranks hold different numbers of rows, on any device and backend.
 
-Ranks first tell each other what they have, in one exchange of objects; so what is wrong on one rank is raised on all of
-them, and none waits for bytes that do not come. Gathered tensors carry no gradient.
+Ranks first describe their values to each other in one exchange of objects. So an error on one rank is raised on all of
+them, and no rank waits for bytes that never arrive. Gathered tensors carry no gradient.
 """
 
 from __future__ import annotations
@@ -18,20 +18,21 @@ from torch import Tensor
 
 from rlframework.batch import batch_rows
 from rlframework.batch.packed_tensor import PackedTensor
-from rlframework.batch.tensor_parcel import bytes_of
+from rlframework.batch.tensor_pickling import bytes_of
 from rlframework.errors import BatchError, BatchTypeError
 
 
 def gather_jagged_object_lists(local_objects: list[Any], group: dist.ProcessGroup | None = None) -> list[Any]:
-    """The lists of all ranks joined in rank order, the same on every rank."""
+    """Join the lists of all ranks, in rank order; the result is the same on every rank."""
     gathered: list[Any] = all_gather_batch({"objects": local_objects}, group, kinds=("list",))["objects"]
     return gathered
 
 
 def rebalance_nd_tensor(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """The rows of all ranks joined on dimension 0 in rank order, the same on every rank, on the device of `tensor`.
+    """Join the rows of all ranks on dimension 0, in rank order; the result is the same on every rank.
 
-    Dtype and the dimensions from 1 on must agree on all ranks that have rows; otherwise every rank raises `BatchError`.
+    It is on the device of `tensor`. Dtype and the sizes from dimension 1 on must agree on all ranks that have rows;
+    otherwise every rank raises `BatchError`.
     """
     gathered: Tensor = all_gather_batch({"tensor": tensor}, group, kinds=("tensor",))["tensor"]
     return gathered
@@ -39,10 +40,11 @@ def rebalance_nd_tensor(tensor: Tensor, group: dist.ProcessGroup | None = None) 
 
 @dataclass(frozen=True)
 class _Entry:
-    """What one rank tells of one value: its `kind`, its `rows`, and what must agree where there are rows.
+    """One rank's description of one value.
 
-    `layout`: of tensors the shape of a row and the dtype, of PackedTensors the dimension. `content`: the pickle of a
-    list; of PackedTensors the shape and dtype of each row, or None.
+    `layout` must agree between ranks that have rows: for a tensor, the shape of a row and the dtype; for a
+    PackedTensor, its `dim_to_pack`. `content` is the pickle of a list; for a PackedTensor, the shape and dtype of each
+    row, or None.
     """
 
     kind: str
@@ -57,36 +59,37 @@ def all_gather_batch(
     *,
     kinds: Sequence[str] = ("tensor", "list", "PackedTensor"),
 ) -> dict[str, Any]:
-    """For each key, the rows of all ranks in rank order. A rank without rows may lack keys.
+    """Gather, for each key, the rows of all ranks in rank order. A rank without rows may lack keys.
 
-    What a rank gets lies on the device of its own value; where it has none, on one that the backend serves. Where one
-    rank has values that do not go together or cannot travel, every rank raises `BatchError`. `kinds`: allowed here.
+    A rank's result is on the device of its own value, or if it has none, on a device that the backend supports. If the
+    values of one rank do not match, cannot be sent, or are of a kind not in `kinds`, every rank raises `BatchError`.
     """
     _check_group(group)
-    headers = _tell_all(_describe(data, kinds), group)
+    headers = _exchange(_describe(data, kinds), group)
     problem = next((header for header in headers if isinstance(header, str)), None)
     if problem is not None:
         raise BatchError(problem)
     keys = sorted({key for header in headers for key in header}, key=str)
-    entries = {key: _agreed(key, [header.get(key) for header in headers], headers) for key in keys}
+    entries = {key: _matched(key, [header.get(key) for header in headers], headers) for key in keys}
     gathered = {
         key: _gather_value(data.get(key), entries[key], group) for key in keys if entries[key][0].kind != "list"
     }
-    # Lists last: unpickling runs code of theirs, and a rank where that fails must not keep others waiting.
+    # Lists last: unpickling runs code of their elements, and a rank where that fails must not block the others.
     return {key: gathered[key] if key in gathered else _joined_lists(entries[key]) for key in keys}
 
 
 def _check_group(group: dist.ProcessGroup | None) -> None:
     if not dist.is_available() or not dist.is_initialized():
-        raise BatchError("there is no process group to gather over: call torch.distributed.init_process_group first")
+        raise BatchError("no process group to gather over; call torch.distributed.init_process_group first")
     if dist.get_rank(group) < 0:
         raise BatchError(
-            f"rank {dist.get_rank()} is not in the group that it was to gather over: let only the group's ranks call"
+            f"rank {dist.get_rank()} is not in the process group it was to gather over; call this on the group's ranks "
+            "only"
         )
 
 
 def _describe(data: Mapping[str, Any], kinds: Sequence[str]) -> dict[str, _Entry] | str:
-    """What this rank has; or what is wrong with it, as text, so that the others learn of it."""
+    """Describe this rank's values; on an error return its message, so that all ranks can raise it."""
     try:
         batch_rows.count_rows(data)
         return {key: _entry(key, value, kinds) for key, value in data.items()}
@@ -105,15 +108,18 @@ def _entry(key: str, value: Any, kinds: Sequence[str]) -> _Entry:
             raise BatchTypeError(f"an element of {key!r} cannot be pickled: {error!r}") from error
     for tensor in (value,) if isinstance(value, Tensor) else value.tensors:
         if tensor is not None and (tensor.device.type == "meta" or tensor.layout is not torch.strided):
-            raise BatchTypeError(f"{key!r} has a tensor without data on {tensor.device}, or of {tensor.layout}")
+            raise BatchTypeError(
+                f"{key!r} has a tensor that cannot be sent: device {tensor.device}, layout {tensor.layout}; make it "
+                "dense and give it data"
+            )
     if isinstance(value, Tensor):
         return _Entry(kind, len(value), (tuple(value.shape[1:]), value.dtype))
     rows = [None if row is None else (tuple(row.shape), row.dtype) for row in value.tensors]
     return _Entry(kind, len(value), value.dim_to_pack, rows)
 
 
-def _agreed(key: str, entries: Sequence[_Entry | None], headers: Sequence[Mapping[str, _Entry]]) -> list[_Entry]:
-    """The entries of all ranks, after a check that they go together; a rank without rows is as the others are."""
+def _matched(key: str, entries: Sequence[_Entry | None], headers: Sequence[Mapping[str, _Entry]]) -> list[_Entry]:
+    """Check that the entries of all ranks match and return them; fill in an entry for ranks without rows."""
     lacking = [
         rank
         for rank, (entry, header) in enumerate(zip(entries, headers, strict=True))
@@ -135,7 +141,7 @@ def _agreed(key: str, entries: Sequence[_Entry | None], headers: Sequence[Mappin
 
 
 def _joined_lists(entries: Sequence[_Entry]) -> list[Any]:
-    return [item for entry in entries for item in pickle.loads(entry.content)]  # noqa: S301 - from a rank of ours
+    return [item for entry in entries for item in pickle.loads(entry.content)]  # noqa: S301 - from a rank of the same run
 
 
 def _gather_value(value: Any, entries: Sequence[_Entry], group: dist.ProcessGroup | None) -> Any:
@@ -144,61 +150,61 @@ def _gather_value(value: Any, entries: Sequence[_Entry], group: dist.ProcessGrou
     return _gather_packed(value if isinstance(value, PackedTensor) else None, entries, group)
 
 
-def _gather_tensor(own: Tensor | None, entries: Sequence[_Entry], group: dist.ProcessGroup | None) -> Tensor:
+def _gather_tensor(local: Tensor | None, entries: Sequence[_Entry], group: dist.ProcessGroup | None) -> Tensor:
     row_shape, dtype = entries[0].layout
-    device = group_device(group) if own is None else own.device
+    device = group_device(group) if local is None else local.device
     counts = [entry.rows * math.prod(row_shape) * dtype.itemsize for entry in entries]
-    mine = [own] if own is not None and len(own) else []
-    joined = _gather_bytes(mine, counts, group).to(device)
+    tensors = [local] if local is not None and len(local) else []
+    joined = _gather_bytes(tensors, counts, group).to(device)
     return joined.view(dtype).reshape(sum(entry.rows for entry in entries), *row_shape)
 
 
 def _gather_packed(
-    own: PackedTensor | None, entries: Sequence[_Entry], group: dist.ProcessGroup | None
+    local: PackedTensor | None, entries: Sequence[_Entry], group: dist.ProcessGroup | None
 ) -> PackedTensor:
-    mine = [row for row in own.tensors if row is not None] if own is not None else []
-    device = mine[0].device if mine else group_device(group)
+    tensors = [row for row in local.tensors if row is not None] if local is not None else []
+    device = tensors[0].device if tensors else group_device(group)
     sizes = [[math.prod(row[0]) * row[1].itemsize for row in entry.content if row] for entry in entries]
-    joined = _gather_bytes(mine, [sum(of_rank) for of_rank in sizes], group).to(device)
-    pieces = iter(joined.split([size for of_rank in sizes for size in of_rank]))
+    joined = _gather_bytes(tensors, [sum(of_rank) for of_rank in sizes], group).to(device)
+    chunks = iter(joined.split([size for of_rank in sizes for size in of_rank]))
     rows = [
-        None if row is None else next(pieces).clone().view(row[1]).reshape(row[0])
+        None if row is None else next(chunks).clone().view(row[1]).reshape(row[0])
         for entry in entries
         for row in entry.content
     ]
     return PackedTensor(rows, entries[0].layout)
 
 
-def _gather_bytes(own: Sequence[Tensor], counts: Sequence[int], group: dist.ProcessGroup | None) -> Tensor:
-    """The bytes of all ranks, `counts` of them, joined: one path for all dtypes, also those a backend cannot reduce.
+def _gather_bytes(local: Sequence[Tensor], counts: Sequence[int], group: dist.ProcessGroup | None) -> Tensor:
+    """Join the bytes of all ranks; rank i has `counts[i]`. Bytes, because backends do not support all dtypes.
 
-    Shares are padded to the largest: backends gather equal ones only.
+    Each rank's bytes are padded to the largest count, because backends only gather tensors of equal size.
     """
-    device = group_device(group, own[0].device if own else None)
+    device = group_device(group, local[0].device if local else None)
     most = max(counts)
     if not most:
         return torch.empty(0, dtype=torch.uint8, device=device)
-    share = torch.cat(
-        [torch.empty(0, dtype=torch.uint8, device=device), *(bytes_of(tensor).to(device) for tensor in own)]
+    sent = torch.cat(
+        [torch.empty(0, dtype=torch.uint8, device=device), *(bytes_of(tensor).to(device) for tensor in local)]
     )
-    if len(share) < most:
-        share = torch.nn.functional.pad(share, (0, most - len(share)))
+    if len(sent) < most:
+        sent = torch.nn.functional.pad(sent, (0, most - len(sent)))
     joined = torch.empty(most * len(counts), dtype=torch.uint8, device=device)
-    shares = list(joined.split(most))
-    dist.all_gather(shares, share, group=group)
+    received = list(joined.split(most))
+    dist.all_gather(received, sent, group=group)
     if min(counts) == most:
         return joined
-    return torch.cat([part[:count] for part, count in zip(shares, counts, strict=True)])
+    return torch.cat([of_rank[:count] for of_rank, count in zip(received, counts, strict=True)])
 
 
-def _tell_all(item: Any, group: dist.ProcessGroup | None) -> list[Any]:
+def _exchange(item: Any, group: dist.ProcessGroup | None) -> list[Any]:
     items: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(items, item, group=group)
     return items
 
 
 def group_device(group: dist.ProcessGroup | None, preferred: torch.device | None = None) -> torch.device:
-    """`preferred` where the backend of `group` (None: the default group) serves it; else a device that it does."""
+    """Return `preferred` if the backend of `group` (None: the default group) supports it, else a device it supports."""
     served = [pair.split(":")[0] for pair in dist.get_backend_config(group).split(",")]
     if preferred is not None and preferred.type in served:
         return preferred
@@ -208,12 +214,12 @@ def group_device(group: dist.ProcessGroup | None, preferred: torch.device | None
 
 
 def sum_over_ranks(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The sum of `values` over `group`, on their device; as they are when `group` is None. May change `values`."""
+    """Return the sum of `values` over `group`, on their device; `values` if `group` is None. May modify `values`."""
     return values if group is None else _reduce(values, dist.ReduceOp.SUM, group)
 
 
 def max_over_ranks(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The largest of `values` over `group`, one by one; see `sum_over_ranks`."""
+    """Return the elementwise maximum of `values` over `group`; see `sum_over_ranks`."""
     return values if group is None else _reduce(values, dist.ReduceOp.MAX, group)
 
 

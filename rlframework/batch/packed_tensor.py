@@ -1,8 +1,8 @@
 """`PackedTensor`: a value of a batch whose rows are tensors of different lengths, such as the images of each prompt.
 
-A model takes the tensors of all rows joined along one dimension (all patches of all images); a batch has to slice and
-shuffle them by row. So rows are kept apart, and joined when a tensor is asked for. Not here: padding (that is for
-`[B, ...]` tensors), and knowing which model input is which.
+A model takes the tensors of all rows joined along one dimension (all patches of all images), but a batch must slice and
+shuffle them by row. So rows are stored separately and joined on request. Does not cover padding, which is for `[B,
+...]` tensors, or the meaning of each model input.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlframework.batch.tensor_parcel import parcel_rows
+from rlframework.batch.tensor_pickling import picklable_rows
 from rlframework.errors import BatchError, BatchTypeError
 
 _SHARED: ContextVar[bool] = ContextVar("media are shared by deep copies", default=False)
 
 
 class PackedTensor:
-    """One tensor a row, or None for a row without media; `as_tensor` joins them along `dim_to_pack`.
+    """One tensor per row, or None for a row without media; `as_tensor` joins them along `dim_to_pack`.
 
-    `tensors`: a list, or one tensor, which is one row. The tensors may differ in size on `dim_to_pack` only. A
-    `PackedTensor` is not changed by any method; what a method returns shares the tensors of its rows, and nothing
-    writes to them. So do rows that were repeated, sliced or shuffled: media count as immutable.
+    `tensors` is a list, or a single tensor, which is one row. The tensors may differ in size on `dim_to_pack` only.
+    Media are treated as immutable: no method modifies a `PackedTensor`, and results, also of repeating, slicing and
+    shuffling, share the tensors of their rows.
     """
 
     __slots__ = ("dim_to_pack", "tensors")
@@ -35,38 +35,38 @@ class PackedTensor:
         rows = [tensors] if isinstance(tensors, Tensor) else tensors
         if not isinstance(rows, (list, tuple)) or not all(row is None or isinstance(row, Tensor) for row in rows):
             given = {type(row).__name__ for row in rows} if isinstance(rows, (list, tuple)) else {type(rows).__name__}
-            raise BatchTypeError(f"a PackedTensor takes a list of a tensor or None for each row; got {sorted(given)}")
+            raise BatchTypeError(f"a PackedTensor takes a list with a tensor or None for each row, got {sorted(given)}")
         if isinstance(dim_to_pack, bool) or not isinstance(dim_to_pack, int):
             raise BatchTypeError(f"dim_to_pack must be an integer, got {dim_to_pack!r}")
         for index, row in enumerate(rows):
             if row is not None and not -row.ndim <= dim_to_pack < row.ndim:
                 raise BatchError(
-                    f"row {index} has shape {tuple(row.shape)} and so no dimension {dim_to_pack} to be packed along"
+                    f"row {index} has shape {tuple(row.shape)}, which has no dimension {dim_to_pack} to pack along"
                 )
         self.tensors: list[Tensor | None] = list(rows)
         self.dim_to_pack = dim_to_pack
 
     @classmethod
     def empty_like(cls, other: PackedTensor) -> PackedTensor:
-        """As many rows as `other`, none of which has media."""
+        """Return a PackedTensor with as many rows as `other` and without media."""
         return cls([None] * len(other), other.dim_to_pack)
 
     @classmethod
     def concat(cls, from_packed_tensors: Sequence[PackedTensor]) -> PackedTensor:
-        """The rows of all of them, in order. They must agree on `dim_to_pack`."""
+        """Concatenate the rows of PackedTensors, which must have the same `dim_to_pack`."""
         dims = sorted({packed.dim_to_pack for packed in _all_packed(from_packed_tensors, "concat")})
         if len(dims) != 1:
-            raise BatchError(f"PackedTensors that are joined must have one dim_to_pack, got {dims or 'none of them'}")
+            raise BatchError(f"PackedTensors to be joined must have one dim_to_pack, got {dims or 'no PackedTensors'}")
         return cls._of([row for packed in from_packed_tensors for row in packed.tensors], dims[0])
 
     @classmethod
     def flattened_concat(cls, from_packed_tensors: Sequence[PackedTensor], dim_to_pack: int) -> PackedTensor:
-        """Each of them, joined along its own `dim_to_pack`, as one row: the messages of a prompt as one."""
+        """Join the rows of each PackedTensor (the messages of a prompt) into one, along that one's `dim_to_pack`."""
         return cls([packed.as_tensor() for packed in _all_packed(from_packed_tensors, "flattened_concat")], dim_to_pack)
 
     @classmethod
     def _of(cls, rows: list[Tensor | None], dim_to_pack: int) -> PackedTensor:
-        """Without the checks, for rows that passed them."""
+        """Construct without the checks, from rows that passed them."""
         made = cls.__new__(cls)
         made.tensors, made.dim_to_pack = rows, dim_to_pack
         return made
@@ -75,9 +75,9 @@ class PackedTensor:
         return len(self.tensors)
 
     def __getitem__(self, rows: slice) -> PackedTensor:
-        """`packed[start:end]`: these rows. For one row take `packed.tensors[index]`."""
+        """Return `packed[start:end]` as a PackedTensor; for a single row use `packed.tensors[index]`."""
         if not isinstance(rows, slice):
-            raise BatchTypeError(f"packed[{rows!r}]: take packed[start:end], packed.slice(indices) or packed.tensors")
+            raise BatchTypeError(f"packed[{rows!r}]: use packed[start:end], packed.slice(indices) or packed.tensors")
         return self._of(self.tensors[rows], self.dim_to_pack)
 
     def __repr__(self) -> str:
@@ -90,10 +90,10 @@ class PackedTensor:
         return any(row is not None for row in self.tensors)
 
     def as_tensor(self, device: str | torch.device | None = None) -> Tensor | None:
-        """The tensors of all rows joined along `dim_to_pack`, on `device` if one is given; None if no row has media.
+        """Join the tensors of all rows along `dim_to_pack`, on `device` if given; None if no row has media.
 
-        A single tensor is given back as it is, not copied. `BatchError` if they differ in another dimension, or lie on
-        different devices and none is given.
+        A single tensor is returned without a copy. Raises `BatchError` if the tensors differ in another dimension, or
+        are on different devices and `device` is None.
         """
         present = [row for row in self.tensors if row is not None]
         if not present:
@@ -106,7 +106,7 @@ class PackedTensor:
         return joined if device is None else joined.to(device)
 
     def to(self, device: str | torch.device | None = None, dtype: torch.dtype | None = None) -> PackedTensor:
-        """A PackedTensor with its rows on `device`, floating ones as `dtype`; what is right already is not copied."""
+        """Return a PackedTensor with rows on `device`, floating-point ones as `dtype`; copies only where needed."""
         return self._of(
             [
                 row if row is None else row.to(device, dtype if row.is_floating_point() else None)
@@ -116,16 +116,18 @@ class PackedTensor:
         )
 
     def slice(self, indices: Sequence[int] | Tensor) -> PackedTensor:
-        """The rows at `indices`, in their order; negative ones count from the end."""
+        """Return the rows at `indices`, in that order; negative indices count from the end."""
         wanted = indices.tolist() if isinstance(indices, Tensor) else list(indices)
         size = len(self)
         wrong = [i for i in wanted if isinstance(i, bool) or not isinstance(i, int) or not -size <= i < size]
         if wrong:
-            raise BatchError(f"there is no row {wrong[0]!r} in a PackedTensor of {size} rows")
+            raise BatchError(
+                f"row {wrong[0]!r} is not in a PackedTensor of {size} rows; indices are {-size}..{size - 1}"
+            )
         return self._of([self.tensors[index] for index in wanted], self.dim_to_pack)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"tensors": parcel_rows(self.tensors), "dim_to_pack": self.dim_to_pack}
+        return {"tensors": picklable_rows(self.tensors), "dim_to_pack": self.dim_to_pack}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.tensors, self.dim_to_pack = state["tensors"], state["dim_to_pack"]
@@ -152,13 +154,13 @@ class PackedTensor:
     def _on(self, present: list[Tensor], device: str | torch.device | None) -> list[Tensor]:
         if device is None:
             devices = sorted({str(row.device) for row in present})
-            raise BatchError(f"the rows of a PackedTensor lie on {devices}; name one: as_tensor(device=...)")
+            raise BatchError(f"the rows of a PackedTensor are on {devices}; choose one: as_tensor(device=...)")
         return [row.to(device) for row in present]
 
 
 @contextmanager
 def sharing_media() -> Iterator[None]:
-    """Within it, `copy.deepcopy` of anything shares the PackedTensors in it instead of copying them."""
+    """Context manager: make `copy.deepcopy` share PackedTensors instead of copying them."""
     token = _SHARED.set(True)
     try:
         yield
@@ -174,5 +176,5 @@ def _all_packed(values: Sequence[PackedTensor], what: str) -> Sequence[PackedTen
 
 
 def has_media(data: Mapping[str, Any]) -> bool:
-    """Whether a batch is multimodal: by its keys, so that all ranks say the same, also those without media."""
+    """Whether a batch is multimodal: decided by the types of its values, so that ranks without media agree."""
     return any(isinstance(value, PackedTensor) for value in data.values())

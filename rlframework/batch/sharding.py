@@ -1,7 +1,7 @@
-"""Plans of which rows of a batch go to which shard and, with dynamic batches or packing, into which microbatch.
+"""Plans for sharding a batch: the rows of each shard and, with dynamic batches or packing, of each microbatch.
 
-Pure functions on lengths; `BatchedDataDict.shard_by_batch_size` executes the plans. `rlframework.batch.packing` assigns
-rows to microbatches; the data processor joins the tokens of a packed microbatch.
+Pure functions of row lengths; `BatchedDataDict.shard_by_batch_size` executes the plans. `rlframework.batch.packing`
+assigns rows to microbatches; the data processor joins the tokens of a packed microbatch.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 import torch
 
-from rlframework.batch.batch_rows import described
+from rlframework.batch.batch_rows import describe
 from rlframework.batch.packing import balanced_microbatches, get_packer, round_robin_microbatches
 from rlframework.batch.packing.lengths import read_count, round_up
 from rlframework.errors import BatchError, BatchKeyError, BatchTypeError
@@ -20,17 +20,18 @@ if TYPE_CHECKING:
     from rlframework.batch.packing import PackingAlgorithm, TokenCost
 
 MOST_SHARDS = 1 << 20
+"""The most shards a batch may be split into; a larger number is surely a mistake, and would exhaust memory."""
 
-# No `from __future__ import annotations` here: with it TypedDict does not see NotRequired.
+# No `from __future__ import annotations` in this module: it would hide NotRequired from TypedDict.
 
 
 class DynamicBatchingArgs(TypedDict):
-    """How rows of like length become microbatches of at most `max_tokens_per_microbatch` tokens, padding included.
+    """Options for microbatches of rows of similar length, of at most `max_tokens_per_microbatch` tokens with padding.
 
-    The length of each microbatch is rounded up to a multiple of `sequence_length_round`; `input_key` names the
-    `[B, S]` tokens, `input_lengths_key` the `[B]` integer tensor of their lengths. `algorithm`: "round_robin" (the
-    default; the microbatches of all shards have the same shapes) or "balanced" (like costs at each step, fewer padded
-    tokens; `cost` says what a row costs).
+    The length of each microbatch is rounded up to a multiple of `sequence_length_round`. `input_key` names the `[B, S]`
+    tokens, `input_lengths_key` the `[B]` integer tensor of their lengths. `algorithm` is "round_robin" (default: the
+    microbatches of all shards have the same shapes) or "balanced" (similar costs in each step and less padding; `cost`
+    is the cost of a row).
     """
 
     max_tokens_per_microbatch: int
@@ -42,11 +43,11 @@ class DynamicBatchingArgs(TypedDict):
 
 
 class SequencePackingArgs(TypedDict):
-    """How rows are put into packs of at most `max_tokens_per_microbatch` tokens, one pack a microbatch.
+    """Options for packing rows into microbatches of at most `max_tokens_per_microbatch` tokens.
 
     `algorithm` is a `PackingAlgorithm` or its name. Each row counts as its length rounded up to a multiple of
-    `sequence_length_pad_multiple`. `microbatch_order`: "packer" (the default: as the packer dealt them) or
-    "largest_first". `cost` says what a row costs; only "balanced" looks at it.
+    `sequence_length_pad_multiple`. `microbatch_order` is "packer" (default: in the packer's order) or "largest_first".
+    `cost` is the cost of a row; only "balanced" uses it.
     """
 
     max_tokens_per_microbatch: int
@@ -61,20 +62,20 @@ class SequencePackingArgs(TypedDict):
 Block = tuple[int, int]
 """Rows `[start, end)`."""
 Group = tuple[list[int], int]
-"""The rows of one microbatch, and its length: of dynamic batches padded, of packs summed up."""
+"""The rows of one microbatch and its length: the padded length if dynamic, the total tokens if packed."""
 
 
 @dataclass
 class ShardPlan:
-    """One shard: its `rows` in order, and what its metadata say of each chunk (global batch) of them."""
+    """One shard: its `rows` in order, and its microbatch metadata for each global batch."""
 
     rows: list[int] = field(default_factory=list)
     micro_batch_indices: list[list[list[int]]] = field(default_factory=list)
     micro_batch_lengths: list[list[int]] = field(default_factory=list)
     elem_counts_per_gb: list[int] = field(default_factory=list)
 
-    def add_chunk(self, groups: Sequence[Group], start: int) -> None:
-        """The microbatches of the next chunk, whose rows are counted from row `start` of the batch."""
+    def add_global_batch(self, groups: Sequence[Group], start: int) -> None:
+        """Append the microbatches of the next global batch, whose row 0 is row `start` of the whole batch."""
         ranges, end = [], 0
         for rows, _ in groups:
             ranges.append([end, end + len(rows)])
@@ -86,14 +87,14 @@ class ShardPlan:
 
 
 def plain_blocks(size: int, shards: int, batch_size: int | None, allow_uneven_shards: bool) -> list[list[Block]]:
-    """The blocks of each shard: its part of each `batch_size` rows, or with uneven shards one block of all rows."""
+    """Return the blocks of each shard: its share of each global batch or, with uneven shards, one block of all rows."""
     check_sizes(size, shards, batch_size, allow_uneven_shards, divide=not allow_uneven_shards)
     if allow_uneven_shards:
         each = -(-size // shards)
         return [[(min(shard * each, size), min((shard + 1) * each, size))] for shard in range(shards)]
     each = (batch_size or size) // shards
     return [
-        [(start + shard * each, start + (shard + 1) * each) for start, _ in _chunks(size, batch_size)]
+        [(start + shard * each, start + (shard + 1) * each) for start, _ in _global_batches(size, batch_size)]
         for shard in range(shards)
     ]
 
@@ -101,29 +102,29 @@ def plain_blocks(size: int, shards: int, batch_size: int | None, allow_uneven_sh
 def plan_dynamic(
     data: Mapping[str, Any], size: int, shards: int, batch_size: int | None, uneven: bool, args: DynamicBatchingArgs
 ) -> list[ShardPlan]:
-    """Microbatches of rows of like length. Only with "balanced" the rows of a chunk need not divide by the shards."""
+    """Plan dynamic microbatches. Except with "balanced", the rows of a global batch must be a multiple of `shards`."""
     _check_keys(args, DynamicBatchingArgs, "dynamic_batching_args")
     most, multiple = (read_count(args[key], key, 1) for key in ("max_tokens_per_microbatch", "sequence_length_round"))
     algorithm = args.get("algorithm", "round_robin")
     if algorithm not in ("round_robin", "balanced"):
-        raise BatchError(f"the algorithm of dynamic_batching_args is {algorithm!r}; take round_robin or balanced")
+        raise BatchError(f"the algorithm of dynamic_batching_args is {algorithm!r}; use round_robin or balanced")
     check_sizes(size, shards, batch_size, uneven, divide=algorithm == "round_robin")
     lengths, width = read_lengths(data, size, args["input_key"], args["input_lengths_key"])
     check_cap([min(round_up(length, multiple), width) for length in lengths], lengths, most)
 
-    def padded(rows: Sequence[int], part: list[int]) -> int:
-        longest = max((part[row] for row in rows), default=0) or 1  # rows without tokens still make one column
+    def padded(rows: Sequence[int], lengths: list[int]) -> int:
+        longest = max((lengths[row] for row in rows), default=0) or 1  # rows without tokens still take one column
         return min(round_up(longest, multiple), width)
 
-    def balanced(part: list[int]) -> list[list[Group]]:
-        steps = balanced_microbatches(
-            part, most, shards=shards, length_round=multiple, width=width, cost=args.get("cost")
+    def balanced(lengths: list[int]) -> list[list[Group]]:
+        by_shard = balanced_microbatches(
+            lengths, most, shards=shards, length_round=multiple, width=width, cost=args.get("cost")
         )
-        return [[(list(rows), padded(rows, part)) for rows in groups] for groups in steps]
+        return [[(list(rows), padded(rows, lengths)) for rows in groups] for groups in by_shard]
 
-    def round_robin(part: list[int]) -> list[list[Group]]:
+    def round_robin(lengths: list[int]) -> list[list[Group]]:
         by_shard, bounds, longest = round_robin_microbatches(
-            part, most, shards=shards, length_round=multiple, width=width
+            lengths, most, shards=shards, length_round=multiple, width=width
         )
         return [
             [(list(rows[start:end]), length) for (start, end), length in zip(bounds, longest, strict=True)]
@@ -136,23 +137,23 @@ def plan_dynamic(
 def plan_packed(
     data: Mapping[str, Any], size: int, shards: int, batch_size: int | None, uneven: bool, args: SequencePackingArgs
 ) -> list[ShardPlan]:
-    """Packs, equally many a shard; the rows of a chunk need not divide by the shards."""
+    """Plan packed microbatches, the same number per shard, for any number of rows in a global batch."""
     _check_keys(args, SequencePackingArgs, "sequence_packing_args")
     most, multiple = (
         read_count(args[key], key, 1) for key in ("max_tokens_per_microbatch", "sequence_length_pad_multiple")
     )
     order = args.get("microbatch_order", "packer")
     if order not in ("packer", "largest_first"):
-        raise BatchError(f"microbatch_order of sequence_packing_args is {order!r}; take packer or largest_first")
+        raise BatchError(f"microbatch_order of sequence_packing_args is {order!r}; use packer or largest_first")
     check_sizes(size, shards, batch_size, uneven, divide=False)
     packer = get_packer(args["algorithm"], most, min_bin_count=shards, bin_count_multiple=shards, cost=args.get("cost"))
     lengths, _ = read_lengths(data, size, args["input_key"], args["input_lengths_key"])
     counted = [round_up(length, multiple) for length in lengths]
     check_cap(counted, lengths, most)
 
-    def packed(part: list[int]) -> list[list[Group]]:
-        dealt = packer.deal(packer.pack(part), part, shards)
-        groups = [[(list(rows), sum(part[row] for row in rows)) for rows in bins] for bins in dealt]
+    def packed(lengths: list[int]) -> list[list[Group]]:
+        assigned = packer.assign_to_shards(packer.pack(lengths), lengths, shards)
+        groups = [[(list(rows), sum(lengths[row] for row in rows)) for rows in bins] for bins in assigned]
         if order == "largest_first":
             for bins in groups:
                 bins.sort(key=lambda group: -group[1])
@@ -162,10 +163,10 @@ def plan_packed(
 
 
 def check_sizes(size: int, shards: int, batch_size: int | None, allow_uneven_shards: bool, *, divide: bool) -> None:
-    """`BatchError` unless the batch splits into global batches, and with `divide` each of them over the shards."""
+    """Raise `BatchError` unless the batch divides into global batches and, with `divide`, these by the shards."""
     if not 1 <= shards <= MOST_SHARDS or (batch_size is not None and batch_size < 1):
         raise BatchError(
-            f"{shards} shards of batch size {batch_size}: both must be at least 1, and shards at most {MOST_SHARDS}"
+            f"{shards} shards with batch size {batch_size}: both must be at least 1, and shards at most {MOST_SHARDS}"
         )
     if allow_uneven_shards and batch_size is not None:
         raise BatchError(f"batch_size must be None if allow_uneven_shards is True, got {batch_size}")
@@ -174,21 +175,21 @@ def check_sizes(size: int, shards: int, batch_size: int | None, allow_uneven_sha
     per_batch = size if batch_size is None else batch_size
     if divide and per_batch % shards:
         raise BatchError(
-            f"Batch size ({per_batch}) is not a multiple of shards ({shards}): change one of them, or where shards "
-            "need not be even pass allow_uneven_shards=True (dynamic batches: the algorithm balanced)"
+            f"Batch size ({per_batch}) is not a multiple of shards ({shards}): change one of them, or allow uneven "
+            "shards with allow_uneven_shards=True (for dynamic batches: with the algorithm balanced)"
         )
 
 
 def read_lengths(data: Mapping[str, Any], size: int, input_key: str, lengths_key: str) -> tuple[list[int], int]:
-    """The `[B]` lengths, and the width of the `[B, S]` inputs; `BatchError` where they are not that."""
+    """Return the `[B]` lengths and the width of the `[B, S]` inputs; raise `BatchError` if their shapes differ."""
     for name, key in (("input_key", input_key), ("input_lengths_key", lengths_key)):
         if not isinstance(key, str):
-            raise BatchTypeError(f"{name} must be text, the name of a value of the batch; got {key!r}")
+            raise BatchTypeError(f"{name} must be a string, a key of the batch; got {key!r}")
         if key not in data:
-            raise BatchKeyError(f"the batch has no {key!r}, which is its {name}; it has {sorted(data, key=str)}")
+            raise BatchKeyError(f"the batch has no {key!r}, the given {name}; it has {sorted(data, key=str)}")
     tokens, lengths = data[input_key], data[lengths_key]
     if not isinstance(tokens, torch.Tensor) or tokens.ndim < 2:
-        raise BatchTypeError(f"{input_key!r} must be a tensor [B, S] of tokens, got {described(tokens)}")
+        raise BatchTypeError(f"{input_key!r} must be a tensor [B, S] of tokens, got {describe(tokens)}")
     if (
         not isinstance(lengths, torch.Tensor)
         or lengths.ndim != 1
@@ -197,45 +198,45 @@ def read_lengths(data: Mapping[str, Any], size: int, input_key: str, lengths_key
         or lengths.is_complex()
         or lengths.device.type == "meta"
     ):
-        raise BatchTypeError(f"{lengths_key!r} must be a tensor [B] of integers, got {described(lengths)}")
+        raise BatchTypeError(f"{lengths_key!r} must be a tensor [B] of integers, got {describe(lengths)}")
     width = tokens.shape[1]
     values: list[int] = lengths.tolist()
     wrong = next((row for row, length in enumerate(values) if not 0 <= length <= width), None)
     if wrong is not None:
         raise BatchError(
-            f"{lengths_key!r} of row {wrong} of {size} is {values[wrong]}; {input_key!r} has {width} columns, so it "
-            f"must be in 0..{width}"
+            f"{lengths_key!r} of row {wrong} of {size} is {values[wrong]}; it must be in 0..{width}, the columns of "
+            f"{input_key!r}"
         )
     return values, width
 
 
 def check_cap(counted: Sequence[int], lengths: Sequence[int], most: int) -> None:
-    """`BatchError` for a row that alone, as it is `counted`, is over `most` tokens."""
+    """Raise `BatchError` for a row that alone exceeds `most` tokens; `counted` are the lengths as rounded up."""
     if max(counted, default=0) > most:
         row = counted.index(max(counted))
         raise BatchError(
             f"row {row} has {lengths[row]} tokens, rounded up {counted[row]}, but max_tokens_per_microbatch is {most}: "
-            "raise it, or shorten the row"
+            "raise max_tokens_per_microbatch or shorten the row"
         )
 
 
 def _plan(
-    lengths: list[int], shards: int, batch_size: int | None, deal: Callable[[list[int]], list[list[Group]]]
+    lengths: list[int], shards: int, batch_size: int | None, assign: Callable[[list[int]], list[list[Group]]]
 ) -> list[ShardPlan]:
     plans = [ShardPlan() for _ in range(shards)]
-    for start, end in _chunks(len(lengths), batch_size):
-        dealt = deal(lengths[start:end]) if end > start else [[] for _ in plans]
-        for plan, groups in zip(plans, dealt, strict=True):
-            plan.add_chunk(groups, start)
+    for start, end in _global_batches(len(lengths), batch_size):
+        assigned = assign(lengths[start:end]) if end > start else [[] for _ in plans]
+        for plan, groups in zip(plans, assigned, strict=True):
+            plan.add_global_batch(groups, start)
     return plans
 
 
-def joined_rows(plans: Sequence[ShardPlan]) -> list[int]:
-    """Where each row of the joined shards came from."""
+def row_order(plans: Sequence[ShardPlan]) -> list[int]:
+    """Return the input row at each position of the joined shards."""
     return list(chain.from_iterable(plan.rows for plan in plans))
 
 
-def _chunks(size: int, batch_size: int | None) -> list[Block]:
+def _global_batches(size: int, batch_size: int | None) -> list[Block]:
     if batch_size is None:
         return [(0, size)]
     return [(start, start + batch_size) for start in range(0, size, batch_size)]
@@ -243,10 +244,10 @@ def _chunks(size: int, batch_size: int | None) -> list[Block]:
 
 def _check_keys(args: Any, kind: Any, name: str) -> None:
     if not isinstance(args, Mapping):
-        raise BatchTypeError(f"{name} must be a dictionary with the keys of {kind.__name__}, got {described(args)}")
+        raise BatchTypeError(f"{name} must be a dictionary with the keys of {kind.__name__}, got {describe(args)}")
     unknown, missing = set(args) - set(kind.__annotations__), kind.__required_keys__ - set(args)
     if unknown or missing:
         raise BatchKeyError(
             f"{name} lacks {sorted(missing)} and has unknown keys {sorted(map(str, unknown))}; "
-            f"needed: {sorted(kind.__required_keys__)}, possible: {sorted(kind.__optional_keys__)}"
+            f"required: {sorted(kind.__required_keys__)}, optional: {sorted(kind.__optional_keys__)}"
         )

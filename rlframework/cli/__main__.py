@@ -1,4 +1,4 @@
-"""`python -m rlframework.cli`."""
+"""Entry point of `python -m rlframework.cli`."""
 
 from rlframework.cli.common import main
 

@@ -1,4 +1,4 @@
-"""Commands for the authors of parts: conformance, parity, new-backend."""
+"""Commands for plugin authors: conformance, parity, new-backend."""
 
 from __future__ import annotations
 
@@ -12,26 +12,33 @@ from rlframework.errors import UserError
 
 @app.command()
 def conformance(
-    backend: Annotated[str, typer.Argument(help="The name of a part: dtensor, ray, addition, ...", show_default=False)],
-    keys: Annotated[list[str] | None, typer.Argument(help="Keys of the part's own section, such as path=x.")] = None,
+    backend: Annotated[str, typer.Argument(help="Name of a plugin: dtensor, ray, addition, ...", show_default=False)],
+    keys: Annotated[
+        list[str] | None, typer.Argument(help="Settings of the plugin's own section, such as path=x.")
+    ] = None,
     workers: Annotated[
-        int | None, typer.Option(help="Only the layouts of so many workers.", show_default=False)
+        int | None, typer.Option(help="Test only layouts with this many workers.", show_default=False)
     ] = None,
-    layout: Annotated[list[str] | None, typer.Option(help="Such as data=2,tensor=2; again for more.")] = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    layout: Annotated[
+        list[str] | None, typer.Option(help="Layout to test, such as data=2,tensor=2. Repeatable.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="Device to test on: cpu or cuda.")] = "cpu",
     json_file: Annotated[
-        str | None, typer.Option("--json", metavar="FILE", help="Write all that was measured.")
+        str | None, typer.Option("--json", metavar="FILE", help="Write all measurements as JSON.")
     ] = None,
-    markdown: Annotated[str | None, typer.Option(metavar="FILE", help="Write tables of it.")] = None,
-    test: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Only this test; again for more.")] = None,
-    as_list: Annotated[bool, typer.Option("--list", help="List the tests, and run none.")] = False,
-    mutants: Annotated[bool, typer.Option("--mutants", help="Prove the suites: broken parts must fail.")] = False,
+    markdown: Annotated[str | None, typer.Option(metavar="FILE", help="Write the results as Markdown tables.")] = None,
+    test: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Run only this test. Repeatable.")] = None,
+    as_list: Annotated[bool, typer.Option("--list", help="List the tests without running them.")] = False,
+    mutants: Annotated[
+        bool,
+        typer.Option("--mutants", help="Check the suites themselves: deliberately broken implementations must fail."),
+    ] = False,
     debug: Debug = False,
 ) -> None:
-    """Run the conformance suites of the part BACKEND, in all layouts that it declares.
+    """Run the conformance suites for the plugin BACKEND, in every layout that it declares.
 
-    Exit code 0: it conforms, or with --test: the chosen tests hold, which alone leaves the verdict INCOMPLETE; with
-    --mutants: all are caught. 1: that is not so. 2: it could not be run.
+    Exit code 0: the plugin conforms; with --test, the selected tests pass (the verdict is then INCOMPLETE); with
+    --mutants, every mutant is caught. 1: it does not. 2: the suites could not be run.
 
     \b
     rlframework conformance dtensor --workers 2
@@ -56,29 +63,39 @@ def parity(
         list[str] | None,
         typer.Argument(
             metavar="BACKEND[:LAYOUT][/KEY=VALUE]...",
-            help="Such as dtensor:data=2, or deepspeed:data=2/zero_optimization.stage=3 with keys of its own section; "
-            "none: all that are installed.",
+            help="Backends to compare, such as dtensor:data=2, or deepspeed:data=2/zero_optimization.stage=3 with "
+            "settings of its own section. Default: all installed backends.",
         ),
     ] = None,
-    model: Annotated[str | None, typer.Option(metavar="DIR", help="A model directory; none: a tiny model.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Optimizer steps (20).", show_default=False)] = None,
-    rows: Annotated[int | None, typer.Option(help="Rows of each (8).", show_default=False)] = None,
-    precision: Annotated[list[str] | None, typer.Option(help="float32, bfloat16; again for more.")] = None,
-    batching: Annotated[list[str] | None, typer.Option(help="padded, dynamic, packed; again for more.")] = None,
-    checkpointing: Annotated[bool, typer.Option("--checkpointing", help="Activation checkpointing too.")] = False,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    run: Annotated[str | None, typer.Option("--replay", metavar="RUN_DIR", help="A recorded step of this run.")] = None,
-    step: Annotated[int | None, typer.Option(help="The step to replay.", show_default=False)] = None,
-    json_file: Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write all figures.")] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Model directory. Default: a tiny random model.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps. Default: 20.", show_default=False)] = None,
+    rows: Annotated[int | None, typer.Option(help="Rows per step. Default: 8.", show_default=False)] = None,
+    precision: Annotated[list[str] | None, typer.Option(help="float32 or bfloat16. Repeatable.")] = None,
+    batching: Annotated[list[str] | None, typer.Option(help="padded, dynamic or packed. Repeatable.")] = None,
+    checkpointing: Annotated[
+        bool, typer.Option("--checkpointing", help="Also compare with activation checkpointing.")
+    ] = False,
+    device: Annotated[str, typer.Option(help="Device to compare on: cpu or cuda.")] = "cpu",
+    run: Annotated[
+        str | None, typer.Option("--replay", metavar="RUN_DIR", help="Replay a recorded step of this run.")
+    ] = None,
+    step: Annotated[int | None, typer.Option(help="Step to replay.", show_default=False)] = None,
+    json_file: Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write all results as JSON.")] = None,
     debug: Debug = False,
 ) -> None:
-    """Compare backends with the oracle: log-probabilities, loss, gradient norm and weights after the same steps."""
+    """Compare backends with a reference implementation: log-probabilities, loss, gradient norm and final weights."""
     if (run is None) != (step is None):
-        raise UserError("--replay RUN_DIR and --step N go together: which run, and which of its recorded steps")
+        raise UserError(
+            "--replay RUN_DIR and --step N must be given together: the run, and the recorded step to replay"
+        )
     given = {"--model": model, "--steps": steps, "--rows": rows, "--batching": batching}
     given["--checkpointing"] = checkpointing or None
     if run is not None and (wrong := [name for name, value in given.items() if value is not None]):
-        raise UserError(f"{', '.join(wrong)} cannot go with --replay: the recorded step says what is computed")
+        raise UserError(
+            f"{', '.join(wrong)} cannot be combined with --replay: the recorded step determines the computation"
+        )
     from rlframework.conformance.parity import command
 
     common: dict[str, Any] = {"precisions": precision or (), "device": device, "json_file": json_file}
@@ -91,15 +108,18 @@ def parity(
 
 @app.command("new-backend")
 def new_backend(
-    name: Annotated[str, typer.Argument(help="The word for policy.backend, such as mine.", show_default=False)],
+    name: Annotated[str, typer.Argument(help="Name of the backend, for policy.backend.", show_default=False)],
     directory: Annotated[
-        str | None, typer.Option(metavar="DIR", help="The folder to write; none: rlframework-NAME.")
+        str | None, typer.Option(metavar="DIR", help="Folder to write. Default: rlframework-NAME.")
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Write a plugin distribution for a training backend of your own: it installs, and says what to write next."""
+    """Create an installable plugin distribution for a new training backend, with stubs to fill in."""
     from rlframework.new_backend import next_commands, write_backend
 
     folder = write_backend(name, directory)
-    print(f"written: {folder}. Next:\n\n{next_commands(name, folder)}\n")
-    print(f"Fill {folder.name}/rlframework_{name}/worker.py method by method: docs/write_a_backend.md has the way.")
+    print(f"created {folder}. Next steps:\n\n{next_commands(name, folder)}\n")
+    print(
+        f"Then implement {folder.name}/rlframework_{name}/worker.py method by method, following "
+        f"docs/write_a_backend.md."
+    )

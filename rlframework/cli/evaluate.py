@@ -18,24 +18,33 @@ def evaluate(
         list[str],
         typer.Argument(
             metavar="RUN_OR_MODEL|a.b=value",
-            help="A run's output_dir (or a checkpoint in it), or a Hugging Face model directory or name; more of them "
-            "are compared. And settings.",
+            help="A run's output_dir, a checkpoint in it, or a Hugging Face model directory or name; several are "
+            "compared. Also settings to override.",
             show_default=False,
         ),
     ],
-    config: Annotated[str | None, typer.Option(metavar="FILE", help="A YAML file; none: the run's.")] = None,
-    samples: Annotated[int | None, typer.Option(min=1, help="Only the first N prompts.", show_default=False)] = None,
-    attempts: Annotated[int | None, typer.Option(min=1, help="Answers to each prompt (1).", show_default=False)] = None,
-    k: Annotated[str, typer.Option(metavar="1,4,8", help="Tell pass@k of these.", show_default=False)] = "",
-    temperature: Annotated[
-        float | None, typer.Option(min=0.0, help="Sample; one attempt is greedy otherwise.", show_default=False)
+    config: Annotated[
+        str | None, typer.Option(metavar="FILE", help="YAML file. Default: the configuration of the run.")
     ] = None,
-    split: Annotated[str, typer.Option(help="validation or train.")] = "validation",
-    out: Annotated[str | None, typer.Option(metavar="DIR", help="A folder that is not there yet.")] = None,
+    samples: Annotated[
+        int | None, typer.Option(min=1, help="Evaluate only the first N prompts.", show_default=False)
+    ] = None,
+    attempts: Annotated[
+        int | None, typer.Option(min=1, help="Completions per prompt. Default: 1.", show_default=False)
+    ] = None,
+    k: Annotated[str, typer.Option(metavar="1,4,8", help="Report pass@k for these k.", show_default=False)] = "",
+    temperature: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="Sampling temperature. Default: greedy for a single attempt.", show_default=False),
+    ] = None,
+    split: Annotated[str, typer.Option(help="Data to evaluate on: validation or train.")] = "validation",
+    out: Annotated[str | None, typer.Option(metavar="DIR", help="New folder to write the results to.")] = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Ask a model the held-out prompts; tell accuracy, pass@k and reward with 95 % intervals, keep every completion.
+    """Evaluate models on held-out prompts: accuracy, pass@k and reward with 95 % confidence intervals.
+
+    All completions are saved.
 
     \b
     rlframework evaluate runs/quickstart
@@ -43,21 +52,21 @@ def evaluate(
     rlframework evaluate models/base runs/quickstart --samples 200
     rlframework evaluate models/base environment.name=gsm8k environment.validation_path=test.jsonl
     """
-    from rlframework.evaluation.run_or_model import plan_evaluation
+    from rlframework.evaluation.plan import plan_evaluation
 
     plan = plan_evaluation(
         words, config=config, samples=samples, attempts=attempts, k=k, temperature=temperature, split=split, out=out
     )
     from rlframework.evaluation.report import as_json as json_of
     from rlframework.evaluation.report import as_table
-    from rlframework.observers.progress import counting
+    from rlframework.observers.progress import progress_bar
     from rlframework.runner.launch import evaluate as run_plan
 
-    results, summaries = run_plan(plan, progress=counting)
+    results, summaries = run_plan(plan, progress=progress_bar)
     if as_json:
-        print(json.dumps(json_of(plan.subjects, results, summaries), indent=2, allow_nan=False))
+        print(json.dumps(json_of(plan.models, results, summaries), indent=2, allow_nan=False))
         return
-    print_table(as_table(plan.subjects, results, plan.settings))
+    print_table(as_table(plan.models, results, plan.settings))
     print(f"done; completions and summary in {plan.out}")
 
 
@@ -72,24 +81,30 @@ def generate(
         ),
     ],
     prompts: Annotated[
-        list[str] | None, typer.Argument(metavar="PROMPT", help="None: from stdin, a line each.", show_default=False)
+        list[str] | None,
+        typer.Argument(metavar="PROMPT", help="Prompts. Default: read from stdin, one per line.", show_default=False),
     ] = None,
     file: Annotated[
-        str | None, typer.Option(metavar="FILE", help="A prompt a line, or JSONL with `prompt` or `messages`.")
+        str | None,
+        typer.Option(metavar="FILE", help="Text file with one prompt per line, or JSONL with `prompt` or `messages`."),
     ] = None,
-    samples: Annotated[int, typer.Option(min=1, help="Answers to each prompt.")] = 1,
-    temperature: Annotated[float | None, typer.Option(min=0.0, help="None: the run's, or 1.")] = None,
-    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="None: the run's, or 256.")] = None,
-    greedy: Annotated[bool, typer.Option("--greedy", help="The likeliest token each time.")] = False,
-    raw: Annotated[bool, typer.Option("--raw", help="Without the chat template.")] = False,
-    seed: Annotated[int | None, typer.Option(min=0, help="None: the run's, or 0.")] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Completions per prompt.")] = 1,
+    temperature: Annotated[
+        float | None, typer.Option(min=0.0, help="Sampling temperature. Default: the run's, or 1.")
+    ] = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Maximum length of a completion. Default: the run's, or 256.")
+    ] = None,
+    greedy: Annotated[bool, typer.Option("--greedy", help="Always choose the most likely token.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Do not apply the chat template.")] = False,
+    seed: Annotated[int | None, typer.Option(min=0, help="Random seed. Default: the run's, or 0.")] = None,
     changes: Annotated[
-        list[str] | None, typer.Option("--set", metavar="a.b=value", help="Another setting; again for more.")
+        list[str] | None, typer.Option("--set", metavar="a.b=value", help="Override a setting. Repeatable.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a line of JSON for each answer.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON per completion.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Answer prompts with a model: those given, those of a file, or what is typed, until Ctrl-D.
+    """Generate completions for prompts given as arguments, in a file, or typed interactively until Ctrl-D.
 
     \b
     rlframework generate runs/quickstart "3+4=" "12+9="
@@ -98,8 +113,8 @@ def generate(
     echo "Once upon a time" | rlframework generate models/base --raw --max-new-tokens 50
     """
     if prompts and file is not None:
-        raise UserError("give prompts or --file, not both")
-    from rlframework.evaluation.run_or_model import generation_config
+        raise UserError("give either prompts or --file, not both")
+    from rlframework.evaluation.plan import generation_config
 
     config = generation_config(
         name,
@@ -111,13 +126,13 @@ def generate(
         seed=seed,
     )
     from rlframework.evaluation.completions import prompts_of_file, prompts_of_words
-    from rlframework.evaluation.interactive import show, talk
+    from rlframework.evaluation.interactive import chat, print_answers
     from rlframework.runner.launch import build_answerer
 
     typed = not prompts and file is None and sys.stdin.isatty()
     given = [] if typed else prompts_of_words(prompts) if prompts else prompts_of_file(file or "-")
     with build_answerer(config, samples=samples, raw=raw) as answerer:
         if typed:
-            talk(answerer, as_json=as_json)
+            chat(answerer, as_json=as_json)
         else:
-            show(answerer, given, as_json=as_json)
+            print_answers(answerer, given, as_json=as_json)

@@ -1,4 +1,4 @@
-"""Commands that only look: config, schema, plugins, doctor, and report, which makes a page of what runs wrote."""
+"""Commands that inspect: config, schema, plugins, doctor, and report, which renders the outputs of runs as a page."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from rlframework.cli.common import Config, Debug, Json, Overrides, app, print_ta
 
 @app.command(name="config")
 def show_config(config: Config, overrides: Overrides = None, as_json: Json = False, debug: Debug = False) -> None:
-    """Check CONFIG and print it resolved, with every default."""
-    from rlframework.configure import config_yaml, dump_config, load_config
+    """Check CONFIG and print the resolved configuration with all defaults."""
+    from rlframework.config.load import escape_interpolation
+    from rlframework.config.yaml_text import to_yaml
+    from rlframework.configure import dump_selected, load_config
 
-    resolved = load_config(config, overrides or ())
-    print(
-        json.dumps(dump_config(resolved), indent=2) if as_json else config_yaml(resolved), end="\n" if as_json else ""
-    )
+    values = dump_selected(load_config(config, overrides or ()))
+    print(json.dumps(values, indent=2) if as_json else to_yaml(escape_interpolation(values)).rstrip("\n"))
 
 
 @app.command()
 def schema(debug: Debug = False) -> None:
-    """Print the JSON schema of CONFIG, for editors."""
+    """Print the JSON schema of configuration files, for editors."""
     from rlframework.configure import config_schema
     from rlframework.plugins.manager import create_manager
 
@@ -32,7 +32,7 @@ def schema(debug: Debug = False) -> None:
 
 @app.command()
 def plugins(as_json: Json = False, debug: Debug = False) -> None:
-    """List the plugins, and why one cannot be used."""
+    """List the plugins, with the reason if one cannot be used."""
     from rlframework.plugins.listing import as_json as json_of
     from rlframework.plugins.listing import as_table
     from rlframework.plugins.manager import create_manager
@@ -46,15 +46,17 @@ def plugins(as_json: Json = False, debug: Debug = False) -> None:
 
 @app.command()
 def doctor(
-    config: Annotated[str | None, typer.Argument(help="A YAML file: is it ready to run?", show_default=False)] = None,
+    config: Annotated[
+        str | None, typer.Argument(help="YAML file of a run to check as well.", show_default=False)
+    ] = None,
     overrides: Overrides = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Say what this machine, its GPUs, packages, plugins and cluster look like, what will not work, and what to do.
+    """Diagnose this machine: hardware, packages, plugins and cluster, with a remedy for each problem.
 
-    With CONFIG also whether its run can start: model, workers, memory, disk. Exit code 1: something that is needed is
-    broken; 0: nothing is.
+    With CONFIG, also check whether its run can start: model, workers, memory, disk. Exit code 1: something required
+    is broken; 0: nothing is.
 
     \b
     rlframework doctor
@@ -74,15 +76,22 @@ def doctor(
 
 @app.command()
 def report(
-    runs: Annotated[list[str], typer.Argument(metavar="RUN_DIR...", help="What runs wrote into.", show_default=False)],
+    runs: Annotated[
+        list[str], typer.Argument(metavar="RUN_DIR...", help="Output directories of runs.", show_default=False)
+    ],
     out: Annotated[
-        str | None, typer.Option(metavar="FILE.html", help="The page; else report.html, of one run in its folder.")
+        str | None,
+        typer.Option(metavar="FILE.html", help="File to write. Default: report.html, in RUN_DIR if there is one run."),
     ] = None,
-    smooth: Annotated[int | None, typer.Option(help="Smooth over so many steps; the page can change it.")] = None,
-    png: Annotated[str | None, typer.Option(metavar="DIR", help="For the pictures; else a folder by the page.")] = None,
+    smooth: Annotated[
+        int | None, typer.Option(help="Smooth curves over this many steps; adjustable in the page.")
+    ] = None,
+    png: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Folder for the pictures. Default: a folder next to the page.")
+    ] = None,
     debug: Debug = False,
 ) -> None:
-    """Make a page of RUN_DIR, or of several beside each other: curves, times, samples, configurations."""
+    """Write an HTML report on one or several runs: curves, timings, samples, configurations."""
     from pathlib import Path
 
     from rlframework.observers.report import write_report
@@ -92,4 +101,4 @@ def report(
         [Path(run) for run in runs], Path(out) if out is not None else None, smooth=smooth, figures=figures
     )
     where = f"; {len(pictures)} pictures in {pictures[0].parent}" if pictures else ""
-    print(f"done: {page} ({page.stat().st_size / 1e6:.1f} MB, open it in a browser){where}")
+    print(f"wrote {page} ({page.stat().st_size / 1e6:.1f} MB, open it in a browser){where}")

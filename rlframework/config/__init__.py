@@ -1,1 +1,1 @@
-"""The configuration: pydantic models, and the loader that makes one run's configuration out of YAML and overrides."""
+"""The configuration of a run: its pydantic models, and the loader that merges YAML files and overrides into them."""

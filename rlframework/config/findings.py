@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, and the one error that lists all of it."""
+"""Problems found in a configuration, and the single error that lists them all."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 from rlframework.errors import ConfigError, PluginError, UnsupportedConfig
 
 NOT_GIVEN: Any = object()
-"""Stands for "no value was given" where None is a value."""
+"""Marks that no value was given, where None is a valid value."""
 
 _SHOWN = 80
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One problem: the dotted key, what is wrong, the value that was given and where it was written, what to do.
+    """One problem: the dotted key, what is wrong, the given value, where it was written, and a hint on what to do.
 
-    `undeclared`: it asks for what the chosen backend does not declare.
+    `undeclared`: the key asks for a capability that the chosen backend does not declare.
     """
 
     key: str
@@ -42,13 +42,13 @@ class Finding:
 
 
 def show(value: Any) -> str:
-    """A value as somebody would write it in YAML, cut to a line."""
+    """Format a value as one line of YAML, truncated if it is long."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
 
 
 def raise_findings(findings: Sequence[Finding], cause: PluginError | None = None) -> None:
-    """Raise one error that lists `findings`; without any, return. `cause`: all of them are about choosing a plugin."""
+    """Raise one error that lists `findings`, if any. `cause` is given if all of them concern choosing a plugin."""
     if not findings:
         return
     undeclared = any(finding.undeclared for finding in findings)

@@ -1,6 +1,6 @@
-"""From files and overrides to one tree of plain values: inheritance, merging, dotted overrides, interpolation.
+"""Composes files and overrides into one tree of plain values: inheritance, merging, dotted overrides, interpolation.
 
-Knows nothing of what the keys mean: `rlframework.configure` validates the result.
+This module does not interpret the keys; `rlframework.configure` validates the result.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from pydantic import BaseModel
 
+from rlframework.config.base import import_path
 from rlframework.config.yaml_text import Keys, Layer, parse_value, read_yaml
 from rlframework.errors import ConfigError
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 INHERIT = "defaults"
-"""The top-level key that names the files a configuration starts from."""
+"""The top-level key that names the files to inherit from."""
 
 _KEY = re.compile(r"[\w-]+(\.[\w-]+)*")
 _BEFORE_INTERPOLATION = re.compile(r"(\\*)\$\{")
@@ -34,7 +35,7 @@ class Tree:
     origins: dict[Keys, str] = field(default_factory=dict)
 
     def origin(self, keys: Keys) -> str:
-        """Where the value at `keys` was written; empty when it was not, or that is not known."""
+        """Where the value at `keys` was written; empty if it is a default or its origin is unknown."""
         if not self._holds(keys):
             return ""
         for length in range(len(keys), 0, -1):
@@ -53,11 +54,12 @@ class Tree:
 
 
 def compose(source: str | Path | Mapping[str, Any] | BaseModel, overrides: Sequence[str] = ()) -> Tree:
-    """The merged and interpolated values of `source` (a file, a mapping or a resolved configuration) and `overrides`.
+    """Merge and interpolate `source` (a file, a mapping or a resolved configuration) and `overrides`.
 
-    A file's `defaults: [a.yaml, b.yaml]` (relative to the file; to the working directory for a mapping) come first, in
-    order, each over the one before; then the file itself; then the overrides: `a.b=value` with the value in YAML, or
-    `~a.b`, which takes a key out. Mappings are merged, everything else is replaced. `${a.b}` stands for another value.
+    Later layers override earlier ones: first the files in `defaults: [a.yaml, b.yaml]`, in order (paths are relative
+    to the file, or to the working directory for a mapping); then the source itself; then the overrides, `a.b=value`
+    with the value in YAML, or `~a.b` to remove a key. Mappings are merged, everything else is replaced. `${a.b}` is
+    replaced by the value of another key.
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -77,7 +79,7 @@ def compose(source: str | Path | Mapping[str, Any] | BaseModel, overrides: Seque
 
 
 def escape_interpolation(value: Any) -> Any:
-    """`value` with every `${` written so that loading gives it back as text."""
+    """Escape every `${` in `value`, so that loading it returns the same text."""
     if isinstance(value, str):
         return _BEFORE_INTERPOLATION.sub(r"\1\1\\${", value)
     if isinstance(value, Mapping):
@@ -95,7 +97,7 @@ def _layers(source: str | Path | Mapping[str, Any] | BaseModel) -> list[Layer]:
 
 
 def _with_inherited(layer: Layer, path: Path | None, above: tuple[Path, ...]) -> list[Layer]:
-    """The layers that `layer` starts from, in order, and `layer` itself without its `defaults`."""
+    """The layers that `layer` inherits from, in order, followed by `layer` without its `defaults`."""
     names = layer.tree.pop(INHERIT, None)
     where = layer.origins.get((INHERIT,), "the configuration")
     names = [names] if isinstance(names, str) else (names or [])
@@ -107,9 +109,9 @@ def _with_inherited(layer: Layer, path: Path | None, above: tuple[Path, ...]) ->
         parent = (path.parent if path else Path()) / name
         if parent.resolve() in above:
             chain = " -> ".join(str(item) for item in (*above, parent.resolve()))
-            raise ConfigError(f"`defaults` go round in a circle: {chain}")
+            raise ConfigError(f"`defaults` are circular: {chain}")
         if not parent.is_file():
-            raise ConfigError(f"no such configuration file: {parent}, named under `defaults` in {where}")
+            raise ConfigError(f"configuration file not found: {parent}, listed under `defaults` in {where}")
         layers += _with_inherited(read_yaml(parent), parent, above)
     return [*layers, layer]
 
@@ -122,12 +124,12 @@ def _apply(merged: DictConfig, override: str, origins: dict[Keys, str]) -> None:
     key, equals, text = (override[1:], "", "") if removes else override.partition("=")
     if not (removes or equals) or not _KEY.fullmatch(key):
         raise ConfigError(
-            f"`{override}` is not an override: write `key=value`, with dots in the key and the value in YAML, "
-            "such as `policy.optimizer.lr=1e-5`, or `~key` to take a key out"
+            f"`{override}` is not a valid override: write `key=value` with a dotted key and a YAML value, "
+            "such as `policy.optimizer.lr=1e-5`, or `~key` to remove a key"
         )
     keys: Keys = tuple(key.split("."))
     if keys[0] == INHERIT:
-        raise ConfigError(f"`{override}`: `defaults` cannot be overridden; write it in the file")
+        raise ConfigError(f"`{override}`: `defaults` cannot be overridden; set it in the file")
     if removes:
         _remove(merged, keys, override)
         return
@@ -146,23 +148,28 @@ def _remove(merged: DictConfig, keys: Keys, override: str) -> None:
     for key in keys[:-1]:
         holder = holder.get(key) if isinstance(holder, DictConfig) else None
     if not isinstance(holder, DictConfig) or keys[-1] not in holder:
-        raise ConfigError(f"`{override}`: there is no key `{'.'.join(map(str, keys))}` to take out")
+        raise ConfigError(f"`{override}`: there is no key `{'.'.join(map(str, keys))}` to remove")
     del holder[keys[-1]]
 
 
 def _plain(value: Any, keys: Keys) -> Any:
-    """Plain values out of what Python code may give: models, mappings, tuples and paths."""
+    """Convert models, mappings, tuples and paths to plain values, and functions to their import paths."""
     if isinstance(value, BaseModel):
         return escape_interpolation(value.model_dump(mode="json"))
     if isinstance(value, Mapping):
         wrong = [key for key in value if not isinstance(key, str)]
         if wrong:
             raise ConfigError(
-                f"{'.'.join(map(str, keys)) or 'the configuration'}: keys must be text, given {wrong[0]!r}"
+                f"{'.'.join(map(str, keys)) or 'the configuration'}: keys must be strings, given {wrong[0]!r}"
             )
         return {key: _plain(item, (*keys, key)) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(item, (*keys, index)) for index, item in enumerate(value)]
+    if callable(value) and not isinstance(value, type):
+        try:
+            return import_path(value)
+        except ValueError as error:
+            raise ConfigError(f"{'.'.join(map(str, keys))}: {error}") from error
     return str(value) if isinstance(value, PurePath) else value
 
 
@@ -174,4 +181,4 @@ def _omegaconf_message(error: Exception, origins: Mapping[Keys, str]) -> str:
     key = getattr(error, "full_key", None) or ""
     origin = origins.get(tuple(key.split(".")))
     place = f" ({origin})" if origin else ""
-    return f"`{key}`{place}: {_reason(error)}" if key else f"the configuration cannot be put together: {_reason(error)}"
+    return f"`{key}`{place}: {_reason(error)}" if key else f"the configuration cannot be composed: {_reason(error)}"

@@ -1,4 +1,4 @@
-"""One run's model out of the open sections: each typed by the part that its `name` chooses."""
+"""Builds the model of one run: each open section is typed by the plugin that its `name` selects."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OPEN_SECTIONS: Mapping[str, type[Section]] = {
     "generation": GenerationConfig,
     "worker_group": WorkerGroupConfig,
 }
-"""Top-level keys whose own keys come from the part that is named in them, with what all such parts share."""
+"""Top-level sections whose keys depend on the plugin named in them, with the base model that all such plugins share."""
 
 
 def narrow(
@@ -33,11 +33,11 @@ def narrow(
     chosen: str = "",
     ignored: Mapping[str, str] | None = None,
 ) -> type[RunConfig]:
-    """`RunConfig` with `sections` in place of the open ones and one section under `policy` for each of `backends`.
+    """Return `RunConfig` with the open sections replaced by `sections` and a section under `policy` for each backend.
 
-    A backend's section is required only where it has keys without default and the backend is the `chosen` one. A
-    backend in `ignored` (name to reason) may have a section, which is not validated. The same parts give the same
-    class, so that two configurations of one content are equal.
+    A backend's section is required only if it has keys without defaults and the backend is the `chosen` one. A
+    backend in `ignored` (name to reason) may have a section, which is not validated. The same arguments return the
+    same class, so two configurations with equal content compare equal.
     """
     return _narrow(tuple(sections.items()), tuple(backends.items()), chosen, tuple((ignored or {}).items()))
 
@@ -60,17 +60,15 @@ def _narrow(
 def narrow_policy(
     backends: Mapping[str, type[Section]], chosen: str = "", ignored: Mapping[str, str] | None = None
 ) -> type[PolicyConfig]:
-    """`PolicyConfig` with a section for each backend."""
+    """Return `PolicyConfig` with a section for each backend."""
     fields: dict[str, Any] = {name: _backend_field(name, model, name == chosen) for name, model in backends.items()}
     for name, reason in (ignored or {}).items():
-        fields.setdefault(
-            name, (dict[str, Any] | None, Field(None, description=f"not looked at: {reason}", exclude=True))
-        )
+        fields.setdefault(name, (dict[str, Any] | None, Field(None, description=f"ignored: {reason}", exclude=True)))
     return create_model("PolicyConfig", __base__=PolicyConfig, __doc__=PolicyConfig.__doc__, **fields)
 
 
 def _backend_field(name: str, model: type[Section], chosen: bool) -> tuple[Any, Any]:
-    description = f"what only the backend `{name}` has"
+    description = f"settings specific to the backend `{name}`"
     try:
         return model, Field(model(), description=description)
     except ValidationError:

@@ -1,6 +1,6 @@
-"""The sections of the observers that send a run to a service: `observers: {wandb: {...}, mlflow: {...}}`.
+"""The sections of the observers that report to a tracking service: `observers: {wandb: {...}, mlflow: {...}}`.
 
-There is no key for a password or an API key here, because the configuration is written down with the run: W&B takes it
+The sections have no keys for passwords or API keys, because the configuration is saved with the run. W&B reads its key
 from `wandb login` or WANDB_API_KEY, MLflow from MLFLOW_TRACKING_USERNAME, _PASSWORD or _TOKEN.
 """
 
@@ -13,23 +13,24 @@ from rlframework.config.base import Section
 
 
 class WandbConfig(Section):
-    """Weights & Biases; needs the extra `wandb`."""
+    """Report to Weights & Biases. Requires the extra `wandb`."""
 
-    project: str = Field("rlframework", description="the project that the run is shown in")
-    entity: str | None = Field(None, description="a user or team; none: W&B's own default")
-    run_name: str | None = Field(None, description="none: the name of output_dir")
-    tags: tuple[str, ...] = Field((), description="words to find the run by")
+    project: str = Field("rlframework", description="project to log the run to")
+    entity: str | None = Field(None, description="user or team that owns the project; null: W&B's default")
+    run_name: str | None = Field(None, description="display name of the run; null: the last component of output_dir")
+    tags: tuple[str, ...] = Field((), description="tags of the run")
     mode: Literal["online", "offline"] = Field(
-        "online", description="offline: everything stays in output_dir/wandb, for `wandb sync` later"
+        "online", description="offline: write to output_dir/wandb, to upload later with `wandb sync`"
     )
 
 
 class MlflowConfig(Section):
-    """MLflow; needs the extra `mlflow`."""
+    """Report to MLflow. Requires the extra `mlflow`."""
 
     tracking_uri: str | None = Field(
-        None, description="a server (http://...) or sqlite:///file; none: MLFLOW_TRACKING_URI, or MLflow's own default"
+        None,
+        description="server (http://...) or sqlite:///file; null: MLFLOW_TRACKING_URI if set, else MLflow's default",
     )
-    experiment: str = Field("rlframework", description="the experiment that the run is shown in")
-    run_name: str | None = Field(None, description="none: the name of output_dir")
-    tags: Mapping[str, str] = Field(default_factory=dict, description="names and values to find the run by")
+    experiment: str = Field("rlframework", description="experiment to log the run to")
+    run_name: str | None = Field(None, description="display name of the run; null: the last component of output_dir")
+    tags: Mapping[str, str] = Field(default_factory=dict, description="tags of the run, by name")

@@ -1,7 +1,7 @@
 """The JSON Schema (2020-12) of a configuration file, for editors that complete and check YAML.
 
-An open section may be that of any of its parts, told apart by `name`. No key is required, because a file may inherit
-what it leaves out, and any key may have an interpolation `${a.b}` as its value.
+An open section accepts the keys of any installed plugin, distinguished by `name`. No key is required, because a file
+may inherit the rest, and the value of any key may be an interpolation `${a.b}`.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from rlframework.config.sections import EnvironmentConfig, RunConfig
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 Models = Mapping[str, type[Section]]
-"""Name of a part to the model of its section."""
+"""Plugin name to the model of its section."""
 
 _INTERPOLATION = "interpolation"
 _ANNOTATIONS = ("title", "description", "default")
 _DEFAULTS = {
-    "description": "files to start from, relative to this one; later ones win, and this file over all of them",
+    "description": "files to inherit from, relative to this one; later ones and then this file take precedence",
     "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
 }
 
 
 def run_schema(sections: Mapping[str, Models], backends: Models) -> dict[str, Any]:
-    """The schema for the parts at hand: `sections` are those of each open section, `backends` those of `policy`."""
+    """Return the schema for the given plugins: `sections` by open section, `backends` for those under `policy`."""
     fields: dict[str, Any] = {
         section: (_any_of(models), Field(None, description=OPEN_SECTIONS[section].__doc__))
         for section, models in sections.items()
@@ -51,15 +51,15 @@ def run_schema(sections: Mapping[str, Models], backends: Models) -> dict[str, An
 
 
 class _OwnEnvironment(EnvironmentConfig):
-    """Your own class by its import path; its further keys are those of its `config_model`."""
+    """Your own class, named by its import path. All other keys are those of its `config_model`."""
 
     model_config = ConfigDict(extra="allow")
 
-    name: str = Field(pattern=":", description="module:Class")
+    name: str = Field(pattern=":", description="import path `module:Class`")
 
 
 def _any_of(models: Models) -> Any:
-    """The union of the models, each with its own name as the only one allowed."""
+    """The union of the models, each restricted to its own `name`."""
     return reduce(or_, (_named(name, model) for name, model in sorted(models.items())))
 
 
@@ -70,7 +70,7 @@ def _named(name: str, model: type[Section]) -> type[Section]:
 
 
 def _for_files(schema: Any) -> Any:
-    """`schema` without required keys, and with interpolations allowed."""
+    """Drop required keys from `schema` and allow interpolations."""
     if isinstance(schema, list):
         return [_for_files(item) for item in schema]
     if not isinstance(schema, dict):

@@ -1,6 +1,7 @@
-"""Bases of the sections whose own keys come from a plugin: each has a `name` and the keys that all plugins share.
+"""The top-level sections of a configuration, including the base models of those that plugins extend.
 
-The record of a plugin names a model derived from one of these; `load.py` puts the chosen ones into the run's model.
+A plugin's record names a `config_model` derived from one of these bases (`AlgorithmConfig`, `EnvironmentConfig`, ...);
+`narrow.py` puts the models of the chosen plugins into the run's model.
 """
 
 from pathlib import Path
@@ -16,230 +17,266 @@ Seconds = Annotated[float, Field(gt=0.0)]
 
 
 class DeadlinesConfig(Section):
-    """How long the driver waits, in seconds, before it gives up and says what it waited for."""
+    """Timeouts of the driver in seconds. A timeout is an error that names what the driver was waiting for."""
 
-    start: Seconds = Field(180.0, description="workers to come up, and the collective group to form")
-    call: Seconds = Field(1800.0, description="one call to all workers, such as a training step")
-    shutdown: Seconds = Field(30.0, description="workers to leave before they are killed")
+    start: Seconds = Field(180.0, description="for workers to start and form their process group")
+    call: Seconds = Field(1800.0, description="for one call to all workers, such as a training step")
+    shutdown: Seconds = Field(30.0, description="for workers to exit before they are killed")
 
 
 class WorkerGroupConfig(Section):
-    """Where the workers run."""
+    """Where the workers of the policy run."""
 
-    name: str = Field("inline", description="`inline` (this process), `processes`, `ray`, or a plugin's")
-    num_workers: PositiveInt = Field(1, description="processes of the policy; `inline` has one")
+    name: str = Field(
+        "inline", description="`inline` (the driver process), `processes`, `ray`, or the name of a plugin"
+    )
+    num_workers: PositiveInt = Field(1, description="number of policy workers; `inline` supports one")
     deadlines: DeadlinesConfig = DeadlinesConfig()
 
 
-class HostedGroupConfig(WorkerGroupConfig):
-    """Workers in processes of their own: of the driver's environment variables they get what is named, and no more."""
+class RemoteGroupConfig(WorkerGroupConfig):
+    """Workers in separate processes. They inherit only the listed environment variables of the driver."""
 
-    environment: dict[str, str] = Field({}, description="environment variables of the workers, by name")
+    environment: dict[str, str] = Field({}, description="environment variables to set for the workers, by name")
     pass_environment: tuple[str, ...] = Field(
-        (), description="names of environment variables that the workers get from this process, where it has them"
+        (), description="names of environment variables to pass on from the driver, if they are set"
     )
 
 
-class RayGroupConfig(HostedGroupConfig):
-    """Workers that are Ray actors, on this machine or on several."""
+class RayGroupConfig(RemoteGroupConfig):
+    """Workers as Ray actors, on one machine or several."""
 
     address: str | None = Field(
         None,
-        description="of a Ray cluster to run on, `host:port` or `auto`; by default RAY_ADDRESS where that is set, and "
-        "otherwise this run starts a Ray of its own on this machine and ends it",
+        description="address of a running Ray cluster, `host:port` or `auto`; null: RAY_ADDRESS if set, otherwise the "
+        "run starts a local Ray instance and stops it at the end",
     )
     workers_per_node: PositiveInt | None = Field(
-        None, description="of a cluster: this many on each node; by default as `placement` says"
+        None, description="workers to place on each node of a cluster; null: decided by `placement`"
     )
     placement: Literal["pack", "spread"] = Field(
-        "pack", description="of a cluster, without workers_per_node: on as few nodes as they fit, or on as many"
+        "pack",
+        description="without workers_per_node: pack onto as few nodes as possible, or spread over as many as possible",
     )
     listen: str = Field(
         "127.0.0.1",
-        description="address of this machine at which the Ray that this run starts listens: loopback, so that no other "
-        "machine reaches it. On several nodes of a cluster the workers listen at the addresses that their nodes have",
+        description="address on which the local Ray instance of this run listens; the loopback default makes it "
+        "unreachable from other machines. On a multi-node cluster, workers listen on their nodes' addresses",
     )
     python: str | None = Field(
         None,
-        description="Python executable of the workers, on each node, with the same versions of Python and Ray; by "
-        "default the backend's own where it names one, and otherwise that of the cluster or of this process",
+        description="Python executable for the workers, present on every node, with the same versions of Python and "
+        "Ray; null: the one that the backend names, otherwise that of the cluster or of the driver",
     )
 
 
 class GenerationWorkersConfig(Section):
-    """Generation engines in processes of their own, which get the trainer's weights by refits."""
+    """Generation engines in separate processes, which receive the trainer's weights through refits."""
 
     group: Literal["processes", "ray", "inline"] = Field(
-        "processes", description="where they run, as worker_group.name; `inline`: one, in the driver's process"
+        "processes",
+        description="where the engines run, as in worker_group.name; `inline`: a single engine in the driver process",
     )
-    num_workers: PositiveInt = Field(1, description="engines; each holds the whole model and gets its share of prompts")
+    num_workers: PositiveInt = Field(
+        1, description="number of engines; each holds the whole model and generates for its share of the prompts"
+    )
     python: str | None = Field(
-        None, description="Python executable of another environment for them, where `group` is ray"
+        None, description="Python executable of another environment for the engines; requires `group: ray`"
     )
     deadlines: DeadlinesConfig = DeadlinesConfig()
 
 
 class RefitConfig(Section):
-    """How weights go from the trainer to generation engines in other processes."""
+    """How weights are sent from the trainer to generation engines in other processes."""
 
     transport: Literal["auto", "ipc", "collective"] = Field(
         "auto",
-        description="ipc: memory that both sides share, on one machine or GPU; collective: broadcasts in a process "
-        "group of their own; auto: ipc where all engines can reach the trainer's memory",
+        description="ipc: memory shared on one machine or GPU; collective: broadcasts in a dedicated process group; "
+        "auto: ipc if every engine can access the trainer's memory, otherwise collective",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="of floating-point weights on their way and in the engines; auto: policy.precision"
+        "auto", description="dtype of floating-point weights in transfer and in the engines; auto: policy.precision"
     )
     buffer_mb: Annotated[float, Field(gt=0.0)] | None = Field(
         None,
-        description="MiB of weights that go together, of which there are three at a time; none: what suits the device. "
-        "A weight that is larger goes alone",
+        description="MiB of weights per transfer buffer, of which there are three; null: chosen for the device. A "
+        "larger weight is sent on its own",
     )
     deadline: Seconds = Field(
-        120.0, description="seconds that meeting, and each group of weights, may take before it is an error"
+        120.0, description="timeout in seconds for the rendezvous, and for each buffer of weights"
     )
 
 
 class GenerationConfig(Section):
-    """What all generation engines understand."""
+    """Settings that all generation engines share."""
 
-    name: str = Field("transformers", description="the engine: see `rlframework plugins`")
-    max_new_tokens: PositiveInt = Field(64, description="an answer is cut after so many tokens")
-    temperature: Annotated[float, Field(ge=0.0)] = Field(1.0, description="0 is greedy")
-    top_k: PositiveInt | None = Field(None, description="sample from the so many likeliest tokens; none: from all")
-    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
-        1.0, description="sample from the likeliest tokens that have this probability together; 1: from all"
+    name: str = Field("transformers", description="name of the generation engine; `rlframework plugins` lists them")
+    max_new_tokens: PositiveInt = Field(64, description="maximum number of tokens to generate per completion")
+    temperature: Annotated[float, Field(ge=0.0)] = Field(1.0, description="sampling temperature; 0: greedy decoding")
+    top_k: PositiveInt | None = Field(
+        None, description="sample from the k most likely tokens; null: from the full vocabulary"
     )
-    stop_token_ids: tuple[int, ...] = Field((), description="besides the model's own end tokens")
-    stop_strings: tuple[str, ...] = Field((), description="each must be one token of the tokenizer")
-    batch_size: PositiveInt = Field(256, description="rows that are decoded together on one worker")
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
+        1.0,
+        description="sample from the smallest set of most likely tokens with at least this total probability; 1: from "
+        "all tokens",
+    )
+    stop_token_ids: tuple[int, ...] = Field(
+        (), description="token ids that end a completion, in addition to the model's end-of-sequence tokens"
+    )
+    stop_strings: tuple[str, ...] = Field(
+        (), description="strings that end a completion; each must be a single token of the tokenizer"
+    )
+    batch_size: PositiveInt = Field(256, description="maximum rows decoded together on each worker")
     workers: GenerationWorkersConfig | None = Field(
-        None, description="engines in processes of their own; none: in the workers of the policy"
+        None, description="run engines in separate processes; null: generate in the policy workers"
     )
     refit: RefitConfig = RefitConfig()
 
 
 class EnvironmentConfig(Section):
-    """What all environments share."""
+    """Settings that all environments share."""
 
-    name: str = Field(description="an environment of `rlframework plugins`, or `module:Class` of your own")
+    name: str = Field(
+        description="name of an environment (`rlframework plugins` lists them), or the import path "
+        "`module:Class` of yours"
+    )
     system_prompt: str | None = Field(
-        None, description="first message of every conversation, where the model has roles"
+        None, description="system message at the start of every conversation, for models with a chat template"
     )
 
     @property
     def unseen_by_training(self) -> frozenset[str]:
-        """What the training rows do not depend on: `environment.key`, or `seed`. By default they do on everything.
+        """The keys that do not affect the training rows: `environment.key` or `seed`. Empty by default.
 
-        Token data is taken for a run where these differ. A key that decides which rows are held out is none of them.
+        Tokenized data may be reused by a run in which only these keys differ. A key that determines which rows are held
+        out does affect the training rows.
         """
         return frozenset()
 
 
 class ValidationConfig(Section):
-    """Greedy answers to held-out samples."""
+    """Greedy completions of held-out prompts, scored during the run."""
 
-    every: NonNegativeInt = Field(0, description="steps between validations; 0: only before and after")
-    samples: PositiveInt = Field(256, description="the first so many held-out prompts")
-    at_start: bool = Field(True, description="before the first step")
-    at_end: bool = Field(True, description="after the last one")
+    every: NonNegativeInt = Field(0, description="steps between validations; 0: only at the start and end of the run")
+    samples: PositiveInt = Field(256, description="number of held-out prompts to use, from the first")
+    at_start: bool = Field(True, description="validate before the first step")
+    at_end: bool = Field(True, description="validate after the last step")
 
 
 class AlgorithmConfig(Section):
-    """What all algorithms share."""
+    """Settings that all algorithms share."""
 
-    name: str = Field(description="`grpo`, `sft`, or a plugin's")
-    num_steps: PositiveInt = Field(100, description="training steps of the run")
+    name: str = Field(description="`grpo`, `sft`, or the name of a plugin")
+    num_steps: PositiveInt = Field(100, description="number of training steps")
     validation: ValidationConfig = ValidationConfig()
 
 
 class ObserversConfig(Section):
-    """Who listens to the run besides plugins."""
+    """Outputs of the run, besides those of plugins."""
 
-    console: bool = Field(True, description="a progress display; plain lines where the output is no terminal")
-    jsonl: bool = Field(True, description="metrics.jsonl and samples.jsonl in output_dir")
-    tensorboard: bool = Field(True, description="scalars in output_dir/tensorboard")
-    curve: bool = Field(True, description="a picture of reward and accuracy at the end")
-    samples: NonNegativeInt = Field(4, description="completions with rewards kept at each step")
-    wandb: WandbConfig | Literal[False] = Field(False, description="a section switches it on; `{}` for its defaults")
-    mlflow: MlflowConfig | Literal[False] = Field(False, description="a section switches it on; `{}` for its defaults")
+    console: bool = Field(True, description="progress display; plain lines if the output is not a terminal")
+    jsonl: bool = Field(True, description="write metrics.jsonl and samples.jsonl to output_dir")
+    tensorboard: bool = Field(True, description="write scalars to output_dir/tensorboard")
+    curve: bool = Field(True, description="draw the reward and accuracy curves at the end of the run")
+    samples: NonNegativeInt = Field(4, description="completions to log with their rewards at each step")
+    wandb: WandbConfig | Literal[False] = Field(
+        False, description="report to Weights & Biases; `{}` enables it with its defaults"
+    )
+    mlflow: MlflowConfig | Literal[False] = Field(
+        False, description="report to MLflow; `{}` enables it with its defaults"
+    )
 
 
 class RecordingConfig(Section):
-    """Training steps that are written to `output_dir/recorded`, for `rlframework parity --replay`; none by default.
+    """Training steps to record in `output_dir/recorded`, for `rlframework parity --replay`. None by default.
 
-    A recorded step takes the room of the model in fp32 and of its batch, and the time to write them.
+    Each recorded step takes as much disk space as the model in fp32 plus its batch.
     """
 
     steps: tuple[PositiveInt, ...] = Field((), description="these steps, counted from 1")
-    every: NonNegativeInt = Field(0, description="and each step that is a multiple of this; 0: no others")
+    every: NonNegativeInt = Field(0, description="also record every step that is a multiple of this; 0: no others")
 
 
 class ProfilerConfig(Section):
-    """Steps of which the torch profiler writes a trace to `output_dir/traces`, for https://ui.perfetto.dev.
+    """Steps to trace with the torch profiler. Traces are written to `output_dir/traces`, for https://ui.perfetto.dev.
 
-    A step that is profiled is slower, and its trace may be large: some megabytes for each second of small operations.
+    A profiled step is slower, and its trace can be large: several megabytes per second of small operations.
     """
 
     steps: tuple[PositiveInt, ...] = Field((), description="these steps, counted from 1")
-    start: PositiveInt | None = Field(None, description="and each step from this one, up to `stop`")
-    stop: PositiveInt | None = Field(None, description="last step of those from `start`; none: `start` alone")
-    ranks: tuple[NonNegativeInt, ...] = Field((0,), description="workers that are profiled, each with a trace")
-    with_stack: bool = Field(False, description="the line of Python that each operation came from; slow")
-    record_shapes: bool = Field(False, description="shapes of the arguments of each operation")
-    memory: bool = Field(False, description="memory that each operation took and freed")
+    start: PositiveInt | None = Field(None, description="also profile every step from this one through `stop`")
+    stop: PositiveInt | None = Field(
+        None, description="last step of the range that begins at `start`; null: only `start`"
+    )
+    ranks: tuple[NonNegativeInt, ...] = Field((0,), description="ranks of the workers to profile; each writes a trace")
+    with_stack: bool = Field(False, description="record the Python source line of each operation; slow")
+    record_shapes: bool = Field(False, description="record the argument shapes of each operation")
+    memory: bool = Field(False, description="record the memory that each operation allocates and frees")
 
     @property
     def wanted(self) -> frozenset[int]:
-        """The steps."""
+        """The steps to profile."""
         span = () if self.start is None else range(self.start, (self.stop or self.start) + 1)
         return frozenset({*self.steps, *span})
 
 
 class CheckpointsConfig(Section):
-    """What `rlframework train --resume` goes on from, in `output_dir/checkpoints`."""
+    """Checkpoints in `output_dir/checkpoints`, from which `rlframework train --resume` resumes."""
 
-    every: NonNegativeInt = Field(0, description="steps between checkpoints; 0: none but when the run is told to stop")
-    keep_last: PositiveInt = Field(2, description="of the newest")
-    keep_best: NonNegativeInt = Field(0, description="besides, of those with the best `metric` at their step")
-    metric: str = Field("validation/accuracy", description="what `keep_best` goes by; a name of metrics.jsonl")
-    best: Literal["highest", "lowest"] = Field("highest", description="which value of `metric` is the best")
+    every: NonNegativeInt = Field(0, description="steps between checkpoints; 0: only when the run is interrupted")
+    keep_last: PositiveInt = Field(2, description="number of newest checkpoints to keep")
+    keep_best: NonNegativeInt = Field(0, description="number of checkpoints with the best `metric` to keep in addition")
+    metric: str = Field(
+        "validation/accuracy", description="metric that `keep_best` compares, as named in metrics.jsonl"
+    )
+    best: Literal["highest", "lowest"] = Field(
+        "highest", description="whether the highest or the lowest value of `metric` is best"
+    )
     on_interrupt: bool = Field(
-        True, description="Ctrl-C and SIGTERM end the step and write a checkpoint first, where the backend can"
+        True, description="on Ctrl-C or SIGTERM, finish the step and write a checkpoint, if the backend supports it"
     )
     format: Literal["portable", "sharded", "native"] = Field(
         "portable",
-        description="portable: whole tensors, written by one worker as a Hugging Face directory; sharded: each worker "
-        "writes its own pieces, on a file system that all share, which `rlframework convert` makes portable. Any "
-        "number of workers goes on from either, under any backend. native: files of the engine's own, for programs "
-        "that read these; the run goes on from them under the same backend",
+        description="portable: full tensors, written by one worker as a Hugging Face directory; sharded: each worker "
+        "writes its own shards to a shared file system, and `rlframework convert` makes them portable. A run can "
+        "resume from either with any number of workers and any backend. native: the engine's own files, for programs "
+        "that read them; a run can resume from them only with the same backend",
     )
     asynchronous: bool = Field(
-        False, description="of sharded ones: the next steps go on while pieces are written, from copies of them in RAM"
+        False,
+        description="write sharded checkpoints in the background, from copies of the shards in RAM, while training "
+        "continues",
     )
 
 
 class FaultToleranceConfig(Section):
-    """What happens when a worker is lost while the run trains: its process died, its machine left, or it hangs.
+    """Restarts after a worker is lost during training: its process died, its machine disappeared, or it hangs.
 
-    Not for errors that would come again: a user's mistake, an error that a worker raised, gradients that are not
-    finite. An interrupt ends the run.
+    Errors that would recur are not retried: user errors, exceptions raised by a worker, non-finite gradients. An
+    interrupt ends the run.
     """
 
     max_restarts: NonNegativeInt = Field(
-        0, description="from the last checkpoint, with new workers, in a row; a new checkpoint starts the count anew"
+        0,
+        description="maximum consecutive restarts from the last checkpoint, with new workers; a new checkpoint resets "
+        "the count",
     )
-    backoff: Seconds = Field(5.0, description="seconds before the first restart; doubled for each further one in a row")
-    max_backoff: Seconds = Field(300.0, description="the most seconds before a restart")
+    backoff: Seconds = Field(5.0, description="seconds before the first restart; doubled for each consecutive one")
+    max_backoff: Seconds = Field(300.0, description="maximum seconds before a restart")
 
 
 class RunConfig(Section):
-    """A whole run, resolved. `load_config` narrows the open sections to the models of the chosen plugins."""
+    """The resolved configuration of a run. `load_config` types its open sections by the chosen plugins."""
 
-    seed: NonNegativeInt = Field(0, description="of the order of data, of samples, and of what environments draw")
-    output_dir: Path = Field(Path("runs/run"), description="where metrics, samples, checkpoints and the model go")
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: GPUs where there are any")
-    plugins: tuple[str, ...] = Field((), description="modules with plugins that are not installed")
+    seed: NonNegativeInt = Field(0, description="random seed for data order, sampling, and environments")
+    output_dir: Path = Field(
+        Path("runs/run"), description="directory for metrics, samples, checkpoints and the trained model"
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: GPUs if available")
+    plugins: tuple[str, ...] = Field(
+        (), description="Python modules to load as plugins, in addition to the installed ones"
+    )
     algorithm: SerializeAsAny[AlgorithmConfig]
     policy: SerializeAsAny[PolicyConfig]
     environment: SerializeAsAny[EnvironmentConfig]

@@ -1,4 +1,4 @@
-"""The nearest right key to one that was misspelt."""
+"""Finds the valid key closest to a misspelled one."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pydantic import BaseModel
 Path = tuple[str, ...]
 
 CLOSE = 0.6
-"""Least similarity (of `difflib`) at which a key is worth naming."""
+"""Minimum `difflib` similarity for a key to be suggested."""
 
 VERY_CLOSE = 0.75
-"""Similarity at which a key beside the misspelt one wins over a key of exactly that name elsewhere."""
+"""Similarity at which a sibling of the misspelled key is preferred to a key of exactly that name elsewhere."""
 
 
 def models_in(annotation: Any) -> list[type[BaseModel]]:
@@ -25,7 +25,7 @@ def models_in(annotation: Any) -> list[type[BaseModel]]:
 
 
 def key_paths(model: type[BaseModel], above: Path = ()) -> Iterator[Path]:
-    """Every key of `model`, sections and what is in them, from the top."""
+    """Yield the path of every key of `model`, including sections and their keys, from the top."""
     for name, info in model.model_fields.items():
         path = (*above, info.alias or name)
         yield path
@@ -34,10 +34,10 @@ def key_paths(model: type[BaseModel], above: Path = ()) -> Iterator[Path]:
 
 
 def nearest_key(path: Path, model: type[BaseModel]) -> Path | None:
-    """The key of `model` that somebody who wrote `path` most likely meant; None when nothing is near.
+    """Return the key of `model` that was most likely meant by `path`, or None if nothing is similar.
 
-    In this order: a key of the same name further down in the same section (`policy.lr`: `policy.optimizer.lr`); one
-    beside it that differs by a letter or two; one of the same name anywhere; a similar one beside it; a similar one
+    In order of preference: a key of the same name deeper in the same section (`policy.optimizer.lr` for `policy.lr`);
+    a sibling that differs by a letter or two; a key of the same name anywhere; a similar sibling; a similar key
     anywhere.
     """
     paths = list(key_paths(model))
@@ -53,6 +53,11 @@ def nearest_key(path: Path, model: type[BaseModel]) -> Path | None:
     )
 
 
+def is_misspelling(path: Path, meant: Path) -> bool:
+    """Return True if `meant` is a very similar sibling of `path`."""
+    return path[:-1] == meant[:-1] and _similarity(path[-1], meant[-1]) >= VERY_CLOSE
+
+
 def _first(paths: list[Path]) -> Path | None:
     return min(paths, key=len, default=None)
 
@@ -62,7 +67,7 @@ def _nearest_namesake(path: Path, paths: list[Path]) -> Path | None:
 
 
 def _closest(path: Path, paths: list[Path], cutoff: float) -> Path | None:
-    """The one whose last part is most like that of `path`; of equals, the one in the most similar place."""
+    """The path whose last component is most similar to that of `path`; ties go to the most similar full path."""
 
     def score(other: Path) -> tuple[float, float]:
         return _similarity(path[-1], other[-1]), _similarity(".".join(path), ".".join(other))

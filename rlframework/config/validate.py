@@ -1,4 +1,4 @@
-"""Validation of a merged configuration against a model, with every problem told by key, value, origin and remedy."""
+"""Validates a merged configuration against a model, and reports every problem with key, value, origin and hint."""
 
 from __future__ import annotations
 
@@ -9,28 +9,29 @@ from pydantic import BaseModel, ValidationError
 
 from rlframework.config.findings import NOT_GIVEN, Finding
 from rlframework.config.load import Tree
-from rlframework.config.suggest import models_in, nearest_key
+from rlframework.config.peers import peer_hint
+from rlframework.config.suggest import Path, is_misspelling, models_in, nearest_key
 from rlframework.config.yaml_text import Keys
 
 Model = TypeVar("Model", bound=BaseModel)
 
 _ALLOWED = {
-    **dict.fromkeys(("model_type", "model_attributes_type", "dict_type"), "must be a section with keys of its own"),
-    **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "must be a whole number"),
+    **dict.fromkeys(("model_type", "model_attributes_type", "dict_type"), "must be a section (a mapping of keys)"),
+    **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "must be an integer"),
     **dict.fromkeys(("float_type", "float_parsing"), "must be a number"),
     **dict.fromkeys(("bool_type", "bool_parsing"), "must be true or false"),
     **dict.fromkeys(("list_type", "tuple_type"), "must be a list"),
-    "string_type": "must be text (quotes make text of what looks like a number)",
+    "string_type": "must be a string (quote values that look like numbers)",
 }
-"""Pydantic's kinds of error to what is allowed, in the words of the configuration; others keep pydantic's text."""
+"""Pydantic error type to our message. Other types keep pydantic's message."""
 
 
 def validate(
     tree: Tree, model: type[Model], elsewhere: Mapping[Keys, str] | None = None
 ) -> tuple[Model | None, list[Finding]]:
-    """An instance of `model`, or None and what is wrong with `tree`.
+    """Return an instance of `model` and no findings, or None and the problems in `tree`.
 
-    `elsewhere` holds hints for keys that `model` does not have but another choice of parts would.
+    `elsewhere` has hints for keys that `model` lacks but that another choice of plugins would have.
     """
     try:
         config = model.model_validate(tree.values)
@@ -41,14 +42,14 @@ def validate(
 
 
 def dotted(keys: Keys) -> str:
-    """`("a", 0, "b")` as `a.0.b`."""
+    """Join keys with dots: `("a", 0, "b")` becomes `a.0.b`."""
     return ".".join(str(key) for key in keys)
 
 
 def _findings(
     error: ValidationError, tree: Tree, model: type[BaseModel], elsewhere: Mapping[Keys, str]
 ) -> list[Finding]:
-    """One finding a key: the members of a union each report, and are told as alternatives."""
+    """One finding per key. The members of a union each report an error, and are joined as alternatives."""
     by_key: dict[Keys, Finding] = {}
     for item in error.errors(include_url=False, include_context=False):
         keys = _place(item["loc"], item["type"], tree.values)
@@ -69,16 +70,22 @@ def _findings(
 
 
 def _unknown_key(keys: Keys, tree: Tree, model: type[BaseModel], elsewhere: Mapping[Keys, str]) -> Finding:
-    hint = elsewhere.get(keys, "")
-    near = None if hint else nearest_key(tuple(str(key) for key in keys), model)
-    if near:
-        hint = f"Did you mean `{'.'.join(near)}`?"
-    return Finding(dotted(keys), "not a known key", _value(keys, tree.values), tree.origin(keys), hint)
+    value = _value(keys, tree.values)
+    hint = elsewhere.get(keys) or _hint(tuple(str(key) for key in keys), value, model)
+    return Finding(dotted(keys), "unknown key", value, tree.origin(keys), hint)
+
+
+def _hint(path: Path, value: Any, model: type[BaseModel]) -> str:
+    """Suggest what `path` was meant to be: a misspelled sibling first, then a peer's word, then any similar key."""
+    near = nearest_key(path, model)
+    if near and is_misspelling(path, near):
+        return f"Did you mean `{'.'.join(near)}`?"
+    return peer_hint(path, value) or (f"Did you mean `{'.'.join(near)}`?" if near else "")
 
 
 def _missing_key(keys: Keys, tree: Tree, model: type[BaseModel]) -> Finding:
     description = _description(keys, model)
-    message = f"missing, and has no default: {description}" if description else "missing, and has no default"
+    message = f"required key is missing ({description})" if description else "required key is missing"
     return Finding(dotted(keys), message, NOT_GIVEN, tree.origin(keys[:-1]))
 
 
@@ -90,7 +97,7 @@ def _allowed(kind: str, message: str) -> str:
 
 
 def _place(loc: Keys, kind: str, values: Any) -> Keys:
-    """`loc` without what pydantic puts in for the members of unions: only keys that are in `values`."""
+    """`loc` without the entries that pydantic adds for union members: only keys that are in `values`."""
     keys: list[str | int] = []
     for index, part in enumerate(loc):
         if _has(values, part):
@@ -114,7 +121,7 @@ def _value(keys: Keys, values: Any) -> Any:
 
 
 def _description(keys: Keys, model: type[BaseModel]) -> str:
-    """What the model says about the field at `keys`."""
+    """The description of the field at `keys`."""
     info = None
     for key in keys:
         if info is not None:
@@ -129,7 +136,7 @@ def _description(keys: Keys, model: type[BaseModel]) -> str:
 
 
 def _mistaken_booleans(given: Any, taken: Any, keys: Keys, tree: Tree) -> Iterator[Finding]:
-    """Pydantic takes `true` for 1 and 1 for `true`; whoever wrote that meant something else."""
+    """Report booleans given for numbers and numbers given for booleans, which pydantic accepts."""
     if isinstance(given, Mapping) and isinstance(taken, Mapping):
         for key in given:
             if key in taken:

@@ -1,7 +1,7 @@
-"""Reading and writing YAML: values with the line that each came from, and errors that name file, line and column.
+"""Reads and writes YAML: values with the line each was written on, and errors that name file, line and column.
 
-Follows YAML 1.2 where PyYAML follows 1.1 to people's surprise: only `true` and `false` are booleans (not `no`, `on`),
-`1e-6` is a number, dates are text, and `1:30` and `010` are not base-60 and octal numbers.
+Scalars follow YAML 1.2, because PyYAML's 1.1 rules surprise people: only `true` and `false` are booleans (not `no` or
+`on`), `1e-6` is a number, dates are strings, and `1:30` and `010` are not base-60 and octal numbers.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import yaml
 from rlframework.errors import ConfigError
 
 Keys = tuple[str | int, ...]
-"""Where a value stands: mapping keys and list positions from the top."""
+"""The location of a value: mapping keys and list indices from the top."""
 
 
 @dataclass
 class Layer:
-    """One source of configuration: its values, and for each place in them a text that says where it was written."""
+    """One configuration source: its values, and where each was written (such as `run.yaml:3`)."""
 
     tree: dict[str, Any]
     origins: dict[Keys, str] = field(default_factory=dict)
@@ -43,19 +43,19 @@ _RESOLVERS: tuple[tuple[str, str, str], ...] = (
 
 
 class _Loader(yaml.SafeLoader):
-    """`SafeLoader` with the table above."""
+    """`SafeLoader` with the resolvers above."""
 
 
 class _Dumper(yaml.SafeDumper):
-    """`SafeDumper` that quotes what `_Loader` would not read as text."""
+    """`SafeDumper` that quotes strings which `_Loader` would read as another type."""
 
     def ignore_aliases(self, data: Any) -> bool:
-        """Write equal objects twice rather than as anchors."""
+        """Repeat equal objects instead of writing anchors."""
         return True
 
 
 def _represent_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
-    """Escape the line breaks that only Unicode knows; PyYAML would read them back as spaces."""
+    """Escape Unicode-only line breaks, which PyYAML would read back as spaces."""
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if _RARE_BREAKS.search(text) else None)
 
 
@@ -69,35 +69,35 @@ for _tag, _pattern, _first in _RESOLVERS:
 
 
 def read_yaml(path: Path) -> Layer:
-    """The mapping in a file. A file that is absent, unreadable or not a YAML mapping is a `ConfigError`."""
+    """Read the mapping in a file. Raises `ConfigError` if the file is missing, unreadable or not a YAML mapping."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ConfigError(f"no such configuration file: {path}") from None
+        raise ConfigError(f"configuration file not found: {path}") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not a text file in UTF-8: {error.reason} at byte {error.start}") from None
+        raise ConfigError(f"{path} is not a UTF-8 text file: {error.reason} at byte {error.start}") from None
     except OSError as error:
         raise ConfigError(f"cannot read the configuration file {path}: {error.strerror}") from error
     return parse_yaml(text, str(path))
 
 
 def parse_yaml(text: str, name: str) -> Layer:
-    """The mapping in `text`; `name` says in messages and origins where it came from."""
+    """Parse the mapping in `text`; `name` identifies its source in messages and origins."""
     tree, origins = _parse(text, name)
     if tree is None:
         tree = {}
     if not isinstance(tree, dict):
-        raise ConfigError(f"{name}: a configuration is a mapping of keys to values, this is a {type(tree).__name__}")
+        raise ConfigError(f"{name}: a configuration must be a mapping of keys to values, not a {type(tree).__name__}")
     return Layer(tree, origins)
 
 
 def parse_value(text: str, name: str) -> Any:
-    """One YAML value, such as the right side of an override."""
+    """Parse a single YAML value, such as the right-hand side of an override."""
     return _parse(text, name)[0]
 
 
 def to_yaml(data: Any) -> str:
-    """YAML that `parse_yaml` reads back to the same values."""
+    """Return YAML that `parse_yaml` reads back to the same values."""
     text: str = yaml.dump(
         data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False, width=120
     )
@@ -133,9 +133,9 @@ def _syntax_message(error: yaml.MarkedYAMLError, name: str) -> str:
 
 
 def _places(node: yaml.Node, keys: Keys, name: str, above: tuple[int, ...]) -> Iterator[tuple[Keys, int]]:
-    """Every place under `node` with its line (from 1). Duplicate keys and keys that are not text are errors."""
+    """Yield every location under `node` with its line (from 1). Duplicate and non-string keys are errors."""
     if id(node) in above:
-        raise ConfigError(f"{name}:{node.start_mark.line + 1}: this anchor contains itself")
+        raise ConfigError(f"{name}:{node.start_mark.line + 1}: this YAML anchor contains itself")
     above = (*above, id(node))
     if isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
@@ -158,10 +158,10 @@ def _places_in_mapping(
             continue
         if key.tag != "tag:yaml.org,2002:str":
             shown = key.value if isinstance(key, yaml.ScalarNode) else "a list or mapping"
-            raise ConfigError(f"{name}:{line}: keys must be text, this one is {shown}; put it in quotes")
+            raise ConfigError(f"{name}:{line}: keys must be strings, not {shown}; put the key in quotes")
         if key.value in seen:
             dotted = ".".join(str(part) for part in (*keys, key.value))
-            raise ConfigError(f"{name}:{line}: the key `{dotted}` is there twice, first on line {seen[key.value]}")
+            raise ConfigError(f"{name}:{line}: duplicate key `{dotted}`, first given on line {seen[key.value]}")
         seen[key.value] = line
         yield (*keys, key.value), line
         yield from _places(value, (*keys, key.value), name, above)

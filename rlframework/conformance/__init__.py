@@ -1,4 +1,4 @@
-"""The conformance suite: what a part must do to be chosen by a word in the configuration, and a way to prove it.
+"""The conformance suites: the requirements on a plugin that a configuration can name, and a way to prove them.
 
 In a backend's own repository, with `pip install "rlframework-core[conformance]"`:
 
@@ -7,10 +7,10 @@ In a backend's own repository, with `pip install "rlframework-core[conformance]"
     class TestPolicyWorker(PolicyWorkerSuite):
         backend = "dtensor"
 
-or, without a file, `rlframework conformance dtensor`. The map: `contracts` is the table of contents, `suites/` what a
-part must do, one test a sentence; `oracle` computes the right numbers and shares no code with the framework; `mutants/`
-are broken parts that the suites must catch; `rules` seals the suites, `plugin` is the pytest plugin, `report` the
-verdicts. Importing this package imports no torch.
+or, without a file, `rlframework conformance dtensor`. `contracts` is the table of contents, `suites/` has the
+requirements, one test each; `oracle` computes the correct numbers and shares no code with the framework; `mutants/` are
+broken implementations that the suites must catch; `rules` seals the suites, `plugin` is the pytest plugin, `report`
+builds the verdicts. Importing this package imports no torch.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ SUITES = {
     "generation_engine": ("generation", "GenerationEngineSuite"),
     "environment": ("environment", "EnvironmentSuite"),
 }
-"""Kind of part to its suite, as module and class: all kinds that a plugin can bring, algorithms apart."""
+"""Kind of plugin to the module and class of its suite, for all kinds except algorithms."""
 
 
 def suite_of(kind: str) -> type[Suite]:
-    """The suite of a kind of part."""
+    """Return the suite for a kind of plugin."""
     suite: type[Suite] = getattr(import_module(__name__), SUITES[kind][1])
     return suite
 

@@ -1,7 +1,7 @@
-"""Tiny models and batches that the suites use: small enough for a CPU, and such that no bug hides in them.
+"""Tiny models and batches for the suites: small enough for a CPU, without symmetries that hide bugs.
 
-Weights are large enough that attention and positions matter (a model fresh from its initialisation answers nearly the
-same whatever it attends to), norms are not all one, biases not all zero, the vocabulary is odd, key-value heads are
+Weights are large enough for attention and positions to matter (a freshly initialized model answers nearly the same
+whatever it attends to), norms are not all one, biases not all zero, the vocabulary size is odd, and key-value heads are
 grouped.
 """
 
@@ -26,7 +26,7 @@ WIDTH = 14
 
 
 def tokenizer() -> Any:
-    """A tokenizer of one token a character."""
+    """Return a tokenizer with one token per character."""
     from rlframework.huggingface.tokenizer import character_tokenizer
 
     return character_tokenizer(ALPHABET)
@@ -41,7 +41,7 @@ _SIZES: dict[str, Any] = {
     "max_position_embeddings": MAX_POSITIONS,
     "tie_word_embeddings": False,
 }
-"""Of the models with rotary positions."""
+"""Sizes of the models with rotary positions."""
 
 
 def _llama(vocabulary: int, **changes: Any) -> Any:
@@ -92,13 +92,16 @@ MODELS: Mapping[str, Callable[[int], Any]] = {
     "experts": _experts,
     "reward": _reward,
 }
-"""The models by what they are there for. `learned_positions` shows what rotary positions, being relative, hide;
-`norms_of_heads` has weights that all heads share, which ranks with some heads each learn from theirs alone; `experts`
-is a mixture: each token goes to two of four."""
+"""Models by purpose.
+
+`learned_positions` reveals errors that rotary positions, being relative, hide. `norms_of_heads` has weights shared by
+all heads, whose gradient ranks with some heads each see in part. `experts` is a mixture that sends each token to two of
+four experts.
+"""
 
 
 def model(name: str, folder: Path, *, layers: int = LAYERS) -> Path:
-    """Directory of the model `name` under `folder`, made when it is first asked for. Do not write to it."""
+    """Return the directory of the model `name` under `folder`, created on first use. Do not write to it."""
     path = folder / (name if layers == LAYERS else f"{name}-{layers}-layers")
     if path.exists():
         return path
@@ -122,7 +125,7 @@ def model(name: str, folder: Path, *, layers: int = LAYERS) -> Path:
 
 
 def _of_layers(made: Any, layers: int) -> Any:
-    """A model like `made`, whose layers are all of one kind, of so many."""
+    """Return a model like `made` with the given number of layers, all of one kind."""
     made.config.num_hidden_layers = layers
     if kinds := getattr(made.config, "layer_types", None):
         made.config.layer_types = kinds[:1] * layers
@@ -131,7 +134,7 @@ def _of_layers(made: Any, layers: int) -> Any:
 
 @torch.no_grad()
 def randomize(made: torch.nn.Module) -> None:
-    """Weights that matter: matrices of standard deviation 0.2, norms around 1, biases around 0."""
+    """Draw weights that matter: matrices with standard deviation 0.2, norms around 1, biases around 0."""
     for name, parameter in made.named_parameters():
         if parameter.dim() > 1:
             parameter.normal_(0.0, 0.2)
@@ -140,10 +143,10 @@ def randomize(made: torch.nn.Module) -> None:
 
 
 def batch(rows: int = 8, *, seed: int = 0, width: int = WIDTH, vocabulary: int | None = None) -> BatchedDataDict[Any]:
-    """Ragged rows of random tokens with everything that the losses read; row 1 is masked out where there are several.
+    """Return ragged rows of random tokens with all fields that losses read; row 1 is masked if there are several.
 
-    Rows are not sorted by length, one of them is full. Padding holds a real token's id, the masks ask for about half of
-    the tokens, and advantages are around 1, so that a loss is not a small difference of large numbers.
+    Rows are not sorted by length, and one has full width. Padding holds a regular token's id, the masks select about
+    half of the tokens, and advantages are around 1, so that a loss is not a small difference of large numbers.
     """
     generator = torch.Generator().manual_seed(seed)
     vocabulary = vocabulary or len(tokenizer())
@@ -169,6 +172,6 @@ def batch(rows: int = 8, *, seed: int = 0, width: int = WIDTH, vocabulary: int |
 
 
 def with_prev_logprobs(data: BatchedDataDict[Any], logprobs: Tensor, seed: int = 0) -> BatchedDataDict[Any]:
-    """`data` with `prev_logprobs` near `logprobs`, so that some ratios are clipped and others are not."""
+    """Set `prev_logprobs` near `logprobs`, so that some ratios are clipped and others are not."""
     noise = 0.15 * torch.randn(logprobs.shape, generator=torch.Generator().manual_seed(seed))
     return BatchedDataDict({**data, "prev_logprobs": logprobs + noise * (logprobs != 0)})

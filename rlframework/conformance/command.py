@@ -1,7 +1,7 @@
-"""`rlframework conformance BACKEND`: the suites of a part without a file of one's own.
+"""The command `rlframework conformance BACKEND`: run the suites of a plugin without a test file.
 
-Writes the three lines that a backend's own repository would have into a temporary directory and runs pytest on them,
-with a configuration of its own. What counts is decided in `plugin` and `report`.
+It writes the test module that a backend's own repository would have into a temporary directory and runs pytest on it
+with its own configuration. `plugin` and `report` decide the verdict.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlframework.conformance import SUITES, suite_of
-from rlframework.conformance.layout_selection import layouts_of
-from rlframework.conformance.layouts import Layout, declared_layouts
+from rlframework.conformance.layouts import Layout, declared_layouts, select_layouts
 from rlframework.conformance.sections import parse_section, section_of
 from rlframework.errors import ConfigError, UserError
 from rlframework.files import check_writable, write_atomically
@@ -37,13 +36,13 @@ python_classes = Test
 python_functions = test_*
 timeout = 900
 """
-_OF_OTHERS = ("PYTEST_ADDOPTS", "PYTEST_PLUGINS", "PYTEST_DISABLE_PLUGIN_AUTOLOAD")
-"""Variables by which the caller's own tests would have a say."""
+_FOREIGN_SETTINGS = ("PYTEST_ADDOPTS", "PYTEST_PLUGINS", "PYTEST_DISABLE_PLUGIN_AUTOLOAD")
+"""Environment variables that would apply the caller's own pytest configuration."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What was asked for: see `rlframework conformance --help`."""
+    """The command's options; see `rlframework conformance --help`."""
 
     backend: str
     workers: int | None = None
@@ -58,7 +57,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the name that was given, its suite, and the layouts to run it in."""
+    """A plugin of the given name, its suite, and the layouts to run it in."""
 
     registered: Registered
     suite: type[Suite]
@@ -66,7 +65,7 @@ class Part:
 
 
 def run(request: Request) -> int:
-    """Run what was asked for; 0 where all of it conforms, else 1. A `UserError` for what cannot be run."""
+    """Run the suites; return 0 if everything conforms, else 1. Raises a `UserError` for an invalid request."""
     _require_pytest()
     section = parse_section(request.keys)
     parts = find_parts(request, create_manager())
@@ -83,7 +82,7 @@ def run(request: Request) -> int:
 
 
 def _write(request: Request, report: Path) -> None:
-    """What was asked for, from the `report` of this run: without one, what lies there from before is left alone."""
+    """Write the requested files from `report`; if there is none, existing files are left alone."""
     if request.json and report.exists():
         write_atomically(request.json, report.read_bytes())
     if request.markdown and report.exists():
@@ -93,12 +92,12 @@ def _write(request: Request, report: Path) -> None:
     for path in filter(None, (request.json, request.markdown)):
         if report.exists():
             print(f"written to {path}")
-        else:  # pytest could not start, and has said why
-            print(f"{path} is not written: there are no verdicts", file=sys.stderr)
+        else:  # pytest could not start and has printed why
+            print(f"{path} was not written: there are no verdicts", file=sys.stderr)
 
 
 def table_of_tests(request: Request) -> Table:
-    """The tests of the suites, with the contract of each and what it needs."""
+    """Return a table of the suites' tests with their contracts and requirements."""
     from rich.table import Table
     from rich.text import Text
 
@@ -120,9 +119,9 @@ def table_of_tests(request: Request) -> Table:
 
 
 def find_parts(request: Request, manager: PluginManager) -> list[Part]:
-    """The parts called `request.backend` of all kinds that have a suite; a `UserError` where there is none."""
+    """Return the plugins named `request.backend` of all kinds with a suite; raises a `UserError` if there are none."""
     if request.workers is not None and request.layouts:
-        raise ConfigError("give either --workers or --layout: a layout says how many workers it takes")
+        raise ConfigError("give either --workers or --layout: a layout determines the number of workers")
     found = [manager.select(kind, request.backend) for kind in SUITES if _is_known(manager, kind, request.backend)]
     if not found:
         raise ConfigError(_unknown(request.backend, manager))
@@ -137,7 +136,7 @@ def find_parts(request: Request, manager: PluginManager) -> list[Part]:
 
 
 def _is_known(manager: PluginManager, kind: str, name: str) -> bool:
-    """Whether there is such a part, even a broken one: choosing that raises its own error."""
+    """Return True if such a plugin exists, even a broken one; selecting that raises its own error."""
     return any(
         (row.name == name and row.kind == kind) or (row.kind is None and row.name == name) for row in manager.listing()
     )
@@ -146,7 +145,7 @@ def _is_known(manager: PluginManager, kind: str, name: str) -> bool:
 def _unknown(name: str, manager: PluginManager) -> str:
     known = {kind: sorted(manager.registered(kind)) for kind in SUITES}
     if name in manager.registered("algorithm"):
-        return f"{name!r} is an algorithm, and there is no conformance suite for these"
+        return f"{name!r} is an algorithm; algorithms have no conformance suite"
     near = difflib.get_close_matches(name, [known_name for names in known.values() for known_name in names], n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     listed = "; ".join(f"{kind}: {', '.join(names) or 'none'}" for kind, names in known.items())
@@ -156,7 +155,7 @@ def _unknown(name: str, manager: PluginManager) -> str:
 def _layouts(request: Request, registered: Registered) -> list[Layout]:
     record = registered.record
     if request.workers is None:
-        return layouts_of(record, request.layouts or ["all"])
+        return select_layouts(record, request.layouts or ["all"])
     found = [layout for layout in declared_layouts(record) if layout.workers == request.workers]
     if not found:
         known = ", ".join(f"'{layout}'" for layout in declared_layouts(record))
@@ -165,7 +164,7 @@ def _layouts(request: Request, registered: Registered) -> list[Layout]:
 
 
 def module_text(parts: Sequence[Part], section: Mapping[str, Any], *, mutants: bool = False) -> str:
-    """The test module: what a backend's own repository has."""
+    """Return the test module that a backend's own repository would have."""
     lines = [] if not mutants else ["from rlframework.conformance.mutants.proof import MutantProof"]
     if not mutants:
         lines += [f"from rlframework.conformance import {part.suite.__name__}" for part in parts]
@@ -182,18 +181,19 @@ def _class_name(part: Part) -> str:
 
 
 def _check(request: Request, parts: Sequence[Part], section: Mapping[str, Any]) -> None:
-    """Everything that can be told before pytest starts."""
+    """Reject everything that is known to be invalid before pytest starts."""
     _check_files(request)
     given = {"--workers": request.workers, "--layout": request.layouts}
     given |= {"--json": request.json, "--markdown": request.markdown}
     if request.mutants and (wrong := [name for name, value in given.items() if value]):
         raise ConfigError(
-            f"{' and '.join(wrong)} cannot go with --mutants: each mutant has its own layout, and the proof no verdicts"
+            f"{' and '.join(wrong)} cannot be combined with --mutants: "
+            "each mutant has its own layout, and the proof has no verdicts"
         )
     if request.device not in ("cpu", "cuda"):
-        raise ConfigError(f"--device is cpu or cuda, not {request.device!r}")
+        raise ConfigError(f"--device is {request.device!r}; it must be cpu or cuda")
     if request.device == "cuda" and not import_module("torch").cuda.is_available():
-        raise ConfigError("--device cuda: torch sees no GPU here")
+        raise ConfigError("--device cuda: torch finds no GPU")
     for test in request.tests:
         _check_test(test, request, parts)
     for part in parts:
@@ -204,9 +204,9 @@ def _check_files(request: Request) -> None:
     for option, path in (("--json", request.json), ("--markdown", request.markdown)):
         folder = Path(path or ".").absolute().parent
         if path and not folder.is_dir():
-            raise ConfigError(f"{option} {path}: there is no folder {folder}; make it first")
+            raise ConfigError(f"{option} {path}: the folder {folder} does not exist; create it first")
         if path and Path(path).is_dir():
-            raise ConfigError(f"{option} {path}: it is a folder; name a file in it")
+            raise ConfigError(f"{option} {path}: this is a folder; give a file in it")
         if path:
             check_writable(folder)
 
@@ -227,7 +227,7 @@ def _has(part: Part, test: str, device: str) -> bool:
 
 
 def _chosen(request: Request, parts: Sequence[Part], section: Mapping[str, Any]) -> list[str]:
-    """The tests of `--test`, each as `class::test`; with `--mutants` the mutants that name them."""
+    """Return the tests of `--test` as `class::test`; with `--mutants`, the mutants that name them."""
     if not request.mutants:
         return [
             f"{_class_name(part)}::{test}"
@@ -244,7 +244,7 @@ def _chosen(request: Request, parts: Sequence[Part], section: Mapping[str, Any])
         cases = [case_id(mutant, test) for mutant, test in proof.cases(record, request.device) if test in request.tests]
         found += [f"{_class_name(part)}::test_mutant_is_caught[{case}]" for case in cases]
     if request.tests and not found:
-        raise ConfigError(f"--test: no mutant that breaks {request.backend!r} here names {', '.join(request.tests)}")
+        raise ConfigError(f"--test: no mutant that applies to {request.backend!r} names {', '.join(request.tests)}")
     return found
 
 
@@ -265,7 +265,7 @@ def _arguments(
 def _pytest(arguments: Sequence[str]) -> int:
     import pytest
 
-    with _without(_OF_OTHERS):
+    with _without(_FOREIGN_SETTINGS):
         code = int(pytest.main(list(arguments)))
     return 0 if code == 0 else 1
 

@@ -1,4 +1,4 @@
-"""What runs inside a worker's process for the suites: a worker that can be looked into, and what to look at."""
+"""Workers that the suites can inspect inside their own process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rlframework.plugins.loading import load_target
 
 
 class InspectedReceiver(GenerationWorker):
-    """A generation worker that can be looked into."""
+    """A generation worker that the suites can inspect."""
 
     def inspect(self, function: str, arguments: Mapping[str, Any]) -> Any:
         """Call `module:function` with the worker."""
@@ -18,7 +18,10 @@ class InspectedReceiver(GenerationWorker):
 
 
 class Inspected:
-    """Holds a worker, and answers to its names. `inner` is the import path of its class; `mutant` breaks it first."""
+    """Wraps a worker and forwards attribute access.
+
+    `inner` is the import path of its class; `mutant` breaks it first.
+    """
 
     def __init__(self, *, inner: str, mutant: str | None = None, **kwargs: Any) -> None:
         worker_class = load_target(inner)
@@ -29,7 +32,7 @@ class Inspected:
         self.worker = worker_class(**kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "worker":  # it was not made: there is nothing behind this
+        if name == "worker":  # the constructor failed before setting it
             raise AttributeError(name)
         return getattr(self.worker, name)
 

@@ -1,20 +1,23 @@
-"""Layouts: how a model and its batches are split over workers, as the suite runs them."""
+"""Layouts: how a model and its batches are sharded over workers, and the layouts that a suite runs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
 
 from rlframework.errors import ConfigError
-from rlframework.plugins.types import CAPABILITY_OF_AXIS, Capability, Record
+from rlframework.plugins.types import CAPABILITY_OF_AXIS, Capability, PolicyWorkerRecord, Record, WorkerGroupRecord
 
 AXES = ("data", "tensor", "context", "pipeline", "expert")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the axes. As text: `data=2,tensor=2`, `tensor=2,sequence`; axes of size 1 are left out but `data=1`."""
+    """Sizes of the parallel axes. As text: `data=2,tensor=2` or `tensor=2,sequence`; axes of size 1 are omitted.
+
+    A layout with all sizes 1 is `data=1`.
+    """
 
     data: int = 1
     tensor: int = 1
@@ -25,7 +28,7 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str) -> Layout:
-        """The layout that `text` describes; a `ConfigError` for anything else."""
+        """Parse a layout; raises a `ConfigError` for invalid text."""
         sizes: dict[str, int] = {}
         sequence = False
         for part in filter(None, text.replace(" ", "").split(",")):
@@ -34,8 +37,8 @@ class Layout:
                 sequence = True
             elif axis not in AXES or not size.isdigit() or int(size) < 1 or axis in sizes:
                 raise ConfigError(
-                    f"{text!r} is no layout: write axes with their sizes, such as data=2,tensor=2 "
-                    f"(axes: {', '.join(AXES)}; and `sequence`)"
+                    f"{text!r} is no layout: write axes and sizes such as data=2,tensor=2 "
+                    f"(axes: {', '.join(AXES)}; also `sequence`)"
                 )
             else:
                 sizes[axis] = int(size)
@@ -43,7 +46,7 @@ class Layout:
 
     @property
     def workers(self) -> int:
-        """Processes that it takes. Experts are spread over those of the data axis."""
+        """Number of processes. Experts are distributed over those of the data axis."""
         return self.data * self.tensor * self.context * self.pipeline
 
     @property
@@ -53,7 +56,7 @@ class Layout:
 
     @property
     def capabilities(self) -> frozenset[Capability]:
-        """What a backend must declare to be split so."""
+        """The capabilities that a backend must declare for this layout."""
         axes = [axis for axis in AXES if getattr(self, axis) > 1] + ["sequence"] * self.sequence
         return frozenset(CAPABILITY_OF_AXIS[axis] for axis in axes)
 
@@ -67,7 +70,7 @@ _SPLITS = ("tensor", "context", "pipeline")
 
 
 def declared_layouts(record: Record) -> list[Layout]:
-    """One worker, two along each declared axis, each model axis beside two replicas, and each two model axes."""
+    """Return one worker, two along each declared axis, each model axis with two replicas, and each two model axes."""
     return list(_declared(record.capabilities))
 
 
@@ -90,6 +93,43 @@ def _declared(declared: frozenset[Capability]) -> Iterator[Layout]:
 
 
 def quick_layouts(record: Record) -> list[Layout]:
-    """One worker, and the first declared layout of two."""
+    """Return one worker and the first declared layout of two."""
     layouts = declared_layouts(record)
     return layouts[:1] + [layout for layout in layouts if layout.workers == 2][:1]
+
+
+_DATA_SIZES: Mapping[str, tuple[tuple[int, ...], str]] = {
+    PolicyWorkerRecord.kind: ((1, 2, 4, 8), "the suite's batches have 8 rows, which replicas share equally"),
+    WorkerGroupRecord.kind: ((1, 2), "the suite knows the expected results of one or two workers"),
+}
+"""Kind of record to the sizes of the data axis that its suite supports, and the reason."""
+
+
+def select_layouts(record: Record, words: Sequence[str] | None) -> list[Layout]:
+    """Return the layouts for `words`: `quick` (also for None), `all`, or layouts as text.
+
+    Raises a `ConfigError` for a layout that `record` does not declare or that the suite does not support.
+    """
+    layouts: list[Layout] = []
+    for word in words or ["quick"]:
+        if word == "quick":
+            layouts += quick_layouts(record)
+        elif word == "all":
+            layouts += declared_layouts(record)
+        else:
+            layouts.append(_parse_declared(record, word))
+    return list(dict.fromkeys(layouts))
+
+
+def _parse_declared(record: Record, word: str) -> Layout:
+    layout = Layout.parse(word)
+    if missing := sorted(layout.capabilities - record.capabilities):
+        known = ", ".join(f"'{layout}'" for layout in declared_layouts(record))
+        raise ConfigError(
+            f"layout {word!r}: {record.name!r} does not declare {', '.join(missing)}; its layouts are {known}"
+        )
+    sizes, why = _DATA_SIZES.get(record.kind, ((layout.data,), ""))
+    if layout.data not in sizes:
+        *first, last = map(str, sizes)
+        raise ConfigError(f"layout {word!r}: data can be {', '.join(first)} or {last}: {why}")
+    return layout

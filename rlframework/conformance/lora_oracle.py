@@ -1,6 +1,6 @@
-"""The oracle of LoRA: W + scale * B A computed anew in each forward, and the gradient by autograd through it.
+"""The oracle of LoRA: computes W + scale * B A in each forward, and the gradient by autograd through it.
 
-As `oracle`, it imports nothing of rlframework but that (import-linter holds this), and no library of adapters.
+Like `oracle`, it imports nothing of rlframework except that module (enforced by import-linter), and no adapter library.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from rlframework.conformance.oracle import Batch, Oracle, OracleStep
 
 
 class LoraOracle(Oracle):
-    """The model at `path`, frozen, with adapters that AdamW trains; `settings` as of `Oracle`.
+    """The frozen model at `path` with adapters that AdamW trains; `settings` are those of `Oracle`.
 
-    `adapters`: `LAYER.lora_A.weight` `[rank, in]` and `LAYER.lora_B.weight` `[out, rank]`, by the layers' paths.
+    `adapters`: `LAYER.lora_A.weight` `[rank, in]` and `LAYER.lora_B.weight` `[out, rank]` by layer path.
     """
 
     def __init__(self, path: Any, adapters: Mapping[str, Tensor], scale: float, **settings: Any) -> None:
@@ -32,7 +32,7 @@ class LoraOracle(Oracle):
         self.optimizer = torch.optim.AdamW(list(self.adapters.values()), foreach=False, **kept)
 
     def merged(self) -> dict[str, Tensor]:
-        """The weights of the layers with adapters, by their names in the base; with gradient."""
+        """Return the weights of the adapted layers under the base's names, with gradient."""
         base = dict(self.model.named_parameters())
         layers = [name.removesuffix(".lora_A.weight") for name in self.adapters if name.endswith(".lora_A.weight")]
         return {
@@ -49,12 +49,12 @@ class LoraOracle(Oracle):
         return torch.log_softmax(logits[:, :-1].float() / temperature, dim=-1)
 
     def gradients(self, batch: Batch, kind: str) -> dict[str, Tensor]:
-        """The gradient of each adapter's matrix; none of them is changed."""
+        """Return the gradient of each adapter matrix without changing any."""
         found = torch.autograd.grad(self.loss(batch, kind), list(self.adapters.values()))
         return dict(zip(self.adapters, found, strict=True))
 
     def step(self, batch: Batch, kind: str, lr: float | None = None) -> OracleStep:
-        """One AdamW step of the adapters, at `lr` where it is given."""
+        """Take one AdamW step of the adapters, at `lr` if given."""
         loss = float(self.loss(batch, kind).detach())
         gradients = self.gradients(batch, kind)
         norm = torch.sqrt(torch.stack([gradient.square().sum() for gradient in gradients.values()]).sum())
@@ -67,9 +67,9 @@ class LoraOracle(Oracle):
         return OracleStep(loss, norm.item(), gradients)
 
     def trained(self) -> dict[str, Tensor]:
-        """Copies of the adapters."""
+        """Return copies of the adapters."""
         return {name: tensor.detach().clone() for name, tensor in self.adapters.items()}
 
     def weights(self) -> dict[str, Tensor]:
-        """Copies of all weights by the names of `save_pretrained`, merged where there is an adapter."""
+        """Return copies of all weights under the names of `save_pretrained`, merged with the adapters."""
         return super().weights() | {name: weight.detach() for name, weight in self.merged().items()}

@@ -1,10 +1,10 @@
-"""Markdown of conformance reports: what each backend declares, the verdicts, and the largest errors measured.
+"""Markdown of conformance reports: verdicts, declared capabilities, and the largest measured errors.
 
     python -m rlframework.conformance.markdown REPORT.json [...] TABLE.md
     python -m rlframework.conformance.markdown --shorten REPORT.json SHORT.json
 
-Made from the JSON alone, so that the page and the file beside it always say the same. A shortened report gives the same
-page: it lacks the thousands of single measurements, and keeps the largest of each contract.
+The page is built from the JSON alone, so that both always agree. A shortened report gives the same page: it omits the
+thousands of single measurements and keeps the largest of each contract.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from rlframework.files import write_atomically
 from rlframework.plugins.types import Capability
 
 Row = Sequence[str]
-_MEANING = """For each contract, how far the numbers were from those of the oracle, or from what was worked out by hand:
-the largest error, and the one that took most of what it is allowed. `0` is equal in value."""
+_MEANING = """For each contract, the errors relative to the oracle or to values computed by hand: the largest error, and
+the one nearest to its tolerance. `0` means equal values."""
 
 
 def markdown_of(paths: Sequence[str | Path]) -> str:
-    """The page of the reports in `paths`."""
+    """Return the page of the reports in `paths`."""
     return markdown([read(path) for path in paths])
 
 
 def read(path: str | Path) -> dict[str, Any]:
-    """A report that `report.write_json` wrote; a `DataError` for anything else."""
+    """Read a report written by `report.write_json`; raises a `DataError` for anything else."""
     try:
         report = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise DataError(f"{path} cannot be read as a conformance report: {error}") from None
     found = report.get("format") if isinstance(report, dict) else None
     if found != FORMAT:
-        raise DataError(f"{path} is a conformance report of the form {found!r}, and this version reads {FORMAT}")
+        raise DataError(f"{path} is a conformance report of format {found!r}; this version reads format {FORMAT}")
     return dict(report)
 
 
 def shortened(report: Mapping[str, Any]) -> dict[str, Any]:
-    """`report` without what each test measured; what `markdown` reads is there."""
+    """Return `report` without single measurements, keeping everything that `markdown` reads."""
     verdicts = [
         {**verdict, "tests": [{**test, "measurements": len(test["measurements"])} for test in verdict["tests"]]}
         for verdict in report["verdicts"]
@@ -53,7 +53,7 @@ def shortened(report: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def markdown(reports: Sequence[Mapping[str, Any]]) -> str:
-    """The page of `reports`."""
+    """Return the page of `reports`."""
     verdicts = [verdict for report in reports for verdict in report["verdicts"]]
     parts = ["# Conformance", *map(_ran_on, reports), "## Verdicts", _verdicts(verdicts)]
     if capabilities := _capabilities(verdicts):
@@ -84,8 +84,8 @@ def _verdicts(verdicts: Iterable[Mapping[str, Any]]) -> str:
             "did not run": missing,
             "not declared": undeclared,
         }
-        told = ", ".join(f"{number} {what}" for what, number in numbers.items() if number) or "none"
-        rows.append((*_who(verdict), verdict["suite"], verdict["verdict"], told))
+        counts_text = ", ".join(f"{number} {name}" for name, number in numbers.items() if number) or "none"
+        rows.append((*_who(verdict), verdict["suite"], verdict["verdict"], counts_text))
     return _table(("backend", "version", "layout", "device", "suite", "verdict", "tests"), rows)
 
 
@@ -94,12 +94,12 @@ def _who(verdict: Mapping[str, Any]) -> tuple[str, str, str, str]:
 
 
 def _how(verdict: Mapping[str, Any]) -> str:
-    """The layout, and what of the part's own section was set; a report of an older version says nothing of that."""
+    """Return the layout and the keys of the plugin's own section; older reports do not record the latter."""
     return f"{verdict['layout']} {verdict.get('section', '')}".strip() or "-"
 
 
 def _capabilities(verdicts: Iterable[Mapping[str, Any]]) -> str:
-    """Parts across, capabilities down; only parts that declare any. Tested is what was, in any of the reports."""
+    """Return a table of capabilities by plugin, for plugins that declare any; one test in any report is enough."""
     declared: dict[str, set[str]] = {}
     tested: dict[str, set[str]] = {}
     for verdict in verdicts:
@@ -121,7 +121,7 @@ def _declares(capability: Capability, declared: set[str], tested: set[str]) -> s
 
 
 def _errors(verdicts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """A title and a table for each contract."""
+    """Yield a title and a table for each contract."""
     for number, contract in CONTRACTS.items():
         found = [(verdict, verdict["contracts"].get(str(number))) for verdict in verdicts]
         rows = [
@@ -165,7 +165,7 @@ def _table(head: Row, rows: Iterable[Row]) -> str:
 
 
 def main(args: Sequence[str]) -> None:
-    """Write the page of all reports but the last argument, which is the page; or a shortened report."""
+    """Write the page of all reports except the last argument, which is the page; or write a shortened report."""
     if len(args) < 2:
         sys.exit(
             "usage: python -m rlframework.conformance.markdown [--shorten] REPORT.json [...] TABLE.md or SHORT.json"

@@ -1,8 +1,7 @@
-"""Comparing a number with the one that is right: what was measured, and a failure that shows both.
+"""Comparison of numbers with the correct ones: measurements, and failures that show both.
 
 Errors are relative: `values` element by element to max(1, |expected|), `norm` by the L2 norms of whole tensors,
-`scalar` to |expected|. `exact` asks for equal values. A NaN or an infinity that is not expected is an error of
-infinity.
+`scalar` to |expected|. `exact` requires equal values. An unexpected NaN or infinity is an infinite error.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Measurement:
-    """How far `quantity` was from what is right, and where it was farthest: `got` there, `expected` there."""
+    """The error of `quantity`, with `got` and `expected` at the place where it is largest."""
 
     quantity: str
     error: float
@@ -31,23 +30,23 @@ class Measurement:
 
     @property
     def holds(self) -> bool:
-        """Whether it is within the tolerance; an error that is NaN is not."""
+        """Whether the error is within the tolerance; an error of NaN is not."""
         return self.error <= self.tolerance
 
 
 class ConformanceFailure(AssertionError):
-    """A backend does not do what a contract says."""
+    """An implementation violates a contract."""
 
 
 def scalar(quantity: str, got: float, expected: float, tolerance: float) -> Measurement:
-    """One number."""
+    """Compare two numbers."""
     got, expected = float(got), float(expected)
     error = 0.0 if got == expected else abs(got - expected) / max(abs(expected), 1e-30)
     return Measurement(quantity, _finite(error), tolerance, got, expected)
 
 
 def values(quantity: str, got: Tensor, expected: Tensor, tolerance: float) -> Measurement:
-    """Tensors of one shape, element by element; shapes that differ are a failure of their own."""
+    """Compare tensors of the same shape element by element; different shapes are a failure."""
     require_shape(quantity, got, expected)
     if not expected.numel():
         return Measurement(quantity, 0.0, tolerance, 0.0, 0.0)
@@ -67,7 +66,7 @@ def values(quantity: str, got: Tensor, expected: Tensor, tolerance: float) -> Me
 
 
 def norm(quantity: str, got: Tensor, expected: Tensor, tolerance: float, floor: float = 0.0) -> Measurement:
-    """A tensor as a whole: |got - expected| / max(|expected|, floor), in L2 norms."""
+    """Compare tensors as a whole: |got - expected| / max(|expected|, floor) in L2 norms."""
     require_shape(quantity, got, expected)
     got, expected = got.detach().double().cpu(), expected.detach().double().cpu()
     size = float(expected.norm())
@@ -77,10 +76,10 @@ def norm(quantity: str, got: Tensor, expected: Tensor, tolerance: float, floor: 
 
 
 def whole(quantity: str, got: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float) -> Measurement:
-    """All tensors as one vector; names and shapes must be the same, and an expectation of nothing is a failure."""
+    """Compare all tensors as one vector; differing names or shapes and an empty expectation are failures."""
     require_names(quantity, got, expected)
     if not any(tensor.numel() for tensor in expected.values()):
-        raise ConformanceFailure(f"{quantity}: there is nothing to compare, no tensor with an element is expected")
+        raise ConformanceFailure(f"{quantity}: nothing to compare, because no expected tensor has an element")
     for name, tensor in expected.items():
         require_shape(f"{quantity}: {name}", got[name], tensor)
     squares = sum(float((got[name].double() - expected[name].double()).square().sum()) for name in expected)
@@ -91,12 +90,12 @@ def whole(quantity: str, got: Mapping[str, Tensor], expected: Mapping[str, Tenso
 
 
 def exact(quantity: str, got: Tensor, expected: Tensor) -> Measurement:
-    """Equal in value, without any tolerance (two NaN are equal, and so are 0.0 and -0.0), and in dtype."""
+    """Require equal values without tolerance (NaN equals NaN, and 0.0 equals -0.0) and equal dtypes."""
     import torch
 
     require_shape(quantity, got, expected)
     if got.dtype != expected.dtype:
-        raise ConformanceFailure(f"{quantity} is {got.dtype}, and must be {expected.dtype}")
+        raise ConformanceFailure(f"{quantity} has dtype {got.dtype}; it must be {expected.dtype}")
     same = (got == expected) | (got != got) & (expected != expected)
     if bool(torch.all(same)):
         return Measurement(quantity, 0.0, 0.0, 0.0, 0.0)
@@ -107,20 +106,20 @@ def exact(quantity: str, got: Tensor, expected: Tensor) -> Measurement:
 
 
 def require_shape(quantity: str, got: Tensor, expected: Tensor) -> None:
-    """A `ConformanceFailure` unless both have one shape."""
+    """Raise a `ConformanceFailure` unless the shapes are equal."""
     if tuple(got.shape) != tuple(expected.shape):
-        raise ConformanceFailure(f"{quantity} has shape {tuple(got.shape)}, and must have {tuple(expected.shape)}")
+        raise ConformanceFailure(f"{quantity} has shape {tuple(got.shape)}; it must be {tuple(expected.shape)}")
 
 
 def require_names(quantity: str, got: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """A `ConformanceFailure` unless both have the same keys."""
+    """Raise a `ConformanceFailure` unless the keys are equal."""
     missing, extra = sorted(expected.keys() - got.keys()), sorted(got.keys() - expected.keys())
     if missing or extra:
-        raise ConformanceFailure(f"{quantity}: missing {missing or 'none'}, not expected {extra or 'none'}")
+        raise ConformanceFailure(f"{quantity}: missing {missing or 'none'}, unexpected {extra or 'none'}")
 
 
 def describe(measurement: Measurement, contract: int, who: str) -> str:
-    """The text of a failure: both numbers, the tolerance and the contract."""
+    """Return the text of a failure: both numbers, the tolerance and the contract."""
     place = f" at {measurement.place}" if measurement.place else ""
     allowed = "equal values" if measurement.tolerance == 0 else f"{measurement.tolerance:.3g}"
     return (

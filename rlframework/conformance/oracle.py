@@ -1,8 +1,8 @@
-"""The oracle: what the numbers must be, computed by a plain program in one process.
+"""The oracle: computes the correct numbers with a plain single-process program.
 
-Torch and transformers only. It imports nothing of rlframework (import-linter holds this): whole logits, padded rows, no
-parallelism, its own losses and optimizer groups. A *batch* is a mapping with `input_ids [B, S]`, `input_lengths [B]`,
-`token_mask [B, S]`, `sample_mask [B]` and what the loss reads. Left out: speed, and every form of memory saving.
+It uses torch and transformers only and imports nothing of rlframework (enforced by import-linter): full logits, padded
+rows, no parallelism, its own losses and optimizer groups. A *batch* is a mapping with `input_ids [B, S]`,
+`input_lengths [B]`, `token_mask [B, S]`, `sample_mask [B]` and the fields its loss reads. Speed and memory are ignored.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Batch = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class OracleStep:
-    """One optimizer step: the loss before it, the L2 norm of the gradient before clipping, the gradients themselves."""
+    """One optimizer step: the loss before it, the gradient's L2 norm before clipping, and the gradients."""
 
     loss: float
     grad_norm: float
@@ -27,10 +27,10 @@ class OracleStep:
 
 
 class Oracle:
-    """A model at `path` with AdamW in two groups: `weight_decay` for two and more dimensions, none for fewer.
+    """The model at `path` with AdamW: `weight_decay` for parameters of two or more dimensions, none for others.
 
-    `router_loss`: weight of the loss that evens out a mixture's experts. `max_grad_norm`: None does not clip.
-    `temperature`: of log-probabilities and of the policy-gradient losses.
+    `router_loss`: weight of a mixture's load-balancing loss. `max_grad_norm`: None disables clipping. `temperature`: of
+    log-probabilities and policy-gradient losses.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Oracle:
 
         logging.disable_progress_bar()
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager")
-        self.model.eval()  # no dropout: scoring and training are of one function
+        self.model.eval()  # no dropout: scoring and training use the same function
         self.temperature = temperature
         self.max_grad_norm = max_grad_norm
         self.router_loss_coef = router_loss
@@ -68,24 +68,27 @@ class Oracle:
     # -- scoring ------------------------------------------------------------------------------------------------------
 
     def logprobs(self, batch: Batch, temperature: float | None = None) -> Tensor:
-        """`[B, S]`: entry i is log p(token i | tokens before i); 0 at position 0 and at padding. No gradient."""
+        """Return log p(token i | tokens before i), `[B, S]`; 0 at position 0 and at padding. No gradient."""
         with torch.no_grad():
             return self._logprobs(batch, self.temperature if temperature is None else temperature)
 
     def differentiable_logprobs(self, batch: Batch, temperature: float | None = None) -> Tensor:
-        """The same with gradient, for a loss of somebody else's: see `descend`."""
+        """Return the same with gradient, for use with a given loss function; see `descend`."""
         return self._logprobs(batch, self.temperature if temperature is None else temperature)
 
     def entropy(self, batch: Batch, temperature: float | None = None) -> Tensor:
-        """`[B, S]`, in nats: entry i is of the distribution that token i was drawn from; 0 where `logprobs` is."""
+        """Return entropies in nats, `[B, S]`: entry i is of the distribution token i was drawn from; 0 where `logprobs`
+        is.
+        """
         with torch.no_grad():
             logs = self._distributions(batch, self.temperature if temperature is None else temperature)
             return torch.nn.functional.pad(-(logs.exp() * logs).sum(-1), (1, 0)) * _real(batch)
 
     def top_logits(self, batch: Batch, k: int, temperature: float | None = None) -> tuple[Tensor, Tensor]:
-        """`[B, S, k]` each: the largest logits over the temperature, and their tokens; entry i is of what predicts i.
+        """Return the `k` largest logits over the temperature and their tokens, `[B, S, k]` each; entry i predicts token
+        i.
 
-        0 where `logprobs` is.
+        Both are 0 where `logprobs` is.
         """
         with torch.no_grad():
             logits = self.model(
@@ -97,13 +100,13 @@ class Oracle:
         values, tokens = found.values[..., :k] * real, found.indices[..., :k] * real.long()
         return torch.nn.functional.pad(values, (0, 0, 1, 0)), torch.nn.functional.pad(tokens, (0, 0, 1, 0))
 
-    def likeliest(self, batch: Batch) -> Tensor:
-        """`[B, S]` int64: entry i is the token that is likeliest after those before i; 0 at position 0."""
+    def most_likely(self, batch: Batch) -> Tensor:
+        """Return the most likely token given the tokens before i in entry i, `[B, S]` int64; 0 at position 0."""
         with torch.no_grad():
             return torch.nn.functional.pad(self._distributions(batch, 1.0).argmax(-1), (1, 0))
 
     def _distributions(self, batch: Batch, temperature: float) -> Tensor:
-        """`[B, S - 1, V]`: log-softmax of the logits that predict positions 1 to S - 1."""
+        """Return the log-softmax of the logits that predict positions 1 to S - 1, `[B, S - 1, V]`."""
         logits = self.model(input_ids=batch["input_ids"], attention_mask=_real(batch).long(), use_cache=False).logits
         return torch.log_softmax(logits[:, :-1].float() / temperature, dim=-1)
 
@@ -115,9 +118,11 @@ class Oracle:
     # -- losses -------------------------------------------------------------------------------------------------------
 
     def loss(self, batch: Batch, kind: str) -> Tensor:
-        """`nll`: mean over all valid tokens. `pg`, `sequence_pg`: clipped policy gradient (ratios in 0.8 to 1.2), the
-        mean over tokens, or over sequences of each sequence's mean. Valid: `token_mask` and `sample_mask`, position 0
-        never.
+        """Return the loss `kind` over valid tokens.
+
+        `nll`: mean over all valid tokens. `pg`, `sequence_pg`: clipped policy gradient (ratios in 0.8 to 1.2), averaged
+        over tokens, or over sequences of each sequence's mean. Valid tokens are selected by `token_mask` and
+        `sample_mask`, never position 0.
         """
         mask: Tensor = (batch["token_mask"] * batch["sample_mask"][:, None])[:, 1:].float()
         if kind == "nll":
@@ -131,25 +136,26 @@ class Oracle:
         if kind == "sequence_pg":
             means = terms.sum(1) / mask.sum(1).clamp(min=1.0)
             return means.sum() / float(batch["sample_mask"].sum())
-        raise ValueError(f"there is no loss {kind!r}: nll, pg or sequence_pg")
+        raise ValueError(f"unknown loss {kind!r}; it must be nll, pg or sequence_pg")
 
     def router_loss(self, batch: Batch) -> Tensor:
-        """Experts times the sum over them of share and chance: of each in all choices of all tokens, and on average.
+        """Return the load-balancing loss over all blocks and all tokens of rows that the losses use.
 
-        Over all blocks, and the tokens of rows that the losses are about.
+        It is the number of experts times the sum over experts of their share of all choices times their mean
+        probability.
         """
         real, counted = _real(batch), batch["token_mask"][:, 1:].sum(1) * batch["sample_mask"] > 0
         logits = self.model(
             input_ids=batch["input_ids"], attention_mask=real.long(), use_cache=False, output_router_logits=True
         ).router_logits
-        asked = (real * counted[:, None]).reshape(-1) > 0
-        chances = torch.cat([torch.softmax(layer, -1)[asked] for layer in logits])
-        choices = chances.topk(self.model.config.num_experts_per_tok, dim=-1).indices
-        share = torch.zeros_like(chances).scatter(1, choices, 1.0).mean(0)
-        return chances.shape[1] * (share * chances.mean(0)).sum()
+        selected = (real * counted[:, None]).reshape(-1) > 0
+        probabilities = torch.cat([torch.softmax(layer, -1)[selected] for layer in logits])
+        choices = probabilities.topk(self.model.config.num_experts_per_tok, dim=-1).indices
+        share = torch.zeros_like(probabilities).scatter(1, choices, 1.0).mean(0)
+        return probabilities.shape[1] * (share * probabilities.mean(0)).sum()
 
     def gradients(self, batch: Batch, kind: str) -> dict[str, Tensor]:
-        """The gradient of each parameter; none of them is changed."""
+        """Return the gradient of each parameter without changing any."""
         self.model.zero_grad()
         self._whole_loss(batch, kind).backward()
         found = {name: _gradient(parameter).clone() for name, parameter in self.model.named_parameters()}
@@ -159,7 +165,7 @@ class Oracle:
     # -- training -----------------------------------------------------------------------------------------------------
 
     def step(self, batch: Batch, kind: str, lr: float | None = None) -> OracleStep:
-        """One AdamW step, at `lr` where it is given."""
+        """Take one AdamW step, at `lr` if given."""
         self.model.zero_grad()
         self._whole_loss(batch, kind).backward()
         with torch.no_grad():
@@ -167,12 +173,12 @@ class Oracle:
         return self.descend(loss, lr)
 
     def _whole_loss(self, batch: Batch, kind: str) -> Tensor:
-        """What is minimised: the loss, and that of the routers where it has a weight."""
+        """Return the minimized loss, including the router loss if it has a weight."""
         loss = self.loss(batch, kind)
         return loss + self.router_loss_coef * self.router_loss(batch) if self.router_loss_coef else loss
 
     def descend(self, loss: float, lr: float | None = None) -> OracleStep:
-        """The step on the gradients that the parameters hold, which are of `loss`."""
+        """Take a step on the parameters' current gradients, which belong to `loss`."""
         gradients = {name: _gradient(parameter).clone() for name, parameter in self.model.named_parameters()}
         norm = torch.sqrt(torch.stack([gradient.square().sum() for gradient in gradients.values()]).sum())
         if self.max_grad_norm is not None and norm > self.max_grad_norm:
@@ -184,12 +190,12 @@ class Oracle:
         return OracleStep(loss, norm.item(), expert_by_expert(gradients))
 
     def weights(self) -> dict[str, Tensor]:
-        """Copies of the weights by the names of `save_pretrained`; a tied head stands once."""
+        """Return copies of the weights under the names of `save_pretrained`; a tied head is included once."""
         return expert_by_expert({name: weight.detach().clone() for name, weight in self.model.named_parameters()})
 
 
 def scores(path: Any, batch: Batch) -> Tensor:
-    """`[B]`: what the reward model at `path` says at the last token of each row, each row by itself; no gradient."""
+    """Return the reward model's score at each row's last token, `[B]`, each row evaluated alone, without gradient."""
     from transformers import AutoModelForSequenceClassification
 
     model = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
@@ -203,7 +209,7 @@ def scores(path: Any, batch: Batch) -> Tensor:
 
 
 def expert_by_expert(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """`tensors` by the names of `save_pretrained`, which has each expert of a mixture by itself."""
+    """Rename `tensors` to the names of `save_pretrained`, which stores each expert of a mixture separately."""
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         experts, _, kind = name.rpartition(".")
@@ -218,12 +224,12 @@ def expert_by_expert(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _real(batch: Batch) -> Tensor:
-    """`[B, S]`: 1 where there is a token, 0 at padding."""
+    """Return 1 at tokens and 0 at padding, `[B, S]`."""
     ids: Tensor = batch["input_ids"]
     lengths: Tensor = batch["input_lengths"]
     return (torch.arange(ids.shape[1]) < lengths[:, None]).float()
 
 
 def _gradient(parameter: Tensor) -> Tensor:
-    assert parameter.grad is not None, "the loss does not hang on this parameter"
+    assert parameter.grad is not None, "the loss does not depend on this parameter"
     return parameter.grad

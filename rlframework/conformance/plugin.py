@@ -1,7 +1,7 @@
-"""The pytest plugin: runs a suite once a layout, and lets nothing pass in silence.
+"""The pytest plugin: runs a suite once per layout and reports everything that did not run.
 
-Loaded by pytest wherever rlframework-core is installed; imports no torch. A skip that the suite did not grant is a
-failure, a known failure must fail as its record says, and what did not run makes the verdict INCOMPLETE.
+Loaded by pytest wherever rlframework-core is installed; imports no torch. An unauthorized skip is a failure, a known
+failure must fail as its record says, and tests that did not run make the verdict INCOMPLETE.
 """
 
 from __future__ import annotations
@@ -16,44 +16,45 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from rlframework.conformance.layout_selection import layouts_of
-from rlframework.conformance.layouts import Layout
+from rlframework.conformance.layouts import Layout, select_layouts
 from rlframework.conformance.rules import Suite, changed_since_sealed
 from rlframework.errors import ConfigError, PluginError, UserError
 from rlframework.files import check_writable
 
 if TYPE_CHECKING:
-    from rlframework.conformance.bench import Bench
+    from rlframework.conformance.harness import Harness
     from rlframework.conformance.mutants.proof import MutantProof
-    from rlframework.conformance.passed_tests import Passes
-    from rlframework.conformance.report import Subject, Verdict
+    from rlframework.conformance.report import SuiteRun, Verdict
+    from rlframework.conformance.results import PassedTests
     from rlframework.plugins.manager import PluginManager, Registered
 
 MANAGER: pytest.StashKey[PluginManager] = pytest.StashKey()
-BENCH: pytest.StashKey[Bench] = pytest.StashKey()
+HARNESS: pytest.StashKey[Harness] = pytest.StashKey()
 PASSED = pytest.StashKey[bool]()
-SUBJECTS: pytest.StashKey[dict[tuple[type[Suite], Layout, str], Subject]] = pytest.StashKey()
+SUITE_RUNS: pytest.StashKey[dict[tuple[type[Suite], Layout, str], SuiteRun]] = pytest.StashKey()
 PLANNED = pytest.StashKey[dict[str, None]]()
-"""The subjects of the suites that were collected, as JSON: what should have results in the end."""
+"""The suite runs that were collected, as JSON; each should have results in the end."""
 WORKER_OUTPUT = "rlframework_conformance_planned"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The options of a run."""
+    """Add the options of a run."""
     group = parser.getgroup("rlframework", "rlframework conformance")
     group.addoption(
         "--conformance-layout",
         action="append",
         metavar="LAYOUT",
-        help="such as data=2,tensor=2; may be given again; `quick` (the default: one worker, and one layout of two) or "
-        "`all` that the backend declares",
+        help="such as data=2,tensor=2, repeatable; also `quick` (the default: one worker and one layout of two) or "
+        "`all` layouts that the backend declares",
     )
-    group.addoption("--conformance-device", choices=("cpu", "cuda"), default="cpu", help="where the parts run (cpu)")
+    group.addoption(
+        "--conformance-device", choices=("cpu", "cuda"), default="cpu", help="device of the tests (default: cpu)"
+    )
     group.addoption("--conformance-json", metavar="FILE", help="write the verdicts and all measurements to FILE")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Nothing is planned yet; a report that could not be written is told before the run, and not after it."""
+    """Start with an empty plan, and reject an unwritable report file before the run."""
     config.stash[PLANNED] = {}
     if path := config.getoption("--conformance-json"):
         try:
@@ -63,7 +64,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def manager_of(config: pytest.Config) -> PluginManager:
-    """The plugins of this session."""
+    """Return the plugin manager of this session."""
     if MANAGER not in config.stash:
         from rlframework.plugins.manager import create_manager
 
@@ -71,7 +72,7 @@ def manager_of(config: pytest.Config) -> PluginManager:
     return config.stash[MANAGER]
 
 
-# -- what runs ---------------------------------------------------------------------------------------------------------
+# -- collection --------------------------------------------------------------------------------------------------------
 
 
 def _suite_of(node: Any) -> type[Suite] | None:
@@ -86,41 +87,41 @@ def _is_of_suite(item: Any) -> bool:
 
 def _registered(config: pytest.Config, suite: type[Suite] | type[MutantProof]) -> Registered:
     if not suite.backend:
-        raise pytest.Collector.CollectError(f"{suite.__module__}.{suite.__qualname__} must name its `backend`")
+        raise pytest.Collector.CollectError(f"{suite.__module__}.{suite.__qualname__} must set `backend`")
     try:
         registered = manager_of(config).select(suite.kind, suite.backend)
     except PluginError as error:
         raise pytest.Collector.CollectError(f"{suite.__qualname__}: {error}") from error
     if not issubclass(suite, Suite):
         return registered
-    strange = [known.test for known in registered.record.known_failures if known.test not in suite.tests()]
-    if strange:
+    unknown = [known.test for known in registered.record.known_failures if known.test not in suite.tests()]
+    if unknown:
         raise pytest.Collector.CollectError(
             f"{suite.__qualname__}: known_failures of {suite.backend!r}, of {registered.blame}, names "
-            f"{', '.join(strange)}, and the suite has no test of that name"
+            f"{', '.join(unknown)}, but the suite has no such test"
         )
     return registered
 
 
-def _subject(item: Any) -> Subject:
-    return _subject_of(item.config, item.cls, item.callspec.params["layout"], item.path)
+def _suite_run(item: Any) -> SuiteRun:
+    return _suite_run_of(item.config, item.cls, item.callspec.params["layout"], item.path)
 
 
-def _subject_of(config: pytest.Config, suite: type[Suite], layout: Layout, path: Path) -> Subject:
-    """The same for all tests of a class in a layout, so it is put together once."""
-    from rlframework.conformance.report import Subject
+def _suite_run_of(config: pytest.Config, suite: type[Suite], layout: Layout, path: Path) -> SuiteRun:
+    """Return the suite run shared by all tests of a class in a layout, created once."""
+    from rlframework.conformance.report import SuiteRun
 
-    known = config.stash.setdefault(SUBJECTS, {})
+    known = config.stash.setdefault(SUITE_RUNS, {})
     where = f"{path.name}::{suite.__qualname__}"
     if (suite, layout, where) not in known:
         device = config.getoption("--conformance-device")
-        known[suite, layout, where] = Subject.of(suite, _registered(config, suite), layout, device, where)
+        known[suite, layout, where] = SuiteRun.of(suite, _registered(config, suite), layout, device, where)
     return known[suite, layout, where]
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pycollect_makeitem(collector: Any, name: str, obj: object) -> list[pytest.Item] | None:
-    """`Suite.tests` is no test; a class that pytest would leave out in silence is an error."""
+    """Keep `Suite.tests` from being collected, and reject classes that pytest would silently ignore."""
     if name == "tests" and isinstance(getattr(collector, "obj", None), type) and issubclass(collector.obj, Suite):
         return []
     if isinstance(obj, type) and issubclass(obj, Suite) and obj.backend:
@@ -130,36 +131,36 @@ def pytest_pycollect_makeitem(collector: Any, name: str, obj: object) -> list[py
 
 
 def _require_whole(suite: type[Suite]) -> None:
-    """What `rules` refuses when a class is made must not have been done to it since."""
+    """Reject changes to a suite made after class creation, which `rules` checks only at that time."""
     for name in ("__init__", "__new__", "__test__"):
         if getattr(suite, name, None) is not getattr(Suite, name, None):
             raise pytest.Collector.CollectError(
-                f"{suite.__qualname__} sets {name}, so pytest would not run it: take it out"
+                f"{suite.__qualname__} sets {name}, so pytest would not run it: remove it"
             )
     if changed := changed_since_sealed(suite):
         names = ", ".join(f"{suite.__qualname__}.{name}" for name in changed)
-        raise pytest.Collector.CollectError(f"{names} was changed: run the suite as it is")
+        raise pytest.Collector.CollectError(f"{names} was changed: run the suite unmodified")
 
 
 def _require_collected(collector: Any, suite: type[Suite]) -> None:
-    """Names that pytest, or the caller's configuration of it, would pass over; a base of other classes may have one."""
+    """Reject names that pytest or its configuration would ignore; base classes of others may have any name."""
     names = [name for name, value in vars(collector.obj).items() if value is suite]
     if not any(map(collector.classnamefilter, names)) and not suite.__subclasses__():
         raise pytest.Collector.CollectError(
-            f"{suite.__qualname__} runs a conformance suite, and pytest does not look at classes of that name: rename "
-            f"it, to Test{suite.__name__} (or see python_classes in the pytest configuration)"
+            f"{suite.__qualname__} runs a conformance suite, but pytest does not collect classes of that name: rename "
+            f"it to Test{suite.__name__} (or see python_classes in the pytest configuration)"
         )
     if passed_over := [test for test in suite.tests() if not collector.funcnamefilter(test)]:
         raise pytest.Collector.CollectError(
-            f"{suite.__qualname__}: python_functions in the pytest configuration passes over {passed_over[0]} and "
+            f"{suite.__qualname__}: python_functions in the pytest configuration ignores {passed_over[0]} and "
             f"{len(passed_over) - 1} more tests of the suite: add test_*"
         )
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Each test of a suite once a layout, and that of a proof once a mutant and test.
+    """Parametrize suite tests by layout, and proof tests by mutant and test.
 
-    What should have results is planned here, from the class, so that whoever takes tests out later is found out.
+    The expected results are planned here, from the class, so that tests deselected later are noticed.
     """
     if "mutant_case" in metafunc.fixturenames and _is_proof(metafunc.cls):
         from rlframework.conformance.mutants.proof import case_id
@@ -175,25 +176,25 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     layouts = [Layout()]
     if suite.layouts:
         try:
-            layouts = layouts_of(registered.record, _words(metafunc.config, suite))
+            layouts = select_layouts(registered.record, _words(metafunc.config, suite))
         except ConfigError as error:
             raise pytest.Collector.CollectError(str(error)) from error
     for layout in layouts:
-        subject = _subject_of(metafunc.config, suite, layout, metafunc.definition.path)
-        metafunc.config.stash[PLANNED][subject.to_json()] = None
+        suite_run = _suite_run_of(metafunc.config, suite, layout, metafunc.definition.path)
+        metafunc.config.stash[PLANNED][suite_run.to_json()] = None
     ids = [str(layout) if suite.layouts else registered.record.name for layout in layouts]
     metafunc.parametrize("layout", layouts, ids=ids, scope="class")
 
 
 def _words(config: pytest.Config, suite: type[Suite]) -> list[str]:
-    """The layouts that were asked for, with those that the class itself names in the place of `quick` and `all`."""
+    """Return the requested layouts, with the class's own layouts in place of `quick` and `all`."""
     asked = config.getoption("--conformance-layout") or ["quick"]
-    own = {"quick": suite.quick, "all": suite.every}
-    return [word for given in asked for word in own.get(given) or [given]]
+    layouts_of_class = {"quick": suite.quick, "all": suite.every}
+    return [word for given in asked for word in layouts_of_class.get(given) or [given]]
 
 
 def _is_proof(cls: Any) -> Any:
-    """Whether it is a `MutantProof`: others may have a fixture `mutant_case` of their own."""
+    """Return True for a `MutantProof`; other classes may have a fixture `mutant_case` of their own."""
     if not isinstance(cls, type):
         return False
     from rlframework.conformance.mutants.proof import MutantProof
@@ -203,37 +204,39 @@ def _is_proof(cls: Any) -> Any:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Take out the tests that do not apply: of what is not declared, or with nothing to test in the layout."""
+    """Deselect tests that do not apply: undeclared capabilities, or nothing to test in the layout."""
     for item in filter(_is_of_suite, items):
-        _require_own_bench(item)
-    subjects = {id(item): _subject(item) for item in items if _is_of_suite(item)}
-    items[:] = [item for item in items if id(item) not in subjects or _name(item) in subjects[id(item)].expected]
+        _require_own_harness(item)
+    suite_runs = {id(item): _suite_run(item) for item in items if _is_of_suite(item)}
+    items[:] = [item for item in items if id(item) not in suite_runs or _name(item) in suite_runs[id(item)].expected]
 
 
 def _name(item: Any) -> str:
     return str(item.originalname)
 
 
-def _require_own_bench(item: Any) -> None:
-    """What a suite's tests measure with cannot be replaced by a fixture of the same name."""
-    found = item._fixtureinfo.name2fixturedefs.get("bench", ())
+def _require_own_harness(item: Any) -> None:
+    """Reject a fixture of the caller that replaces the suites' `harness`."""
+    found = item._fixtureinfo.name2fixturedefs.get("harness", ())
     if found and found[-1].func.__module__ != __name__:
         raise pytest.UsageError(
-            f"{found[-1].func.__module__} has a fixture `bench`, which hides that of the conformance suites from "
+            f"{found[-1].func.__module__} has a fixture `harness`, which hides that of the conformance suites from "
             f"{item.nodeid}: give it another name"
         )
 
 
 @pytest.fixture
-def bench(request: pytest.FixtureRequest, layout: Layout, tmp_path: Path, sound_passes: Passes) -> Iterator[Bench]:
-    """What a suite's test works with: see `rlframework.conformance.bench.Bench`."""
+def harness(
+    request: pytest.FixtureRequest, layout: Layout, tmp_path: Path, tests_passed_by_sound_part: PassedTests
+) -> Iterator[Harness]:
+    """The argument of a suite's tests; see `rlframework.conformance.harness.Harness`."""
     suite, name = request.cls, request.node.originalname
     _require_whole(suite)
     record = _registered(request.config, suite).record
     manager = manager_of(request.config)
     if record.py_executable is None:
-        manager.load(record)  # a part that cannot be imported is an error of its own, before any test of what it does
-    made = suite.open_bench(
+        manager.load(record)  # an import error is reported as such, before any test runs
+    made = suite.open_harness(
         record,
         layout,
         manager=manager,
@@ -243,19 +246,21 @@ def bench(request: pytest.FixtureRequest, layout: Layout, tmp_path: Path, sound_
     )
     if name in suite.tests():
         made.contract = suite.tests()[name].contract
-    request.node.stash[BENCH] = made
+    request.node.stash[HARNESS] = made
     yield made
     made.close()
     if request.node.stash.get(PASSED, False):
-        sound_passes.path(suite.kind, record.name, suite.section, layout, name).touch()
+        tests_passed_by_sound_part.path(suite.kind, record.name, suite.section, layout, name).touch()
 
 
 @pytest.fixture
-def open_proof_bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Bench]:
-    """`open(suite, layout, test, mutant)`: see `rlframework.conformance.mutants.proof`."""
-    from rlframework.conformance.mutants.proof import open_bench
+def open_proof_harness(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Harness]:
+    """`open(suite, layout, test, mutant)`; see `rlframework.conformance.mutants.proof`."""
+    from rlframework.conformance.mutants.proof import open_harness
 
-    return open_bench(
+    return open_harness(
         request.cls,
         _registered(request.config, request.cls).record,
         manager_of(request.config),
@@ -266,12 +271,12 @@ def open_proof_bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.Te
 
 
 @pytest.fixture(scope="session")
-def sound_passes(tmp_path_factory: pytest.TempPathFactory) -> Passes:
-    """What sound parts have passed in this session, in whichever process."""
-    from rlframework.conformance.passed_tests import Passes
+def tests_passed_by_sound_part(tmp_path_factory: pytest.TempPathFactory) -> PassedTests:
+    """The tests that sound implementations passed in this session, in any process."""
+    from rlframework.conformance.results import PassedTests
 
     own = tmp_path_factory.getbasetemp()
-    return Passes((own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "sound")
+    return PassedTests((own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "sound")
 
 
 @pytest.fixture(scope="session")
@@ -282,36 +287,38 @@ def conformance_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: Any, nextitem: Any) -> None:
-    """End the worker processes that wait for another policy, when the class of tests that started them is over."""
+    """End idle worker processes after the last test of the class that started them."""
     warm = sys.modules.get("rlframework.conformance.worker_pool")
     if warm is not None and getattr(nextitem, "cls", None) is not item.cls:
         warm.end_idle()
 
 
-# -- what is told ------------------------------------------------------------------------------------------------------
+# -- reporting ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_makereport(item: Any, call: pytest.CallInfo[None]) -> Any:
-    """Add what was measured; what counts for what is in `judging`."""
+    """Classify the report and attach the measurements; see `results`."""
     report = yield
     if not _is_of_suite(item):
         return report
-    from rlframework.conformance.outcomes import judge, result_of
     from rlframework.conformance.report import PROPERTY
+    from rlframework.conformance.results import classify, result_of
 
-    outcome = judge(report, call, item.cls, _registered(item.config, item.cls), item)
+    outcome = classify(report, call, item.cls, _registered(item.config, item.cls), item)
     item.stash[PASSED] = report.when == "call" and outcome == "passed"
     if report.when == "call" or outcome != "passed":
         contract = item.cls.tests()[item.originalname].contract
-        result = result_of(report, outcome, _subject(item), item.originalname, contract, item.stash.get(BENCH, None))
+        result = result_of(
+            report, outcome, _suite_run(item), item.originalname, contract, item.stash.get(HARNESS, None)
+        )
         report.user_properties.append((PROPERTY, result.to_json()))
     return report
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Hand on what was planned; a session that left something out that nobody chose to leave out has failed."""
+    """Pass on the plan; fail a session in which tests are missing that nobody deselected explicitly."""
     config = session.config
     planned = config.stash[PLANNED]
     if hasattr(config, "workeroutput"):
@@ -322,36 +329,36 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any, error: Any) -> None:
-    """With pytest-xdist: what a worker process had planned."""
+    """With pytest-xdist: collect the plan of a worker process."""
     planned: list[str] = getattr(node, "workeroutput", {}).get(WORKER_OUTPUT, [])
     node.config.stash[PLANNED].update(dict.fromkeys(planned))
 
 
 def _chosen_by_hand(config: pytest.Config) -> bool:
-    """Whether the command line itself asks for some tests only; `addopts` and `testpaths` of a file do not count."""
+    """Return True if the command line itself selects tests; `addopts` and `testpaths` of a file do not count."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name in ("-k", "-m", "--deselect"):
         parser.add_argument(name, dest="chosen", action="append")
     for names in (("--lf", "--last-failed"), ("--sw", "--stepwise"), ("--sw-skip", "--stepwise-skip")):
         parser.add_argument(*names, dest="fewer", action="store_true")
     parser.add_argument("--co", "--collect-only", "--collectonly", dest="fewer", action="store_true")
-    for flag in "qvsxl":  # they may stand before a letter that matters, as in -xk
+    for flag in "qvsxl":  # they may precede a relevant letter, as in -xk
         parser.add_argument(f"-{flag}", action="count")
     found, others = parser.parse_known_args([str(word) for word in config.invocation_params.args])
     return bool(found.fewer or any(found.chosen or ()) or any("::" in word for word in others))
 
 
 def _verdicts(config: pytest.Config) -> list[Verdict]:
-    from rlframework.conformance.report import Subject, results_in, verdicts_of
+    from rlframework.conformance.report import SuiteRun, results_in, verdicts_of
 
     reporter: Any = config.pluginmanager.get_plugin("terminalreporter")
     results = results_in(reporter.stats) if reporter is not None else []
-    return verdicts_of(results, [Subject.from_json(json.loads(text)) for text in config.stash[PLANNED]])
+    return verdicts_of(results, [SuiteRun.from_json(json.loads(text)) for text in config.stash[PLANNED]])
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Generator[None]:
-    """At the very end one line for each backend, suite and layout, and what its parts have not written yet."""
+    """Print a line per backend, suite and layout at the end, and the features not implemented yet."""
     yield
     if not config.stash[PLANNED] or config.option.collectonly:
         return

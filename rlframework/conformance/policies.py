@@ -1,6 +1,6 @@
-"""Policies for the suites and for parity: a backend on a model, split as a layout says, without the rest of a run.
+"""Policies for the suites and for parity: a backend on a model in a layout, without the rest of a run.
 
-One worker runs in this process, several in processes of their own (`worker_group.name=processes`, or `ray` where the
+One worker runs in this process, several run in their own processes (`worker_group.name=processes`, or `ray` if the
 backend needs another Python).
 """
 
@@ -32,10 +32,10 @@ DEFAULTS: Mapping[str, Any] = {
     "optimizer": {"lr": 1e-4},
     "batching": {"mode": "padded"},
 }
-"""Keys of `policy` where a test names no others. Three rows a microbatch do not divide a batch: the last is partial."""
+"""Default keys of `policy`. Three rows per microbatch do not divide a batch, so the last microbatch is partial."""
 
 DEADLINES = {"start": 120.0, "call": 120.0, "shutdown": 20.0}
-"""Seconds; tiny models take one, so that whoever hangs is told soon."""
+"""Seconds; tiny models need about one, so that a hang is reported soon."""
 
 
 def run_config(
@@ -52,14 +52,14 @@ def run_config(
     apart: bool = False,
     **keys: Any,
 ) -> RunConfig:
-    """A checked configuration with `keys` of the section `policy`, over `DEFAULTS`; only its policy is ever used.
+    """Return a validated configuration with `keys` of the section `policy` over `DEFAULTS`; only its policy is used.
 
-    `num_workers`: those of `layout` where it is not given. `apart`: a single worker has a process of its own too.
+    `num_workers` overrides the workers of `layout`. `apart` puts even a single worker into a separate process.
     """
     workers = num_workers or layout.workers
     group = "inline" if workers == 1 and not apart else "processes"
     if manager.select("policy_worker", backend).record.py_executable is not None:
-        group = "ray"  # which alone can give a worker a Python of its own
+        group = "ray"  # the only group that can give a worker another Python
     source: dict[str, Any] = {
         "output_dir": str(folder / "unused"),
         "device": device,
@@ -83,21 +83,21 @@ def run_config(
 
 
 class InspectedPolicy(Policy):
-    """A policy whose workers can be looked into, and may be mutants.
+    """A policy whose workers can be inspected and may be mutants.
 
-    `mutant` is a name among `mutants.policy_worker`.
+    `mutant` is a name in `mutants.policy_worker`.
     """
 
     def __init__(self, *args: Any, mutant: str | None = None, **kwargs: Any) -> None:
         self._mutant = mutant
         super().__init__(*args, **kwargs)
 
-    def _group_class(self, chosen: type[WorkerGroup]) -> type[WorkerGroup]:
-        """Processes that serve one policy after another, but for mutants, which may leave anything behind."""
+    def _choose_group_class(self, chosen: type[WorkerGroup]) -> type[WorkerGroup]:
+        """Reuse processes for several policies, except for mutants, which may leave anything behind."""
         return WarmWorkerGroup if chosen is ProcessWorkerGroup and self._mutant is None else chosen
 
-    def _around(self, spec: WorkerSpec) -> WorkerSpec:
-        """The workers of the policy, each inside an `Inspected`."""
+    def _wrap_spec(self, spec: WorkerSpec) -> WorkerSpec:
+        """Wrap each worker in an `Inspected`."""
         return replace(
             spec,
             target="rlframework.conformance.inspected_worker:Inspected",
@@ -107,37 +107,37 @@ class InspectedPolicy(Policy):
         )
 
     def everywhere(self, method: str, **kwargs: Any) -> list[Any]:
-        """What `method` of the worker returns on each rank."""
-        return self._everywhere(method, **kwargs)
+        """Return the result of the worker's `method` on each rank."""
+        return self._run_on_all_workers(method, **kwargs)
 
     def inspect(self, function: str, **kwargs: Any) -> list[Any]:
-        """What `module:function` returns for the worker itself, on each rank."""
-        return self._everywhere("inspect", function=function, arguments=kwargs)
+        """Return the result of `module:function`, called with the worker, on each rank."""
+        return self._run_on_all_workers("inspect", function=function, arguments=kwargs)
 
 
 class InspectedEngines(RemoteGeneration):
-    """Generation workers in processes of their own that can be looked into."""
+    """Generation workers in separate processes that can be inspected."""
 
     worker = "rlframework.conformance.inspected_worker:InspectedReceiver"
 
     def everywhere(self, method: str, **kwargs: Any) -> list[Any]:
-        """What `method` of the worker returns on each rank."""
+        """Return the result of the worker's `method` on each rank."""
         group = self.worker_group
         return group.get_all_worker_results(group.run_all_workers_single_data(method, **kwargs))
 
     def inspect(self, function: str, **kwargs: Any) -> list[Any]:
-        """What `module:function` returns for the worker, on each rank."""
+        """Return the result of `module:function`, called with the worker, on each rank."""
         return self.everywhere("inspect", function=function, arguments=kwargs)
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """The tensors in the safetensors files of a Hugging Face directory, by name."""
+    """Return the tensors in the safetensors files of a Hugging Face directory, by name."""
     from safetensors.torch import load_file
 
     return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
 
 def weights_of(policy: Policy, folder: Path) -> dict[str, Tensor]:
-    """The weights of `policy` as `save_pretrained` writes them; `folder` is replaced."""
+    """Return the weights of `policy` as `save_pretrained` writes them; `folder` is replaced."""
     policy.save_pretrained(str(folder))
     return read_weights(folder)

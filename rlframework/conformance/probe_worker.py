@@ -1,6 +1,6 @@
-"""The worker that `WorkerGroupSuite` starts: tells who it is, gives back what it got, fails, dies or hangs when told.
+"""The worker of `WorkerGroupSuite`: identifies itself, returns its arguments, and fails, dies or hangs on request.
 
-Worker processes import this module by name, so it is light: torch is imported by nobody here.
+Worker processes import this module by name, so it is light and does not import torch.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from rlframework.interfaces.worker_group import WorkerContext
 
 
 class ProbeWorker:
-    """Writes its process id into `folder`, so that a test knows its processes even where a start fails.
+    """Writes its process id into `folder`, so that a test finds its processes even if the start fails.
 
-    Rank `fail_rank` cannot be made, `slow_rank` takes `slow_seconds` for it.
+    The constructor raises on rank `fail_rank` and takes `slow_seconds` on rank `slow_rank`.
     """
 
     def __init__(
@@ -40,10 +40,10 @@ class ProbeWorker:
         if context.rank == slow_rank:
             time.sleep(slow_seconds)
         if context.rank == fail_rank:
-            raise ValueError(f"no worker can be made of {word}")
+            raise ValueError(f"cannot build a worker of {word}")
 
     def who(self) -> dict[str, Any]:
-        """Its context, its process and its constructor's argument."""
+        """Return the context, the process id and the constructor's argument."""
         context = self._context
         return {
             "rank": context.rank,
@@ -55,73 +55,73 @@ class ProbeWorker:
         }
 
     def echo(self, **given: Any) -> tuple[int, dict[str, Any]]:
-        """Its rank and what it was given."""
+        """Return the rank and the arguments."""
         self._calls.append("echo")
         return self._context.rank, given
 
     def calls(self) -> list[str]:
-        """The calls that reached it, so far as they are noted: `echo`."""
+        """Return the recorded calls of `echo`."""
         return self._calls
 
     def forget(self) -> None:
-        """Let the next test find no calls."""
+        """Clear the recorded calls before the next test."""
         self._calls.clear()
 
     def give_back(self, value: Any) -> Any:
-        """What it was given."""
+        """Return the argument."""
         return value
 
     def spoil(self, numbers: list[int], tensor: Any) -> int:
-        """Change what it was given, in place."""
+        """Modify the arguments in place."""
         numbers.append(len(numbers))
         tensor.zero_()
         return self._context.rank
 
     def spoil_in_turn(self, tensor: Any) -> float:
-        """Wait until the ranks before it are done; then the sum of what it was given, and all of that set to 0."""
+        """Wait for the ranks before this one, return the sum of the argument, and set it to 0."""
         time.sleep(0.3 * self._context.rank)
         total = float(tensor.double().sum())
         tensor.zero_()
         return total
 
     def sleep(self, seconds: Sequence[float]) -> int:
-        """Rank i takes `seconds[i]`."""
+        """Sleep `seconds[rank]` seconds."""
         time.sleep(seconds[self._context.rank])
         return self._context.rank
 
     def fail(self, rank: int, others_take: float = 0.0) -> None:
-        """`rank` raises an error of its own kind; the others are busy for a while."""
+        """Raise an error on `rank`, while the others are busy for a while."""
         if self._context.rank != rank:
             time.sleep(others_take)
         else:
             self._raise_from_here()
 
     def _raise_from_here(self) -> None:
-        raise RuntimeError(f"a nut is loose on rank {self._context.rank}")
+        raise RuntimeError(f"a bolt is loose on rank {self._context.rank}")
 
     def refuse(self) -> None:
-        """An error of rlframework's, which is the caller's fault."""
-        raise BatchError("the batch has 3 rows, which do not go into 2")
+        """Raise an rlframework error caused by the user."""
+        raise BatchError("the batch has 3 rows, which cannot be divided by 2")
 
     def die(self, rank: int, others_take: float = 0.0) -> None:
-        """The process of `rank` is killed; the others are busy for a while."""
+        """Kill the process of `rank`, while the others are busy for a while."""
         if self._context.rank == rank:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(others_take)
 
     def answer_with_a_lock(self) -> Any:
-        """Something that no process can send to another."""
+        """Return an object that cannot be pickled."""
         return threading.Lock()
 
-    def tidy_up(self) -> None:
-        """A clean-up that leaves a line a call in a file of its rank."""
-        with (self._folder / f"tidy-{self._context.rank}").open("a") as file:
-            file.write("tidied\n")
+    def clean_up(self) -> None:
+        """Clean up, adding one line per call to a file of this rank."""
+        with (self._folder / f"cleanup-{self._context.rank}").open("a") as file:
+            file.write("cleaned\n")
 
-    def fail_to_tidy_up(self) -> None:
-        """A clean-up that raises."""
-        raise RuntimeError("the cupboard is locked")
+    def fail_to_clean_up(self) -> None:
+        """Raise in a cleanup."""
+        raise RuntimeError("the cleanup failed")
 
-    def tidy_up_slowly(self) -> None:
-        """A clean-up that takes four seconds."""
+    def clean_up_slowly(self) -> None:
+        """Take four seconds to clean up."""
         time.sleep(4.0)

@@ -1,7 +1,7 @@
-"""Verdicts: what a run of the suites found, as a line for each backend, suite and layout, and as JSON.
+"""Verdicts of a suite run, as a line per backend, suite and layout, and as JSON.
 
-A test's result travels in its report's user properties, so that verdicts are the same with pytest-xdist. What a result
-is, `judging` decides; tables of the JSON are made by `table`. Imports no torch and no pytest.
+A test's result travels in the user properties of its report, so that verdicts are the same with pytest-xdist. `results`
+creates results and `markdown` renders the JSON. Imports no torch and no pytest.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from rlframework.plugins.manager import Registered
 
 FORMAT = 1
-"""Version of the JSON's form."""
+"""Version of the JSON format."""
 PROPERTY = "rlframework_conformance"
-"""Name of the user property of a test's report that holds its `Result` as JSON."""
+"""Name of the user property of a test report that holds its `Result` as JSON."""
 OF_DEVICES = ("policy_worker", "generation_engine")
-"""Kinds with tests that need a GPU: run on the CPU alone, they conform there, and the verdict says so."""
+"""Kinds with tests that need a GPU; a verdict from a run on the CPU says so."""
 
 Outcome = Literal["passed", "failed", "known_failure", "error"]
 _WORST: tuple[Outcome, ...] = ("passed", "known_failure", "failed", "error")
@@ -41,12 +41,12 @@ _WORDS = {"passed": "passed", "failed": "failed", "error": "error", "known_failu
 
 
 @dataclass(frozen=True)
-class Subject:
-    """What one verdict is about: a part, as the class `where` tests it, in a layout, and what it must pass.
+class SuiteRun:
+    """One suite run on one plugin in one layout, the basis of a verdict.
 
-    `section`: the keys of its own section that it is run with, as words, where it is run in layouts (other parts are
-    given what they need to run at all, such as paths). `tested` are those of its `capabilities` that a test needs, or
-    the layout itself uses.
+    `where` is the test class. `expected` are the tests that must pass, `tested` those `capabilities` that a test needs
+    or the layout uses. `section` has the keys of the plugin's own section as words, for suites that run in layouts;
+    other plugins receive only what they need to run at all, such as paths.
     """
 
     suite: str
@@ -64,13 +64,13 @@ class Subject:
     section: str = ""
 
     @property
-    def how(self) -> str:
+    def layout_and_section(self) -> str:
         """Layout and section: `data=2 zero_optimization.stage=3`."""
         return f"{self.layout} {self.section}".strip()
 
     @classmethod
-    def of(cls, suite: type[Suite], registered: Registered, layout: Layout, device: str, where: str) -> Subject:
-        """`suite` is the class that names the backend, `where` its place in the tests."""
+    def of(cls, suite: type[Suite], registered: Registered, layout: Layout, device: str, where: str) -> SuiteRun:
+        """Describe a run of `suite`, the class that sets `backend`, located at `where`."""
         record = registered.record
         return cls(
             suite=next(base.__name__ for base in suite.__mro__ if base.__dict__.get("_sealed")),
@@ -89,23 +89,26 @@ class Subject:
         )
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Subject:
-        """From the mapping that `to_json` writes."""
+    def from_json(cls, values: Mapping[str, Any]) -> SuiteRun:
+        """Load the mapping written by `to_json`."""
         plain: dict[str, Any] = {
             key: tuple(value) if isinstance(value, list) else value for key, value in values.items()
         }
         return cls(**plain)
 
     def to_json(self) -> str:
-        """As text."""
+        """Return it as JSON text."""
         return json.dumps(asdict(self))
 
 
 @dataclass(frozen=True)
 class Result:
-    """What became of one test: `message` is why it failed, each measurement a `measure.Measurement` as a mapping."""
+    """The result of one test:
 
-    subject: Subject
+    `message` is the reason of a failure, `measurements` are `measure.Measurement` as mappings.
+    """
+
+    suite_run: SuiteRun
     test: str
     contract: int
     outcome: Outcome
@@ -114,14 +117,14 @@ class Result:
     seconds: float = 0.0
 
     def to_json(self) -> str:
-        """As text, for a report's user properties."""
+        """Return it as JSON text, for a report's user properties."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Result:
-        """What `to_json` wrote."""
+        """Load the text written by `to_json`."""
         values = json.loads(text)
-        values["subject"] = Subject.from_json(values["subject"])
+        values["suite_run"] = SuiteRun.from_json(values["suite_run"])
         return cls(**{**values, "measurements": tuple(values["measurements"])})
 
 
@@ -129,7 +132,7 @@ class Result:
 
 
 def plain(value: Any) -> Any:
-    """JSON has no infinity and no NaN: wherever they are in `value`, they become text."""
+    """Replace infinities and NaN, which JSON does not support, by text."""
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -138,7 +141,7 @@ def plain(value: Any) -> Any:
 
 
 def results_in(stats: Mapping[str, Sequence[Any]]) -> list[Result]:
-    """The results in the reports of a terminal reporter's `stats`."""
+    """Return the results in the reports of a terminal reporter's `stats`."""
     return [
         Result.from_json(value)
         for reports in stats.values()
@@ -153,12 +156,12 @@ def results_in(stats: Mapping[str, Sequence[Any]]) -> list[Result]:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What all results of one subject come to; one result for each test, the worst that there was.
+    """The verdict on all results of one suite run, with the worst result of each test.
 
-    `untested`: capabilities that the part declares and that nothing in the whole run looked at, in no layout.
+    `untested`: declared capabilities that no test of the whole session covered, in any layout.
     """
 
-    subject: Subject
+    suite_run: SuiteRun
     results: Sequence[Result] = field(default_factory=tuple)
     untested: Sequence[str] = ()
 
@@ -166,47 +169,47 @@ class Verdict:
     def missing(self) -> list[str]:
         """Expected tests without a result."""
         ran = {result.test for result in self.results}
-        return [test for test in self.subject.expected if test not in ran]
+        return [test for test in self.suite_run.expected if test not in ran]
 
     def count(self, outcome: Outcome) -> int:
-        """How many tests came out so."""
+        """Return the number of tests with this outcome."""
         return sum(result.outcome == outcome for result in self.results)
 
     @property
     def conformant(self) -> bool:
-        """Whether every test ran, and passed or failed as the record says."""
+        """Whether every test ran and passed, or failed as the record says."""
         return not (self.missing or self.count("failed") or self.count("error"))
 
     @property
     def word(self) -> str:
-        """The verdict."""
+        """The verdict as text."""
         if self.count("failed") or self.count("error"):
             return "NOT CONFORMANT"
         if self.missing:
-            return f"INCOMPLETE ({len(self.missing)} of {_tests(len(self.subject.expected))} did not run)"
-        on_cpu = " (cpu)" if self.subject.kind in OF_DEVICES and self.subject.device == "cpu" else ""
+            return f"INCOMPLETE ({len(self.missing)} of {_tests(len(self.suite_run.expected))} did not run)"
+        on_cpu = " (cpu)" if self.suite_run.kind in OF_DEVICES and self.suite_run.device == "cpu" else ""
         known = self.count("known_failure")
         failures = f" except {known} known failure{'s' * (known != 1)}" if known else ""
         return f"CONFORMANT{on_cpu}{failures}" + (f", untested: {', '.join(self.untested)}" if self.untested else "")
 
     @property
     def counts(self) -> str:
-        """Such as `41 passed, 3 not declared`."""
+        """Counts such as `41 passed, 3 not declared`."""
         parts = [f"{self.count('passed')} passed"]
         others: tuple[Outcome, ...] = ("failed", "error", "known_failure")
         parts += [_counted(self.count(outcome), outcome) for outcome in others if self.count(outcome)]
         if self.missing and not self.word.startswith("INCOMPLETE"):
             parts.append(f"{len(self.missing)} did not run")
-        if self.subject.undeclared:
-            parts.append(f"{len(self.subject.undeclared)} not declared")
+        if self.suite_run.undeclared:
+            parts.append(f"{len(self.suite_run.undeclared)} not declared")
         return ", ".join(parts)
 
     def columns(self) -> tuple[str, ...]:
-        """The parts of its line."""
-        return self.subject.backend, self.subject.suite, self.subject.how, self.word, self.counts
+        """Return the cells of its line."""
+        return self.suite_run.backend, self.suite_run.suite, self.suite_run.layout_and_section, self.word, self.counts
 
     def line(self, widths: Sequence[int] = ()) -> str:
-        """Backend, suite, layout, verdict, counts; `widths` are those of the columns."""
+        """Return a line of backend, suite, layout, verdict and counts, padded to `widths`."""
         cells = [cell.ljust(width) for cell, width in zip(self.columns(), widths or [0] * 5, strict=True)]
         return "  ".join(cell for cell, width in zip(cells, widths or [1] * 5, strict=True) if width and cell).rstrip()
 
@@ -220,7 +223,7 @@ def _tests(count: int) -> str:
 
 
 def lines_of(verdicts: Sequence[Verdict]) -> list[str]:
-    """A line for each verdict, in columns."""
+    """Return an aligned line for each verdict."""
     widths = [
         max((len(cell) for cell in column), default=0) for column in zip(*(v.columns() for v in verdicts), strict=True)
     ]
@@ -228,71 +231,71 @@ def lines_of(verdicts: Sequence[Verdict]) -> list[str]:
 
 
 def unwritten_of(verdicts: Iterable[Verdict]) -> list[str]:
-    """What parts say is still to be written, the texts of `NotImplementedError`, and how many tests ask for it."""
+    """Summarize the texts of `NotImplementedError`, with the number of tests that raised each."""
     texts = (result.message for verdict in verdicts for result in verdict.results)
     found = Counter(match[1].rstrip('"') for text in texts if (match := re.search(r"NotImplementedError: (.+)", text)))
-    return [f"not written yet, asked for by tests: {count}; {text}" for text, count in found.most_common()]
+    return [f"not implemented yet, required by {_tests(count)}: {text}" for text, count in found.most_common()]
 
 
-def verdicts_of(results: Iterable[Result], planned: Iterable[Subject] = ()) -> list[Verdict]:
-    """One verdict a subject, in the order in which they came; `planned` are those that should have results."""
-    found: dict[Subject, dict[str, Result]] = {subject: {} for subject in planned}
+def verdicts_of(results: Iterable[Result], planned: Iterable[SuiteRun] = ()) -> list[Verdict]:
+    """Return one verdict per suite run in order of appearance; `planned` are those that should have results."""
+    found: dict[SuiteRun, dict[str, Result]] = {suite_run: {} for suite_run in planned}
     for result in results:
-        tests = found.setdefault(result.subject, {})
+        tests = found.setdefault(result.suite_run, {})
         before = tests.get(result.test)
         if before is None or _WORST.index(result.outcome) > _WORST.index(before.outcome):
             before_measurements = before.measurements if before is not None else ()
             tests[result.test] = replace(result, measurements=result.measurements or before_measurements)
-    tested = _tested(subject for subject, tests in found.items() if tests)
+    tested = _tested(suite_run for suite_run, tests in found.items() if tests)
     return [
         Verdict(
-            subject,
-            sorted(tests.values(), key=lambda result: _place(subject, result)),
-            tuple(name for name in subject.capabilities if name not in tested.get(_part(subject), ())),
+            suite_run,
+            sorted(tests.values(), key=lambda result: _place(suite_run, result)),
+            tuple(name for name in suite_run.capabilities if name not in tested.get(_part(suite_run), ())),
         )
-        for subject, tests in found.items()
+        for suite_run, tests in found.items()
     ]
 
 
-def _tested(ran: Iterable[Subject]) -> dict[tuple[str, ...], set[str]]:
-    """By part, what was looked at in any of its layouts: a line of one worker need not say that others split."""
+def _tested(ran: Iterable[SuiteRun]) -> dict[tuple[str, ...], set[str]]:
+    """Return the capabilities tested in any layout, by plugin."""
     tested: dict[tuple[str, ...], set[str]] = {}
-    for subject in ran:
-        tested.setdefault(_part(subject), set()).update(subject.tested)
+    for suite_run in ran:
+        tested.setdefault(_part(suite_run), set()).update(suite_run.tested)
     return tested
 
 
-def _part(subject: Subject) -> tuple[str, ...]:
-    return subject.kind, subject.backend, subject.distribution, subject.version
+def _part(suite_run: SuiteRun) -> tuple[str, ...]:
+    return suite_run.kind, suite_run.backend, suite_run.distribution, suite_run.version
 
 
-def _place(subject: Subject, result: Result) -> int:
-    return subject.expected.index(result.test) if result.test in subject.expected else len(subject.expected)
+def _place(suite_run: SuiteRun, result: Result) -> int:
+    return suite_run.expected.index(result.test) if result.test in suite_run.expected else len(suite_run.expected)
 
 
 # -- JSON --------------------------------------------------------------------------------------------------------------
 
 
 def write_json(path: str | Path, verdicts: Sequence[Verdict]) -> None:
-    """Write verdicts and everything measured to `path`, whole or not at all."""
+    """Write verdicts and all measurements to `path` atomically."""
     write_atomically(path, json.dumps(as_json(verdicts), indent=1, allow_nan=False) + "\n")
 
 
 def as_json(verdicts: Sequence[Verdict]) -> dict[str, Any]:
-    """What `write_json` writes."""
+    """Return the contents of the JSON report."""
     return {
         "format": FORMAT,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": machine(any(verdict.subject.device == "cuda" for verdict in verdicts)),
+        "machine": machine(any(verdict.suite_run.device == "cuda" for verdict in verdicts)),
         "verdicts": [_verdict_json(verdict) for verdict in verdicts],
     }
 
 
 def _verdict_json(verdict: Verdict) -> dict[str, Any]:
-    subject = asdict(verdict.subject)
-    del subject["expected"], subject["where"], subject["tested"]
+    suite_run = asdict(verdict.suite_run)
+    del suite_run["expected"], suite_run["where"], suite_run["tested"]
     return {
-        **subject,
+        **suite_run,
         "verdict": verdict.word,
         "conformant": verdict.conformant,
         "counts": {outcome: verdict.count(outcome) for outcome in _WORST},
@@ -301,13 +304,13 @@ def _verdict_json(verdict: Verdict) -> dict[str, Any]:
         "seconds": round(sum(result.seconds for result in verdict.results), 1),
         "contracts": largest_errors(verdict.results),
         "tests": [
-            {key: value for key, value in asdict(result).items() if key != "subject"} for result in verdict.results
+            {key: value for key, value in asdict(result).items() if key != "suite_run"} for result in verdict.results
         ],
     }
 
 
 def largest_errors(results: Iterable[Result]) -> dict[str, dict[str, Any]]:
-    """For each contract with measurements: how many, the largest error, and the one nearest to its tolerance."""
+    """For each contract, return the number of measurements, the largest error, and the one nearest to its tolerance."""
     of: dict[int, list[dict[str, Any]]] = {}
     for result in results:
         of.setdefault(result.contract, []).extend(
@@ -326,7 +329,7 @@ def largest_errors(results: Iterable[Result]) -> dict[str, dict[str, Any]]:
 
 
 def share(measurement: Mapping[str, Any]) -> float:
-    """The error as a part of what is allowed: above 1 it fails."""
+    """Return the error as a fraction of its tolerance; above 1 it fails."""
     error, tolerance = float(measurement["error"]), float(measurement["tolerance"])
     if error == 0:
         return 0.0
@@ -334,12 +337,12 @@ def share(measurement: Mapping[str, Any]) -> float:
 
 
 def machine(gpu: bool) -> dict[str, Any]:
-    """Where this runs. Asks torch for the GPU's name only where one was used."""
+    """Describe this machine; torch is asked for the GPU's name only if one was used."""
     device = "cpu"
     if gpu:
         import torch
 
-        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU that torch sees"
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU found by torch"
     return {
         "cpu": cpu_name(),
         "cores": cpu_count(),

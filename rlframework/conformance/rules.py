@@ -1,7 +1,7 @@
-"""What a suite is: tests with the contract that each is of and what it needs; sealed against quiet changes.
+"""Suites: tests marked with their contract and requirements, sealed against unnoticed changes.
 
-A suite's tests take one argument, `bench`, and nothing else, so that the proof can run them against mutants too. A
-subclass names a backend; it may add tests, and can neither override nor delete one.
+A suite's tests take one argument, `harness`, so that the proof can run them against mutants too. A subclass sets a
+backend; it may add tests, but neither override nor delete one.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from inspect import getattr_static
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from rlframework.conformance.bench import Bench
 from rlframework.conformance.contracts import CONTRACTS
+from rlframework.conformance.harness import Harness
 from rlframework.conformance.layouts import Layout
 from rlframework.plugins.types import Capability, Record
 
@@ -26,12 +26,12 @@ Test = TypeVar("Test", bound=Callable[..., Any])
 SETTINGS = frozenset(
     {"backend", "section", "quick", "every", "pytestmark", "__module__", "__doc__", "__qualname__", "__annotations__"}
 )
-"""What a subclass of a sealed suite may set. `section`: keys of the part's own section in the configuration."""
+"""Attributes that a subclass of a sealed suite may set. `section`: keys of the plugin's own section."""
 
 
 @dataclass(frozen=True)
 class Requirement:
-    """What a test is of and needs: the number of its contract; capabilities; data-parallel ranks; a GPU."""
+    """The requirements of a test: its contract, capabilities, a number of data-parallel ranks, a GPU."""
 
     contract: int
     capabilities: frozenset[Capability] = frozenset()
@@ -39,14 +39,14 @@ class Requirement:
     gpu: bool = False
 
     def declared(self, record: Record) -> bool:
-        """Whether `record` declares what it needs."""
+        """Return True if `record` declares the required capabilities."""
         return self.capabilities <= record.capabilities
 
     def fits(self, layout: Layout, device: str) -> bool:
-        """Whether it has something to test with `layout` on `device`.
+        """Return True if the test has something to check with `layout` on `device`.
 
-        Where experts are spread, the tests of mixtures of experts alone; else these where there is one worker. Plans of
-        tensor parallelism are made for an architecture, so learned positions, whose model is GPT-2, are tested without.
+        In layouts with expert parallelism only tests of mixtures run; otherwise these run with one worker only. Tensor-
+        parallel plans depend on the architecture, so learned positions, whose model is GPT-2, are not tested with them.
         """
         if layout.tensor > 1 and Capability.LEARNED_POSITIONS in self.capabilities:
             return False
@@ -56,9 +56,9 @@ class Requirement:
 
 
 def holds(contract: int, *needs: Capability, data_parallel: int = 1, gpu: bool = False) -> Callable[[Test], Test]:
-    """Mark a test of a suite as one of `contract`, which `needs` capabilities and the rest."""
+    """Mark a suite test with its `contract` and its requirements."""
     if contract not in CONTRACTS:
-        raise ValueError(f"there is no contract {contract}")
+        raise ValueError(f"unknown contract {contract}")
 
     def mark(test: Test) -> Test:
         test.requirement = Requirement(contract, frozenset(needs), data_parallel, gpu)  # type: ignore[attr-defined]
@@ -67,19 +67,19 @@ def holds(contract: int, *needs: Capability, data_parallel: int = 1, gpu: bool =
     return mark
 
 
-_PARTS: set[type] = set()
-"""The sealed suites, and all that they were put together from."""
-_WHOLE: dict[type, Mapping[str, tuple[object, ...]]] = {}
-"""What each sealed suite was made of: see `changed_since_sealed`."""
+_SEALED_CLASSES: set[type] = set()
+"""The sealed suites and their base classes."""
+_SEALED_CONTENTS: dict[type, Mapping[str, tuple[object, ...]]] = {}
+"""The contents of each sealed suite; see `changed_since_sealed`."""
 
 
 class _Sealing(type):
-    """Refuses what would change the tests of a sealed suite, or of its parts, after it was made."""
+    """Rejects changes to the tests of a sealed suite or its base classes after creation."""
 
     def __setattr__(cls, name: str, value: Any) -> None:
-        is_part = cls in _PARTS
-        is_there = hasattr(cls, name) or (is_part and name.startswith("test_"))
-        if is_there and (is_part or getattr(cls, "_sealed", False)) and name not in SETTINGS and not _is_special(name):
+        is_base = cls in _SEALED_CLASSES
+        exists = hasattr(cls, name) or (is_base and name.startswith("test_"))
+        if exists and (is_base or getattr(cls, "_sealed", False)) and name not in SETTINGS and not _is_special(name):
             raise TypeError(f"{cls.__name__}.{name} is part of a conformance suite and cannot be replaced")
         super().__setattr__(name, value)
 
@@ -90,41 +90,45 @@ class _Sealing(type):
 
 
 class Suite(metaclass=_Sealing):
-    """Base of the suites. Each is made with `sealed=True`; the parts that it is put together from are not."""
+    """Base of the suites. Each is created with `sealed=True`; its base classes are not."""
 
     kind: ClassVar[str] = ""
-    """The kind of record that the suite is for."""
+    """The kind of record that the suite tests."""
     backend: ClassVar[str] = ""
-    """The name of the record: the word in the configuration."""
+    """The record's name, as used in the configuration."""
     section: ClassVar[Mapping[str, Any]] = {}
-    """Keys of the part's own section that it needs to run at all, such as the path of a data set."""
+    """Keys of the plugin's own section that it needs to run at all, such as the path of a data set."""
     quick: ClassVar[Sequence[str]] = ()
-    """What `--conformance-layout quick` is for this class, such as `("data=2",)`; none: one worker, and one of two."""
+    """Layouts of `--conformance-layout quick` for this class, such as `("data=2",)`; default: one worker, and one
+    layout of two.
+    """
     every: ClassVar[Sequence[str]] = ()
-    """What `--conformance-layout all` is for this class, where `section` is of some layouts; none: all declared."""
-    bench_class: ClassVar[type[Bench]] = Bench
-    """What its tests work with."""
+    """Layouts of `--conformance-layout all` for this class, if `section` supports only some; default: all declared
+    ones.
+    """
+    harness_class: ClassVar[type[Harness]] = Harness
+    """The class of the tests' argument."""
     layouts: ClassVar[bool] = False
-    """Whether the suite runs once a layout."""
+    """Whether the suite runs once per layout."""
     _sealed: ClassVar[bool] = False
 
     def __init_subclass__(cls, sealed: bool = False, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         for suite in cls.__mro__[1:]:
             if suite.__dict__.get("_sealed"):
-                _refuse_changes(cls, suite)
+                _reject_changes(cls, suite)
         if sealed:
             _seal(cls)
 
     @classmethod
     def tests(cls) -> dict[str, Requirement]:
-        """The suite's tests by name, in the order of its parts; those that a subclass adds are not among them."""
+        """Return the suite's tests by name, in the order of its base classes, without those that a subclass adds."""
         suite = next((base for base in cls.__mro__ if base.__dict__.get("_sealed")), cls)
         return dict(_marked(suite))
 
     @classmethod
     def expected(cls, record: Record, layout: Layout, device: str) -> list[str]:
-        """Names of the tests that `record` must pass with `layout` on `device`."""
+        """Return the names of the tests that `record` must pass with `layout` on `device`."""
         return [
             name
             for name, requirement in cls.tests().items()
@@ -133,14 +137,14 @@ class Suite(metaclass=_Sealing):
 
     @classmethod
     def undeclared(cls, record: Record) -> list[str]:
-        """Names of the tests of what `record` does not declare."""
+        """Return the names of the tests that need undeclared capabilities."""
         return [name for name, requirement in cls.tests().items() if not requirement.declared(record)]
 
     @classmethod
     def uses(cls, record: Record, layout: Layout, device: str) -> frozenset[Capability]:
-        """The capabilities of `record` that are put to use with `layout` on `device`: by a test, or by the layout.
+        """Return the capabilities of `record` used with `layout` on `device`, by a test or by the layout.
 
-        Experts are spread where a test of them runs with such a layout.
+        Expert parallelism counts only if a test of it runs in such a layout.
         """
         tests, used = cls.tests(), layout.capabilities
         needed = [tests[name].capabilities for name in cls.expected(record, layout, device)]
@@ -149,7 +153,7 @@ class Suite(metaclass=_Sealing):
         return record.capabilities & used.union(*needed)
 
     @classmethod
-    def open_bench(
+    def open_harness(
         cls,
         record: Record,
         layout: Layout,
@@ -160,12 +164,12 @@ class Suite(metaclass=_Sealing):
         models: Path,
         target: type | None = None,
         mutant: str | None = None,
-    ) -> Bench:
-        """What a test works with. `target`, `mutant`: a class in place of the record's own, or its broken form.
+    ) -> Harness:
+        """Create the argument of a test. `target`, `mutant`: a class instead of the record's, or its mutant's name.
 
-        `folder` is the test's own, `models` is shared between tests.
+        `folder` belongs to the test, `models` is shared by tests.
         """
-        return cls.bench_class(
+        return cls.harness_class(
             record, layout, manager, device, folder, models, target=target, mutant=mutant, section=cls.section
         )
 
@@ -182,43 +186,45 @@ def _marked(suite: type) -> Iterator[tuple[str, Requirement]]:
 def _seal(cls: type[Suite]) -> None:
     _require_marks(cls)
     type.__setattr__(cls, "_sealed", True)
-    _PARTS.update(part for part in cls.__mro__ if issubclass(part, Suite))
+    _SEALED_CLASSES.update(part for part in cls.__mro__ if issubclass(part, Suite))
     names = [name for name in dir(cls) if name not in SETTINGS and not _is_special(name)]
-    _WHOLE[cls] = MappingProxyType({name: _contents(cls, name) for name in names})
+    _SEALED_CONTENTS[cls] = MappingProxyType({name: _contents(cls, name) for name in names})
 
 
 def _contents(cls: type, name: str) -> tuple[object, ...]:
-    """What `name` is, and for a function what it does and needs: neither may be exchanged within it."""
+    """Return the attribute and, for a function, its code and requirement, none of which may be exchanged."""
     value = getattr_static(cls, name, None)
     function = getattr(value, "__func__", value)
     return value, getattr(function, "__code__", None), getattr(function, "requirement", None)
 
 
 def changed_since_sealed(suite: type[Suite]) -> list[str]:
-    """Names in `suite` that are not what they were when it was sealed, however that was done."""
-    sealed = next((base for base in suite.__mro__ if base in _WHOLE), None)
+    """Return the names in `suite` that differ from when it was sealed, however they were changed."""
+    sealed = next((base for base in suite.__mro__ if base in _SEALED_CONTENTS), None)
     if sealed is None:
         return []
     return [
         name
-        for name, before in _WHOLE[sealed].items()
-        if any(now is not then for now, then in zip(_contents(suite, name), before, strict=True))
+        for name, before in _SEALED_CONTENTS[sealed].items()
+        if any(
+            current is not sealed_value for current, sealed_value in zip(_contents(suite, name), before, strict=True)
+        )
     ]
 
 
 def _require_marks(cls: type) -> None:
     for name in dir(cls):
         if name.startswith("test_") and getattr(getattr(cls, name), "requirement", None) is None:
-            raise TypeError(f"{cls.__name__}.{name} names no contract: mark it with @holds")
+            raise TypeError(f"{cls.__name__}.{name} has no contract: mark it with @holds")
 
 
-def _refuse_changes(cls: type, suite: type) -> None:
+def _reject_changes(cls: type, suite: type) -> None:
     known = set(dir(suite))
     for name in cls.__dict__:
         if name in known and name not in SETTINGS and not _is_special(name):
             raise TypeError(
-                f"{cls.__name__} overrides {suite.__name__}.{name}: a conformance suite is run as it is. What the "
-                f"backend is known to fail belongs on its record, in known_failures"
+                f"{cls.__name__} overrides {suite.__name__}.{name}: a conformance suite must run unmodified. Known "
+                f"failures of the backend belong in known_failures of its record"
             )
     for name in _names_of_tests(suite):
         if getattr(cls, name, None) is not getattr(suite, name):
@@ -226,7 +232,7 @@ def _refuse_changes(cls: type, suite: type) -> None:
 
 
 def _is_special(name: str) -> bool:
-    """Whether Python itself sets it."""
+    """Return True if Python itself sets the name."""
     return name.startswith("__") and name.endswith("__")
 
 

@@ -1,6 +1,6 @@
-"""The keys of a part's own section that a run of its suite is given: checked as a run's configuration checks them.
+"""The keys of a plugin's own section for a suite run, validated like a run's configuration.
 
-So that no key is passed over in silence, and one that is missing is told before anything starts.
+Unknown keys are never ignored, and missing keys are reported before anything starts.
 """
 
 from __future__ import annotations
@@ -25,19 +25,20 @@ _SET_BY_SUITE: Mapping[str, frozenset[str]] = {"worker_group": frozenset({"name"
 
 
 def section_of(record: Record, section: Mapping[str, Any], model: type[BaseModel] | None = None) -> BaseModel | None:
-    """`section` as the model of the part of `record`, or as `model`; None for a part that has no keys, and gets none.
+    """Validate `section` with the plugin's config model, or with `model`; None for a plugin without keys.
 
-    A `ConfigError` lists what is wrong with it: unknown keys, missing ones, values, and what the suite itself sets.
+    Raises a `ConfigError` that lists all problems: unknown and missing keys, invalid values, and keys that the suite
+    sets.
     """
     kind = record.kind.replace("_", " ")
     place = next((name for name, of in KIND_OF_SECTION.items() if of == record.kind), "")
     if taken := sorted(section.keys() & _SET_BY_SUITE.get(place, {"name"} if place else frozenset())):
-        raise ConfigError(f"{', '.join(taken)}: the suite itself sets this for the {kind} {record.name!r}")
+        raise ConfigError(f"{', '.join(taken)}: the suite sets this for the {kind} {record.name!r}")
     model = model or record.config_model or OPEN_SECTIONS.get(place)
     if model is None:
         if section:
             keys = ", ".join(section)
-            raise ConfigError(f"{keys}: the {kind} {record.name!r} has no section of its own, so nothing reads this")
+            raise ConfigError(f"{keys}: the {kind} {record.name!r} has no section of its own, so this would be ignored")
         return None
     name = place or record.name
     holder: type[BaseModel] = create_model("Configuration", **{name: (model, ...)})  # type: ignore[call-overload]
@@ -49,16 +50,16 @@ def section_of(record: Record, section: Mapping[str, Any], model: type[BaseModel
 
 
 def plain_paths(section: Mapping[str, Any]) -> dict[str, Any]:
-    """Paths as text, as YAML has them."""
+    """Convert paths to text, as in YAML."""
     return {key: str(value) if isinstance(value, Path) else value for key, value in section.items()}
 
 
 def parse_section(keys: Sequence[str]) -> dict[str, Any]:
-    """The section that `a=1 b.c=x` describe: dots go into a section within it, values are YAML."""
+    """Parse keys such as `a=1 b.c=x`: dots descend into nested sections, values are YAML."""
     section: dict[str, Any] = {}
     for key, equals, text in (word.partition("=") for word in keys):
         if not equals or not all(key.split(".")):
-            raise ConfigError(f"{key + equals + text!r} is no key of the part's own section: write key=value")
+            raise ConfigError(f"{key + equals + text!r} is not a key of the plugin's own section: write key=value")
         *outer, last = key.split(".")
         inside = section
         for name in outer:
@@ -70,7 +71,7 @@ def parse_section(keys: Sequence[str]) -> dict[str, Any]:
 
 
 def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of both; where both have one, that of `above`, and of sections within them the same."""
+    """Merge two sections recursively; `above` wins."""
     found = dict(below)
     for key, value in above.items():
         inside = found.get(key)
@@ -79,7 +80,7 @@ def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]
 
 
 def section_words(section: Mapping[str, Any]) -> list[str]:
-    """`section` as words that `parse_section` reads: `zero_optimization.stage=3`, one a value."""
+    """Return `section` as words for `parse_section`, one per value: `zero_optimization.stage=3`."""
     return [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in _values(section, "")]
 
 

@@ -1,9 +1,9 @@
-"""Worker processes that serve one policy after another, for the suites and parity.
+"""Worker processes that serve several policies in turn, for the suites and parity.
 
-A process that has run an engine before has all imported and its caches filled: the next policy is up in a fraction of
-the time. A group that was shut down in peace gives its processes back; where anything failed they are ended. One idle
-set is kept, of one backend in one layout, and each process serves so many policies and no more, since what libraries
-leave behind in it piles up. Policies of one worker run in the driver's process one after another anyway.
+A process that has run an engine has its modules imported and its caches filled, so the next policy starts in a fraction
+of the time. A group that shuts down without failure returns its processes; after any failure they are ended. One idle
+set is kept, for one backend in one layout, and each process serves a limited number of policies, because libraries
+accumulate state. Policies of one worker run in the driver's process anyway.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlframework.interfaces.worker_group import WorkerSpec
-from rlframework.workers.process_peer import Peer, Surroundings
+from rlframework.workers.process_peer import Peer, ProcessEnvironment
 from rlframework.workers.processes import ProcessWorkerGroup
 
-_USES = 30
+_MAX_USES = 30
 
 
 @dataclass
 class _Idle:
-    """Processes by rank that wait for a policy like those before it."""
+    """Idle processes by rank, for a policy like the previous ones."""
 
     like: tuple[Any, ...] = ()
-    surroundings: dict[int, Surroundings] = field(default_factory=dict)
+    process_environment: dict[int, ProcessEnvironment] = field(default_factory=dict)
     peers: dict[int, Peer] = field(default_factory=dict)
     uses: int = 0
 
@@ -33,7 +33,7 @@ _idle = _Idle()
 
 
 def end_idle() -> None:
-    """End the processes that wait for another policy."""
+    """End the idle processes."""
     global _idle
     old, _idle = _idle, _Idle()
     for peer in old.peers.values():
@@ -42,34 +42,38 @@ def end_idle() -> None:
         peer.close()
 
 
-atexit.register(end_idle)  # after that of multiprocessing, which waits for its children, so that it is called before
+atexit.register(
+    end_idle
+)  # registered after multiprocessing's handler, which waits for its children, so that it runs first
 
 
 class WarmWorkerGroup(ProcessWorkerGroup):
-    """Takes idle processes where they served policies of the same backend and layout; gives its own back."""
+    """Reuses idle processes that served policies of the same backend and layout, and returns its own."""
 
     def _start_hosts(self, spec: WorkerSpec, device: str) -> None:
         self._like = (spec.kwargs.get("inner", spec.target), device, str(self._sharding))
-        self._surroundings: dict[int, Surroundings] = {}
+        self._process_environments: dict[int, ProcessEnvironment] = {}
         self._uses = 0
         super()._start_hosts(spec, device)
 
-    def _peer(self, rank: int, method: Any, surroundings: Surroundings) -> Peer:
-        self._surroundings[rank] = surroundings
-        if rank == 0 and not self._fits(surroundings):
+    def _peer(self, rank: int, method: Any, process_environment: ProcessEnvironment) -> Peer:
+        self._process_environments[rank] = process_environment
+        if rank == 0 and not self._fits(process_environment):
             end_idle()
         if rank not in _idle.peers:
-            return super()._peer(rank, method, surroundings)
+            return super()._peer(rank, method, process_environment)
         self._uses = _idle.uses
         peer = _idle.peers.pop(rank)
-        peer.serve_next(self._answers)
+        peer.redirect_results(self._results)
         return peer
 
-    def _fits(self, surroundings: Surroundings) -> bool:
-        return self._like == _idle.like and surroundings == _idle.surroundings[0] and _idle.uses < _USES
+    def _fits(self, process_environment: ProcessEnvironment) -> bool:
+        return (
+            self._like == _idle.like and process_environment == _idle.process_environment[0] and _idle.uses < _MAX_USES
+        )
 
     def shutdown(self, cleanup_method: str | None = None, timeout: float | None = None) -> bool:
-        """See `WorkerGroup`; processes that came to the end of `cleanup_method` are kept."""
+        """See `WorkerGroup`; processes that completed `cleanup_method` are kept."""
         running = self._ended is None and cleanup_method is not None
         peaceful = self._clean_up(cleanup_method, timeout)
         if running and peaceful:
@@ -78,8 +82,8 @@ class WarmWorkerGroup(ProcessWorkerGroup):
 
     def _give_back(self) -> None:
         global _idle
-        refs = {rank: self._ask(rank, "forget") for rank in range(len(self._peers))}
+        refs = {rank: self._send(rank, "forget") for rank in range(len(self._peers))}
         self._wait(refs, "forgetting a worker", "shutdown", self._deadlines.shutdown)
-        end_idle()  # none of ours: those were taken out
+        end_idle()  # not those of this group, which were removed before
         peers, self._peers, self._pids = dict(enumerate(self._peers)), [], {}
-        _idle = _Idle(self._like, self._surroundings, peers, self._uses + 1)
+        _idle = _Idle(self._like, self._process_environments, peers, self._uses + 1)

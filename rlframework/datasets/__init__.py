@@ -1,1 +1,1 @@
-"""Data sets: reading rows, conversations, chat templates, token data, preference and reward data."""
+"""Data sets: sources of rows, conversations, chat templates, token data, preference and reward data."""

@@ -1,4 +1,4 @@
-"""Rows of different lengths side by side, padded on the right."""
+"""Batch rows of different lengths with right padding."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class TokenRows(NamedTuple):
-    """Rows side by side: `input_ids [B, S]` int64, padded; `input_lengths [B]` int64; `token_mask [B, S]` fp32."""
+    """A padded batch: `input_ids [B, S]` int64, `input_lengths [B]` int64, `token_mask [B, S]` fp32."""
 
     input_ids: torch.Tensor
     input_lengths: torch.Tensor
@@ -23,9 +23,12 @@ class TokenRows(NamedTuple):
 
 
 def pad_rows(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Right-padded `[B, S]` int64 and lengths `[B]` int64 of lists of token ids. No rows is a `DataError`."""
+    """Pad lists of token ids on the right to `[B, S]` int64; also return the lengths, `[B]` int64.
+
+    Raises a `DataError` if there are no rows.
+    """
     if not rows:
-        raise DataError("there are no rows to put side by side; give at least one")
+        raise DataError("cannot make a batch of no rows; give at least one")
     lengths = [len(row) for row in rows]
     padded = np.full((len(rows), max(lengths)), pad_id, np.int64)
     for number, row in enumerate(rows):
@@ -34,7 +37,7 @@ def pad_rows(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[torch.Tensor, 
 
 
 def pad_rendered(rows: Sequence[Rendered], pad_id: int) -> TokenRows:
-    """What `chat.render_samples` gives, as one batch: the mask is 1 where a token is trained on."""
+    """Batch the rows that `rendering.render_samples` returns; the mask is 1 on tokens that are trained on."""
     input_ids, lengths = pad_rows([ids for ids, _ in rows], pad_id)
     mask = torch.zeros(input_ids.shape)
     for number, (_, trained) in enumerate(rows):

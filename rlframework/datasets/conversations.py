@@ -1,15 +1,15 @@
-"""Rows in the shapes that people publish, as conversations.
+"""Convert rows in the common published shapes to conversations.
 
 | shape | columns |
 | --- | --- |
 | messages | `messages`: a list of `{role, content}` |
 | ShareGPT | `conversations`: a list of `{from, value}` (or of `{role, content}`) |
 | prompt and completion | `prompt` and `completion`: texts, or lists of messages |
-| question and answer | `question`, and `answer`, which is the completion too |
-| text | `text`: no conversation, all of it is learnt |
+| question and answer | `question`, and `answer`, which is also the completion |
+| text | `text`: plain text, all of it trained on |
 
-The first shape whose columns a row has is taken, a shape with a renamed column before the others. Contents are texts;
-pictures, sound and tool calls are refused, not left out in silence.
+The first shape whose columns a row has is used; shapes with a renamed column come first. Contents are texts; images,
+audio and tool calls are rejected, never dropped silently.
 """
 
 from __future__ import annotations
@@ -36,10 +36,9 @@ _ROLES = {
 
 @dataclass(frozen=True)
 class Conversation:
-    """One row: the `messages` before the answer, the last assistant turn as `completion`, and the gold `answer`.
+    """A row: the `messages` before the last assistant turn, that turn as `completion`, and the gold `answer`, if any.
 
-    `completion` is empty where the conversation does not end with the assistant, `answer` None where there is none.
-    Without messages, the completion is plain text.
+    `completion` is empty if the conversation does not end with the assistant. Without messages, it is plain text.
     """
 
     messages: tuple[Message, ...]
@@ -48,9 +47,9 @@ class Conversation:
 
 
 def conversation_of(row: Mapping[str, Any], columns: ColumnsConfig, where: str) -> Conversation:
-    """The conversation in `row`; a `DataError` that begins with `where` says what does not fit.
+    """Return the conversation in `row`. Raises a `DataError` that begins with `where` if the row does not fit.
 
-    Numbers are read as texts; one that is not a number (NaN) is no value, as null is none.
+    Numbers are converted to text; null and NaN count as missing.
     """
     row = {name: None if is_missing(value) else value for name, value in row.items()}
     turns = _turns(row, columns, where)
@@ -59,17 +58,17 @@ def conversation_of(row: Mapping[str, Any], columns: ColumnsConfig, where: str) 
     if turns is None:
         text = _text(row[columns.text], f"{where}, column {columns.text!r}")
         if not text:
-            raise DataError(f"{where}: the text is empty; leave such rows out")
+            raise DataError(f"{where}: the text is empty; remove such rows")
         return Conversation((), text, gold)
     if turns[-1]["role"] != "assistant":
         return Conversation(turns, "", gold)
     if not turns[-1]["content"]:
-        raise DataError(f"{where}: the last assistant turn is empty; leave such rows out")
+        raise DataError(f"{where}: the last assistant turn is empty; remove such rows")
     return Conversation(turns[:-1], turns[-1]["content"], gold)
 
 
 def _turns(row: Mapping[str, Any], columns: ColumnsConfig, where: str) -> tuple[Message, ...] | None:
-    """All turns of `row`, at least one; None where it is plain text."""
+    """All turns of `row`, at least one, or None for plain text."""
     shape = _shape(row, columns, where)
     if shape == columns.text:
         return None
@@ -84,27 +83,27 @@ def _turns(row: Mapping[str, Any], columns: ColumnsConfig, where: str) -> tuple[
 
 
 def _shape(row: Mapping[str, Any], columns: ColumnsConfig, where: str) -> str:
-    """The column that tells the shape: the first there is with a value."""
+    """The column that determines the shape: the first one with a value."""
     missing = [name for name in columns.renamed if name not in row]
     if missing:
-        raise DataError(f"{where}: there is no column {missing[0]!r}; there are {sorted(row)}")
+        raise DataError(f"{where}: there is no column {missing[0]!r}; the columns are {sorted(row)}")
     for name in columns.starts:
         if row.get(name) is not None:
             return name
     raise DataError(
-        f"{where}: no conversation in the columns {sorted(row)}; there must be one of {list(columns.starts)} with a "
-        "value. Say under environment.columns what yours are called"
+        f"{where}: no conversation in the columns {sorted(row)}; one of {list(columns.starts)} must have a value. Set "
+        "environment.columns to the names of your columns"
     )
 
 
 def _reply_column(row: Mapping[str, Any], columns: ColumnsConfig, shape: str) -> str | None:
-    """The column with the completion: the gold answer is one, where there is no other."""
+    """The column with the completion; the gold answer if there is no other."""
     names = (columns.completion, columns.answer)
     return next((name for name in names if name != shape and row.get(name) is not None), None)
 
 
 def _side(value: Any, role: str, where: str) -> list[Message]:
-    """One side of a conversation: a text, which is a turn of `role`, or messages."""
+    """One side of a conversation: a list of messages, or a text, which becomes a turn of `role`."""
     if isinstance(value, list):
         return _messages(value, where)
     return [{"role": role, "content": _plain(value, where)}]
@@ -120,34 +119,34 @@ def _messages(value: Any, where: str) -> list[Message]:
 def _message(turn: Any, where: str) -> Message:
     if not isinstance(turn, Mapping):
         raise DataError(f"{where}: must be an object with 'role' and 'content', not {type(turn).__name__}")
-    given = {key: value for key, value in turn.items() if not is_missing(value)}  # Arrow fills in what a turn lacks
+    given = {key: value for key, value in turn.items() if not is_missing(value)}  # Arrow adds absent keys as null
     role, content = given.get("role", given.get("from")), given.get("content", given.get("value"))
     if given.get("tool_calls") or given.get("function_call"):
-        raise DataError(f"{where}: calls of tools are not read; leave such rows out, or write them as text")
+        raise DataError(f"{where}: tool calls are not supported; remove such rows, or write the calls as text")
     if role is None or content is None:
         raise DataError(f"{where}: needs 'role' and 'content' (or 'from' and 'value'); it has {sorted(given)}")
     if not isinstance(role, str) or role.lower() not in _ROLES:
-        raise DataError(f"{where}: the role {role!r} is not known; it must be one of {sorted(_ROLES)}")
+        raise DataError(f"{where}: unknown role {role!r}; it must be one of {sorted(_ROLES)}")
     return {"role": _ROLES[role.lower()], "content": _text(content, where)}
 
 
 def _text(content: Any, where: str) -> str:
-    """`content`, or the texts of its parts, where it is a list of parts."""
+    """`content` itself, or the joined texts of a list of content parts."""
     if isinstance(content, str):
-        return _whole(content, where)
+        return _without_surrogates(content, where)
     if isinstance(content, Sequence) and all(isinstance(part, Mapping) for part in content):
         kinds = sorted({str(part.get("type")) for part in content} - {"text"})
         if not kinds and all(isinstance(part.get("text"), str) for part in content):
-            return _whole("".join(part["text"] for part in content), where)
-        raise DataError(f"{where}: parts of the kinds {kinds} are not read, only text")
+            return _without_surrogates("".join(part["text"] for part in content), where)
+        raise DataError(f"{where}: content parts of type {kinds} are not supported, only text")
     raise DataError(f"{where}: the content must be text, not {type(content).__name__}")
 
 
 def _plain(value: Any, where: str, column: str = "") -> str:
-    """Text, or a number as text: answers often are."""
+    """Text, or a number as text, as answers often are."""
     place = f"{where}, column {column!r}" if column else where
     if isinstance(value, str):
-        return _whole(value, place)
+        return _without_surrogates(value, place)
     number = number_text(value)
     if number is None:
         given = value if isinstance(value, (float, Decimal)) else type(value).__name__
@@ -155,9 +154,11 @@ def _plain(value: Any, where: str, column: str = "") -> str:
     return number
 
 
-def _whole(text: str, where: str) -> str:
-    """`text`, without half a character in it."""
+def _without_surrogates(text: str, where: str) -> str:
+    """`text` itself; a `DataError` if it has a lone surrogate."""
     half = lone_surrogate(text)
     if half is not None:
-        raise DataError(f"{where}: there is half a character ({half}) in the text; mend it, or leave such rows out")
+        raise DataError(
+            f"{where}: the text has a lone surrogate ({half}), half of a character; fix it, or remove such rows"
+        )
     return text

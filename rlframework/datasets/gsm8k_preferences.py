@@ -1,10 +1,10 @@
-"""GSM8K's judged solutions, as preference pairs: to each test question, four solutions marked right or wrong.
+"""Preference pairs from GSM8K's graded solutions: four solutions per test question, each marked right or wrong.
 
-The file is `example_model_solutions.jsonl` of https://github.com/openai/grade-school-math (MIT licence). A line is one
-question, its `ground_truth`, and under the name of each model `{"is_correct": true or false, "solution": text}`. Any
-file of that form is read, with any names. The solutions are left as they are: with calculator annotations
-(`<<16-7=9>>`) and `A: 18` at the end. The questions are those of the test data: do not report accuracy on
-them after training on these pairs.
+The file is `example_model_solutions.jsonl` of https://github.com/openai/grade-school-math (MIT licence). A line holds a
+question, its `ground_truth`, and under each model's name `{"is_correct": true or false, "solution": text}`. Any file of
+this form can be read, with any model names. Solutions are unchanged, with calculator annotations (`<<16-7=9>>`) and `A:
+18` at the end. The questions are those of the test split: do not report accuracy on that split after training on these
+pairs.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _MARKED = '{"is_correct": true or false, "solution": "..."}'
 
 
 @dataclass(frozen=True)
-class JudgedQuestion:
-    """A question with its right and its wrong solutions, each once, in the order of the file."""
+class GradedQuestion:
+    """A question with its distinct right and wrong solutions, in the order of the file."""
 
     id: str
     question: str
@@ -34,8 +34,8 @@ class JudgedQuestion:
     wrong: tuple[str, ...]
 
 
-def read_judged_solutions(path: str | Path) -> list[JudgedQuestion]:
-    """All questions of the file. A missing file or a line of another form is a `DataError` naming file and line."""
+def read_graded_solutions(path: str | Path) -> list[GradedQuestion]:
+    """Read all questions of the file. Raises a `DataError` that names file and line if one is missing or malformed."""
     path = Path(path)
     return [
         _question(row, f"{path}, line {number}", f"{path.stem}-{number}") for number, row in read_jsonl(path, _FIELDS)
@@ -43,16 +43,16 @@ def read_judged_solutions(path: str | Path) -> list[JudgedQuestion]:
 
 
 def pair_solutions(
-    questions: Sequence[JudgedQuestion], *, pairs: Literal["all", "one"] = "all", seed: int = 0
+    questions: Sequence[GradedQuestion], *, pairs: Literal["all", "one"] = "all", seed: int = 0
 ) -> list[PreferenceRow]:
-    """A right solution as chosen with a wrong one as rejected, scores 1 and 0; questions without both give none.
+    """Pair right solutions (chosen, score 1) with wrong ones (rejected, score 0); skip questions without both.
 
-    `"all"`: each right one with each wrong one, in order. `"one"`: one pair a question, drawn with `seed`, so that
-    questions weigh alike. To hold some out for validation, divide the questions, not the pairs: pairs of one question
-    have the prompt and often a solution in common.
+    `"all"`: each right with each wrong solution, in order. `"one"`: one pair per question, drawn with `seed`, so that
+    questions have equal weight. To hold out validation data, split the questions, not the pairs: pairs of a question
+    share the prompt and often a solution.
     """
     if pairs not in ("all", "one"):
-        raise DataError(f"pairs is {pairs!r}; take 'all' or 'one'")
+        raise DataError(f"pairs is {pairs!r}; it must be 'all' or 'one'")
     draw = random.Random(seed)
     rows = []
     for question in questions:
@@ -63,13 +63,13 @@ def pair_solutions(
     return rows
 
 
-def _row(question: JudgedQuestion, right: str, wrong: str) -> PreferenceRow:
+def _row(question: GradedQuestion, right: str, wrong: str) -> PreferenceRow:
     name = f"{question.id}:{question.right.index(right)}>{question.wrong.index(wrong)}"
     prompt: Message = {"role": "user", "content": question.question}
     return PreferenceRow((prompt,), right, wrong, name, scores=(1.0, 0.0))
 
 
-def _question(row: dict[str, Any], where: str, name: str) -> JudgedQuestion:
+def _question(row: dict[str, Any], where: str, name: str) -> GradedQuestion:
     marked: dict[bool, list[str]] = {True: [], False: []}
     models = [model for model in row if model not in _FIELDS]
     for model in models:
@@ -80,9 +80,9 @@ def _question(row: dict[str, Any], where: str, name: str) -> JudgedQuestion:
         if not isinstance(solution, str) or not isinstance(correct, bool):
             raise DataError(f"{where}: the field {model!r} must be {_MARKED}")
         if solution in marked[not correct]:
-            raise DataError(f"{where}: the solution of {model!r} is marked right and wrong; correct one mark")
+            raise DataError(f"{where}: the solution of {model!r} is marked both right and wrong; correct one mark")
         if solution not in marked[correct]:
             marked[correct].append(solution)
     if not models:
-        raise DataError(f"{where}: there is no solution; each is a field {_MARKED} under the name of a model")
-    return JudgedQuestion(name, row["question"], tuple(marked[True]), tuple(marked[False]))
+        raise DataError(f"{where}: no solution found; each is a field {_MARKED} under the name of a model")
+    return GradedQuestion(name, row["question"], tuple(marked[True]), tuple(marked[False]))

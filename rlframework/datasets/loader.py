@@ -1,6 +1,6 @@
-"""Rows in batches, for ever, in shuffled epochs that can be resumed in the middle.
+"""An endless loader of batches, in shuffled epochs that can be resumed anywhere.
 
-torchdata's StatefulDataLoader keeps the state of worker processes; there are none here, so a position is two numbers.
+There are no worker processes whose state torchdata's StatefulDataLoader would keep, so a position is two numbers.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 SHUFFLE = "pcg64-keys"
-"""The way of shuffling, kept in the state: another one would lose some rows of an epoch and repeat others."""
+"""Name of the shuffling method in the state: resuming with another would skip rows of an epoch and repeat others."""
 
 
 class PromptLoader(Iterator[list[T]], Generic[T]):
-    """An endless iterator of lists of `batch_size` rows of a sequence: samples, or rows of tokens.
+    """An endless iterator over lists of `batch_size` rows of a sequence: samples, or rows of tokens.
 
-    Each epoch has every row once, in an order that depends on `seed`, the number of the epoch and the number of rows,
-    and on nothing else, such as versions of libraries. A batch may reach into the next epoch, so none is short and none
-    is dropped. Memory: 8 bytes a row; rows are taken from the sequence when their batch is due.
+    Each epoch yields every row once, in an order that depends only on `seed`, the epoch and the number of rows, not on
+    library versions. A batch may span two epochs: no batch is short, no row dropped. Takes 8 bytes of memory per row;
+    rows are read from the sequence when their batch is requested.
     """
 
     def __init__(self, samples: Sequence[T], batch_size: int, seed: int) -> None:
-        """No rows, or a batch size below 1, is a `DataError`."""
+        """Raises a `DataError` if there are no rows, or if `batch_size` is below 1."""
         if not len(samples):
-            raise DataError("the data set is empty: there is no sample to make a batch of")
+            raise DataError("the data set is empty; give at least one sample")
         if batch_size < 1:
             raise DataError(f"batch_size is {batch_size}; it must be at least 1")
         self._samples, self._batch_size, self._seed = samples, batch_size, seed
@@ -41,14 +41,14 @@ class PromptLoader(Iterator[list[T]], Generic[T]):
 
     @property
     def epoch(self) -> int:
-        """Epochs that lie behind."""
+        """The number of completed epochs."""
         return self._epoch
 
     def __next__(self) -> list[T]:
         return [self._samples[index] for index in self.indices().tolist()]
 
     def indices(self) -> npt.NDArray[np.int64]:
-        """The numbers of the next batch's rows, `[batch_size]`, instead of the rows: moves on as `next` does."""
+        """Return the row numbers of the next batch, `[batch_size]` int64, and advance like `next`."""
         batch = np.empty(self._batch_size, np.int64)
         filled = 0
         while filled < self._batch_size:
@@ -61,7 +61,7 @@ class PromptLoader(Iterator[list[T]], Generic[T]):
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it stands: numbers and a word, to be written as JSON."""
+        """The position, as JSON-serialisable values."""
         return {
             "epoch": self._epoch,
             "position": self._position,
@@ -71,32 +71,31 @@ class PromptLoader(Iterator[list[T]], Generic[T]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`, with any batch size; else as the loader that gave it: as many rows, and the same seed.
+        """Resume from `state`. Seed and number of rows must be those that saved it; the batch size may differ.
 
-        A state that does not fit, or is none, is a `DataError`.
+        Raises a `DataError` if `state` does not fit or is not a position.
         """
-        mine = self.state_dict()
-        missing = sorted(mine.keys() - state.keys() - {"shuffle"})
+        current = self.state_dict()
+        missing = sorted(current.keys() - state.keys() - {"shuffle"})
         if missing:
-            raise DataError(f"this is no position in data: it lacks {missing} and has {sorted(state)}")
+            raise DataError(f"not a saved position in the data: {missing} missing, {sorted(state)} found")
         for name in ("samples", "seed"):
-            if state[name] != mine[name]:
+            if state[name] != current[name]:
                 raise DataError(
-                    f"the saved position in the data was for {name} = {state[name]}, here it is {mine[name]}; "
-                    "resume with the data and the seed of the run that saved it"
+                    f"the saved position in the data is for {name} = {state[name]}, not {current[name]}; resume with "
+                    "the data and the seed of the run that saved it"
                 )
         if state.get("shuffle") != SHUFFLE:
             raise DataError(
-                f"the saved position is one of another release, which shuffled in another way "
-                f"({state.get('shuffle')!r}, here {SHUFFLE!r}): going on from it would repeat rows and "
-                "leave others out. Resume with that release"
+                f"the saved position is from a release that shuffles with {state.get('shuffle')!r} instead of "
+                f"{SHUFFLE!r}: resuming from it would repeat rows and skip others. Resume with that release"
             )
         epoch, position = state["epoch"], state["position"]
         whole = type(epoch) is int and type(position) is int
         if not whole or epoch < 0 or not 0 <= position <= len(self._samples):
             raise DataError(
-                f"the saved position is epoch {epoch!r}, row {position!r}, of {len(self._samples)} rows: there is no "
-                "such place"
+                f"the saved position is epoch {epoch!r}, row {position!r}, which does not exist in "
+                f"{len(self._samples)} rows"
             )
         self._start(epoch, position)
 
@@ -107,10 +106,10 @@ class PromptLoader(Iterator[list[T]], Generic[T]):
 
 
 def shuffled(rows: int, seed: int, epoch: int) -> npt.NDArray[np.uint64]:
-    """The numbers `0..rows-1` in the random order of an epoch.
+    """Return `0..rows-1` in the random order of `epoch`, `[rows]` uint64.
 
-    Each number gets random higher bits and the whole is sorted. The bits of PCG64 are the same in every version of
-    numpy, which `Generator.shuffle` does not promise.
+    Sorts the numbers by random higher bits. The bits of PCG64 are stable across numpy versions, while
+    `Generator.shuffle` is not guaranteed to be.
     """
     width = np.uint64(max(1, (rows - 1).bit_length()))
     low = np.uint64((1 << int(width)) - 1)

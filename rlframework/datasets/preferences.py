@@ -1,10 +1,10 @@
-"""`PreferencePairs`: of two answers to one prompt, which is better, as tokens, for reward models and DPO.
+"""`PreferencePairs`: a chosen and a rejected answer to each prompt, as tokens, for reward models and DPO.
 
-The layout in a batch is two rows a pair: row 2 i is the chosen answer of pair i and row 2 i + 1 the rejected one. So
-every method that takes sequences takes it as it is, and a loss splits it with `[0::2]` and `[1::2]`. What cuts or
-reorders such a batch must keep pairs together: shards and microbatches of an even number of rows do; dynamic batching
-and packing reorder rows, so put the results back in order (`reorder_data`) before pairs are compared. Left out:
-more than two answers to one prompt, and ties.
+A batch has two rows per pair: row 2 i is the chosen answer of pair i, row 2 i + 1 the rejected one. So every method for
+sequences works unchanged, and a loss splits the rows with `[0::2]` and `[1::2]`. Code that splits or reorders a batch
+must keep pairs together: shards and microbatches of an even number of rows do; dynamic batching and packing reorder
+rows, so restore the order of results (`reorder_data`) before comparing pairs. Not supported: more than two answers to a
+prompt, and ties.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 _MOST = torch.finfo(torch.float32).max
 
-_AT_ONCE = 4096
-"""Pairs whose tokens are compared in one go."""
+_CHUNK = 4096
+"""Number of pairs whose tokens are compared at a time."""
 
 
 @dataclass(frozen=True)
 class PreferenceRow:
-    """One pair as text. `scores`: what the chosen and the rejected answer are worth, if that is known."""
+    """A pair as text. `scores`: the scores of the chosen and the rejected answer, if known."""
 
     messages: tuple[Message, ...]
     chosen: str
@@ -45,10 +45,10 @@ class PreferenceRow:
 
 
 class PreferencePairs(MemmapTensorClass):
-    """Pairs of sequences, `batch_size` `[P]`, that begin with the same prompt.
+    """Pairs of sequences with a common prompt, `batch_size` `[P]`.
 
-    `chosen`, `rejected`: `RewardData` of P rows; the widths may differ. `prompt_lengths [P]`: int64, the tokens of the
-    prompt, which are not to be trained on. Saved, mapped and filled row by row like `RewardData`.
+    `chosen`, `rejected`: `RewardData` of P rows, whose widths may differ. `prompt_lengths [P]`: int64, the number of
+    prompt tokens, which are not trained on. Can be saved, mapped and filled row by row like `RewardData`.
     """
 
     chosen: RewardData
@@ -64,27 +64,27 @@ class PreferencePairs(MemmapTensorClass):
         max_length: int | None = None,
         too_long: Literal["error", "drop"] = "error",
     ) -> Self:
-        """Tokenise `rows`, with the tokenizer's chat template where it has one; an answer ends with its end token.
+        """Tokenise `rows` with the tokenizer's chat template, if any; an answer ends with its end-of-sequence token.
 
-        All is padded to the longest sequence. A pair of which one has more than `max_length` tokens is a `DataError`,
-        or left out (`too_long="drop"`); so is it to end up with no pair. Scores become `end_scores`, fp32; all rows
-        have two finite ones, or none has any. Chosen and rejected lie row by row in one tensor each, so `to_fields`
-        copies nothing big.
+        Sequences are padded to the longest one. A pair with a sequence longer than `max_length` tokens raises a
+        `DataError`, or is dropped (`too_long="drop"`). Raises a `DataError` if no pair is left. Scores become
+        `end_scores`, fp32; either all rows have two finite scores, or none has any. Chosen and rejected are stored in
+        alternate rows of one tensor per field, so `to_fields` copies nothing large.
         """
         if too_long not in ("error", "drop"):
-            raise DataError(f"too_long is {too_long!r}; take 'error' or 'drop'")
+            raise DataError(f"too_long is {too_long!r}; it must be 'error' or 'drop'")
         tokenised = [_tokenise(row, tokenizer) for row in rows]
         kept = [index for index, ids in enumerate(tokenised) if max_length is None or ids.longest <= max_length]
         if len(kept) < len(rows) and too_long == "error":
             index = next(index for index, ids in enumerate(tokenised) if ids.longest > (max_length or 0))
             raise DataError(
                 f"pair {index} ({rows[index].id or 'without id'}) has {tokenised[index].longest} tokens, more than "
-                f"max_length {max_length}, and {len(rows) - len(kept) - 1} others have too; give a larger one, or "
+                f"max_length {max_length}, and so have {len(rows) - len(kept) - 1} others; raise max_length, or set "
                 "too_long='drop'"
             )
         if not kept:
             why = f": all have more than {max_length} tokens" if rows else ""
-            raise DataError(f"no pair is left of the {len(rows)} that were given{why}")
+            raise DataError(f"none of the {len(rows)} given pairs is left{why}")
         scored = [rows[index].scores is not None for index in kept]
         if any(scored) != all(scored):
             raise DataError(f"{sum(scored)} of {len(scored)} pairs have scores; all must have them, or none")
@@ -104,7 +104,10 @@ class PreferencePairs(MemmapTensorClass):
         return cls(both[:, 0], both[:, 1], prompts, batch_size=[len(pairs)])
 
     def check(self) -> Self:
-        """Itself, if it is as described above; else a `BatchError`. Reads everything, unless it is on meta."""
+        """Check the shapes and contents described above, and return self. Raises a `BatchError`.
+
+        Reads all data, unless it is on the meta device.
+        """
         pairs = self.batch_size
         for name, side in (("chosen", self.chosen), ("rejected", self.rejected)):
             if not isinstance(side, RewardData):
@@ -118,20 +121,20 @@ class PreferencePairs(MemmapTensorClass):
         if given.shape != pairs or given.dtype not in (torch.int64, torch.int32):
             raise BatchError(f"prompt_lengths is {given.dtype} of shape {list(given.shape)}; it must be int64 [P]")
         if has_values(given):
-            for start in range(0, len(self), _AT_ONCE):
-                self[start : start + _AT_ONCE]._check_prompts(start)
+            for start in range(0, len(self), _CHUNK):
+                self[start : start + _CHUNK]._check_prompts(start)
         return self
 
     def to_fields(self) -> dict[str, Tensor]:
-        """Two rows a pair, chosen and rejected in turn, for `BatchedDataDict(pairs.to_fields())`.
+        """Return alternating chosen and rejected rows, for `BatchedDataDict(pairs.to_fields())`.
 
-        `input_ids [2 P, S]`, `attention_mask [2 P, S]`, `input_lengths [2 P]`, `prompt_lengths [2 P]`,
-        `token_mask [2 P, S]` (fp32, 1 on the answer), `sample_mask [2 P]` (ones), and where both sides have them,
-        `rewards` and `end_scores`. The narrower side is padded with 0. Shares the storage of pairs that `from_rows` or
-        `from_batch` made, and of slices of them; of others it is a copy.
+        `input_ids [2 P, S]`, `attention_mask [2 P, S]`, `input_lengths [2 P]`, `prompt_lengths [2 P]`, `token_mask [2
+        P, S]` (fp32, 1 on the answer), `sample_mask [2 P]` (ones), and `rewards` and `end_scores` if both sides have
+        them. The narrower side is padded with 0. Shares storage with pairs made by `from_rows` or `from_batch`, and
+        with slices of them; copies any other pairs.
         """
         sides = [self.check().chosen.to_fields(), self.rejected.to_fields()]
-        fields = {name: _in_turn(name, sides[0][name], sides[1][name]) for name in sides[0] if name in sides[1]}
+        fields = {name: _interleave(name, sides[0][name], sides[1][name]) for name in sides[0] if name in sides[1]}
         prompts = self.prompt_lengths.to(torch.int64).repeat_interleave(2)
         before = right_padding_mask(prompts, fields["input_ids"].shape)
         answer = fields["attention_mask"].bool() & ~before
@@ -140,14 +143,16 @@ class PreferencePairs(MemmapTensorClass):
 
     @classmethod
     def from_batch(cls, batch: Mapping[str, Any]) -> Self:
-        """The pairs of rows that lie as `to_fields` gives them, sharing the batch's storage.
+        """Return the pairs in a batch with the rows of `to_fields`, sharing its storage.
 
-        Taken is what `RewardData.from_batch` takes, and `prompt_lengths`, or else `token_mask`: the prompt then ends
-        before the first position that it has.
+        Reads the keys of `RewardData.from_batch`, and `prompt_lengths`, or else `token_mask`: the prompt then ends
+        before its first nonzero position.
         """
         rows = RewardData.from_batch(batch)
         if len(rows) % 2:
-            raise BatchError(f"the batch has {len(rows)} rows; pairs are two rows each, chosen and rejected in turn")
+            raise BatchError(
+                f"the batch has {len(rows)} rows; it must have two rows per pair, chosen and rejected in turn"
+            )
         if "prompt_lengths" in batch:
             prompts = need_tensor("prompt_lengths", batch["prompt_lengths"])
         elif "token_mask" in batch:
@@ -157,21 +162,21 @@ class PreferencePairs(MemmapTensorClass):
             prompts = torch.minimum((~asked).cumprod(1).sum(1), rows.input_lengths)
         else:
             raise BatchKeyError(
-                f"the batch has {sorted(batch)}; PreferencePairs needs prompt_lengths or token_mask too"
+                f"the batch has {sorted(batch)}; PreferencePairs also needs prompt_lengths or token_mask"
             )
         if prompts.shape != rows.batch_size or not torch.equal(prompts[0::2], prompts[1::2]):
             raise BatchError("the two rows of a pair must have the same prompt_lengths, one for each row of the batch")
         return cls(rows[0::2], rows[1::2], prompts[0::2], batch_size=[len(rows) // 2]).check()
 
     def _check_prompts(self, first: int) -> None:
-        """Check the prompts of these pairs, of which the first one is pair `first` for whoever reads the message."""
+        """Check the prompts of these pairs; messages number them from `first`."""
         prompts, lengths = self.prompt_lengths, (self.chosen.input_lengths, self.rejected.input_lengths)
         short = (prompts < 0) | (prompts > torch.minimum(*lengths))
         if short.any():
             row = int(short.nonzero()[0])
             raise BatchError(
                 f"pair {first + row}: the prompt has {int(prompts[row])} tokens, chosen {int(lengths[0][row])} and "
-                f"rejected {int(lengths[1][row])}; both begin with the prompt"
+                f"rejected {int(lengths[1][row])}; both must begin with the prompt"
             )
         width = int(prompts.max()) if len(prompts) else 0
         differ = self.chosen.input_ids[:, :width] != self.rejected.input_ids[:, :width]
@@ -180,7 +185,7 @@ class PreferencePairs(MemmapTensorClass):
             row, column = differ.nonzero()[0].tolist()
             raise BatchError(
                 f"pair {first + row}: chosen and rejected differ at position {column}, within the prompt of "
-                f"{int(prompts[row])} tokens; a pair answers one prompt"
+                f"{int(prompts[row])} tokens; both must have the same prompt"
             )
 
 
@@ -205,7 +210,7 @@ def _tokenise(row: PreferenceRow, tokenizer: PreTrainedTokenizerBase) -> _Tokens
 
 
 def _scores(rows: Sequence[PreferenceRow]) -> Tensor:
-    """`[P, 2]` fp32: what chosen and rejected are worth."""
+    """The scores of chosen and rejected answers, `[P, 2]` fp32."""
     for index, row in enumerate(rows):
         if not _are_scores(row.scores):
             raise DataError(
@@ -225,12 +230,12 @@ def _padding(tokenizer: PreTrainedTokenizerBase) -> int:
     return int(pad if pad is not None else tokenizer.eos_token_id)
 
 
-def _in_turn(name: str, first: Tensor, second: Tensor) -> Tensor:
-    """Rows of both in turn: without a copy where they are the even and the odd rows of one tensor."""
+def _interleave(name: str, first: Tensor, second: Tensor) -> Tensor:
+    """Interleave the rows of both; without a copy if they are the even and odd rows of one tensor."""
     if first.dtype != second.dtype or first.device != second.device or first.ndim != second.ndim:
         raise BatchError(
             f"{name} is {first.dtype} of shape {list(first.shape)} on {first.device} in chosen, and {second.dtype} of "
-            f"shape {list(second.shape)} on {second.device} in rejected; make them alike"
+            f"shape {list(second.shape)} on {second.device} in rejected; they must match"
         )
     if first.ndim > 1 and first.shape[1] != second.shape[1]:
         width = max(first.shape[1], second.shape[1])

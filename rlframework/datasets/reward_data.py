@@ -1,8 +1,8 @@
-"""`RewardData`: token sequences with what they are worth, and its ways to and from batches.
+"""`RewardData`: token sequences with rewards, and its conversions from and to batches.
 
-A tensordict tensorclass: it is indexed, stacked, moved, saved memory-mapped and so on like a tensor. Constructing
-checks nothing, so that meta tensors, nested tensordicts and half-filled ones can be held; `check()` does, and each way
-from and to a batch. Pairs of sequences of which one is better: `rlframework.datasets.preferences`.
+A tensordict tensorclass: it can be indexed, stacked, moved and saved memory-mapped like a tensor. The constructor
+checks nothing, so that it can hold meta tensors, nested tensordicts and incomplete data; `check()` and the conversions
+do. Pairs of a better and a worse sequence are in `rlframework.datasets.preferences`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch._subclasses import FakeTensor
 from rlframework.datasets.memmap.tensorclass import MemmapTensorClass
 from rlframework.errors import BatchError, BatchKeyError, BatchTypeError
 
-_AT_ONCE = 1 << 24
-"""Elements of a mask that are looked at in one go, so that checking mapped data takes little memory."""
+_CHUNK = 1 << 24
+"""Elements of a mask to check at a time, so that checking mapped data takes little memory."""
 
 
 class RewardData(MemmapTensorClass):
-    """Sequences padded on the right, with a reward for each token or each sequence, and the score at their end.
+    """Right-padded sequences, with a reward per token or per sequence, and a score at the end.
 
     | field            | shape                                | dtype                                       |
     |------------------|--------------------------------------|---------------------------------------------|
@@ -31,9 +31,8 @@ class RewardData(MemmapTensorClass):
     | `rewards`        | `[*batch]` or `[*batch, S]`, or None | floats, integers or bool                    |
     | `end_scores`     | `[*batch]`, or None                  | floats, integers or bool                    |
 
-    `*batch` is `B`, or nothing for a single row. A last dimension of 1 behind `rewards` or `end_scores` is allowed, as
-    reward models give it. Say `batch_size=[B]`: without it, it is `[]`, as in any tensorclass, and there are no rows to
-    pick.
+    `*batch` is `B`, or empty for a single row. `rewards` and `end_scores` may have an extra last dimension of 1, as
+    reward models return. Pass `batch_size=[B]`: the default of a tensorclass is `[]`, which has no rows to index.
     """
 
     input_ids: Tensor
@@ -43,17 +42,17 @@ class RewardData(MemmapTensorClass):
 
     @property
     def input_lengths(self) -> Tensor:
-        """Tokens of each row, int64, of shape `[*batch]`; `BatchError` where the mask is not that of right padding."""
+        """Number of tokens of each row, `[*batch]` int64. Raises a `BatchError` unless the mask is right padding."""
         _check_shapes(self.input_ids, self.attention_mask, self.rewards, self.end_scores)
         if not has_values(self.attention_mask):
             return self.attention_mask.sum(-1)
         return torch.cat([*_lengths(self.attention_mask)]).view(self.attention_mask.shape[:-1])
 
     def check(self) -> Self:
-        """Itself, if it is as described above; else a `BatchError` (a `BatchTypeError` for a wrong type or dtype).
+        """Check the fields as described above, and return self.
 
-        The mask is read as a whole, unless it is on the meta device or a fake tensor: then only shapes and dtypes are
-        checked.
+        Reads the whole mask; on the meta device and for fake tensors, only shapes and dtypes are checked. Raises a
+        `BatchError`, or a `BatchTypeError` for a wrong type or dtype.
         """
         _check_shapes(self.input_ids, self.attention_mask, self.rewards, self.end_scores)
         if has_values(self.attention_mask):
@@ -65,9 +64,9 @@ class RewardData(MemmapTensorClass):
     def from_lengths(
         cls, input_ids: Tensor, input_lengths: Tensor, rewards: Tensor | None = None, end_scores: Tensor | None = None
     ) -> Self:
-        """Rows `input_ids [*batch, S]` of which the first `input_lengths [*batch]` tokens count (0 to S).
+        """Make rows of `input_ids [*batch, S]` with `input_lengths [*batch]` tokens each (0 to S).
 
-        `attention_mask` is new, bool; all else shares its storage with what is given.
+        `attention_mask` is a new bool tensor; the other fields share storage with the arguments.
         """
         mask = right_padding_mask(input_lengths, need_tensor("input_ids", input_ids).shape).to(input_ids.device)
         _check_shapes(input_ids, mask, rewards, end_scores)
@@ -75,10 +74,10 @@ class RewardData(MemmapTensorClass):
 
     @classmethod
     def from_batch(cls, batch: Mapping[str, Any]) -> Self:
-        """The rows of a `BatchedDataDict` or any mapping, sharing its storage.
+        """Return the rows of a `BatchedDataDict` or any mapping, sharing its storage.
 
-        Taken are `input_ids [B, S]`; `attention_mask [B, S]`, or else `input_lengths [B]`, from which a mask is made
-        (with both, they must agree); and `rewards` and `end_scores` where they are there. Other keys are left out.
+        Reads `input_ids [B, S]`; `attention_mask [B, S]`, or else `input_lengths [B]`, from which the mask is made (if
+        both are present, they must agree); and `rewards` and `end_scores` if present. Other keys are ignored.
         """
         if "input_ids" not in batch or not ("attention_mask" in batch or "input_lengths" in batch):
             raise BatchKeyError(
@@ -93,10 +92,10 @@ class RewardData(MemmapTensorClass):
         return made
 
     def to_fields(self) -> dict[str, Tensor]:
-        """The rows as plain tensors for `BatchedDataDict(data.to_fields())`, sharing storage.
+        """Return the rows as plain tensors for `BatchedDataDict(data.to_fields())`, sharing storage.
 
-        `input_ids [B, S]`, `attention_mask [B, S]`, `input_lengths [B]` (made from the mask), and, where they are
-        there, `rewards` (`[B]` or `[B, S]`) and `end_scores [B]`, without a last dimension of 1.
+        `input_ids [B, S]`, `attention_mask [B, S]`, `input_lengths [B]` (from the mask), and, if present, `rewards`
+        (`[B]` or `[B, S]`) and `end_scores [B]`, without the extra last dimension of 1.
         """
         lengths = self._of_rows().input_lengths
         fields = {"input_ids": self.input_ids, "attention_mask": self.attention_mask, "input_lengths": lengths}
@@ -110,23 +109,23 @@ class RewardData(MemmapTensorClass):
     def _of_rows(self) -> Self:
         if need_tensor("input_ids", self.input_ids).ndim != 2:
             raise BatchError(
-                f"input_ids has shape {list(self.input_ids.shape)}; a batch has rows, [B, S]: unsqueeze(0) a single one"
+                f"input_ids has shape {list(self.input_ids.shape)}; it must be [B, S]. unsqueeze(0) a single row"
             )
         return self
 
 
 def right_padding_mask(lengths: Tensor, shape: torch.Size) -> Tensor:
-    """Bool of `shape` `[*batch, S]`: true on the first `lengths [*batch]` positions, whole numbers from 0 to S."""
+    """Return a bool mask of `shape` `[*batch, S]`, true on the first `lengths [*batch]` positions (0 to S)."""
     lengths = need_tensor("input_lengths", lengths)
     if not _is_integer(lengths) or lengths.shape != shape[:-1]:
         raise BatchError(
-            f"input_lengths is {lengths.dtype} of shape {list(lengths.shape)}; it must be whole numbers of shape "
+            f"input_lengths is {lengths.dtype} of shape {list(lengths.shape)}; it must be integers of shape "
             f"{list(shape[:-1])}, one for each row of input_ids {list(shape)}"
         )
     if has_values(lengths) and lengths.numel() and not 0 <= int(lengths.min()) <= int(lengths.max()) <= shape[-1]:
         raise BatchError(
-            f"input_lengths are from {int(lengths.min())} to {int(lengths.max())}; a row of input_ids {list(shape)} "
-            f"has 0 to {shape[-1]} tokens"
+            f"input_lengths are from {int(lengths.min())} to {int(lengths.max())}; for input_ids {list(shape)} they "
+            f"must be from 0 to {shape[-1]}"
         )
     return torch.arange(shape[-1], device=lengths.device) < lengths.unsqueeze(-1)
 
@@ -137,7 +136,7 @@ def _check_shapes(ids: Any, mask: Any, rewards: Any, end_scores: Any) -> None:
         raise BatchTypeError(f"input_ids is {ids.dtype} of shape {list(ids.shape)}; it must be integers [B, S]")
     if mask.shape != ids.shape:
         raise BatchError(
-            f"attention_mask has shape {list(mask.shape)} and input_ids {list(ids.shape)}; make them equal"
+            f"attention_mask has shape {list(mask.shape)} and input_ids {list(ids.shape)}; they must be equal"
         )
     if mask.dtype != torch.bool and not _is_integer(mask):
         raise BatchTypeError(f"attention_mask is {mask.dtype}; it must be bool or integers, 1 on tokens, 0 on padding")
@@ -151,13 +150,13 @@ def _check_shapes(ids: Any, mask: Any, rewards: Any, end_scores: Any) -> None:
         if need_tensor(name, value).shape not in shapes or value.is_complex():
             allowed = " or ".join(str(list(shape)) for shape in dict.fromkeys(map(tuple, shapes)))
             raise BatchError(
-                f"{name} is {value.dtype} of shape {list(value.shape)}; beside input_ids {list(tokens)} it must be "
-                f"real numbers of shape {allowed}"
+                f"{name} is {value.dtype} of shape {list(value.shape)}; with input_ids {list(tokens)} it must be real "
+                f"numbers of shape {allowed}"
             )
 
 
 def _check_agreement(lengths: Tensor, given: Any) -> None:
-    """`BatchError` unless `given`, the batch's own `input_lengths`, is None or what the mask says."""
+    """Raise a `BatchError` unless `given`, the batch's `input_lengths`, is None or agrees with the mask."""
     if given is None:
         return
     if need_tensor("input_lengths", given).shape != lengths.shape:
@@ -167,34 +166,34 @@ def _check_agreement(lengths: Tensor, given: Any) -> None:
         row = int(wrong.nonzero()[0])
         raise BatchError(
             f"row {row} of the batch has {int(lengths[row])} tokens by attention_mask and {given[row].item()} by "
-            "input_lengths; correct one of them, or leave it out"
+            "input_lengths; correct one of them, or remove it"
         )
 
 
 def _lengths(mask: Tensor) -> Iterator[Tensor]:
-    """Tokens of the rows of `mask`, some rows at a time; `BatchError` where a row is not ones and then zeros."""
+    """Yield the lengths of the rows of `mask` in chunks; a `BatchError` if a row is not ones followed by zeros."""
     rows = mask.as_subclass(Tensor)
     rows = rows.flatten(0, -2) if rows.ndim > 1 else rows.unsqueeze(0)
     if rows.dtype == torch.bool:
-        rows = rows.view(torch.uint8)  # a damaged file may hold others than 0 and 1
-    step = max(1, _AT_ONCE // max(1, rows.shape[1]))
+        rows = rows.view(torch.uint8)  # a damaged file may hold values other than 0 and 1
+    step = max(1, _CHUNK // max(1, rows.shape[1]))
     for start in range(0, max(1, len(rows)), step):
-        part = rows[start : start + step]
+        chunk = rows[start : start + step]
         for wrong, what in (
-            ((part < 0) | (part > 1), "is neither 0 nor 1 at position"),
-            (part[:, 1:] > part[:, :-1], "is padding before a token, at position"),
+            ((chunk < 0) | (chunk > 1), "is neither 0 nor 1 at position"),
+            (chunk[:, 1:] > chunk[:, :-1], "has padding before a token, at position"),
         ):
             if wrong.any():
                 row, column = wrong.nonzero()[0].tolist()
                 raise BatchError(
-                    f"attention_mask of row {start + row} {what} {column}; a row is tokens (1), then padding (0) on "
-                    "the right: move the padding there"
+                    f"attention_mask of row {start + row} {what} {column}; a row must be tokens (1) followed by "
+                    "padding (0): move the padding to the right"
                 )
-        yield part.sum(-1, dtype=torch.int64)
+        yield chunk.sum(-1, dtype=torch.int64)
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Whether it can be looked into: it is neither on the meta device nor a fake tensor."""
+    """Whether `tensor` has values: it is neither on the meta device nor a fake tensor."""
     return not tensor.is_meta and not isinstance(tensor, FakeTensor)
 
 
@@ -203,7 +202,7 @@ def _is_integer(tensor: Tensor) -> bool:
 
 
 def need_tensor(name: str, value: Any) -> Tensor:
-    """`value` if it is a tensor, else a `BatchTypeError` that names it."""
+    """Return `value` if it is a tensor; else raise a `BatchTypeError` with its `name`."""
     if not isinstance(value, Tensor):
-        raise BatchTypeError(f"{name} is a {type(value).__name__}; here it must be a tensor")
+        raise BatchTypeError(f"{name} is a {type(value).__name__}; it must be a tensor")
     return value

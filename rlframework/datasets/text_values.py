@@ -1,4 +1,4 @@
-"""Values of data as texts: numbers in the way that people write them, and letters that are none."""
+"""Data values as text: numbers as people write them, missing values, and lone surrogates."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from decimal import Decimal
 from typing import Any
 
 _EXACT = 2**53
-"""Whole numbers below it have all their digits in a float."""
+"""Integers below this are exact as floats."""
 
 
 def is_missing(value: Any) -> bool:
-    """Whether `value` is none: null, or not a number, which tables hold where there was no value."""
+    """Whether `value` is missing: null or NaN, which tables use for absent values."""
     return value is None or (isinstance(value, (float, Decimal)) and math.isnan(value))
 
 
 def number_text(value: Any) -> str | None:
-    """A number as text, a whole one without a fraction; None for what is no number, or an infinite one."""
+    """Return a number as text, integers without a fraction; None for infinities and values that are not numbers."""
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     if not isinstance(value, (float, Decimal)) or not math.isfinite(value):
@@ -29,7 +29,7 @@ def number_text(value: Any) -> str | None:
 
 
 def lone_surrogate(text: str) -> str | None:
-    """Half a character, such as JSON's "\\ud83d" alone, which no tokenizer takes: how it is written; None without."""
+    """Return the first lone surrogate in `text` as an escape such as "\\ud83d", or None. No tokenizer accepts one."""
     if text.isascii():
         return None
     try:

@@ -1,4 +1,4 @@
-"""Runs the checks: side by side, each on its own, with secrets hidden in all that they say."""
+"""Runs the checks concurrently and independently, and hides secrets in their findings."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ _SHORTEST_SECRET = 6
 
 @dataclass(frozen=True)
 class Examination:
-    """What was found, in the order of the checks. `of_run`: there was a configuration."""
+    """The findings, in the order of the checks. `of_run`: a configuration was given."""
 
     findings: tuple[Finding, ...]
     of_run: bool
 
     @property
     def exit_code(self) -> int:
-        """1 where something is broken, else 0."""
+        """1 if something is broken, else 0."""
         return int(any(finding.level is Level.BROKEN for finding in self.findings))
 
 
 def examine(
     source: str | None = None, overrides: Sequence[str] = (), checks: Sequence[Check] | None = None
 ) -> Examination:
-    """Look at this machine, and at the run of the configuration `source` where one is given.
+    """Check this machine and, if given, the run of the configuration `source`.
 
-    `checks`: instead of all there are. What plugins and libraries print meanwhile goes to stderr.
+    `checks` replaces the default list of all checks. Output of plugins and libraries goes to stderr.
     """
     with contextlib.redirect_stdout(sys.stderr):
         context = Context(source, overrides)
@@ -49,20 +49,20 @@ def examine(
 
 
 def secret_values(variables: Mapping[str, str]) -> list[str]:
-    """The values of `variables` whose names are those of secrets; values so short that they are words are left out."""
+    """Return the values of variables that are named like secrets, except values too short to be secrets."""
     found = {value for name, value in variables.items() if is_secret_name(name) and len(value) >= _SHORTEST_SECRET}
     return sorted(found, key=len, reverse=True)
 
 
 def _findings(one: Check, context: Context) -> list[Finding]:
-    """Those of one check; one that raises is a finding too."""
+    """The findings of one check; an exception becomes a finding."""
     try:
         found = list(one.function(context))
-    except Exception as error:  # noqa: BLE001 - whatever a check trips over, the others go on
+    except Exception as error:  # noqa: BLE001 - an error in one check must not stop the others
         found = [
             unknown(
                 f"could not be checked: {type(error).__name__}: {error}",
-                "Please report it: doctor should have known of this",
+                "Please report this bug in the doctor",
             )
         ]
     return [replace(finding, topic=one.topic, name=one.name) for finding in found]

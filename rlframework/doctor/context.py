@@ -1,4 +1,4 @@
-"""What checks look at: the configuration, if there is one, the plugins, and what child processes found."""
+"""The shared input of checks: the configuration, if given, the plugins, and the results of child processes."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from rlframework.plugins.manager import PluginManager
 
 PROBE_SECONDS = 90.0
-"""How long a child process may take: on a busy machine the first import of torch takes most of a minute."""
+"""Time limit of a child process: on a busy machine, the first import of torch can take most of a minute."""
 
 
 class ProbeError(Exception):
-    """A child process ended without an answer; the message says how."""
+    """A child process failed; the message says how."""
 
 
 class Context:
-    """`config` is None without a configuration, or with one that could not be loaded: then `config_error` says why."""
+    """The context of a check. `config` is None if none is given or it fails to load (see `config_error`)."""
 
     def __init__(self, source: str | None = None, overrides: Sequence[str] = ()) -> None:
         self.source = source
@@ -44,19 +44,19 @@ class Context:
 
         try:
             self.config = load_config(source, overrides)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the check `configuration` tells it
+        except Exception as error:  # noqa: BLE001 - the check `configuration` reports it
             self.config_error = error
 
     @cached_property
     def manager(self) -> PluginManager:
-        """The plugins that are found, with those of the configuration."""
+        """The plugins, including those of the configuration."""
         from rlframework.plugins.manager import create_manager
 
         return create_manager(self.config.plugins if self.config is not None else ())
 
     @property
     def device(self) -> str:
-        """What `device` of the configuration comes to, "cpu" or "cuda"; "cpu" without a configuration."""
+        """The resolved `device` of the configuration, "cpu" or "cuda"; "cpu" without a configuration."""
         from rlframework.configure import resolve_device
 
         return resolve_device(self.config.device) if self.config is not None else "cpu"
@@ -70,14 +70,14 @@ class Context:
         return self.config is not None and self.config.policy.backend == name
 
     def problem(self, text: str, remedy: str, *, needed: bool, **facts: Any) -> Finding:
-        """Something that does not work: broken where the run needs it or there is no run to look at, else a warning."""
+        """Return a finding for a failure: broken if the run needs it or no run is given, else a warning."""
         level = Level.BROKEN if needed or self.source is None else Level.WARNING
         return Finding(level, text, remedy, facts)
 
     def probe(self, name: str, *arguments: str, seconds: float = PROBE_SECONDS) -> Mapping[str, Any]:
-        """What the program `probes/NAME.py` found, in a process of its own; asked once for all checks.
+        """Return the result of `probes/NAME.py`, which runs in a child process once for all checks.
 
-        A `ProbeError` where it ended without an answer, or took too long.
+        Raises `ProbeError` if the process fails or times out.
         """
         key = (name, *arguments)
         with self._lock:
@@ -93,7 +93,7 @@ class Context:
 
 def _ask(name: str, arguments: Sequence[str], seconds: float) -> dict[str, Any] | ProbeError:
     program = Path(__file__).with_name("probes") / f"{name}.py"
-    command = [sys.executable, "-P", str(program), *arguments]  # -P: nothing is imported from the current folder
+    command = [sys.executable, "-P", str(program), *arguments]  # -P: do not import from the current directory
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=seconds
@@ -101,11 +101,11 @@ def _ask(name: str, arguments: Sequence[str], seconds: float) -> dict[str, Any] 
     except subprocess.TimeoutExpired:
         return ProbeError(f"no answer within {seconds:g} s")
     if done.returncode:
-        return ProbeError(f"it ended with {_how(done.returncode)}: {_last_line(done.stderr)}")
+        return ProbeError(f"the process ended with {_how(done.returncode)}: {_last_line(done.stderr)}")
     try:
         found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     except (ValueError, IndexError):
-        return ProbeError(f"it said nothing that can be read: {_last_line(done.stderr)}")
+        return ProbeError(f"the process gave no readable output: {_last_line(done.stderr)}")
     return found
 
 
@@ -114,4 +114,4 @@ def _how(code: int) -> str:
 
 
 def _last_line(text: str) -> str:
-    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "and said nothing")
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "no error output")

@@ -1,4 +1,4 @@
-"""GPUs, their driver, and what torch can do with them: CUDA, NCCL, gloo. Torch is imported by a child process."""
+"""Checks of GPUs, their driver, and torch's support for them: CUDA, NCCL, gloo. Only a child process imports torch."""
 
 from __future__ import annotations
 
@@ -13,38 +13,40 @@ from rlframework.doctor.registry import check
 from rlframework.observers import host
 
 LEAST_CAPABILITY = (8, 0)
-"""Compute capability from which on a GPU computes in bfloat16."""
+"""Minimum compute capability for bfloat16 in hardware."""
 
-_NO_GPU = "None is needed: everything runs on CPUs"
-_REINSTALL = "Install torch again: pip install --force-reinstall torch"
+_NO_GPU = "A GPU is optional: everything also runs on CPUs"
+_REINSTALL = "Reinstall torch: pip install --force-reinstall torch"
 
 
 @check("devices", "GPUs")
 def gpus(context: Context) -> Iterator[Finding]:
-    """What nvidia-smi lists."""
+    """The GPUs that nvidia-smi lists."""
     found = host.gpus()
     driver = host.command_output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
     if not found:
-        text = "nvidia-smi finds no GPU" if driver is not None else "no GPU: there is no nvidia-smi, or it fails"
+        text = "nvidia-smi finds no GPU" if driver is not None else "no GPU: nvidia-smi is missing or fails"
         if context.device == "cuda":
             remedy = "Set device=cpu, or run where nvidia-smi shows a GPU (in a container: docker run --gpus all)"
-            yield context.problem(f"{text}, and device=cuda", remedy, needed=not context.uses_group("ray"))
+            yield context.problem(f"{text}, but device=cuda", remedy, needed=not context.uses_group("ray"))
         else:
             yield note(text, _NO_GPU)
         return
     version = (driver or "").strip().partition("\n")[0]
     for number, gpu in enumerate(found):
-        text = f"GPU {number}: {gpu.name}, {gib(gpu.memory_bytes)}, of which {gib(gpu.free_bytes)} are free"
+        text = f"GPU {number}: {gpu.name}, {gib(gpu.memory_bytes)}, {gib(gpu.free_bytes)} free"
         facts = {"memory_bytes": gpu.memory_bytes, "free_bytes": gpu.free_bytes, "driver": version}
         if gpu.free_bytes < gpu.memory_bytes // 2:
-            yield warning(f"{text}: somebody uses it", "nvidia-smi names the processes; take another GPU", **facts)
+            yield warning(
+                f"{text}: in use by other processes", "nvidia-smi lists the processes; use another GPU", **facts
+            )
         else:
             yield ok(f"{text}; driver {version}", **facts)
 
 
 @check("devices", "torch")
 def torch(context: Context) -> Iterator[Finding]:
-    """Whether torch can be imported, sees the GPUs that are there, and computes on them."""
+    """Whether torch can be imported, detects all GPUs, and can compute on them."""
     try:
         found = context.probe("torch_devices")
     except ProbeError as error:
@@ -60,38 +62,38 @@ def torch(context: Context) -> Iterator[Finding]:
 
 @check("devices", "NCCL")
 def nccl(context: Context) -> Iterator[Finding]:
-    """What workers on GPUs talk by."""
+    """NCCL, the communication library of GPU workers."""
     found = _probed(context)
     if found is None or not found["cuda"]:
         return
     if found["nccl"]:
-        yield ok(f"NCCL {found['nccl']}, within torch", nccl=found["nccl"])
+        yield ok(f"NCCL {found['nccl']}, bundled with torch", nccl=found["nccl"])
     else:
-        text = "torch is built for CUDA and has no NCCL: several GPUs cannot work together"
-        yield context.problem(text, "Take torch's own wheels for Linux", needed=context.device == "cuda")
+        text = "torch is built for CUDA but without NCCL: several GPUs cannot communicate"
+        yield context.problem(text, "Install the official torch wheels for Linux", needed=context.device == "cuda")
 
 
 @check("devices", "gloo")
 def gloo(context: Context) -> Iterator[Finding]:
-    """What workers on CPUs talk by; a group of one is formed."""
+    """gloo, the communication library of CPU workers, tested by forming a group of one."""
     found = _probed(context)
     if found is None:
         return
     if found["gloo_error"] is None:
-        yield ok("gloo forms a group")
+        yield ok("gloo can form a process group")
         return
     named = os.environ.get("GLOO_SOCKET_IFNAME")
     remedy = (
-        f"Set GLOO_SOCKET_IFNAME to an interface that `ip addr` shows (it is {named!r})"
+        f"Set GLOO_SOCKET_IFNAME to an interface listed by `ip addr` (it is {named!r})"
         if named
-        else "Let this machine's name have an address (/etc/hosts), or set GLOO_SOCKET_IFNAME=lo"
+        else "Give this machine's hostname an address (/etc/hosts), or set GLOO_SOCKET_IFNAME=lo"
     )
     several = context.config is not None and context.config.worker_group.num_workers > 1
-    yield context.problem(f"gloo forms no group: {found['gloo_error']}", remedy, needed=several)
+    yield context.problem(f"gloo cannot form a process group: {found['gloo_error']}", remedy, needed=several)
 
 
 def _probed(context: Context) -> Mapping[str, Any] | None:
-    """What the child process found; None where it failed, which the check `torch` tells."""
+    """The result of the child process; None if it failed, which the check `torch` reports."""
     try:
         return context.probe("torch_devices")
     except ProbeError:
@@ -101,23 +103,21 @@ def _probed(context: Context) -> Mapping[str, Any] | None:
 def _unseen_gpus(context: Context, found: Mapping[str, Any]) -> Finding:
     needed = context.device == "cuda"
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
-        return note("torch sees no GPU, as CUDA_VISIBLE_DEVICES is empty", "Unset it to use GPUs")
+        return note("torch sees no GPU because CUDA_VISIBLE_DEVICES is empty", "Unset it to use GPUs")
     if not found["cuda"]:
-        text = "there is a GPU, and this torch is built without CUDA"
+        text = "there is a GPU, but this torch is built without CUDA"
         return context.problem(text, "Install torch's CUDA wheel: see https://pytorch.org/get-started", needed=needed)
     said = f" ({'; '.join(found['warnings'])})" if found["warnings"] else ""
-    text = f"torch for CUDA {found['cuda']} cannot use the GPU that is there{said}"
-    remedy = (
-        "Update the driver, or install a torch that is built for an older CUDA: nvidia-smi shows the newest it takes"
-    )
+    text = f"torch for CUDA {found['cuda']} cannot use the GPU{said}"
+    remedy = "Update the driver, or install torch for an older CUDA; nvidia-smi shows the newest supported version"
     return context.problem(text, remedy, needed=needed)
 
 
 def _gpu(context: Context, number: int, gpu: Mapping[str, Any]) -> Iterator[Finding]:
     needed = context.device == "cuda"
     if gpu["error"]:
-        text = f"torch does not compute on GPU {number} ({gpu['name']}): {gpu['error']}"
-        yield context.problem(text, "See nvidia-smi; leave the GPU out with CUDA_VISIBLE_DEVICES", needed=needed)
+        text = f"torch cannot compute on GPU {number} ({gpu['name']}): {gpu['error']}"
+        yield context.problem(text, "Check nvidia-smi, or exclude the GPU with CUDA_VISIBLE_DEVICES", needed=needed)
     elif tuple(gpu["capability"]) < LEAST_CAPABILITY:
         text = f"GPU {number} ({gpu['name']}) has compute capability {'.'.join(map(str, gpu['capability']))}"
         yield warning(f"{text}: no bfloat16 in hardware", "Set policy.precision=float32")

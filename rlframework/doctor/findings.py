@@ -1,4 +1,4 @@
-"""What a check found: how bad, what, and what to do about it."""
+"""The results of checks: severity, description and remedy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Level(StrEnum):
-    """How bad a finding is. `broken` alone makes the exit code 1; `unknown`: the check itself could not be done."""
+    """The severity of a finding. Only `broken` makes the exit code 1; `unknown`: the check itself failed."""
 
     OK = "ok"
     NOTE = "note"
@@ -20,9 +20,9 @@ class Level(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """`text` says what is there, `remedy` what to do, `facts` the same as values of JSON's types.
+    """One result of a check: a description, what to do about it, and the facts as JSON values.
 
-    `topic` and `name` are those of the check, which need not set them.
+    The runner sets `topic` and `name` to those of the check.
     """
 
     level: Level
@@ -34,25 +34,25 @@ class Finding:
 
 
 def ok(text: str, **facts: Any) -> Finding:
-    """All is well."""
+    """Report that everything is fine."""
     return Finding(Level.OK, text, facts=facts)
 
 
 def note(text: str, remedy: str = "", **facts: Any) -> Finding:
-    """Nothing is wrong, and it is good to know."""
+    """Report something worth knowing that is not a problem."""
     return Finding(Level.NOTE, text, remedy, facts)
 
 
 def unknown(text: str, remedy: str = "", **facts: Any) -> Finding:
-    """It could not be found out."""
+    """Report that something could not be determined."""
     return Finding(Level.UNKNOWN, text, remedy, facts)
 
 
 def warning(text: str, remedy: str, **facts: Any) -> Finding:
-    """It works, but badly, or not for long, or not everything."""
+    """Report a limitation: it works only partly, slowly, or not for long."""
     return Finding(Level.WARNING, text, remedy, facts)
 
 
 def broken(text: str, remedy: str, **facts: Any) -> Finding:
-    """Something that is needed does not work."""
+    """Report that something required does not work."""
     return Finding(Level.BROKEN, text, remedy, facts)

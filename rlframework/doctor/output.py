@@ -1,4 +1,4 @@
-"""What `rlframework doctor [--json]` shows."""
+"""The output of `rlframework doctor`, as a table or as JSON."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ COLOURS = {
 
 
 def as_json(examination: Examination) -> str:
-    """An object with `version`, `exit_code` and `findings`: a list of objects with the fields of `Finding`."""
+    """Return a JSON object with `version`, `exit_code` and `findings`, a list with the fields of `Finding`."""
     found = [asdict(finding) for finding in examination.findings]
     values = {"version": __version__, "exit_code": examination.exit_code, "findings": found}
     return json.dumps(values, indent=2, ensure_ascii=False)
 
 
 def as_table(examination: Examination) -> Table:
-    """A row a finding; what to do stands below what was found."""
+    """Return a table with one row per finding, its remedy below its description."""
     from rich.table import Table
     from rich.text import Text
 
     table = Table(show_lines=False)
     for title in ("about", "check", "state"):
         table.add_column(title, no_wrap=True)
-    table.add_column("found, and what to do", overflow="fold")
+    table.add_column("finding and remedy", overflow="fold")
     topic = ""
     for finding in examination.findings:
         if topic and finding.topic != topic:
@@ -54,11 +54,11 @@ def as_table(examination: Examination) -> Table:
 
 
 def summary(examination: Examination) -> str:
-    """The last line."""
+    """Return the last line of the output."""
     counts = Counter(finding.level for finding in examination.findings)
     parts = [f"{counts[level]} {level}" for level in reversed(Level) if counts[level] and level is not Level.NOTE]
     if examination.exit_code:
-        verdict = "this run will not work as it is" if examination.of_run else "something is broken"
+        verdict = "this run will fail" if examination.of_run else "something is broken"
     else:
-        verdict = "nothing stands in the way of this run" if examination.of_run else "nothing is broken"
+        verdict = "this run can start" if examination.of_run else "nothing is broken"
     return f"{verdict}: {', '.join(parts)}"

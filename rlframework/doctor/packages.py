@@ -1,4 +1,4 @@
-"""Installed packages: versions, requirements that are not met, extras that are missing, compilers."""
+"""Checks of installed packages: versions, unmet requirements, missing extras, compilers."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ if TYPE_CHECKING:
 CORE = "rlframework-core"
 OWN = (CORE, "rlframework-dtensor", "rlframework-deepspeed", "rlframework-megatron")
 EXTRAS = ("dtensor", "deepspeed", "megatron", "wandb", "mlflow")
-STRANGER = "rlframework"
-"""A distribution on PyPI that is not this project's and has a package of the same name."""
+UNRELATED = "rlframework"
+"""An unrelated distribution on PyPI that has a package of the same name."""
 
 
 @dataclass(frozen=True)
 class Clash:
-    """A requirement of a distribution that what is installed does not meet; `there`: a version, or None."""
+    """An unmet requirement of a distribution; `there` is the installed version, or None."""
 
     distribution: str
     requirement: str
     there: str | None
 
     def __str__(self) -> str:
-        there = "is not installed" if self.there is None else f"{self.there} is installed"
-        return f"{self.distribution} needs {self.requirement}, and {there}"
+        there = "it is not installed" if self.there is None else f"{self.there} is installed"
+        return f"{self.distribution} requires {self.requirement}, but {there}"
 
 
 @check("packages", "versions")
 def versions(context: Context) -> Iterator[Finding]:
-    """Of the packages that matter."""
+    """The versions of relevant packages."""
     known = dict.fromkeys([*OWN, *PACKAGES])
     found = {name: package_version(name) for name in known}
     there = {name: version for name, version in found.items() if version != "not installed"}
@@ -49,7 +49,7 @@ def versions(context: Context) -> Iterator[Finding]:
 
 @check("packages", "requirements")
 def requirements(context: Context) -> Iterator[Finding]:
-    """What our distributions need, and what those need in turn."""
+    """Requirements of rlframework's distributions, and transitively of their dependencies."""
     own = [name for name in OWN if package_version(name) != "not installed"]
     found = list(clashes(own))
     for clash in found:
@@ -58,50 +58,51 @@ def requirements(context: Context) -> Iterator[Finding]:
             yield context.problem(str(clash), remedy, needed=_is_needed(context, clash.distribution))
         else:
             yield warning(
-                str(clash), f"Install a version that both take, or find who asks: pip check; {clash.requirement}"
+                str(clash),
+                f"Install a version that fits {clash.requirement}; `pip check` shows which packages require it",
             )
     if not found:
-        yield ok(f"what {', '.join(own)} and their packages need is installed")
+        yield ok(f"all requirements of {', '.join(own)} are met")
 
 
 @check("packages", "extras")
 def extras(context: Context) -> Iterator[Finding]:
-    """Parts that are installed on demand."""
+    """Optional features that are not installed."""
     missing = [extra for extra in EXTRAS if list(_unmet(CORE, extra))]
     if missing:
         words = ",".join(missing)
         yield note(f"not installed: {', '.join(missing)}", f"To use them: pip install 'rlframework-core[{words}]'")
     else:
-        yield ok(f"all are installed: {', '.join(EXTRAS)}")
+        yield ok(f"all extras are installed: {', '.join(EXTRAS)}")
 
 
 @check("packages", "name")
 def name(context: Context) -> Iterator[Finding]:
-    """A stranger's package of the same import name would overwrite ours."""
-    version = package_version(STRANGER)
+    """Whether an unrelated distribution overwrites the package `rlframework`."""
+    version = package_version(UNRELATED)
     if version != "not installed":
         yield context.problem(
-            f"the distribution {STRANGER!r} {version} is installed, which is not this project's",
-            f"pip uninstall {STRANGER}, then install rlframework-core again",
+            f"the unrelated distribution {UNRELATED!r} {version} is installed and overwrites this package",
+            f"pip uninstall {UNRELATED}, then reinstall rlframework-core",
             needed=True,
         )
 
 
 @check("packages", "compilers")
 def compilers(context: Context) -> Iterator[Finding]:
-    """DeepSpeed builds its way to a disk when it is first used, and nothing else that is used here."""
+    """Compilers for DeepSpeed's offload to disk, which is built on first use."""
     if package_version("deepspeed") == "not installed":
         return
     missing = [tool for tool in ("g++", "ninja") if shutil.which(tool) is None]
     if not missing:
-        yield ok("g++ and ninja are there")
+        yield ok("g++ and ninja are installed")
         return
-    text = f"{' and '.join(missing)} not found: DeepSpeed cannot offload to a disk (device: nvme); it trains without"
-    yield note(text, "To do so: apt-get install g++; pip install ninja, with its folder on PATH")
+    text = f"{' and '.join(missing)} not found: DeepSpeed cannot offload to disk (device: nvme); everything else works"
+    yield note(text, "To enable it: apt-get install g++; pip install ninja, with its folder on PATH")
 
 
 def clashes(roots: Iterable[str]) -> Iterator[Clash]:
-    """Requirements that are not met, of `roots` and of all that they need, the nearest first."""
+    """Yield unmet requirements of `roots` and, transitively, of their dependencies, breadth first."""
     waiting, seen = [(root, "") for root in roots], set()
     while waiting:
         distribution, extra = waiting.pop(0)
@@ -126,7 +127,7 @@ def _unmet(distribution: str, extra: str) -> Iterator[Requirement]:
 
 @cache
 def _required(distribution: str, extra: str = "") -> tuple[Requirement, ...]:
-    """What `distribution` needs here; with `extra`: what that adds."""
+    """The requirements of `distribution` on this machine; with `extra`, only those that it adds."""
     from packaging.requirements import Requirement
 
     try:

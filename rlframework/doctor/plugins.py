@@ -1,4 +1,4 @@
-"""The plugins that are found, and why one cannot be used."""
+"""Checks of plugins: which are found, why one cannot be used, and known failures of the backend."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @check("plugins", "found")
 def found(context: Context) -> Iterator[Finding]:
-    """The parts that can be chosen, by kind; those that are broken or switched off."""
+    """The available plugins by kind, and those that are broken or disabled."""
     try:
         rows = context.manager.listing()
     except PluginError as error:
@@ -32,9 +32,9 @@ def found(context: Context) -> Iterator[Finding]:
     )
     for row in rows:
         if row.status == "disabled":
-            yield note(f"{_title(row)} is switched off: {row.reason}")
+            yield note(f"{_title(row)} is disabled: {row.reason}")
         elif row.status == "broken":
-            remedy = f"Install {row.distribution} again, or switch it off: RLFRAMEWORK_DISABLE_PLUGINS={row.name}"
+            remedy = f"Reinstall {row.distribution}, or disable it: RLFRAMEWORK_DISABLE_PLUGINS={row.name}"
             yield context.problem(
                 f"{_title(row)} is broken: {row.reason}", remedy, needed=_is_chosen(context, row.name)
             )
@@ -42,7 +42,7 @@ def found(context: Context) -> Iterator[Finding]:
 
 @check("plugins", "known failures")
 def known_failures(context: Context) -> Iterator[Finding]:
-    """What the chosen backend says of itself that it does not do as it should."""
+    """The known failures that the selected backend declares."""
     if context.config is None:
         return
     record = context.manager.select("policy_worker", context.config.policy.backend).record
@@ -57,7 +57,7 @@ def _title(row: PluginListing) -> str:
 
 
 def _is_chosen(context: Context, name: str) -> bool:
-    """Whether the configuration names the part. One that is broken could not be loaded with it, so this is seldom."""
+    """Whether the configuration selects the plugin (rarely a broken one, as the configuration would not load)."""
     config = context.config
     if config is None:
         return True

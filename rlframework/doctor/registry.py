@@ -1,4 +1,4 @@
-"""The checks by name, in the order in which they are shown."""
+"""The registry of checks, in display order."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     from rlframework.doctor.findings import Finding
 
 TOPICS = ("machine", "devices", "packages", "plugins", "cluster", "run")
-"""Each is a module of this room, which registers its checks when it is imported."""
+"""Modules of this package, each of which registers its checks on import."""
 
 Function = Callable[["Context"], "Iterable[Finding]"]
 
 
 @dataclass(frozen=True)
 class Check:
-    """`of_run`: it is about the run of a configuration, and is left out without one."""
+    """A registered check. `of_run`: it needs a configuration, and is skipped without one."""
 
     topic: str
     name: str
@@ -31,7 +31,7 @@ _CHECKS: list[Check] = []
 
 
 def check(topic: str, name: str, *, of_run: bool = False) -> Callable[[Function], Function]:
-    """Register the function below as the check `name` of `topic`."""
+    """Return a decorator that registers a function as the check `name` of `topic`."""
 
     def register(function: Function) -> Function:
         _CHECKS.append(Check(topic, name, function, of_run))
@@ -41,7 +41,7 @@ def check(topic: str, name: str, *, of_run: bool = False) -> Callable[[Function]
 
 
 def all_checks() -> list[Check]:
-    """Every check, by topic."""
+    """Return every check, ordered by topic."""
     for topic in TOPICS:
         import_module(f"rlframework.doctor.{topic}")
     return sorted(_CHECKS, key=lambda one: TOPICS.index(one.topic))

@@ -1,1 +1,1 @@
-"""Tasks whose answers can be checked: made from a seed (addition) or read from data (GSM8K, and your own)."""
+"""Tasks with checkable answers: generated from a seed (addition), or read from data (GSM8K, your own)."""

@@ -1,7 +1,7 @@
-"""Addition of whole numbers: tasks without data, for first runs and for tests.
+"""Addition of integers: a task that needs no data, for first runs and for tests.
 
-Terms are drawn evenly. A task is held out together with all orders of its terms, so that 3+4 is never trained on when
-4+3 is validated on.
+Terms are drawn uniformly. A sum is held out together with all orders of its terms: 3+4 is never in training if 4+3 is
+in validation.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _INTEGER = re.compile(r"-?\d+")
 
 
 class AdditionEnvironment(VerifiableEnvironment):
-    """Sums as the configuration asks for, the same for the same seed."""
+    """Sums as `AdditionConfig` describes them; equal seeds give equal samples."""
 
     def __init__(self, config: AdditionConfig, *, seed: int) -> None:
-        """Make the samples. `DataError` when so many are held out that none is left to train on."""
+        """Generate the samples. Raises a `DataError` if the held-out sums leave none to train on."""
         self._config = config
         rng = random.Random(f"addition-{seed}")
         held_out = _held_out(config, rng)
@@ -43,18 +43,18 @@ class AdditionEnvironment(VerifiableEnvironment):
         }
 
     def samples(self, split: Split) -> Sequence[Sample]:
-        """The tasks of `split`; `metadata["terms"]` holds the numbers."""
+        """The sums of `split`, with their terms as `metadata["terms"]`."""
         return self._samples[split]
 
     def score(self, sample: Sample, completion: str) -> float:
-        """1.0 when the answer, told from the text as `answer` says, is the sum."""
+        """1.0 if the answer in `completion`, found as `AdditionConfig.answer` says, is the sum, else 0.0."""
         return float(read_answer(completion, self._config.answer) == sample.answer)
 
     def _sample(self, terms: Terms) -> Sample:
         expression = "+".join(map(str, terms))
-        letters = dict(zip(string.ascii_lowercase, terms, strict=False))
+        values = dict(zip(string.ascii_lowercase, terms, strict=False))
         answer = str(sum(terms))
-        prompt = self._config.prompt.format(expression=expression, **letters)
+        prompt = self._config.prompt.format(expression=expression, **values)
         return Sample(
             id=expression,
             messages=prompt_messages(self._config.system_prompt, prompt),
@@ -65,7 +65,7 @@ class AdditionEnvironment(VerifiableEnvironment):
 
 
 def read_answer(text: str, how: str) -> str | None:
-    """The answer in `text`: all of it (`exact`), or its first or last integer without leading zeros; else None."""
+    """Return all of `text` (`how="exact"`), or its first or last integer without leading zeros, if it has any."""
     if how == "exact":
         return text.strip()
     found = _INTEGER.findall(text)
@@ -91,15 +91,15 @@ def _held_out(config: AdditionConfig, rng: random.Random) -> list[Terms]:
     wanted = config.validation_samples or max(1, min(256, available // 10))
     if wanted >= available:
         raise DataError(
-            f"environment.validation_samples is {wanted}, but there are only {available} different sums of "
-            f"{config.terms} terms from {low} to {high}, the order of terms aside; hold out at most {available - 1}, "
+            f"environment.validation_samples is {wanted}, but there are only {available} distinct sums of "
+            f"{config.terms} terms from {low} to {high}, regardless of order; hold out at most {available - 1}, "
             "or raise environment.digits"
         )
     return list(itertools.islice(_distinct(config, rng, seen=set()), wanted))
 
 
 def _distinct(config: AdditionConfig, rng: random.Random, seen: set[Terms]) -> Iterator[Terms]:
-    """Tasks of which no two have the same terms in another order."""
+    """Draw sums whose terms differ by more than their order."""
     while True:
         terms = _draw(config, rng)
         if _key(terms) not in seen:
@@ -108,7 +108,7 @@ def _distinct(config: AdditionConfig, rng: random.Random, seen: set[Terms]) -> I
 
 
 def _training_tasks(config: AdditionConfig, held_out: set[Terms], rng: random.Random) -> Iterator[Terms]:
-    """Different ordered tasks outside `held_out`, in random order: all there are, where they can be counted out."""
+    """Distinct sums outside `held_out`, in random order: all of them if they are few enough to enumerate."""
     low, high = config.bounds
     if (high - low + 1) ** config.terms <= _ENUMERABLE:
         tasks = [t for t in itertools.product(range(low, high + 1), repeat=config.terms) if _key(t) not in held_out]

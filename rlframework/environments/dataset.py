@@ -1,9 +1,9 @@
-"""Anybody's data: questions, prompts, conversations or texts from files or the hub, to train on and to be judged by.
+"""Your own data: questions, prompts, conversations or texts from files or the hub, for training and scoring.
 
-Samples are made when they are asked for. Up to `SCANNED` rows are all looked at once at the start, so that a row of no
-known shape is told before any work, those without an answer are known (`LazySamples.without_answer`), and no prompt of
-validation, in any spelling of case and space, is trained on. Of more rows only `PROBED` are looked at, validation is
-held out by rows, and copies of its rows may stay in training.
+Samples are made on access. Data of up to `SCANNED` rows is scanned once at the start: a row of unknown shape is an
+error before any work, rows without an answer are known (`LazySamples.without_answer`), and no validation prompt is
+trained on, ignoring case and spacing. Of larger data only `PROBED` rows are checked; validation is then held out by
+row, and copies of its rows may stay in training.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ PROBED = 2_000
 
 
 class LazySamples(Sequence[Sample]):
-    """The samples of some rows of `rows`, made by `make` when they are asked for. A slice is another such sequence.
+    """The samples of the rows `numbers` of `rows`, made by `make` on access. A slice is lazy too.
 
-    `unanswered`: the rows that were looked at and have nothing that the assistant says.
+    `unanswered`: the numbers of rows known to have no assistant turn.
     """
 
     def __init__(
@@ -62,23 +62,23 @@ class LazySamples(Sequence[Sample]):
         return self._make(self._rows, int(self._numbers[index]))
 
     def sizes(self) -> npt.NDArray[np.int64]:
-        """About how many characters each sample has, `[n]`, without making it."""
+        """Approximate number of characters of each sample, `[n]` int64, without making it."""
         return self._rows.sizes()[self._numbers]
 
     def without_answer(self) -> npt.NDArray[np.int64]:
-        """The numbers of the samples here that are known to have nothing that the assistant says, in order."""
+        """Indices of the samples known to have no assistant turn, in order, int64."""
         return np.flatnonzero(np.isin(self._numbers, np.array(self._unanswered, np.int64)))
 
 
 class DatasetEnvironment(VerifiableEnvironment):
-    """See `DatasetConfig`. With `check: none` it has samples to train on, and cannot judge answers."""
+    """The samples that `DatasetConfig` describes. With `check: none` and no reward, answers cannot be scored."""
 
     def __init__(self, config: DatasetConfig, *, seed: int) -> None:
-        """Open the data. Whatever cannot be read as the configuration says is a `DataError` naming file and row."""
+        """Open the data. Raises a `DataError` that names file and row if it cannot be read as configured."""
         self._config = config
         self._unanswered: list[int] = []
         train, validation = _open(config)
-        self.scores = config.judges
+        self.scores = config.scores_completions
         self._reward = None if config.reward is None else OwnReward(config)
         if validation is None:
             kept, held_out = self._hold_out(train, seed)
@@ -87,35 +87,35 @@ class DatasetEnvironment(VerifiableEnvironment):
             held_out = np.arange(len(validation))[: config.max_validation_samples]
             kept = self._without(train, {_key(self._sample(validation, int(number))) for number in held_out})
         if not len(kept):
-            raise DataError(f"{config.path}: no training row is left; every prompt is also in validation")
+            raise DataError(f"{config.path}: no training row is left, because every prompt is also in validation")
         self._samples: dict[Split, Sequence[Sample]] = {
             "train": LazySamples(train, kept[: config.max_samples], self._sample, self._unanswered),
             "validation": LazySamples(validation, held_out, self._sample),
         }
 
     def samples(self, split: Split) -> Sequence[Sample]:
-        """In the order of the data; `id` is the file and the line, or the split and the row."""
+        """The samples of `split`, in the order of the data; `id` is the file and line, or the split and row."""
         return self._samples[split]
 
     def score(self, sample: Sample, completion: str) -> float:
-        """1.0 where the answer is the gold one: the whole text, space around it aside, or by math-verify."""
+        """1.0 if the answer is the gold answer: as stripped text, or by math-verify, as `check` says. Else 0.0."""
         if self._config.check == "math":
             return float(same_answer(sample.answer, completion))
         return float(completion.strip() == sample.answer.strip())
 
     def step(self, samples: Sequence[Sample], conversations: Sequence[Sequence[Message]]) -> list[StepOutcome]:
-        """See `VerifiableEnvironment.step`; by the user's own function where there is one. A `DataError` without."""
+        """See `VerifiableEnvironment.step`. Raises a `DataError` if there is neither a reward function nor a check."""
         if not self.scores:
             raise DataError(
-                "environment.check is none, so answers cannot be judged; set it to exact or math, or set "
+                "environment.check is none, so answers cannot be scored; set it to exact or math, or set "
                 "environment.reward to a function of your own"
             )
         if self._reward is None:
             return super().step(samples, conversations)
-        return self._reward.judge(samples, self.answers(samples, conversations))
+        return self._reward.score(samples, self.answers(samples, conversations))
 
     def shutdown(self) -> None:
-        """End what runs the user's own function."""
+        """End the process of the user's reward function."""
         if self._reward is not None:
             self._reward.close()
 
@@ -125,38 +125,38 @@ class DatasetEnvironment(VerifiableEnvironment):
         own = self._reward is not None
         answer = self._gold(conversation, where) if self.scores and not own else conversation.answer or ""
         if own and not conversation.messages:
-            raise DataError(f"{where}: a text without a prompt cannot be judged; leave environment.reward out")
+            raise DataError(f"{where}: a text without a prompt cannot be scored; remove environment.reward")
         messages = _with_texts(conversation.messages, self._config.system_prompt, self._config.instruction)
         return Sample(rows.label(number), messages, answer, conversation.completion, row if own else {})
 
     def _gold(self, conversation: Conversation, where: str) -> str:
-        """What answers are compared with: behind the last `####`, where there is one and `check` is math."""
+        """The gold answer; with `check: math`, the text after the last `####`."""
         column = self._config.columns.answer
         if conversation.answer is None:
             raise DataError(
-                f"{where}: there is no value in the column {column!r} to check answers against. Set environment.check="
-                "none where nothing is judged, or say under environment.columns.answer what the column is called"
+                f"{where}: the column {column!r} has no value to check answers against. Set environment.check=none to "
+                "score nothing, or set environment.columns.answer to the name of the column"
             )
         if not conversation.messages:
-            raise DataError(f"{where}: a text without a prompt cannot be judged; set environment.check=none")
+            raise DataError(f"{where}: a text without a prompt cannot be scored; set environment.check=none")
         if self._config.check == "exact":
             return conversation.answer
         gold = conversation.answer.rpartition("####")[2].strip()
         if not is_comparable(gold):
             raise DataError(
-                f"{where}: the answer {gold!r} is none that check: math can compare (numbers, fractions, and sums and "
-                "products of them); leave such rows out, or take environment.check=exact"
+                f"{where}: environment.check=math cannot compare the answer {gold!r} (only numbers, fractions, and "
+                "sums and products of them); remove such rows, or set environment.check=exact"
             )
         return gold
 
     def _hold_out(self, rows: Rows, seed: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Rows to train on and to validate on, each in order: a share of the different prompts, with all copies."""
+        """Row numbers for training and validation, in order. Copies of a prompt stay together."""
         keys = self._keys(rows)
         different = np.unique(keys)
         if len(different) < 2:
             raise DataError(
-                f"{self._config.path}: one prompt alone cannot be split; give validation_path or validation_split, or "
-                "more data"
+                f"{self._config.path}: a single prompt cannot be split; give environment.validation_path or "
+                "validation_split, or more data"
             )
         share = round(len(different) * self._config.validation_fraction)
         count = min(len(different) - 1, self._config.max_validation_samples, max(1, share))
@@ -164,21 +164,21 @@ class DatasetEnvironment(VerifiableEnvironment):
         return np.flatnonzero(~out), np.flatnonzero(out)
 
     def _without(self, rows: Rows, keys: set[int]) -> npt.NDArray[np.int64]:
-        """The numbers of the rows whose prompt is not one of `keys`; of too many rows to look at, all."""
+        """The rows whose prompt is not in `keys`; all rows if there are too many to scan."""
         if len(rows) > SCANNED:
             return self._keys(rows).astype(np.int64)
         return np.flatnonzero(~np.isin(self._keys(rows), np.array(sorted(keys), np.uint64)))
 
     def _keys(self, rows: Rows) -> npt.NDArray[np.uint64]:
-        """A number for each row's prompt, equal for equal prompts: of many rows the row's own, after some are tried."""
+        """A key per row, equal for equal prompts; for data too large to scan, the row number, after probing rows."""
         count = len(rows)
         if count <= SCANNED:
-            return np.fromiter((self._looked_at(rows, number) for number in range(count)), np.uint64, count)
+            return np.fromiter((self._scan(rows, number) for number in range(count)), np.uint64, count)
         for number in np.linspace(0, count - 1, PROBED, dtype=np.int64).tolist():
-            self._looked_at(rows, number)
+            self._scan(rows, number)
         return np.arange(count, dtype=np.uint64)
 
-    def _looked_at(self, rows: Rows, number: int) -> int:
+    def _scan(self, rows: Rows, number: int) -> int:
         sample = self._sample(rows, number)
         if not has_answer(sample):
             self._unanswered.append(number)
@@ -202,7 +202,7 @@ def _open(config: DatasetConfig) -> tuple[Rows, Rows | None]:
 
 
 def _with_texts(messages: tuple[Message, ...], system: str | None, instruction: str) -> tuple[Message, ...]:
-    """`messages` with the instruction after the last user turn, and the system prompt where they have none."""
+    """Append `instruction` to the last user turn, and put `system` first unless there is a system message."""
     turns = list(messages)
     users = [number for number, message in enumerate(turns) if message["role"] == "user"]
     if users and instruction:

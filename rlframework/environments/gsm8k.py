@@ -1,7 +1,6 @@
-"""GSM8K: word problems with a number as the answer, from JSONL or Parquet files or a Hugging Face data set.
+"""GSM8K: word problems with a numeric answer, from JSONL or Parquet files or a Hugging Face data set.
 
-Answers are compared by math-verify, so 1,800 and 1800.00 and \\boxed{1800} are the same. How it is
-kept from running for ever is in `math_answers`.
+math-verify compares the answers, so 1,800, 1800.00 and \\boxed{1800} are equal; `math_answers` bounds its running time.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ _ASKED_FORM = re.compile(r"(?:^|\n)####\s*-?\$?\d[\d,]*(?:\.\d+)?\s*$")
 
 
 class Gsm8kEnvironment(VerifiableEnvironment):
-    """Questions with the gold answer behind `####`. A question of validation is never in train."""
+    """Questions whose gold answer follows `####`. Validation questions are never in the training split."""
 
     def __init__(self, config: Gsm8kConfig, *, seed: int) -> None:
-        """Read the data. A missing or empty file, or a line that is not as it must be, is a `DataError`."""
+        """Read the data. Raises a `DataError` for a missing or empty file, and for a malformed row."""
         self._config = config
         train, validation = _load(config)
         if validation is None:
@@ -41,26 +40,28 @@ class Gsm8kEnvironment(VerifiableEnvironment):
         held_out = {_normal(sample) for sample in validation}
         kept = [sample for sample in train if _normal(sample) not in held_out][: config.max_samples]
         if train and not kept:
-            raise DataError("environment gsm8k: no training sample is left; every question is also in validation")
+            raise DataError(
+                "environment gsm8k: no training sample is left, because every question is also in validation"
+            )
         self._samples: dict[Split, list[Sample]] = {"train": kept, "validation": validation}
 
     def samples(self, split: Split) -> Sequence[Sample]:
-        """In the order of the data."""
+        """The samples of `split`, in the order of the data."""
         return self._samples[split]
 
     def score(self, sample: Sample, completion: str) -> float:
-        """1.0 when the completion's final answer equals the gold one."""
+        """1.0 if the final answer of `completion` equals the gold answer, else 0.0."""
         return float(same_answer(sample.answer, completion))
 
     def bonus(self, sample: Sample, completion: str) -> Mapping[str, float]:
-        """`format`: the configured reward for ending in `#### number`."""
+        """`format`: `format_reward` if the completion ends in `#### number`."""
         if not self._config.format_reward:
             return {}
         return {"format": self._config.format_reward * bool(_ASKED_FORM.search(completion))}
 
 
 def gold_answer(answer: str) -> str | None:
-    """What stands after `####` on the last line, without thousands separators; None where there is no such line."""
+    """Return the text after `####` on the last line, without thousands separators; None if there is none."""
     found = _ANSWER.search(answer)
     return found.group(1).replace(",", "") if found else None
 
@@ -70,7 +71,7 @@ def _load(config: Gsm8kConfig) -> tuple[list[Sample], list[Sample] | None]:
         train = _from_dataset(config, config.dataset, config.train_split)
         split = config.validation_split
         return train, None if split is None else _from_dataset(config, config.dataset, split)
-    # without training data there are answers to judge only: `rlframework evaluate`
+    # `rlframework evaluate` needs no training data
     train = [] if config.train_path is None else _samples(config, open_rows(config.train_path))
     return train, None if config.validation_path is None else _samples(config, open_rows(config.validation_path))
 
@@ -80,8 +81,8 @@ def _from_dataset(config: Gsm8kConfig, name: str, split: str) -> list[Sample]:
         return _samples(config, open_rows(name, subset=config.subset, split=split))
     except DataError as error:
         raise DataError(
-            f"environment.dataset {name!r} (subset {config.subset!r}, split {split!r}) cannot be loaded: {error}; "
-            "or give train_path"
+            f"environment.dataset={name!r} (subset {config.subset!r}, split {split!r}) cannot be loaded: {error}. "
+            "Or give environment.train_path"
         ) from error
 
 
@@ -92,7 +93,7 @@ def _samples(config: Gsm8kConfig, rows: Rows) -> list[Sample]:
 def _sample(config: Gsm8kConfig, row: dict[str, Any], identity: str, where: str) -> Sample:
     gold = gold_answer(check_fields(row, _FIELDS, where)["answer"])
     if gold is None:
-        raise DataError(f"{where}: the last line of 'answer' must be '#### ' and the result")
+        raise DataError(f"{where}: the last line of 'answer' must be '#### ' followed by the result")
     completion = row["answer"] if config.calculator_annotations else _ANNOTATION.sub("", row["answer"])
     messages = prompt_messages(config.system_prompt, row["question"] + config.instruction)
     return Sample(identity, messages, gold, completion, {"question": row["question"]})
@@ -103,10 +104,12 @@ def _normal(sample: Sample) -> str:
 
 
 def _hold_out(samples: list[Sample], fraction: float, seed: int) -> tuple[list[Sample], list[Sample]]:
-    """A share of the different questions, each with all its copies."""
+    """Split off a share of the distinct questions, each with all its copies."""
     questions = sorted({_normal(sample) for sample in samples})
     if len(questions) < 2:
-        raise DataError("environment gsm8k: one question alone cannot be split; give validation_path, or more data")
+        raise DataError(
+            "environment gsm8k: a single question cannot be split; give environment.validation_path, or more data"
+        )
     count = min(len(questions) - 1, max(1, round(len(questions) * fraction)))
     chosen = set(random.Random(f"gsm8k-{seed}").sample(questions, count))
     train = [sample for sample in samples if _normal(sample) not in chosen]

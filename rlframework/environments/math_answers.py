@@ -1,9 +1,9 @@
-"""Comparing a model's final answer with the gold one by math-verify, on text that nobody vetted.
+"""Compare a model's final answer with the gold answer by math-verify, safely for untrusted text.
 
-math-verify evaluates what it parses. `9^9^9^9`, `100000000!` or a large binomial would keep it busy for ever, inside
-one long operation on a big integer that no signal ends, and its own timeouts work in the main thread only. So LaTeX is
-read only where it is made of fractions, products and layout, and nothing is compared that is not plain arithmetic:
-numbers, sums, products, fractions, percentages and small powers.
+math-verify evaluates what it parses. `9^9^9^9`, `100000000!` or a large binomial would keep it busy forever, in one
+operation on a big integer that no signal interrupts; its own timeouts work in the main thread only. So LaTeX is parsed
+only if it consists of fractions, products and layout, and only plain arithmetic is compared: numbers, sums, products,
+fractions, percentages and small powers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import re
 from typing import Any
 
 _TAIL = 2000
-"""Characters at the end of a completion that are searched for the answer."""
+"""Number of characters at the end of a completion in which to search for the answer."""
 
 _COMMAND = re.compile(r"\\([a-zA-Z]+)")
 _FRACTIONS = {"frac", "dfrac", "tfrac", "cdot", "times", "div"}
@@ -32,14 +32,14 @@ _MAX_DIGITS = 400
 
 
 def same_answer(gold: str, completion: str) -> bool:
-    """Whether the final answer in `completion` equals `gold` (a number, or anything math-verify reads)."""
+    """Whether the final answer in `completion` equals `gold` (a number, or anything that math-verify parses)."""
     verify = _math_verify()[1]
     target = [part for part in _parse(_final(completion)) if _is_plain(part)]
     return bool(verify(list(_parse_gold(gold)), target, timeout_seconds=None))
 
 
 def is_comparable(gold: str) -> bool:
-    """Whether `same_answer` reads all of `gold`: plain arithmetic, in LaTeX too, not roots, powers, words or times."""
+    """Whether `same_answer` can compare `gold`: plain arithmetic, also in LaTeX, without roots, powers or words."""
     if _NUMBER.fullmatch(gold):
         return True
     safe = _PLAIN_COMMANDS.issuperset(_COMMAND.findall(gold)) and not _GROWS.search(gold)
@@ -48,7 +48,7 @@ def is_comparable(gold: str) -> bool:
 
 
 def _final(completion: str) -> str:
-    """What follows the last `####`, else the last `\\boxed{...}`, else all; the end of it, with plain dollars."""
+    """The text after the last `####`, else the last `\\boxed{...}`, else all; at most `_TAIL` characters."""
     text = completion[-_TAIL:]
     if "####" in text:
         text = text.rsplit("####", 1)[-1]
@@ -58,7 +58,7 @@ def _final(completion: str) -> str:
 
 
 def _balanced(text: str) -> str:
-    """`text` up to the brace that closes one opened before it; all of it where none does."""
+    """`text` up to its first unmatched closing brace, or all of it."""
     depth = 1
     for position, character in enumerate(text):
         depth += (character == "{") - (character == "}")
@@ -79,7 +79,7 @@ def _parse(text: str) -> list[Any]:
 
 
 def _is_plain(part: Any) -> bool:
-    """Whether comparing `part` is sure to be quick: a short string, or arithmetic on numbers."""
+    """Whether comparing `part` is certain to be fast: a short string, or arithmetic on numbers."""
     import sympy
 
     if isinstance(part, str):
@@ -103,7 +103,7 @@ def _is_plain_node(node: Any) -> bool:
 
 @functools.lru_cache(maxsize=1)
 def _math_verify() -> tuple[Any, Any, Any, Any]:
-    """`parse`, `verify` and the kinds of text, imported at the first answer, without its warning on timeouts."""
+    """math-verify's `parse`, `verify` and two extraction settings, imported on first use, without warnings."""
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 

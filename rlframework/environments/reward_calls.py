@@ -1,7 +1,7 @@
-"""Calls a user's reward function and reads what it returns. What goes wrong in it is a value, never an exception.
+"""Call a user's reward function and read its return value. Its errors become values, never exceptions.
 
-It runs in the process that it is used in, and what hangs hangs: `reward_process` is what can be stopped. Async
-functions are awaited in one event loop, which stays the same from call to call.
+The calls run in the current process and cannot be interrupted; `reward_process` runs them in one that can be killed.
+Async functions are awaited in one event loop, which stays open between calls.
 """
 
 from __future__ import annotations
@@ -16,19 +16,21 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rlframework.errors import UserError
-from rlframework.plugins.own_parts import load_reward
+from rlframework.plugins.user_defined import load_reward, reward_form
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from rlframework.interfaces.environment import Sample
 
-_SHOWN = 80
+_MAX_SHOWN = 80
+_TRL_TEXTS = {"prompt", "completion", "prompts", "completions"}
+"""Columns that TRL does not pass on: they are, or would clash with, its two arguments."""
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What the function says to one answer."""
+class RewardValue:
+    """The reward of one answer, and the other numbers that the function returned, by name."""
 
     reward: float
     metrics: Mapping[str, float]
@@ -36,46 +38,57 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why there is no verdict: a traceback, or a sentence. `cause` is the same for failures of one cause."""
+    """Why an answer has no reward: a traceback or a sentence. `cause` is equal for failures with the same cause."""
 
     text: str
     cause: str
 
 
-Judged = Verdict | Failure
-Tell = Callable[[list[int], list[Judged] | None], None]
-"""Is told the numbers of answers: with None that judging them begins now, then what came of each."""
+RewardResult = RewardValue | Failure
+Report = Callable[[list[int], list[RewardResult] | None], None]
+"""Called with the numbers of answers: first with None when their call starts, then with their results."""
 
 
 class RewardCalls:
-    """The function at an import path. An async call that takes more than `timeout` seconds is ended; None: none is."""
+    """Calls the function at the import path `path`, or `function` itself if the path cannot be imported here.
 
-    def __init__(self, path: str, *, timeout: float | None, concurrency: int) -> None:
-        self.function, self.form = load_reward(path)
+    `timeout` limits each async call, in seconds; None sets no limit. At most `concurrency` async calls run at a time.
+    """
+
+    def __init__(
+        self, path: str, *, timeout: float | None, concurrency: int, function: Callable[..., Any] | None = None
+    ) -> None:
+        """Load the function. Raises a `ConfigError` if it cannot be used as a reward."""
+        if function is None:
+            self.function, self.form = load_reward(path)
+        else:
+            self.function, self.form = function, reward_form(path, function)
         self._path, self._timeout, self._concurrency = path, timeout, concurrency
         self._runner: asyncio.Runner | None = None
 
-    def judge(self, samples: Sequence[Sample], completions: Sequence[str], tell: Tell) -> None:
-        """Have every answer judged. A `UserError` where a batched function returns another number of values."""
+    def score(self, samples: Sequence[Sample], completions: Sequence[str], report: Report) -> None:
+        """Score every answer. Raises a `UserError` if a batched function returns the wrong number of values."""
         if self.form.is_async:
             self._runner = self._runner or asyncio.Runner()
-            self._runner.run(self._awaited(samples, completions, tell))
+            self._runner.run(self._score_async(samples, completions, report))
         elif self.form.batched:
             everything = list(range(len(samples)))
-            tell(everything, None)
-            tell(everything, self._all(self._called(samples, completions), len(samples)))
+            report(everything, None)
+            report(everything, self._results(self._call(samples, completions), len(samples)))
         else:
             for number, (sample, completion) in enumerate(zip(samples, completions, strict=True)):
-                tell([number], None)
-                tell([number], [_one(self._called(sample, completion))])
+                report([number], None)
+                report([number], [_result(self._call(sample, completion))])
 
     def close(self) -> None:
-        """End the event loop."""
+        """Close the event loop."""
         if self._runner is not None:
             self._runner.close()
 
     def _arguments(self, samples: Any, completions: Any) -> dict[str, Any]:
-        """Values for the parameters, of one answer or of all."""
+        """Keyword arguments for the function, of one answer or of all."""
+        if self.form.columns:
+            return _trl_arguments(samples, completions)
         if not self.form.batched:
             given = {"sample": samples, "completion": completions, "answer": samples.answer, "prompt": _prompt(samples)}
         else:
@@ -87,104 +100,119 @@ class RewardCalls:
             }
         return {name: given[name] for name in self.form.names}
 
-    def _called(self, samples: Any, completions: Any) -> Any:
-        """What the function returns, or a `Failure`."""
+    def _call(self, samples: Any, completions: Any) -> Any:
+        """The function's return value, or a `Failure`."""
         try:
             return self.function(**self._arguments(samples, completions))
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's own, which is told
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code; the error is reported
             return failure_of(error)
 
-    async def _awaited(self, samples: Sequence[Sample], completions: Sequence[str], tell: Tell) -> None:
+    async def _score_async(self, samples: Sequence[Sample], completions: Sequence[str], report: Report) -> None:
         everything = list(range(len(samples)))
         if self.form.batched:
-            tell(everything, None)
-            tell(everything, self._all(await self._result(samples, completions), len(samples)))
+            report(everything, None)
+            report(everything, self._results(await self._call_async(samples, completions), len(samples)))
             return
-        gate = asyncio.Semaphore(self._concurrency)
+        limit = asyncio.Semaphore(self._concurrency)
 
-        async def judge(number: int) -> None:
-            async with gate:
-                tell([number], None)
-                tell([number], [_one(await self._result(samples[number], completions[number]))])
+        async def score(number: int) -> None:
+            async with limit:
+                report([number], None)
+                report([number], [_result(await self._call_async(samples[number], completions[number]))])
 
-        await asyncio.gather(*map(judge, everything))
+        await asyncio.gather(*map(score, everything))
 
-    async def _result(self, samples: Any, completions: Any) -> Any:
-        """What awaiting the function gives, or a `Failure`."""
-        waited = asyncio.timeout(self._timeout)
+    async def _call_async(self, samples: Any, completions: Any) -> Any:
+        """The awaited return value, or a `Failure`."""
+        timeout = asyncio.timeout(self._timeout)
         try:
-            async with waited:
+            async with timeout:
                 return await self.function(**self._arguments(samples, completions))
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's own, which is told
-            return too_long(self._timeout or 0.0) if waited.expired() else failure_of(error)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code; the error is reported
+            return timed_out(self._timeout or 0.0) if timeout.expired() else failure_of(error)
 
-    def _all(self, returned: Any, count: int) -> list[Judged]:
-        """The verdicts in what a batched function returned."""
+    def _results(self, returned: Any, count: int) -> list[RewardResult]:
+        """The results in the return value of a batched function."""
         if isinstance(returned, Failure):
             return [returned] * count
         if isinstance(returned, (str, bytes, Mapping)) or not isinstance(returned, Iterable):
-            wrong = f"it returned {_shown(returned)}, not a list with a value for each of the answers"
-            return [_wrong(wrong, returned)] * count
+            wrong = f"it returned {_shown(returned)}, not a list with one value per answer"
+            return [_wrong_type(wrong, returned)] * count
         try:
-            values = list(returned.tolist() if hasattr(returned, "tolist") else returned)  # an array, a tensor
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - a generator is the user's own code
+            values = list(returned.tolist() if hasattr(returned, "tolist") else returned)  # an array or a tensor
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - a generator runs the user's code
             return [failure_of(error)] * count
         if len(values) != count:
             raise UserError(
                 f"environment.reward={self._path!r} ({self.form.place}) returned {len(values)} values for {count} "
-                "answers: it must return one for each, in their order"
+                "answers; it must return one per answer, in the same order"
             )
-        return [_one(value) for value in values]
+        return [_result(value) for value in values]
 
 
 def failure_of(error: BaseException) -> Failure:
-    """The failure that `error` is, with its traceback from the user's own code on."""
-    error = error.with_traceback(_behind_here(error.__traceback__))
+    """The failure for `error`, with the traceback from the user's own code on."""
+    error = error.with_traceback(_outside_this_file(error.__traceback__))
     frames = traceback.extract_tb(error.__traceback__)
     where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     return Failure("".join(traceback.format_exception(error)).rstrip(), f"{type(error).__name__} {where}")
 
 
-def too_long(seconds: float, what: str = "it") -> Failure:
-    """The failure of a call that was ended after `seconds`."""
+def timed_out(seconds: float, what: str = "it") -> Failure:
+    """The failure of a call that was stopped after `seconds`."""
     text = f"{what} took more than environment.reward_timeout, which is {seconds:g} s"
     return Failure(text, text)
 
 
-def _behind_here(trace: TracebackType | None) -> TracebackType | None:
+def _trl_arguments(samples: Sequence[Sample], completions: Sequence[str]) -> dict[str, Any]:
+    """The keyword arguments of TRL: `prompts`, `completions`, and a list for each other column of the rows.
+
+    If the column `prompt` holds messages, prompts and completions are lists of messages, else texts.
+    """
+    rows = [sample.metadata for sample in samples]
+    names = dict.fromkeys(name for row in rows for name in row if name not in _TRL_TEXTS)
+    prompts, answers = [], []
+    for row, sample, completion in zip(rows, samples, completions, strict=True):
+        conversational = isinstance(row.get("prompt"), list)
+        prompts.append(row["prompt"] if conversational else _prompt(sample))
+        answers.append([{"role": "assistant", "content": completion}] if conversational else completion)
+    return {**{name: [row.get(name) for row in rows] for name in names}, "prompts": prompts, "completions": answers}
+
+
+def _outside_this_file(trace: TracebackType | None) -> TracebackType | None:
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
     return trace
 
 
-def _one(value: Any) -> Judged:
-    """The verdict in one value: a number, or a dict with `reward` and other numbers."""
+def _result(value: Any) -> RewardResult:
+    """The result in one returned value: a number, or a dict with `reward` and other numbers."""
     if isinstance(value, Failure):
         return value
     try:
         return _read(value)
-    except Exception as error:  # noqa: BLE001 - a class of the user's own
+    except Exception as error:  # noqa: BLE001 - the value may be of a user-defined class
         return failure_of(error)
 
 
-def _read(value: Any) -> Judged:
+def _read(value: Any) -> RewardResult:
     named = dict(value) if isinstance(value, Mapping) else {"reward": value}
     if "reward" not in named:
-        return _wrong(f"it returned a dict without 'reward': {_shown(value)}", value)
+        return _wrong_type(f"it returned a dict without 'reward': {_shown(value)}", value)
     read = {}
     for name, entry in named.items():
         number = _number(entry)
         if number is None or not isinstance(name, str):
-            return _wrong(f"it returned {_shown(value)}, which is no number: {_type(entry)}", entry)
+            return _wrong_type(f"it returned {_shown(value)}, which is not a number: {_type(entry)}", entry)
         if not math.isfinite(number):
             return Failure(f"it returned {_shown(value)}: {name} is not finite", f"not finite: {name}")
         read[name] = number
-    return Verdict(read.pop("reward"), read)
+    return RewardValue(read.pop("reward"), read)
 
 
 def _number(value: Any) -> float | None:
     if not isinstance(value, numbers.Real) and getattr(value, "shape", None) == () and hasattr(value, "item"):
-        value = value.item()  # an array or tensor of no dimension
+        value = value.item()  # a zero-dimensional array or tensor
     if not isinstance(value, numbers.Real):
         return None
     try:
@@ -193,10 +221,10 @@ def _number(value: Any) -> float | None:
         return math.inf
 
 
-def _wrong(text: str, value: Any) -> Failure:
+def _wrong_type(text: str, value: Any) -> Failure:
     hint = "; write `async def`" if isinstance(value, Awaitable) else ""
     if inspect.iscoroutine(value):
-        value.close()  # nobody awaits it
+        value.close()  # it is never awaited
     return Failure(text + hint, f"wrong type: {_type(value)}")
 
 
@@ -206,9 +234,9 @@ def _type(value: Any) -> str:
 
 def _shown(value: Any) -> str:
     text = repr(value)
-    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
+    return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."
 
 
 def _prompt(sample: Sample) -> str:
-    """What was asked last."""
+    """The text of the last message before the answer."""
     return sample.messages[-1]["content"] if sample.messages else ""

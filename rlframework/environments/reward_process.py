@@ -1,10 +1,11 @@
-"""A process for a user's reward function: what hangs in it can be ended, whatever it hangs in.
+"""Run a user's reward function in a separate process, which can be killed wherever it hangs.
 
-A thread could not be: a regular expression or a big number holds Python's lock, and the driver with it. The process is
-a new interpreter that imports the function's module itself, with the driver's `sys.path`, folder and environment
-variables. It answers one request at a time and says when it begins with which answers, so that only those fail when it
-is ended or dies; the others go to a new process. It leads a process group of its own, which is ended with it, and ends
-when the driver does.
+A thread could not be stopped: a regular expression or a big integer holds Python's lock, and blocks the driver with it.
+The process is a new interpreter that imports the function's module with the driver's `sys.path`, working directory and
+environment variables. A function of the program itself (`__main__`: a script or a notebook) cannot be imported, so it
+is sent by value, with the globals that it uses. The process serves one request at a time and reports which answers it
+is working on: if it dies or is killed, only those fail, and a new process scores the others. It leads a process group,
+which is killed with it, and exits with the driver.
 """
 
 from __future__ import annotations
@@ -23,25 +24,26 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, Pipe
 from typing import IO, TYPE_CHECKING, Any
 
-from rlframework.environments.reward_calls import Failure, Judged, RewardCalls, Tell, too_long
+from rlframework.environments.reward_calls import Failure, Report, RewardCalls, RewardResult, timed_out
 from rlframework.errors import ConfigError, UserError
+from rlframework.plugins.user_defined import load_reward
 
 if TYPE_CHECKING:
     from rlframework.interfaces.environment import Sample
 
-START = 300.0
-"""Seconds for a new interpreter and the import of the function's module."""
+START_SECONDS = 300.0
+"""Timeout for starting the interpreter and importing the function's module."""
 
-GRACE = 2.0
-"""Seconds more for async calls, which the process ends itself where it can."""
+GRACE_SECONDS = 2.0
+"""Added to the timeout of async calls, which the process normally cancels itself."""
 
-_SLICE = 0.5
-_LINES = 12
-_PROGRAM = (  # the current directory does not go before what is installed, as it would with -m or PYTHONPATH
+_POLL_SECONDS = 0.5
+_STACK_LINES = 12
+_PROGRAM = (  # not -m or PYTHONPATH: these would put the current directory before installed packages
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from rlframework.environments.reward_process import main; main(*map(int, sys.argv[2:]))"
 )
@@ -49,89 +51,102 @@ _PROGRAM = (  # the current directory does not go before what is installed, as i
 
 @dataclass(frozen=True)
 class RewardJob:
-    """The function by its import path, and how it is called."""
+    """The function by its import path, and how it is called. `pickled`: the function by value, if it is sent."""
 
     path: str
     timeout: float
     concurrency: int
     is_async: bool
+    pickled: bytes | None = None
 
     @property
     def patience(self) -> float:
-        """Seconds without a word from the process."""
-        return self.timeout + (GRACE if self.is_async else 0.0)
+        """Seconds to wait for a message from the process."""
+        return self.timeout + (GRACE_SECONDS if self.is_async else 0.0)
 
 
 class RewardProcess:
-    """Has answers judged as `RewardCalls` does, in a process that is started when it is first needed."""
+    """Scores answers as `RewardCalls` does, in a process that is started on first use."""
 
     def __init__(self, job: RewardJob) -> None:
-        if job.path.startswith("__main__:"):
-            raise ConfigError(
-                f"environment.reward={job.path!r} is in the program itself, which another process cannot import: put "
-                "it into a module of its own, or set environment.reward_timeout=null"
-            )
-        self._job = job
+        """Raise a `ConfigError` if the function is defined in the program itself and cannot be pickled."""
+        self._job = replace(job, pickled=_by_value(job.path)) if job.path.startswith("__main__:") else job
         self._child: _Child | None = None
 
-    def judge(self, samples: Sequence[Sample], completions: Sequence[str], tell: Tell) -> None:
-        """See `RewardCalls.judge`; `tell` may raise to stop."""
-        left = list(range(len(samples)))
-        while left:
-            request = [samples[number] for number in left], [completions[number] for number in left]
-            left = self._round(left, request, tell)
+    def score(self, samples: Sequence[Sample], completions: Sequence[str], report: Report) -> None:
+        """See `RewardCalls.score`; `report` may raise to stop."""
+        pending = list(range(len(samples)))
+        while pending:
+            request = [samples[number] for number in pending], [completions[number] for number in pending]
+            pending = self._round(pending, request, report)
 
     def close(self) -> None:
-        """End the process."""
+        """Kill the process."""
         child, self._child = self._child, None
         if child is not None:
-            child.end()
+            child.kill()
 
-    def _round(self, left: list[int], request: Any, tell: Tell) -> list[int]:
-        """Have the answers of these numbers judged; those that are still left when the process ended on the way."""
-        begun: set[int] = set()
+    def _round(self, pending: list[int], request: Any, report: Report) -> list[int]:
+        """Score the `pending` answers; return those that are still pending if the process ended early."""
+        started: set[int] = set()
         done: set[int] = set()
 
-        def hear(indices: list[int], judged: list[Judged] | None) -> None:
-            numbers = [left[index] for index in indices]
-            (begun if judged is None else done).update(numbers)
-            tell(numbers, judged)
+        def received(indices: list[int], results: list[RewardResult] | None) -> None:
+            numbers = [pending[index] for index in indices]
+            (started if results is None else done).update(numbers)
+            report(numbers, results)
 
-        failure = self._ask(request, hear)
+        failure = self._ask(request, received)
         if failure is not None:
-            lost = sorted(begun - done) or [number for number in left if number not in done][:1]
+            lost = sorted(started - done) or [number for number in pending if number not in done][:1]
             done.update(lost)
-            tell(lost, [failure] * len(lost))
-        return [number for number in left if number not in done]
+            report(lost, [failure] * len(lost))
+        return [number for number in pending if number not in done]
 
-    def _ask(self, request: Any, hear: Tell) -> Failure | None:
-        """Why the process ended before it answered all, or None."""
+    def _ask(self, request: Any, received: Report) -> Failure | None:
+        """Send `request` and pass the results on; return why the process ended early, or None."""
         if self._child is None or not self._child.is_alive:
             self.close()
             self._child = _Child(self._job)
-        whole = False
+        finished = False
         try:
             self._child.send(request)
             while (message := self._child.receive(self._job.patience)) is not None:
-                hear(*message)
-            whole = True
+                received(*message)
+            finished = True
         except TimeoutError:
-            late = too_long(self._job.timeout, "it, or what it was awaited with," if self._job.is_async else "it")
-            return Failure("\n".join([late.text, *self._child.where_it_is()]), late.cause)
+            late = timed_out(self._job.timeout, "it, or a call awaited with it," if self._job.is_async else "it")
+            return Failure("\n".join([late.text, *self._child.stack()]), late.cause)
         except EOFError as error:
             return Failure(str(error), str(error))
         finally:
-            if not whole:
+            if not finished:
                 self.close()
         return None
 
 
+def _by_value(path: str) -> bytes:
+    """The function at `path` in the program itself, pickled with the globals that it uses."""
+    import cloudpickle  # type: ignore[import-untyped]
+
+    function, _ = load_reward(path)
+    try:
+        pickled: bytes = cloudpickle.dumps(function)
+    except Exception as error:
+        raise ConfigError(
+            f"environment.reward={path!r} is defined in the program itself and uses values that cannot be sent to the "
+            f"process it runs in ({type(error).__name__}: {error}); create them inside the function, put the function "
+            "into a module, or set environment.reward_timeout=null"
+        ) from error
+    return pickled
+
+
 class _Child:
-    """The driver's end of one process."""
+    """The driver's side of one process."""
 
     def __init__(self, job: RewardJob) -> None:
         self._link, theirs = Pipe()
-        self._stack = tempfile.TemporaryFile()  # noqa: SIM115 - `end` closes it
+        self._stack = tempfile.TemporaryFile()  # noqa: SIM115 - `kill` closes it
         path = json.dumps([os.path.abspath(entry) for entry in sys.path])
         descriptors = theirs.fileno(), self._stack.fileno()
         with theirs:
@@ -142,35 +157,35 @@ class _Child:
                 stdin=subprocess.DEVNULL,
                 env=os.environ | {"PYTHONUNBUFFERED": "1"},
             )
-        self.end = weakref.finalize(self, _end, self._process, self._link, self._stack)
-        """Kill the process and those that it started; once."""
+        self.kill = weakref.finalize(self, _kill, self._process, self._link, self._stack)
+        """Kill the process and its process group; further calls do nothing."""
         try:
             self.send(job)
-            self.receive(START)
+            self.receive(START_SECONDS)
         except BaseException as error:
-            self.end()
+            self.kill()
             if not isinstance(error, (TimeoutError, EOFError, ConfigError)):
                 raise
-            reason = str(error) or f"its module was not imported within {START:g} s"
+            reason = str(error) or f"its module was not imported within {START_SECONDS:g} s"
             raise ConfigError(
-                f"environment.reward={job.path!r} cannot be used in a process of its own: {reason}. With "
-                "environment.reward_timeout=null the function runs in this one"
+                f"environment.reward={job.path!r} cannot be used in a process of its own: {reason}. Set "
+                "environment.reward_timeout=null to run it in this one"
             ) from error
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process is there."""
+        """Whether the process is running."""
         return self._process.poll() is None
 
     def send(self, message: Any) -> None:
-        """`EOFError` where the process is gone."""
+        """Send `message`. Raises `EOFError` if the process has ended."""
         try:
             self._link.send_bytes(pickle.dumps(message, protocol=5))
         except OSError as error:
             raise EOFError(self._how_it_ended()) from error
 
     def receive(self, seconds: float) -> Any:
-        """The next message; raised where it is an error. `TimeoutError`, and `EOFError` where the process ended."""
+        """Return the next message; raise it if it is an error, `TimeoutError`, or `EOFError` if the process ended."""
         self._wait(seconds)
         try:
             message = pickle.loads(self._link.recv_bytes())  # noqa: S301 - from a process that this one started
@@ -180,18 +195,18 @@ class _Child:
             raise message
         return message
 
-    def where_it_is(self) -> list[str]:
-        """The lines of the user's code that it was at when patience ended, the innermost first."""
+    def stack(self) -> list[str]:
+        """The stack of the user's code shortly before the timeout, innermost call first."""
         text = os.pread(self._stack.fileno(), 100_000, 0).decode(errors="replace")
         main_thread = text.rpartition("\n\n")[2].splitlines()
         frames = [line for line in main_thread if line.startswith("  File ")]
         ours = next((number for number, line in enumerate(frames) if "reward_calls.py" in line), len(frames))
-        return ["where it was, most recent call first:", *frames[:ours][:_LINES]] if ours else []
+        return ["where it was, most recent call first:", *frames[:ours][:_STACK_LINES]] if ours else []
 
     def _wait(self, seconds: float) -> None:
         until = time.monotonic() + seconds
-        while not self._link.poll(max(0.0, min(_SLICE, until - time.monotonic()))):
-            # processes that it left behind may hold the link open
+        while not self._link.poll(max(0.0, min(_POLL_SECONDS, until - time.monotonic()))):
+            # a process that it started may hold the link open
             if not self.is_alive and not self._link.poll():
                 raise EOFError(self._how_it_ended())
             if time.monotonic() >= until:
@@ -202,10 +217,10 @@ class _Child:
             self._process.wait(1.0)
         code = self._process.poll()
         how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with exit code {code}"
-        return f"the process that it ran in {how}; what it said is on standard error"
+        return f"the process that it ran in {how}; its output is on standard error"
 
 
-def _end(process: subprocess.Popen[bytes], link: Connection, stack: IO[bytes]) -> None:
+def _kill(process: subprocess.Popen[bytes], link: Connection, stack: IO[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.kill()
@@ -215,10 +230,10 @@ def _end(process: subprocess.Popen[bytes], link: Connection, stack: IO[bytes]) -
 
 
 def main(descriptor: int, stack: int) -> None:
-    """The life of the process: `descriptor` is its end of the link, where it is goes into the file `stack`."""
+    """Entry point of the process. `descriptor` is its side of the link; its stack is dumped to the file `stack`."""
     for inherited in (descriptor, stack):
         os.set_inheritable(inherited, False)
-    _die_with(os.getppid())
+    _exit_with(os.getppid())
     link = Connection(descriptor)
 
     def send(message: Any) -> None:
@@ -226,27 +241,44 @@ def main(descriptor: int, stack: int) -> None:
 
     job: RewardJob = pickle.loads(link.recv_bytes())  # noqa: S301 - from the driver that started this process
     try:
-        calls = RewardCalls(job.path, timeout=job.timeout if job.is_async else None, concurrency=job.concurrency)
+        calls = _calls(job)
     except UserError as error:
         send(error)
         return
     send("ready")
 
-    def tell(numbers: list[int], judged: list[Judged] | None) -> None:
+    def report(numbers: list[int], results: list[RewardResult] | None) -> None:
         os.ftruncate(stack, 0)
         os.lseek(stack, 0, os.SEEK_SET)
         faulthandler.dump_traceback_later(0.95 * job.patience, file=stack)
-        send((numbers, judged))
+        send((numbers, results))
 
-    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the driver is gone
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the driver has exited
         while True:
             samples, completions = pickle.loads(link.recv_bytes())  # noqa: S301 - as above
-            send(_answer(calls, samples, completions, tell))
+            send(_answer(calls, samples, completions, report))
 
 
-def _answer(calls: RewardCalls, samples: Sequence[Sample], completions: Sequence[str], tell: Tell) -> UserError | None:
+def _calls(job: RewardJob) -> RewardCalls:
+    """The calls of `job`; a `ConfigError` if its function cannot be imported or unpickled here."""
+    function = None
+    if job.pickled is not None:
+        try:
+            function = pickle.loads(job.pickled)  # noqa: S301 - from the driver that started this process
+        except Exception as error:
+            raise ConfigError(
+                f"{type(error).__name__} while the function and what it uses were unpickled: {error}"
+            ) from error
+    timeout = job.timeout if job.is_async else None
+    return RewardCalls(job.path, timeout=timeout, concurrency=job.concurrency, function=function)
+
+
+def _answer(
+    calls: RewardCalls, samples: Sequence[Sample], completions: Sequence[str], report: Report
+) -> UserError | None:
+    """Score a request; return the error that ends the run, if any."""
     try:
-        calls.judge(samples, completions, tell)
+        calls.score(samples, completions, report)
     except UserError as error:
         return error
     finally:
@@ -254,15 +286,15 @@ def _answer(calls: RewardCalls, samples: Sequence[Sample], completions: Sequence
     return None
 
 
-def _die_with(driver: int) -> None:
-    """Have this process end when the driver does; on Linux also when no thread of it can run."""
+def _exit_with(driver: int) -> None:
+    """Exit when the driver does; on Linux even while no thread of this process can run."""
     if sys.platform == "linux":
         parent_died = 1
         ctypes.CDLL(None).prctl(parent_died, signal.SIGKILL)
 
     def watch() -> None:
         while os.getppid() == driver:
-            time.sleep(_SLICE)
+            time.sleep(_POLL_SECONDS)
         os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=watch, name="driver-watch", daemon=True).start()

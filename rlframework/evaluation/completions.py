@@ -1,4 +1,4 @@
-"""Completions of prompts that a person gives: from the command line, from a file, or one line after the other."""
+"""Read prompts from the command line, a file or stdin, and complete them with a model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ROW_FILES = (".jsonl", ".json", ".ndjson", ".parquet", ".pq")
 
 @dataclass(frozen=True)
 class Prompt:
-    """A conversation to go on with, and what errors call it."""
+    """A conversation to complete. `name` identifies it in errors."""
 
     name: str
     messages: tuple[Message, ...]
@@ -40,7 +40,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Answer:
-    """One completion of a prompt; `number` counts those of the prompt from 0. `truncated`: cut, not ended."""
+    """Completion `number` (from 0) of a prompt. `truncated`: it reached `max_new_tokens` before it ended."""
 
     prompt: Prompt
     number: int
@@ -49,7 +49,7 @@ class Answer:
     truncated: bool
 
     def as_json(self) -> dict[str, Any]:
-        """One line of `--json`."""
+        """The object that `--json` prints."""
         return {
             "prompt": list(self.prompt.messages),
             "sample": self.number,
@@ -60,57 +60,57 @@ class Answer:
 
 
 def prompts_of_texts(texts: Iterable[str], name: str = "prompt") -> list[Prompt]:
-    """A user's turn of each text that is not empty; `name` and the text's number are what errors call it."""
+    """One user turn for each non-empty text. Errors identify it as `name` and its number, from 1."""
     given = enumerate((text.rstrip("\r\n") for text in texts), start=1)
     return [Prompt(f"{name} {n}", ({"role": "user", "content": text},)) for n, text in given if text.strip()]
 
 
 def prompts_of_words(words: Sequence[str]) -> list[Prompt]:
-    """A user's turn of each word of the command line; an empty one is a `UserError`."""
+    """One user turn for each argument of the command line; an empty one raises `UserError`."""
     if empty := [number for number, word in enumerate(words, start=1) if not word.strip()]:
-        raise UserError(f"prompt {empty[0]} is empty; give it text")
+        raise UserError(f"prompt {empty[0]} is empty; give it some text")
     return [Prompt(f"prompt {n}", ({"role": "user", "content": word},)) for n, word in enumerate(words, start=1)]
 
 
 def prompts_of_file(path: str) -> list[Prompt]:
-    """The prompts in a file: rows of `prompt` or `messages` in JSONL or Parquet, else one a line; `-` is stdin.
+    """Read prompts from a file: rows with `prompt` or `messages` (JSONL or Parquet), else one per line; `-` is stdin.
 
-    What a row has after the prompt, such as a last assistant turn, is left out.
+    Anything after the prompt in a row, for example a final assistant turn, is ignored.
     """
     if path == "-":
-        return _some(prompts_of_texts(sys.stdin, "line"), "standard input")
+        return _require_prompts(prompts_of_texts(sys.stdin, "line"), "standard input")
     if Path(path).suffix.lower() in ROW_FILES:
         rows, columns = open_rows(Path(path)), ColumnsConfig()
-        return _some([_prompt_of_row(rows[n], columns, rows.where(n)) for n in range(len(rows))], path)
+        return _require_prompts([_prompt_of_row(rows[n], columns, rows.where(n)) for n in range(len(rows))], path)
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise UserError(
-            f"--file {path}: cannot be read ({error.strerror}); give a file with one prompt a line"
+            f"--file {path}: cannot be read ({error.strerror}); give a file with one prompt per line"
         ) from error
     except UnicodeDecodeError as error:
-        raise UserError(f"--file {path}: is not UTF-8 text ({error.reason}); give text or JSONL") from error
-    return _some(prompts_of_texts(text.split("\n"), f"{path}, line"), path)
+        raise UserError(f"--file {path}: not UTF-8 text ({error.reason}); give text or JSONL") from error
+    return _require_prompts(prompts_of_texts(text.split("\n"), f"{path}, line"), path)
 
 
-def _some(prompts: list[Prompt], where: str) -> list[Prompt]:
+def _require_prompts(prompts: list[Prompt], where: str) -> list[Prompt]:
     if not prompts:
-        raise UserError(f"there is no prompt in {where}; give one a line")
+        raise UserError(f"{where} has no prompts; give one per line")
     return prompts
 
 
 def _prompt_of_row(row: dict[str, Any], columns: ColumnsConfig, where: str) -> Prompt:
     messages = conversation_of(row, columns, where).messages
     if not messages:
-        raise DataError(f"{where}: there is no prompt in it; give `prompt` or `messages`")
+        raise DataError(f"{where}: no prompt; give `prompt` or `messages`")
     return Prompt(where, messages)
 
 
 class Answerer:
-    """Answers prompts with a model that lies in the workers of `generation`.
+    """Answers prompts with the model of `generation`, without the chat template if `raw`.
 
-    `raw`: no chat template. An answer depends on the seed, its number and how many prompts were given before: the same
-    calls give the same answers.
+    An answer depends on the seed, its number and the number of earlier prompts, so the same calls give the same
+    answers.
     """
 
     def __init__(
@@ -125,17 +125,17 @@ class Answerer:
         self._config, self._tokenizer, self._generation = config, tokenizer, generation
         self.samples = samples
         self.max_new_tokens = config.generation.max_new_tokens
-        self._asked = 0
+        self._prompts_seen = 0
         self._positions = model_positions(config.policy.model_name, config.policy.trust_remote_code)
         if raw:
             tokenizer.chat_template = None
 
     def answers(self, prompts: Sequence[Prompt]) -> Iterator[Answer]:
-        """`samples` answers to each of `prompts`, in order; a prompt that cannot be asked is told before any is."""
+        """Yield `samples` answers to each of `prompts`, in order. Invalid prompts raise before any generation."""
         rendered = [self._rendered(prompt) for prompt in prompts]
-        together = max(1, self._config.generation.batch_size // self.samples)
-        for start in range(0, len(prompts), together):
-            yield from self._together(prompts[start : start + together], rendered[start : start + together])
+        batch_size = max(1, self._config.generation.batch_size // self.samples)
+        for start in range(0, len(prompts), batch_size):
+            yield from self._batch(prompts[start : start + batch_size], rendered[start : start + batch_size])
 
     def _rendered(self, prompt: Prompt) -> list[int]:
         try:
@@ -144,15 +144,15 @@ class Answerer:
             raise DataError(f"{prompt.name}: {error}") from error
         if self._positions is not None and len(ids) >= self._positions:
             raise DataError(
-                f"{prompt.name} has {len(ids)} tokens, which leaves no room for an answer: the model takes "
-                f"{self._positions} in all. Shorten it"
+                f"{prompt.name} has {len(ids)} tokens, which leaves no room for an answer in the model's context of "
+                f"{self._positions}. Shorten it"
             )
         return ids
 
-    def _together(self, prompts: Sequence[Prompt], rendered: Sequence[list[int]]) -> list[Answer]:
+    def _batch(self, prompts: Sequence[Prompt], rendered: Sequence[list[int]]) -> list[Answer]:
         rows = [ids for ids in rendered for _ in range(self.samples)]
-        numbers = range(self._asked, self._asked + len(prompts))
-        self._asked += len(prompts)
+        numbers = range(self._prompts_seen, self._prompts_seen + len(prompts))
+        self._prompts_seen += len(prompts)
         seeds = torch.cat([row_seeds(self._config.seed, number, self.samples) for number in numbers])
         input_ids, lengths = pad_rows(rows, self._tokenizer.pad_token_id)
         data: BatchedDataDict[Any] = BatchedDataDict({"input_ids": input_ids, "input_lengths": lengths, "seeds": seeds})
@@ -162,8 +162,8 @@ class Answerer:
         ends = output["unpadded_sequence_lengths"].tolist()
         ids = [row[len(rows[n]) : ends[n]] for n, row in enumerate(output["output_ids"].tolist())]
         texts: list[str] = self._tokenizer.batch_decode(ids, skip_special_tokens=True)
-        cut = output["truncated"].tolist()
+        truncated = output["truncated"].tolist()
         return [
-            Answer(prompts[n // self.samples], n % self.samples, text, len(ids[n]), cut[n])
+            Answer(prompts[n // self.samples], n % self.samples, text, len(ids[n]), truncated[n])
             for n, text in enumerate(texts)
         ]

@@ -1,4 +1,4 @@
-"""Answers on the screen: as they come from a list of prompts, or one line of a person after the other."""
+"""Print answers on the terminal: to a list of prompts, or to each line that the user types."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ if TYPE_CHECKING:
     from rlframework.evaluation.completions import Answer, Answerer, Prompt
 
 
-def show(answerer: Answerer, prompts: Sequence[Prompt], *, as_json: bool = False) -> None:
-    """Print the answers to `prompts`: alone where there is one, else each prompt after `>` and its answers below."""
-    headed = len(prompts) > 1
-    cut = 0
+def print_answers(answerer: Answerer, prompts: Sequence[Prompt], *, as_json: bool = False) -> None:
+    """Print the answers to `prompts`; with several prompts, each one after `>` and above its answers."""
+    with_prompts = len(prompts) > 1
+    truncated = 0
     for answer in answerer.answers(prompts):
-        if not as_json and headed and answer.number == 0:
+        if not as_json and with_prompts and answer.number == 0:
             print(f"> {answer.prompt.messages[-1]['content']}")
         _print(answer, answerer.samples, as_json)
-        if not as_json and headed and answer.number == answerer.samples - 1:
+        if not as_json and with_prompts and answer.number == answerer.samples - 1:
             print()
-        cut += answer.truncated
-    _tell_of_cuts(cut, answerer.max_new_tokens)
+        truncated += answer.truncated
+    _report_truncated(truncated, answerer.max_new_tokens)
 
 
-def talk(answerer: Answerer, *, as_json: bool = False) -> None:
-    """Answer each line that is typed, by itself, until the end of the input (Ctrl-D)."""
-    print("A prompt a line; each is answered by itself. Ctrl-D ends.", file=sys.stderr)
+def chat(answerer: Answerer, *, as_json: bool = False) -> None:
+    """Answer each typed line, without the previous ones, until the end of the input (Ctrl-D)."""
+    print("Type a prompt per line; earlier ones are not remembered. Ctrl-D ends.", file=sys.stderr)
     for line in _lines():
         try:
-            cut = 0
+            truncated = 0
             for answer in answerer.answers(prompts_of_texts([line], "line")):
                 _print(answer, answerer.samples, as_json)
-                cut += answer.truncated
-            _tell_of_cuts(cut, answerer.max_new_tokens)
-        except DataError as error:  # the next one may be better
+                truncated += answer.truncated
+            _report_truncated(truncated, answerer.max_new_tokens)
+        except DataError as error:  # and continue with the next line
             print(f"error: {error}", file=sys.stderr)
 
 
 def _lines() -> Iterator[str]:
     with suppress(ImportError):
-        import readline  # noqa: F401 - `input` then has keys for editing and a history
+        import readline  # noqa: F401 - gives `input` editing keys and a history
     while True:
         try:
             yield input("> ")
@@ -63,7 +63,7 @@ def _print(answer: Answer, samples: int, as_json: bool) -> None:
         print(f"[{answer.number + 1}] {answer.text}" if samples > 1 else answer.text, flush=True)
 
 
-def _tell_of_cuts(cut: int, limit: int) -> None:
-    if cut:
-        what = "one answer was" if cut == 1 else f"{cut:,} answers were"
-        print(f"({what} cut; --max-new-tokens is {limit})", file=sys.stderr, flush=True)
+def _report_truncated(truncated: int, limit: int) -> None:
+    if truncated:
+        answers = "1 answer was" if truncated == 1 else f"{truncated:,} answers were"
+        print(f"({answers} cut; --max-new-tokens is {limit})", file=sys.stderr, flush=True)

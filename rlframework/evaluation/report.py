@@ -1,4 +1,4 @@
-"""An evaluation for people, as a table, and for programs, as JSON with what it takes to repeat it."""
+"""Report evaluations as a table, and as JSON with everything needed to repeat them."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
     from rich.console import Group
 
     from rlframework.algorithm import Parts
-    from rlframework.evaluation.run_or_model import Subject
+    from rlframework.evaluation.plan import ModelSource
 
-_ASKED_WITH = ("seed", "device", "plugins", "policy", "environment", "generation", "worker_group")
+_REPORTED_SECTIONS = ("seed", "device", "plugins", "policy", "environment", "generation", "worker_group")
 _PACKAGES = {"rlframework": "rlframework-core", "torch": "torch", "transformers": "transformers", "numpy": "numpy"}
 
 
-def summary(subject: Subject, parts: Parts, settings: EvaluationSettings, result: Evaluation) -> dict[str, Any]:
-    """What `summary.json` holds."""
+def summary(source: ModelSource, parts: Parts, settings: EvaluationSettings, result: Evaluation) -> dict[str, Any]:
+    """The contents of `summary.json`."""
     generation = parts.config.generation
     return {
-        "subject": subject.name,
-        "model": subject.model,
+        "subject": source.name,
+        "model": source.model,
         "environment": parts.config.environment.name,
         "split": settings.split,
         "prompts": len(result.ids),
@@ -48,30 +48,30 @@ def summary(subject: Subject, parts: Parts, settings: EvaluationSettings, result
             "python": platform.python_version(),
             **{name: package_version(of) for name, of in _PACKAGES.items()},
         },
-        "config": {name: value for name, value in dump_config(parts.config).items() if name in _ASKED_WITH},
+        "config": {name: value for name, value in dump_config(parts.config).items() if name in _REPORTED_SECTIONS},
     }
 
 
-def comparison(subjects: Sequence[Subject], results: Sequence[Evaluation]) -> dict[str, Any]:
-    """The differences of each subject from the first, for JSON."""
+def comparison(models: Sequence[ModelSource], results: Sequence[Evaluation]) -> dict[str, Any]:
+    """The contents of `comparison.json`: the differences of each model from the first."""
     return {
-        "from": subjects[0].name,
+        "from": models[0].name,
         "interval": {"level": LEVEL, "over": "prompts", "method": "paired bootstrap", "resamples": RESAMPLES},
         "differences": [
-            {"subject": subject.name, "metrics": plain(differences(results[0], result))}
-            for subject, result in zip(subjects[1:], results[1:], strict=True)
+            {"subject": source.name, "metrics": plain(differences(results[0], result))}
+            for source, result in zip(models[1:], results[1:], strict=True)
         ],
     }
 
 
-def as_table(subjects: Sequence[Subject], results: Sequence[Evaluation], settings: EvaluationSettings) -> Group:
-    """Metrics by subject with their intervals, and each one's difference from the first."""
+def as_table(models: Sequence[ModelSource], results: Sequence[Evaluation], settings: EvaluationSettings) -> Group:
+    """A table of metrics by model with intervals, and of differences from the first model."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
-    several = len(subjects) > 1
-    names = [f"{chr(ord('A') + number)}: {s.name}" if several else s.name for number, s in enumerate(subjects)]
+    several = len(models) > 1
+    names = [f"{chr(ord('A') + number)}: {s.name}" if several else s.name for number, s in enumerate(models)]
     others = [differences(results[0], result) for result in results[1:]]
     table = Table()
     table.add_column("metric", no_wrap=True)
@@ -80,10 +80,10 @@ def as_table(subjects: Sequence[Subject], results: Sequence[Evaluation], setting
     for metric in results[0].estimates:
         cells = [_cell(metric, result.estimates[metric]) for result in results]
         cells += [_cell(metric, other[metric], signed=True) for other in others]
-        between = "\n" if several else "  "  # so that a comparison has room in 80 columns
+        between = "\n" if several else "  "  # a comparison fits into 80 columns
         table.add_row(metric, *(Text(between.join(cell)) for cell in cells))
     failed = [
-        Text(f"the reward function failed on {result.failures:,} answers of {name}: they count with failed_reward")
+        Text(f"the reward function failed on {result.failures:,} completions of {name}; they count as failed_reward")
         for name, result in zip(names, results, strict=True)
         if result.failures
     ]
@@ -91,22 +91,22 @@ def as_table(subjects: Sequence[Subject], results: Sequence[Evaluation], setting
 
 
 def as_json(
-    subjects: Sequence[Subject], results: Sequence[Evaluation], summaries: Sequence[Mapping[str, Any]]
+    models: Sequence[ModelSource], results: Sequence[Evaluation], summaries: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """What `evaluate --json` prints: the summary, or of several all of them and how they differ."""
-    if len(subjects) == 1:
+    """The output of `evaluate --json`: the summary of one model, or the summaries of several and their comparison."""
+    if len(models) == 1:
         return dict(summaries[0])
-    return {"evaluations": list(summaries), "comparison": comparison(subjects, results)}
+    return {"evaluations": list(summaries), "comparison": comparison(models, results)}
 
 
 def _title(result: Evaluation, settings: EvaluationSettings) -> str:
     how = "greedy" if settings.greedy else "sampled"
     attempts = "" if settings.attempts == 1 else f", {settings.attempts} attempts each"
-    return f"{len(result.ids):,} {settings.split} prompts, {how}{attempts}; intervals of {LEVEL:.0%} over prompts"
+    return f"{len(result.ids):,} {settings.split} prompts, {how}{attempts}; {LEVEL:.0%} intervals over prompts"
 
 
 def _cell(metric: str, given: Estimate, *, signed: bool = False) -> tuple[str, str]:
-    """The value and its interval."""
+    """The texts of the value and its interval."""
     share = metric.startswith("pass@") or metric in ("accuracy", "truncated_fraction")
     scale, digits = (100.0, 1) if share else (1.0, 1 if metric == "completion_length" else 3)
     unit = "" if not share else " points" if signed else " %"

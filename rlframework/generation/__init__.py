@@ -1,1 +1,1 @@
-"""Generation inside the trainer's process: the transformers engine, and the driver's handle on the workers' engines."""
+"""Generation: the transformers engine, generation workers, and the driver's handles on them."""

@@ -1,6 +1,6 @@
-"""A module of the engine's own for refits that bring LoRA adapters alone: the base is read here, and they are merged.
+"""The engine's own module for refits that transfer only LoRA adapters: read the base model and merge them into it.
 
-Left out: samples of several adapters side by side.
+Not supported: sampling with several adapters at the same time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rlframework.policy.lora_math import A, B, merge
 
 
 class AdaptedModel:
-    """The base from `model_name`, merged with the adapters that came last; fp32 copies of adapted layers in RAM."""
+    """The base model from `model_name` merged with the latest adapters; keeps fp32 CPU copies of adapted weights."""
 
     def __init__(self, model_name: str, device: torch.device, dtype: torch.dtype) -> None:
         self._model_name, self._device, self._dtype = model_name, device, dtype
@@ -26,10 +26,10 @@ class AdaptedModel:
 
     @torch.no_grad()
     def load(self, adapters: Iterable[tuple[str, Tensor]]) -> nn.Module:
-        """The module with `adapters`, by the names of `Adapters.adapter_specs`, the scale within B.
+        """Merge `adapters`, named as in `Adapters.adapter_specs` with the scale included in B, and return the module.
 
-        A `UserError` where the base has no such layers. Each weight is merged in fp32 and then rounded, as the trainer
-        does it, so that the engine holds the same numbers as after a refit of merged weights.
+        Raises `UserError` if the base model has no such layers. Each weight is merged in fp32 and then rounded, as in
+        the trainer, so the engine's weights equal those after a refit of merged weights.
         """
         given = dict(adapters)
         layers = {name.removesuffix(A) for name in given if name.endswith(A)}
@@ -50,12 +50,14 @@ class AdaptedModel:
                 module: Any = AutoModelForCausalLM.from_pretrained(self._model_name, dtype=torch.float32)
         except (OSError, ValueError) as error:
             raise DataError(
-                f"policy.model_name={self._model_name!r} cannot be read where adapters are merged, which "
-                f"policy.lora.refit=adapters asks for; set it to merged ({error})"
+                f"policy.model_name={self._model_name!r} cannot be read by the generation engine, as "
+                f"policy.lora.refit=adapters requires; set policy.lora.refit to merged ({error})"
             ) from error
         weights = module.state_dict()
         if unknown := sorted(layer for layer in layers if f"{layer}.weight" not in weights):
-            raise UserError(f"adapters came for {unknown[:3]}, which the model {self._model_name!r} does not have")
+            raise UserError(
+                f"received adapters for layers {unknown[:3]}, which the model {self._model_name!r} does not have"
+            )
         self._base = {layer: weights[f"{layer}.weight"].clone() for layer in layers}
         placed: nn.Module = module.to(self._device, self._dtype).eval()
         return placed

@@ -1,4 +1,4 @@
-"""The driver's handle on generation: prompts out to the workers' engines, completions back in order."""
+"""The driver's handle on generation: sends prompts to the workers' engines and returns completions in order."""
 
 from __future__ import annotations
 
@@ -20,38 +20,38 @@ class Generation:
     """Generates on all workers of a policy: `prepare_for_generation`, any number of `generate`, `finish_generation`."""
 
     def __init__(self, worker_group: WorkerGroup, config: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-        """`config` and `tokenizer` are those that the workers have; nothing is started."""
+        """`config` and `tokenizer` must be those of the workers. Starts nothing."""
         self._group, self.config = worker_group, config
         self._pad_id = int(tokenizer.pad_token_id)
 
     def prepare_for_generation(self) -> bool:
-        """True when ready: engines inside the trainer's processes always are."""
+        """Return True when ready; engines inside the trainer's processes always are."""
         return True
 
     def pop_metrics(self) -> dict[str, float]:
-        """What there is to tell of generation since this was last called, by metric name; here nothing."""
+        """Return the metrics of generation since the last call, by name; embedded engines have none."""
         return {}
 
     def shutdown(self) -> bool:
-        """End the workers that were started for generation alone; here there are none."""
+        """Shut down workers started only for generation; embedded engines have none."""
         return True
 
     def finish_generation(self) -> bool:
-        """Engines free what they hold between rollouts."""
+        """Have the engines free their caches between rollouts."""
         future = self._group.run_all_workers_single_data("finish_generation")
         return all(self._group.get_all_worker_results(future))
 
     def generate(self, data: BatchedDataDict[Any], greedy: bool = False) -> BatchedDataDict[Any]:
-        """Complete each row: in and out as `GenerationEngine.generate`.
+        """Complete each row; input and output as in `GenerationEngine.generate`.
 
-        Rows go in contiguous shards of nearly equal size to the data-parallel ranks, so that equal prompts side by side
-        are mostly prefilled once. There may be fewer rows than ranks: a rank without rows does one that is thrown away.
+        The data-parallel ranks get contiguous shards of nearly equal size, so that adjacent equal prompts are mostly
+        prefilled once. With fewer rows than ranks, a rank without rows completes one whose result is discarded.
         """
         if data.size == 0:
             raise BatchError("generate was given no rows; give at least one prompt")
         axes = self._group.sharding.names
         replicated = [axis for axis in axes if axis != _SHARDED]
-        counts = _shares(data.size, self._group.sharding.get_axis_size(_SHARDED))
+        counts = _rows_per_rank(data.size, self._group.sharding.get_axis_size(_SHARDED))
         future = self._group.run_all_workers_sharded_data(
             "generate",
             data=_shards(data, counts),
@@ -62,21 +62,24 @@ class Generation:
         )
         results = self._group.get_all_worker_results(future)
         if len(results) != len(counts):
-            raise WorkerError(f"generate came back from {len(results)} data-parallel ranks of {len(counts)}")
+            raise WorkerError(
+                f"generate returned results of {len(results)} data-parallel ranks instead of {len(counts)}"
+            )
         kept = [result for result, count in zip(results, counts, strict=True) if count]
         return BatchedDataDict.from_batches(kept, pad_value_dict={"output_ids": self._pad_id})
 
 
-def _shares(rows: int, ranks: int) -> list[int]:
-    """Rows of each rank: all within one of each other, the larger ones first."""
-    each, more = divmod(rows, ranks)
-    return [each + (rank < more) for rank in range(ranks)]
+def _rows_per_rank(rows: int, ranks: int) -> list[int]:
+    """Divide `rows` evenly: counts differ by at most one, larger ones first."""
+    quotient, remainder = divmod(rows, ranks)
+    return [quotient + (rank < remainder) for rank in range(ranks)]
 
 
 def _shards(data: BatchedDataDict[Any], counts: list[int]) -> list[BatchedDataDict[Any]]:
     shards, start = [], 0
     for count in counts:
-        rows = range(start, start + count) if count else range(1)  # without rows: the first, to be thrown away
+        # a rank without rows gets the first one, and its result is discarded
+        rows = range(start, start + count) if count else range(1)
         shards.append(data.select_indices(list(rows)))
         start += count
     return shards

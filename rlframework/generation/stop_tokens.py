@@ -1,4 +1,4 @@
-"""Which tokens end a completion: the tokenizer's, the model's own, and those of the configuration."""
+"""The tokens that end a completion: those of the tokenizer, of the model and of the configuration."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ if TYPE_CHECKING:
     from rlframework.config.sections import GenerationConfig
 
 
-def configured_ends(config: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """The end token of `tokenizer`, and the stop tokens and stop strings of `config`.
+def configured_stop_tokens(config: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Return the end-of-sequence token of `tokenizer` and the stop tokens and stop strings of `config`.
 
-    A stop string that is not one token, or a stop token that is not in the vocabulary, is a `ConfigError`.
+    Raises `ConfigError` for a stop string that is not a single token and a stop token outside the vocabulary.
     """
     size = len(tokenizer)
     for token in config.stop_token_ids:
         if not 0 <= token < size:
             raise ConfigError(
-                f"generation.stop_token_ids: {token} is no token of the tokenizer; they go from 0 to {size - 1}"
+                f"generation.stop_token_ids: {token} is not a token of the tokenizer; its tokens are 0 to {size - 1}"
             )
     strings = [_single_token(tokenizer, text) for text in config.stop_strings]
     return frozenset([*_as_ids(tokenizer.eos_token_id), *config.stop_token_ids, *strings])
 
 
-def model_ends(generation_config: Any) -> frozenset[int]:
-    """The end tokens of a transformers `GenerationConfig`, which holds one, several or none; none without a config."""
+def model_stop_tokens(generation_config: Any) -> frozenset[int]:
+    """Return the end-of-sequence tokens of a transformers `GenerationConfig`; none if it is None."""
     return frozenset(_as_ids(getattr(generation_config, "eos_token_id", None)))
 
 
-def saved_ends(model_name: str) -> frozenset[int]:
-    """The end tokens in the `generation_config.json` beside the model; none where there is no such file."""
+def saved_stop_tokens(model_name: str) -> frozenset[int]:
+    """Return the end-of-sequence tokens in the model's `generation_config.json`; none without that file."""
     from transformers import GenerationConfig
 
     try:
-        return model_ends(GenerationConfig.from_pretrained(model_name))
+        return model_stop_tokens(GenerationConfig.from_pretrained(model_name))
     except OSError:  # most small models have none
         return frozenset()
 
@@ -56,9 +56,9 @@ def _single_token(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
     ids: list[int] = _try_encode(tokenizer, text)
     if len(ids) != 1 or tokenizer.decode(ids) != text:
         raise ConfigError(
-            f"generation.stop_strings: {text!r} is not one token of the tokenizer "
+            f"generation.stop_strings: {text!r} is not a single token of the tokenizer "
             + (f"but {len(ids)} ({tokenizer.convert_ids_to_tokens(ids)})" if ids else "(it has no token for it)")
-            + "; give strings of one token, or stop_token_ids"
+            + "; give strings of one token, or use generation.stop_token_ids"
         )
     return ids[0]
 

@@ -1,8 +1,8 @@
-"""The embedded generation engine: a transformers causal language model, decoded by our own loop.
+"""The embedded generation engine: a transformers causal language model with our own decoding loop.
 
-The loop is our own because Hugging Face `generate` knows neither a seed for each row, nor the log-probabilities of the
-distribution before truncation, nor prompts that are prefilled once for a whole group. Left out: continuous batching,
-paged caches, beam search. Memory for the cache is that of `batch_size` rows.
+Hugging Face `generate` supports neither per-row seeds, nor log-probabilities of the distribution before truncation, nor
+prefilling a prompt once for a whole group. Not supported: continuous batching, paged caches, beam search. The cache
+takes the memory of `batch_size` rows.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.errors import BatchError, RLFrameworkError, UserError
-from rlframework.generation.decode import Completions, Work, complete
-from rlframework.generation.engine_model import OwnModel
+from rlframework.generation.decode import Completions, DecodingBatch, complete
+from rlframework.generation.engine_model import EngineModel
 from rlframework.generation.sampling import SamplingRule, row_uniforms
-from rlframework.generation.stop_tokens import configured_ends, model_ends, saved_ends
-from rlframework.weight_sync.buffers import Info
+from rlframework.generation.stop_tokens import configured_stop_tokens, model_stop_tokens, saved_stop_tokens
+from rlframework.weight_sync.buffers import WeightInfo
 from rlframework.weight_sync.receiver import ReceivesWeights, WeightSink
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class TransformersEngine(ReceivesWeights):
-    """See `GenerationEngine`. A model that is attached is used as it is, in its own dtype and on its own device."""
+    """See `GenerationEngine`. An attached model keeps its dtype and device."""
 
     def __init__(
         self,
@@ -42,47 +42,47 @@ class TransformersEngine(ReceivesWeights):
         precision: str,
     ) -> None:
         self._config, self._model_name = config, model_name
-        self._ends = configured_ends(config, tokenizer)
+        self._configured_stop_tokens = configured_stop_tokens(config, tokenizer)
         self._pad_id = int(tokenizer.pad_token_id)
-        self._own = OwnModel(model_name, device, precision)
+        self._engine_model = EngineModel(model_name, device, precision)
         self.refit_device, self.refit_deadline = torch.device(device), config.refit.deadline
         self._model: nn.Module | None = None
-        self._all_ends: frozenset[int] | None = None
+        self._stop_tokens: frozenset[int] | None = None
 
     def attach(self, model: nn.Module) -> None:
-        """See `GenerationEngine.attach`. The modes (training or evaluation) of its modules are kept."""
-        self._model, self._all_ends = model, None
+        """See `GenerationEngine.attach`. Keeps the mode (training or evaluation) of each module."""
+        self._model, self._stop_tokens = model, None
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """See `GenerationEngine.load_weights`. The first call makes a module of the engine's own, in its precision."""
+        """See `GenerationEngine.load_weights`. The first call builds the engine's own module, in its precision."""
         self._model = None
-        self.attach(self._own.load(weights))
+        self.attach(self._engine_model.load(weights))
 
-    def refit_sink(self, info: Info) -> WeightSink:
-        """See `ReceivesWeights.refit_sink`: into the engine's own module, in place where there is one already."""
+    def refit_sink(self, info: WeightInfo) -> WeightSink:
+        """See `ReceivesWeights.refit_sink`. Writes into the engine's own module, in place if it has one."""
         self._model = None
-        return self._own.sink(info, self.attach)
+        return self._engine_model.sink(info, self.attach)
 
     def generate(self, data: BatchedDataDict[Any], greedy: bool = False) -> BatchedDataDict[Any]:
         """See `GenerationEngine.generate`.
 
-        A row whose prompt leaves less room than `max_new_tokens` in the model's positions gets what there is, and
-        counts as truncated; a prompt that leaves none is a `BatchError`.
+        If a prompt leaves fewer than `max_new_tokens` of the model's positions, its row gets the remaining ones and
+        counts as truncated; a prompt that leaves none raises `BatchError`.
         """
         self.require_weights()
         if self._model is None:
             raise UserError("the generation engine has no weights yet: call attach or load_weights before generate")
-        prompts, seeds = _checked(data)
+        prompts, seeds = _unpadded_prompts(data)
         budgets = self._budgets(prompts, self._model)
         rule = self._rule(greedy)
         uniforms = row_uniforms(seeds, 0 if rule.greedy else self._config.max_new_tokens)
         device = next(self._model.parameters()).device
-        ends = torch.tensor(sorted(self._end_ids(self._model)), dtype=torch.int64, device=device)
+        stop_tokens = torch.tensor(sorted(self._all_stop_tokens(self._model)), dtype=torch.int64, device=device)
         done: list[tuple[list[int], Completions]] = []
         with _evaluating(self._model):
             for rows in _batches(prompts, self._config.batch_size):
-                work = _work(prompts, rows, uniforms, budgets)
-                done.append((rows, complete(self._model, work, ends, rule, self._pad_id)))
+                batch = _decoding_batch(prompts, rows, uniforms, budgets)
+                done.append((rows, complete(self._model, batch, stop_tokens, rule, self._pad_id)))
         return _collect(prompts, done, self._pad_id)
 
     def _rule(self, greedy: bool) -> SamplingRule:
@@ -90,14 +90,14 @@ class TransformersEngine(ReceivesWeights):
             return SamplingRule(temperature=0.0)
         return SamplingRule(self._config.temperature, self._config.top_k, self._config.top_p)
 
-    def _end_ids(self, model: nn.Module) -> frozenset[int]:
-        if self._all_ends is None:
-            own = model_ends(getattr(model, "generation_config", None))
-            self._all_ends = self._ends | own | saved_ends(self._model_name)
-        return self._all_ends
+    def _all_stop_tokens(self, model: nn.Module) -> frozenset[int]:
+        if self._stop_tokens is None:
+            of_model = model_stop_tokens(getattr(model, "generation_config", None))
+            self._stop_tokens = self._configured_stop_tokens | of_model | saved_stop_tokens(self._model_name)
+        return self._stop_tokens
 
     def _budgets(self, prompts: list[Tensor], model: nn.Module) -> Tensor:
-        """Tokens that each row may get: `max_new_tokens`, or what the model has positions for."""
+        """Return the maximum new tokens of each row: `max_new_tokens`, or the model's remaining positions."""
         most = self._config.max_new_tokens
         config: Any = model.config
         limit = getattr(config.get_text_config(), "max_position_embeddings", None)
@@ -106,15 +106,15 @@ class TransformersEngine(ReceivesWeights):
         for row, prompt in enumerate(prompts):
             if len(prompt) >= limit:
                 raise BatchError(
-                    f"the prompt of row {row} has {len(prompt)} tokens, and the model takes {limit} in all: "
-                    "shorten or leave out such prompts"
+                    f"the prompt of row {row} has {len(prompt)} tokens, but the model has only {limit} positions: "
+                    "shorten or remove such prompts"
                 )
         return torch.tensor([min(most, limit - len(prompt)) for prompt in prompts])
 
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """`model` in evaluation mode; afterwards each of its modules in the mode it had."""
+    """Put `model` into evaluation mode, and restore the mode of each module afterwards."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -124,8 +124,8 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def _checked(data: BatchedDataDict[Any]) -> tuple[list[Tensor], Tensor]:
-    """The prompts of `data` without padding, and the seeds; a `BatchError` where they do not fit together."""
+def _unpadded_prompts(data: BatchedDataDict[Any]) -> tuple[list[Tensor], Tensor]:
+    """Return the prompts of `data` without padding, and the seeds; raise `BatchError` if they are inconsistent."""
     missing = [name for name in ("input_ids", "input_lengths", "seeds") if name not in data]
     if missing:
         raise BatchError(f"generate needs input_ids, input_lengths and seeds; {missing} are not in {sorted(data)}")
@@ -138,47 +138,48 @@ def _checked(data: BatchedDataDict[Any]) -> tuple[list[Tensor], Tensor]:
     wrong = ((lengths < 1) | (lengths > ids.shape[1])).nonzero().flatten().tolist()
     if wrong:
         raise BatchError(
-            f"input_lengths of row {wrong[0]} is {int(lengths[wrong[0]])}; prompts have 1 to {ids.shape[1]} tokens here"
+            f"input_lengths of row {wrong[0]} is {int(lengths[wrong[0]])}; it must be between 1 and {ids.shape[1]}"
         )
     return [row[:length] for row, length in zip(ids, lengths.tolist(), strict=True)], seeds
 
 
 def _batches(prompts: list[Tensor], batch_size: int) -> Iterator[list[int]]:
-    """Row numbers in batches of like prompt length, equal prompts side by side."""
+    """Yield row numbers in batches of similar prompt length, equal prompts adjacent."""
     keys = [(len(prompt), prompt.tolist()) for prompt in prompts]
     order = sorted(range(len(prompts)), key=keys.__getitem__)
     for start in range(0, len(order), batch_size):
         yield order[start : start + batch_size]
 
 
-def _work(prompts: list[Tensor], rows: list[int], uniforms: Tensor, budgets: Tensor) -> Work:
-    different: dict[tuple[int, ...], int] = {}
-    prompt_of = [different.setdefault(tuple(prompts[row].tolist()), len(different)) for row in rows]
-    unique = [torch.tensor(prompt) for prompt in different]
-    return Work(unique, torch.tensor(prompt_of), uniforms[rows], budgets[rows])
+def _decoding_batch(prompts: list[Tensor], rows: list[int], uniforms: Tensor, budgets: Tensor) -> DecodingBatch:
+    distinct: dict[tuple[int, ...], int] = {}
+    prompt_of = [distinct.setdefault(tuple(prompts[row].tolist()), len(distinct)) for row in rows]
+    return DecodingBatch(
+        [torch.tensor(prompt) for prompt in distinct], torch.tensor(prompt_of), uniforms[rows], budgets[rows]
+    )
 
 
 def _collect(prompts: list[Tensor], done: list[tuple[list[int], Completions]], pad_id: int) -> BatchedDataDict[Any]:
-    """All batches as one, in the order of the rows: prompts and completions side by side, padded on the right."""
+    """Merge all batches in the order of the rows; each row is prompt and completion, right-padded."""
     count = len(prompts)
     prompt_lengths = torch.tensor([len(prompt) for prompt in prompts])
     lengths, truncated = torch.zeros(count, dtype=torch.int64), torch.zeros(count, dtype=torch.bool)
-    for rows, part in done:
-        lengths[rows], truncated[rows] = part.lengths, part.truncated
+    for rows, completions in done:
+        lengths[rows], truncated[rows] = completions.lengths, completions.truncated
     totals = prompt_lengths + lengths
     ids = torch.full((count, int(totals.max())), pad_id, dtype=torch.int64)
     logprobs = torch.zeros(ids.shape, dtype=torch.float32)
     for row, prompt in enumerate(prompts):
         ids[row, : len(prompt)] = prompt
-    for rows, part in done:
-        valid = torch.arange(part.tokens.shape[1]) < part.lengths[:, None]
+    for rows, completions in done:
+        valid = torch.arange(completions.tokens.shape[1]) < completions.lengths[:, None]
         index = torch.tensor(rows)
         row_index, step = valid.nonzero(as_tuple=True)
         columns = prompt_lengths[index][row_index] + step
-        ids[index[row_index], columns] = part.tokens[valid]
-        logprobs[index[row_index], columns] = part.logprobs[valid]
+        ids[index[row_index], columns] = completions.tokens[valid]
+        logprobs[index[row_index], columns] = completions.logprobs[valid]
     if not bool(torch.isfinite(logprobs).all()):
-        raise RLFrameworkError("the model's probabilities are not finite: its weights hold NaN or infinity")
+        raise RLFrameworkError("the model's probabilities are not finite: its weights contain NaN or infinity")
     return BatchedDataDict(
         {
             "output_ids": ids,

@@ -1,4 +1,4 @@
-"""A worker of a worker group that holds a generation engine and no trainer: it gets its weights by refits."""
+"""The worker process that runs a generation engine apart from the trainer and gets its weights from refits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class GenerationWorker:
-    """One process with one engine. `engine_target` (`module:Class`) is made as `GenerationEngine` says."""
+    """One process with one engine, which it constructs from `engine_target` (`module:Class`)."""
 
     def __init__(
         self,
@@ -36,14 +36,14 @@ class GenerationWorker:
             import torch
 
             torch.set_num_threads(context.threads)
-        device = "cuda:0" if context.device == "cuda" else context.device  # it sees its own GPU only
+        device = "cuda:0" if context.device == "cuda" else context.device  # the worker sees only its own GPU
         self.context = context
         self.engine: GenerationEngine = load_target(engine_target)(
             generation, tokenizer, model_name=model_name, device=device, precision=precision
         )
 
     def generate(self, data: BatchedDataDict[Any], greedy: bool = False) -> BatchedDataDict[Any]:
-        """See `GenerationEngine.generate`; `data` are this worker's rows."""
+        """See `GenerationEngine.generate`; `data` is this worker's shard."""
         return self.engine.generate(data, greedy=greedy)
 
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
@@ -55,7 +55,7 @@ class GenerationWorker:
         return self.engine.finish_generation()
 
     def init_collective(self, ip: str, port: int, world_size: int) -> None:
-        """See `GenerationEngine.init_collective`: the engines follow the trainer in the order of the workers."""
+        """See `GenerationEngine.init_collective`. The engines' ranks follow the trainer's in worker order."""
         self.engine.init_collective(ip, port, world_size, 1 + self.context.rank)
 
     def prepare_refit_info(self, state_dict_info: Mapping[str, Any]) -> None:
@@ -75,23 +75,23 @@ class GenerationWorker:
         return self.engine.update_weights_from_collective()
 
     def require_weights(self) -> None:
-        """A `UserError` where a refit is not complete, or failed."""
+        """Raise `UserError` if the last refit is incomplete or failed."""
         if isinstance(self.engine, ReceivesWeights):
             self.engine.require_weights()
 
     def get_refit_state(self) -> dict[str, Any]:
-        """`device`: what IPC must reach, and `joined`: whether there is a process group for collective refits.
+        """Return `device`, the engine's device id, and `joined`: whether it has a process group for collective refits.
 
-        Of an engine that does not derive from `ReceivesWeights`, nothing is known.
+        An engine that does not derive from `ReceivesWeights` reports `""` and False.
         """
         if not isinstance(self.engine, ReceivesWeights):
             return {"device": "", "joined": False}
         return {"device": self.engine.get_refit_device(), "joined": self.engine.has_joined}
 
     def attempt(self, method: str, arguments: Mapping[str, Any]) -> tuple[Any, str]:
-        """What `method` returns, and an empty text; or None and what a `RefitError` in it says.
+        """Call `method` and return its result and `""`, or None and the message of the `RefitError` it raised.
 
-        An exception would end the whole group, and a refit that failed can be made again.
+        An exception would end the whole worker group, but a failed refit can be repeated.
         """
         try:
             return getattr(self, method)(**arguments), ""
@@ -99,15 +99,15 @@ class GenerationWorker:
             return None, f"generation worker {self.context.rank}: {error}"
 
     def get_info(self) -> dict[str, Any]:
-        """`rank`, `pid`, and the `python` of this process."""
+        """Return the `rank`, `pid` and `python` executable of this process."""
         import sys
 
         return {"rank": self.context.rank, "pid": os.getpid(), "python": sys.executable}
 
     def is_alive(self) -> bool:
-        """True."""
+        """Return True."""
         return True
 
     def shutdown(self) -> None:
-        """Let go of the engine."""
+        """Release the engine."""
         self.__dict__.pop("engine", None)

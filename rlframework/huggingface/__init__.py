@@ -1,1 +1,1 @@
-"""Names on the Hugging Face hub and directories in its format: tokenizers, model sizes, random test models."""
+"""The Hugging Face hub and its formats: model names, tokenizers, model sizes, random test models."""

@@ -1,31 +1,128 @@
-"""What is asked of the Hugging Face hub, and what is not: names that can only be directories."""
+"""Names of models and data sets: paths on this machine, or repositories of the Hugging Face hub.
+
+If the hub does not answer, its clients keep retrying for about a minute per file. So the hub is probed first, once and
+for at most `PROBE_SECONDS`, and a run whose model cannot be fetched ends with an error before torch is imported.
+"""
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+
+from rlframework.errors import DataError
+
+PROBE_SECONDS = 4.0
+"""Timeout for one request to the hub, name resolution included."""
+
+_REMEMBERED_SECONDS = 60
+_SERVER_ERROR = 500
 
 
 def is_path(name: str) -> bool:
-    """Whether a model's `name` means a directory here, there or not, and the hub need not be asked for it."""
+    """Return True if `name` can only be a path, existing or not, so that the hub is not asked for it."""
     parent = os.path.dirname(name)
     return name.startswith((".", "/", "~")) or name.count("/") > 1 or os.path.isdir(parent) or os.path.isdir(name)
 
 
-def tell_of_hub(name: str) -> None:
-    """A line on stderr when the hub is going to be asked for `name`: it may take a while."""
+def require_available(name: str, key: str = "policy.model_name") -> None:
+    """Check that the model `name` can be looked up: an existing path, a cached repository, or a hub that answers.
+
+    Takes at most `PROBE_SECONDS` and imports neither torch nor transformers. Raises a `DataError` that begins with the
+    configuration key `key`. Whether the hub has a model of this name is not checked.
+    """
+    if is_path(name):
+        if not os.path.exists(name):
+            raise DataError(
+                f"{key}={name!r}: there is no such directory (looked for {os.path.abspath(name)}). Give a model "
+                "directory, or the name of a model on the Hugging Face hub"
+            )
+    elif (problem := hub_problem()) is not None and not is_cached(name):
+        raise DataError(
+            f"{key}={name!r} is neither a directory nor in the hub's cache on this machine, and {problem}. Check the "
+            f"name and the network (HF_ENDPOINT, proxies), or fetch it elsewhere (hf download {name}) and give the "
+            "directory"
+        )
+
+
+def local_files_only(name: str) -> bool:
+    """Whether to load the model `name` without asking the hub: it is a path, or the hub does not answer."""
+    return is_path(name) or hub_problem() is not None
+
+
+def is_cached(name: str) -> bool:
+    """Whether the hub's cache has files of the model `name`."""
     from huggingface_hub import constants
 
-    if not is_path(name) and not constants.HF_HUB_OFFLINE:
-        print(f"there is no directory {name!r} here: asking the Hugging Face hub for it", file=sys.stderr, flush=True)
+    snapshots = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}" / "snapshots"
+    return any(snapshots.glob("*/*"))
+
+
+def hub_problem() -> str | None:
+    """Return why the hub cannot be reached, as a clause with its address; None if it answers, or in offline mode.
+
+    In offline mode (`HF_HUB_OFFLINE`) the hub's clients fail at once with their own messages.
+    """
+    from huggingface_hub import constants
+
+    return None if constants.HF_HUB_OFFLINE else probe_hub()
+
+
+def probe_hub() -> str | None:
+    """`hub_problem`, regardless of offline mode. The result is valid for a minute: one command sends one request."""
+    from huggingface_hub import constants
+
+    endpoint = os.environ.get("HF_ENDPOINT") or constants.ENDPOINT
+    return _probe(endpoint.rstrip("/"), int(time.monotonic() // _REMEMBERED_SECONDS))
+
+
+@functools.lru_cache(maxsize=1)
+def _probe(endpoint: str, period: int) -> str | None:
+    """`probe_hub` of `endpoint`, cached for one `period`.
+
+    The request runs in its own thread, because no client timeout covers name resolution.
+    """
+    problems = [f"the Hugging Face hub at {endpoint} did not answer within {PROBE_SECONDS:g} s"]
+    thread = threading.Thread(target=_request, args=(endpoint, problems), name="hub-probe", daemon=True)
+    thread.start()
+    thread.join(PROBE_SECONDS)
+    return problems[-1] or None
+
+
+def _request(endpoint: str, problems: list[str]) -> None:
+    """Append to `problems` why `endpoint` does not answer, or an empty text if it does."""
+    from huggingface_hub import get_session
+
+    try:
+        status = get_session().head(endpoint, timeout=PROBE_SECONDS, follow_redirects=False).status_code
+    except Exception as error:  # noqa: BLE001 - the client's errors depend on its release (requests, httpx)
+        if "timeout" not in type(error).__name__.lower():
+            problems.append(f"the Hugging Face hub at {endpoint} cannot be reached ({error or type(error).__name__})")
+        return
+    answered = status < _SERVER_ERROR
+    problems.append("" if answered else f"the Hugging Face hub at {endpoint} answers with HTTP status {status}")
+
+
+def announce_hub_request(name: str) -> None:
+    """Print a line to stderr if the hub is about to be asked for `name`, which may take a while."""
+    from huggingface_hub import constants
+
+    if is_path(name) or constants.HF_HUB_OFFLINE:
+        return
+    problem = hub_problem()
+    action = "asking the Hugging Face hub for it" if problem is None else f"{problem}: using its cache"
+    print(f"there is no directory {name!r} here: {action}", file=sys.stderr, flush=True)
 
 
 @contextmanager
 def quiet_hub() -> Iterator[None]:
-    """Inside, the hub's client does not tell of each attempt; the error at the end does."""
+    """Silence the hub client's warnings about failed attempts; its final error is raised as usual."""
     from huggingface_hub.utils.logging import get_verbosity, set_verbosity
 
     level = get_verbosity()

@@ -1,4 +1,4 @@
-"""Models as directories: a random Llama made on the spot, and what a configuration says of a model's size."""
+"""Model directories: write a Llama with random weights, and read the sizes in a model's configuration."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
 from rlframework.errors import ConfigError, DataError
-from rlframework.huggingface.hub import is_path, quiet_hub
+from rlframework.huggingface.hub import local_files_only, quiet_hub
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -29,10 +28,11 @@ def make_llama(
     init_std: float = 0.02,
     seed: int = 0,
 ) -> Path:
-    """Write a Llama with random weights, fp32, and its tokenizer to the directory `path`; the same for the same seed.
+    """Write a Llama with random fp32 weights and its tokenizer to the directory `path`, and return `path`.
 
-    `intermediate`: width of the feed-forward layers, 4 x `hidden` by default. `kv_heads`: as many as `heads` by
-    default. What is at `path` is replaced, all at once. The process's own random state is left as it was.
+    The weights depend on the arguments alone; the random state of the process is not changed. `intermediate` is the
+    width of the feed-forward layers (default: 4 x `hidden`), `kv_heads` the number of key and value heads (default:
+    `heads`). An existing `path` is replaced atomically. Raises a `ConfigError` for sizes that do not divide.
     """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -41,7 +41,9 @@ def make_llama(
 
     kv_heads = kv_heads or heads
     if hidden % heads or heads % kv_heads:
-        raise ConfigError(f"hidden ({hidden}) must divide by heads ({heads}), and heads by kv_heads ({kv_heads})")
+        raise ConfigError(
+            f"hidden ({hidden}) must be a multiple of heads ({heads}), and heads of kv_heads ({kv_heads})"
+        )
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=hidden,
@@ -66,58 +68,60 @@ def make_llama(
 
 
 def model_positions(name: str, trust_remote_code: bool = False) -> int | None:
-    """The most tokens that a model takes in a row, by its configuration; None where that names no limit.
+    """Return the longest sequence, in tokens, that a model's configuration allows, or None if it sets no limit.
 
-    `name` as for `load_tokenizer`. `DataError` where there is no configuration.
+    `name` as in `load_tokenizer`. Raises a `DataError` if the configuration cannot be read.
     """
     return _size(_text_config(name, trust_remote_code), "max_position_embeddings", "n_positions")
 
 
 def model_sizes(name: str, trust_remote_code: bool = False) -> tuple[int | None, int | None]:
-    """Width of the hidden states and size of the vocabulary, each None where the configuration does not say it."""
+    """Return the hidden size and the vocabulary size, each None if the configuration does not have it."""
     text = _text_config(name, trust_remote_code)
     return _size(text, "hidden_size", "n_embd"), _size(text, "vocab_size")
 
 
 def _text_config(name: str, trust_remote_code: bool) -> Any:
-    """The configuration of the language model of `name`."""
+    """The language model's part of the configuration of `name`."""
     from transformers import AutoConfig
 
     try:
         with quiet_hub():
             config = AutoConfig.from_pretrained(
-                name, trust_remote_code=trust_remote_code, local_files_only=is_path(name)
+                name, trust_remote_code=trust_remote_code, local_files_only=local_files_only(name)
             )
     except (OSError, ValueError) as error:
         raise DataError(
-            f"no model configuration can be read from {name!r}: there is no such model, or its config.json is broken "
+            f"no model configuration can be read from {name!r}: there is no such model, or its config.json is invalid "
             f"({str(error).partition(chr(10))[0].rstrip('.')}). Check policy.model_name"
         ) from error
     return config.get_text_config()
 
 
 def _size(config: Any, *keys: str) -> int | None:
-    """The first of `keys` that `config` holds a positive number for."""
+    """The first of `keys` whose value in `config` is a positive integer."""
     sizes = (getattr(config, key, None) for key in keys)
     return next((size for size in sizes if isinstance(size, int) and size > 0), None)
 
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Inside, transformers shows no progress bars, logs errors only, and takes a model to save for what it is.
+    """Silence transformers below errors, hide its progress bars, and skip its check for wrapped models when saving.
 
-    It would ask accelerate whether DeepSpeed is around the model, and import all of that for the answer.
+    That check asks accelerate whether DeepSpeed wraps the model, which imports DeepSpeed.
     """
     from transformers import modeling_utils
     from transformers.utils import logging
 
     level, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    unwrap = modeling_utils.unwrap_model
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    modeling_utils.unwrap_model = lambda model, **_: model  # type: ignore[assignment]
     try:
-        with patch.object(modeling_utils, "unwrap_model", lambda model, **_: model, create=True):
-            yield
+        yield
     finally:
+        modeling_utils.unwrap_model = unwrap
         logging.set_verbosity(level)
         if bar:
             logging.enable_progress_bar()

@@ -1,4 +1,4 @@
-"""Tokenizers: one made of single characters for small tasks, and loading any Hugging Face one with plain errors."""
+"""Tokenizers: a character tokenizer for small tasks, and loading, templating and fingerprinting any other."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from rlframework.errors import DataError
-from rlframework.huggingface.hub import is_path, quiet_hub, tell_of_hub
+from rlframework.huggingface.hub import announce_hub_request, is_path, local_files_only, quiet_hub, require_available
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -22,18 +22,18 @@ PAD, EOS, BOS = "<pad>", "<eos>", "<bos>"
 
 
 def character_tokenizer(alphabet: Iterable[str], *, bos: bool = False) -> PreTrainedTokenizerFast:
-    """A tokenizer in which each character of `alphabet` is one token.
+    """Return a tokenizer in which each character of `alphabet` is one token.
 
-    Ids: `<pad>` 0, `<eos>` 1, `<bos>` 2 where `bos` is true (it is then put before every text), and the characters in
-    the order given. There is no unknown token: a text with another character is refused. Decoding gives the text back
-    exactly. Writes and reads as an ordinary Hugging Face tokenizer.
+    Ids: `<pad>` 0, `<eos>` 1, `<bos>` 2 if `bos` is true (it is then prepended to every text), followed by the
+    characters in the given order. There is no unknown token: encoding any other character raises. Decoding is exact.
+    Saves and loads like any Hugging Face tokenizer. Raises a `DataError` for an empty alphabet or repeated characters.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
     characters = list(alphabet)
     if not characters or any(len(c) != 1 for c in characters) or len(set(characters)) != len(characters):
-        raise DataError(f"the alphabet must be different single characters, at least one; given {characters!r}")
+        raise DataError(f"the alphabet must be one or more distinct single characters; received {characters!r}")
     names = [PAD, EOS, *([BOS] if bos else []), *characters]
     tokenizer: Any = Tokenizer(models.WordLevel({token: index for index, token in enumerate(names)}))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
@@ -47,29 +47,33 @@ def character_tokenizer(alphabet: Iterable[str], *, bos: bool = False) -> PreTra
 def load_tokenizer(
     name: str, trust_remote_code: bool = False, chat_template: str | None = None
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model directory, or of a name on the hub. Without a pad token, the end token serves as one.
+    """Load the tokenizer of a model directory or hub repository; without a pad token, it pads with end-of-sequence.
 
-    `chat_template` (see `read_chat_template`) takes the place of its own. The hub is not asked for a name that looks
-    like a path. `DataError` where there is none, or where it has no end token.
+    `chat_template` (see `read_chat_template`) replaces the tokenizer's own. A name that looks like a path is never
+    looked up on the hub, and a hub that does not answer is an error within seconds. Raises a `DataError` if no
+    tokenizer can be loaded, or if it has no end-of-sequence token.
     """
     from transformers import AutoTokenizer
 
-    local = is_path(name)
-    tell_of_hub(name)
+    announce_hub_request(name)
+    if not is_path(name):
+        require_available(name)
     try:
         with quiet_hub():
             loaded: Any = AutoTokenizer.from_pretrained(
-                name, trust_remote_code=trust_remote_code, local_files_only=local
+                name, trust_remote_code=trust_remote_code, local_files_only=local_files_only(name)
             )
     except (OSError, ValueError) as error:
-        hub = "" if local else f", or the hub cannot be reached ({_first_line(error)})"
+        hub = "" if is_path(name) else f", or the hub cannot be reached ({_first_line(error)})"
         files = f" ({_first_line(error)})" if os.path.isdir(name) else ""
         raise DataError(
             f"no tokenizer can be loaded from {name!r}: there is no such model directory here, or it lacks the "
             f"tokenizer's files{files}{hub}. Check policy.model_name and policy.tokenizer_name"
         ) from error
     if loaded.eos_token_id is None:
-        raise DataError(f"the tokenizer of {name!r} has no end token (eos_token); set one in its tokenizer_config.json")
+        raise DataError(
+            f"the tokenizer of {name!r} has no end-of-sequence token; set eos_token in its tokenizer_config.json"
+        )
     if loaded.pad_token_id is None:
         loaded.pad_token = loaded.eos_token
     if chat_template is not None:
@@ -78,9 +82,9 @@ def load_tokenizer(
 
 
 def read_chat_template(given: str) -> str:
-    """A chat template: `given` itself where it is Jinja text (it has `{{` or `{%`), else the file of that name.
+    """Return `given` if it is Jinja text (contains `{{` or `{%`), else the content of the file `given`.
 
-    A file that cannot be read, and text that is no template, is a `DataError`.
+    Raises a `DataError` if the file cannot be read, or if the text is not a valid template.
     """
     from jinja2 import TemplateSyntaxError
     from jinja2.ext import loopcontrols
@@ -89,25 +93,27 @@ def read_chat_template(given: str) -> str:
     inline = "{{" in given or "{%" in given
     try:
         text = given if inline else Path(given).expanduser().read_text(encoding="utf-8")
-        # transformers' own tag around what the assistant says
+        # transformers marks assistant turns with a tag that Jinja does not know
         ImmutableSandboxedEnvironment(extensions=[loopcontrols]).parse(_GENERATION_TAG.sub("", text))
     except OSError as error:
         raise DataError(
             f"policy.chat_template: {given!r} cannot be read ({error.strerror}); give a file with a Jinja template, or "
-            "the template itself"
+            "the template as text"
         ) from error
     except UnicodeDecodeError as error:
         raise DataError(f"policy.chat_template: {given!r} is not UTF-8 text ({error.reason})") from error
     except TemplateSyntaxError as error:
         where = "" if inline else f" {given!r}"
-        raise DataError(f"policy.chat_template{where}: no Jinja template, line {error.lineno}: {error}") from error
+        raise DataError(
+            f"policy.chat_template{where}: not a valid Jinja template, line {error.lineno}: {error}"
+        ) from error
     return text
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Equal for tokenizers that write conversations with the same ids, different for others: 32 hexadecimal digits.
+    """Return 32 hexadecimal digits that are equal exactly if two tokenizers encode conversations to the same ids.
 
-    It covers vocabulary, rules, special tokens and chat template; not what padding and truncation were set to.
+    Covers vocabulary, rules, special tokens and chat template, but not the settings of padding and truncation.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
@@ -115,8 +121,8 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
         rules = {name: rules[name] for name in sorted(rules.keys() - {"padding", "truncation"})}
     else:
         rules = {"class": type(tokenizer).__name__, "vocabulary": sorted(tokenizer.get_vocab().items())}
-    own = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.chat_template]
-    text = json.dumps([rules, own], sort_keys=True)
+    special = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.chat_template]
+    text = json.dumps([rules, special], sort_keys=True)
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 

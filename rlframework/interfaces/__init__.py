@@ -1,1 +1,4 @@
-"""The contracts: one abstract class or protocol a file. The docstrings are the specification."""
+"""The contracts between the core and its plugins, one abstract class or protocol per file.
+
+The docstrings are the specification.
+"""

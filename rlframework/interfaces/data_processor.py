@@ -1,7 +1,7 @@
-"""The data-processor interface: global batches and microbatches, as a backend's model wants them.
+"""The data-processor interface: global batches and microbatches in the form a backend's model takes.
 
-The default, `rlframework.microbatches.data_processor.MicrobatchProcessor`, serves every engine whose model takes rows
-of tokens.
+The default, `rlframework.microbatches.data_processor.MicrobatchProcessor`, works for every engine whose model takes
+rows of tokens.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MicrobatchRule:
-    """What an engine asks of the microbatches of a call.
+    """An engine's constraints on the microbatches of one call.
 
-    `count_multiple`, `count_minimum`: how many (a pipeline's schedule); `pad_multiple`: lengths are padded to a
-    multiple of this (context and sequence parallelism).
+    `count_multiple`, `count_minimum`: constraints on their number, from a pipeline schedule. `pad_multiple`: sequence
+    lengths are padded to a multiple of this, for context and sequence parallelism.
     """
 
     count_multiple: int = 1
@@ -36,7 +36,10 @@ class MicrobatchRule:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How rows become microbatches: `mode` is padded, of `rows` each, or dynamic or packed, of at most `tokens`."""
+    """How rows are grouped into microbatches.
+
+    `mode` is "padded", with `rows` rows per microbatch, or "dynamic" or "packed", with at most `tokens` tokens.
+    """
 
     mode: str
     rows: int
@@ -44,22 +47,24 @@ class BatchPlan:
 
     def __post_init__(self) -> None:
         if self.mode not in ("padded", "dynamic", "packed"):
-            raise BatchError(f"batching mode {self.mode!r} is unknown; take padded, dynamic or packed")
+            raise BatchError(f"unknown batching mode {self.mode!r}; use padded, dynamic or packed")
         if (size := self.rows if self.mode == "padded" else self.tokens) < 1:
             what = "rows" if self.mode == "padded" else "tokens"
-            raise BatchError(f"a {self.mode} microbatch of {size} {what} is no work; the least is 1")
+            raise BatchError(f"{what} of a {self.mode} microbatch must be at least 1, got {size}")
 
 
 @dataclass
 class ProcessedInputs:
-    """What a model's forward gets of one microbatch. The names are NeMo-RL's.
+    """The inputs of a model's forward for one microbatch, named as in NeMo-RL.
 
-    - `input_ids [n, L]` int64 and `seq_len` = L: `n` rows padded on the right, or one packed row (`n = 1`);
-    - `attention_mask`: `[n, L]` of ones, or None: under causal attention padding on the right needs no mask;
-    - `position_ids [n, L]` int64; they start again with each sequence of a packed row. None: the model makes its own;
-    - `flash_attn_kwargs`: bounds of the sequences in a packed row, for kernels that take them; `{}` otherwise;
-    - `vlm_kwargs`: images and the like, as the model's forward names them;
-    - `cp_buffers`, `seq_index [1, L]`: what torch's context parallelism splits in place. Our own does not use them.
+    - `input_ids [n, L]` int64 and `seq_len` = L: `n` right-padded rows, or one packed row (`n = 1`);
+    - `attention_mask`: `[n, L]` of ones, or None; under causal attention, padding on the right needs no mask;
+    - `position_ids [n, L]` int64, which restart at 0 with each sequence of a packed row; None if the model computes its
+      own;
+    - `flash_attn_kwargs`: boundaries of the sequences in a packed row, for kernels that take them; `{}` otherwise;
+    - `vlm_kwargs`: images and other media, under the names of the model's forward;
+    - `cp_buffers`, `seq_index [1, L]`: tensors that torch's context parallelism shards in place. The context
+      parallelism of this framework does not use them.
     """
 
     input_ids: torch.Tensor
@@ -73,23 +78,23 @@ class ProcessedInputs:
 
     @property
     def has_context_parallel(self) -> bool:
-        """Whether there is something for torch's context parallelism to split."""
+        """Whether torch's context parallelism has buffers to shard."""
         return len(self.cp_buffers) > 0
 
     @property
     def has_flash_attention(self) -> bool:
-        """Whether the bounds of packed sequences are there."""
+        """Whether the boundaries of packed sequences are set."""
         return bool(self.flash_attn_kwargs)
 
     @property
     def is_multimodal(self) -> bool:
-        """Whether there is more than text."""
+        """Whether the model gets inputs other than text."""
         return len(self.vlm_kwargs) > 0
 
 
 @dataclass
 class ProcessedMicrobatch:
-    """Rows, and what the model gets of them. `original_*`: the shape of `data_dict["input_ids"]`, before packing."""
+    """Rows and the model inputs made from them. `original_*`: the shape of `data_dict["input_ids"]` before packing."""
 
     data_dict: BatchedDataDict[Any]
     processed_inputs: ProcessedInputs
@@ -99,21 +104,22 @@ class ProcessedMicrobatch:
 
 @dataclass
 class Microbatch(ProcessedMicrobatch):
-    """Some rows of a worker's batch, ready for a forward, and where the head runs.
+    """Rows of a worker's batch, ready for a forward pass, and the positions at which the head runs.
 
-    - `data_dict`: the rows, `[b, S']`, in which `S'` is the longest row of the microbatch;
-    - `processed_inputs`: `[n, L]` with `n = b` and `L = S'` (padded to the rule), or one packed row;
-    - `rows [b]` int64: where each row stands in the worker's batch;
-    - `cu_seqlens [b + 1]` int32, always on the CPU: bounds of the sequences in a packed row, None otherwise. Padding at
-      the end of the row, where the rule asks for it, is one more sequence: `[b + 2]`;
-    - `head_positions [N]` int64: flat indices into `n * L` at which the head runs (where the next token is wanted);
-    - `targets [N]` int64: the token after each of them;
-    - `scatter [N]` int64: flat indices into `b * S'` where the value of each belongs (the position of the target);
-    - `is_dummy`: repeats other rows so that all ranks run as many forwards; counts for nothing.
+    - `data_dict`: the rows, `[b, S']`, where `S'` is the longest row of the microbatch;
+    - `processed_inputs`: `[n, L]` with `n = b` and `L = S'` padded as the rule requires, or one packed row;
+    - `rows [b]` int64: the index of each row in the worker's batch;
+    - `cu_seqlens [b + 1]` int32, always on the CPU: cumulative lengths of the sequences in a packed row, None
+      otherwise. Padding that the rule adds at the end of the row counts as one more sequence: `[b + 2]`;
+    - `head_positions [N]` int64: flat indices into `n * L` at which the head runs, the positions that predict a target;
+    - `targets [N]` int64: the target token of each of them;
+    - `scatter [N]` int64: flat indices into `b * S'` to which the results are scattered, the positions of the targets;
+    - `is_dummy`: True if the microbatch only repeats rows, so that all ranks run the same number of forward passes;
+      it contributes to no result.
 
-    On the worker's device are `data_dict`, `head_positions`, `targets`, `scatter`, and of `processed_inputs`
-    `input_ids`, `position_ids` and `vlm_kwargs`; `rows` and `cu_seqlens` are on the CPU. A call of an engine
-    has one microbatch at least, and one may have no position (N = 0).
+    `data_dict`, `head_positions`, `targets` and `scatter` are on the worker's device, as are `input_ids`,
+    `position_ids` and `vlm_kwargs` of `processed_inputs`; `rows` and `cu_seqlens` are on the CPU. Every call of an
+    engine has at least one microbatch. A microbatch may have no head positions (N = 0).
     """
 
     rows: torch.Tensor
@@ -137,26 +143,28 @@ class DataProcessor(ABC):
         batch_idx: int,
         batch_size: int | None,
     ) -> dict[str, Any]:
-        """This rank's rows of the `batch_idx`-th global batch, and what losses are divided by.
+        """Return this rank's rows of the `batch_idx`-th global batch and the counts that losses are divided by.
 
-        `batch`: `data.get_batch(batch_idx, batch_size)`, so `batch_size` are this rank's rows of it (None: as many as
-        the driver dealt for it, `elem_counts_per_gb`). `global_valid_seqs`: the sum of `sample_mask [B]`;
-        `global_valid_toks`: that of `token_mask[:, 1:] * sample_mask` (nothing predicts the first token);
-        0-dimensional fp32, both summed over `dp_group` (None: this rank alone).
+        - `batch`: `data.get_batch(batch_idx, batch_size)`, where `batch_size` counts this rank's rows (None: the number
+          that the driver assigned, `elem_counts_per_gb`);
+        - `global_valid_seqs`: the sum of `sample_mask [B]`;
+        - `global_valid_toks`: the sum of `token_mask[:, 1:] * sample_mask` (nothing predicts the first token).
+
+        The counts are 0-dim fp32 tensors, summed over `dp_group` (None: this rank only).
         """
 
     @abstractmethod
     def microbatches(
         self, data: BatchedDataDict[Any], plan: BatchPlan, rule: MicrobatchRule, *, positions: str, device: torch.device
     ) -> Sequence[Microbatch]:
-        """The rows of `data`, each at most once, in microbatches on `device`.
+        """Split the rows of `data`, each used at most once, into microbatches on `device`.
 
-        `data` has `input_ids [B, S]`, `input_lengths [B]`. Where it carries `micro_batch_indices` of one global batch,
-        the driver has dealt the rows to ranks so that these microbatches cost alike: they are kept. The head runs, with
-        `positions`
+        `data` has `input_ids [B, S]` and `input_lengths [B]`. If it carries `micro_batch_indices` of one global batch,
+        keep those microbatches: the driver has balanced their cost over the ranks. `positions` selects where the head
+        runs:
 
-        - `"all"`: at every token of a row but the last, so for every target;
-        - `"token_mask"`: only for targets whose `token_mask [B, S]` is not 0; rows without any are left out;
-        - `"loss"`: the same, and rows whose `sample_mask [B]` is 0 are left out;
-        - `"last"`: at the last token of each row, which is its own target; rows without a token are left out.
+        - `"all"`: at every token of a row except the last, that is, for every target;
+        - `"token_mask"`: only for targets with nonzero `token_mask [B, S]`; rows without any are left out;
+        - `"loss"`: like `"token_mask"`, but rows whose `sample_mask [B]` is 0 are left out too;
+        - `"last"`: at the last token of each row, which is its own target; rows without tokens are left out.
         """

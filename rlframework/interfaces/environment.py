@@ -1,4 +1,4 @@
-"""The environment interface: where prompts come from, and what an answer is worth."""
+"""The environment interface: it supplies the prompts and scores the answers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Split = Literal["train", "validation"]
 
 
 class Message(TypedDict):
-    """One turn of a conversation: `role` is system, user, assistant or tool."""
+    """One turn of a conversation; `role` is system, user, assistant or tool."""
 
     role: str
     content: str
@@ -22,10 +22,11 @@ class Message(TypedDict):
 
 @dataclass(frozen=True)
 class Sample:
-    """One task: the conversation so far, the answer to check against, and a completion for supervised training.
+    """One task: the conversation so far, the reference answer, and a completion for supervised training.
 
-    `completion`, or `answer` where there is no completion, is a right reply to `messages`: an environment that scores
-    gives it more than a wrong one. Where a right reply has a form of its own, such as tags, `completion` shows it.
+    `completion`, or `answer` if there is no completion, is a correct reply to `messages`: an environment that scores
+    must give it a higher reward than a wrong reply. If correct replies need a particular form, such as tags,
+    `completion` shows that form.
     """
 
     id: str
@@ -37,7 +38,9 @@ class Sample:
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What the environment says to one conversation: the turn's reward, whether it is over, what comes next."""
+    """The environment's response to one conversation: the reward of the turn, whether the conversation is done, and
+    the messages that follow if it is not.
+    """
 
     reward: float
     done: bool = True
@@ -46,36 +49,36 @@ class StepOutcome:
 
 
 class Environment(ABC):
-    """Tasks with a reward. Deterministic in its configuration and seed; light to construct.
+    """Tasks with a reward. Must be deterministic given its configuration and seed, and cheap to construct.
 
-    `scores`: whether `step` can judge answers. Where it is False there are only samples to train on, and validation is
-    by their loss.
+    `scores`: whether `step` can score answers. If False, the environment only supplies samples to train on, and
+    validation uses the loss on them.
     """
 
     scores: bool = True
 
     @abstractmethod
     def __init__(self, config: EnvironmentConfig, *, seed: int) -> None:
-        """Read or make the samples. An unreadable file or a bad line is a `DataError` naming file and line number."""
+        """Load or generate the samples. Raise `DataError` with file and line number for an unreadable file or line."""
 
     @abstractmethod
     def samples(self, split: Split) -> Sequence[Sample]:
-        """The samples of a split, always in the same order; no sample of validation is in train."""
+        """Return the samples of a split, always in the same order. No validation sample may be in the train split."""
 
     @abstractmethod
     def step(self, samples: Sequence[Sample], conversations: Sequence[Sequence[Message]]) -> list[StepOutcome]:
-        """Judge the last assistant turn of each conversation (batched: one outcome for each, in order).
+        """Score the last assistant turn of each conversation; return one outcome per conversation, in order.
 
-        `conversations[i]` starts with `samples[i].messages` and ends with an assistant message. Arguments are never
-        changed.
+        `conversations[i]` starts with `samples[i].messages` and ends with an assistant message. Must not modify its
+        arguments.
         """
 
     def shutdown(self) -> None:
-        """Free what the environment holds."""
+        """Release the environment's resources."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a run that was stopped goes on from, as JSON; empty where outcomes depend on their arguments alone."""
+        """Return the JSON-serializable state a resumed run needs; empty if outcomes depend on the arguments alone."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave."""
+        """Resume from a state returned by `state_dict`."""

@@ -1,4 +1,4 @@
-"""The loss interface: losses see log-probabilities and global counts, never an engine."""
+"""The loss interface: a loss sees log-probabilities and global counts, never an engine."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 
 
 class LossType(StrEnum):
-    """What the loss averages over: all valid tokens of the global batch, or its valid sequences."""
+    """The average a loss takes: over all valid tokens of the global batch, or over its valid sequences."""
 
     TOKEN_LEVEL = "token_level"
     SEQUENCE_LEVEL = "sequence_level"
 
 
 class LossInput(StrEnum):
-    """What the engine's head computes for the loss."""
+    """The values the engine's head computes for the loss."""
 
     LOGPROBS = "logprobs"
     LOGITS = "logits"
@@ -27,21 +27,22 @@ class LossInput(StrEnum):
 
 @runtime_checkable
 class LossFunction(Protocol):
-    """A loss of one microbatch, normalised by global counts; picklable, without state that changes.
+    """The loss of one microbatch, normalized by global counts. Must be picklable and must not keep mutable state.
 
-    Called with
+    Arguments of the call:
 
-    - `next_token_logprobs` `[B, S-1]` fp32: entry `i` is log p(token i+1 | tokens up to i), with gradient, at the
-      sampling temperature if `at_sampling_temperature` is true and at 1 otherwise. Only entries with
-      `token_mask[:, 1:] * sample_mask` are computed, the rest is 0. With `input_type` LOGITS: `[B, S-1, V]`.
-    - `data`: the microbatch's rows of everything that went into `train` (`input_ids`, `token_mask`, `sample_mask`,
-      ...), and `entropy` `[B, S-1]` without gradient where `wants_entropy` is true.
-    - `global_valid_seqs`, `global_valid_toks`: 0-dim fp32 tensors, sums of `sample_mask` and of `token_mask[:, 1:] *
-      sample_mask` over the global batch, all workers.
+    - `next_token_logprobs` `[B, S-1]` fp32, with gradient: entry `i` is log p(token i+1 | tokens 0..i), at the sampling
+      temperature if `at_sampling_temperature` is true and at temperature 1 otherwise. Only entries where
+      `token_mask[:, 1:] * sample_mask` is nonzero are computed; all others are 0. With `input_type` LOGITS it is the
+      logits, `[B, S-1, V]`.
+    - `data`: the microbatch's rows of everything passed to `train` (`input_ids`, `token_mask`, `sample_mask`, ...),
+      plus `entropy` `[B, S-1]` without gradient if `wants_entropy` is true.
+    - `global_valid_seqs`, `global_valid_toks`: 0-dim fp32 tensors, the sums of `sample_mask` and of
+      `token_mask[:, 1:] * sample_mask` over the global batch on all workers.
 
-    It returns the scalar loss and metrics. Both divide by the global counts, so that the sum over microbatches and
-    workers is the value of the global batch. A metric whose name ends in `_min` or `_max` is combined by minimum or
-    maximum. Metrics are floats or 0-dim tensors without gradient.
+    Returns the scalar loss and a dictionary of metrics. Divide both by the global counts, so that their sum over
+    microbatches and workers is the value for the global batch. A metric whose name ends in `_min` or `_max` is combined
+    by minimum or maximum instead. Metrics are floats or 0-dim tensors without gradient.
     """
 
     loss_type: LossType
@@ -56,5 +57,5 @@ class LossFunction(Protocol):
         global_valid_seqs: torch.Tensor,
         global_valid_toks: torch.Tensor,
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """The loss and metrics of a microbatch."""
+        """Return the loss and metrics of one microbatch."""
         ...

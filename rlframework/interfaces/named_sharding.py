@@ -1,4 +1,4 @@
-"""`NamedSharding`: which rank stands where on the named axes of a group of workers. No torch, no processes."""
+"""`NamedSharding`: the layout of a worker group's ranks on named axes. Uses neither torch nor processes."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ POLICY_AXES = ("pipeline_parallel", "data_parallel", "context_parallel", "tensor
 """The axes of a policy's workers, in the order of its layout."""
 
 REPLICATED_AXES = ("pipeline_parallel", "context_parallel", "tensor_parallel")
-"""The axes of a policy over which all workers get the same rows and return the same results."""
+"""The axes of a policy along which all workers get the same rows and return the same results."""
 
 
 class NamedSharding:
-    """Unique integer ranks in an N-D array with one name for each dimension.
+    """Unique integer ranks in an N-D array with one name per dimension.
 
-    A layout that is ragged, holds other things than whole numbers or a rank twice, or has not one name for each
-    dimension is a `ValueError`.
+    Raises `ValueError` for a ragged layout, values that are not integers, duplicate ranks, and for a number of names
+    other than the number of dimensions.
     """
 
     def __init__(self, layout: Sequence[Any] | NDArray[Any], names: Sequence[str]) -> None:
@@ -33,7 +33,7 @@ class NamedSharding:
         self._names = list(names)
         if self._layout.ndim != len(self._names) or len(set(self._names)) != len(self._names):
             raise ValueError(
-                f"a layout of {self._layout.ndim} dimensions needs as many different names, got {self._names}"
+                f"a layout of {self._layout.ndim} dimensions needs as many distinct names, got {self._names}"
             )
         ranks, counts = np.unique(self._layout, return_counts=True)
         if (counts > 1).any():
@@ -42,7 +42,7 @@ class NamedSharding:
 
     @property
     def shape(self) -> dict[str, int]:
-        """Size of each axis by name, in the order of the dimensions."""
+        """The size of each axis by name, in the order of the dimensions."""
         return dict(zip(self._names, self._layout.shape, strict=True))
 
     @property
@@ -52,37 +52,37 @@ class NamedSharding:
 
     @property
     def layout(self) -> NDArray[np.int64]:
-        """The ranks (a copy)."""
+        """The array of ranks (a copy)."""
         return self._layout.copy()
 
     @property
     def ndim(self) -> int:
-        """Number of axes."""
+        """The number of axes."""
         return self._layout.ndim
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
+        """The number of ranks."""
         return self._layout.size
 
     def get_axis_index(self, name: str) -> int:
-        """Which dimension `name` is; a `ValueError` for an unknown name."""
+        """Return the dimension of axis `name`; raise `ValueError` for an unknown name."""
         if name not in self._names:
             raise ValueError(f"Axis '{name}' not found; the axes are {self._names}")
         return self._names.index(name)
 
     def get_axis_size(self, name: str) -> int:
-        """Number of ranks along `name`."""
+        """Return the number of ranks along axis `name`."""
         return int(self._layout.shape[self.get_axis_index(name)])
 
     def get_worker_coords(self, rank: int) -> dict[str, int]:
-        """Where `rank` stands, by axis name; a `ValueError` for an unknown rank."""
+        """Return the coordinates of `rank` by axis name; raise `ValueError` for an unknown rank."""
         if rank not in self._coords:
             raise ValueError(f"rank {rank} is not in the layout; its ranks are {sorted(self._coords)}")
         return {name: int(index) for name, index in zip(self._names, self._coords[rank], strict=True)}
 
     def get_ranks_by_coord(self, **coords: int) -> list[int]:
-        """The ranks at these coordinates (any number of axes), sorted; none where a coordinate is out of range."""
+        """Return the sorted ranks at these coordinates, on any number of axes; empty if one is out of range."""
         index: list[Any] = [slice(None)] * self.ndim
         for name, coordinate in coords.items():
             axis = self.get_axis_index(name)
@@ -92,23 +92,25 @@ class NamedSharding:
         return sorted(int(rank) for rank in np.ravel(self._layout[tuple(index)]))
 
     def get_ranks(self, **coords: int) -> NamedSharding | int:
-        """The part at these coordinates with the axes that are left, or the rank when all axes are given.
+        """Return the sub-layout at these coordinates, or the rank if all axes are given.
 
-        A coordinate out of range is an `IndexError`.
+        The sub-layout keeps the axes that are not given. Raises `IndexError` for a coordinate that is out of range.
         """
         index: list[Any] = [slice(None)] * self.ndim
         for name, coordinate in coords.items():
             axis = self.get_axis_index(name)
             if not 0 <= coordinate < self._layout.shape[axis]:
-                raise IndexError(f"coordinate {coordinate} on axis '{name}' of size {self._layout.shape[axis]}")
+                raise IndexError(
+                    f"coordinate {coordinate} on axis '{name}' of size {self._layout.shape[axis]} is out of range"
+                )
             index[axis] = coordinate
-        part = self._layout[tuple(index)]
-        left = [name for name in self._names if name not in coords]
-        return NamedSharding(part, left) if left else int(part)
+        ranks = self._layout[tuple(index)]
+        remaining = [name for name in self._names if name not in coords]
+        return NamedSharding(ranks, remaining) if remaining else int(ranks)
 
     @staticmethod
     def is_axis_zero(coords: Mapping[str, int], axes: Iterable[str]) -> bool:
-        """True when `coords` is 0 on all of `axes`."""
+        """Return True if `coords` is 0 on all of `axes`."""
         return all(coords[axis] == 0 for axis in axes)
 
     def __eq__(self, other: object) -> bool:
@@ -124,21 +126,22 @@ class NamedSharding:
 
 
 def policy_sharding(world_size: int, parallelism: ParallelismConfig) -> NamedSharding:
-    """The layout of a policy's workers: pipeline, data, context, tensor parallel; data parallel takes what is left.
+    """Lay out a policy's workers as pipeline, data, context and tensor parallel.
 
-    A `ConfigError` when the workers cannot be divided into whole replicas of the model.
+    The data-parallel size is the number of replicas of the model. Raises `ConfigError` if the workers do not divide
+    into whole replicas.
     """
     shape = (parallelism.pipeline, data_parallel_size(world_size, parallelism), parallelism.context, parallelism.tensor)
     return NamedSharding(np.arange(world_size).reshape(shape), POLICY_AXES)
 
 
 def data_parallel_size(world_size: int, parallelism: ParallelismConfig) -> int:
-    """How many replicas of the model `world_size` workers hold, each with rows of its own.
+    """Return how many replicas of the model `world_size` workers hold; each replica gets its own rows.
 
-    A `ConfigError` when the workers cannot be divided into whole replicas.
+    Raises `ConfigError` if the workers do not divide into whole replicas.
     """
-    size, left = divmod(world_size, parallelism.model_size)
-    if left or size < 1:
+    size, remainder = divmod(world_size, parallelism.model_size)
+    if remainder or size < 1:
         raise ConfigError(
             f"{world_size} workers cannot hold whole replicas of the model: pipeline {parallelism.pipeline} x context "
             f"{parallelism.context} x tensor {parallelism.tensor} takes {parallelism.model_size} workers each; "

@@ -1,7 +1,7 @@
-"""The policy-worker interface: one process of the model that is trained.
+"""The policy-worker interface: one process of the model being trained.
 
-Names follow NeMo-RL's workers. `rlframework.policy.worker.PolicyWorkerBase` implements all that does not depend on
-the engine; a backend derives from it and supplies the primitives of `rlframework.policy.engine.Engine`.
+Names follow NeMo-RL's workers. `rlframework.policy.worker.PolicyWorkerBase` implements everything that does not depend
+on the engine; a backend derives from it and supplies the primitives of `rlframework.policy.engine.Engine`.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 class PolicyWorker(ABC):
     """One worker of a policy. Every method is called on all workers of the group at the same time.
 
-    Made with the keyword arguments of `PolicyWorkerBase`: `config` (the neutral keys), `tokenizer`, `backend_config`
-    (its own section), `context`, `init_optimizer`, `init_reference_model`, `generation` and `generation_target` (None:
-    it is not asked to generate), `processor_target`. A model that cannot be loaded is a `UserError`, and never one with
-    fresh weights in its place.
+    Constructed with the keyword arguments of `PolicyWorkerBase`: `config` (the backend-neutral keys), `tokenizer`,
+    `backend_config` (the backend's own section), `context`, `init_optimizer`, `init_reference_model`, `generation` and
+    `generation_target` (None if the worker will not be asked to generate), `processor_target`. Raises `UserError` for a
+    model that cannot be loaded; never falls back to freshly initialized weights.
 
-    Batches are right-padded, dimension 1 is the sequence: `input_ids [B, S]` int64, `input_lengths [B]` int64,
-    `token_mask [B, S]` and `sample_mask [B]` of 0 and 1. Each data-parallel rank gets its own rows. Results come back
-    on the CPU in the order of the rows. What the backend does not declare raises `NotSupported`.
+    Batches are right-padded, and dimension 1 is the sequence: `input_ids [B, S]` int64, `input_lengths [B]` int64,
+    `token_mask [B, S]` and `sample_mask [B]` of 0 and 1. Each data-parallel rank gets its own rows. Results are on the
+    CPU, in the order of the rows. Methods whose capability the backend does not declare raise `NotSupported`.
     """
 
     @abstractmethod
@@ -40,17 +40,22 @@ class PolicyWorker(ABC):
         gbs: int | None = None,
         mbs: int | None = None,
     ) -> dict[str, Any]:
-        """One optimizer step for each global batch of `gbs` rows over all ranks; `eval_mode`: none, nothing changes.
+        """Take one optimizer step for each global batch of `gbs` rows over all ranks; with `eval_mode`, only evaluate.
 
-        A batch without masks, or rows that do not divide, are a `BatchError` of each worker itself. A global batch
-        without a valid token takes no step; one whose gradient is not finite is skipped, and the
-        `non_finite_gradients.stop_after`-th in a row is `NonFiniteGradients`. Metrics whose names end in `_min` and
-        `_max` are extremes, others sums over microbatches and ranks; losses that want it find `entropy` in their data.
+        Evaluation changes no state. Each worker independently raises `BatchError` for a batch without masks or with
+        rows that do not divide into global batches. A global batch without valid tokens takes no step. One with a
+        non-finite gradient is skipped; `non_finite_gradients.stop_after` skips in a row raise `NonFiniteGradients`.
+        Losses with `wants_entropy` find `entropy` in their data.
 
-        Returns `global_loss` (CPU tensor, one value a global batch, the same on all ranks), `grad_norm` (CPU tensor,
-        one value a global batch, before clipping; None in eval mode), `metrics` (name to float: the loss's metrics over
-        all ranks, mean over global batches), `lr`, `skipped` (steps left out for a gradient that was not finite),
-        `global_valid_seqs`, `global_valid_toks`, `rank`, `times` (seconds by part).
+        The result has these entries:
+
+        - `global_loss`: CPU tensor, one value per global batch, the same on all ranks;
+        - `grad_norm`: CPU tensor, one value per global batch, before clipping; None in eval mode;
+        - `metrics`: name to float, the loss's metrics over all ranks, averaged over global batches. Within a global
+          batch, metrics whose names end in `_min` or `_max` are reduced to the extreme over microbatches and ranks, all
+          others to the sum;
+        - `lr`; `skipped`, the number of steps skipped for a non-finite gradient; `global_valid_seqs`;
+          `global_valid_toks`; `rank`; `times`, seconds by phase.
         """
 
     @abstractmethod
@@ -61,34 +66,35 @@ class PolicyWorker(ABC):
         positions: str = "all",
         entropy: bool = False,
     ) -> BatchedDataDict[Any]:
-        """`logprobs [B, S]` fp32: entry i is log p(token i | tokens before i); 0 at position 0 and at padding.
+        """Return `logprobs [B, S]` fp32: entry i is log p(token i | tokens before i); 0 at position 0 and at padding.
 
-        With `entropy`, also `entropy [B, S]` fp32 in nats: entry i is of the distribution that token i was drawn from.
+        With `entropy`, also return `entropy [B, S]` fp32 in nats: entry i is the entropy of the distribution that token
+        i was drawn from.
 
-        At the temperature of `generation.temperature`, at which samples are drawn (1 where that is 0, greedy).
-        `positions="token_mask"`: only where `token_mask` is not 0; `"loss"`: and in rows whose `sample_mask` is not 0;
-        0 elsewhere.
+        The temperature is `generation.temperature`, at which samples are drawn (1 if that is 0, for greedy decoding).
+        With `positions="token_mask"` only positions with nonzero `token_mask` are scored, with `"loss"` only those of
+        them in rows with nonzero `sample_mask`; the others are 0.
         """
 
     @abstractmethod
     def get_topk_logits(
         self, data: BatchedDataDict[Any], k: int, micro_batch_size: int | None = None, positions: str = "all"
     ) -> BatchedDataDict[Any]:
-        """`topk_logits [B, S, k]` fp32, largest first, and `topk_indices [B, S, k]` int64, the tokens they are of.
+        """Return `topk_logits [B, S, k]` fp32, largest first, and their token ids, `topk_indices [B, S, k]` int64.
 
-        Entry i is of the distribution that token i was drawn from, so logits are at the temperature of `get_logprobs`;
-        0 at position 0, at padding, and where `positions` does not ask.
+        Entry i belongs to the distribution that token i was drawn from, so logits have the temperature of
+        `get_logprobs`. Entries are 0 at position 0, at padding, and where `positions` excludes them.
         """
 
     @abstractmethod
     def get_reference_policy_logprobs(
         self, data: BatchedDataDict[Any], micro_batch_size: int | None = None, positions: str = "all"
     ) -> BatchedDataDict[Any]:
-        """`reference_logprobs [B, S]`: the same under the weights that the worker was built with."""
+        """Return `reference_logprobs [B, S]`: like `get_logprobs`, with the weights that the worker was built with."""
 
     @abstractmethod
     def use_reference_model(self) -> AbstractContextManager[None]:
-        """Inside, the worker holds the reference weights; afterwards its own again, whatever happened inside."""
+        """Context manager: swap in the reference weights; restore the policy's on exit, also after an exception."""
 
     @abstractmethod
     def generate(self, data: BatchedDataDict[Any], greedy: bool = False) -> BatchedDataDict[Any]:
@@ -96,64 +102,65 @@ class PolicyWorker(ABC):
 
     @abstractmethod
     def finish_generation(self) -> bool:
-        """Free what the embedded engine holds between rollouts; True when done."""
+        """Free memory that the embedded engine does not need between rollouts; return True when done."""
 
     @abstractmethod
     def save_pretrained(self, path: str) -> None:
-        """Write weights (fp32 safetensors), configuration and tokenizer as a Hugging Face directory, whole or not.
+        """Write weights (fp32 safetensors), configuration and tokenizer as a Hugging Face directory, atomically.
 
-        Rank 0 writes, all take part. Where it cannot be written: a `UserError`.
+        Rank 0 writes; all ranks must take part. Raises `UserError` if the directory cannot be written.
         """
 
     @abstractmethod
     def prepare_for_training(self, *args: Any, **kwargs: Any) -> dict[str, int]:
-        """Called before `train`: model and optimizer to the device.
+        """Onload model and optimizer to the device; called before `train`.
 
-        This transition and the others return the bytes that they moved of the `model` and of the `optimizer`. They
-        change no number, in whatever order they are called; a call that needs what is away brings it back.
+        Each of these transitions returns the bytes it moved of the `model` and of the `optimizer`. Transitions never
+        change results, in any order of calls; a call that needs offloaded state onloads it.
         """
 
     @abstractmethod
     def prepare_for_lp_inference(self) -> dict[str, int]:
-        """Called before scoring: model to the device, and with `policy.offload.optimizer` the optimizer to the CPU."""
+        """Onload the model and, with `policy.offload.optimizer`, offload the optimizer; called before scoring."""
 
     @abstractmethod
     def is_alive(self) -> bool:
-        """True."""
+        """Return True, which shows that the worker responds."""
 
     @abstractmethod
     def get_info(self) -> dict[str, Any]:
-        """`rank`, `pid`, `device`, `memory_bytes`, `threads`, and `versions` of the engine's packages.
+        """Return `rank`, `pid`, `device`, `memory_bytes`, `threads`, and `versions` of the engine's packages.
 
-        Where the worker can tell: `peak_memory_bytes`, the most since it was built or `reset_peak_memory_stats`.
+        Also `peak_memory_bytes`, the peak since the worker was built or since `reset_peak_memory_stats`, if the worker
+        can measure it.
 
-        The driver reads how this worker makes microbatches, to plan them for all ranks at once: `batching` (padded,
-        dynamic or packed; padded where it is not told), `preferred_tokens` of one, where the configuration does not
-        say, and `pad_multiple` that lengths are padded to.
+        The driver plans microbatches for all ranks from these optional keys: `batching` (padded, dynamic or packed;
+        padded if absent), `preferred_tokens` (tokens of a microbatch if the configuration sets none), and
+        `pad_multiple`, to which lengths are padded.
         """
 
     @abstractmethod
     def shutdown(self) -> None:
         """Leave the process group; free the model."""
 
-    # What it tells for people to look at: a backend may go without.
+    # Diagnostics, optional for a backend.
 
     def get_gpu_info(self) -> dict[str, Any]:
-        """What this worker runs on, for a person to read.
+        """Describe the hardware this worker runs on, for people to read.
 
         `rank`, `world_size`, `local_rank`, `local_device_id` (None on a CPU), `global_device_id` (`report_device_id`),
         `device_count`, `device_name`; in MiB `memory_allocated_mb`, `memory_reserved_mb`, `peak_memory_allocated_mb`,
         `peak_memory_reserved_mb` (on a CPU the process's resident memory, for both); `parameter_sample`: name, device,
-        shape and dtype of one weight; `env_vars`: CUDA*, LOCAL_RANK, RANK and WORLD_SIZE as they are set.
+        shape and dtype of one weight; `env_vars`: the values of CUDA*, LOCAL_RANK, RANK and WORLD_SIZE.
         """
-        raise NotSupported(f"{type(self).__name__} tells nothing of its device")
+        raise NotSupported(f"{type(self).__name__} does not describe its device")
 
     def report_device_id(self) -> str:
-        """`GPU-` and the UUID that NVML has for the GPU; of a CPU worker a name that no other process has."""
-        raise NotSupported(f"{type(self).__name__} does not name its device")
+        """Return `GPU-` and NVML's UUID of the GPU; for a CPU worker, a name that is unique to its process."""
+        raise NotSupported(f"{type(self).__name__} does not report its device id")
 
     def reset_peak_memory_stats(self) -> None:
-        """Count the peak memory from now on. What keeps no peak has nothing to do; not every system lets a process."""
+        """Restart the measurement of peak memory. Does nothing if the worker or its system does not measure it."""
 
     def start_profiling(
         self,
@@ -162,35 +169,35 @@ class PolicyWorker(ABC):
         record_shapes: bool = False,
         memory: bool = False,
     ) -> None:
-        """Note each operation of these `ranks` (None: all) from now on, with the torch profiler.
+        """Start recording every operation on these `ranks` (None: all) with the torch profiler.
 
-        `with_stack`: and the source line that it came from; `record_shapes`: of its arguments; `memory`: what it took
-        and freed.
+        `with_stack` also records the source line of each operation, `record_shapes` the shapes of its arguments, and
+        `memory` what it allocates and frees.
         """
         raise NotSupported(f"{type(self).__name__} has no profiler")
 
     def stop_profiling(self, folder: str | None) -> str | None:
-        """Note no more; write the trace to `folder`/rank-N.json.gz and return that path.
+        """Stop recording, write the trace to `folder`/rank-N.json.gz and return that path.
 
-        None where this rank was not profiled, and where `folder` is None: the trace is then thrown away.
+        Returns None if this rank was not profiled, and if `folder` is None, which discards the trace.
         """
         raise NotSupported(f"{type(self).__name__} has no profiler")
 
     def start_gpu_profiling(self) -> None:
-        """Begin a range of the CUDA profiler (`nsys --capture-range=cudaProfilerApi`); a GPU is needed."""
+        """Begin a range of the CUDA profiler (`nsys --capture-range=cudaProfilerApi`); requires a GPU."""
         raise NotSupported(f"{type(self).__name__} has no profiler")
 
     def stop_gpu_profiling(self) -> None:
-        """End the range."""
+        """End the range that `start_gpu_profiling` began."""
         raise NotSupported(f"{type(self).__name__} has no profiler")
 
-    # What a backend may do besides: each raises `NotSupported` unless it declares the capability.
+    # Optional capabilities: each method raises `NotSupported` unless the backend declares its capability.
 
     def score(self, data: BatchedDataDict[Any], micro_batch_size: int | None = None) -> BatchedDataDict[Any]:
-        """`scores [B]` fp32: what the head of a reward model (`policy.head=score`) says at each row's last token.
+        """Return `scores [B]` fp32: the output of a reward model's head (`policy.head=score`) at each row's last token.
 
-        The last token is told by `input_lengths`; 0 for a row without one. Capability `scoring`. A model that was
-        loaded for its scores has no log-probabilities and is not trained (`NotSupported`), and the other way round.
+        `input_lengths` gives the last token; a row without tokens scores 0. Capability `scoring`. A model loaded with a
+        score head cannot compute log-probabilities or be trained, and other models cannot score: `NotSupported`.
         """
         raise NotSupported(_undeclared(self, "give scores", "scoring"))
 
@@ -203,82 +210,86 @@ class PolicyWorker(ABC):
         form: str = "portable",
         asynchronous: bool = False,
     ) -> None:
-        """Write what training goes on from, each directory whole or not. Capability `portable_optimizer_state`.
+        """Write the state that training resumes from; each directory is written atomically.
 
-        `form="sharded"`: each worker writes its own pieces, with capability `sharded_checkpoints`; `asynchronous` then
-        returns when they are copied, and `finish_checkpoint` must follow. `form="native"`: in the engine's own format,
-        with capability `native_checkpoints`. Weights alone without `optimizer_path`.
+        Without `optimizer_path`, write weights only. Capability `portable_optimizer_state`. With `form="sharded"`
+        (capability `sharded_checkpoints`) each worker writes its own shards; with `asynchronous` the call then returns
+        as soon as they are copied, and `finish_checkpoint` must follow. With `form="native"` (capability
+        `native_checkpoints`) the checkpoint has the engine's own format.
         """
         raise NotSupported(_undeclared(self, "save its optimizer", "portable_optimizer_state"))
 
     def checkpoint_written(self) -> bool:
-        """Whether this worker has written its part of the last save, so that `finish_checkpoint` does not wait."""
+        """Return True if this worker has written its share of the last save and `finish_checkpoint` would not wait."""
         return True
 
     def finish_checkpoint(self) -> None:
-        """Wait for the last save and put it where it belongs; raises, on every worker, what failed on one.
+        """Wait for the last save and move it to its final path; if it failed on one worker, raise on every worker.
 
-        The next `save_checkpoint` and `load_checkpoint` do so too. Nothing where no save is under way.
+        The next `save_checkpoint` or `load_checkpoint` does the same. Does nothing if no save is in progress.
         """
 
     def load_checkpoint(self, weights_path: str, optimizer_path: str | None = None) -> None:
-        """Go on from what `save_checkpoint` wrote, in whichever form. Capability `portable_optimizer_state`.
+        """Resume from a checkpoint of `save_checkpoint`, in any of its forms. Capability `portable_optimizer_state`.
 
-        Files that are missing, truncated or damaged: a `DataError` that names the file, and nothing has changed. One
-        too for the native form of another backend.
+        Raises `DataError` naming the file, without changing any state, if files are missing, truncated or damaged, or
+        if the checkpoint is in the native form of another backend.
         """
         raise NotSupported(_undeclared(self, "load an optimizer", "portable_optimizer_state"))
 
     def save_adapter(self, path: str) -> None:
-        """Write the LoRA adapters, fp32, as a directory that peft reads, whole or not. Capability `lora`."""
+        """Write the LoRA adapters, fp32, as a directory that peft reads, atomically. Capability `lora`."""
         raise NotSupported(_undeclared(self, "save adapters", "lora"))
 
     def load_adapter(self, path: str) -> None:
-        """Take adapters that `save_adapter`, or peft, wrote of this base, rank and alpha. Capability `lora`.
+        """Load adapters that `save_adapter` or peft wrote for this base model, rank and alpha. Capability `lora`.
 
-        What does not fit is a `DataError`, and nothing has changed. The optimizer goes on with its moments.
+        Raises `DataError`, without changing any state, if they do not fit. The optimizer keeps its moments.
         """
         raise NotSupported(_undeclared(self, "load adapters", "lora"))
 
     def init_collective(self, ip: str, port: int, world_size: int) -> None:
-        """Form the process group of a refit with engines in other processes. Capability `collective_refit`.
+        """Form the process group for refits of engines in other processes. Capability `collective_refit`.
 
-        Rank 0 alone joins, as rank 0 of `world_size`, which is 1 and the number of engines; it listens at `ip` and
-        `port`. A `RefitError` where the engines do not come within `generation.refit.deadline` seconds.
+        Only rank 0 joins, as rank 0 of `world_size`, which is 1 plus the number of engines; it listens at `ip` and
+        `port`. Raises `RefitError` if the engines do not join within `generation.refit.deadline` seconds.
         """
         raise NotSupported(_undeclared(self, "send weights over a process group", "collective_refit"))
 
     def prepare_info_for_collective(self) -> dict[str, Any]:
-        """Name to (shape, dtype) of what is sent, by either transport, in order. Capability `collective_refit`.
+        """Return name to (shape, dtype) of the weights that either transport sends, in order.
 
-        Names and whole shapes are those of `save_pretrained`; floating-point weights go in `generation.refit.dtype`,
-        others as they are.
+        Names and unsharded shapes are those of `save_pretrained`. Floating-point weights are sent in
+        `generation.refit.dtype`, all others unchanged. Capability `collective_refit`.
         """
         raise NotSupported(_undeclared(self, "send weights over a process group", "collective_refit"))
 
     def broadcast_weights_for_collective(self) -> None:
-        """Send all weights to the engines in the group, while they receive. Capability `collective_refit`.
+        """Broadcast all weights to the engines in the group, which must be receiving. Capability `collective_refit`.
 
-        An engine that is gone, that takes longer than `generation.refit.deadline` seconds for a group of weights, or
-        that finds something wrong is a `RefitError` of rank 0. The other ranks leave the call as ever, and all of them
-        go on; after the first two cases `init_collective` is needed again.
+        Rank 0 raises `RefitError` if an engine is gone, takes longer than `generation.refit.deadline` seconds for a
+        group of weights, or detects an error; the other ranks return normally. All ranks stay usable, but if an
+        engine was gone or too slow, `init_collective` must be called again.
         """
         raise NotSupported(_undeclared(self, "send weights over a process group", "collective_refit"))
 
-    def prepare_weights_for_ipc(self, rooms: Mapping[str, Any] | None = None) -> tuple[list[tuple[str, int]], float]:
-        """Begin a refit: names and bytes of the weights as they are sent, and the bytes that are free for a group.
+    def prepare_weights_for_ipc(
+        self, receive_buffers: Mapping[str, Any] | None = None
+    ) -> tuple[list[tuple[str, int]], float]:
+        """Begin a refit; return the names and bytes of the weights as sent, and the bytes available for one group.
 
-        `rooms`: device id to what an engine there answered to `offer_refit_memory`; weights are written there then.
-        Capability `ipc_refit`.
+        `receive_buffers`: device id to the result of `offer_refit_memory` of an engine there; weights are then written
+        to these buffers. Capability `ipc_refit`.
         """
         raise NotSupported(_undeclared(self, "share weights with another process", "ipc_refit"))
 
     def get_weights_ipc_handles(self, keys: Iterable[str]) -> dict[str, Any]:
-        """Device id to the handles of the named weights for processes on that device. Capability `ipc_refit`.
+        """Return device id to the handles of the named weights, for processes on that device. Capability `ipc_refit`.
 
-        All ranks gather; on CPUs the first rank of each machine answers for it, the others with nothing. Where no
-        engine offered memory, the third group before it is written over, so that must have been read by then. Without
-        `prepare_weights_for_ipc` before it, once a refit, a `RefitNotPrepared`.
+        All ranks take part in gathering the weights. On CPUs the first rank of each machine returns the handles and the
+        others an empty dictionary. If no engine offered memory, each call overwrites the group of three calls before,
+        which must have been read by then. Raises `RefitNotPrepared` unless `prepare_weights_for_ipc` has been called
+        for this refit.
         """
         raise NotSupported(_undeclared(self, "share weights with another process", "ipc_refit"))
 
@@ -286,5 +297,5 @@ class PolicyWorker(ABC):
 def _undeclared(worker: PolicyWorker, what: str, capability: str) -> str:
     return (
         f"{type(worker).__name__} does not {what}: its backend does not declare {capability}; choose a policy.backend "
-        "that does: see `rlframework plugins`"
+        "that does (see `rlframework plugins`)"
     )

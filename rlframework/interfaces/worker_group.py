@@ -1,7 +1,8 @@
 """The worker-group interface: N worker processes that the driver calls as one.
 
-Names and meaning follow NeMo-RL's `RayWorkerGroup`. Here: workers on one machine or several, sharded and replicated
-axes, single calls and shutdown. Not here: groups that share devices, generators (`distributed.worker_groups`).
+Names and semantics follow NeMo-RL's `RayWorkerGroup`. Covers workers on one or several machines, sharded and replicated
+axes, calls to a single worker, and shutdown. Does not cover groups that share devices, or generators: see
+`rlframework.workers.ray`.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """Who a worker is: passed to its constructor as `context`.
+    """A worker's place in its group, passed to its constructor as `context`.
 
-    `device` is "cpu" or "cuda"; a worker on a GPU sees that one only, as device 0, whatever its `local_rank`.
-    `local_rank` counts the workers of one machine from 0, `node_rank` the machines in the order of ranks; `node` is the
-    address of the worker's own machine (empty where there is one only) and `master_addr` one of rank 0's.
-    `deadline` is the time in seconds that forming the process group and each collective may take.
+    `device` is "cpu" or "cuda"; a worker on a GPU sees only that GPU, as device 0, regardless of its `local_rank`.
+    `local_rank` numbers the workers of one machine from 0, `node_rank` numbers the machines in the order of ranks.
+    `node` is the address of the worker's own machine (empty if there is only one); `master_addr` is an address of rank
+    0's machine. `deadline` is the time limit, in seconds, for forming the process group and for each collective.
     """
 
     rank: int = 0
@@ -40,12 +41,13 @@ class WorkerContext:
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """What to start: an import path `module:Class`, its constructor arguments, and what must be the same on both sides.
+    """The worker class to start, its constructor arguments, and the plugins that driver and workers must agree on.
 
-    `part` is the kind and name of the plugin part that the worker is: a worker in another process looks it up among
-    the plugins that it finds itself, and takes the class from there. `fingerprint` maps plugin name to (distribution,
-    version) as the driver sees it; each worker compares it with what it finds itself, and a difference is a
-    `PluginError`. `plugins` are the modules that the configuration names.
+    `target` is an import path `module:Class` and `kwargs` its constructor arguments. `part` is the kind and name under
+    which a plugin registered the worker: a worker in another process looks it up among the plugins it finds itself and
+    uses the class registered there. `fingerprint` maps plugin names to (distribution, version) as seen by the driver;
+    each worker compares it with the plugins it finds, and raises `PluginError` if they differ. `plugins` are the
+    modules that the configuration names.
     """
 
     target: str
@@ -58,9 +60,10 @@ class WorkerSpec:
 
 @dataclass
 class MultiWorkerFuture:
-    """Results on their way: `futures[i]` belongs to `called_workers[i]`; those of `return_from_workers` are kept.
+    """A call in progress: `futures[i]` is the result of worker `called_workers[i]`.
 
-    `deadline`: seconds that they may take, in place of `deadlines.call`; a group may do without it.
+    Only the results of the workers in `return_from_workers` are returned. `deadline`: time limit in seconds that
+    overrides `deadlines.call`; a group need not support it.
     """
 
     futures: list[Any]
@@ -69,35 +72,37 @@ class MultiWorkerFuture:
     deadline: float | None = None
 
     def get_results(self, worker_group: Any, return_generators_as_proxies: bool = False) -> list[Any]:
-        """What `worker_group`, which began the calls, says of them: see its `get_all_worker_results`."""
-        more = {"return_generators_as_proxies": True} if return_generators_as_proxies else {}
-        results: list[Any] = worker_group.get_all_worker_results(self, **more)
+        """Return `worker_group.get_all_worker_results(self)`, of the group that started the calls."""
+        options = {"return_generators_as_proxies": True} if return_generators_as_proxies else {}
+        results: list[Any] = worker_group.get_all_worker_results(self, **options)
         return results
 
 
 class WorkerGroup(ABC):
     """N workers of one class, called together.
 
-    An implementation starts them in its constructor and returns when all are up, or raises: `DeadlineExceeded` after
-    `config.deadlines.start` seconds, saying what it waited for and what was there; `WorkerError` with the rank and the
-    traceback of a worker that failed; `UserError` where it cannot have these workers on this machine, such as more
-    than there are GPUs. An error of a worker that is itself one of rlframework's comes back as that class, so that a
-    mistake of the user is told as such.
+    Starting: the constructor starts the workers and returns when all are ready. It raises `DeadlineExceeded` after
+    `config.deadlines.start` seconds, saying what it was waiting for and what had arrived; `WorkerError` with the rank
+    and traceback of a worker that failed; and `UserError` if the machine cannot run these workers, for example if it
+    has too few GPUs. An rlframework error raised by a worker is re-raised with its own class, so that a user's mistake
+    is reported as such.
 
-    What is wrong with a call itself reaches no worker, and the group goes on: positional arguments, and arguments that
-    cannot be sent to another process, are a `TypeError`; shares that are not those of the axis a `BatchError`; an axis
-    that is not there a `ValueError`. (Where only one worker's share cannot be sent the group may end instead.)
+    Invalid calls reach no worker and leave the group usable: positional arguments, and arguments that cannot be sent to
+    another process, raise `TypeError`; shards that do not match their axis raise `BatchError`; an unknown axis raises
+    `ValueError`. (If only one worker's shard cannot be sent, the group may shut down instead.)
 
-    A call fails with the first worker that raises, dies or answers what cannot be sent (`WorkerError`, with its rank,
-    told at once, whatever the others do; a `WorkerLost` where it died, never where it raised), or with the deadline
-    (`DeadlineExceeded`, with the ranks that did not answer). After that the group is unusable: its processes are gone,
-    and every call is a `WorkerError`. No process outlives the run, however it ends, and none outlives `shutdown`.
+    Failing calls: as soon as one worker raises, dies or returns a result that cannot be sent, the call fails with a
+    `WorkerError` that names its rank (`WorkerLost` if and only if the worker died), without waiting for the others. At
+    the deadline it fails with a `DeadlineExceeded` that names the ranks that did not answer. The group is unusable
+    afterwards: its processes are gone, and every call raises `WorkerError`. No process outlives the run, however the
+    run ends, and none outlives `shutdown`.
 
-    Workers have processes of their own, and their arguments are their own: a worker may write into them, and nobody
-    else sees it. (They need not be copies: memory may be shared until it is written to, so a worker that only reads is
-    the faster one, and one that keeps a tensor of a large argument keeps all of it.) A group whose one worker is in the
-    driver's process differs: arguments are handed over as they are and must not be changed, its worker's exceptions
-    pass through as they are, the group stays usable after one, and deadlines do not apply.
+    Arguments: workers run in separate processes and own their arguments; a worker may write to them without affecting
+    anyone else. (They need not be copies. Memory may be shared until it is written to, so a worker that only reads
+    is faster, and a worker that keeps one tensor of a large argument keeps the whole argument alive.)
+
+    A group whose only worker is in the driver's process differs: arguments are passed by reference and must not be
+    modified, the worker's exceptions are raised unchanged and leave the group usable, and deadlines do not apply.
     """
 
     @abstractmethod
@@ -107,11 +112,11 @@ class WorkerGroup(ABC):
     @property
     @abstractmethod
     def sharding(self) -> NamedSharding:
-        """The axes of the group: pipeline_parallel, data_parallel, context_parallel, tensor_parallel."""
+        """The layout of the group: pipeline_parallel, data_parallel, context_parallel, tensor_parallel."""
 
     @abstractmethod
     def run_single_worker_single_data(self, method_name: str, worker_idx: int, **kwargs: Any) -> MultiWorkerFuture:
-        """Call `method_name` on worker `worker_idx` alone; its result is the only one. No such worker: `IndexError`."""
+        """Call `method_name` on worker `worker_idx` only; raise `IndexError` if there is no such worker."""
 
     @abstractmethod
     def run_all_workers_multiple_data(
@@ -122,17 +127,20 @@ class WorkerGroup(ABC):
         common_kwargs: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> MultiWorkerFuture:
-        """Call `method_name` with entry i of each of `kwargs` on the i-th worker; `common_kwargs` go to all.
+        """Call `method_name` on the i-th worker with entry i of each of `kwargs`; all workers get `common_kwargs`.
 
-        Each value is a list with one entry for each worker that is called: all, or those at 0 on
-        `run_rank_0_only_axes`. Anything else, and no value at all, is a `BatchError`.
+        Each value is a list with one entry per called worker: all workers, or those at coordinate 0 on
+        `run_rank_0_only_axes`. Raises `BatchError` for any other value, and if `kwargs` is empty.
         """
 
     @abstractmethod
     def run_all_workers_single_data(
         self, method_name: str, *, run_rank_0_only_axes: Sequence[str] | None = None, **kwargs: Any
     ) -> MultiWorkerFuture:
-        """Call `method_name` on all workers with the same arguments; skip those not at 0 on the named axes."""
+        """Call `method_name` on all workers with the same arguments.
+
+        With `run_rank_0_only_axes`, only on those at coordinate 0 on these axes.
+        """
 
     @abstractmethod
     def run_all_workers_sharded_data(
@@ -146,22 +154,23 @@ class WorkerGroup(ABC):
         common_kwargs: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> MultiWorkerFuture:
-        """Call `method_name` with each worker's share of `kwargs`.
+        """Call `method_name` on each worker with its shard of `kwargs`.
 
-        Each value is a list indexed by the worker's coordinate on the axes of `in_sharded_axes`, in that order;
-        `common_kwargs` go to all as they are. An axis that is neither sharded nor replicated is free: only coordinate
-        0 is called (the others get None for every argument with `make_dummy_calls_to_free_axes`). Results are kept
-        from coordinate 0 of the free axes and of `output_is_replicated`, in the order of worker indices.
+        Each value is a list, nested in the order of `in_sharded_axes` and indexed by the worker's coordinates on these
+        axes; all workers get `common_kwargs` unchanged. An axis that is neither sharded nor replicated is free: only
+        coordinate 0 is called (with `make_dummy_calls_to_free_axes` the others are called with None for every
+        argument). Results are returned from coordinate 0 of the free axes and of `output_is_replicated`, in the order
+        of worker indices.
         """
 
     @abstractmethod
     def get_all_worker_results(self, future: MultiWorkerFuture) -> list[Any]:
-        """Wait for `future`, at most `deadlines.call` seconds; the kept results in the order of worker indices."""
+        """Wait for `future`, at most `deadlines.call` seconds; return its results in the order of worker indices."""
 
     @abstractmethod
     def shutdown(self, cleanup_method: str | None = None, timeout: float | None = None) -> bool:
-        """Call `cleanup_method` on all, wait at most `timeout` (default `deadlines.shutdown`), then end the workers.
+        """Call `cleanup_method` on all workers, then end them; return whether all of them ended cleanly.
 
-        Idempotent: the clean-up is called once. False, and no exception, when a worker did not end in peace: its
-        clean-up raised or took too long, or it was dead.
+        Waits at most `timeout` seconds, by default `deadlines.shutdown`. Idempotent: the clean-up is called once.
+        Returns False, without an exception, if a worker was dead or its clean-up raised or took too long.
         """

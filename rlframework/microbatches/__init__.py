@@ -1,1 +1,1 @@
-"""Rows become microbatches: global batches and their counts, model inputs, and NeMo-RL's functions for both."""
+"""From rows to microbatches: global batches and their counts, model inputs, and NeMo-RL's functions for both."""

@@ -1,7 +1,7 @@
-"""The default data processor: a worker's rows become padded, dynamic or packed microbatches, text or multimodal.
+"""The default data processor: splits a worker's rows, text or multimodal, into padded, dynamic or packed microbatches.
 
-All index work is vectorised; each row's tokens are copied once, or not at all where rows already lie side by side.
-NeMo-RL's functions for the same, which take its dictionaries, are in `processing` and can be imported from here.
+All index arithmetic is vectorized. Each row's tokens are copied at most once, and not at all if the rows of a
+microbatch are consecutive. NeMo-RL's functions for the same purpose are in `nemo_rl`, and re-exported by this module.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ __all__ = [
 
 
 class MicrobatchProcessor(DataProcessor):
-    """Rows of tokens, and what comes with them, for any causal language model."""
+    """Makes microbatches of token rows and their accompanying values, for any causal language model."""
 
     def process_global_batch(
         self,
@@ -81,14 +81,16 @@ class MicrobatchProcessor(DataProcessor):
             to_device(
                 make_microbatch(data, rows, packed=packed, positions=positions, pad_multiple=rule.pad_multiple), device
             )
-            for rows in grouped_rows(data, plan, rows_with_targets(data, positions), rule.pad_multiple)
+            for rows in rows_by_microbatch(data, plan, rows_with_targets(data, positions), rule.pad_multiple)
         ]
 
 
-def grouped_rows(data: BatchedDataDict[Any], plan: BatchPlan, wanted: Tensor, pad_multiple: int = 1) -> list[Tensor]:
-    """The rows of `data` for which `wanted [B]` holds, by microbatch.
+def rows_by_microbatch(
+    data: BatchedDataDict[Any], plan: BatchPlan, wanted: Tensor, pad_multiple: int = 1
+) -> list[Tensor]:
+    """Return the rows of `data` for which `wanted [B]` is true, by microbatch.
 
-    The groups are those that the driver has planned, where `data` carries them; else `plan` makes them.
+    Uses the microbatches that the driver planned if `data` carries them, otherwise groups the rows by `plan`.
     """
     if data.micro_batch_indices is None or plan.mode == "padded":
         rows = wanted.nonzero()[:, 0]
@@ -102,9 +104,9 @@ def grouped_rows(data: BatchedDataDict[Any], plan: BatchPlan, wanted: Tensor, pa
 
 
 def group_rows(lengths: Sequence[int], plan: BatchPlan, pad_multiple: int = 1) -> list[list[int]]:
-    """Indices into `lengths`, grouped into microbatches by `plan`.
+    """Return indices into `lengths`, grouped into microbatches by `plan`.
 
-    No dynamic or packed group exceeds `plan.tokens`, its padding to `pad_multiple` included.
+    No dynamic or packed group exceeds `plan.tokens`, including its padding to `pad_multiple`.
     """
     if plan.mode == "padded":
         return [list(range(start, min(start + plan.rows, len(lengths)))) for start in range(0, len(lengths), plan.rows)]
@@ -119,30 +121,30 @@ def group_rows(lengths: Sequence[int], plan: BatchPlan, pad_multiple: int = 1) -
 def make_microbatch(
     data: BatchedDataDict[Any], rows: Tensor, *, packed: bool, positions: str, pad_multiple: int = 1
 ) -> Microbatch:
-    """The microbatch of `rows [b]` of `data`, on the device of `data`. See `Microbatch` for the fields."""
-    part = _rows_of(data, rows)
-    lengths = part["input_lengths"].to(torch.int64)
-    real = real_tokens(part)
-    input_ids = part["input_ids"].to(torch.int64).where(real, 0)  # what stands in the padding need not be a token
+    """Make a `Microbatch` of `rows [b]` of `data`, on the device of `data`."""
+    selected = _select_rows(data, rows)
+    lengths = selected["input_lengths"].to(torch.int64)
+    real = real_tokens(selected)
+    input_ids = selected["input_ids"].to(torch.int64).where(real, 0)  # padding need not contain valid token ids
     width = input_ids.shape[1]
-    row, column = _wanted_targets(part, real, positions).nonzero(as_tuple=True)
+    row, column = _wanted_targets(selected, real, positions).nonzero(as_tuple=True)
     before = 0 if positions == "last" else 1  # the token that predicts the target
-    multimodal, bounds = has_media(part), None
+    multimodal, bounds = has_media(selected), None
     if packed:
         if multimodal:
             raise BatchError(
-                f"multimodal rows ({sorted(part.get_multimodal_dict())}) cannot be packed; set policy.batching.mode to "
-                "dynamic or padded"
+                f"multimodal rows ({sorted(selected.get_multimodal_dict())}) cannot be packed; set "
+                "policy.batching.mode to dynamic or padded"
             )
         inputs, bounds = packed_inputs(input_ids, lengths, pad_multiple)
         head_positions = bounds[row] + column - before
     else:
         inputs = padded_inputs(input_ids, pad_multiple)
         head_positions = row * inputs.seq_len + column - before
-        if multimodal:  # the model places text and media itself
-            inputs.vlm_kwargs, inputs.position_ids = part.get_multimodal_dict(as_tensors=True), None
+        if multimodal:  # the model computes the positions of text and media
+            inputs.vlm_kwargs, inputs.position_ids = selected.get_multimodal_dict(as_tensors=True), None
     return Microbatch(
-        data_dict=part,
+        data_dict=selected,
         processed_inputs=inputs,
         original_batch_size=len(rows),
         original_seq_len=width,
@@ -154,10 +156,10 @@ def make_microbatch(
     )
 
 
-def _rows_of(data: BatchedDataDict[Any], rows: Tensor) -> BatchedDataDict[Any]:
-    """`rows` of `data`, cut to the longest of them: views where they lie side by side, else one copy."""
+def _select_rows(data: BatchedDataDict[Any], rows: Tensor) -> BatchedDataDict[Any]:
+    """Return `rows` of `data`, truncated to the longest of them: as views if they are consecutive, else as one copy."""
     full_width, width = data["input_ids"].shape[1], int(data["input_lengths"][rows].max())
-    cut = type(data)(
+    truncated = type(data)(
         {
             key: value[:, :width]
             if isinstance(value, Tensor) and value.ndim >= 2 and value.shape[1] == full_width
@@ -167,12 +169,12 @@ def _rows_of(data: BatchedDataDict[Any], rows: Tensor) -> BatchedDataDict[Any]:
     )
     first, last = int(rows[0]), int(rows[-1])
     if last - first == len(rows) - 1 and bool((rows.diff() == 1).all()):
-        return cut.slice(first, last + 1)
-    return cut.select_indices(rows)
+        return truncated.slice(first, last + 1)
+    return truncated.select_indices(rows)
 
 
 def _wanted_targets(rows: BatchedDataDict[Any], real: Tensor, positions: str) -> Tensor:
-    """`[b, S']` bool: the tokens whose log-probability is wanted, never position 0; of `last`, each row's last."""
+    """Return `[b, S']` bool: the tokens to score, never at position 0; with `last`, the last token of each row."""
     if positions == "last":
         last: Tensor = torch.arange(real.shape[1], device=real.device) == rows["input_lengths"][:, None] - 1
         return last
@@ -182,7 +184,7 @@ def _wanted_targets(rows: BatchedDataDict[Any], real: Tensor, positions: str) ->
 
 
 def make_dummy(data: BatchedDataDict[Any], *, packed: bool, pad_multiple: int = 1) -> Microbatch:
-    """A microbatch that counts for nothing: the shortest row of `data`, or one token where no row has any."""
+    """Make a microbatch that contributes nothing: the shortest row of `data`, or one token if all rows are empty."""
     lengths = data["input_lengths"]
     shortest = int(lengths.masked_fill(lengths == 0, torch.iinfo(lengths.dtype).max).argmin())
     row = data.slice(shortest, shortest + 1)
@@ -193,7 +195,7 @@ def make_dummy(data: BatchedDataDict[Any], *, packed: bool, pad_multiple: int = 
 
 
 def to_device(microbatch: Microbatch, device: torch.device) -> Microbatch:
-    """Move the tensors of `microbatch` but `rows` and `cu_seqlens`, in place; on the CPU nothing is copied."""
+    """Move the tensors of `microbatch`, except `rows` and `cu_seqlens`, in place; does nothing for the CPU."""
     if device.type == "cpu":
         return microbatch
     for name in ("head_positions", "targets", "scatter"):

@@ -1,7 +1,4 @@
-"""The rows of a global batch and the counts that losses are divided by; what tokens and masks must be like.
-
-Left out: microbatches (`processing`, `microbatches`).
-"""
+"""The rows of a global batch, the counts that losses are divided by, and the checks of tokens and masks."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rlframework.batch.batch_rows import described, is_integral
+from rlframework.batch.batch_rows import describe, is_integral
 from rlframework.batch.collectives import sum_over_ranks
 from rlframework.errors import BatchError, BatchKeyError, BatchTypeError
 from rlframework.interfaces.loss import LossType
@@ -30,17 +27,19 @@ def process_global_batch(
     batch_idx: int,
     batch_size: int | None,
 ) -> dict[str, Any]:
-    """This rank's rows of a global batch, and what losses are divided by.
+    """Return this rank's rows of a global batch and the counts that losses are divided by.
 
-    Returns `batch`: `data.get_batch(batch_idx, batch_size)`; `global_valid_seqs`: the sum of `sample_mask [B]`;
-    `global_valid_toks`: that of `token_mask[:, 1:] * sample_mask[:, None]` (nothing predicts the first token). The last
-    two are 0-dimensional fp32 on the device of the batch, summed over `dp_group` (None: this rank alone), in one
-    exchange of two numbers. A rank may have no rows.
+    - `batch`: `data.get_batch(batch_idx, batch_size)`;
+    - `global_valid_seqs`: the sum of `sample_mask [B]`;
+    - `global_valid_toks`: the sum of `token_mask[:, 1:] * sample_mask[:, None]` (nothing predicts the first token).
 
-    Not as in NeMo-RL: without `token_mask [B, S]`, every real token but the first of a row counts (of `input_lengths`,
-    else of S; there it is all S); all that is wrong is a `BatchError` before ranks talk to each other; nothing is
-    moved to CUDA. Masks of the wrong shape are refused, and on the CPU rows whose masks sum up to what is negative or
-    not finite; on a GPU that would wait for the device.
+    The counts are 0-dim fp32 tensors on the device of the batch, summed over `dp_group` (None: this rank only) in one
+    all-reduce of two numbers. A rank may have no rows.
+
+    Differences from NeMo-RL: without `token_mask [B, S]`, every real token of a row except the first counts, by
+    `input_lengths` or else by S (NeMo-RL counts all S). Every error is raised as a `BatchError` before the ranks
+    communicate. Nothing is moved to CUDA. Masks of the wrong shape raise; so do, on the CPU, masks whose sum over a row
+    is negative or not finite (on a GPU this check would have to wait for the device).
     """
     batch = data.get_batch(batch_idx, batch_size)
     if "input_ids" in batch:
@@ -64,25 +63,25 @@ def process_global_batch(
 
 
 def check_tokens(data: BatchedDataDict[Any]) -> Tensor:
-    """`input_ids`; a `BatchError` unless they are integers `[B, S]` and `input_lengths`, if there, integers `[B]`."""
+    """Return `input_ids`; raise `BatchError` unless they are integers `[B, S]`, and `input_lengths` integers `[B]`."""
     input_ids, lengths = data.get("input_ids"), data.get("input_lengths")
     if input_ids is None:
         raise BatchKeyError(f"input_ids must be present in the data; it has {sorted(data, key=str)}")
     if not is_integral(input_ids) or input_ids.ndim != 2:
-        raise BatchTypeError(f"input_ids must be a tensor of integer token ids [B, S], got {described(input_ids)}")
+        raise BatchTypeError(f"input_ids must be a tensor of integer token ids [B, S], got {describe(input_ids)}")
     if lengths is None:
         return input_ids
     if not isinstance(lengths, Tensor) or lengths.shape != input_ids.shape[:1]:
-        raise BatchError(f"input_lengths must be a tensor of {len(input_ids)} lengths, got {described(lengths)}")
+        raise BatchError(f"input_lengths must be a tensor of {len(input_ids)} lengths, got {describe(lengths)}")
     if not is_integral(lengths):
-        raise BatchTypeError(f"input_lengths must be whole numbers, got {described(lengths)}")
+        raise BatchTypeError(f"input_lengths must be integers, got {describe(lengths)}")
     return input_ids
 
 
 def check_sequence_dim(data: BatchedDataDict[Any], *, skip_keys: Collection[str] | None = None) -> tuple[int, int]:
-    """`(1, S)`: the dimension of the sequence, and its length, which is that of `input_ids [B, S]`.
+    """Return `(1, S)`: the sequence dimension and its length, taken from `input_ids [B, S]`.
 
-    `BatchError` unless all tensors of two and more dimensions, but those of `skip_keys`, have S at dimension 1.
+    Raises `BatchError` unless all tensors of at least two dimensions, except those in `skip_keys`, have length S there.
     """
     if isinstance(skip_keys, str):
         raise BatchTypeError(f"skip_keys must be a list of keys, got {skip_keys!r}")
@@ -90,52 +89,53 @@ def check_sequence_dim(data: BatchedDataDict[Any], *, skip_keys: Collection[str]
     for key, value in data.items():
         if isinstance(value, Tensor) and value.ndim >= 2 and value.shape[1] != width and key not in skipped:
             raise BatchError(
-                f"Dim 1 must be the sequence dim, expected dim 1={width} as input_ids has it, but {key!r} is "
-                f"{described(value)}: pad it on the right, or name it in skip_keys"
+                f"Dim 1 must be the sequence dim, expected dim 1={width} as in input_ids, but {key!r} is "
+                f"{describe(value)}: pad it on the right, or add it to skip_keys"
             )
     return 1, width
 
 
 def read_mask(batch: BatchedDataDict[Any], key: str, ndim: int) -> Tensor | None:
-    """`batch[key]`, None where it is absent; a `BatchError` unless it is a tensor of `ndim` dimensions, 1 or 2.
+    """Return `batch[key]`, None if absent; raise `BatchError` unless it is a tensor of `ndim` dimensions, 1 or 2.
 
-    They must be those of `input_ids [B, S]`, or without `input_ids` as many rows as `batch` has. Values are not read.
+    Its shape must match `input_ids [B, S]` or, without `input_ids`, the number of rows of `batch`. Does not read
+    values.
     """
     mask = batch.get(key)
     if mask is None:
         return None
     if not isinstance(mask, Tensor) or mask.ndim != ndim or mask.is_complex():
-        raise BatchError(f"{key} must be a tensor {('[B]', '[B, S]')[ndim - 1]} of real numbers, got {described(mask)}")
+        raise BatchError(f"{key} must be a tensor {('[B]', '[B, S]')[ndim - 1]} of real numbers, got {describe(mask)}")
     input_ids = batch.get("input_ids")
     known = input_ids.shape[:ndim] if isinstance(input_ids, Tensor) else (batch.size,)
     if mask.shape[: len(known)] != known:
         allowed = ", ".join(map(str, [*known, "S"][:ndim]))
-        raise BatchError(f"{key} must have the shape [{allowed}], as the rows have it; got {described(mask)}")
+        raise BatchError(f"{key} must have the shape [{allowed}] to match the rows, got {describe(mask)}")
     return mask
 
 
 def _check_weights(name: str, rows: Tensor) -> None:
-    """`BatchError` unless the sums `rows [B]` of a mask are finite and not negative; not read on a GPU."""
+    """Raise `BatchError` unless a mask's sums `rows [B]` are finite and at least 0; not checked on a GPU."""
     if rows.device.type != "cpu":
         return
-    wrong = ~((rows >= 0) & (rows < torch.inf))  # NaN is neither
+    wrong = ~((rows >= 0) & (rows < torch.inf))  # false for NaN
     if bool(wrong.any()):
         row = int(wrong.nonzero()[0])
-        raise BatchError(f"{name} must hold finite numbers of 0 or more; those of row {row} sum up to {rows[row]:g}")
+        raise BatchError(f"{name} must have finite values of at least 0; those of row {row} add up to {rows[row]:g}")
 
 
 def _all_targets(batch: BatchedDataDict[Any]) -> Tensor:
-    """`[B]`: tokens of each row that another precedes."""
+    """Return `[B]`: the number of tokens of each row, except its first."""
     input_ids = check_tokens(batch)
     count, width = input_ids.shape
     if "input_lengths" not in batch:
         return torch.full((count,), max(width - 1, 0), dtype=torch.float32, device=input_ids.device)
-    lengths: Tensor = batch["input_lengths"].to(torch.int64)  # uint8 has no -1
+    lengths: Tensor = batch["input_lengths"].to(torch.int64)  # so that lengths - 1 does not wrap around in uint8
     if lengths.device.type == "cpu" and bool(((lengths < 0) | (lengths > width)).any()):
-        raise BatchError(f"input_lengths lie in {int(lengths.min())}..{int(lengths.max())}; allowed is 0..{width}")
+        raise BatchError(f"input_lengths are in {int(lengths.min())}..{int(lengths.max())}; allowed is 0..{width}")
     return (lengths - 1).clamp(min=0).to(torch.float32)
 
 
 def _value(member: Any) -> Any:
-    """The value of an enum's member: NeMo-RL's loss types are not ours, but have the same values."""
+    """Return the value of an enum member: NeMo-RL's loss types are another enum with the same values."""
     return getattr(member, "value", member)

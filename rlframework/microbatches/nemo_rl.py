@@ -1,9 +1,9 @@
-"""Microbatches from NeMo-RL's dictionaries: the functions of its `models/automodel/data.py`, by their names.
+"""Microbatches from NeMo-RL's dictionaries: the functions of its `models/automodel/data.py`, under their names.
 
-They read `cfg["dynamic_batching"]`, `cfg["sequence_packing"]` and `cfg["dtensor_cfg"]`; a batch is a `BatchedDataDict`
-with `input_ids [B, S]` and `input_lengths [B]`, sharded by `shard_by_batch_size` where rows are packed or batched
-dynamically. Our own workers take `microbatches.MicrobatchProcessor` instead, which shares `process_global_batch`.
-Left out: what the model does with it.
+They read `cfg["dynamic_batching"]`, `cfg["sequence_packing"]` and `cfg["dtensor_cfg"]`. A batch is a `BatchedDataDict`
+with `input_ids [B, S]` and `input_lengths [B]`, a shard of `shard_by_batch_size` if rows are packed or batched
+dynamically. The workers of this framework use `data_processor.MicrobatchProcessor` instead, which shares
+`process_global_batch`.
 """
 
 from __future__ import annotations
@@ -39,30 +39,31 @@ __all__ = [
 def process_microbatch(
     mb: BatchedDataDict[Any], tokenizer: Any, enable_seq_packing: bool, cfg: Mapping[str, Any], cp_size: int
 ) -> ProcessedInputs:
-    """What the model's forward takes of the rows of `mb`, on their device; tokens of any integers become int64.
+    """Make the inputs of the model's forward from the rows of `mb`, on their device; tokens become int64.
 
-    - Padded: `input_ids [B, S]` as they are, an attention mask of ones (bool: padding on the right is invisible under
-      causal attention, and a mask without holes lets attention take its causal kernel), positions `[B, S]`.
-    - Packed (`enable_seq_packing`): one row `[1, L]` by `pack_sequences`, no mask, positions that start again with each
-      sequence, and its bounds in `flash_attn_kwargs`.
-    - Multimodal: what `mb.get_multimodal_dict` has, in `vlm_kwargs`; `position_ids` None, as the model makes its own.
-    - With `cp_size > 1`: no mask, `seq_index [1, L]`, and `cp_buffers`: `input_ids`, `position_ids` and `seq_index`
-      themselves, which torch's context parallelism splits in place. They share no memory with `mb`, and L is a
-      multiple of `2 * cp_size`, which it needs to balance the ranks.
+    - Padded: `input_ids [B, S]` unchanged, an attention mask of ones (bool: right padding is invisible under causal
+      attention, and a mask without holes allows the causal kernel), and positions `[B, S]`.
+    - Packed (`enable_seq_packing`): one row `[1, L]` made by `pack_sequences`, no mask, positions that restart with
+      each sequence, and the bounds of the sequences in `flash_attn_kwargs`.
+    - Multimodal: `vlm_kwargs` are `mb.get_multimodal_dict`; `position_ids` is None, as the model computes its own.
+    - With `cp_size > 1`: no mask, `seq_index [1, L]`, and as `cp_buffers` the tensors `input_ids`, `position_ids` and
+      `seq_index` themselves, which torch's context parallelism shards in place. They share no memory with `mb`, and L
+      is a multiple of `2 * cp_size`, which its load balancing needs.
 
-    Not as in NeMo-RL: tensors stay on the device of `mb`, CUDA or not; a packed row is not filled up to
-    `cfg["sequence_packing"]["train_mb_tokens"]`, because nobody reads that padding. What is added for context
-    parallelism is the tokenizer's end-of-sequence token.
+    Differences from NeMo-RL: tensors stay on the device of `mb`, CUDA or not. A packed row is not padded to
+    `cfg["sequence_packing"]["train_mb_tokens"]`, as nothing reads that padding. Padding for context parallelism is the
+    tokenizer's end-of-sequence token.
 
-    `BatchError` for rows of a wrong shape, and for multimodal rows with packing, context or sequence parallelism.
+    Raises `BatchError` for rows of a wrong shape, and for multimodal rows with packing, context or sequence
+    parallelism.
     """
     input_ids = _check_rows(mb, enable_seq_packing, cfg, cp_size).to(torch.int64)
     multiple = 2 * cp_size if cp_size > 1 else 1
-    filling = _padding_value(tokenizer)
+    pad_value = _padding_value(tokenizer)
     if enable_seq_packing:
-        inputs = _packed(input_ids, mb["input_lengths"], filling, multiple)
+        inputs = _packed(input_ids, mb["input_lengths"], pad_value, multiple)
     else:
-        inputs = _padded(input_ids, filling, multiple, with_mask=cp_size == 1)
+        inputs = _padded(input_ids, pad_value, multiple, with_mask=cp_size == 1)
         if mb.get_multimodal_dict():
             inputs.vlm_kwargs = mb.get_multimodal_dict(as_tensors=True, device=input_ids.device)
             inputs.position_ids = None
@@ -74,9 +75,9 @@ def process_microbatch(
 def make_processed_microbatch_iterator(
     raw_iterator: Iterator[BatchedDataDict[Any]], tokenizer: Any, cfg: Mapping[str, Any], cp_size: int
 ) -> Iterator[ProcessedMicrobatch]:
-    """Each microbatch of `raw_iterator` and what the model gets of it, made when it is asked for.
+    """Yield each microbatch of `raw_iterator` with its model inputs, which are made lazily.
 
-    Rows are packed where `cfg["sequence_packing"]["enabled"]` is true; the section may be absent.
+    Rows are packed if `cfg["sequence_packing"]["enabled"]` is true; the section may be absent.
     """
     packing = _enabled(cfg, "sequence_packing")
     for rows in raw_iterator:
@@ -88,41 +89,44 @@ def make_processed_microbatch_iterator(
 def get_microbatch_iterator(
     data: BatchedDataDict[Any], cfg: Mapping[str, Any], mbs: int, dp_mesh: Any, tokenizer: Any, cp_size: int = 1
 ) -> tuple[Iterator[ProcessedMicrobatch], int]:
-    """The microbatches of one global batch, and how many of them are real; what comes after those is dummies.
+    """Return the microbatches of one global batch and how many of them are real; the ones after those are dummies.
 
-    `cfg["dynamic_batching"]["enabled"]` (must be there): the microbatches that `shard_by_batch_size` planned, each as
-    wide as its longest row; or `cfg["sequence_packing"]["enabled"]`: its bins, each packed into one row; with neither,
-    `mbs` rows each.
+    With `cfg["dynamic_batching"]["enabled"]`, a required key, they are the microbatches that `shard_by_batch_size`
+    planned, each as wide as its longest row; with `cfg["sequence_packing"]["enabled"]` its bins, each packed into one
+    row; with neither, `mbs` rows each.
 
-    Ranks may have different numbers of microbatches, or no rows at all. All of them run as many forwards as the rank
-    with most: dummies follow the real microbatches, which repeat those in order (or hold one row of one token, where
-    there are none). The caller multiplies the loss of a dummy by 0 and drops what it returns. `dp_mesh`: the
-    data-parallel ranks, as a `DeviceMesh` of one dimension or a process group; None: the default group, or this rank
-    alone where there is none.
+    Ranks may have different numbers of microbatches, or no rows at all, but all must run as many forward passes as the
+    rank with the most. So the real microbatches are followed by dummies that repeat them in order, or that have one row
+    of one token if the rank has none. The caller multiplies the loss of a dummy by 0 and discards its results.
+    `dp_mesh` is the data-parallel ranks: a `DeviceMesh` of one dimension, a process group, or None for the default
+    group (only this rank, if no default group exists).
 
-    Not as in NeMo-RL: it asks all ranks of the run for their number and ignores `dp_mesh`; it makes dummies for packed
-    microbatches only. Wrong keys, shapes and settings are a `BatchError` here, not at the first microbatch.
+    Differences from NeMo-RL, which takes the maximum over all ranks of the run and ignores `dp_mesh`, and makes dummies
+    for packed microbatches only. Invalid keys, shapes and settings raise `BatchError` in this call, not at the first
+    microbatch.
     """
     make, count = _raw_microbatches(data, cfg, mbs)
     _check_rows(data, _enabled(cfg, "sequence_packing"), cfg, cp_size)
     group = _group_of(dp_mesh)
     most = count if group is None else int(max_over_ranks(torch.tensor(count), group))
-    again = cycle(make()) if count else repeat(_one_token(data))
-    raw = chain(make(), islice(again, most - count))
+    dummies = cycle(make()) if count else repeat(_one_token(data))
+    raw = chain(make(), islice(dummies, most - count))
     return make_processed_microbatch_iterator(raw, tokenizer, cfg, cp_size), count
 
 
 def _raw_microbatches(
     data: BatchedDataDict[Any], cfg: Mapping[str, Any], mbs: int
 ) -> tuple[Callable[[], Iterator[BatchedDataDict[Any]]], int]:
-    """What makes an iterator over the real microbatches of `data`, and how many there are."""
+    """Return a function that makes an iterator over the real microbatches of `data`, and their number."""
     dynamic, packing = _enabled(cfg, "dynamic_batching", required=True), _enabled(cfg, "sequence_packing")
     if dynamic and packing:
-        raise BatchError("cfg switches on both dynamic_batching and sequence_packing; rows go one way: choose one")
+        raise BatchError("cfg enables both dynamic_batching and sequence_packing; enable only one of them")
     if not dynamic and not packing:
         mbs = read_count(mbs, "mbs", 1)
         if data.size % mbs:
-            raise BatchError(f"{data.size} rows do not divide into microbatches of {mbs}")
+            raise BatchError(
+                f"{data.size} rows do not divide into microbatches of {mbs} rows; choose an mbs that divides them"
+            )
         return lambda: data.make_microbatch_iterator(mbs), data.size // mbs
     if dynamic:
         return data.make_microbatch_iterator_with_dynamic_shapes, data.get_microbatch_iterator_dynamic_shapes_len()
@@ -133,7 +137,7 @@ def _raw_microbatches(
 
 
 def _one_token(data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
-    """A row of one token 0 that counts for nothing, with the tensors and lists of `data`; media are left out."""
+    """Make a row of one token 0 that contributes nothing, with the tensors and lists of `data` but without media."""
     width = data["input_ids"].shape[1]
     row: dict[str, Any] = {}
     for key, value in data.items():
@@ -148,37 +152,37 @@ def _one_token(data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
 
 
 def _group_of(dp_mesh: Any) -> dist.ProcessGroup | None:
-    """The process group of `dp_mesh`; None where this rank is alone."""
+    """Return the process group of `dp_mesh`; None if this rank is alone."""
     if dp_mesh is None:
         return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     if isinstance(dp_mesh, DeviceMesh):
         if dp_mesh.ndim != 1:
             raise BatchError(
-                f"dp_mesh has the dimensions {dp_mesh.mesh_dim_names or dp_mesh.ndim}; give the data-parallel one "
-                'alone, as in mesh["dp"]'
+                f"dp_mesh has the dimensions {dp_mesh.mesh_dim_names or dp_mesh.ndim}; pass the data-parallel one "
+                'only, as in mesh["dp"]'
             )
         return dp_mesh.get_group()
     if not isinstance(dp_mesh, dist.ProcessGroup):
-        raise BatchTypeError(f"dp_mesh is a {type(dp_mesh).__name__}; give a DeviceMesh, a process group or None")
+        raise BatchTypeError(f"dp_mesh is a {type(dp_mesh).__name__}; pass a DeviceMesh, a process group or None")
     return dp_mesh
 
 
-def _packed(input_ids: Tensor, lengths: Tensor, filling: int, multiple: int) -> ProcessedInputs:
+def _packed(input_ids: Tensor, lengths: Tensor, pad_value: int, multiple: int) -> ProcessedInputs:
     known = lengths.cpu()
     tokens = round_up(int(known.sum()), multiple)
     packed, positions, _ = pack_sequences(
-        input_ids, known, [len(input_ids)], filling, return_attention_mask=False, min_seq_len=tokens
+        input_ids, known, [len(input_ids)], pad_value, return_attention_mask=False, min_seq_len=tokens
     )
     return ProcessedInputs(
         packed, tokens, position_ids=positions, flash_attn_kwargs=get_flash_attention_kwargs(lengths)
     )
 
 
-def _padded(input_ids: Tensor, filling: int, multiple: int, *, with_mask: bool) -> ProcessedInputs:
+def _padded(input_ids: Tensor, pad_value: int, multiple: int, *, with_mask: bool) -> ProcessedInputs:
     rows, width = input_ids.shape
     length = round_up(width, multiple)
     return ProcessedInputs(
-        input_ids=pad(input_ids, (0, length - width), value=filling) if length > width else input_ids,
+        input_ids=pad(input_ids, (0, length - width), value=pad_value) if length > width else input_ids,
         seq_len=length,
         attention_mask=torch.ones(rows, length, dtype=torch.bool, device=input_ids.device) if with_mask else None,
         position_ids=torch.arange(length, device=input_ids.device).repeat(rows, 1),
@@ -187,41 +191,45 @@ def _padded(input_ids: Tensor, filling: int, multiple: int, *, with_mask: bool) 
 
 def _add_context_parallel_buffers(inputs: ProcessedInputs, mb: BatchedDataDict[Any]) -> None:
     if inputs.input_ids is mb["input_ids"]:
-        inputs.input_ids = inputs.input_ids.clone()  # what is split in place must not be the batch
+        inputs.input_ids = inputs.input_ids.clone()  # it will be sharded in place, and the batch must not be
     assert inputs.position_ids is not None
     inputs.seq_index = torch.arange(inputs.seq_len, device=inputs.input_ids.device)[None]
     inputs.cp_buffers = [inputs.input_ids, inputs.position_ids, inputs.seq_index]
 
 
 def _check_rows(data: BatchedDataDict[Any], packing: bool, cfg: Mapping[str, Any], cp_size: int) -> Tensor:
-    """`input_ids`; a `BatchError` where these rows cannot be processed in this way."""
+    """Return `input_ids`; raise `BatchError` if these rows cannot be processed with these settings."""
     input_ids = check_tokens(data)
     if packing and "input_lengths" not in data:
-        raise BatchKeyError(f"input_lengths must be present in rows that are packed; they have {sorted(data, key=str)}")
+        raise BatchKeyError(f"input_lengths must be present to pack rows; the data has {sorted(data, key=str)}")
     read_count(cp_size, "cp_size", 1)
     media = sorted(data.get_multimodal_dict())
     sequence_parallel = bool(_section(cfg, "dtensor_cfg").get("sequence_parallel", False))
-    asked = {"sequence packing": packing, "context parallelism": cp_size > 1, "sequence parallelism": sequence_parallel}
-    refused = [feature for feature, on in asked.items() if on and media]
-    if refused:
+    requested = {
+        "sequence packing": packing,
+        "context parallelism": cp_size > 1,
+        "sequence parallelism": sequence_parallel,
+    }
+    unsupported = [feature for feature, enabled in requested.items() if enabled and media]
+    if unsupported:
         raise BatchError(
-            f"multimodal rows ({', '.join(media)}) are not supported for {' and '.join(refused)}: switch that off"
+            f"multimodal rows ({', '.join(media)}) are not supported with {' and '.join(unsupported)}; disable it"
         )
     return input_ids
 
 
 def _section(cfg: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """`cfg[name]`; empty where it is absent or None."""
+    """Return `cfg[name]`, or an empty section if it is absent or None."""
     if not isinstance(cfg, Mapping):
         raise BatchTypeError(f"cfg must be a dictionary with sections such as {name}, got a {type(cfg).__name__}")
     found = cfg.get(name) or {}
     if not isinstance(found, Mapping):
-        raise BatchError(f"cfg[{name!r}] must be a section with keys of its own, got {found!r}")
+        raise BatchError(f"cfg[{name!r}] must be a section (a dictionary), got {found!r}")
     return found
 
 
 def _enabled(cfg: Mapping[str, Any], name: str, *, required: bool = False) -> bool:
-    """Whether `cfg[name]["enabled"]` is true; absent is false, unless it is `required`."""
+    """Whether `cfg[name]["enabled"]` is true; if absent, false, or an error if it is `required`."""
     found = _section(cfg, name)
     if required and "enabled" not in found:
         raise BatchKeyError(f"cfg must have a section {name} with the key enabled, got {cfg.get(name)!r}")
@@ -229,6 +237,6 @@ def _enabled(cfg: Mapping[str, Any], name: str, *, required: bool = False) -> bo
 
 
 def _padding_value(tokenizer: Any) -> int:
-    """The token that fills rows up where they must be: nobody reads it, but the model must know it."""
+    """Return the padding token: its value does not matter, but the model must have an embedding for it."""
     tokens = (getattr(tokenizer, name, None) for name in ("eos_token_id", "pad_token_id"))
     return int(next((token for token in tokens if token is not None), 0))

@@ -1,6 +1,7 @@
-"""What must hold of a batch before it is trained on or scored, and which of its rows are work.
+"""Checks of a batch before training or scoring, and selection of the rows that take part.
 
-`check_rows` is cheap and done wherever rows arrive; `check_contents` reads every token and is done once, by the driver.
+`check_rows` is cheap and is called by every receiver of rows; `check_contents` reads every token and is called only by
+the driver.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ if TYPE_CHECKING:
 
 
 def check_rows(data: BatchedDataDict[Any]) -> None:
-    """`BatchError` unless `data` has rows of tokens in the shapes that it must have.
+    """Raise `BatchError` unless the tensors of `data` have the required shapes.
 
-    `input_ids [B, S]`, `input_lengths [B]` whole numbers from 0 to S, and where they are there `sample_mask [B]` and
-    `token_mask [B, S]`. Tensors of more dimensions have S, or 1, at dimension 1.
+    Required: `input_ids [B, S]`; `input_lengths [B]`, integers from 0 to S; `sample_mask [B]` and `token_mask [B, S]`,
+    if present; and S or 1 at dimension 1 of all tensors that have it.
     """
     width = check_tokens(data).shape[1]
     for key, dimensions in (("token_mask", 2), ("sample_mask", 1)):
@@ -34,25 +35,25 @@ def check_rows(data: BatchedDataDict[Any]) -> None:
     if len(wrong):
         row = int(wrong[0])
         raise BatchError(
-            f"row {row} has input_lengths {int(lengths[row])}; the columns of input_ids allow 0 to {width}"
+            f"row {row} has input_lengths {int(lengths[row])}; allowed is 0 to {width}, the columns of input_ids"
         )
 
 
 def check_contents(data: BatchedDataDict[Any], vocabulary: int | None = None) -> None:
-    """`BatchError` unless the rows of `data`, which `check_rows` passed, hold what they must.
+    """Raise `BatchError` unless the values of `data`, which has passed `check_rows`, are valid.
 
-    At least one has a token; tokens are ids below `vocabulary` (None: not known), whatever the padding is; and
-    `token_mask` is 0 on padding.
+    At least one row must have a token; tokens, but not padding, must be ids from 0 to below `vocabulary` (None:
+    unknown); and `token_mask` must be 0 on padding.
     """
     ids, lengths, real = data["input_ids"], data["input_lengths"], real_tokens(data)
     if not bool((lengths > 0).any()):
-        raise BatchError(f"none of the {len(lengths)} rows has a token: input_lengths are all 0")
+        raise BatchError(f"none of the {len(lengths)} rows has a token: all input_lengths are 0")
     unknown = (ids < 0) if vocabulary is None else (ids < 0) | (ids >= vocabulary)
     if bool(unknown.logical_and_(real).any()):
         row, column = unknown.nonzero()[0].tolist()
-        allowed = "0 or more" if vocabulary is None else f"0 to {vocabulary - 1}, which the model has embeddings for"
+        allowed = "0 or more" if vocabulary is None else f"0 to {vocabulary - 1}, the model's embeddings"
         raise BatchError(
-            f"row {row} has the token {int(ids[row, column])} at position {column}; allowed is {allowed}. Is it from "
+            f"row {row} has token {int(ids[row, column])} at position {column}; allowed is {allowed}. Is it from "
             "another tokenizer, or is the row shorter than its input_lengths?"
         )
     if "token_mask" not in data:
@@ -61,37 +62,37 @@ def check_contents(data: BatchedDataDict[Any], vocabulary: int | None = None) ->
     if bool(stray.any()):
         row, column = stray.nonzero()[0].tolist()
         raise BatchError(
-            f"token_mask of row {row} is set at position {column}, which is padding: the row has "
-            f"{int(lengths[row])} tokens. Set it to 0 there"
+            f"token_mask of row {row} is set at position {column}, which is padding, as the row has "
+            f"{int(lengths[row])} tokens; set it to 0 there"
         )
 
 
 def check_fits(longest: int, mode: str, tokens: int) -> None:
-    """`BatchError` where a row of `longest` tokens is more than a microbatch may have."""
+    """Raise `BatchError` if a row of `longest` tokens exceeds the limit of a microbatch."""
     if longest > tokens:
         raise BatchError(
-            f"a row has {longest} tokens, but a {mode} microbatch may have {tokens}; raise policy.batching.tokens (or "
-            "logprob_tokens, when scoring) or shorten the rows"
+            f"a row has {longest} tokens, but a {mode} microbatch may have {tokens}; raise policy.batching.tokens "
+            "(policy.batching.logprob_tokens for scoring) or shorten the rows"
         )
 
 
 def real_tokens(data: BatchedDataDict[Any]) -> Tensor:
-    """`[B, S]` bool: what is no padding."""
+    """Return `[B, S]` bool: False at padding."""
     input_ids = data["input_ids"]
     real: Tensor = torch.arange(input_ids.shape[1], device=input_ids.device) < data["input_lengths"][:, None]
     return real
 
 
 def rows_with_targets(data: BatchedDataDict[Any], positions: str) -> Tensor:
-    """`[B]` bool: the rows that are any work at `positions`; `BatchError` if that is none of `DataProcessor`'s."""
+    """Return `[B]` bool: rows with at least one target at `positions`; raise `BatchError` for unknown `positions`."""
     if positions == "last":
-        there: Tensor = data["input_lengths"] > 0
-        return there
+        has_tokens: Tensor = data["input_lengths"] > 0
+        return has_tokens
     if positions == "all":
         long_enough: Tensor = data["input_lengths"] > 1
         return long_enough
     if positions not in ("token_mask", "loss"):
-        raise BatchError(f"positions is {positions!r}; take 'all', 'token_mask', 'loss' or 'last'")
+        raise BatchError(f"unknown positions {positions!r}; use 'all', 'token_mask', 'loss' or 'last'")
     for key in ("token_mask", "sample_mask")[: 1 if positions == "token_mask" else 2]:
         if key not in data:
             raise BatchError(f"{key} must be present in the data for positions={positions!r}; it has {sorted(data)}")

@@ -1,1 +1,1 @@
-"""Models of transformers as training engines share them. Imported by plugins, and in their worker processes only."""
+"""transformers models as the training engines use them. Imported only by plugins, in their worker processes."""

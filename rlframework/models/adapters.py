@@ -1,8 +1,9 @@
-"""LoRA with peft: adapters in a model of transformers, their first values, and names as outside.
+"""LoRA with peft: inject adapters into a transformers model, initialize them, and map their names.
 
-peft puts a layer of its own around each linear layer that is adapted: `LAYER.base_layer`, `LAYER.lora_A.default` and
-`LAYER.lora_B.default`. An engine splits the three like any other; outside they are called
-`LAYER.weight`, `LAYER.lora_A.weight` and `LAYER.lora_B.weight`. peft is imported where there are adapters only.
+peft wraps each adapted linear layer in its own layer class, with the parameters `LAYER.base_layer`,
+`LAYER.lora_A.default` and `LAYER.lora_B.default`. An engine shards the three like any other; files and refits use their
+external names, `LAYER.weight`, `LAYER.lora_A.weight` and `LAYER.lora_B.weight`. peft is imported only when LoRA is
+used.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ from rlframework.policy.lora_math import A, B, initial_a, is_adapter, merge
 from rlframework.policy.model_state import WeightSpec
 
 ADAPTER = "default"
-"""peft's name of the only adapter."""
+"""peft's name for the only adapter."""
 
 
 def inject(model: Any, lora: LoraConfig) -> None:
-    """Put adapters around the layers that `lora` names, in place; nothing but them has a gradient afterwards.
+    """Add adapters to the layers that `lora` names, in place, and freeze all other parameters.
 
-    They are on the meta device until `initialize`. A `ConfigError` where a name is of no linear layer, or of the head.
+    The adapters stay on the meta device until `initialize`. Raises `ConfigError` for a name that matches no linear
+    layer, or matches an embedding or the head.
     """
     from peft import LoraConfig as PeftConfig
     from peft import inject_adapter_in_model
@@ -36,7 +38,7 @@ def inject(model: Any, lora: LoraConfig) -> None:
     _require_layers(model, lora)
     config = PeftConfig(
         r=lora.rank,
-        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # a float is as good
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # floats work too
         lora_dropout=0.0,
         target_modules=list(lora.target_modules),
         bias="none",
@@ -47,9 +49,9 @@ def inject(model: Any, lora: LoraConfig) -> None:
 
 
 def freeze(model: nn.Module) -> None:
-    """Nothing but the adapters of `model` has a gradient. Again after splitting, which makes parameters anew."""
+    """Freeze all parameters of `model` but the adapters. Repeat after sharding, which replaces the parameters."""
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(is_inside(name))
+        parameter.requires_grad_(is_adapter_parameter(name))
 
 
 def _require_layers(model: Any, lora: LoraConfig) -> None:
@@ -64,78 +66,81 @@ def _require_layers(model: Any, lora: LoraConfig) -> None:
         if not found or set(found) - linear:
             known = ", ".join(sorted({name.rpartition(".")[2] for name in linear})) or "none"
             raise ConfigError(
-                f"policy.lora.target_modules names {target!r}, which is no linear layer of {type(model).__name__}; "
-                f"those that adapters can be put around: {known}"
+                f"policy.lora.target_modules names {target!r}, which is not a linear layer of {type(model).__name__}; "
+                f"layers that can have adapters: {known}"
             )
     if not wanted:
-        raise ConfigError("policy.lora.target_modules is empty: there would be nothing to train")
+        raise ConfigError(
+            "policy.lora.target_modules is empty, so nothing would be trained; name at least one linear layer"
+        )
 
 
 def layers_of(model: nn.Module) -> dict[str, Any]:
-    """The layers with adapters by their paths; none where there is no LoRA."""
-    # not by peft's class: without LoRA it is not imported
+    """Return the layers with adapters by path; empty without LoRA."""
+    # recognized by attribute: peft's class is not imported without LoRA
     return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
 
 
 @torch.no_grad()
-def initialize(model: nn.Module, lora: LoraConfig, put: Callable[[Tensor, Tensor], None]) -> None:
-    """Give the adapters of `model`, split or not, their first values: A by name and seed, B zeros. No collective.
+def initialize(model: nn.Module, lora: LoraConfig, write: Callable[[Tensor, Tensor], None]) -> None:
+    """Initialize the adapters of `model`, sharded or not: A from its name and the seed, B with zeros. No collective.
 
-    `put(parameter, value)` writes this rank's part of a whole value.
+    `write(parameter, value)` writes this rank's shard of a full value.
     """
     for layer, module in layers_of(model).items():
-        for part in (module.lora_A[ADAPTER], module.lora_B[ADAPTER]):
-            if part.weight.is_meta:
-                part.to_empty(device=module.base_layer.weight.device)
+        for projection in (module.lora_A[ADAPTER], module.lora_B[ADAPTER]):
+            if projection.weight.is_meta:
+                projection.to_empty(device=module.base_layer.weight.device)
         a = module.lora_A[ADAPTER].weight
-        put(a, initial_a(layer + A, tuple(a.shape), lora.seed))
+        write(a, initial_a(layer + A, tuple(a.shape), lora.seed))
         module.lora_B[ADAPTER].weight.zero_()
 
 
-def is_inside(name: str) -> bool:
-    """Whether a parameter of the model is an adapter's, by its name in the model."""
+def is_adapter_parameter(name: str) -> bool:
+    """Return True if `name`, a parameter's name in the model, is an adapter's."""
     return f".lora_A.{ADAPTER}." in name or f".lora_B.{ADAPTER}." in name
 
 
-def outside(name: str) -> str:
-    """What a parameter or buffer of the model is called outside."""
-    if is_inside(name):
+def external_name(name: str) -> str:
+    """Return the external name of a parameter or buffer of the model."""
+    if is_adapter_parameter(name):
         return name.replace(f".{ADAPTER}.", ".")
     return name.replace(".base_layer.", ".")
 
 
-def switch(model: nn.Module, *, on: bool) -> None:
-    """The layers of `model` are adapted, or those of its base.
+def set_adapters_enabled(model: nn.Module, enabled: bool) -> None:
+    """Enable or disable the adapters of `model`.
 
-    peft sets flags on the parameters too, so an engine must have let go of gathered ones: those of the pieces count.
+    peft also sets flags on the parameters, so an engine must have released gathered parameters: the flags must be set
+    on the sharded ones.
     """
     for layer in layers_of(model).values():
-        layer.enable_adapters(on)
+        layer.enable_adapters(enabled)
 
 
 class ModelAdapters(Adapters, ABC):
-    """The primitives of `rlframework.policy.lora.Adapters`, for a worker with a model of `inject`."""
+    """The primitives of `rlframework.policy.lora.Adapters`, for a worker whose model went through `inject`."""
 
     model: Any
-    _bare: bool = False
-    """Whether the adapters are switched off just now."""
+    _adapters_disabled: bool = False
+    """Whether `without_adapters` is active."""
 
     @abstractmethod
-    def _held(self) -> dict[str, Tensor]:
-        """Weights and adapters by the names outside, in pieces."""
+    def _named_tensors(self) -> dict[str, Tensor]:
+        """Return the sharded weights and adapters by external name."""
 
     @abstractmethod
-    def _whole(self, tensor: Tensor) -> Tensor:
-        """All of one of them. Collective."""
+    def _gather_tensor(self, tensor: Tensor) -> Tensor:
+        """Return the full tensor of one of `_named_tensors`. Collective."""
 
     @abstractmethod
-    def _put(self, tensor: Tensor, value: Tensor) -> None:
-        """Write this rank's part of the whole `value` into one of them, in place. No collective."""
+    def _write_tensor(self, tensor: Tensor, value: Tensor) -> None:
+        """Write this rank's shard of the full `value` into one of `_named_tensors`, in place. No collective."""
 
     def _adapters(self) -> dict[str, Tensor]:
         if self.config.lora is None:
             self._no_adapters()
-        return {name: tensor for name, tensor in self._held().items() if is_adapter(name)}
+        return {name: tensor for name, tensor in self._named_tensors().items() if is_adapter(name)}
 
     def adapter_specs(self) -> dict[str, WeightSpec]:
         """See `Adapters.adapter_specs`."""
@@ -145,34 +150,39 @@ class ModelAdapters(Adapters, ABC):
         """See `Adapters.gather_adapters`."""
         adapters = self._adapters()
         for name in names:
-            yield name, self._whole(adapters[name])
+            yield name, self._gather_tensor(adapters[name])
 
     @torch.no_grad()
     def take_adapters(self, adapters: Mapping[str, Tensor]) -> None:
         """See `Adapters.take_adapters`."""
         for name, tensor in self._adapters().items():
-            self._put(tensor, adapters[name])
+            self._write_tensor(tensor, adapters[name])
 
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
         """See `Adapters.without_adapters`."""
-        if self._bare:
+        if self._adapters_disabled:
             yield
             return
-        self._adapters()  # lets go of gathered parameters, and so it does below
+        self._adapters()  # releases gathered parameters, here and below
         try:
-            self._bare = True
-            switch(self.model, on=False)
+            self._adapters_disabled = True
+            set_adapters_enabled(self.model, False)
             yield
         finally:
             self._adapters()
-            switch(self.model, on=True)
-            self._bare = False
+            set_adapters_enabled(self.model, True)
+            self._adapters_disabled = False
 
     @torch.no_grad()
-    def _merged(self, name: str, held: Mapping[str, Tensor]) -> Tensor:
-        """The whole weight `name` of `held` with its adapter, where it has one that is on. Collective."""
-        weight, layer = self._whole(held[name]), name.removesuffix(".weight")
-        if self.config.lora is None or self._bare or layer + A not in held:
+    def _merged(self, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Return the full weight `name` of `tensors`, merged with its adapter if it has an enabled one. Collective."""
+        weight, layer = self._gather_tensor(tensors[name]), name.removesuffix(".weight")
+        if self.config.lora is None or self._adapters_disabled or layer + A not in tensors:
             return weight
-        return merge(weight, self._whole(held[layer + A]), self._whole(held[layer + B]), self.config.lora.scale)
+        return merge(
+            weight,
+            self._gather_tensor(tensors[layer + A]),
+            self._gather_tensor(tensors[layer + B]),
+            self.config.lora.scale,
+        )

@@ -1,10 +1,11 @@
-"""Attention by segments: a packed row whose sequences do not see each other, without a mask of L x L.
+"""Attention for packed rows: causal within each sequence, without an L x L mask.
 
-On a GPU in half precision by one kernel for the whole row (`varlen`), elsewhere a call for each run of one length.
+On a GPU in half precision, one kernel computes the whole row (`varlen`); elsewhere there is one call per run of
+sequences of equal length.
 
-Registered in `transformers.AttentionInterface` under `SEGMENTS`; they come as `segments`, a
-keyword of the model's forward. No mask function is registered under that name, so transformers makes no mask. Runs on
-any device. Left out: soft-capped scores and attention sinks, which are refused.
+Registered in `transformers.AttentionInterface` under `SEGMENTS`; the sequences are passed as `segments`, a keyword of
+the model's forward. No mask function is registered under that name, so transformers creates no mask. Runs on any
+device. Not supported: soft-capped scores and attention sinks, which are rejected.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ SEGMENTS = "rlframework_segments"
 
 
 class Segments:
-    """The sequences of a packed row: `runs`, (length, count) of each run of one length, attended to in one call.
+    """The sequences of a packed row.
 
-    `bounds`: where each begins, and where the last ends; `longest`: the most tokens of one. An object of its own, and
-    not numbers, so that `torch.compile` does not compile a forward for each row.
+    `bounds`: the start of each sequence and the end of the last; `longest`: the length of the longest; `runs`: (length,
+    count) of each run of sequences of equal length, computed in one call. It is an object rather than numbers so that
+    `torch.compile` does not recompile the forward for every row.
     """
 
     def __init__(self, bounds: Sequence[int]) -> None:
@@ -38,14 +40,14 @@ class Segments:
         self._on_device: Tensor | None = None
 
     def bounds_on(self, device: torch.device) -> Tensor:
-        """`bounds` as int32 on `device`, made once for all layers."""
+        """Return `bounds` as int32 on `device`, created once for all layers."""
         if self._on_device is None:
             self._on_device = torch.tensor(self.bounds, dtype=torch.int32, device=device)
         return self._on_device
 
 
 def require_plain_scores(softcap: float | None, s_aux: Tensor | None, cannot: str, remedy: str) -> None:
-    """`NotSupported` for what our attentions leave out."""
+    """Raise `NotSupported` for soft-capped scores and attention sinks."""
     if softcap is not None or s_aux is not None:
         raise NotSupported(f"{cannot} soft-capped scores or attention sinks; {remedy}")
 
@@ -65,12 +67,11 @@ def segment_attention(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each segment of a packed row.
+    """Compute causal attention within each sequence of a packed row.
 
-    `query [1, heads, L, D]`, `key` and `value [1, kv_heads, L, D]`; the sequences are those of `segments`.
-    Returns `[1, L, heads, D]`.
+    `query [1, heads, L, D]`, `key` and `value [1, kv_heads, L, D]`; returns `[1, L, heads, D]`.
     """
-    require_plain_scores(softcap, s_aux, "packed attention does not do", "set policy.batching.mode=dynamic")
+    require_plain_scores(softcap, s_aux, "packed attention does not support", "set policy.batching.mode=dynamic")
     if varlen.usable(query):
         bounds = segments.bounds_on(query.device)
         return varlen.varlen_attention(
@@ -79,11 +80,11 @@ def segment_attention(
     runs = segments.runs
     sizes = [length * count for length, count in runs]
     outputs = []
-    for (length, count), *parts in zip(
+    for (length, count), *split in zip(
         runs, query.split(sizes, 2), key.split(sizes, 2), value.split(sizes, 2), strict=True
     ):
-        # [count, heads, length, D]; squeeze, because the backward of an index fills a tensor with zeros first
-        q, k, v = (part.squeeze(0).unflatten(1, (count, length)).transpose(0, 1) for part in parts)
+        # [count, heads, length, D]; squeeze, because the backward of indexing first fills a tensor with zeros
+        q, k, v = (tensor.squeeze(0).unflatten(1, (count, length)).transpose(0, 1) for tensor in split)
         window = None if sliding_window is None or length <= sliding_window else sliding_window
         output = nn.functional.scaled_dot_product_attention(
             q,
@@ -100,13 +101,13 @@ def segment_attention(
 
 
 def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
-    """`[length, length]` bool of a causal sliding window."""
+    """Return the `[length, length]` bool mask of a causal sliding window."""
     ones = torch.ones(length, length, dtype=torch.bool, device=device)
     return ones.tril().triu(1 - window)
 
 
 def register() -> None:
-    """Make the attention known to transformers; again is harmless."""
+    """Register the attention with transformers; repeated calls are harmless."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(SEGMENTS, segment_attention)
@@ -114,9 +115,9 @@ def register() -> None:
 
 @contextmanager
 def attention(config: Any, name: str) -> Iterator[None]:
-    """Within it, models of `config` use the attention `name`: each layer looks it up in their shared configuration.
+    """Switch models of `config` to the attention `name`, which each layer looks up in their shared configuration.
 
-    Only text is packed: the parts of a multimodal model that look at images keep their own.
+    Only the text model is switched: the vision modules of a multimodal model keep their own attention.
     """
     text = config.get_text_config()
     previous = text._attn_implementation

@@ -1,4 +1,4 @@
-"""Which models context parallelism refuses, told from their configuration before a weight is loaded."""
+"""Models that context parallelism does not support, detected from the configuration before loading weights."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from rlframework.errors import NotSupported
 
 KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 CHANGING_ROPES = {"dynamic", "longrope"}
-"""Rotary embeddings whose frequencies hang on the longest position that a forward sees, which ranks would not share."""
+"""Rotary embeddings whose frequencies depend on the longest position in a forward, which differs between ranks."""
 
-CANNOT = "context parallelism (policy.parallelism.context) does not do"
+CANNOT = "context parallelism (policy.parallelism.context) does not support"
 REMEDY = "set policy.parallelism.context to 1"
 
 
 def require_splittable(config: Any) -> None:
-    """`NotSupported` where a model of the transformers `config` cannot be split along the sequence; loads nothing.
+    """Raise `NotSupported` if a model of the transformers `config` cannot be sharded along the sequence; load nothing.
 
-    What this cannot see, layers that mix tokens by other means than attention, `parallelize.packs` finds by trying.
+    Layers that mix tokens by means other than attention do not show in the configuration;
+    `probing.supports_packing` detects them.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -27,19 +28,21 @@ def require_splittable(config: Any) -> None:
     if text is not config:
         raise NotSupported(f"{CANNOT} multimodal models ({name}); {REMEDY}")
     if not getattr(model_class, "_supports_attention_backend", not known):
-        raise NotSupported(f"{CANNOT} {name}: its attention is its own and cannot be exchanged for ours; {REMEDY}")
+        raise NotSupported(f"{CANNOT} {name}: its attention cannot be replaced by ours; {REMEDY}")
     layers = set(getattr(text, "layer_types", None) or ()) - KNOWN_LAYERS
     if layers:
-        raise NotSupported(f"{CANNOT} layers of the kinds {sorted(layers)} ({name}); {REMEDY}")
+        raise NotSupported(f"{CANNOT} layers of type {sorted(layers)} ({name}); {REMEDY}")
     if getattr(text, "attn_logit_softcapping", None) is not None:
         raise NotSupported(f"{CANNOT} soft-capped attention scores ({name}); {REMEDY}")
     ropes = _rope_kinds(getattr(text, "rope_parameters", None) or {}) & CHANGING_ROPES
     if ropes:
-        raise NotSupported(f"{CANNOT} rotary embeddings that change with the length: {sorted(ropes)}; {REMEDY}")
+        raise NotSupported(
+            f"{CANNOT} rotary embeddings whose frequencies depend on the length: {sorted(ropes)}; {REMEDY}"
+        )
 
 
 def _rope_kinds(parameters: Any) -> set[str]:
-    """The `rope_type`s in `rope_parameters`: one for all layers, or one a kind of layer."""
+    """Return the `rope_type`s in `rope_parameters`: one for all layers, or one per layer type."""
     if not isinstance(parameters, dict):
         return set()
     nested = [value for value in parameters.values() if isinstance(value, dict)]

@@ -1,15 +1,15 @@
-"""Context parallelism: each rank computes a part of every sequence, and sees the keys and values of all of it.
+"""Context parallelism: each rank computes a shard of every sequence, with the keys and values of the full sequence.
 
-One mechanism on every device, for padded and packed rows: an attention registered in `transformers.AttentionInterface`
-under `CONTEXT` that gathers keys and values along the sequence; the backward adds each rank's gradients of them up
-where they belong. With `size` ranks a row is cut into `2 * size` chunks, and rank r computes chunks r and
-`2 * size - 1 - r`, so that under causal attention all ranks have the same work. Targets are shifted before that (a
-microbatch comes with its head positions), each rank runs the head at its own, and the head's values are gathered:
-`step` sees the whole microbatch on every rank, and the gradient of each value goes to the rank that computed it, once.
-So the gradient of a weight is the sum over ranks.
+One mechanism on every device, for padded and packed rows: an attention function registered in
+`transformers.AttentionInterface` under `CONTEXT` gathers keys and values along the sequence; its backward
+reduce-scatters their gradients. With `size` ranks a row is divided into `2 * size` chunks, and rank r computes chunks r
+and `2 * size - 1 - r`, which balances the work of causal attention. Targets are shifted before sharding (a microbatch
+has its head positions), each rank runs the head at its own positions, and the head's values are gathered: `step` sees
+the full microbatch on every rank, and the gradient of each value goes once to the rank that computed it. So the
+gradient of a weight is the sum over ranks.
 
-Left out: exchanging heads instead of keys, which is `head_exchange`, and keeping the gathered keys out of memory until
-the backward: `activation_checkpointing` does that.
+Does not cover exchanging heads instead of keys, which is in `ulysses`, or freeing the gathered keys until the backward,
+which is up to `activation_checkpointing`.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-# -- which part of a row is whose --------------------------------------------------------------------------------------
+# -- the shards of a row -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Queries that are attended to in one call: `count` neighbours of as many queries and keys each.
+class QueryBlock:
+    """Queries whose attention is computed in one call: `count` adjacent groups of `queries` queries and `keys` keys.
 
-    `first_key`: where the keys begin in the row. The last query sees the last key; with as many keys as queries that
-    is plain causal attention.
+    `first_key`: the column of the first key. The last query attends up to the last key; with as many keys as queries
+    that is plain causal attention.
     """
 
     queries: int
@@ -52,97 +52,98 @@ class Piece:
 
 
 @dataclass
-class Share:
-    """What this rank computes of rows `[n, L]` that the `size` ranks of `group` share: `columns [l]`, by `pieces`."""
+class ContextShard:
+    """This rank's shard of rows `[n, L]` divided among the `size` ranks of `group`: `columns [l]`, in query blocks."""
 
     group: dist.ProcessGroup
     size: int
     columns: Tensor
-    pieces: tuple[Piece, ...]
+    query_blocks: tuple[QueryBlock, ...]
     masks: dict[tuple[int, int, int | None], Tensor] = field(default_factory=dict)
-    """Masks of the pieces whose queries do not begin where their sequence does: the same in all layers."""
+    """Masks of query blocks that do not begin with their sequence; the same in all layers."""
 
-    def mask(self, piece: Piece, window: int | None) -> Tensor:
-        """`[queries, keys]` bool: each query sees the keys up to its own, `window` of them where that is given."""
-        key = (piece.queries, piece.keys, window)
+    def mask(self, block: QueryBlock, window: int | None) -> Tensor:
+        """Return `[queries, keys]` bool: True for keys up to the query's own, at most the last `window` of them."""
+        key = (block.queries, block.keys, window)
         if key not in self.masks:
-            offset = piece.keys - piece.queries
-            seen = torch.ones(piece.queries, piece.keys, dtype=torch.bool, device=self.columns.device).tril(offset)
-            self.masks[key] = seen if window is None else seen.triu(offset + 1 - window)
+            offset = block.keys - block.queries
+            visible = torch.ones(block.queries, block.keys, dtype=torch.bool, device=self.columns.device).tril(offset)
+            self.masks[key] = visible if window is None else visible.triu(offset + 1 - window)
         return self.masks[key]
 
 
 def ranges(length: int, rank: int, size: int) -> list[tuple[int, int]]:
-    """First and end column of what `rank` computes of rows of `length`, a multiple of `2 * size`."""
+    """Return the (start, end) columns that `rank` computes in rows of `length`, a multiple of `2 * size`."""
     chunk = length // (2 * size)
-    parts = [(rank * chunk, (rank + 1) * chunk), ((2 * size - 1 - rank) * chunk, (2 * size - rank) * chunk)]
-    return [(parts[0][0], parts[1][1])] if parts[0][1] == parts[1][0] else parts
+    early = rank * chunk, (rank + 1) * chunk
+    late = (2 * size - 1 - rank) * chunk, (2 * size - rank) * chunk
+    return [(early[0], late[1])] if early[1] == late[0] else [early, late]
 
 
-def pieces(bounds: Sequence[int], parts: Sequence[tuple[int, int]]) -> tuple[Piece, ...]:
-    """The attention of the columns `parts` of a row whose sequences have these `bounds`."""
-    found: list[Piece] = []
-    for first, last in parts:
+def query_blocks(bounds: Sequence[int], columns: Sequence[tuple[int, int]]) -> tuple[QueryBlock, ...]:
+    """Return the attention calls for the (start, end) `columns` of a row whose sequences have these `bounds`."""
+    blocks: list[QueryBlock] = []
+    for first, last in columns:
         for start, end in pairwise(bounds):
             begin, stop = max(start, first), min(end, last)
             if begin < stop:
-                _append(found, Piece(stop - begin, stop - start, start))
-    return tuple(found)
+                _append(blocks, QueryBlock(stop - begin, stop - start, start))
+    return tuple(blocks)
 
 
-def _append(found: list[Piece], piece: Piece) -> None:
-    """Add `piece`, to the one before it where both are whole sequences of one length, side by side."""
-    before = found[-1] if found else None
+def _append(blocks: list[QueryBlock], block: QueryBlock) -> None:
+    """Append `block`, or merge it with the last one if both are adjacent full sequences of equal length."""
+    before = blocks[-1] if blocks else None
     if (
         before is not None
-        and before.queries == before.keys == piece.queries == piece.keys
-        and piece.first_key == before.first_key + before.count * before.keys
+        and before.queries == before.keys == block.queries == block.keys
+        and block.first_key == before.first_key + before.count * before.keys
     ):
-        found[-1] = replace(before, count=before.count + 1)
+        blocks[-1] = replace(before, count=before.count + 1)
     else:
-        found.append(piece)
+        blocks.append(block)
 
 
 class ContextParallel:
-    """The ranks of `group` share each sequence."""
+    """Shards each sequence over the ranks of `group`."""
 
     attention: ClassVar[str] = CONTEXT
-    """What of `transformers.AttentionInterface` models have meanwhile."""
+    """The `transformers.AttentionInterface` name of the attention that models use."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
 
     @property
     def pad_multiple(self) -> int:
-        """What lengths are padded to: chunks must be of one size."""
+        """The multiple that lengths are padded to, so that chunks have equal size."""
         return 2 * self.size
 
     def forward(self, model: Any, patch: HeadPatch, microbatch: Microbatch, head: HeadRequest) -> Tensor:
-        """What `patch` computes at all head positions of `microbatch`, `[N, ...]` on every rank; see the module."""
+        """Return the values of `patch` at all head positions of `microbatch`, `[N, ...]` on every rank."""
         inputs = microbatch.processed_inputs
-        share = self.share(microbatch)
+        shard = self.shard(microbatch)
         assert inputs.position_ids is not None
-        place = self._place(microbatch.head_positions, inputs.seq_len)
-        with patch.computing(head, place.positions, microbatch.targets[place.own]):
+        placement = self._placement(microbatch.head_positions, inputs.seq_len)
+        with patch.computing(head, placement.positions, microbatch.targets[placement.own]):
             values = model(
-                input_ids=inputs.input_ids[:, share.columns],
-                position_ids=inputs.position_ids[:, share.columns],
+                input_ids=inputs.input_ids[:, shard.columns],
+                position_ids=inputs.position_ids[:, shard.columns],
                 use_cache=False,
-                context_share=share,
+                context_shard=shard,
             ).logits
-        gathered: Tensor = _GatherValues.apply(values, place, self.group)  # type: ignore[no-untyped-call]
+        gathered: Tensor = _GatherValues.apply(values, placement, self.group)  # type: ignore[no-untyped-call]
         return gathered
 
-    def share(self, microbatch: Microbatch) -> Share:
-        """What this rank computes of the rows of `microbatch`."""
+    def shard(self, microbatch: Microbatch) -> ContextShard:
+        """Return this rank's shard of the rows of `microbatch`."""
         inputs, bounds = microbatch.processed_inputs, microbatch.cu_seqlens
-        parts = ranges(inputs.seq_len, self.rank, self.size)
-        columns = torch.cat([torch.arange(*part) for part in parts]).to(inputs.input_ids.device)
+        own = ranges(inputs.seq_len, self.rank, self.size)
+        columns = torch.cat([torch.arange(*chunk) for chunk in own]).to(inputs.input_ids.device)
         row = [0, inputs.seq_len] if bounds is None else bounds.tolist()
-        return Share(self.group, self.size, columns, pieces(row, parts))
+        return ContextShard(self.group, self.size, columns, query_blocks(row, own))
 
-    def _place(self, head_positions: Tensor, length: int) -> Place:
-        """Which rank has each of the flat `head_positions [N]` into rows of `length`, and where."""
+    def _placement(self, head_positions: Tensor, length: int) -> HeadPlacement:
+        """Locate each of the flat `head_positions [N]` in rows of `length`: the rank and the index there."""
         chunk = length // (2 * self.size)
         row, column = head_positions // length, head_positions % length
         number = column // chunk
@@ -155,15 +156,15 @@ class ContextParallel:
         starts = counts.cumsum(0) - counts
         within[order] = torch.arange(len(order), device=order.device) - starts[owner[order]]
         own = (owner == self.rank).nonzero()[:, 0]
-        return Place(own, local[own], owner * most + within, most)
+        return HeadPlacement(own, local[own], owner * most + within, most)
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where the N head positions of a microbatch are computed.
+class HeadPlacement:
+    """The placement of a microbatch's N head positions on the ranks.
 
-    `own [n]`: which of them here, at the flat `positions [n]` of this rank's part; `source [N]`: where each is among
-    the values of all ranks, `most` of each.
+    `own [n]`: the indices of this rank's head positions; `positions [n]`: their flat positions in its shard;
+    `source [N]`: the index of each value in the gathered values of all ranks, padded to `most` per rank.
     """
 
     own: Tensor
@@ -173,19 +174,19 @@ class Place:
 
 
 class _GatherValues(torch.autograd.Function):
-    """`[n, ...]` of each rank to `[N, ...]` on all; back, each rank takes the gradient of its own.
+    """Gather `[n, ...]` of each rank to `[N, ...]` on all; backward, each rank keeps the gradient of its own values.
 
-    All ranks compute the same loss from it: adding their gradients up would count each of them `size` times.
+    All ranks compute the same loss from the result, so summing their gradients would count each `size` times.
     """
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, place: Place, group: dist.ProcessGroup) -> Tensor:
-        ctx.own = place.own
-        sent = values.new_zeros((place.most, *values.shape[1:]))
+    def forward(ctx: Any, values: Tensor, placement: HeadPlacement, group: dist.ProcessGroup) -> Tensor:
+        ctx.own = placement.own
+        sent = values.new_zeros((placement.most, *values.shape[1:]))
         sent[: len(values)] = values
-        gathered = values.new_empty((dist.get_world_size(group) * place.most, *values.shape[1:]))
+        gathered = values.new_empty((dist.get_world_size(group) * placement.most, *values.shape[1:]))
         all_gather(gathered, sent, group=group)
-        return gathered[place.source]
+        return gathered[placement.source]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -196,28 +197,28 @@ class _GatherValues(torch.autograd.Function):
 
 
 class _GatherSequence(torch.autograd.Function):
-    """`[b, h, l, D]` of each rank to the whole `[b, h, L, D]` in the order of the row; back, the sum of gradients."""
+    """Gather `[b, h, l, D]` of each rank to `[b, h, L, D]` in row order; backward, reduce-scatter the gradients."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, share: Share) -> Tensor:
-        ctx.share = share
+    def forward(ctx: Any, local: Tensor, shard: ContextShard) -> Tensor:
+        ctx.shard = shard
         batch, heads, length, width = local.shape
-        gathered = local.new_empty((share.size, batch, heads, 2, length // 2, width))
-        all_gather(gathered.flatten(0, 1), local.contiguous().view(gathered.shape[1:]), group=share.group)
-        early, late = gathered.unbind(3)  # chunks 0, 1, ... and the last, the last but one, ...
+        gathered = local.new_empty((shard.size, batch, heads, 2, length // 2, width))
+        all_gather(gathered.flatten(0, 1), local.contiguous().view(gathered.shape[1:]), group=shard.group)
+        early, late = gathered.unbind(3)  # chunks 0, 1, ... and chunks 2 * size - 1, 2 * size - 2, ...
         chunks = torch.cat((early, late.flip(0)))
-        return chunks.permute(1, 2, 0, 3, 4).reshape(batch, heads, share.size * length, width)
+        return chunks.permute(1, 2, 0, 3, 4).reshape(batch, heads, shard.size * length, width)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        share, (grad,) = ctx.share, grads
+        shard, (grad,) = ctx.shard, grads
         batch, heads, length, width = grad.shape
-        chunks = grad.reshape(batch, heads, 2 * share.size, -1, width).permute(2, 0, 1, 3, 4)
+        chunks = grad.reshape(batch, heads, 2 * shard.size, -1, width).permute(2, 0, 1, 3, 4)
         early, late = chunks.tensor_split(2)
-        parts = torch.stack((early, late.flip(0)), 3)  # [size, b, h, 2, chunk, D]
-        own = grad.new_empty(parts.shape[1:])
-        reduce_scatter(own, parts.flatten(0, 1), group=share.group)
-        return own.view(batch, heads, length // share.size, width), None
+        by_rank = torch.stack((early, late.flip(0)), 3)  # [size, b, h, 2, chunk, D]
+        own = grad.new_empty(by_rank.shape[1:])
+        reduce_scatter(own, by_rank.flatten(0, 1), group=shard.group)
+        return own.view(batch, heads, length // shard.size, width), None
 
 
 def context_attention(
@@ -227,7 +228,7 @@ def context_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    context_share: Share,
+    context_shard: ContextShard,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -235,24 +236,24 @@ def context_attention(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention of this rank's queries to the keys of all ranks, within each sequence.
+    """Compute causal attention of this rank's queries to the keys of all ranks, within each sequence.
 
     `query [b, heads, l, D]`, `key` and `value [b, kv_heads, l, D]` of this rank's columns. Returns `[b, l, heads, D]`.
     """
     require_plain_scores(softcap, s_aux, CANNOT, REMEDY)
-    together = _GatherSequence.apply(torch.cat((key, value), -1), context_share)  # type: ignore[no-untyped-call]
-    keys, values = together.split((key.shape[-1], value.shape[-1]), -1)
+    gathered = _GatherSequence.apply(torch.cat((key, value), -1), context_shard)  # type: ignore[no-untyped-call]
+    keys, values = gathered.split((key.shape[-1], value.shape[-1]), -1)
     outputs = []
-    sizes = [piece.queries * piece.count for piece in context_share.pieces]
-    for piece, part in zip(context_share.pieces, query.split(sizes, 2), strict=True):
-        seen = slice(piece.first_key, piece.first_key + piece.keys * piece.count)
-        window = None if sliding_window is None or piece.keys <= sliding_window else sliding_window
-        plain = window is None and piece.queries == piece.keys
+    sizes = [block.queries * block.count for block in context_shard.query_blocks]
+    for block, queries in zip(context_shard.query_blocks, query.split(sizes, 2), strict=True):
+        visible = slice(block.first_key, block.first_key + block.keys * block.count)
+        window = None if sliding_window is None or block.keys <= sliding_window else sliding_window
+        plain = window is None and block.queries == block.keys
         output = nn.functional.scaled_dot_product_attention(
-            _one_by_one(part, piece.count),
-            _one_by_one(keys[:, :, seen], piece.count),
-            _one_by_one(values[:, :, seen], piece.count),
-            attn_mask=None if plain else context_share.mask(piece, window),
+            _as_batch(queries, block.count),
+            _as_batch(keys[:, :, visible], block.count),
+            _as_batch(values[:, :, visible], block.count),
+            attn_mask=None if plain else context_shard.mask(block, window),
             is_causal=plain,
             dropout_p=dropout,
             scale=scaling,
@@ -262,13 +263,13 @@ def context_attention(
     return torch.cat(outputs, 1), None
 
 
-def _one_by_one(part: Tensor, count: int) -> Tensor:
-    """`[1, heads, count * length, D]` as `[count, heads, length, D]`; as it is where there is one sequence."""
-    return part if count == 1 else part.squeeze(0).unflatten(1, (count, -1)).transpose(0, 1)
+def _as_batch(tensor: Tensor, count: int) -> Tensor:
+    """Reshape `[1, heads, count * length, D]` to `[count, heads, length, D]`; unchanged for a single sequence."""
+    return tensor if count == 1 else tensor.squeeze(0).unflatten(1, (count, -1)).transpose(0, 1)
 
 
 def register() -> None:
-    """Make the attention known to transformers; again is harmless."""
+    """Register the attention with transformers; repeated calls are harmless."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(CONTEXT, context_attention)

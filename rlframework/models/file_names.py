@@ -1,9 +1,9 @@
-"""Weights as files name them, where a model holds them otherwise: experts, each by itself outside, together inside.
+"""Map the weights of a model to their names in files, where mixtures of experts have one tensor per expert.
 
-A mixture of experts of transformers 5 holds `experts.gate_up_proj [E, 2 I, H]` and `experts.down_proj [E, H, I]`; files
-have `experts.3.gate_proj.weight [I, H]`, `up_proj` and `down_proj [H, I]` of each expert. Everything that leaves a
-worker or comes in goes by the names of files. Left out: kinds of models besides `KINDS`; they keep the names in memory,
-which transformers reads too.
+A mixture of experts in transformers 5 has `experts.gate_up_proj [E, 2 I, H]` and `experts.down_proj [E, H, I]`; files
+have `experts.3.gate_proj.weight [I, H]`, `up_proj` and `down_proj [H, I]` for each expert. All weights that enter or
+leave a worker use file names. Does not cover model types besides `KINDS`; they keep their names in memory, which
+transformers reads too.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 KINDS = ("qwen2_moe", "qwen3_moe")
-"""The `model_type`s whose files name experts so."""
+"""The `model_type`s whose files have one tensor per expert."""
 
 _EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)")
 
 
 @dataclass(frozen=True)
 class FileWeight:
-    """A weight of the files, and where it lies in the tensor `source` of the model: all of it, or rows of an expert."""
+    """A weight in files and its location in the model's tensor `source`: all of it, or some rows of one expert."""
 
     name: str
     source: str
@@ -33,24 +33,24 @@ class FileWeight:
     start: int = 0
 
     def of(self, whole: Tensor) -> Tensor:
-        """It, out of the whole tensor `source`; shares its memory."""
+        """Return the weight as a view of the full tensor `source`."""
         return whole if self.expert is None else whole[self.expert, self.start : self.start + self.shape[0]]
 
 
 def file_weights(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, FileWeight]:
-    """What files call the `tensors` of `model`, those of one tensor one after the other."""
+    """Return the file weights of `tensors` of `model`, by name; those with the same source are adjacent."""
     per_expert = model.config.get_text_config().model_type in KINDS
-    found = (part for name, tensor in tensors.items() for part in _parts(name, tuple(tensor.shape), per_expert))
-    return {part.name: part for part in found}
+    found = (weight for name, tensor in tensors.items() for weight in _split(name, tuple(tensor.shape), per_expert))
+    return {weight.name: weight for weight in found}
 
 
 def file_tensors(model: Any) -> dict[str, Tensor]:
-    """The tensors of `model`, a whole module of transformers, by the names of files; they share its memory."""
+    """Return the tensors of `model`, an unsharded transformers module, by file name, as views."""
     tensors = model.state_dict()
     return {name: weight.of(tensors[weight.source]) for name, weight in file_weights(model, tensors).items()}
 
 
-def _parts(name: str, shape: tuple[int, ...], per_expert: bool) -> Iterator[FileWeight]:
+def _split(name: str, shape: tuple[int, ...], per_expert: bool) -> Iterator[FileWeight]:
     match = _EXPERTS.fullmatch(name) if per_expert and len(shape) == 3 else None
     if match is None:
         yield FileWeight(name, name, shape)
@@ -64,7 +64,7 @@ def _parts(name: str, shape: tuple[int, ...], per_expert: bool) -> Iterator[File
 
 
 def by_source(weights: Mapping[str, FileWeight]) -> dict[str, list[FileWeight]]:
-    """The weights of the files that lie in each tensor of the model."""
+    """Group the file weights by the model's tensor that contains them."""
     found: dict[str, list[FileWeight]] = {}
     for weight in weights.values():
         found.setdefault(weight.source, []).append(weight)
@@ -74,17 +74,17 @@ def by_source(weights: Mapping[str, FileWeight]) -> dict[str, list[FileWeight]]:
 def gathered(
     names: Iterable[str], weights: Mapping[str, FileWeight], gather: Callable[[str], Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """The weights `names` of the files; `gather` gives a whole tensor of the model, once for names that follow."""
-    source, held = "", None
+    """Yield the file weights `names`; calls `gather` for a full tensor of the model once per run of its weights."""
+    source, tensor = "", None
     for name in names:
         weight = weights[name]
-        if weight.source != source or held is None:
-            held = None  # before the next one comes
-            held = gather(weight.source)
+        if weight.source != source or tensor is None:
+            tensor = None  # free it before gathering the next one
+            tensor = gather(weight.source)
         source = weight.source
         if weight.expert is None:
-            found, held = held, None
+            found, tensor = tensor, None
         else:
-            found = weight.of(held).clone()  # a view would keep all experts
+            found = weight.of(tensor).clone()  # a view would keep all experts alive
         yield name, found
         del found

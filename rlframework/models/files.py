@@ -1,7 +1,7 @@
-"""A model's weights in safetensors files: where the files are, under which names, and reading pieces of them.
+"""Find a model's safetensors files and read shards of their weights.
 
-What of a weight goes where in this process the caller says (`Here`). Files whose names are not the model's, quantised
-ones and those not in safetensors are not read: `read_weights` says so, and the caller loads a whole copy.
+The caller maps a weight to its slice on this rank (`LocalSlice`). Not supported: quantised files, other formats, and
+names other than the model's; `read_weights` then returns False, and the caller loads a full copy.
 """
 
 from __future__ import annotations
@@ -14,44 +14,48 @@ from typing import Any
 from torch import Tensor
 
 from rlframework.errors import DataError
+from rlframework.huggingface.hub import local_files_only
 from rlframework.models.file_names import FileWeight, by_source, file_weights
 from rlframework.policy.checkpoint.reader import SavedTensors
 from rlframework.policy.checkpoint.saved import Saved
 
 Where = tuple[slice, ...]
-Here = Callable[[FileWeight, Tensor], tuple[Tensor, Where] | None]
-"""What of a weight is in this rank's part of a tensor, sharing its memory, and where that lies in the weight."""
+LocalSlice = Callable[[FileWeight, Tensor], tuple[Tensor, Where] | None]
+"""Maps a weight and this rank's shard of its source tensor to the view of the shard that stores values of the weight,
+and the region of the weight that it stores; None if the shard stores nothing of it."""
 
 
 def weights_folder(model_name: str) -> Path | None:
-    """Where the safetensors files of `model_name` are, fetched from the hub if need be; None where there are none."""
+    """Return the directory with the safetensors files of `model_name`, downloading if necessary; None without files."""
     folder = Path(model_name)
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
 
         try:
-            folder = Path(snapshot_download(model_name, allow_patterns=["model*.safetensors", "*.json"]))
+            patterns = ["model*.safetensors", "*.json"]
+            local = local_files_only(model_name)
+            folder = Path(snapshot_download(model_name, allow_patterns=patterns, local_files_only=local))
         except (OSError, ValueError) as error:
             raise DataError(
-                f"policy.model_name={model_name!r} is no directory and cannot be fetched: {error}"
+                f"policy.model_name={model_name!r} is not a directory and cannot be downloaded: {error}"
             ) from error
     return folder if any(folder.glob("model*.safetensors")) else None
 
 
 def _names(wanted: Mapping[str, Tensor], saved: Mapping[str, Any], model: Any) -> dict[str, FileWeight] | None:
-    """What is read of the files, by name; None where a weight is not there. Experts may be there one by one, or not.
+    """Return the weights to read, by name in the files; None if one is missing.
 
-    Files may leave the base model's prefix out.
+    Files may store experts separately or in one tensor, and may omit the base model's prefix.
     """
     names = {}
-    parts = by_source(file_weights(model, wanted))
-    for source, weight in wanted.items():
-        whole = FileWeight(source, source, tuple(weight.shape))
-        for part in [whole] if _name_of(whole, saved, model) else parts[source]:
-            name = _name_of(part, saved, model)
+    split = by_source(file_weights(model, wanted))
+    for source, tensor in wanted.items():
+        full = FileWeight(source, source, tuple(tensor.shape))
+        for weight in [full] if _name_of(full, saved, model) else split[source]:
+            name = _name_of(weight, saved, model)
             if name is None:
                 return None
-            names[name] = part
+            names[name] = weight
     return names
 
 
@@ -63,7 +67,7 @@ def _name_of(weight: FileWeight, saved: Mapping[str, Any], model: Any) -> str | 
 
 
 def _tied_names(name: str, model: Any) -> list[str]:
-    """Other names of the weight `name`: of a tied head, where files have it under that name."""
+    """Return other names of the weight `name`, for files that store a tied weight under the head's name."""
     modules = dict(model.named_modules(remove_duplicate=False))
     weight = model.get_parameter(name) if name in dict(model.named_parameters()) else None
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
@@ -72,21 +76,21 @@ def _tied_names(name: str, model: Any) -> list[str]:
     ]
 
 
-def read_weights(wanted: Mapping[str, Tensor], folder: Path, model: Any, here: Here) -> bool:
-    """Read this rank's pieces; False, and nothing is read, where the files in `folder` have other names."""
+def read_weights(wanted: Mapping[str, Tensor], folder: Path, model: Any, local_slice: LocalSlice) -> bool:
+    """Read this rank's shards; return False and read nothing if the files in `folder` have other names."""
     with SavedTensors(folder) as saved:
         names = _names(wanted, saved, model)
         if names is None:
             return False
         for name, weight in names.items():
             require_shape(saved, name, weight.shape)
-            if (found := here(weight, wanted[weight.source])) is not None:
-                found[0].copy_(saved.part(name, found[1]))
+            if (found := local_slice(weight, wanted[weight.source])) is not None:
+                found[0].copy_(saved.read_slice(name, found[1]))
     return True
 
 
 class _Renamed(Saved):
-    """Weights in files by the names of `file_weights`; `names` has what the files call them."""
+    """Weights in files under the names of `file_weights`; `names` maps those to the names in the files."""
 
     def __init__(self, saved: SavedTensors, names: Mapping[str, str]) -> None:
         super().__init__(saved.folder)
@@ -96,7 +100,7 @@ class _Renamed(Saved):
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """They are those of `named_weights`, which closes them."""
+        """Do nothing: `named_weights` closes the files."""
 
     def __getitem__(self, name: str) -> Tensor:
         return self._saved[self._names[name]]
@@ -105,9 +109,9 @@ class _Renamed(Saved):
         """See `Saved.shape`."""
         return self._saved.shape(self._names[name])
 
-    def part(self, name: str, where: Where) -> Tensor:
-        """See `Saved.part`."""
-        return self._saved.part(self._names[name], where)
+    def read_slice(self, name: str, where: Where) -> Tensor:
+        """See `Saved.read_slice`."""
+        return self._saved.read_slice(self._names[name], where)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -118,13 +122,13 @@ class _Renamed(Saved):
 
 @contextmanager
 def named_weights(wanted: Mapping[str, Tensor], folder: Path, model: Any) -> Iterator[Saved | None]:
-    """The weights `wanted`, whose shapes alone are looked at, by the names of `file_weights`, as files have them.
+    """Open the files in `folder` to read the weights `wanted` under the names of `file_weights`.
 
-    None where the files in `folder` have other names, or experts that lie together.
+    Uses only the shapes of `wanted`. Yields None if the files have other names, or have experts in one tensor.
     """
     with SavedTensors(folder) as saved:
         names = _names(wanted, saved, model)
-        if names is None or {part.name for part in names.values()} != file_weights(model, wanted).keys():
+        if names is None or {weight.name for weight in names.values()} != file_weights(model, wanted).keys():
             yield None
             return
         for name, weight in names.items():
@@ -133,9 +137,9 @@ def named_weights(wanted: Mapping[str, Tensor], folder: Path, model: Any) -> Ite
 
 
 def require_shape(saved: SavedTensors, name: str, wanted: tuple[int, ...]) -> None:
-    """A `DataError` where the tensor `name` has another shape than the model that its config.json describes."""
+    """Raise `DataError` if the tensor `name` has another shape than the model described by config.json."""
     if saved.shape(name) != wanted:
         raise DataError(
-            f"{saved.folder} has {name} of shape {saved.shape(name)}, and its config.json describes a model with "
-            f"{wanted}"
+            f"{saved.folder} has {name} with shape {saved.shape(name)}, but its config.json describes a model with "
+            f"shape {wanted}"
         )

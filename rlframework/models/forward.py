@@ -1,4 +1,4 @@
-"""A microbatch through a model of transformers: padded rows, a packed row, or this rank's part of either."""
+"""Run a microbatch through a transformers model: padded rows, a packed row, or this rank's shard of either."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from rlframework.policy.head.request import HeadRequest
 
 
 def attending(config: Any, microbatch: Microbatch, context: ContextParallel | None) -> AbstractContextManager[None]:
-    """Within it, a model of `config` has the attention that `microbatch` takes.
+    """Switch a model of `config` to the attention that `microbatch` needs.
 
-    Around the backward too: activation checkpointing runs the attention again there.
+    Must also enclose the backward, where activation checkpointing runs the attention again.
     """
     if context is not None:
         return attention.attention(config, context.attention)
@@ -27,9 +27,9 @@ def attending(config: Any, microbatch: Microbatch, context: ContextParallel | No
 def forward(
     model: Any, patch: HeadPatch, microbatch: Microbatch, head: HeadRequest, context: ContextParallel | None
 ) -> Tensor:
-    """What `patch` computes at all head positions of `microbatch`, `[N, ...]`, within `attending`.
+    """Return the values of `patch` at all head positions of `microbatch`, `[N, ...]`. Call within `attending`.
 
-    `context`: the ranks that share each sequence, None where there are none.
+    `context`: shards each sequence over ranks; None without context parallelism.
     """
     if context is not None:
         return context.forward(model, patch, microbatch, head)

@@ -1,18 +1,18 @@
-"""The loss that evens out the work of experts, over a whole global batch.
+"""The load-balancing loss of mixtures of experts, over a full global batch.
 
-It is that of Switch Transformers (arXiv:2101.03961, equations 4 to 6) for several choices a token, as in Qwen3-MoE.
+It is the loss of Switch Transformers (arXiv:2101.03961, equations 4 to 6) for top-k routing, as in Qwen3-MoE.
 
-With N experts, `share[e]` the number of tokens and choices that went to expert e, over the number of tokens, and
-`chance[e]` the mean probability that routers gave to it, both over all blocks and all tokens of all ranks:
+With N experts, `load[e]` the number of routing choices that went to expert e divided by the number of tokens, and
+`probability[e]` the mean router probability of expert e, both over all layers and all tokens of all ranks:
 
-    loss = N * sum over e of share[e] * chance[e]
+    loss = N * sum over e of load[e] * probability[e]
 
-It is the number of choices of a token where the work is even, and more where it is not. A token counts where it is of a
-row that the loss of the step is about; padding does not, nor do rows that repeat others as dummies.
+It equals the number of experts per token if the load is balanced, and is larger otherwise. Tokens count if their row
+belongs to the loss of the step; padding and dummy rows do not count.
 
-`share` has no gradient, and `chance` is a sum over tokens divided by their number. So the loss of a global batch is a
-sum over microbatches once all shares are known, and does not depend on how rows are grouped. To know them the model
-runs forward over the batch once before the step, without gradient.
+`load` has no gradient, and `probability` is a sum over tokens divided by their number. So once all loads are known, the
+loss of a global batch is a sum over microbatches and does not depend on how rows are grouped. To measure the loads, the
+model runs one forward pass over the batch without gradient before the step.
 """
 
 from __future__ import annotations
@@ -29,64 +29,69 @@ from rlframework.interfaces.data_processor import Microbatch
 
 
 @dataclass(frozen=True)
-class Balance:
-    """What the tokens of a global batch chose: `share [N]` fp32, and how many `tokens` there are, times blocks."""
+class ExpertLoad:
+    """The routing of a global batch: `load [N]` fp32 of each expert, and `tokens`, counted once per layer."""
 
-    share: Tensor
+    load: Tensor
     tokens: float
 
 
-class RouterLoss:
-    """The loss of the routers of `model`; `group`: the ranks with other rows, None where there are none."""
+class LoadBalancingLoss:
+    """The load-balancing loss of `model`; `group`: the data-parallel ranks, None if there is only one."""
 
     def __init__(self, model: Any, group: dist.ProcessGroup | None) -> None:
         text = model.config.get_text_config()
         self._experts, self._group = int(text.num_experts), group
-        self._watching = False
-        self._seen: list[tuple[Tensor, Tensor]] = []
+        self._recording = False
+        self._routed: list[tuple[Tensor, Tensor]] = []
         model.register_forward_pre_hook(self._begin)
         model.register_forward_hook(self._end)
         for router in _routers(model):
             router.register_forward_hook(self._keep)
 
     def _begin(self, model: nn.Module, inputs: Any) -> None:
-        self._watching, self._seen = True, []
+        self._recording, self._routed = True, []
 
     def _end(self, model: nn.Module, inputs: Any, output: Any) -> None:
-        self._watching = False
+        self._recording = False
 
     def _keep(self, router: nn.Module, inputs: Any, output: tuple[Tensor, ...]) -> None:
-        if self._watching:  # not when activation checkpointing runs a block again, in the backward
+        if self._recording:  # not when activation checkpointing recomputes a layer in the backward
             logits, _, chosen = output
-            self._seen.append((logits, chosen))
+            self._routed.append((logits, chosen))
 
-    def _last(self) -> list[tuple[Tensor, Tensor]]:
-        """Of each block in the last forward: logits `[T, N]`, and the experts chosen, `[T, choices]`. Told once."""
-        found, self._seen = self._seen, []
+    def _pop_routed(self) -> list[tuple[Tensor, Tensor]]:
+        """Return, and clear, each layer's logits `[T, N]` and chosen experts `[T, k]` in the last forward."""
+        found, self._routed = self._routed, []
         return found
 
-    def balance(self, microbatches: Sequence[Microbatch], forward: Callable[[Microbatch], Any]) -> Balance:
-        """Of the global batch of which this rank has `microbatches`; `forward` runs the model. Collective."""
+    def measure_load(self, microbatches: Sequence[Microbatch], forward: Callable[[Microbatch], Any]) -> ExpertLoad:
+        """Measure the loads of a global batch from this rank's `microbatches`; `forward` runs the model. Collective."""
         device = microbatches[0].processed_inputs.input_ids.device
         counts = torch.zeros(self._experts + 1, dtype=torch.float64, device=device)
         for microbatch in microbatches:
-            # of the head no more than it takes to run
+            # one head position is enough for the model to run
             few = replace(microbatch, head_positions=microbatch.head_positions[:1], targets=microbatch.targets[:1])
             forward(few)
-            for _, chosen in self._last():
+            for _, chosen in self._pop_routed():
                 counted = chosen[real_tokens(microbatch)]
                 counts[:-1] += torch.bincount(counted.reshape(-1), minlength=self._experts)
                 counts[-1] += len(counted)
         if self._group is not None:
             dist.all_reduce(counts, group=self._group)
         tokens = float(counts[-1])
-        return Balance((counts[:-1] / max(tokens, 1.0)).float(), tokens)
+        return ExpertLoad((counts[:-1] / max(tokens, 1.0)).float(), tokens)
 
-    def part(self, microbatch: Microbatch, balance: Balance) -> Tensor:
-        """The part of `microbatch`, with which the last forward was, a scalar with gradient; all parts add up to it."""
+    def microbatch_loss(self, microbatch: Microbatch, load: ExpertLoad) -> Tensor:
+        """Return this microbatch's term of the loss, a scalar with gradient; the terms of a batch add up to the loss.
+
+        `microbatch` must be the input of the last forward.
+        """
         real = real_tokens(microbatch)
-        chances = torch.stack([torch.softmax(logits.float(), -1)[real].sum(0) for logits, _ in self._last()]).sum(0)
-        return self._experts * (balance.share * chances).sum() / max(balance.tokens, 1.0)
+        probabilities = torch.stack(
+            [torch.softmax(logits.float(), -1)[real].sum(0) for logits, _ in self._pop_routed()]
+        ).sum(0)
+        return self._experts * (load.load * probabilities).sum() / max(load.tokens, 1.0)
 
 
 def _routers(model: nn.Module) -> list[nn.Module]:
@@ -94,11 +99,11 @@ def _routers(model: nn.Module) -> list[nn.Module]:
 
 
 def real_tokens(microbatch: Microbatch) -> Tensor:
-    """`[T]` bool of the tokens that the model was given, rows one after the other: no padding, and none of a dummy."""
+    """Return `[T]` bool over the model's input tokens, flattened: False for padding and for dummy rows."""
     ids = microbatch.processed_inputs.input_ids
-    places = torch.arange(ids.shape[1], device=ids.device)
+    positions = torch.arange(ids.shape[1], device=ids.device)
     lengths = microbatch.data_dict["input_lengths"].to(ids.device)
     if microbatch.cu_seqlens is not None:
         lengths = lengths.sum()[None]  # the tail of a packed row is padding
-    real: Tensor = (places < lengths[:, None]).reshape(-1)
+    real: Tensor = (positions < lengths[:, None]).reshape(-1)
     return real & (not microbatch.is_dummy)

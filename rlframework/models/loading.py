@@ -1,6 +1,6 @@
-"""Models of transformers, with eyes or without: their configuration, and loading them whole or without weights.
+"""Load transformers models, text-only or multimodal: the configuration, a full copy, or a model without weights.
 
-What a kind of model can do is tried in `abilities`; weights are read in pieces by `files`.
+`probing` finds out what a model supports; `files` reads shards of weights.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from torch import nn
 
 from rlframework.config.policy import PolicyConfig
 from rlframework.errors import DataError
+from rlframework.huggingface.hub import local_files_only
 from rlframework.models.reward import score_every_token
 
 logger = logging.getLogger(__name__)
 
 
 def load_model(config: PolicyConfig, attention: str | None) -> Any:
-    """The model with fp32 weights on the CPU; a `DataError` that says what is missing when it cannot be loaded.
+    """Load the model with fp32 weights on the CPU; raise `DataError` with the reason if that fails.
 
-    A vision-language model is taken where its configuration is none of a causal language model alone. `attention`: a
-    name of transformers; None: the model's own choice.
+    Loads a vision-language model if the configuration is not that of a causal language model. `attention`: a name in
+    transformers; None for the model's default.
     """
     from safetensors import SafetensorError
     from transformers.utils.logging import disable_progress_bar
@@ -38,21 +39,22 @@ def load_model(config: PolicyConfig, attention: str | None) -> Any:
             dtype=torch.float32,
             attn_implementation=attention,
             trust_remote_code=config.trust_remote_code,
+            local_files_only=local_files_only(config.model_name),
             output_loading_info=True,
         )
     except (OSError, ValueError, SafetensorError) as error:
         raise _cannot_be_loaded(config, error) from error
-    if found["missing_keys"]:  # transformers has drawn random numbers for them, in each process others
+    if found["missing_keys"]:  # transformers initialized them at random, differently in each process
         raise _cannot_be_loaded(config, f"it lacks {sorted(found['missing_keys'])[:3]}")
     model.config.use_cache = False
-    return ready(model.eval(), config.head)
+    return prepare_head(model.eval(), config.head)
 
 
 def load_whole(config: PolicyConfig, attention: str | None) -> Any:
-    """As `load_model`, for an engine that would rather have read pieces and could not, which is logged."""
+    """Load as `load_model` does, and log that the engine could not read shards instead."""
     model = load_model(config, attention)
     logger.warning(
-        "%s is no directory of safetensors named as %s names its weights: every process held a whole copy to load it",
+        "%s is not a directory of safetensors files with the weight names of %s: every process loaded a full copy",
         config.model_name,
         type(model).__name__,
     )
@@ -60,15 +62,19 @@ def load_whole(config: PolicyConfig, attention: str | None) -> Any:
 
 
 def load_config(config: PolicyConfig) -> Any:
-    """The configuration of the model alone, without dropout."""
+    """Load the configuration of the model, with dropout disabled."""
     from transformers import AutoConfig
 
     try:
-        model_config = AutoConfig.from_pretrained(config.model_name, trust_remote_code=config.trust_remote_code)
+        model_config = AutoConfig.from_pretrained(
+            config.model_name,
+            trust_remote_code=config.trust_remote_code,
+            local_files_only=local_files_only(config.model_name),
+        )
     except (OSError, ValueError) as error:
         raise _cannot_be_loaded(config, error) from error
     _require_language_model(config, model_config)
-    silence_dropout(model_config)
+    disable_dropout(model_config)
     return model_config
 
 
@@ -77,7 +83,7 @@ def _require_language_model(config: PolicyConfig, model_config: Any) -> None:
 
     known = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
     if not getattr(model_config, "auto_map", None) and all(type(model_config) not in mapping for mapping in known):
-        raise _cannot_be_loaded(config, f"Unrecognized configuration class {type(model_config).__name__}")
+        raise _cannot_be_loaded(config, f"unrecognized configuration class {type(model_config).__name__}")
 
 
 def _cannot_be_loaded(config: PolicyConfig, why: object) -> DataError:
@@ -85,7 +91,7 @@ def _cannot_be_loaded(config: PolicyConfig, why: object) -> DataError:
 
 
 def auto_class(config: Any, head: str = "language") -> Any:
-    """The class of transformers that makes the model of `config` with a `head` as `policy.head` names it."""
+    """Return the transformers auto class for a model of `config` with a `head` (a value of `policy.head`)."""
     from transformers import (
         MODEL_FOR_CAUSAL_LM_MAPPING,
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -104,30 +110,30 @@ def auto_class(config: Any, head: str = "language") -> Any:
     return AutoModelForCausalLM
 
 
-def ready(model: Any, head: str) -> Any:
-    """`model` itself, made by `auto_class`, with logits of each token."""
+def prepare_head(model: Any, head: str) -> Any:
+    """Return `model`, an instance of `auto_class`, with a forward that gives logits for each token."""
     return score_every_token(model) if head == "score" else model
 
 
 def is_multimodal(model: Any) -> bool:
-    """Whether `model` takes more than text: its language model is only a part of it."""
+    """Return True if `model` takes more than text, so that its language model is only a submodule."""
     return model.config.get_text_config() is not model.config
 
 
-def silence_dropout(config: Any) -> None:
-    """No dropout of any name, nested configurations included.
+def disable_dropout(config: Any) -> None:
+    """Set every dropout probability in `config` and its nested configurations to 0.
 
-    The log-probabilities of the step and those of scoring must be of one function.
+    The training step and scoring must compute the same log-probabilities.
     """
     for name, value in vars(config).items():
         if "drop" in name and isinstance(value, float):
             setattr(config, name, 0.0)
         elif hasattr(value, "to_dict") and not name.startswith("_"):
-            silence_dropout(value)
+            disable_dropout(value)
 
 
 def require_vocabulary(model: Any, tokenizer: Any) -> None:
-    """A `DataError` when `tokenizer` has tokens that `model`, or one with so many embeddings, has none for."""
+    """Raise `DataError` if `tokenizer` has more tokens than `model` has embeddings; `model` may be their number."""
     rows, tokens = model if isinstance(model, int) else model.get_input_embeddings().weight.shape[0], len(tokenizer)
     if tokens > rows:
         raise DataError(
@@ -138,7 +144,7 @@ def require_vocabulary(model: Any, tokenizer: Any) -> None:
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Within it, modules keep the parameters that they make on the meta device; buffers have their values."""
+    """Create parameters of modules on the meta device; buffers keep their values."""
     ordinary = nn.Module.register_parameter
 
     def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -154,11 +160,11 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 def empty_model(config: PolicyConfig, model_config: Any, attention: str | None) -> Any:
-    """The model of `model_config` in evaluation mode, its parameters fp32 and on the meta device."""
+    """Build the model of `model_config` in evaluation mode, with fp32 parameters on the meta device."""
     keys = {} if attention is None else {"attn_implementation": attention}
     with _parameters_on_meta():
         model = auto_class(model_config, config.head).from_config(
             model_config, dtype=torch.float32, trust_remote_code=config.trust_remote_code, **keys
         )
     model.config.use_cache = False
-    return ready(model.eval(), config.head)
+    return prepare_head(model.eval(), config.head)

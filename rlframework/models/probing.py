@@ -1,6 +1,6 @@
-"""What a kind of model can do, tried on a tiny one of that kind with random weights, before any weight is loaded.
+"""Probe what an architecture supports on a tiny random model of it, before loading any weights.
 
-The tiny model has the same classes and flags, and enough blocks that each kind of layer is there.
+The tiny model has the same classes and flags, and enough layers to contain every layer type.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from torch import nn
 from rlframework.config.policy import PolicyConfig
 from rlframework.errors import NotSupported
 from rlframework.models import attention as segments
-from rlframework.models.abilities import packs
-from rlframework.models.loading import auto_class, ready
-from rlframework.policy.head.patch import require_plain_head
+from rlframework.models.context_limits import KNOWN_LAYERS
+from rlframework.models.loading import auto_class, prepare_head
+from rlframework.policy.head.patch import probe_ids, require_plain_head
 
 VOCABULARY = 1024
 
 
 def tiny_model(config: PolicyConfig, model_config: Any, attention: str | None) -> Any:
-    """A small model of the kind of `model_config`, with the same random weights in every process, on the CPU.
+    """Build a small model of the architecture of `model_config` on the CPU, with equal random weights in every process.
 
-    Narrower where the kind allows it, else of full width and with few blocks.
+    It is narrow if the architecture allows it, and otherwise of full width with few layers.
     """
     keys = {} if attention is None else {"attn_implementation": attention}
     for narrow in (True, False):
@@ -36,39 +36,65 @@ def tiny_model(config: PolicyConfig, model_config: Any, attention: str | None) -
                 model = auto_class(small, config.head).from_config(
                     small, dtype=torch.float32, trust_remote_code=config.trust_remote_code, **keys
                 )
-                model = ready(model, config.head)
+                model = prepare_head(model, config.head)
                 with torch.no_grad():
                     model(input_ids=torch.arange(4)[None], use_cache=False)
                 return model.eval()
             except (RuntimeError, ValueError, AssertionError, TypeError, IndexError, AttributeError):
                 if not narrow:
                     raise
-    raise AssertionError("one of the two returns or raises")
+    raise AssertionError("the second attempt returns or raises")
 
 
-def try_kind(config: PolicyConfig, model_config: Any, device: torch.device, attention: str) -> bool:
-    """Whether rows may be packed with core's attention by segments, tried where it matters; that one is registered.
+def probe_packing(config: PolicyConfig, model_config: Any, device: torch.device, attention: str) -> bool:
+    """Return whether rows may be packed, after registering the core's packed attention; probes only if it matters.
 
-    `attention`: `policy.<backend>.attention`, "auto" where the section has no such key. `NotSupported` for a model
-    whose head cannot be replaced, and where rows must be packed, or sequences be split, and cannot.
+    `attention`: `policy.<backend>.attention`, or "auto" if the section has no such key. Raises `NotSupported` for a
+    model whose head cannot be replaced, and if packing or context parallelism is required but not possible.
     """
     segments.register()
     model = tiny_model(config, model_config, None if attention == "auto" else attention)
     if config.head == "language":
         require_plain_head(model)
     mode = config.batching.mode
-    wanted = mode == "packed" or config.parallelism.context > 1
-    if not wanted and (mode != "auto" or device.type != "cpu"):  # there is nothing to try
+    required = mode == "packed" or config.parallelism.context > 1
+    if not required and (mode != "auto" or device.type != "cpu"):  # nothing to probe
         return False
-    stir(model)
-    can_pack = attention in ("auto", "sdpa") and packs(model)
-    if wanted and not can_pack:
+    randomize_weights(model)
+    can_pack = attention in ("auto", "sdpa") and supports_packing(model)
+    if required and not can_pack:
         chosen = "" if attention == "auto" else f" with policy.{config.backend}.attention={attention}"
         raise NotSupported(
             f"{type(model).__name__}{chosen} does not keep packed sequences apart; set policy.batching.mode to dynamic "
             "or auto, and policy.parallelism.context to 1"
         )
     return can_pack
+
+
+@torch.no_grad()
+def supports_packing(model: Any) -> bool:
+    """Return True if `model` keeps the sequences of a packed row apart, probed with two short ones.
+
+    Models whose layers mix tokens by means other than attention (convolutions, linear attention), or that encode
+    positions as an attention bias, do not. Unknown layer types, such as chunked attention, count as unsupported: two
+    short sequences would not show their effect on longer ones.
+    """
+    if set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - KNOWN_LAYERS:
+        return False
+    first, second = probe_ids(model).split([4, 2])
+    positions = torch.cat((torch.arange(4), torch.arange(2)))[None].to(first.device)
+    separate = [model(input_ids=ids[None], use_cache=False).logits[0] for ids in (first, second)]
+    try:
+        with segments.attention(model.config, segments.SEGMENTS):
+            packed = model(
+                input_ids=torch.cat((first, second))[None],
+                position_ids=positions,
+                segments=segments.Segments([0, 4, 6]),
+                use_cache=False,
+            ).logits[0]
+    except (TypeError, ValueError, KeyError, AttributeError, NotSupported):  # models reject it in many ways
+        return False
+    return torch.allclose(packed, torch.cat(separate), rtol=1e-3, atol=1e-3)
 
 
 def _small(model_config: Any, narrow: bool) -> Any:
@@ -78,23 +104,23 @@ def _small(model_config: Any, narrow: bool) -> Any:
     if getattr(text, "layer_types", None):
         text.layer_types = text.layer_types[:layers]
     text.num_hidden_layers = layers
-    for part in (small, text):
-        part.pad_token_id = None  # it may be beyond the small vocabulary
+    for section in (small, text):
+        section.pad_token_id = None  # may exceed the small vocabulary
         if text.vocab_size > VOCABULARY:
-            part.vocab_size = VOCABULARY
+            section.vocab_size = VOCABULARY
     if narrow:
         _narrow(text)
     return small
 
 
 def _layers(text: Any) -> int:
-    """As many as it takes to have each kind of layer, and two at least."""
+    """Return the number of layers needed to contain every layer type, at least two."""
     kinds = list(getattr(text, "layer_types", None) or ())
     return min(int(text.num_hidden_layers), max([2, *(kinds.index(kind) + 1 for kind in kinds)]))
 
 
 def _narrow(text: Any) -> None:
-    """One group of heads, of the size that they have."""
+    """Reduce to one group of attention heads, keeping the head size."""
     heads = text.num_attention_heads
     groups = getattr(text, "num_key_value_heads", None) or heads
     size = getattr(text, "head_dim", None) or text.hidden_size // heads
@@ -108,8 +134,8 @@ def _narrow(text: Any) -> None:
 
 
 @torch.no_grad()
-def stir(model: nn.Module) -> None:
-    """Weights under which what a token attends to shows: a fresh model answers nearly the same whatever it sees."""
+def randomize_weights(model: nn.Module) -> None:
+    """Draw weights large enough that attention matters: a fresh model's outputs hardly depend on the context."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         for parameter in model.parameters():

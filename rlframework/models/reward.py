@@ -1,8 +1,9 @@
-"""Reward models: a transformers model for sequence classification with one label, whose head gives each token a score.
+"""Reward models: transformers sequence classification models with one label, whose head scores each token.
 
-The head runs inside the model's forward, where FSDP has its weight whole, and `HeadPatch` picks the last token of each
-sequence there. transformers' own forward would look for it by the padding's id, which may be the end token, and knows
-nothing of packed rows. Left out: training, tensor-parallel heads (one row has nothing to split), several labels.
+The head runs inside the model's forward, where FSDP has gathered its weight, and `HeadPatch` selects the last token of
+each sequence. transformers' own forward would find it by the padding id, which may be the end-of-sequence token, and
+does not support packed rows. Not supported: training, tensor-parallel heads (a one-row weight cannot be sharded),
+several labels.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from rlframework.policy.head.patch import output_head
 
 
 def score_every_token(model: Any) -> Any:
-    """`model` itself, which now returns as `logits` the score of each token `[n, L, 1]`.
+    """Make `model` return the score of each token as `logits` `[n, L, 1]`; return `model` itself.
 
-    A `DataError` where its head has more than one label.
+    Raises `DataError` if its head has more than one label.
     """
     head = output_head(model)
     if head.weight.shape[0] != 1:
         raise DataError(
-            f"policy.head=score takes a model whose head has one label, and that of {type(model).__name__} has "
+            f"policy.head=score needs a model whose head has one label, but the head of {type(model).__name__} has "
             f"{head.weight.shape[0]}: num_labels in its config.json must be 1"
         )
 

@@ -1,12 +1,12 @@
-"""Context parallelism by heads (Ulysses): each rank computes a part of every sequence, and attends with some heads.
+"""Context parallelism by heads (Ulysses): each rank computes a shard of every sequence, and attention for some heads.
 
-Beside `context_parallel`, from which it has who computes what, and how values and gradients come together; attention
-differs, registered in `transformers.AttentionInterface` under `HEADS`. Queries, keys and values are exchanged, so that
-a rank has all tokens of its heads; it attends as one that is alone, and the results are exchanged back. A rank keeps
-`1 / size` of the keys and values until the backward, where gathering keeps all of them, and sends no more the more
-ranks there are. It needs heads that `size` divides; where there are fewer key-value heads than ranks they are repeated.
+Sharding and gathering of values and gradients are those of `context_parallel`; the attention differs and is registered
+in `transformers.AttentionInterface` under `HEADS`. Queries, keys and values are exchanged (all-to-all), so that a rank
+has all tokens of its heads and computes ordinary attention; the results are exchanged back. A rank keeps `1 / size` of
+the keys and values until the backward, whereas gathering keeps all of them, and its traffic does not grow with the
+number of ranks. `size` must divide the number of heads; key-value heads are repeated if there are fewer than ranks.
 
-Left out: the exchange itself, which comes with an engine (`Exchange`).
+Does not cover the exchange itself, which the engine supplies (`Exchange`).
 """
 
 from __future__ import annotations
@@ -22,37 +22,37 @@ from torch import Tensor, nn
 from rlframework.interfaces.data_processor import Microbatch
 from rlframework.models.attention import Segments, require_plain_scores, segment_attention
 from rlframework.models.context_limits import CANNOT, REMEDY
-from rlframework.models.context_parallel import ContextParallel, Piece, Share
+from rlframework.models.context_parallel import ContextParallel, ContextShard, QueryBlock
 
 HEADS = "rlframework_head_exchange"
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Exchange = Callable[[Attend, Tensor, Tensor, Tensor], Tensor]
-"""`exchange(attend, query, key, value)`, each `[b, l, heads, D]` of this rank's columns, to an output such as `query`.
+"""`exchange(attend, query, key, value)` maps `[b, l, heads, D]` of this rank's columns to an output like `query`.
 
-`attend` gets `[b, size * l, heads / size, D]`, the columns of the ranks one after the other, and gives such an output.
+`attend` takes `[b, size * l, heads / size, D]`, the columns in rank order, and returns the same shape.
 """
 
 
 @dataclass
-class HeadShare(Share):
-    """A `Share` whose attention is by heads; `segments`: the sequences of a packed row, None for padded rows."""
+class HeadShard(ContextShard):
+    """A shard with attention by heads; `segments`: the sequences of a packed row, None for padded rows."""
 
     exchange: Exchange = field(kw_only=True)
     segments: Segments | None = field(kw_only=True)
 
-    def in_row_order(self, part: Tensor) -> Tensor:
-        """`[b, L, ...]` in the order of the ranks, each of which has an early and a late chunk, in that of the row."""
-        early, late = part.unflatten(1, (self.size, 2, -1)).unbind(2)
+    def in_row_order(self, tensor: Tensor) -> Tensor:
+        """Reorder `[b, L, ...]` from rank order, an early and a late chunk per rank, to row order."""
+        early, late = tensor.unflatten(1, (self.size, 2, -1)).unbind(2)
         return torch.cat((early, late.flip(1)), 1).flatten(1, 2)
 
-    def in_rank_order(self, part: Tensor) -> Tensor:
-        """What `in_row_order` was made of."""
-        early, late = part.unflatten(1, (2 * self.size, -1)).tensor_split(2, 1)
+    def in_rank_order(self, tensor: Tensor) -> Tensor:
+        """Invert `in_row_order`."""
+        early, late = tensor.unflatten(1, (2 * self.size, -1)).tensor_split(2, 1)
         return torch.stack((early, late.flip(1)), 2).flatten(1, 3)
 
 
 class HeadExchange(ContextParallel):
-    """The ranks of `group` share each sequence, and exchange heads by `exchange`."""
+    """Shards each sequence over the ranks of `group`, which exchange heads through `exchange`."""
 
     attention = HEADS
 
@@ -60,12 +60,12 @@ class HeadExchange(ContextParallel):
         super().__init__(group)
         self._exchange = exchange
 
-    def share(self, microbatch: Microbatch) -> HeadShare:
-        """See `ContextParallel.share`."""
-        given, bounds = super().share(microbatch), microbatch.cu_seqlens
+    def shard(self, microbatch: Microbatch) -> HeadShard:
+        """See `ContextParallel.shard`."""
+        base, bounds = super().shard(microbatch), microbatch.cu_seqlens
         segments = None if bounds is None else Segments(bounds.tolist())
-        return HeadShare(
-            given.group, given.size, given.columns, given.pieces, exchange=self._exchange, segments=segments
+        return HeadShard(
+            base.group, base.size, base.columns, base.query_blocks, exchange=self._exchange, segments=segments
         )
 
 
@@ -76,7 +76,7 @@ def head_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    context_share: HeadShare,
+    context_shard: HeadShard,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -84,47 +84,47 @@ def head_attention(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention of this rank's queries to the keys of all ranks, within each sequence.
+    """Compute causal attention of this rank's queries to the keys of all ranks, within each sequence.
 
     `query [b, heads, l, D]`, `key` and `value [b, kv_heads, l, D]` of this rank's columns. Returns `[b, l, heads, D]`.
     """
     require_plain_scores(softcap, s_aux, CANNOT, REMEDY)
-    share = context_share
-    how: dict[str, Any] = {"scaling": scaling, "dropout": dropout, "sliding_window": sliding_window}
+    shard = context_shard
+    options: dict[str, Any] = {"scaling": scaling, "dropout": dropout, "sliding_window": sliding_window}
 
-    def attend(*parts: Tensor) -> Tensor:
-        q, k, v = (share.in_row_order(part).transpose(1, 2) for part in parts)
-        if share.segments is None:
-            return share.in_rank_order(_causal(q, k, v, share, **how))
-        return share.in_rank_order(segment_attention(module, q, k, v, None, segments=share.segments, **how)[0])
+    def attend(*exchanged: Tensor) -> Tensor:
+        q, k, v = (shard.in_row_order(tensor).transpose(1, 2) for tensor in exchanged)
+        if shard.segments is None:
+            return shard.in_rank_order(_causal(q, k, v, shard, **options))
+        return shard.in_rank_order(segment_attention(module, q, k, v, None, segments=shard.segments, **options)[0])
 
-    key, value = (_for_each_rank(part, share.size) for part in (key, value))
-    return share.exchange(attend, query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)), None
+    key, value = (_repeat_heads(tensor, shard.size) for tensor in (key, value))
+    return shard.exchange(attend, query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)), None
 
 
-def _for_each_rank(part: Tensor, size: int) -> Tensor:
-    """`[b, kv_heads, l, D]` with at least `size` heads: each is repeated for the ranks whose queries go to it."""
-    return part if part.shape[1] >= size else part.repeat_interleave(size // part.shape[1], 1)
+def _repeat_heads(tensor: Tensor, size: int) -> Tensor:
+    """Repeat the heads of `[b, kv_heads, l, D]` if there are fewer than `size`, so that each rank has its own."""
+    return tensor if tensor.shape[1] >= size else tensor.repeat_interleave(size // tensor.shape[1], 1)
 
 
 def _causal(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    share: HeadShare,
+    shard: HeadShard,
     *,
     scaling: float | None,
     dropout: float,
     sliding_window: int | None,
 ) -> Tensor:
-    """Of padded rows, each a sequence: `[b, heads, L, D]` to `[b, L, heads, D]`."""
+    """Compute causal attention for padded rows, one sequence each: `[b, heads, L, D]` to `[b, L, heads, D]`."""
     length = query.shape[2]
     window = None if sliding_window is None or length <= sliding_window else sliding_window
     output = nn.functional.scaled_dot_product_attention(
         query,
         key,
         value,
-        attn_mask=None if window is None else share.mask(Piece(length, length, 0), window),
+        attn_mask=None if window is None else shard.mask(QueryBlock(length, length, 0), window),
         is_causal=window is None,
         dropout_p=dropout,
         scale=scaling,
@@ -134,7 +134,7 @@ def _causal(
 
 
 def register() -> None:
-    """Make the attention known to transformers; again is harmless."""
+    """Register the attention with transformers; repeated calls are harmless."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(HEADS, head_attention)

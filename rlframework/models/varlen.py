@@ -1,7 +1,7 @@
-"""Packed rows on a GPU: one kernel for all sequences of a row, `torch.nn.attention.varlen`, in half precision.
+"""Packed attention on a GPU in half precision: one `torch.nn.attention.varlen` kernel for all sequences of a row.
 
-Where it cannot be used (a CPU, fp32, a torch without it) packed attention goes sequence by sequence (`attention`). Left
-out: dropout, which the framework switches off.
+If it is unavailable (on a CPU, in fp32, in a torch without it), `attention` computes packed attention by sequence. Not
+supported: dropout, which the framework disables.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ HALF = (torch.bfloat16, torch.float16)
 
 @cache
 def kernel() -> Callable[..., Any] | None:
-    """torch's `varlen_attn`; None where torch has none, or one that knows no windows, so no causal attention."""
+    """Return torch's `varlen_attn`; None if torch lacks it, or its `window_size` (for causal attention) or `scale`."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -28,7 +28,7 @@ def kernel() -> Callable[..., Any] | None:
 
 
 def usable(query: Tensor) -> bool:
-    """Whether the kernel takes tensors such as `query`."""
+    """Return True if the kernel supports the device and dtype of `query`."""
     return query.is_cuda and query.dtype in HALF and kernel() is not None
 
 
@@ -42,19 +42,19 @@ def varlen_attention(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    """Causal attention within each sequence of a packed row: `[1, L, heads, D]`.
+    """Compute causal attention within each sequence of a packed row: `[1, L, heads, D]`.
 
-    `query [1, heads, L, D]`, `key` and `value [1, kv_heads, L, D]`; `bounds [n + 1]` int32 on their device, `longest`
-    the most tokens of a sequence; with a `window` a token sees that many, itself among them.
+    `query [1, heads, L, D]`, `key` and `value [1, kv_heads, L, D]`; `bounds [n + 1]` int32 on their device; `longest`:
+    the length of the longest sequence; `window`: the number of tokens that a token attends to, including itself.
     """
     attend = kernel()
     assert attend is not None
-    q, k, v = (part.squeeze(0).transpose(0, 1).contiguous() for part in (query, key, value))
+    q, k, v = (tensor.squeeze(0).transpose(0, 1).contiguous() for tensor in (query, key, value))
     groups = query.shape[1] // key.shape[1]
-    known = inspect.signature(attend).parameters
-    shared: dict[str, Any] = {"enable_gqa": True} if groups > 1 and "enable_gqa" in known else {}
+    supported = inspect.signature(attend).parameters
+    shared: dict[str, Any] = {"enable_gqa": True} if groups > 1 and "enable_gqa" in supported else {}
     if groups > 1 and not shared:
-        k, v = (part.repeat_interleave(groups, 1) for part in (k, v))
+        k, v = (tensor.repeat_interleave(groups, 1) for tensor in (k, v))
     left = -1 if window is None else window - 1
     output: Tensor = attend(q, k, v, bounds, bounds, longest, longest, scale=scaling, window_size=(left, 0), **shared)
     return output[None]

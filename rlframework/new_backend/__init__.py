@@ -1,6 +1,6 @@
-"""`rlframework new-backend NAME`: a plugin distribution to fill in, which installs and is listed at once.
+"""`rlframework new-backend NAME`: creates a plugin distribution to fill in, which is installable right away.
 
-Left out: other kinds of parts (`examples/plugins/` has one of each), and publishing.
+Not supported: other kinds of plugins (`examples/plugins/` has one of each), and publishing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a new backend may be called, and what else is named after it."""
+"""Valid names for a new backend, and the names derived from it."""
 
 from __future__ import annotations
 
@@ -17,63 +17,65 @@ from rlframework.plugins.listing import PluginListing
 from rlframework.plugins.manager import create_manager
 
 LONGEST = 24
-"""Letters of a name: the template's lines have room for so many."""
+"""Maximum length of a name, so that lines of the template stay within the limit."""
 
 
 @dataclass(frozen=True)
 class Names:
-    """`name`: the word in the configuration; the rest follows from it."""
+    """The names derived from `name`, which selects the backend in the configuration."""
 
     name: str
 
     @property
     def package(self) -> str:
-        """Of the Python package."""
+        """The name of the Python package."""
         return f"rlframework_{self.name}"
 
     @property
     def distribution(self) -> str:
-        """Of what pip installs, and of the folder that it is written into."""
+        """The name of the distribution and of its folder."""
         return f"rlframework-{self.name.replace('_', '-')}"
 
     @property
     def camel(self) -> str:
-        """What the classes begin with."""
+        """The prefix of class names."""
         return "".join(part[:1].upper() + part[1:] for part in self.name.split("_"))
 
 
 def checked_names(name: str) -> Names:
-    """The names for a backend `name`; a `ConfigError` where it cannot be a name, or is taken here."""
+    """Return the names for a backend `name`. Raises `ConfigError` if the name is invalid or already in use."""
     if problem := _spelling(name) or _taken(name):
-        raise ConfigError(f"no backend can be called {name!r}: {problem}")
+        raise ConfigError(f"{name!r} cannot be the name of a backend: {problem}")
     return Names(name)
 
 
 def _spelling(name: str) -> str | None:
     if not re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name):
-        return "it becomes the name of a Python package; use small letters, digits and single '_', a letter first"
+        return "it becomes part of a package name; use lowercase letters, digits and single '_', starting with a letter"
     if len(name) > LONGEST:
-        return f"it has {len(name)} letters, and {LONGEST} are the most; choose a shorter one"
+        return f"it has {len(name)} characters, but at most {LONGEST} are allowed; choose a shorter name"
     if keyword.iskeyword(name) or name in sys.stdlib_module_names:
-        return "it is a word or a standard module of Python; choose another name"
+        return "it is a Python keyword or standard module; choose another name"
     if name in PolicyConfig.model_fields:
-        return f"`policy.{name}` is a key of the configuration already; choose another name"
+        return f"`policy.{name}` is already a configuration key; choose another name"
     return None
 
 
 def _taken(name: str) -> str | None:
     found = next((row for row in create_manager(disabled=()).listing() if _is_backend(row, name)), None)
     if found is not None:
-        return f"{found.distribution} {found.version} is installed and has it; choose another name, or uninstall that"
+        return (
+            f"it is used by {found.distribution} {found.version}; choose another name, or uninstall that distribution"
+        )
     names = Names(name)
     if find_spec(names.package) is not None:
-        return f"there is a Python module {names.package} already; choose another name, or uninstall that"
+        return f"the Python module {names.package} already exists; choose another name, or uninstall it"
     with suppress(PackageNotFoundError):
         version = version_of(names.distribution)
-        return f"{names.distribution} {version} is installed; choose another name, or uninstall that"
+        return f"{names.distribution} {version} is already installed; choose another name, or uninstall it"
     return None
 
 
 def _is_backend(row: PluginListing, name: str) -> bool:
-    """Whether `row` is a backend of that name, or a plugin that cannot be read and has it."""
+    """Whether `row` is a backend with that name, or an unreadable plugin with it."""
     return row.name == name and row.kind in ("policy_worker", None)

@@ -1,6 +1,6 @@
-"""From the template to a folder: whole, or not at all.
+"""Writes the template to a folder, atomically.
 
-The template is plain text beside this module, with `$name` and the like filled in by `string.Template`.
+The template is plain text next to this module, in which `string.Template` replaces `$name` and other placeholders.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ FILES = {
     "tests/test_conformance.py": "test_conformance.py.txt",
     "tests/test_plugin.py": "test_plugin.py.txt",
 }
-"""What is written, to the file of the template that it is made from."""
+"""Maps the path of each file to write to its template file."""
 
 
 def write_backend(name: str, directory: str | Path | None = None) -> Path:
-    """Write a distribution for the backend `name` into `directory`, or into a folder of its name; the folder.
+    """Write a distribution for the backend `name` to `directory` (default: a folder of its name); return the folder.
 
-    A `ConfigError` for a name that cannot be taken and for a folder that has something in it: nothing is written then.
+    Raises `ConfigError`, and writes nothing, if the name is invalid or in use, or if the folder is not empty.
     """
     names = checked_names(name)
     folder = Path(names.distribution if directory is None else directory).absolute()
@@ -50,7 +50,7 @@ def write_backend(name: str, directory: str | Path | None = None) -> Path:
 
 
 def backend_files(names: Names) -> dict[str, str]:
-    """The text of each file, by its path in the folder."""
+    """Return the text of each file, by its path in the folder."""
     words = {
         "name": names.name,
         "package": names.package,
@@ -66,7 +66,7 @@ def backend_files(names: Names) -> dict[str, str]:
 
 
 def core_range(version: str) -> str:
-    """The versions of core that a backend made with `version` asks for: up to the next that may break it."""
+    """Return the versions of core that a backend created with `version` requires: up to the next breaking release."""
     found = Version(version)
     following = f"0.{found.minor + 1}" if found.major == 0 else str(found.major + 1)
     return f">={version},<{following}"
@@ -74,17 +74,17 @@ def core_range(version: str) -> str:
 
 def _require_free(folder: Path) -> None:
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
-        raise ConfigError(f"--directory {folder}: it is there, and is no folder; name another place")
+        raise ConfigError(f"--directory {folder}: it exists and is not a folder; choose another location")
     if not folder.exists():
         return
     if any(folder.iterdir()):
-        raise ConfigError(f"--directory {folder}: there is something in it; name a folder that is not there yet")
-    if folder.samefile(Path.cwd()):  # it is exchanged for the new one, and whoever is in it would not see that
-        raise ConfigError(f"--directory {folder}: it is the current one; go one up, and name it from there")
+        raise ConfigError(f"--directory {folder}: it is not empty; choose a new folder")
+    if folder.samefile(Path.cwd()):  # the shell would be left in the deleted old directory
+        raise ConfigError(f"--directory {folder}: it is the current directory; change to its parent directory first")
 
 
 def next_commands(name: str, folder: Path) -> str:
-    """What to type next, a command a line."""
+    """Return the commands to run next, one per line."""
     near = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
     return "\n".join(
         [

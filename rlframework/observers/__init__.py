@@ -1,1 +1,1 @@
-"""Everything that only listens to a run: console, JSONL, TensorBoard, the curve's picture, and plugins' observers."""
+"""Observers of a run, which never influence it: console, JSONL, TensorBoard, W&B, MLflow, training curves, reports."""

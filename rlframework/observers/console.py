@@ -1,6 +1,6 @@
-"""What a person at the terminal sees: a progress display, or plain lines where the output is no terminal.
+"""Console output of a run: a live progress display on a terminal, plain lines otherwise.
 
-Metrics that it does not know are left to the other observers.
+Shows only well-known metrics; the other observers record all of them.
 """
 
 from __future__ import annotations
@@ -20,36 +20,37 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
     from rich.text import Text
 
-SHOWN = (
+DISPLAYED_METRICS = (
     ("train/reward", "reward", ".3f"),
     ("train/accuracy", "accuracy", ".3f"),
     ("validation/accuracy", "validation accuracy", ".3f"),
     ("train/loss", "loss", ".4g"),
     ("train/kl", "KL", ".3g"),
 )
-"""Metric, its word on the screen, and its format."""
+"""Metric name, label and format."""
 WINDOW = 20
+"""Number of recent steps over which the pace is averaged."""
 FIRST_INTERVAL, LAST_INTERVAL = 1.0, 10.0
 
 
 class Pace:
-    """Seconds a step, over the last steps, and what is left to do."""
+    """Seconds per step, averaged over recent steps, and the remaining time."""
 
     def __init__(self, total: int, now: float) -> None:
         self._total = total
         self._marks: deque[tuple[int, float]] = deque([(0, now)], maxlen=WINDOW + 1)
 
     def mark(self, step: int, now: float) -> None:
-        """Step `step` was done at `now` (seconds); 0 is the end of what comes before the first step."""
+        """Record that step `step` finished at `now` (seconds). Step 0 ends the preparation before the first step."""
         if step <= self._marks[-1][0]:
             self._marks.clear()
         self._marks.append((step, now))
 
     @property
     def seconds(self) -> float | None:
-        """Seconds a step; None before two marks."""
-        (first, begin), (last, end) = self._marks[0], self._marks[-1]
-        return (end - begin) / (last - first) if last > first else None
+        """Seconds per step; None before two marks."""
+        (first, started), (last, ended) = self._marks[0], self._marks[-1]
+        return (ended - started) / (last - first) if last > first else None
 
     @property
     def remaining(self) -> float | None:
@@ -58,7 +59,7 @@ class Pace:
 
 
 class ConsoleObserver:
-    """Shows the run on stdout. `clock` gives seconds."""
+    """Shows the run's progress on stdout, or on `stream`. `clock` returns seconds."""
 
     def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream
@@ -67,11 +68,11 @@ class ConsoleObserver:
 
     @hookimpl
     def rlframework_run_started(self, run: RunInfo) -> None:
-        """Choose the kind of output and say what starts."""
+        """Print the opening line, and choose the live display or plain lines."""
         stream = self._stream or sys.stdout
         algorithm = run.config.algorithm
-        told = f"{algorithm.name}: up to {algorithm.num_steps} steps, writing to {run.output_dir}"
-        print(told, file=stream, flush=True)
+        opening = f"{algorithm.name}: up to {algorithm.num_steps} steps, writing to {run.output_dir}"
+        print(opening, file=stream, flush=True)
         live = stream.isatty() and os.environ.get("TERM") != "dumb"
         view = LiveView if live else PlainView
         self._view = view(algorithm.name, algorithm.num_steps, stream, self._clock)
@@ -84,18 +85,18 @@ class ConsoleObserver:
 
     @hookimpl
     def rlframework_run_finished(self, metrics: Mapping[str, float]) -> None:
-        """Say how long it took and what it came to."""
+        """Print the duration and the final metrics."""
         if self._view is not None:
             self._view.finish(metrics)
 
     def close(self) -> None:
-        """Give the terminal back."""
+        """Restore the terminal."""
         if self._view is not None:
             self._view.stop()
 
 
 class PlainView:
-    """One line a step, with some seconds between lines; steps with a validation, the first and the last always show."""
+    """Prints a line per step, at intervals of some seconds; always for the first, the last, and validated steps."""
 
     def __init__(self, name: str, total: int, stream: TextIO, clock: Callable[[], float]) -> None:
         self._name, self._total, self._stream, self._clock = name, total, stream, clock
@@ -105,7 +106,7 @@ class PlainView:
         self._pace = Pace(total, self._began)
 
     def show(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A line for the step, or nothing when the last line was only just written."""
+        """Print a line for the step, unless the previous line was printed just before."""
         now = self._clock()
         self._step = step
         self._pace.mark(step, now)
@@ -115,12 +116,12 @@ class PlainView:
             self._print(f"step {step}/{self._total}", *describe(metrics), *resources(metrics), pace_text(self._pace))
 
     def finish(self, metrics: Mapping[str, float]) -> None:
-        """The closing line."""
+        """Print the closing line."""
         took = duration(self._clock() - self._began)
         self._print(f"{self._name} finished after {self._step} steps in {took}", *describe(metrics))
 
     def stop(self) -> None:
-        """Nothing to give back."""
+        """Do nothing: there is no display to end."""
 
     def _interval(self, now: float) -> float:
         return min(max((now - self._began) / 30.0, FIRST_INTERVAL), LAST_INTERVAL)
@@ -130,7 +131,7 @@ class PlainView:
 
 
 class LiveView:
-    """A bar with pace and remaining time, and under it the last known value of each metric."""
+    """A progress bar with pace and remaining time, above the latest value of each metric."""
 
     def __init__(self, name: str, total: int, stream: TextIO, clock: Callable[[], float]) -> None:
         self._name, self._total, self._clock = name, total, clock
@@ -142,7 +143,7 @@ class LiveView:
         self._live.start()
 
     def show(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Move the bar and renew the metrics."""
+        """Advance the bar and update the metrics."""
         self._step = step
         self._pace.mark(step, self._clock())
         self._latest.update(metrics)
@@ -151,7 +152,7 @@ class LiveView:
         self._live.refresh()
 
     def finish(self, metrics: Mapping[str, float]) -> None:
-        """Leave the last state on the screen and write the closing line under it."""
+        """Keep the last state on the screen and print the closing line below it."""
         self.stop()
         took = duration(self._clock() - self._began)
         parts = [f"{self._name} finished after {self._step} steps in {took}", *describe(metrics)]
@@ -163,7 +164,7 @@ class LiveView:
 
 
 def make_live(name: str, total: int, stream: TextIO) -> tuple[Live, Progress, TaskID, Text]:
-    """The display's parts. Imports rich."""
+    """Create the display, its progress bar and task, and the text for metrics. Imports rich."""
     from rich.console import Console, Group
     from rich.live import Live
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -185,21 +186,21 @@ def make_live(name: str, total: int, stream: TextIO) -> tuple[Live, Progress, Ta
 
 
 def describe(metrics: Mapping[str, float]) -> list[str]:
-    """The known ones of `metrics`, each as a word and a number."""
-    return [f"{word} {metrics[name]:{form}}" for name, word, form in SHOWN if name in metrics]
+    """The displayed metrics among `metrics`, each as a label and a number."""
+    return [f"{label} {metrics[name]:{form}}" for name, label, form in DISPLAYED_METRICS if name in metrics]
 
 
 def resources(metrics: Mapping[str, float]) -> list[str]:
-    """Throughput and memory, where `metrics` have them."""
-    tokens, memory = metrics.get("throughput/tokens_per_second"), metrics.get("memory/rss_mb")
+    """Throughput, and the peak memory of the worker with the highest peak, if `metrics` contain them."""
+    tokens, memory = metrics.get("throughput/tokens_per_second"), metrics.get("memory/peak_mb")
     return [
         *([f"{tokens:,.0f} tokens/s"] if tokens else []),
-        *([f"memory {memory:,.0f} MB"] if memory else []),
+        *([f"peak worker memory {memory:,.0f} MiB"] if memory else []),
     ]
 
 
 def pace_text(pace: Pace) -> str:
-    """`1.8 s/step, remaining 1m20s`, or nothing while it is unknown."""
+    """The pace as `1.8 s/step, remaining 1m20s`; empty while it is unknown."""
     if pace.seconds is None or pace.remaining is None:
         return ""
     seconds = f"{pace.seconds:.2g}" if pace.seconds < 10 else f"{pace.seconds:.0f}"
@@ -207,7 +208,7 @@ def pace_text(pace: Pace) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as `8s`, `1m20s`, `2h05m` or `3d04h`."""
+    """Format seconds as `8s`, `1m20s`, `2h05m` or `3d04h`."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole}s"

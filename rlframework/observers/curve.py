@@ -1,6 +1,7 @@
-"""A run's curve as a PNG: reward and accuracy on top, loss and KL of each phase below.
+"""Plots a run's training curves as a PNG: reward and accuracy at the top, loss and KL of each phase below.
 
-One static picture, also of several phases in sequence (supervised warm-up, then GRPO). No comparison of runs, no HTML.
+The picture is static and may show several consecutive phases (supervised warm-up, then GRPO). To compare runs, see
+`rlframework.observers.report`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ BELOW = (("train/loss", "loss", LOSS), ("train/kl", "KL to reference (nats/token
 
 @dataclass(frozen=True)
 class Phase:
-    """One history with its place on the shared horizontal axis; `at[i]` is the place of row i within the phase."""
+    """A history and its range on the shared horizontal axis; `at[i]` is the position of row i within the phase."""
 
     label: str
     history: History
@@ -39,20 +40,20 @@ class Phase:
 
 
 class CurveObserver:
-    """Draws `curve.png` in the run's directory when the run is over."""
+    """Draws `curve.png` in the run's directory when the run finishes."""
 
     def __init__(self) -> None:
         self._rows: list[dict[str, float]] = []
 
     @hookimpl
     def rlframework_run_started(self, run: RunInfo) -> None:
-        """Take up what `metrics.jsonl` has of a run that goes on."""
+        """Load the metrics of a resumed run from `metrics.jsonl`."""
         path = run.output_dir / METRICS_FILE
         self._rows = read_history(path) if path.is_file() else []
 
     @hookimpl
     def rlframework_step_finished(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Keep the step's metrics; it supersedes steps from there on that were done before."""
+        """Store the step's metrics, replacing those of this and later steps before a resume."""
         while self._rows and self._rows[-1]["step"] > step:
             self._rows.pop()
         if self._rows and self._rows[-1]["step"] == step:
@@ -62,12 +63,12 @@ class CurveObserver:
 
     @hookimpl
     def rlframework_run_finished(self, run: RunInfo) -> None:
-        """Draw what was kept."""
+        """Draw the stored metrics."""
         algorithm, environment = run.config.algorithm.name, run.config.environment.name
         draw_curve([(algorithm, self._rows)], run.output_dir / "curve.png", f"{algorithm} on {environment}")
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Do nothing: there are no open files."""
 
 
 def draw_curve(
@@ -77,10 +78,10 @@ def draw_curve(
     *,
     along: Literal["steps", "seconds"] = "steps",
 ) -> Path:
-    """Write a PNG of `histories` (label and rows of metrics, one after the other in time) to `path`; return the path.
+    """Write a PNG of `histories` (pairs of label and rows of metrics, in chronological order) to `path`; return `path`.
 
-    Rows are mappings from metric name to value, with `step` where it is known. `along="seconds"` takes the sum of
-    `time/step` as the horizontal axis. Metrics that are not there, and values that are not finite, are left out.
+    Rows map metric names to values, with `step` if it is known. With `along="seconds"`, the horizontal axis is the
+    cumulative sum of `time/step`. Missing metrics and non-finite values are skipped.
     """
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -132,7 +133,7 @@ def _figure(phases: Sequence[Phase], title: str, along: str) -> Figure:
 
 
 def _draw_top(axes: Axes, phases: Sequence[Phase], along: str) -> None:
-    _dress(axes, along)
+    _style_axes(axes, along)
     rewards = [value for phase in phases for value in series(phase.history, TRAINING_REWARD, phase.at)[1]]
     shared = all(0.0 <= value <= 1.0 for value in rewards)
     right = axes if shared else axes.twinx()
@@ -158,7 +159,7 @@ def _draw_top(axes: Axes, phases: Sequence[Phase], along: str) -> None:
 
 
 def _top(drawn: Sequence[Any]) -> float:
-    """What share is drawn at the top: all, or for small shares twice the largest, which leaves room for the legend."""
+    """The upper limit of the axis: 1, or for small fractions twice the largest, which leaves room for the legend."""
     largest = max((float(value) for values in drawn for value in values if math.isfinite(value)), default=1.0)
     return 2.0 * largest if 0.0 < largest < 0.25 else 1.0
 
@@ -198,7 +199,7 @@ def _mark_phases(axes: Axes, phases: Sequence[Phase]) -> None:
 
 
 def _draw_panel(axes: Axes, phase: Phase, name: str, text: str, colour: str, along: str) -> None:
-    _dress(axes, along)
+    _style_axes(axes, along)
     _line(axes, *series(phase.history, name, phase.at), colour, text, 0.0)
     axes.set_title(text, fontsize=10, loc="left")
 
@@ -219,7 +220,7 @@ def _percent() -> Any:
     return PercentFormatter(xmax=1.0, decimals=0)
 
 
-def _dress(axes: Axes, along: str) -> None:
+def _style_axes(axes: Axes, along: str) -> None:
     from matplotlib.ticker import MaxNLocator
 
     axes.spines[["top", "right"]].set_visible(False)

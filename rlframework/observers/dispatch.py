@@ -1,7 +1,7 @@
-"""Tells everybody who listens what the run is doing, and lets none of them harm it.
+"""Dispatches the events of a run to its observers, and protects the run from their errors.
 
-Core's observers and those of plugins implement the same four hooks (`rlframework.plugins.hookspec`). Each is called on
-its own: one that raises is reported once on stderr and not called again.
+Built-in observers and those of plugins implement the same four hooks (`rlframework.plugins.hookspec`). Each is called
+independently: an observer that raises is reported once on stderr and not called again.
 """
 
 from __future__ import annotations
@@ -33,21 +33,20 @@ CORE_OBSERVERS = {
     "wandb": "rlframework.observers.wandb:WandbObserver",
     "mlflow": "rlframework.observers.mlflow:MlflowObserver",
 }
-"""Core's observers by their switch in the `observers` section: the class to construct, without arguments.
+"""Import paths of the built-in observers by their key in the `observers` section; constructed without arguments.
 
-Besides hooks each has `close()`, and may have `ended(state)`, which is called before it, however the run ended.
+Besides hooks, each has `close()`, and may have `ended(state)`, which is called first, no matter how the run ended.
 """
 
 State = Literal["finished", "failed", "killed"]
-"""How a run ended; killed: by Ctrl-C or a signal."""
+"""How a run ended; "killed" means by Ctrl-C or a signal."""
 
 
 class Observers:
-    """The run's listeners, called as one.
+    """All observers of a run, notified together.
 
-    `hook` is the hook relay of the plugin manager (none: core's observers only). As a context manager it starts the run
-    on entry and frees what core's observers hold on exit; `run_finished` is the caller's to call, because a run that
-    failed has not finished.
+    `hook` is the hook relay of the plugin manager (None: built-in observers only). As a context manager, it calls
+    `run_started` on entry and `close` on exit. The caller calls `run_finished`, because a failed run does not finish.
     """
 
     def __init__(self, config: ObserversConfig, info: RunInfo, hook: HookRelay | None = None) -> None:
@@ -57,30 +56,30 @@ class Observers:
         self._core = self._make_core(config)
         self._closed = self._finished = False
         self.last_step = 0
-        """The step that was told last; 0 before the first one is done."""
+        """The last finished step; 0 before the first."""
 
     def run_started(self) -> None:
-        """The parts are built and the first step is about to begin."""
-        self._tell("rlframework_run_started")
+        """Notify observers that all parts are built and the first step is about to start."""
+        self._notify("rlframework_run_started")
 
     def step_finished(self, step: int, metrics: Mapping[str, float], samples: Sequence[SampleRecord] = ()) -> None:
-        """Step `step` is done (0: before the first); `metrics` by name, `samples` all or some of its completions."""
+        """Notify observers of finished step `step` (0: before the first), with its metrics and some of its samples."""
         self.last_step = step
-        self._tell("rlframework_step_finished", step=step, metrics=_numbers(metrics), samples=tuple(samples))
+        self._notify("rlframework_step_finished", step=step, metrics=_numbers(metrics), samples=tuple(samples))
 
     def checkpoint_saved(self, step: int, path: Path) -> None:
-        """A checkpoint is complete and lies at `path`."""
-        self._tell("rlframework_checkpoint_saved", step=step, path=path)
+        """Notify observers that a checkpoint is complete at `path`."""
+        self._notify("rlframework_checkpoint_saved", step=step, path=path)
 
     def run_finished(self, metrics: Mapping[str, float]) -> None:
-        """The run came to its end with these last metrics."""
-        self._tell("rlframework_run_finished", metrics=_numbers(metrics))
+        """Notify observers that the run has finished with these final metrics."""
+        self._notify("rlframework_run_finished", metrics=_numbers(metrics))
         self._finished = True
 
     def close(self, state: State | None = None) -> None:
-        """Tell core's observers how the run ended, and free what they hold: files, the progress display. Idempotent.
+        """Report to the built-in observers how the run ended, and close their files and displays. Idempotent.
 
-        `state` None: finished where `run_finished` was called, else failed.
+        By default, `state` is "finished" if `run_finished` was called, otherwise "failed".
         """
         if self._closed:
             return
@@ -108,7 +107,7 @@ class Observers:
                 self._guarded(target, name, _register, {"manager": manager, "name": name, "target": target})
         return manager
 
-    def _tell(self, hook: str, **arguments: Any) -> None:
+    def _notify(self, hook: str, **arguments: Any) -> None:
         arguments["run"] = self._info
         for relay in (self._core.hook, *self._relays):
             for implementation in getattr(relay, hook).get_hookimpls():
@@ -125,15 +124,15 @@ class Observers:
     def _guarded(self, plugin: object, name: str | None, function: Any, arguments: Mapping[str, Any]) -> None:
         try:
             function(**arguments)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever an observer raises must not end the run
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - no exception of an observer may end the run
             self._drop(plugin, name, f"{type(error).__name__}: {error}")
 
     def _drop(self, plugin: object, name: str | None, reason: str) -> None:
         if id(plugin) in self._dropped:
             return
         self._dropped.add(id(plugin))
-        told = f"observer {name!r} failed and is left out; the run goes on: {hide_in_text(reason)}"
-        print(told, file=sys.stderr, flush=True)
+        warning = f"observer {name!r} failed and is disabled; the run continues: {hide_in_text(reason)}"
+        print(warning, file=sys.stderr, flush=True)
 
 
 def _register(manager: PluginManager, name: str, target: str) -> None:
@@ -141,5 +140,5 @@ def _register(manager: PluginManager, name: str, target: str) -> None:
 
 
 def _numbers(metrics: Mapping[str, float]) -> Mapping[str, float]:
-    """A read-only copy, so that no observer changes what the next one sees."""
+    """A read-only copy, so that an observer cannot change the metrics that the next one gets."""
     return MappingProxyType({name: float(value) for name, value in metrics.items()})

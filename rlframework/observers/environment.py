@@ -1,6 +1,6 @@
-"""`environment.json` in a run's directory: with which software and on what machine it ran, and the run's own id.
+"""`environment.json` in a run's directory: its software, its machine, and the run's id.
 
-No user names, and no environment variables beyond `VARIABLES`.
+Contains no user names, and no environment variables except `VARIABLES`.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ PACKAGES = (
     "tensordict", "deepspeed", "megatron-core", "transformer-engine", "flash-attn", "peft", "math-verify", "wandb",
     "mlflow-skinny",
 )  # fmt: skip
-"""Distributions whose versions are written down where they are installed, besides those of plugins."""
+"""Distributions whose versions are recorded if they are installed, besides those of plugins."""
 
 VARIABLES = (
     "CUDA_VISIBLE_DEVICES", "HF_DATASETS_OFFLINE", "HF_HUB_OFFLINE", "OMP_NUM_THREADS", "PYTORCH_CUDA_ALLOC_CONF",
     "RLFRAMEWORK_DISABLE_PLUGINS", "TOKENIZERS_PARALLELISM", "TRANSFORMERS_OFFLINE",
 )  # fmt: skip
-"""The only environment variables that are written down."""
+"""The only environment variables that are recorded."""
 
 
 def write_environment(output_dir: Path, plugins: Iterable[PluginListing] = ()) -> dict[str, Any]:
-    """Write `environment.json`, and return what is in it.
+    """Write `environment.json` and return its content.
 
-    A run that goes on keeps its `run_id`; what it ran on before stands under `earlier`.
+    A resumed run keeps its `run_id`; its previous environments are stored under `earlier`.
     """
     before = read_environment(output_dir)
     earlier = before.pop("earlier", [])
@@ -56,7 +56,7 @@ def write_environment(output_dir: Path, plugins: Iterable[PluginListing] = ()) -
 
 
 def read_environment(output_dir: Path) -> dict[str, Any]:
-    """What `environment.json` says; empty where there is none, or it is not what `write_environment` writes."""
+    """The content of `environment.json`; empty if the file is missing or not written by `write_environment`."""
     try:
         found = json.loads((output_dir / ENVIRONMENT_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -65,12 +65,12 @@ def read_environment(output_dir: Path) -> dict[str, Any]:
 
 
 def run_id(output_dir: Path) -> str:
-    """The run's own id, the same after a resume; the directory's name where there is no `environment.json`."""
+    """The run's id, which a resume preserves; without `environment.json`, the name of the directory."""
     return str(read_environment(output_dir).get("run_id") or output_dir.name)
 
 
 def describe(plugins: Iterable[PluginListing] = ()) -> dict[str, Any]:
-    """What is known of this process, in JSON's types."""
+    """Describe this process and its machine, as JSON types."""
     rows = [row for row in plugins if row.kind is not None]
     return {
         "run_id": uuid.uuid4().hex[:12],
@@ -100,7 +100,7 @@ def _host() -> dict[str, Any]:
 
 
 def _git() -> dict[str, Any] | None:
-    """The commit of the working directory, and whether tracked files were changed since."""
+    """The commit of the working directory, and whether tracked files have uncommitted changes."""
     commit = host.command_output(["git", "rev-parse", "HEAD"])
     if commit is None:
         return None

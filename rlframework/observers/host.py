@@ -1,4 +1,4 @@
-"""This machine as a run finds it: processor, memory, GPUs. Asks files and nvidia-smi, and initialises nothing."""
+"""This machine's processor, memory and GPUs, read from system files and nvidia-smi, without initialising CUDA."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Gpu:
 
 
 def cpu_name() -> str:
-    """The processor's model, or its architecture where the system does not tell."""
+    """The processor's model, or its architecture if the model is unknown."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -34,7 +34,7 @@ def cpu_name() -> str:
 
 
 def package_version(distribution: str) -> str:
-    """The version that is installed of `distribution`, or "not installed"."""
+    """The installed version of `distribution`, or "not installed"."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -42,25 +42,25 @@ def package_version(distribution: str) -> str:
 
 
 def total_memory() -> int | None:
-    """Bytes of memory that processes here may have, a container's limit included; None where nobody tells."""
+    """Memory in bytes that processes may use, respecting a container's limit; None if unknown."""
     return _least(_meminfo("MemTotal"), _cgroup("memory.max"))
 
 
 def available_memory() -> int | None:
-    """Bytes of memory that are free, or could be, now; None where nobody tells."""
+    """Memory in bytes that is free or can be freed now, respecting a container's limit; None if unknown."""
     limit, used = _cgroup("memory.max"), _cgroup("memory.current")
-    inside = None if limit is None or used is None else max(limit - used, 0)
-    return _least(_meminfo("MemAvailable"), inside)
+    in_container = None if limit is None or used is None else max(limit - used, 0)
+    return _least(_meminfo("MemAvailable"), in_container)
 
 
 def free_disk(path: Path) -> int:
-    """Bytes that can be written to `path`, which need not be there yet."""
+    """Free disk space in bytes at `path`, which need not exist yet."""
     path = path.absolute()
-    return shutil.disk_usage(next(place for place in (path, *path.parents) if place.exists())).free
+    return shutil.disk_usage(next(folder for folder in (path, *path.parents) if folder.exists())).free
 
 
 def gpus() -> list[Gpu]:
-    """The GPUs that `nvidia-smi` sees, those that CUDA_VISIBLE_DEVICES names by number where it does; else none."""
+    """The GPUs that `nvidia-smi` lists (empty if none), restricted to CUDA_VISIBLE_DEVICES if that holds numbers."""
     query = ["nvidia-smi", "--query-gpu=name,memory.total,memory.free", "--format=csv,noheader,nounits"]
     text = command_output(query)
     found = [_gpu(line) for line in (text or "").splitlines() if line.count(",") == 2]
@@ -72,7 +72,7 @@ def gpus() -> list[Gpu]:
 
 
 def command_output(command: list[str]) -> str | None:
-    """What a small program prints; None where there is no such program, or it fails."""
+    """The standard output of a short command; None if it does not exist or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=True)
     except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
@@ -83,7 +83,7 @@ def command_output(command: list[str]) -> str | None:
 def _gpu(line: str) -> Gpu | None:
     name, total, free = (part.strip() for part in line.split(","))
     if not (total.isdigit() and free.isdigit()):
-        return None  # a part of a GPU may say [N/A]
+        return None  # a MIG slice may report [N/A]
     return Gpu(name, int(total) << 20, int(free) << 20)
 
 

@@ -1,6 +1,6 @@
-"""`metrics.jsonl` and `samples.jsonl` in the run's directory, and the reader of the first.
+"""Writes `metrics.jsonl` and `samples.jsonl` in the run's directory, and reads the former.
 
-Each line is valid JSON: numbers that are not finite are written as the strings "NaN", "Infinity" and "-Infinity".
+Each line is valid JSON: non-finite numbers are written as the strings "NaN", "Infinity" and "-Infinity".
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ METRICS_FILE, SAMPLES_FILE = "metrics.jsonl", "samples.jsonl"
 
 
 class JsonlObserver:
-    """Appends one object a step to `metrics.jsonl`, and the completions that it is given to `samples.jsonl`."""
+    """Appends one object per step to `metrics.jsonl`, and the step's samples to `samples.jsonl`."""
 
     def __init__(self) -> None:
         self._metrics: TextIO | None = None
@@ -33,18 +33,18 @@ class JsonlObserver:
 
     @hookimpl
     def rlframework_run_started(self, run: RunInfo) -> None:
-        """Open both files behind their last whole line."""
+        """Open both files for appending after their last complete line."""
         run.output_dir.mkdir(parents=True, exist_ok=True)
         self._run_id = run_id(run.output_dir)
-        self._metrics = _open_behind_last_line(run.output_dir / METRICS_FILE)
+        self._metrics = _open_for_append(run.output_dir / METRICS_FILE)
         if run.config.observers.samples:
-            self._samples = _open_behind_last_line(run.output_dir / SAMPLES_FILE)
+            self._samples = _open_for_append(run.output_dir / SAMPLES_FILE)
 
     @hookimpl
     def rlframework_step_finished(
         self, step: int, metrics: Mapping[str, float], samples: Sequence[SampleRecord]
     ) -> None:
-        """Write the step's line, `time` being seconds since 1970, and its completions with the run's id; flush."""
+        """Write and flush the step's line, with `time` in seconds since 1970, and its samples with the run's id."""
         _write(self._metrics, [{"step": step, "time": round(time.time(), 3), **metrics}])
         _write(self._samples, [{"run": self._run_id, **asdict(sample)} for sample in samples])
 
@@ -58,8 +58,8 @@ class JsonlObserver:
 def read_history(path: Path) -> list[dict[str, float]]:
     """The rows of a `metrics.jsonl`, in the order of their steps.
 
-    A run that went on from an earlier step supersedes the rows from there on; two rows of one step in sequence
-    (training and validation) become one. A last line that was cut off is left out; any other bad line is a `DataError`
+    Rows written after a resume replace earlier rows of the same and later steps; two consecutive rows of one step
+    (training and validation) are merged. An incomplete last line is ignored; any other invalid line raises `DataError`
     with its number.
     """
     try:
@@ -82,9 +82,9 @@ def read_history(path: Path) -> list[dict[str, float]]:
 
 
 def drop_steps_after(output_dir: Path, step: int) -> None:
-    """Cut what `metrics.jsonl` and `samples.jsonl` tell of steps after `step` from their ends; below 0: everything.
+    """Truncate `metrics.jsonl` and `samples.jsonl` after step `step`; a negative `step` empties them.
 
-    For a run that goes on from `step` and does these steps again. Nobody may have the files open.
+    For a run that resumes from `step` and repeats the later steps. The files must not be open.
     """
     for path in (output_dir / METRICS_FILE, output_dir / SAMPLES_FILE):
         if path.is_file():
@@ -93,7 +93,7 @@ def drop_steps_after(output_dir: Path, step: int) -> None:
 
 
 def _end_of_step(lines: BinaryIO, step: int) -> int:
-    """Where the last whole line ends whose step is at most `step`."""
+    """The offset at which the last complete line with a step of at most `step` ends."""
     end = position = 0
     for line in lines:
         position += len(line)
@@ -111,8 +111,8 @@ def _parse(path: Path, number: int, line: str) -> dict[str, float]:
     return row
 
 
-def _open_behind_last_line(path: Path) -> TextIO:
-    """Open for appending; what a killed process left of a line is cut off."""
+def _open_for_append(path: Path) -> TextIO:
+    """Open for appending, after removing an incomplete last line left by a killed process."""
     with path.open("ab+") as file:
         end = size = file.tell()
         while end and not _ends_line(file, end):

@@ -1,7 +1,7 @@
-"""A run in MLflow, behind the extra `mlflow`. The package is imported when a run starts.
+"""Logs a run to MLflow (extra `mlflow`). The package is imported when a run starts.
 
-Only the client is used, so that MLflow's active run, if the program has one, stays as it is. Left out: uploading models
-(only their paths are told).
+Uses only MLflow's client, so that the program's own active run, if any, is not affected. Does not upload models; only
+their paths are logged.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlframework.observers.environment import run_id
-from rlframework.observers.services import COLUMNS, facts, flat, rows_of, run_name
+from rlframework.observers.services import COLUMNS, flatten, rows_of, run_metadata, run_name
 from rlframework.plugins.hookspec import RunInfo, hookimpl
 
 if TYPE_CHECKING:
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
     from rlframework.plugins.hookspec import SampleRecord
 
 TAG = "rlframework.run_id"
-"""The tag by which a run that goes on finds itself."""
+"""The tag by which a resumed run finds its MLflow run."""
 
 BATCH = 100
-"""Parameters in one call: MLflow's limit."""
+"""Maximum number of parameters in one call, MLflow's limit."""
 
-LONGEST_VALUE = 500
-"""Characters of a parameter's value: what every MLflow server takes."""
+MAX_VALUE_LENGTH = 500
+"""Maximum length of a parameter's value that every MLflow server accepts."""
 
 
 class MlflowObserver:
-    """Metrics by step under their own names, samples as tables, checkpoint paths as tags, and the final state."""
+    """Logs metrics by step under their own names, samples as tables, checkpoint paths as tags, and the final state."""
 
     def __init__(self) -> None:
         self._client: Any = None
@@ -39,16 +39,16 @@ class MlflowObserver:
 
     @hookimpl
     def rlframework_run_started(self, run: RunInfo) -> None:
-        """Begin the run, or go on with it where the experiment has one of `output_dir`."""
+        """Create the MLflow run, or resume it if the experiment has a run for `output_dir`."""
         from mlflow import MlflowClient
 
         section = run.config.observers.mlflow
         assert section
         self._client = MlflowClient(section.tracking_uri)
         experiment = self._experiment(section.experiment)
-        own = run_id(run.output_dir)
-        known = self._client.search_runs([experiment], filter_string=f"tags.`{TAG}` = '{own}'", max_results=1)
-        self._id = known[0].info.run_id if known else self._create(run, section, experiment, own)
+        tag = run_id(run.output_dir)
+        known = self._client.search_runs([experiment], filter_string=f"tags.`{TAG}` = '{tag}'", max_results=1)
+        self._id = known[0].info.run_id if known else self._create(run, section, experiment, tag)
         self._client.update_run(self._id, status="RUNNING")
         print(f"MLflow: run {self._id} in {section.experiment!r}", file=sys.stderr, flush=True)
 
@@ -56,7 +56,7 @@ class MlflowObserver:
     def rlframework_step_finished(
         self, step: int, metrics: Mapping[str, float], samples: Sequence[SampleRecord]
     ) -> None:
-        """Send the step; the samples are an artifact `samples/step-...json` of MLflow's form of a table."""
+        """Log the step. Its samples become an artifact `samples/step-...json` in MLflow's table format."""
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
@@ -67,7 +67,7 @@ class MlflowObserver:
 
     @hookimpl
     def rlframework_checkpoint_saved(self, step: int, path: Path) -> None:
-        """Tell where the last checkpoint lies."""
+        """Log the path of the last checkpoint."""
         self._client.set_tag(self._id, "checkpoint.step", str(step))
         self._client.set_tag(self._id, "checkpoint.path", str(path))
 
@@ -77,27 +77,27 @@ class MlflowObserver:
             self._client.set_terminated(self._id, state.upper())
 
     def close(self) -> None:
-        """The client holds nothing."""
+        """Do nothing: the client has nothing to close."""
 
     def _experiment(self, name: str) -> str:
         known = self._client.get_experiment_by_name(name)
         return str(known.experiment_id if known else self._client.create_experiment(name))
 
-    def _create(self, run: RunInfo, section: MlflowConfig, experiment: str, own: str) -> str:
+    def _create(self, run: RunInfo, section: MlflowConfig, experiment: str, tag: str) -> str:
         from mlflow.entities import Param
 
-        tags = {**section.tags, TAG: own}
+        tags = {**section.tags, TAG: tag}
         created = self._client.create_run(experiment, tags=tags, run_name=run_name(run, section.run_name))
-        told = facts(run)
-        environment = told.pop("environment_of_run")
-        parameters = [Param(name, str(value)[:LONGEST_VALUE]) for name, value in flat(told).items()]
-        for some in _parts(parameters):
-            self._client.log_batch(created.info.run_id, params=some)
-        self._client.log_dict(created.info.run_id, told, "config.json")
+        config = run_metadata(run)
+        environment = config.pop("environment_of_run")
+        parameters = [Param(name, str(value)[:MAX_VALUE_LENGTH]) for name, value in flatten(config).items()]
+        for batch in _batches(parameters):
+            self._client.log_batch(created.info.run_id, params=batch)
+        self._client.log_dict(created.info.run_id, config, "config.json")
         self._client.log_dict(created.info.run_id, environment, "environment.json")
         return str(created.info.run_id)
 
 
-def _parts(items: list[Any]) -> Iterator[list[Any]]:
+def _batches(items: list[Any]) -> Iterator[list[Any]]:
     for start in range(0, len(items), BATCH):
         yield items[start : start + BATCH]

@@ -1,4 +1,4 @@
-"""How far a command with a known number of things to do has come: a bar at a terminal, elsewhere a line at times."""
+"""Progress of a command with a known amount of work: a progress bar on a terminal, occasional lines otherwise."""
 
 from __future__ import annotations
 
@@ -9,40 +9,40 @@ from contextlib import contextmanager
 from typing import TextIO
 
 EVERY = 30.0
-"""Seconds between two lines."""
+"""Seconds between lines."""
 
 Progress = Callable[[int, int], None]
-"""Called with what is done, and all there is."""
+"""Called with the amount of work done and the total."""
 
 
-class Lines:
+class ProgressLines:
     """Writes `what: done of total, remaining time` to `stream`, at most every `every` seconds."""
 
     def __init__(
         self, what: str, stream: TextIO, *, every: float = EVERY, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._what, self._stream, self._every, self._clock = what, stream, every, clock
-        self._begun = self._told = clock()
+        self._started = self._printed = clock()
 
     def __call__(self, done: int, total: int) -> None:
-        """Tell, if it is time."""
+        """Print a line if it is time."""
         now = self._clock()
-        if now - self._told < self._every:
+        if now - self._printed < self._every:
             return
-        self._told = now
-        left = f", {(now - self._begun) / done * (total - done):.0f} s left" if 0 < done < total else ""
+        self._printed = now
+        left = f", {(now - self._started) / done * (total - done):.0f} s left" if 0 < done < total else ""
         print(f"{self._what}: {done:,} of {total:,}{left}", file=self._stream, flush=True)
 
 
 @contextmanager
-def counting(what: str) -> Iterator[Progress]:
-    """Tells of the progress of `what` on stderr while the body runs; yields what moves it."""
+def progress_bar(what: str) -> Iterator[Progress]:
+    """Show the progress of `what` on stderr while the body runs; yields the function to call with the progress."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield Lines(what, sys.stderr)
+        yield ProgressLines(what, sys.stderr)
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as progress:

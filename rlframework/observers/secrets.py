@@ -1,6 +1,6 @@
-"""What must not leave the process: passwords and keys in commands, configurations and addresses.
+"""Hides secrets that must not leave the process: passwords and keys in commands, configurations and addresses.
 
-Names and shapes that are known are hidden. A secret under a name that says nothing is not found.
+Recognises secrets by well-known names and formats. A secret in another format under another name is not found.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ _KNOWN_SHAPES = re.compile(
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether `name`, dotted or not, is what people call a password or key: `hub.api_key`, not `max_tokens`."""
+    """Whether `name`, which may be dotted, names a password or key, such as `hub.api_key` but not `max_tokens`."""
     return _SECRET_WORDS.search(name.lstrip("-")) is not None
 
 
 def hide_in_text(text: str) -> str:
-    """`text` without the user of an address (`https://user:password@host`), and without keys of a known shape."""
+    """Hide the user part of addresses (`https://user:password@host`) and keys in a known format in `text`."""
     return _KNOWN_SHAPES.sub(HIDDEN, _USER_OF_ADDRESS.sub(f"{HIDDEN}@", text))
 
 
 def hide_secrets(values: Any, name: str = "") -> Any:
-    """A copy of plain `values` (JSON's types) in which secrets are hidden; those of secret names whatever they are."""
+    """A copy of `values` (JSON types) with secrets hidden; every value with a secret name is hidden entirely."""
     if name and is_secret_name(name) and values not in (None, ""):
         return HIDDEN
     if isinstance(values, Mapping):
@@ -45,7 +45,7 @@ def hide_secrets(values: Any, name: str = "") -> Any:
 
 
 def clean_command(arguments: Sequence[str]) -> list[str]:
-    """A command line to write down: the program's name alone, no secrets, and `~` for the home directory."""
+    """A command line fit for recording: the program's name without its path, no secrets, `~` for the home directory."""
     cleaned = [Path(argument).name for argument in arguments[:1]]
     hide_next = False
     for argument in arguments[1:]:

@@ -1,6 +1,6 @@
-"""A run's metrics as series: what the files on disk and the `history` of a result have in common.
+"""A run's metrics as series, both from files and from the `history` of a result.
 
-A history is a list of one mapping a step, from metric name to value, with the step under `step` where it is known.
+A history has one mapping per step, from metric name to value, with the step as `step` if it is known.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ History = Sequence[Mapping[str, float]]
 
 
 def step_of(row: Mapping[str, float], index: int) -> int:
-    """The step of `row`, the `index`-th row of its history; counted from 1 where the row does not say."""
+    """The step of `row`; if it has no `step`, its `index` in the history plus 1."""
     return int(row.get("step", index + 1))
 
 
 def last_step(history: History) -> int:
-    """The greatest step of `history`; 0 when it is empty."""
+    """The largest step in `history`; 0 if it is empty."""
     return max((step_of(row, index) for index, row in enumerate(history)), default=0)
 
 
 def seconds_of(history: History) -> list[float]:
-    """Seconds of training at the end of each row: the running sum of `time/step`."""
+    """Seconds of training up to the end of each row: the cumulative sum of `time/step`."""
     total = 0.0
     seconds = []
     for row in history:
@@ -33,17 +33,17 @@ def seconds_of(history: History) -> list[float]:
 
 
 def series(history: History, name: str, at: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Places and values of metric `name` where it is there and finite; `at[i]` is the place of row `i`."""
+    """Positions and values of metric `name`, skipping missing and non-finite values; `at[i]` is row `i`'s position."""
     points = [
-        (place, float(row[name]))
-        for place, row in zip(at, history, strict=True)
+        (position, float(row[name]))
+        for position, row in zip(at, history, strict=True)
         if name in row and math.isfinite(row[name])
     ]
-    return [place for place, _ in points], [value for _, value in points]
+    return [position for position, _ in points], [value for _, value in points]
 
 
 def smooth(values: Sequence[float], window: int) -> list[float]:
-    """Mean over the `window` neighbours centred on each value; at the ends over those of them that are there."""
+    """Centred moving average over `window` values, truncated at both ends."""
     half = max(window, 1) // 2
     sums = [0.0]
     for value in values:

@@ -1,4 +1,4 @@
-"""What the observers of services (W&B, MLflow) share: the check before a run, names, and what is sent about a run."""
+"""Common code of the observers for services (W&B, MLflow): the check before a run, names, and a run's metadata."""
 
 from __future__ import annotations
 
@@ -17,44 +17,44 @@ if TYPE_CHECKING:
     from rlframework.plugins.hookspec import RunInfo, SampleRecord
 
 SERVICES = {"wandb": "wandb", "mlflow": "mlflow"}
-"""Key of the `observers` section, which is the extra's name too, to the module that must be there."""
+"""Maps the key in the `observers` section, which is also the extra's name, to the required module."""
 
 COLUMNS = ("step", "kind", "prompt", "completion", "reward")
-"""Columns of a table of samples."""
+"""Columns of a sample table."""
 
 
 def check_services(config: ObserversConfig) -> None:
-    """`ConfigError` where a service is asked for whose package is missing, or whose address holds a password."""
+    """Raise a `ConfigError` if an enabled service's package is missing, or if its address contains a password."""
     for name, module in SERVICES.items():
         if getattr(config, name) and not _installed(module):
             raise ConfigError(
-                f"observers.{name} is given, but the package {module!r} is not installed. Install it with "
-                f"pip install 'rlframework-core[{name}]', or set observers.{name}=false"
+                f"observers.{name} is set, but the package {module!r} is not installed: run pip install "
+                f"'rlframework-core[{name}]', or set observers.{name}=false"
             )
     uri = config.mlflow.tracking_uri if config.mlflow else None
     if uri and hide_in_text(uri) != uri:
         raise ConfigError(
-            "observers.mlflow.tracking_uri holds a user or password, and the configuration is written down with the "
-            "run. Take them out of the address and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
+            "observers.mlflow.tracking_uri contains a user or password, but the configuration is stored with the run: "
+            "remove them from the address and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
         )
 
 
 def run_name(run: RunInfo, given: str | None) -> str:
-    """The name that a service shows."""
+    """The run's display name: `given`, or the name of its output directory."""
     return given or run.output_dir.absolute().name
 
 
-def facts(run: RunInfo) -> dict[str, Any]:
-    """Configuration and environment of `run` for a service, without secrets."""
+def run_metadata(run: RunInfo) -> dict[str, Any]:
+    """The configuration of `run`, and its environment as `environment_of_run`, without secrets."""
     values = dict(hide_secrets(dump_config(run.config)))
     return values | {"environment_of_run": hide_secrets(read_environment(run.output_dir))}
 
 
-def flat(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    """The values by dotted names; what is no section is a value."""
+def flatten(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """Flatten nested mappings to dotted names."""
     found: dict[str, Any] = {}
     for name, value in values.items():
-        found |= flat(value, f"{before}{name}.") if isinstance(value, Mapping) else {f"{before}{name}": value}
+        found |= flatten(value, f"{before}{name}.") if isinstance(value, Mapping) else {f"{before}{name}": value}
     return found
 
 
@@ -65,4 +65,4 @@ def rows_of(samples: Sequence[SampleRecord]) -> list[list[Any]]:
 
 def _installed(module: str) -> bool:
     spec = PathFinder.find_spec(module)
-    return spec is not None and spec.origin is not None  # a folder `wandb` that a run left is no package
+    return spec is not None and spec.origin is not None  # a folder `wandb` left by a run is not a package

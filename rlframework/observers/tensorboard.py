@@ -1,6 +1,6 @@
-"""Metrics for TensorBoard, under `tensorboard/` in the run's directory.
+"""Writes metrics for TensorBoard to `tensorboard/` in the run's directory.
 
-A run that goes on from a checkpoint does some steps again: TensorBoard drops what it had of them.
+A resumed run repeats some steps; TensorBoard discards their earlier values.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ class TensorBoardObserver:
 
     def __init__(self) -> None:
         self._writer: Any = None
-        self._make: Any = None
+        self._make_writer: Any = None
 
     @hookimpl
     def rlframework_run_started(self, run: RunInfo) -> None:
-        """Choose the folder. Imports TensorBoard, which takes seconds."""
+        """Open the folder. Imports TensorBoard, which takes seconds."""
         from torch.utils.tensorboard import SummaryWriter
 
         folder = run.output_dir / "tensorboard"
-        goes_on = folder.is_dir() and any(folder.iterdir())
-        self._make = lambda step: SummaryWriter(log_dir=str(folder), purge_step=step if goes_on else None)
-        if not goes_on:
-            self._writer = self._make(0)
+        resumed = folder.is_dir() and any(folder.iterdir())
+        self._make_writer = lambda step: SummaryWriter(log_dir=str(folder), purge_step=step if resumed else None)
+        if not resumed:
+            self._writer = self._make_writer(0)
 
     @hookimpl
     def rlframework_step_finished(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add the step's scalars."""
         if self._writer is None:
-            self._writer = self._make(step)
+            self._writer = self._make_writer(step)
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
 

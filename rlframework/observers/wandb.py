@@ -1,7 +1,7 @@
-"""A run in Weights & Biases, behind the extra `wandb`. The package is imported when a run starts.
+"""Logs a run to Weights & Biases (extra `wandb`). The package is imported when a run starts.
 
-The API key is W&B's own to find (`wandb login`, WANDB_API_KEY); nothing here reads it. Left out: uploading models (only
-their paths are told), and W&B's own record of the command line, the user and the host, which may hold what
+W&B finds the API key itself (`wandb login`, WANDB_API_KEY); this module does not read it. Does not upload models; only
+their paths are logged. W&B's own record of the command line, user and host is disabled, because it may contain what
 `rlframework.observers.secrets` hides.
 """
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlframework.observers.environment import run_id
-from rlframework.observers.services import COLUMNS, facts, rows_of, run_name
+from rlframework.observers.services import COLUMNS, rows_of, run_metadata, run_name
 from rlframework.plugins.hookspec import RunInfo, hookimpl
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class WandbObserver:
-    """Metrics by step under their own names, a table `samples`, checkpoint paths and the final state."""
+    """Logs metrics by step under their own names, a table `samples`, checkpoint paths and the final state."""
 
     def __init__(self) -> None:
         self._run: Any = None
@@ -29,7 +29,7 @@ class WandbObserver:
 
     @hookimpl
     def rlframework_run_started(self, run: RunInfo) -> None:
-        """Begin the run, or go on with it where `output_dir` was one of W&B's before."""
+        """Create the W&B run, or resume the one that was created for `output_dir`."""
         import wandb
 
         section = run.config.observers.wandb
@@ -44,12 +44,12 @@ class WandbObserver:
             dir=str(run.output_dir),
             id=run_id(run.output_dir),
             resume="allow" if section.mode == "online" else None,
-            config=facts(run),
+            config=run_metadata(run),
             settings=wandb.Settings(
                 console="off", silent=True, disable_git=True, disable_code=True, save_code=False, x_disable_meta=True
             ),
         )
-        # a run that goes on from a checkpoint does some steps again, and W&B's own count never goes back
+        # a resumed run repeats some steps, but W&B's own step counter cannot decrease
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
         where = self._run.dir if section.mode == "offline" else self._run.url
@@ -59,7 +59,7 @@ class WandbObserver:
     def rlframework_step_finished(
         self, step: int, metrics: Mapping[str, float], samples: Sequence[SampleRecord]
     ) -> None:
-        """Send the step."""
+        """Log the step."""
         values: dict[str, Any] = {"step": step, **metrics}
         if samples:
             values["samples"] = self._wandb.Table(columns=list(COLUMNS), data=rows_of(samples))
@@ -67,7 +67,7 @@ class WandbObserver:
 
     @hookimpl
     def rlframework_checkpoint_saved(self, step: int, path: Path) -> None:
-        """Tell where the last checkpoint lies."""
+        """Log the path of the last checkpoint."""
         self._run.summary.update({"checkpoint/step": step, "checkpoint/path": str(path)})
 
     def ended(self, state: str) -> None:
@@ -78,4 +78,4 @@ class WandbObserver:
             self._run = None
 
     def close(self) -> None:
-        """Nothing is held after `ended`."""
+        """Do nothing: `ended` has closed the run."""

@@ -1,1 +1,1 @@
-"""How parts are found and chosen: hookspecs, the records that plugins return, and the manager."""
+"""Discovery and selection of plugins: hookspecs, the records that plugins return, and the manager."""

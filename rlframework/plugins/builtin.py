@@ -1,4 +1,4 @@
-"""Core's own parts, registered through the same hooks as everybody else's. Classes are named, never imported, here."""
+"""The built-in plugins, registered through the same hooks as any other. Classes are named, but never imported."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from rlframework.config.base import Section
 from rlframework.config.environments import AdditionConfig, DatasetConfig, Gsm8kConfig
 from rlframework.config.sections import (
     GenerationConfig,
-    HostedGroupConfig,
     RayGroupConfig,
+    RemoteGroupConfig,
     RunConfig,
     WorkerGroupConfig,
 )
 from rlframework.errors import ConfigError
 from rlframework.plugins.hookspec import hookimpl
-from rlframework.plugins.own_parts import load_loss, load_reward
 from rlframework.plugins.types import (
     API_VERSION,
     AlgorithmRecord,
@@ -25,24 +24,25 @@ from rlframework.plugins.types import (
     Problem,
     WorkerGroupRecord,
 )
+from rlframework.plugins.user_defined import load_loss, load_reward
 
 
 @hookimpl
 def rlframework_data_processors() -> list[DataProcessorRecord]:
-    """Core's microbatches."""
+    """The built-in microbatch processor."""
     return [
         DataProcessorRecord(
             name="microbatches",
             target="rlframework.microbatches.data_processor:MicrobatchProcessor",
             api_version=API_VERSION,
-            summary="global batches into padded, dynamic or packed microbatches",
+            summary="padded, dynamic or packed microbatches",
         )
     ]
 
 
 @hookimpl
 def rlframework_worker_groups() -> list[WorkerGroupRecord]:
-    """One process, several of this machine, or Ray actors."""
+    """Workers in this process, in several processes on this machine, or in Ray actors."""
     return [
         WorkerGroupRecord(
             name="inline",
@@ -56,15 +56,15 @@ def rlframework_worker_groups() -> list[WorkerGroupRecord]:
             name="processes",
             target="rlframework.workers.processes:ProcessWorkerGroup",
             api_version=API_VERSION,
-            summary="N worker processes on this machine, without Ray",
+            summary="several worker processes on this machine, without Ray",
             capabilities=frozenset({Capability.DATA_PARALLEL}),
-            config_model=HostedGroupConfig,
+            config_model=RemoteGroupConfig,
         ),
         WorkerGroupRecord(
             name="ray",
-            target="rlframework.workers.ray.hosted_group:RayHostedGroup",
+            target="rlframework.workers.ray.remote_group:RayRemoteWorkerGroup",
             api_version=API_VERSION,
-            summary="N worker processes on this machine or on those of a cluster, by Ray",
+            summary="Ray actors on this machine or on a cluster",
             capabilities=frozenset({Capability.DATA_PARALLEL}),
             config_model=RayGroupConfig,
         ),
@@ -73,13 +73,13 @@ def rlframework_worker_groups() -> list[WorkerGroupRecord]:
 
 @hookimpl
 def rlframework_generation_engines() -> list[GenerationEngineRecord]:
-    """The embedded engine."""
+    """The built-in engine."""
     return [
         GenerationEngineRecord(
             name="transformers",
             target="rlframework.generation.transformers_engine:TransformersEngine",
             api_version=API_VERSION,
-            summary="generation with the trainer's own model, in its process or in others",
+            summary="generation with transformers, in the trainer's process or in separate ones",
             capabilities=frozenset({Capability.COLLECTIVE_REFIT, Capability.IPC_REFIT}),
             config_model=GenerationConfig,
         )
@@ -88,27 +88,27 @@ def rlframework_generation_engines() -> list[GenerationEngineRecord]:
 
 @hookimpl
 def rlframework_environments() -> list[EnvironmentRecord]:
-    """Verifiable tasks."""
+    """Tasks with verifiable rewards."""
     return [
         EnvironmentRecord(
             name="addition",
             target="rlframework.environments.addition:AdditionEnvironment",
             api_version=API_VERSION,
-            summary="sums of two numbers, made up on the fly",
+            summary="sums of integers, generated from the seed",
             config_model=AdditionConfig,
         ),
         EnvironmentRecord(
             name="gsm8k",
             target="rlframework.environments.gsm8k:Gsm8kEnvironment",
             api_version=API_VERSION,
-            summary="grade-school word problems (Cobbe et al. 2021), answers checked with math-verify",
+            summary="grade-school math problems (Cobbe et al. 2021), checked with math-verify",
             config_model=Gsm8kConfig,
         ),
         EnvironmentRecord(
             name="dataset",
             target="rlframework.environments.dataset:DatasetEnvironment",
             api_version=API_VERSION,
-            summary="your own data: JSONL, Parquet, a Hugging Face data set",
+            summary="your own data: JSONL, Parquet or a Hugging Face dataset",
             config_model=DatasetConfig,
             check=check_dataset,
         ),
@@ -117,13 +117,13 @@ def rlframework_environments() -> list[EnvironmentRecord]:
 
 @hookimpl
 def rlframework_algorithms() -> list[AlgorithmRecord]:
-    """Training loops."""
+    """The built-in training loops."""
     return [
         AlgorithmRecord(
             name="sft",
             target="rlframework.algorithms.sft:SFT",
             api_version=API_VERSION,
-            summary="supervised training on the environment's own answers",
+            summary="supervised fine-tuning on the environment's completions",
             check=check_sft,
             config_model=SFTConfig,
         ),
@@ -131,7 +131,7 @@ def rlframework_algorithms() -> list[AlgorithmRecord]:
             name="grpo",
             target="rlframework.algorithms.grpo:GRPO",
             api_version=API_VERSION,
-            summary="group-relative policy optimisation (Shao et al. 2024, arXiv:2402.03300)",
+            summary="group-relative policy optimization (Shao et al. 2024, arXiv:2402.03300)",
             check=check_grpo,
             config_model=GRPOConfig,
         ),
@@ -139,37 +139,37 @@ def rlframework_algorithms() -> list[AlgorithmRecord]:
 
 
 def check_inline(config: RunConfig, device: str) -> list[Problem]:
-    """One process has one worker."""
+    """Reject more than one worker in the driver process."""
     workers = config.worker_group.num_workers
     if workers == 1:
         return []
-    hint = "Set it to 1, or take worker_group.name=processes or ray."
-    return [Problem("worker_group.num_workers", f"worker_group.name=inline runs one worker, not {workers}.", hint)]
+    hint = "Set it to 1, or set worker_group.name to processes or ray."
+    return [Problem("worker_group.num_workers", f"worker_group.name=inline supports one worker, not {workers}.", hint)]
 
 
 def check_dataset(config: RunConfig, device: str) -> list[Problem]:
-    """What needs rewards needs a way to judge answers."""
+    """Reject algorithms that need rewards if the environment has no way to score completions."""
     environment, algorithm = config.environment, config.algorithm
     if not isinstance(environment, DatasetConfig):
         return []
     if environment.reward is not None:
         return _check_reward(environment.reward)
-    if environment.judges:
+    if environment.scores_completions:
         return []
     hint = (
-        "Set it to exact or math; the data must have the right answers (environment.columns.answer). Or give a "
-        "function of your own (environment.reward)."
+        "Set it to exact or math, with reference answers in the data (environment.columns.answer), or set "
+        "environment.reward to your own function."
     )
     if isinstance(algorithm, GRPOConfig):
-        return [Problem("environment.check", "answers are not judged, so GRPO has no rewards.", hint)]
+        return [Problem("environment.check", "completions are not scored, so GRPO has no rewards.", hint)]
     if isinstance(algorithm, SFTConfig) and algorithm.stop_at_accuracy is not None:
-        message = "answers are not judged, so there is no accuracy for algorithm.stop_at_accuracy."
+        message = "completions are not scored, so there is no accuracy for algorithm.stop_at_accuracy."
         return [Problem("environment.check", message, hint)]
     return []
 
 
 def _check_reward(path: str) -> list[Problem]:
-    """The function is there, and can be called."""
+    """Reject a reward function that cannot be imported or called."""
     try:
         load_reward(path)
     except ConfigError as error:
@@ -178,12 +178,12 @@ def _check_reward(path: str) -> list[Problem]:
 
 
 def check_sft(config: RunConfig, device: str) -> list[Problem]:
-    """A loss of the user's own is there."""
+    """Check the import path of a user-defined loss."""
     return _check_loss(config.algorithm.loss) if isinstance(config.algorithm, SFTConfig) else []
 
 
 def _check_loss(loss: Section | None) -> list[Problem]:
-    """A loss of the user's own can be made."""
+    """Reject a user-defined loss that cannot be constructed."""
     try:
         if isinstance(loss, OwnLossConfig):
             load_loss(loss.name, loss.keys)
@@ -193,7 +193,7 @@ def _check_loss(loss: Section | None) -> list[Problem]:
 
 
 def check_grpo(config: RunConfig, device: str) -> list[Problem]:
-    """A rollout batch is a whole number of global batches, samples differ, and the overlong part is one of answers."""
+    """Check that a rollout divides into global batches, that sampling is not greedy, and the overlong buffer's size."""
     algorithm, batch_size = config.algorithm, config.policy.train_global_batch_size
     if not isinstance(algorithm, GRPOConfig):
         return []
@@ -201,17 +201,17 @@ def check_grpo(config: RunConfig, device: str) -> list[Problem]:
     rows = algorithm.prompts_per_step * algorithm.samples_per_prompt
     if rows % batch_size:
         message = (
-            f"a step has {rows} rows (algorithm.prompts_per_step {algorithm.prompts_per_step} x samples_per_prompt "
-            f"{algorithm.samples_per_prompt}), which do not divide into global batches of {batch_size}."
+            f"a step has {rows} rows (algorithm.prompts_per_step={algorithm.prompts_per_step} x "
+            f"samples_per_prompt={algorithm.samples_per_prompt}), not a multiple of the global batch size {batch_size}."
         )
-        hint = f"Set it to {rows} for one optimizer step a batch, or to a divisor of that."
+        hint = f"Set it to {rows} for one optimizer step per rollout, or to a divisor of {rows} for several."
         problems.append(Problem("policy.train_global_batch_size", message, hint))
     buffer, limit = algorithm.overlong.buffer, config.generation.max_new_tokens
     if buffer > limit:
-        message = f"{buffer} is more than generation.max_new_tokens, which is {limit}."
-        hint = f"Set it to {limit} or less: it is the last part of an answer."
+        message = f"{buffer} exceeds generation.max_new_tokens, which is {limit}."
+        hint = f"Set it to at most {limit}: the buffer is the end of a completion."
         problems.append(Problem("algorithm.overlong.buffer", message, hint))
     if config.generation.temperature == 0:
-        message = "greedy samples of one prompt are all alike, so GRPO has nothing to compare."
-        problems.append(Problem("generation.temperature", message, "Set it above 0, such as 1.0."))
+        message = "greedy completions of a prompt are all identical, so GRPO has nothing to compare."
+        problems.append(Problem("generation.temperature", message, "Set it to a positive value, such as 1.0."))
     return problems

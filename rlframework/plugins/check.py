@@ -1,6 +1,6 @@
-"""Checks a configuration against what a chosen plugin declares, before any process starts.
+"""Checks a configuration against the capabilities of a selected plugin, before any process starts.
 
-Flags first (capabilities), then the record's own `check` for combinations that flags cannot express.
+Capability flags come first, then the record's own `check` for combinations that flags cannot express.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _TRANSPORT = {"ipc": Capability.IPC_REFIT, "collective": Capability.COLLECTIVE_R
 
 
 def check_config(config: RunConfig, registered: Registered, device: str) -> list[Problem]:
-    """What the plugin cannot do of what `config` asks for, on `device` ("cpu" or "cuda"); empty: nothing.
+    """Return the settings of `config` that the plugin does not support on `device` ("cpu" or "cuda").
 
-    A policy worker is held to its capabilities; every record's own `check` is asked. Raises `PluginError` when that
-    check itself fails.
+    Policy workers and generation engines are checked against their capabilities, and every record by its own `check`.
+    Raises `PluginError` if that check itself fails.
     """
     problems = _own_problems(config, registered, device)
     if registered.record.kind == "policy_worker":
@@ -35,14 +35,14 @@ def check_config(config: RunConfig, registered: Registered, device: str) -> list
 
 
 def _engine_problems(config: RunConfig, registered: Registered) -> list[Problem]:
-    """An engine in a process of its own must be able to take weights there."""
+    """Reject an engine in a separate process that cannot receive weights there."""
     record, transport = registered.record, config.generation.refit.transport
     wanted = set(_TRANSPORT.values()) if transport == "auto" else {_TRANSPORT[transport]}
     if config.generation.workers is None or wanted & record.capabilities:
         return []
     names = " or ".join(sorted(wanted))
-    message = f"the engine {record.name!r} ({registered.blame}) does not declare {names}: it cannot be sent weights."
-    hint = "Take generation.workers out, set generation.refit.transport, or choose another generation.name."
+    message = f"the engine {record.name!r} ({registered.blame}) does not declare {names}, so it cannot receive weights."
+    hint = "Remove generation.workers, change generation.refit.transport, or choose another generation.name."
     return [Problem(key="generation.workers", message=message, hint=hint, undeclared=True)]
 
 
@@ -52,7 +52,7 @@ def _capability_problems(config: RunConfig, registered: Registered) -> list[Prob
         Problem(
             key=key,
             message=f"{value}, but the backend {record.name!r} ({registered.blame}) does not declare {capability}.",
-            hint=f"{remedy}, or choose a backend that declares it: see `rlframework plugins`.",
+            hint=f"{remedy}, or choose a backend that declares it (`rlframework plugins` lists them).",
             undeclared=True,
         )
         for key, value, capability, remedy in _needs(config)
@@ -61,7 +61,7 @@ def _capability_problems(config: RunConfig, registered: Registered) -> list[Prob
 
 
 def _needs(config: RunConfig) -> Iterator[tuple[str, object, Capability, str]]:
-    """Key, value, the capability that the value needs, and the value that needs none."""
+    """Yield key, value, the capability that the value needs, and how to avoid needing it."""
     policy = config.policy
     for axis in _MODEL_AXES:
         size = getattr(policy.parallelism, axis)
@@ -71,7 +71,7 @@ def _needs(config: RunConfig) -> Iterator[tuple[str, object, Capability, str]]:
         yield "policy.parallelism.sequence", "true", CAPABILITY_OF_AXIS["sequence"], "Set it to false"
     if config.worker_group.num_workers > policy.parallelism.model_size:
         workers = config.worker_group.num_workers
-        yield "worker_group.num_workers", workers, Capability.DATA_PARALLEL, "Take fewer workers"
+        yield "worker_group.num_workers", workers, Capability.DATA_PARALLEL, "Use fewer workers"
     if policy.batching.mode in _BATCHING:
         yield "policy.batching.mode", policy.batching.mode, _BATCHING[policy.batching.mode], "Set it to auto or padded"
     if policy.precision in _PRECISION:
@@ -83,7 +83,7 @@ def _needs(config: RunConfig) -> Iterator[tuple[str, object, Capability, str]]:
             "generation.refit.transport",
             transport,
             _TRANSPORT[transport],
-            "Set it to auto, or take generation.workers out",
+            "Set it to auto, or remove generation.workers",
         )
     if config.checkpoints.every:
         every = config.checkpoints.every
@@ -106,7 +106,7 @@ def _switches(policy: PolicyConfig) -> Iterator[tuple[str, object, Capability, s
     if policy.offload.optimizer:
         yield "policy.offload.optimizer", "true", Capability.CPU_OFFLOAD, "Set it to false"
     if policy.lora is not None:
-        yield "policy.lora", "set", Capability.LORA, "Take the section out"
+        yield "policy.lora", "set", Capability.LORA, "Remove the section"
 
 
 def _own_problems(config: RunConfig, registered: Registered, device: str) -> list[Problem]:
@@ -119,7 +119,7 @@ def _own_problems(config: RunConfig, registered: Registered, device: str) -> lis
         raise PluginError(f"{_whose(registered)} failed: {type(error).__name__}: {error}") from error
     strange = [problem for problem in problems if not isinstance(problem, Problem)]
     if strange:
-        raise PluginError(f"{_whose(registered)} must return a list of Problem, and has {strange[0]!r} in it")
+        raise PluginError(f"{_whose(registered)} must return a list of Problem, but it contains {strange[0]!r}")
     return problems
 
 

@@ -1,10 +1,10 @@
 """The hooks that a plugin can implement, and the markers `hookspec` and `hookimpl`.
 
-Six registration hooks return records, one hook an interface; core picks among the records by name. Four observer hooks
-only listen. There is no hook that changes behaviour: exactly one engine is active, and its name says which.
+Six registration hooks return records, one hook per interface; the configuration selects records by name. Four observer
+hooks are notified of events. No hook changes behavior: exactly one engine is active, the one that is selected by name.
 
-An implementation takes the arguments of its specification by the same names (it may leave some out), and gives none of
-them a default value. It must be light: it runs for `rlframework plugins`, where torch is never imported.
+An implementation takes the arguments of its specification under the same names, without default values; it may omit
+some. It must be lightweight, because it also runs for `rlframework plugins`, which never imports torch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     )
 
 PROJECT = "rlframework"
-"""Name of the pluggy project, and of the entry-point group that is searched for plugins."""
+"""Name of the pluggy project and of the entry-point group of plugins."""
 
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
@@ -36,7 +36,7 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 @dataclass(frozen=True)
 class RunInfo:
-    """The run that an observer hook is told about: its resolved configuration and the directory that it writes to."""
+    """The run that an observer hook is called for: its resolved configuration and its output directory."""
 
     config: RunConfig
     output_dir: Path
@@ -44,7 +44,7 @@ class RunInfo:
 
 @dataclass(frozen=True)
 class SampleRecord:
-    """One completion of a step as text, with what it was worth."""
+    """One completion of a step as text, with its reward."""
 
     prompt: str
     completion: str
@@ -58,7 +58,7 @@ class SampleRecord:
 
 @hookspec
 def rlframework_policy_workers() -> Iterable[PolicyWorkerRecord]:
-    """Training engines: the words for `policy.backend`.
+    """Return training backends, selected by `policy.backend`.
 
     >>> from rlframework.plugins.hookspec import hookimpl
     >>> from rlframework.plugins.types import Capability, PolicyWorkerRecord
@@ -78,7 +78,7 @@ def rlframework_policy_workers() -> Iterable[PolicyWorkerRecord]:
 
 @hookspec
 def rlframework_data_processors() -> Iterable[DataProcessorRecord]:
-    """Ways to cut global batches and make microbatches.
+    """Return data processors, which split global batches into microbatches, selected by `policy.data_processor`.
 
     >>> from rlframework.plugins.hookspec import hookimpl
     >>> from rlframework.plugins.types import DataProcessorRecord
@@ -91,7 +91,7 @@ def rlframework_data_processors() -> Iterable[DataProcessorRecord]:
 
 @hookspec
 def rlframework_worker_groups() -> Iterable[WorkerGroupRecord]:
-    """Ways to run N workers: the words for `worker_group.name`.
+    """Return worker groups, selected by `worker_group.name`.
 
     >>> from rlframework.plugins.hookspec import hookimpl
     >>> from rlframework.plugins.types import WorkerGroupRecord
@@ -104,7 +104,7 @@ def rlframework_worker_groups() -> Iterable[WorkerGroupRecord]:
 
 @hookspec
 def rlframework_generation_engines() -> Iterable[GenerationEngineRecord]:
-    """Engines that complete prompts: the words for `generation.name`.
+    """Return generation engines, selected by `generation.name`.
 
     >>> from rlframework.config.sections import GenerationConfig
     >>> from rlframework.plugins.hookspec import hookimpl
@@ -124,7 +124,7 @@ def rlframework_generation_engines() -> Iterable[GenerationEngineRecord]:
 
 @hookspec
 def rlframework_environments() -> Iterable[EnvironmentRecord]:
-    """Tasks with a reward: the words for `environment.name`.
+    """Return environments (tasks with a reward), selected by `environment.name`.
 
     >>> from rlframework.config.sections import EnvironmentConfig
     >>> from rlframework.plugins.hookspec import hookimpl
@@ -142,7 +142,7 @@ def rlframework_environments() -> Iterable[EnvironmentRecord]:
 
 @hookspec
 def rlframework_algorithms() -> Iterable[AlgorithmRecord]:
-    """What a run does with its parts: the words for `algorithm.name`.
+    """Return algorithms, selected by `algorithm.name`.
 
     >>> from rlframework.config.sections import AlgorithmConfig
     >>> from rlframework.plugins.hookspec import hookimpl
@@ -160,12 +160,12 @@ def rlframework_algorithms() -> Iterable[AlgorithmRecord]:
     return ()
 
 
-# Observer hooks. They run in the driver, and what they return is not used.
+# Observer hooks. They run in the driver, and their return values are ignored.
 
 
 @hookspec
 def rlframework_run_started(run: RunInfo) -> None:
-    """The parts are built and the first step is about to begin.
+    """Called once everything is built, before the first step.
 
     >>> from rlframework.plugins.hookspec import hookimpl
     >>> @hookimpl
@@ -178,7 +178,7 @@ def rlframework_run_started(run: RunInfo) -> None:
 def rlframework_step_finished(
     run: RunInfo, step: int, metrics: Mapping[str, float], samples: Sequence[SampleRecord]
 ) -> None:
-    """A step is done. `metrics` are numbers by name; `samples` are some of the step's completions with their rewards.
+    """Called after each step. `metrics` are values by name; `samples` are some completions with their rewards.
 
     >>> from rlframework.plugins.hookspec import hookimpl
     >>> @hookimpl
@@ -189,7 +189,7 @@ def rlframework_step_finished(
 
 @hookspec
 def rlframework_checkpoint_saved(run: RunInfo, step: int, path: Path) -> None:
-    """A checkpoint is complete and lies at `path`, a directory.
+    """Called when a checkpoint is complete in the directory `path`.
 
     >>> from rlframework.plugins.hookspec import hookimpl
     >>> @hookimpl
@@ -200,7 +200,7 @@ def rlframework_checkpoint_saved(run: RunInfo, step: int, path: Path) -> None:
 
 @hookspec
 def rlframework_run_finished(run: RunInfo, metrics: Mapping[str, float]) -> None:
-    """The run came to its end; `metrics` are the last ones. A run that failed does not get here.
+    """Called at the end of a run, unless it failed; `metrics` are the last ones.
 
     >>> from rlframework.plugins.hookspec import hookimpl
     >>> @hookimpl

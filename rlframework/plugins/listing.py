@@ -1,28 +1,35 @@
-"""What `rlframework plugins [--json]` shows: the rows, and the two ways to print them. Imports no torch."""
+"""The rows of `rlframework plugins`, and their rendering as a table or as JSON. Imports no torch."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING
 
+from rlframework.plugins.messages import KEY_OF_KIND
 from rlframework.plugins.types import Record
 
 if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderableType
     from rich.table import Table
 
     from rlframework.plugins.loading import Source
 
 COLOURS = {"active": "green", "disabled": "yellow", "broken": "red"}
+WIDE = 160
+"""Columns of a terminal from which the table shows capabilities."""
+NARROW = 30
+"""Columns that a name or an origin keeps before it is folded."""
 
 
 @dataclass(frozen=True)
 class PluginListing:
-    """One record of a plugin, or a plugin without records (`kind` and `api_version` are None).
+    """One record of a plugin, or a plugin without records (then `kind` and `api_version` are None).
 
-    `status` is active, disabled or broken; `reason` says why it is not active. `capabilities` are sorted.
+    `status` is active, disabled or broken; `reason` explains a status other than active. `capabilities` are sorted.
     """
 
     name: str
@@ -37,7 +44,7 @@ class PluginListing:
 
     @classmethod
     def of_record(cls, record: Record, source: Source, status: str, reason: str) -> PluginListing:
-        """The row of one record."""
+        """Create the row of one record."""
         return cls(
             name=record.name,
             kind=record.kind,
@@ -52,21 +59,51 @@ class PluginListing:
 
 
 def as_json(rows: Sequence[PluginListing]) -> str:
-    """A JSON list with one object a row; the keys are the fields of `PluginListing`."""
+    """Return a JSON list with one object per row, whose keys are the fields of `PluginListing`."""
     return json.dumps([dataclasses.asdict(row) for row in rows], indent=2)
 
 
-def as_table(rows: Sequence[PluginListing]) -> Table:
-    """A table for the terminal, active plugins first within each kind."""
-    from rich.table import Table
-    from rich.text import Text
+class PluginTable:
+    """A section of rows for each kind, headed by the configuration key that selects one, fitted to the terminal.
 
-    table = Table(show_lines=False)
-    for title in ("kind", "name", "distribution", "version", "API", "status", "capabilities, or why not"):
-        table.add_column(title, overflow="fold")
-    for row in sorted(rows, key=lambda row: (row.kind or "~", row.status != "active", row.name)):
-        api = "" if row.api_version is None else str(row.api_version)
-        cells = (row.kind or "-", row.name, row.distribution, row.version, api)
-        status = Text(row.status, style=COLOURS[row.status])
-        table.add_row(*map(Text, cells), status, Text(row.reason or ", ".join(row.capabilities)))
-    return table
+    A terminal narrower than `WIDE` has no room for the capabilities; a last line says where to see them.
+    """
+
+    def __init__(self, rows: Sequence[PluginListing]) -> None:
+        self.rows = sorted(rows, key=lambda row: (row.kind or "~", row.status != "active", row.name))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        """Yield the sections for a console of `options.max_width` columns."""
+        from rich.text import Text
+
+        wide = options.max_width >= WIDE
+        for kind, rows in groupby(self.rows, lambda row: row.kind):
+            yield Text(f"{kind} ({KEY_OF_KIND[kind]})" if kind else "plugins that could not be loaded", style="bold")
+            yield self._section(list(rows), wide)
+        if not wide and any(row.capabilities for row in self.rows):
+            yield Text(f"Capabilities are shown with --json, or on a terminal of at least {WIDE} columns.", style="dim")
+
+    def _section(self, rows: Sequence[PluginListing], wide: bool) -> Table:
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(box=None, show_header=False, expand=True, pad_edge=False, padding=(0, 2, 0, 0))
+        for width in (max(len(row.name) for row in self.rows) + 2, max(len(_origin(row)) for row in self.rows), 8):
+            table.add_column(min_width=min(width, NARROW), max_width=width, overflow="fold")
+        table.add_column(ratio=2, overflow="fold")
+        if wide:
+            table.add_column(ratio=3, overflow="fold")
+        for row in rows:
+            cells = [Text(f"  {row.name}"), Text(_origin(row)), Text(row.status, style=COLOURS[row.status])]
+            cells.append(Text(row.reason or row.summary))
+            table.add_row(*cells, *([Text(", ".join(row.capabilities))] if wide else []))
+        return table
+
+
+def as_table(rows: Sequence[PluginListing]) -> PluginTable:
+    """Return a renderable for the terminal, with the active plugins first within each kind."""
+    return PluginTable(rows)
+
+
+def _origin(row: PluginListing) -> str:
+    return f"{row.distribution} {row.version}".strip()

@@ -1,6 +1,6 @@
-"""Finds plugins, imports them, and reads and checks what their hooks return; keeps what went wrong beside each.
+"""Finds plugins, imports them, and reads and checks the records of their hooks. Errors are kept with each plugin.
 
-It leaves out choosing among them: that is the manager's.
+The manager selects among them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ UNVERSIONED = "unversioned"
 
 @dataclass(frozen=True)
 class Source:
-    """Where a plugin comes from, known before it is imported. `name` is its entry point's, or its module's."""
+    """The origin of a plugin, known before it is imported. `name` is that of its entry point or module."""
 
     name: str
     distribution: str
@@ -35,7 +35,7 @@ class Source:
     load: Callable[[], object]
 
     def __str__(self) -> str:
-        """`distribution version`, as error messages have it."""
+        """Return `distribution version`, for error messages."""
         return f"{self.distribution} {self.version}"
 
 
@@ -43,8 +43,8 @@ class Source:
 class LoadedPlugin:
     """A plugin after the attempt to import and read it.
 
-    `error` says why it is broken (None: it is not); `disabled` whether it was left alone, not even imported. `records`
-    are those that could be read, also when it is broken.
+    `error` is None unless the plugin is broken. A `disabled` plugin is not even imported. `records` are those that
+    could be read, even if the plugin is broken.
     """
 
     source: Source
@@ -55,7 +55,7 @@ class LoadedPlugin:
 
 
 def find_sources(modules: Sequence[str]) -> list[Source]:
-    """Core's own parts, then the entry points by name, then the modules that no entry point names; names are unique."""
+    """Return the built-in plugins, entry points by name, and modules without an entry point, under unique names."""
     sources = [_core_source(), *_entry_point_sources()]
     known = {source.module for source in sources}
     sources += [_module_source(name) for name in dict.fromkeys(modules) if name not in known]
@@ -63,12 +63,12 @@ def find_sources(modules: Sequence[str]) -> list[Source]:
 
 
 def load_source(source: Source, *, disabled: bool) -> LoadedPlugin:
-    """Import the plugin and read its records; whatever it raises is kept, never raised."""
+    """Import the plugin and read its records. Its errors are stored, never raised."""
     if disabled:
         return LoadedPlugin(source, disabled=True)
     try:
         plugin = source.load()
-    except (Exception, SystemExit) as error:  # noqa: BLE001  # kept: one that ends Python is broken like any other
+    except (Exception, SystemExit) as error:  # noqa: BLE001  # stored: a plugin that exits Python is just broken
         return LoadedPlugin(source, error=error)
     if source.version == UNVERSIONED:
         source = replace(source, version=_package_version(source.module))
@@ -77,9 +77,9 @@ def load_source(source: Source, *, disabled: bool) -> LoadedPlugin:
 
 
 def load_target(target: str) -> Any:
-    """The object that the import path `module:Name` (or `module:Name.attribute`) names; its module is imported here.
+    """Import and return the object at the path `module:Name` or `module:Name.attribute`.
 
-    `PluginError` where it is no such path or the module has no such name; what the import raises is passed on.
+    Raises `PluginError` if the path is malformed or the module has no such name. Errors of the import propagate.
     """
     module, _, name = target.partition(":")
     if not module or not name:
@@ -92,9 +92,9 @@ def load_target(target: str) -> Any:
 
 
 def make_current_directory_importable() -> None:
-    """Append the current directory to `sys.path`, last, so that it hides nothing that is installed.
+    """Append the current directory to `sys.path`, at the end, so that it does not hide installed packages.
 
-    It stays there: a plugin that is not installed imports its other modules later, when it runs.
+    It is not removed, because a plugin that is not installed may import further modules while it runs.
     """
     here = os.getcwd()
     if not any(os.path.abspath(entry) == here for entry in sys.path):
@@ -104,7 +104,7 @@ def make_current_directory_importable() -> None:
 def _core_source() -> Source:
     try:
         version = metadata.version(CORE)
-    except metadata.PackageNotFoundError:  # used from a source tree that is not installed
+    except metadata.PackageNotFoundError:  # running from a source tree that is not installed
         version = rlframework.__version__
     module = "rlframework.plugins.builtin"
     return Source("core", CORE, version, module, lambda: importlib.import_module(module))

@@ -1,7 +1,7 @@
-"""Finds the plugins of this process and picks records among them by kind and name.
+"""The plugin manager: discovers the plugins of this process and selects records by kind and name.
 
-A manager is made by `create_manager`; nothing is shared between two of them. A plugin that cannot be imported or read
-is kept as broken: choosing it raises `PluginError` from its own error, and the others go on.
+Create one with `create_manager`; managers share no state. A plugin that cannot be imported or read is kept as broken:
+selecting it raises a `PluginError` from the original error, and other plugins are unaffected.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from rlframework.plugins.loading import (
     load_source,
     make_current_directory_importable,
 )
-from rlframework.plugins.own_parts import environment_record
 from rlframework.plugins.reading import HOOK_OF_KIND, new_pluggy
 from rlframework.plugins.types import EnvironmentRecord, Record
+from rlframework.plugins.user_defined import environment_record
 
 
 @dataclass(frozen=True)
 class Registered:
-    """A record, and the plugin and the distribution that it came from."""
+    """A record with the plugin and the distribution that provide it."""
 
     record: Record
     distribution: str
@@ -40,17 +40,16 @@ class Registered:
 
     @property
     def blame(self) -> str:
-        """`distribution version`, as error messages have it."""
+        """`distribution version`, for error messages."""
         return f"{self.distribution} {self.version}"
 
 
 def create_manager(modules: Sequence[str] = (), disabled: Sequence[str] | None = None) -> PluginManager:
-    """A manager of core's own parts, all installed plugins, and those in `modules`.
+    """Create a manager of the built-in plugins, all installed plugins, and those in `modules`.
 
-    `modules` are import names of plugins that need not be installed: `plugins:` in the configuration. For these the
-    current directory is importable. `disabled` are names of plugins, of distributions or of records that are left out;
-    None takes them from RLFRAMEWORK_DISABLE_PLUGINS, separated by commas. Raises `PluginError` when no plugin answers
-    to one of them.
+    `modules` are import names of plugins that need not be installed (`plugins:` in the configuration); for these, the
+    current directory is importable. `disabled` are names of plugins, distributions or records to disable; None reads
+    them from RLFRAMEWORK_DISABLE_PLUGINS, separated by commas. Raises `PluginError` if one of the names is unknown.
     """
     if disabled is None:
         disabled = os.environ.get(messages.DISABLE_VARIABLE, "").split(",")
@@ -63,10 +62,10 @@ def create_manager(modules: Sequence[str] = (), disabled: Sequence[str] | None =
 
 
 class PluginManager:
-    """What `create_manager` returns: the plugins of this process, whole, broken and disabled."""
+    """The plugins of this process: active, broken and disabled. Use `create_manager` to create one."""
 
     def __init__(self, plugins: Sequence[LoadedPlugin], disabled: frozenset[str]) -> None:
-        """Take `plugins` as they were loaded, less the records that `disabled` names."""
+        """Manage the loaded `plugins`, without the records named in `disabled`."""
         self._plugins = list(plugins)
         self._disabled = disabled
         self._pluggy = new_pluggy()
@@ -80,18 +79,18 @@ class PluginManager:
 
     @property
     def hook(self) -> pluggy.HookRelay:
-        """The hooks of all plugins that are active, to call those that only listen."""
+        """The hooks of all active plugins, for calling observer hooks."""
         return self._pluggy.hook
 
     def registered(self, kind: str) -> dict[str, Registered]:
-        """The records that can be chosen, by name: not broken, not disabled, not there twice."""
+        """Return the selectable records by name: not broken, not disabled and not duplicated."""
         _check_kind(kind)
         return {name: found[0] for (of, name), found in self._by_name().items() if of == kind and len(found) == 1}
 
     def select(self, kind: str, name: str) -> Registered:
-        """The record of `kind` that is called `name`; for an environment also that of an import path `module:Class`.
+        """Return the record of `kind` named `name`; for an environment, `name` may be an import path `module:Class`.
 
-        Raises `PluginError` when it is unknown, broken (from the plugin's own error), disabled, or there twice.
+        Raises `PluginError` if it is unknown, broken (from the original error), disabled or duplicated.
         """
         _check_kind(kind)
         if kind == EnvironmentRecord.kind and ":" in name:
@@ -108,13 +107,13 @@ class PluginManager:
         raise PluginError(self._why_not(kind, name))
 
     def load(self, record: Record) -> type:
-        """Import the class that `record.target` names. Raises `PluginError` from the error of the import."""
+        """Import the class named by `record.target`. Raises `PluginError` from any error of the import."""
         module, _, attribute = record.target.partition(":")
         try:
             target = importlib.import_module(module)
             for part in attribute.split("."):
                 target = getattr(target, part)
-        except (Exception, SystemExit) as error:  # whatever it is, it is told with the plugin's name
+        except (Exception, SystemExit) as error:  # reported with the plugin's name
             subject = f"the {record.kind} {record.name!r}"
             text = messages.broken(subject, self._blame(record), error)
             raise PluginError(f"{text} (while importing {record.target})") from error
@@ -123,11 +122,11 @@ class PluginManager:
         return target
 
     def listing(self) -> list[PluginListing]:
-        """One row for each record, and for each plugin that has none: active, disabled or broken, and why."""
+        """Return one row per record, and one per plugin without records, with its status and the reason."""
         return [row for plugin in self._plugins for row in self._rows(plugin)]
 
     def fingerprint(self) -> dict[str, tuple[str, str]]:
-        """The name of each active plugin to its distribution and version."""
+        """Return the distribution and version of each active plugin, by plugin name."""
         return {
             plugin.source.name: (plugin.source.distribution, plugin.source.version)
             for plugin in self._plugins
@@ -135,7 +134,7 @@ class PluginManager:
         }
 
     def compare_fingerprint(self, theirs: Mapping[str, tuple[str, str]]) -> None:
-        """Compare the driver's fingerprint with this process's; `PluginError` that names each difference."""
+        """Raise a `PluginError` that lists how the driver's fingerprint `theirs` differs from this process's."""
         ours, differences = self.fingerprint(), []
         for name in sorted({*ours, *theirs}):
             here, there = ours.get(name), theirs.get(name)
@@ -143,7 +142,7 @@ class PluginManager:
                 differences.append(f"{name}: the driver has {_side(there)}, this process has {self._own_side(name)}")
         if differences:
             raise PluginError(
-                f"The plugins of the driver and of a worker differ. {'; '.join(differences)}. Install the same "
+                f"The driver and a worker have different plugins: {'; '.join(differences)}. Install the same "
                 "distributions in both environments."
             )
 
@@ -162,9 +161,9 @@ class PluginManager:
         return found
 
     def _broken(self, kind: str, name: str) -> LoadedPlugin | None:
-        """The broken plugin that `name` means: by a record that could be read, else by the plugin's own name.
+        """The broken plugin that `name` refers to, by one of its records or else by the plugin's own name.
 
-        A record of a whole plugin goes before a broken plugin that merely bears the name.
+        A record of an active plugin takes precedence over a broken plugin of the same name.
         """
         broken = [plugin for plugin in self._plugins if plugin.error is not None]
         for plugin in broken:
@@ -225,7 +224,7 @@ class PluginManager:
 
 
 def _own_environment(path: str) -> Registered:
-    """What an import path stands for, as if a plugin had registered it."""
+    """The record for an import path, as if a plugin had registered it."""
     module = f"module {path.partition(':')[0]}"
     return Registered(environment_record(path), module, UNVERSIONED, module)
 
@@ -236,4 +235,4 @@ def _side(entry: Sequence[str] | None) -> str:
 
 def _check_kind(kind: str) -> None:
     if kind not in HOOK_OF_KIND:
-        raise ValueError(f"there is no kind {kind!r} of record; kinds: {', '.join(HOOK_OF_KIND)}")
+        raise ValueError(f"unknown kind of record {kind!r}; known kinds: {', '.join(HOOK_OF_KIND)}")

@@ -1,4 +1,4 @@
-"""The texts of the manager's errors: what was asked for, what is there, and what to do."""
+"""The manager's error messages: what was requested, what is installed, and what to do."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ KEY_OF_KIND = {
     "algorithm": "algorithm.name",
     "data_processor": "policy.data_processor",
 }
-"""Kind of record to the key of the configuration that names one."""
+"""Kind of record to the configuration key that selects one."""
 
 OWN_EXTRAS = {"policy_worker": ("dtensor", "deepspeed", "megatron")}
-"""Kind to the names that come with an extra of rlframework-core."""
+"""Kind of record to the names that are provided by an extra of rlframework-core."""
 
 
 def unknown(kind: str, name: str, installed: Sequence[tuple[str, str]], unusable: Sequence[str]) -> str:
-    """No record has this name. `installed`: name and blame of those to choose from; `unusable`: why others are not."""
+    """Message for an unknown name. `installed`: name and origin of each choice; `unusable`: why others are not."""
     key, own = KEY_OF_KIND[kind], OWN_EXTRAS.get(kind, ())
     parts = [f"{key}: there is no {kind} {name!r}."]
     near = difflib.get_close_matches(name, [*(known for known, _ in installed), *own], n=1)
@@ -44,33 +44,33 @@ def _how_to_install(kind: str, name: str, near: Sequence[str], installed: set[st
         )
     return (
         f"If {name!r} comes from a plugin, install its distribution with pip, or name its module under `plugins:` in "
-        "the configuration; `rlframework plugins` shows what is found."
+        "the configuration; `rlframework plugins` lists the plugins that are found."
     )
 
 
 def duplicate(kind: str, name: str, blames: Sequence[str]) -> str:
-    """Two plugins give the same name to the same kind."""
+    """Message for two plugins that register the same name for the same kind."""
     return (
-        f"{KEY_OF_KIND[kind]}: {len(blames)} plugins call a {kind} {name!r}: {' and '.join(blames)}. Uninstall one of "
-        f"them, or put its distribution into {DISABLE_VARIABLE}."
+        f"{KEY_OF_KIND[kind]}: {len(blames)} plugins register a {kind} {name!r}: {' and '.join(blames)}. Uninstall one "
+        f"of them, or add its distribution to {DISABLE_VARIABLE}."
     )
 
 
 def broken(subject: str, blame: str, error: BaseException) -> str:
-    """A plugin could not be imported or read."""
+    """Message for a plugin that could not be imported or read."""
     return f"{subject} of {blame} is broken: {reason(error)}"
 
 
 def disabled(kind: str, name: str, blame: str) -> str:
-    """A plugin was chosen that the user switched off."""
+    """Message for selecting a disabled plugin."""
     return (
         f"{KEY_OF_KIND[kind]}: the {kind} {name!r} ({blame}) is disabled by {DISABLE_VARIABLE}. Choose another one, or "
-        "take the word out of that variable."
+        "remove the name from that variable."
     )
 
 
 def unknown_disabled_word(word: str, known: Iterable[str]) -> str:
-    """A word to disable that no plugin answers to."""
+    """Message for a name to disable that no plugin has."""
     names = sorted(set(known))
     near = difflib.get_close_matches(word, names, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
@@ -78,7 +78,7 @@ def unknown_disabled_word(word: str, known: Iterable[str]) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """The error in one line, with its class unless it is one of ours."""
+    """Return the error on one line, with its class unless it is one of rlframework's."""
     text = " ".join(str(error).split())
     if type(error).__module__ == "rlframework.errors":
         return text

@@ -1,4 +1,4 @@
-"""What several backends find out of a configuration by the same words: for the `check` of their records. No torch."""
+"""Configuration checks that several backends share, for the `check` of their records. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,53 +16,53 @@ DIVIDED = {
     "num_key_value_heads": "key-value heads",
     "intermediate_size": "units of the MLP",
 }
-"""What of a model tensor parallelism deals out, by the names of its configuration."""
+"""Model dimensions that tensor parallelism shards, by key of the model's config.json."""
 
 
 def model_config(model_name: str) -> dict[str, Any]:
-    """The config.json of a model directory; nothing for a name on the hub, which the workers look at."""
+    """Return the config.json of a model directory; empty for a name on the Hub, which the workers check."""
     try:
         found = json.loads((Path(model_name) / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # told by whoever reads the model
+    except (OSError, ValueError):  # reported when the model is loaded
         return {}
     return found if isinstance(found, dict) else {}
 
 
 def indivisible(model: Mapping[str, Any], tensor: int) -> str | None:
-    """What of a model, as its configuration says, `tensor` workers cannot share; None where they can."""
+    """Describe the dimension of the model that is not divisible by `tensor`, or return None if there is none."""
     for name, what in DIVIDED.items():
         size = model.get(name)
         if isinstance(size, int) and size % tensor:
-            return f"the model has {size} {what}, which policy.parallelism.tensor={tensor} does not divide"
+            return f"the model has {size} {what}, not divisible by policy.parallelism.tensor={tensor}"
     return None
 
 
 def attention_problems(config: RunConfig, key: str, attention: str, device: str) -> Iterator[Problem]:
-    """What `attention`, a name of transformers that the backend's `key` has, does not go with."""
+    """Yield conflicts of `attention`, the transformers attention implementation set at the backend's `key`."""
     if config.policy.parallelism.context > 1 and attention not in ("auto", "sdpa"):
-        message = f"context parallelism has an attention of its own, and does not do {attention}."
+        message = f"context parallelism has its own attention, and does not support {attention}."
         yield Problem(key, message, "Set it to auto.")
     if attention != "flash_attention_2":
         return
     if device != "cuda":
-        yield Problem(key, f"flash_attention_2 needs a GPU, and the device is {device}.", "Set it to auto.")
+        yield Problem(key, f"flash_attention_2 needs a GPU, but the device is {device}.", "Set it to auto.")
     elif find_spec("flash_attn") is None:
         yield Problem(key, "flash_attention_2 needs the package flash-attn.", "Install it, or set it to auto.")
     if config.policy.precision == "float32":
         hint = "Set policy.precision to bfloat16, or the attention to auto."
-        yield Problem(key, "flash_attention_2 does not compute in float32.", hint)
+        yield Problem(key, "flash_attention_2 does not support float32.", hint)
 
 
 def lora_problems(config: RunConfig) -> Iterator[Problem]:
-    """What adapters do not go with under any backend."""
+    """Yield settings that are incompatible with LoRA adapters in every backend."""
     policy = config.policy
     if policy.lora is None:
         return
     if not policy.lora.target_modules:
-        message = "there are no layers to put adapters around."
-        yield Problem("policy.lora.target_modules", message, "Name some, or take the section out.")
+        message = "there are no layers to adapt."
+        yield Problem("policy.lora.target_modules", message, "Name some, or remove the section.")
     if policy.head == "score":
-        yield Problem("policy.lora", "a reward model is not trained.", "Take the section out.")
+        yield Problem("policy.lora", "a reward model is not trained.", "Remove the section.")
     if config.checkpoints.format != "portable":
-        message = "adapters are small, and are saved in the portable form only."
+        message = "LoRA adapters are saved in the portable format only."
         yield Problem("checkpoints.format", message, "Set it to portable.")

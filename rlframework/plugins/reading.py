@@ -1,7 +1,7 @@
-"""Reads the records of one plugin, and finds the mistakes that pluggy lets pass in silence.
+"""Reads the records of one plugin, and detects mistakes that pluggy silently accepts.
 
-pluggy accepts a hook of any name, a function without its marker, and any return value. Here each of these is an error,
-so that a plugin that does nothing says why.
+pluggy accepts a hook of any name, a function without its marker, and any return value. Each of these is an error in
+this module, so that a plugin never silently does nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rlframework.plugins import hookspec as specs
 from rlframework.plugins.types import API_VERSION, RECORD_TYPES, Capability, Record
 
 HOOK_OF_KIND = {record_type.kind: f"{specs.PROJECT}_{record_type.kind}s" for record_type in RECORD_TYPES}
-"""Kind of record to the hook that returns it."""
+"""Kind of record to the hook that returns such records."""
 
 SECTION_OF_KIND: dict[str, type[BaseModel]] = {
     "policy_worker": Section,
@@ -35,18 +35,18 @@ SECTION_OF_KIND: dict[str, type[BaseModel]] = {
     "environment": EnvironmentConfig,
     "algorithm": AlgorithmConfig,
 }
-"""Kinds whose section of the configuration has a base that a record's own model must derive from."""
+"""Kind of record to the base class of its `config_model`."""
 
 
 def new_pluggy() -> pluggy.PluginManager:
-    """A pluggy manager that knows the hookspecs, and no plugin."""
+    """Return a pluggy manager with the hookspecs and without plugins."""
     manager = pluggy.PluginManager(specs.PROJECT)
     manager.add_hookspecs(specs)
     return manager
 
 
 def read_plugin(plugin: object) -> tuple[list[Record], BaseException | None]:
-    """The records of `plugin`, and what is wrong with it (None: nothing), be it an error that the plugin raised."""
+    """Return the records of `plugin`, and the error that it raised or that a check found (None if there is none)."""
     records: list[Record] = []
     try:
         scratch = new_pluggy()
@@ -57,7 +57,7 @@ def read_plugin(plugin: object) -> tuple[list[Record], BaseException | None]:
                 records += _records(kind, hook, returned)
         for record in records:
             _check_record(record)
-    except (Exception, SystemExit) as error:  # noqa: BLE001  # the plugin's own, kept as the reason
+    except (Exception, SystemExit) as error:  # noqa: BLE001  # kept as the reason
         return records, error
     return records, None
 
@@ -68,18 +68,20 @@ def _check_hooks(scratch: pluggy.PluginManager, plugin: object) -> None:
     for caller in callers:
         for implementation in caller.get_hookimpls():
             if not caller.has_spec() and not implementation.optionalhook:
-                raise PluginError(f"there is no hook {caller.name!r}.{_nearest(caller.name, known)}")
+                raise PluginError(f"unknown hook {caller.name!r}.{_nearest(caller.name, known)}")
             if implementation.kwargnames:
                 raise PluginError(
-                    f"the hook {caller.name} gives default values to {', '.join(implementation.kwargnames)}: "
-                    "take them out, or leave the argument out"
+                    f"the hook {caller.name} has default values for {', '.join(implementation.kwargnames)}; "
+                    "remove the defaults or the arguments"
                 )
     marked = {caller.name for caller in callers}
     for name in known:
         if name not in marked and callable(getattr(plugin, name, None)):
-            raise PluginError(f"{name} is not marked: put @hookimpl (of rlframework.plugins.hookspec) above it")
+            raise PluginError(
+                f"{name} is not marked as a hook; decorate it with @hookimpl from rlframework.plugins.hookspec"
+            )
     if not callers:
-        raise PluginError("it implements no hook of rlframework: see rlframework.plugins.hookspec for what there is")
+        raise PluginError("it implements no hook of rlframework; rlframework.plugins.hookspec lists them")
 
 
 def _records(kind: str, hook: str, returned: object) -> list[Record]:
@@ -90,7 +92,7 @@ def _records(kind: str, hook: str, returned: object) -> list[Record]:
     for record in records:
         if not isinstance(record, expected):
             raise PluginError(
-                f"{hook} returned a list with a {type(record).__name__} in it; all must be {expected.__name__}"
+                f"{hook} returned a list that contains a {type(record).__name__}; all items must be {expected.__name__}"
             )
     return records
 
@@ -98,32 +100,36 @@ def _records(kind: str, hook: str, returned: object) -> list[Record]:
 def _check_record(record: Record) -> None:
     if record.api_version != API_VERSION:
         raise PluginError(
-            f"its {record.kind} {record.name!r} is made for version {record.api_version} of the plugin API, and this "
-            f"rlframework-core has version {API_VERSION}: install versions of the two that fit"
+            f"its {record.kind} {record.name!r} is written for version {record.api_version} of the plugin API, but "
+            f"this "
+            f"rlframework-core has version {API_VERSION}; install compatible versions of the two"
         )
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", record.name):
         raise PluginError(
-            f"the {record.kind} name {record.name!r} cannot be a word of the configuration: "
-            "use letters, digits, '-' and '_'"
+            f"the {record.kind} name {record.name!r} is invalid: use letters, digits, '-' and '_', starting with a "
+            f"letter "
+            "or digit"
         )
     if record.kind == "policy_worker" and record.name in PolicyConfig.model_fields:
-        raise PluginError(f"the policy_worker name {record.name!r} is already a key of the section `policy`")
+        raise PluginError(
+            f"the policy_worker name {record.name!r} is a key of the section `policy`; choose another name"
+        )
     if not re.fullmatch(r"[\w.]+:[\w.]+", record.target):
-        raise PluginError(f"the target {record.target!r} of {record.name!r} is not of the form 'package.module:Class'")
+        raise PluginError(f"the target {record.target!r} of {record.name!r} must have the form 'package.module:Class'")
     check_model(record)
     strange = [str(item) for item in record.capabilities if not isinstance(item, Capability)]
     if strange:
         allowed = ", ".join(Capability)
-        raise PluginError(f"{record.name!r} declares {', '.join(strange)}; the capabilities are {allowed}")
+        raise PluginError(f"{record.name!r} declares unknown capabilities {', '.join(strange)}; known: {allowed}")
 
 
 def check_model(record: Record) -> None:
-    """A `PluginError` where the record's `config_model` is none of its kind."""
+    """Raise `PluginError` if the record's `config_model` does not derive from the base of its kind."""
     model, base = record.config_model, SECTION_OF_KIND.get(record.kind, BaseModel)
     if model is not None and not (isinstance(model, type) and issubclass(model, base)):
         raise PluginError(
             f"config_model of the {record.kind} {record.name!r} must be a class derived from "
-            f"{base.__module__}.{base.__name__}, and is {model!r}"
+            f"{base.__module__}.{base.__name__}, not {model!r}"
         )
 
 

@@ -1,6 +1,6 @@
-"""The records that plugins return, the capabilities that they declare, and the problems that their checks report.
+"""The records that plugins return, the capabilities they declare, and the problems their checks report.
 
-Light on purpose: nothing here, and nothing that a `plugin.py` needs to make a record, imports torch.
+Lightweight on purpose: a `plugin.py` can create its records without importing torch.
 """
 
 from __future__ import annotations
@@ -14,56 +14,56 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
 API_VERSION = 1
-"""Version of the plugin API: of the hookspecs, the records and the interfaces that the records name."""
+"""Version of the plugin API: the hookspecs, the records and the interfaces that the records refer to."""
 
 
 class Capability(StrEnum):
-    """What a backend says that it can do. Declared: the conformance suite tests it. Not declared: it is refused."""
+    """A feature that a plugin declares. The conformance suite tests declared features; others are refused."""
 
     TENSOR_PARALLEL = "tensor_parallel"
-    """Each weight of a layer over several workers: `policy.parallelism.tensor`."""
+    """Weights of a layer sharded over several workers: `policy.parallelism.tensor`."""
     SEQUENCE_PARALLEL = "sequence_parallel"
-    """Activations between those weights too, by tokens: `policy.parallelism.sequence`."""
+    """Activations between tensor-parallel regions sharded by tokens: `policy.parallelism.sequence`."""
     CONTEXT_PARALLEL = "context_parallel"
-    """Each sequence over several workers: `policy.parallelism.context`."""
+    """Sequences sharded over several workers: `policy.parallelism.context`."""
     PIPELINE_PARALLEL = "pipeline_parallel"
-    """Layers in stages: `policy.parallelism.pipeline`."""
+    """Layers divided into pipeline stages: `policy.parallelism.pipeline`."""
     EXPERT_PARALLEL = "expert_parallel"
-    """The experts of a mixture over several workers: `policy.parallelism.expert`."""
+    """Experts of a mixture-of-experts model distributed over several workers: `policy.parallelism.expert`."""
     DATA_PARALLEL = "data_parallel"
-    """Rows over several workers; of a worker group: more workers than one."""
+    """Rows distributed over several workers; for a worker group: more than one worker."""
     DYNAMIC_BATCHING = "dynamic_batching"
-    """Microbatches of different shapes: `policy.batching.mode=dynamic`."""
+    """Microbatches of varying shapes: `policy.batching.mode=dynamic`."""
     PACKING = "packing"
-    """Sequences side by side in one row, kept apart: `policy.batching.mode=packed`."""
+    """Several sequences concatenated in one row without attending to each other: `policy.batching.mode=packed`."""
     ACTIVATION_CHECKPOINTING = "activation_checkpointing"
-    """`policy.activation_checkpointing`."""
+    """Activation recomputation: `policy.activation_checkpointing`."""
     BFLOAT16 = "bfloat16"
-    """`policy.precision=bfloat16`, with weights and optimizer in fp32."""
+    """`policy.precision=bfloat16`, with weights and optimizer state in fp32."""
     FLOAT16 = "float16"
-    """`policy.precision=float16`, with a loss that is scaled."""
+    """`policy.precision=float16`, with loss scaling."""
     CPU_OFFLOAD = "cpu_offload"
-    """`policy.offload`, and moving what it holds between the device and the CPU."""
+    """`policy.offload`, and moving model and optimizer state between the device and the CPU."""
     LORA = "lora"
-    """Adapters, `policy.lora`, with their files."""
+    """Low-rank adapters and their files: `policy.lora`."""
     REFERENCE_MODEL = "reference_model"
-    """Keeps the weights that it was built with, for `get_reference_policy_logprobs`."""
+    """Keeping the initial weights, for `get_reference_policy_logprobs`."""
     SCORING = "scoring"
-    """Reward models, `policy.head=score`, and `score`."""
+    """Reward models: `policy.head=score` and the method `score`."""
     EMBEDDED_GENERATION = "embedded_generation"
-    """Generates in the trainer's own process."""
+    """Generation in the trainer's own process."""
     COLLECTIVE_REFIT = "collective_refit"
-    """Sends weights over a process group; of a generation engine: takes them."""
+    """Sending weights over a process group; for a generation engine: receiving them."""
     IPC_REFIT = "ipc_refit"
-    """Sends weights through memory of the same machine or GPU; of a generation engine: takes them."""
+    """Sending weights through memory shared on one machine or GPU; for a generation engine: receiving them."""
     PORTABLE_OPTIMIZER_STATE = "portable_optimizer_state"
-    """Checkpoints of whole tensors, which every backend that declares it goes on from."""
+    """Checkpoints of full tensors, from which every backend with this capability can resume."""
     SHARDED_CHECKPOINTS = "sharded_checkpoints"
-    """Checkpoints in pieces, each worker its own: `checkpoints.format=sharded`."""
+    """Checkpoints to which each worker writes its own shards: `checkpoints.format=sharded`."""
     NATIVE_CHECKPOINTS = "native_checkpoints"
     """Checkpoints in the engine's own files: `checkpoints.format=native`."""
     LEARNED_POSITIONS = "learned_positions"
-    """Models with a table of positions, such as GPT-2."""
+    """Models with learned position embeddings, such as GPT-2."""
 
 
 CAPABILITY_OF_AXIS: Mapping[str, Capability] = {
@@ -74,20 +74,20 @@ CAPABILITY_OF_AXIS: Mapping[str, Capability] = {
     "pipeline": Capability.PIPELINE_PARALLEL,
     "expert": Capability.EXPERT_PARALLEL,
 }
-"""What splitting a model or its batches takes, by the name of the axis in `policy.parallelism`, and `data`."""
+"""The capability that each axis of parallelism needs: the axes of `policy.parallelism`, and `data`."""
 
 CAPABILITY_OF_FORM: Mapping[str, Capability] = {
     "sharded": Capability.SHARDED_CHECKPOINTS,
     "native": Capability.NATIVE_CHECKPOINTS,
 }
-"""What a checkpoint takes besides `portable_optimizer_state`, by its form in `checkpoints.format`."""
+"""The capability that a value of `checkpoints.format` needs besides `portable_optimizer_state`."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that a plugin's `check` found: the dotted configuration key, what is wrong with it, and what to do.
+    """One problem found by a plugin's `check`: the dotted configuration key, what is wrong, and what to do.
 
-    `undeclared`: it asks for a capability that the record does not declare.
+    `undeclared`: the key asks for a capability that the record does not declare.
     """
 
     key: str
@@ -98,9 +98,9 @@ class Problem:
 
 @dataclass(frozen=True)
 class KnownFailure:
-    """A conformance test that a backend is known to fail: test name, exception type name and the reason.
+    """A conformance test that a backend is known to fail: test name, name of the exception type, and reason.
 
-    `layouts`: where, such as `("tensor=2",)`; empty: everywhere.
+    `layouts` restricts it to layouts such as `("tensor=2",)`; empty: all layouts.
     """
 
     test: str
@@ -110,17 +110,16 @@ class KnownFailure:
 
 
 Check = Callable[[Any, str], list[Problem]]
-"""`check(config, device)`: the resolved `RunConfig` and "cpu" or "cuda"; light, called before any process starts."""
+"""`check(config, device)` takes the resolved `RunConfig` and "cpu" or "cuda", before any process starts."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """What a registration hook returns: a name for the configuration and where the implementation is.
+    """A registered implementation: the name that selects it in the configuration, and where to import it from.
 
-    `name` is the word in the configuration; `api_version` is the version of the plugin API that the plugin was written
-    for, as a number; `target` is the import path `module:Class`, imported only in the process
-    that needs it; `config_model` is the pydantic model of the part's own section; `py_executable` names another Python
-    for the worker processes (None: the driver's).
+    `target` is the import path `module:Class`, imported only in the process that needs it. `api_version` is the
+    version of the plugin API that the plugin was written for. `config_model` is the pydantic model of the plugin's
+    section. `py_executable` is the Python executable of the worker processes (None: the driver's).
     """
 
     kind: ClassVar[str] = ""
@@ -145,35 +144,35 @@ class PolicyWorkerRecord(Record):
 
 @dataclass(frozen=True)
 class DataProcessorRecord(Record):
-    """`target` implements `rlframework.interfaces.data_processor.DataProcessor`."""
+    """A data processor: `target` implements `rlframework.interfaces.data_processor.DataProcessor`."""
 
     kind: ClassVar[str] = "data_processor"
 
 
 @dataclass(frozen=True)
 class WorkerGroupRecord(Record):
-    """`target` implements `rlframework.interfaces.worker_group.WorkerGroup`."""
+    """A worker group: `target` implements `rlframework.interfaces.worker_group.WorkerGroup`."""
 
     kind: ClassVar[str] = "worker_group"
 
 
 @dataclass(frozen=True)
 class GenerationEngineRecord(Record):
-    """`target` implements `rlframework.interfaces.generation.GenerationEngine`."""
+    """A generation engine: `target` implements `rlframework.interfaces.generation.GenerationEngine`."""
 
     kind: ClassVar[str] = "generation_engine"
 
 
 @dataclass(frozen=True)
 class EnvironmentRecord(Record):
-    """`target` implements `rlframework.interfaces.environment.Environment`."""
+    """An environment: `target` implements `rlframework.interfaces.environment.Environment`."""
 
     kind: ClassVar[str] = "environment"
 
 
 @dataclass(frozen=True)
 class AlgorithmRecord(Record):
-    """`target` implements `rlframework.algorithm.Algorithm`."""
+    """An algorithm: `target` implements `rlframework.algorithm.Algorithm`."""
 
     kind: ClassVar[str] = "algorithm"
 

@@ -1,1 +1,1 @@
-"""What all training backends share: the step, the head, the refit transports, checkpoints, and the driver's handle."""
+"""Code that all training backends share: training step, head, checkpoints, weight sender, and the driver's handle."""

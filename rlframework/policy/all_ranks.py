@@ -1,4 +1,4 @@
-"""What all workers of a policy find out together: each does its part, and where one fails, all of them raise."""
+"""Run work on every rank so that it either succeeds on all ranks or raises on all of them."""
 
 from __future__ import annotations
 
@@ -15,38 +15,38 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def together(context: WorkerContext, work: Callable[[], T]) -> list[T]:
-    """What `work` gives on each rank, by rank. Collective, and `work` is not: each rank comes to its end or fails.
+def run_on_all_ranks(context: WorkerContext, work: Callable[[], T]) -> list[T]:
+    """Run `work` on each rank and return the results of all ranks, by rank. Collective, although `work` is not.
 
-    A rank whose own work failed raises that error; the others raise one that names the rank, a `UserError` or
-    `DataError` where it was one.
+    A rank whose work fails raises its own error; the others raise one that names the rank, of type `UserError` or
+    `DataError` if the original error was one, else `RLFrameworkError`.
     """
     if context.world_size == 1:
         return [work()]
     import torch
 
-    own: tuple[Any, str, type[Exception]] = (None, "", RLFrameworkError)
+    outcome: tuple[Any, str, type[Exception]]
     failure: Exception | None = None
     try:
-        own = (work(), "", RLFrameworkError)
-    except Exception as error:  # noqa: BLE001 - raised below, after the others know
+        outcome = (work(), "", RLFrameworkError)
+    except Exception as error:  # noqa: BLE001 - raised below, once the other ranks know
         failure = error
-        told_as = next((kind for kind in (DataError, UserError) if isinstance(error, kind)), RLFrameworkError)
-        own = (None, f"{type(error).__name__}: {error}", told_as)
-    found: list[Any] = [None] * context.world_size
-    torch.distributed.all_gather_object(found, own)
+        raised_as = next((kind for kind in (DataError, UserError) if isinstance(error, kind)), RLFrameworkError)
+        outcome = (None, f"{type(error).__name__}: {error}", raised_as)
+    outcomes: list[Any] = [None] * context.world_size
+    torch.distributed.all_gather_object(outcomes, outcome)
     if failure is not None:
         raise failure
-    for rank, (_, told, told_as) in enumerate(found):
-        if told:
-            raise told_as(f"rank {rank}: {told}")
-    return [value for value, _, _ in found]
+    for rank, (_, message, raised_as) in enumerate(outcomes):
+        if message:
+            raise raised_as(f"rank {rank}: {message}")
+    return [value for value, _, _ in outcomes]
 
 
-def require_shared(folder: Path, context: WorkerContext, form: str) -> None:
-    """A `UserError` where this rank does not see the `folder` that rank 0 made for a checkpoint of `form`."""
+def require_shared_folder(folder: Path, context: WorkerContext, form: str) -> None:
+    """Raise a `UserError` if this rank does not see the `folder` that rank 0 created for a checkpoint."""
     if not folder.is_dir():
         raise UserError(
-            f"{folder} was made by rank 0 and is not there for rank {context.rank}: {form} checkpoints need a file "
+            f"{folder} was created by rank 0, but rank {context.rank} does not see it: {form} checkpoints need a file "
             "system that all workers share; set checkpoints.format=portable, or another output_dir"
         )

@@ -1,8 +1,8 @@
-"""Which rows of a batch go to which data-parallel rank, so that no rank waits for another.
+"""Assignment of a batch's rows to data-parallel ranks, so that no rank waits for another.
 
-With packed and dynamic microbatches the driver plans them for all ranks at once: equally many a rank, of like cost at
-each step, and rank sums of like cost. Padded microbatches are dealt in the order of the rows. Engines that ask for
-more microbatches than that (a pipeline's schedule) get dummies from their worker.
+With packed and dynamic microbatches the driver plans them for all ranks at once: each rank gets the same number of
+microbatches, of similar cost at each step and in total. Padded microbatches are sharded in row order. If an engine
+needs more microbatches (a pipeline schedule), its worker adds dummies.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from rlframework.batch.packing import TokenCost
 from rlframework.batch.packing.lengths import round_up
 from rlframework.microbatches.row_checks import check_contents, check_fits, check_rows, rows_with_targets
 
-PLANNED = "planned_lengths"
-"""The key that the plan is made from; it never reaches a worker."""
+PLANNED_LENGTHS = "planned_lengths"
+"""Key of the lengths that the plan is based on; it never reaches a worker."""
 
 
 @dataclass(frozen=True)
-class Dealer:
-    """Deals to `ranks` data-parallel ranks; `mode`: padded, dynamic or packed, as the workers make microbatches.
+class BatchBalancer:
+    """Shards batches over `ranks` data-parallel ranks.
 
-    `preferred_tokens`: of a microbatch, where nobody says; `cost` of a row by its tokens; `pad_multiple`: what the
-    engine pads lengths to; `vocabulary`: tokens that the model has embeddings for, where that is known.
+    `mode`: how workers make microbatches, padded, dynamic or packed. `preferred_tokens`: default tokens per microbatch.
+    `cost`: cost of a row as a function of its tokens. `pad_multiple`: multiple to which the engine pads lengths.
+    `vocabulary`: number of tokens that the model has embeddings for, if known.
     """
 
     ranks: int
@@ -35,13 +36,14 @@ class Dealer:
     pad_multiple: int = 1
     vocabulary: int | None = None
 
-    def deal(
+    def shard(
         self, data: BatchedDataDict[Any], *, batch_size: int | None, positions: str, tokens: int | None
     ) -> tuple[list[SlicedDataDict[Any]], list[int] | None]:
-        """The shards, and what `reorder_data` takes to bring their joined results into the order of `data`.
+        """Return one shard per rank, and the indices with which `reorder_data` restores the row order of results.
 
-        Every `batch_size` rows (None: all) are one global batch. `positions` as for `DataProcessor.microbatches`: a row
-        without any takes no room. `tokens`: most in a microbatch. No indices (None) where the order is kept.
+        Every `batch_size` rows (None: all rows) are one global batch. `positions`: as for `DataProcessor.microbatches`;
+        a row without any counts as empty. `tokens`: maximum per microbatch. The indices are None if the order is
+        unchanged. Raises a `BatchError` for invalid rows and for rows longer than `tokens`.
         """
         check_rows(data)
         check_contents(data, self.vocabulary)
@@ -55,11 +57,11 @@ class Dealer:
         longest = round_up(int(lengths.max()), self.pad_multiple)
         most = tokens or max(self.preferred_tokens, longest)
         check_fits(longest, mode, most)
-        planned: BatchedDataDict[Any] = BatchedDataDict({**data, PLANNED: lengths})
+        planned: BatchedDataDict[Any] = BatchedDataDict({**data, PLANNED_LENGTHS: lengths})
         common: Any = {
             "max_tokens_per_microbatch": most if mode == "dynamic" else most // self.pad_multiple * self.pad_multiple,
             "input_key": "input_ids",
-            "input_lengths_key": PLANNED,
+            "input_lengths_key": PLANNED_LENGTHS,
             "algorithm": "balanced",
             "cost": self.cost,
         }
@@ -70,5 +72,5 @@ class Dealer:
         )
         shards, order = planned.shard_by_batch_size(self.ranks, batch_size=batch_size, **args)
         for shard in shards:
-            del shard[PLANNED]
+            del shard[PLANNED_LENGTHS]
         return shards, order

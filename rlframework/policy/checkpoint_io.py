@@ -1,7 +1,7 @@
-"""What a worker writes of its model and reads back: Hugging Face directories, and what training goes on from.
+"""The worker's checkpoint calls: Hugging Face directories, and the state that training resumes from.
 
-`PolicyWorkerBase` derives from it. The portable form of a checkpoint is described in `checkpoint.py`, the sharded one
-in `sharded.py`, the engine's own in `native.py`.
+`PolicyWorkerBase` derives from `Saving`. The portable form is described in `checkpoint/portable.py`, the sharded one in
+`checkpoint/sharded.py`, the engine's own in `checkpoint/native.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rlframework.config.policy import PolicyConfig
 from rlframework.errors import ConfigError, NotSupported
 from rlframework.interfaces.policy_worker import PolicyWorker
 from rlframework.interfaces.worker_group import WorkerContext
-from rlframework.policy.all_ranks import together
+from rlframework.policy.all_ranks import run_on_all_ranks
 from rlframework.policy.checkpoint.manifest import check_files
 from rlframework.policy.checkpoint.native import native_files, save_native
 from rlframework.policy.checkpoint.portable import (
@@ -43,7 +43,7 @@ FORMS = ("portable", "sharded", "native")
 
 
 class Saving(Engine, PolicyWorker, ABC):
-    """The calls that write and read checkpoints, on the primitives of an engine."""
+    """Writing and reading checkpoints with the primitives of an engine."""
 
     config: PolicyConfig
     context: WorkerContext
@@ -54,17 +54,17 @@ class Saving(Engine, PolicyWorker, ABC):
     _skipped_in_a_row: int
     _weights_version: int
     _save: CheckpointSave | None = None
-    """The save that is not finished yet."""
+    """The save in progress, if any."""
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def _bring(self, *parts: str) -> dict[str, int]:
-        """What of the model and the optimizer is away comes to the device, where collectives need it."""
+    def _onload(self, *parts: str) -> dict[str, int]:
+        """Onload those of `parts` ("model", "optimizer") that are offloaded, as collectives need them on the device."""
 
     def save_pretrained(self, path: str) -> None:
         """See `PolicyWorker.save_pretrained`."""
-        self._bring("model")
+        self._onload("model")
         self._write_weights(path, checksums=False)
 
     def _write_weights(self, path: str, *, checksums: bool) -> None:
@@ -91,14 +91,14 @@ class Saving(Engine, PolicyWorker, ABC):
     ) -> None:
         """See `PolicyWorker.save_checkpoint`."""
         if form not in FORMS:
-            raise ConfigError(f"a checkpoint of the form {form!r}; there are {', '.join(FORMS)}")
+            raise ConfigError(f"unknown checkpoint form {form!r}; choose one of {', '.join(FORMS)}")
         if asynchronous and form != "sharded":
-            raise ConfigError(f"a checkpoint of the form {form!r} cannot be written asynchronously; take sharded")
+            raise ConfigError(f"a {form} checkpoint cannot be written asynchronously; use the form sharded")
         if optimizer_path is not None and not self._has_optimizer:
-            raise NotSupported("this worker was built without an optimizer; there is no state of it to save")
-        self.finish_checkpoint()  # of the last one
-        if form != "sharded":  # pieces are written from wherever they lie
-            self._bring("model", *(["optimizer"] if optimizer_path is not None else []))
+            raise NotSupported("this worker was built without an optimizer, so it has no optimizer state to save")
+        self.finish_checkpoint()  # the previous one
+        if form != "sharded":  # shards are written from whichever device they are on
+            self._onload("model", *(["optimizer"] if optimizer_path is not None else []))
         if form == "portable":
             self._save_portable(weights_path, optimizer_path)
         elif form == "native":
@@ -111,7 +111,7 @@ class Saving(Engine, PolicyWorker, ABC):
             self.finish_checkpoint()
 
     def _save_portable(self, weights_path: str, optimizer_path: str | None) -> None:
-        moments: Iterator[tuple[str, Moments]] = self.gather_moments()  # refuses before anything is written
+        moments: Iterator[tuple[str, Moments]] = self.gather_moments()  # raises before anything is written
         self._write_trained(weights_path)
         if optimizer_path is not None:
             save_optimizer(optimizer_path, moments, self._progress(), self.context, self.device, type(self).__name__)
@@ -126,11 +126,11 @@ class Saving(Engine, PolicyWorker, ABC):
             save_optimizer(optimizer_path, iter(()), progress, self.context, self.device, backend)
 
     def _write_trained(self, path: str) -> None:
-        """What training goes on from, apart from moments, to the directory `path`."""
+        """Write what training resumes from, apart from the moments, to the directory `path`."""
         self._write_weights(path, checksums=True)
 
     def _read_trained(self, path: str) -> None:
-        """Take it up again, in whichever form it lies in `path`."""
+        """Load the weights from the directory `path`, in the portable or the sharded form."""
         with open_saved(path) as weights:
             require_weights(weights, self.weight_specs())
             self.load_weights(weights)
@@ -141,7 +141,7 @@ class Saving(Engine, PolicyWorker, ABC):
         state = self.sharded_state()
         plans = [DirectoryPlan(weights_path, state.weights, self._write_config)]
         if optimizer_path is not None:
-            parts = together(self.context, lambda: state.steps)
+            parts = run_on_all_ranks(self.context, lambda: state.steps)
             steps = {name: count for part in parts for name, count in part.items()}
             states, backend = random_states(self.context, self.device), type(self).__name__
             write = partial(write_training, steps=steps, progress=self._progress(), states=states, backend=backend)
@@ -167,7 +167,7 @@ class Saving(Engine, PolicyWorker, ABC):
             save.finish()
 
     def abandon_checkpoint(self) -> None:
-        """Let go of a save that is not finished, and remove what was written. No collective."""
+        """Discard an unfinished save and remove its files. No collective."""
         save, self._save = self._save, None
         if save is not None:
             save.abandon()
@@ -177,10 +177,10 @@ class Saving(Engine, PolicyWorker, ABC):
     def load_checkpoint(self, weights_path: str, optimizer_path: str | None = None) -> None:
         """See `PolicyWorker.load_checkpoint`."""
         self.finish_checkpoint()
-        # all is looked at before anything changes
+        # check everything before anything changes
         progress = None if optimizer_path is None else read_progress(optimizer_path)
-        together(self.context, partial(self._check, weights_path, optimizer_path))
-        self._bring("model", *(["optimizer"] if optimizer_path is not None else []))
+        run_on_all_ranks(self.context, partial(self._check, weights_path, optimizer_path))
+        self._onload("model", *(["optimizer"] if optimizer_path is not None else []))
         native = is_native(weights_path)
         if native:
             files = native_files(weights_path, type(self).__name__, optimizer=optimizer_path is not None)

@@ -1,4 +1,4 @@
-"""The driver's handle of a policy: shards batches over workers, calls them, puts results back in order."""
+"""The driver's handle of a policy: shards batches over the workers and restores the row order of their results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rlframework.huggingface.model_directories import model_sizes
 from rlframework.interfaces.named_sharding import policy_sharding
 from rlframework.interfaces.worker_group import WorkerGroup, WorkerSpec
 from rlframework.plugins.types import CAPABILITY_OF_FORM, Capability, Record
-from rlframework.policy.balancer import Dealer
+from rlframework.policy.balancer import BatchBalancer
 from rlframework.policy.optimization import resolve_total_steps
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def worker_spec(
     init_optimizer: bool,
     training_calls: int | None = None,
 ) -> WorkerSpec:
-    """What each worker of the policy of `config` is started with; see `Policy` for the arguments."""
+    """The specification that each worker of the policy in `config` is started with; see `Policy` for the arguments."""
     record = manager.select("policy_worker", config.policy.backend).record
     neutral = {name: getattr(config.policy, name) for name in PolicyConfig.model_fields}
     neutral["scheduler"] = resolve_total_steps(config.policy.scheduler, training_calls or config.algorithm.num_steps)
@@ -66,7 +66,7 @@ def worker_spec(
 
 
 def require(record: Record, capability: Capability, reason: str) -> None:
-    """`NotSupported` unless the backend of `record` declares `capability`."""
+    """Raise `NotSupported` unless the backend of `record` declares `capability`."""
     if capability not in record.capabilities:
         raise NotSupported(
             f"{reason}, but the backend {record.name!r} does not declare {capability}; choose a policy.backend that "
@@ -77,7 +77,7 @@ def require(record: Record, capability: Capability, reason: str) -> None:
 def _require_batch(method: str, data: Any) -> None:
     if not isinstance(data, BatchedDataDict):
         raise BatchTypeError(
-            f"{method} takes a BatchedDataDict, not a {type(data).__name__}: BatchedDataDict(your_dict)"
+            f"{method} takes a BatchedDataDict, not a {type(data).__name__}; wrap it: BatchedDataDict(your_dict)"
         )
     if data.size == 0:
         raise BatchError(f"{method} got no rows")
@@ -86,11 +86,11 @@ def _require_batch(method: str, data: Any) -> None:
 def _require_positive(**sizes: int | None) -> None:
     for name, size in sizes.items():
         if size is not None and size < 1:
-            raise BatchError(f"{name} is {size}; it must be at least 1, or None for what the configuration says")
+            raise BatchError(f"{name} is {size}; it must be at least 1, or None for the configured value")
 
 
 class Policy:
-    """A model in training, on the worker group and backend that the configuration names."""
+    """The driver's handle of the model being trained, on the configured worker group and backend."""
 
     def __init__(
         self,
@@ -103,20 +103,20 @@ class Policy:
         init_optimizer: bool = True,
         training_calls: int | None = None,
     ) -> None:
-        """Start the workers. `device`: "cpu" or "cuda".
+        """Start the workers on `device`, "cpu" or "cuda".
 
-        `training_calls`: how often `train` will be called, which the schedule spans (none: `algorithm.num_steps`).
-        `NotSupported` when the backend does not declare what the run needs of it.
+        `training_calls`: how often `train` will be called, which the learning-rate schedule spans (default:
+        `algorithm.num_steps`). Raises `NotSupported` if the backend does not declare what the run needs.
         """
         record = manager.select("policy_worker", config.policy.backend).record
         if config.policy.head == "score":
-            require(record, Capability.SCORING, "policy.head=score asks for the scores of a reward model")
+            require(record, Capability.SCORING, "policy.head=score requests the scores of a reward model")
         if init_reference_model:
-            require(record, Capability.REFERENCE_MODEL, "algorithm.loss.kl_coef asks for a reference policy")
+            require(record, Capability.REFERENCE_MODEL, "algorithm.loss.kl_coef requests a reference policy")
         self.config = config
         self.record, self.capabilities = record, record.capabilities
-        group = self._group_class(manager.load(manager.select("worker_group", config.worker_group.name).record))
-        spec = self._around(
+        group = self._choose_group_class(manager.load(manager.select("worker_group", config.worker_group.name).record))
+        spec = self._wrap_spec(
             worker_spec(
                 config,
                 tokenizer,
@@ -129,21 +129,21 @@ class Policy:
         sharding = policy_sharding(config.worker_group.num_workers, config.policy.parallelism)
         self.worker_group: WorkerGroup = group(spec, config.worker_group, sharding=sharding, device=device)
 
-    def _group_class(self, chosen: type[WorkerGroup]) -> type[WorkerGroup]:
-        """What the workers run in: a subclass may take another one than the configuration's."""
+    def _choose_group_class(self, chosen: type[WorkerGroup]) -> type[WorkerGroup]:
+        """Return the class of the worker group; subclasses may replace the configured one."""
         return chosen
 
-    def _around(self, spec: WorkerSpec) -> WorkerSpec:
-        """What is started for `spec`: a subclass may put something around the workers."""
+    def _wrap_spec(self, spec: WorkerSpec) -> WorkerSpec:
+        """Return the specification to start; subclasses may wrap the workers."""
         return spec
 
     @cached_property
-    def _dealer(self) -> Dealer:
-        """How the workers make microbatches is theirs to know; they are asked once."""
+    def _balancer(self) -> BatchBalancer:
+        """The balancer, with the workers' own microbatch settings, which are requested once."""
         config = self.config.policy
         info = self.get_info()[0]
         hidden, vocabulary = model_sizes(config.model_name, config.trust_remote_code)
-        return Dealer(
+        return BatchBalancer(
             self.data_parallel_size,
             info.get("batching", "padded"),
             info.get("preferred_tokens", 8192),
@@ -154,7 +154,7 @@ class Policy:
 
     @property
     def data_parallel_size(self) -> int:
-        """Workers that batches are sharded over."""
+        """The number of data-parallel ranks, over which batches are sharded."""
         return self.worker_group.sharding.get_axis_size("data_parallel")
 
     def train(
@@ -165,23 +165,26 @@ class Policy:
         gbs: int | None = None,
         mbs: int | None = None,
     ) -> dict[str, Any]:
-        """One optimizer step for each `gbs` rows of `data` (default `policy.train_global_batch_size`).
+        """Take one optimizer step per `gbs` rows of `data` (default: `policy.train_global_batch_size`).
 
-        Returns what `PolicyWorker.train` returns, for the whole batch, and `loss`: the mean over global batches.
+        Returns the result of `PolicyWorker.train` for the whole batch, plus `loss`, the mean over global batches.
+        Raises a `BatchError` if the rows do not divide into global batches, or these over the workers.
         """
         _require_batch("train", data)
         gbs = self.config.policy.train_global_batch_size if gbs is None else gbs
         _require_positive(gbs=gbs, mbs=mbs)
         if data.size % gbs:
             raise BatchError(
-                f"{data.size} rows do not divide into global batches of {gbs}; the rows must be a multiple"
+                f"{data.size} rows do not divide into global batches of {gbs}; pass a multiple of {gbs} rows"
             )
         if gbs % self.data_parallel_size:
             raise BatchError(
                 f"a global batch of {gbs} rows does not divide over {self.data_parallel_size} data-parallel workers"
             )
-        shards, _ = self._dealer.deal(data, batch_size=gbs, positions="loss", tokens=self.config.policy.batching.tokens)
-        result = self._sharded(
+        shards, _ = self._balancer.shard(
+            data, batch_size=gbs, positions="loss", tokens=self.config.policy.batching.tokens
+        )
+        result = self._run_sharded(
             "train", {"data": shards}, {"loss_fn": loss_fn, "eval_mode": eval_mode, "gbs": gbs, "mbs": mbs}
         )[0]
         return {**result, "loss": float(result["global_loss"].mean())}
@@ -193,137 +196,137 @@ class Policy:
         positions: str = "all",
         entropy: bool = False,
     ) -> BatchedDataDict[Any]:
-        """`logprobs [B, S]` of the rows of `data`, in order, and `entropy`: see `PolicyWorker.get_logprobs`."""
-        return self._scored("get_logprobs", data, micro_batch_size, positions, **({"entropy": True} if entropy else {}))
+        """Return `logprobs [B, S]`, in row order, and optionally `entropy`: see `PolicyWorker.get_logprobs`."""
+        return self._score("get_logprobs", data, micro_batch_size, positions, **({"entropy": True} if entropy else {}))
 
     def get_topk_logits(
         self, data: BatchedDataDict[Any], k: int, micro_batch_size: int | None = None, positions: str = "all"
     ) -> BatchedDataDict[Any]:
-        """`topk_logits [B, S, k]` and `topk_indices [B, S, k]`, in order: see `PolicyWorker.get_topk_logits`."""
+        """Return `topk_logits [B, S, k]` and `topk_indices [B, S, k]`, in order: see `PolicyWorker.get_topk_logits`."""
         _require_positive(k=k)
-        return self._scored("get_topk_logits", data, micro_batch_size, positions, k=k)
+        return self._score("get_topk_logits", data, micro_batch_size, positions, k=k)
 
     def score(self, data: BatchedDataDict[Any], micro_batch_size: int | None = None) -> BatchedDataDict[Any]:
-        """`scores [B]` of a reward model, in order: see `PolicyWorker.score`."""
+        """Return `scores [B]` of a reward model, in order: see `PolicyWorker.score`."""
         require(self.record, Capability.SCORING, "score was called")
-        return self._scored("score", data, micro_batch_size, "last")
+        return self._score("score", data, micro_batch_size, "last")
 
     def get_reference_policy_logprobs(
         self, data: BatchedDataDict[Any], micro_batch_size: int | None = None, positions: str = "all"
     ) -> BatchedDataDict[Any]:
-        """`reference_logprobs [B, S]`: the same under the weights that the policy started with."""
-        return self._scored("get_reference_policy_logprobs", data, micro_batch_size, positions)
+        """Return `reference_logprobs [B, S]`: log-probabilities under the weights that the policy started with."""
+        return self._score("get_reference_policy_logprobs", data, micro_batch_size, positions)
 
-    def _scored(
+    def _score(
         self, method: str, data: BatchedDataDict[Any], micro_batch_size: int | None, positions: str, **wanted: Any
     ) -> BatchedDataDict[Any]:
         _require_batch(method, data)
         _require_positive(micro_batch_size=micro_batch_size)
         rows, ranks = data.size, self.data_parallel_size
         keys = [key for key in ("input_ids", "input_lengths", "token_mask", "sample_mask") if key in data]
-        needed: BatchedDataDict[Any] = BatchedDataDict({key: data[key] for key in keys} | data.get_multimodal_dict())
-        if rows % ranks:  # repeat the first rows: every worker must have as many
+        inputs: BatchedDataDict[Any] = BatchedDataDict({key: data[key] for key in keys} | data.get_multimodal_dict())
+        if rows % ranks:  # repeat the first rows: every worker needs the same number
             filled = torch.arange(rows + -rows % ranks) % rows
-            needed = needed.select_indices(filled)
+            inputs = inputs.select_indices(filled)
         batching = self.config.policy.batching
-        shards, order = self._dealer.deal(
-            needed, batch_size=None, positions=positions, tokens=batching.logprob_tokens or batching.tokens
+        shards, order = self._balancer.shard(
+            inputs, batch_size=None, positions=positions, tokens=batching.logprob_tokens or batching.tokens
         )
         if positions != "last":
             wanted["positions"] = positions
-        results = self._sharded(method, {"data": shards}, {"micro_batch_size": micro_batch_size, **wanted})
+        results = self._run_sharded(method, {"data": shards}, {"micro_batch_size": micro_batch_size, **wanted})
         scored: BatchedDataDict[Any] = BatchedDataDict.from_batches(results)
         if order is not None:
             scored.reorder_data(order)
         return scored.slice(0, rows)
 
     def save_pretrained(self, path: str) -> None:
-        """Write weights, configuration and tokenizer as a Hugging Face directory, all or nothing."""
-        self._everywhere("save_pretrained", path=path)
+        """Write weights, configuration and tokenizer as a Hugging Face directory, atomically."""
+        self._run_on_all_workers("save_pretrained", path=path)
 
     def save_adapter(self, path: str) -> None:
-        """Write the LoRA adapters alone, as a directory that peft reads, all or nothing."""
-        self._everywhere("save_adapter", path=path)
+        """Write only the LoRA adapters, as a directory that peft reads, atomically."""
+        self._run_on_all_workers("save_adapter", path=path)
 
     def load_adapter(self, path: str) -> None:
-        """Take adapters of this base, rank and alpha, which `save_adapter` or peft wrote."""
-        self._everywhere("load_adapter", path=path)
+        """Load adapters for the same base, rank and alpha, written by `save_adapter` or peft."""
+        self._run_on_all_workers("load_adapter", path=path)
 
     def save_checkpoint(
         self, weights_path: str, optimizer_path: str | None, *, form: str = "portable", asynchronous: bool = False
     ) -> None:
-        """Write what training goes on from; `form`, `asynchronous`: see `PolicyWorker.save_checkpoint`."""
-        how = {"form": form, "asynchronous": asynchronous}
+        """Write the state that training resumes from; `form`, `asynchronous`: see `PolicyWorker.save_checkpoint`."""
+        options = {"form": form, "asynchronous": asynchronous}
         if form in CAPABILITY_OF_FORM:
-            require(self.record, CAPABILITY_OF_FORM[form], f"a checkpoint of the form {form!r} is asked for")
-        self._everywhere("save_checkpoint", weights_path=weights_path, optimizer_path=optimizer_path, **how)
+            require(self.record, CAPABILITY_OF_FORM[form], f"a {form} checkpoint was requested")
+        self._run_on_all_workers("save_checkpoint", weights_path=weights_path, optimizer_path=optimizer_path, **options)
 
     def checkpoint_written(self) -> bool:
-        """Whether all workers have written their parts of the last save, so that `finish_checkpoint` does not wait."""
-        return all(self._everywhere("checkpoint_written"))
+        """Return True if all workers have written their shards, so that `finish_checkpoint` does not wait."""
+        return all(self._run_on_all_workers("checkpoint_written"))
 
     def finish_checkpoint(self) -> None:
-        """Wait for the last save and put it where it belongs; raises what failed."""
-        self._everywhere("finish_checkpoint")
+        """Wait for the last save and move it to its final path; raise its error if it failed."""
+        self._run_on_all_workers("finish_checkpoint")
 
     def load_checkpoint(self, weights_path: str, optimizer_path: str | None = None) -> None:
-        """Go on from what `save_checkpoint` wrote, on this or another backend or layout."""
-        self._everywhere("load_checkpoint", weights_path=weights_path, optimizer_path=optimizer_path)
+        """Resume from the output of `save_checkpoint`, possibly of another backend or layout."""
+        self._run_on_all_workers("load_checkpoint", weights_path=weights_path, optimizer_path=optimizer_path)
 
     def prepare_for_training(self) -> dict[str, int]:
-        """Model and optimizer to the device; the bytes of each that moved, over all workers."""
-        return self._moved("prepare_for_training")
+        """Onload model and optimizer; return the bytes moved of each, summed over all workers."""
+        return self._transition("prepare_for_training")
 
     def prepare_for_lp_inference(self) -> dict[str, int]:
-        """Model to the device, for scoring; see `PolicyWorker.prepare_for_lp_inference`."""
-        return self._moved("prepare_for_lp_inference")
+        """Onload the model for scoring; see `PolicyWorker.prepare_for_lp_inference`."""
+        return self._transition("prepare_for_lp_inference")
 
     def offload_before_refit(self) -> dict[str, int]:
-        """Optimizer to CPU memory; the bytes of each that moved, over all workers."""
-        return self._moved("offload_before_refit")
+        """Offload the optimizer to CPU memory; return the bytes moved, summed over all workers."""
+        return self._transition("offload_before_refit")
 
     def offload_after_refit(self) -> dict[str, int]:
-        """Model and optimizer to CPU memory; the bytes of each that moved, over all workers."""
-        return self._moved("offload_after_refit")
+        """Offload model and optimizer to CPU memory; return the bytes moved of each, summed over all workers."""
+        return self._transition("offload_after_refit")
 
-    def _moved(self, transition: str) -> dict[str, int]:
-        workers = self._everywhere(transition)
+    def _transition(self, transition: str) -> dict[str, int]:
+        workers = self._run_on_all_workers(transition)
         return {part: sum(worker[part] for worker in workers) for part in ("model", "optimizer")}
 
     def get_info(self) -> list[dict[str, Any]]:
-        """What each worker says of itself, by rank: device, memory, threads, versions."""
-        return self._everywhere("get_info")
+        """Return each worker's description of itself, by rank: device, memory, threads, versions."""
+        return self._run_on_all_workers("get_info")
 
     def get_gpu_info(self) -> list[dict[str, Any]]:
-        """What each worker runs on, by rank: see `PolicyWorker.get_gpu_info`."""
-        return self._everywhere("get_gpu_info")
+        """Return the hardware of each worker, by rank: see `PolicyWorker.get_gpu_info`."""
+        return self._run_on_all_workers("get_gpu_info")
 
     def report_device_ids(self) -> list[str]:
-        """The device of each worker, by rank: see `PolicyWorker.report_device_id`."""
-        return self._everywhere("report_device_id")
+        """Return the device of each worker, by rank: see `PolicyWorker.report_device_id`."""
+        return self._run_on_all_workers("report_device_id")
 
     def reset_peak_memory_stats(self) -> None:
-        """Each worker counts its peak memory from now on."""
-        self._everywhere("reset_peak_memory_stats")
+        """Reset the peak memory statistics of each worker."""
+        self._run_on_all_workers("reset_peak_memory_stats")
 
     def start_profiling(self, **wanted: Any) -> None:
-        """The torch profiler of the workers: see `PolicyWorker.start_profiling`."""
-        self._everywhere("start_profiling", **wanted)
+        """Start the torch profiler of the workers: see `PolicyWorker.start_profiling`."""
+        self._run_on_all_workers("start_profiling", **wanted)
 
     def stop_profiling(self, folder: str | None) -> list[str]:
-        """Write the traces to `folder`, which the workers share with this process; their paths, by rank."""
-        return [path for path in self._everywhere("stop_profiling", folder=folder) if path is not None]
+        """Write the traces to `folder`, shared by workers and driver, and return their paths, by rank."""
+        return [path for path in self._run_on_all_workers("stop_profiling", folder=folder) if path is not None]
 
     def start_gpu_profiling(self) -> None:
-        """Begin a range of the CUDA profiler on each worker."""
-        self._everywhere("start_gpu_profiling")
+        """Start a range of the CUDA profiler on each worker."""
+        self._run_on_all_workers("start_gpu_profiling")
 
     def stop_gpu_profiling(self) -> None:
-        """End it."""
-        self._everywhere("stop_gpu_profiling")
+        """End the range of the CUDA profiler on each worker."""
+        self._run_on_all_workers("stop_gpu_profiling")
 
     def shutdown(self) -> bool:
-        """End the workers; False when one did not end in peace."""
+        """Stop the workers; return False if one did not shut down cleanly."""
         return self.worker_group.shutdown(cleanup_method="shutdown")
 
     def __enter__(self) -> Policy:
@@ -332,12 +335,12 @@ class Policy:
     def __exit__(self, *exception: object) -> None:
         self.shutdown()
 
-    def _everywhere(self, method: str, **kwargs: Any) -> list[Any]:
+    def _run_on_all_workers(self, method: str, **kwargs: Any) -> list[Any]:
         group = self.worker_group
         return group.get_all_worker_results(group.run_all_workers_single_data(method, **kwargs))
 
-    def _sharded(self, method: str, sharded: Mapping[str, Any], common: Mapping[str, Any]) -> list[Any]:
-        """One result for each data-parallel rank, in order."""
+    def _run_sharded(self, method: str, sharded: Mapping[str, Any], common: Mapping[str, Any]) -> list[Any]:
+        """Call `method` with sharded arguments; one result per data-parallel rank, in order."""
         future = self.worker_group.run_all_workers_sharded_data(
             method,
             in_sharded_axes=DATA_AXES,

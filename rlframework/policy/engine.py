@@ -1,6 +1,6 @@
-"""The primitives that a training engine supplies to `PolicyWorkerBase`: what differs between engines, and nothing else.
+"""The primitives that a training engine supplies to `PolicyWorkerBase`: exactly what differs between engines.
 
-Everything is called on all ranks of the group at the same time.
+Each primitive is called on all ranks of the worker group at the same time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class StepResult:
-    """What `step` made of one microbatch: the scalar loss with gradient, and values for the base without."""
+    """The result of `step` for one microbatch: a scalar loss with gradient, and values without gradient."""
 
     loss: Tensor | None = None
     outputs: dict[str, Any] = field(default_factory=dict)
@@ -36,128 +36,140 @@ class StepResult:
 Step = Callable[["HeadOutput", "Microbatch"], StepResult]
 
 
-def _not_written(engine: Engine, does: str, capability: str, method: str) -> NotSupported:
+def _not_implemented(engine: Engine, does: str, capability: str, method: str) -> NotSupported:
     return NotSupported(
-        f"{type(engine).__name__} {does}: its backend does not declare {capability}, or declares it without writing "
-        f"`{method}`"
+        f"{type(engine).__name__} {does}: its backend does not declare {capability}, or declares it without "
+        f"implementing `{method}`"
     )
 
 
 class Engine(ABC):
-    """The primitives. A backend's worker derives from `PolicyWorkerBase`, which derives from this."""
+    """The primitives of a training engine. Backends subclass `PolicyWorkerBase`, which derives from this class."""
 
     @abstractmethod
     def build(self, *, init_optimizer: bool) -> None:
-        """Load `self.config.model_name`, split it over the workers, make the optimizer from core's parameter groups."""
+        """Load `self.config.model_name`, shard it over the workers, and create the optimizer.
+
+        The optimizer's parameter groups come from `rlframework.policy.optimization.parameter_groups`.
+        """
 
     @abstractmethod
     def forward_backward(
         self, microbatches: Sequence[Microbatch], head: HeadRequest, step: Step, *, forward_only: bool
     ) -> list[StepResult]:
-        """Run each microbatch through the model, the head inside its forward, and `step` on what the head gives.
+        """Run each microbatch through the model, the head inside its forward, and `step` on the head's output.
 
-        All ranks get equally many microbatches, one at least. Unless `forward_only`, gradients afterwards are the SUM
-        over microbatches and data-parallel ranks of d(loss), whatever was there before; the engine undoes its own
-        averaging. With `forward_only` there is no gradient and the model is in evaluation mode. Results in order, on
-        every rank. A microbatch may have no head position: the head runs on no rows then, and the loss must hang on
-        what it gives, so that every backward reaches every weight.
+        All ranks get the same number of microbatches, at least one. Unless `forward_only`, the gradients afterwards are
+        the SUM of d(loss) over microbatches and data-parallel ranks, replacing any earlier gradients; an engine that
+        averages must undo it. With `forward_only` no gradients are computed and the model is in evaluation mode.
+
+        Returns the results in order, on every rank. A microbatch may have no head positions: the head then runs on no
+        rows, and the loss must still depend on its output, so that every backward reaches every weight.
         """
 
     @abstractmethod
     def clip_and_step(self, max_grad_norm: float | None, lr: float) -> tuple[float, bool]:
-        """L2 norm of the whole gradient before clipping; clip to `max_grad_norm`, one optimizer step at `lr`.
+        """Clip the gradient to `max_grad_norm` (None: no clipping) and take one optimizer step at `lr`.
 
-        A norm that is not finite: no step, nothing changed; the second value is True.
+        Returns the L2 norm of the whole gradient before clipping, and whether the step was skipped. If the norm is not
+        finite, the step is skipped and nothing changes.
         """
 
     @abstractmethod
     def weight_specs(self) -> dict[str, WeightSpec]:
-        """All weights under the names that `save_pretrained` writes, tied ones once. Local knowledge, no collective."""
+        """Return shapes and dtypes of all weights, without a collective.
+
+        Names are those that `save_pretrained` writes; tied weights appear once.
+        """
 
     @abstractmethod
     def gather_weights(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """Whole weights, one at a time, on every rank. Collective: all ask for the same names and drain it."""
+        """Yield whole weights, one at a time, on every rank.
+
+        Collective: all ranks must request the same names and exhaust the iterator.
+        """
 
     @abstractmethod
     def snapshot(self) -> dict[str, Tensor]:
-        """Copies of this rank's shards of the weights, on the CPU."""
+        """Return copies of this rank's shards of the weights, in CPU memory."""
 
     @abstractmethod
     def restore(self, snapshot: dict[str, Tensor]) -> None:
-        """Put a snapshot back, in place, bit for bit."""
+        """Write a snapshot back in place, bit for bit."""
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Take whole weights, of all names of `weight_specs`: each rank its shards, in place. No collective."""
-        raise _not_written(self, "does not load weights", "portable_optimizer_state", "load_weights")
+        """Load whole weights, for all names in `weight_specs`: each rank copies its shards in place. No collective."""
+        raise _not_implemented(self, "does not load weights", "portable_optimizer_state", "load_weights")
 
     def gather_moments(self) -> Iterator[tuple[str, Moments]]:
-        """The optimizer's state of each trainable weight, whole, one at a time, on every rank. Collective, drained.
+        """Yield the optimizer state of each trainable weight, whole, one at a time, on every rank.
 
-        A weight that no step has touched has 0 steps and zeros.
+        Collective; the iterator must be exhausted. A weight that no step has updated has 0 steps and zero moments.
         """
-        raise _not_written(self, "does not gather moments", "portable_optimizer_state", "gather_moments")
+        raise _not_implemented(self, "does not gather moments", "portable_optimizer_state", "gather_moments")
 
     def load_moments(self, moments: Mapping[str, Moments]) -> None:
-        """Take what `gather_moments` gave, here or on another backend or layout: each rank its shards."""
-        raise _not_written(self, "does not load moments", "portable_optimizer_state", "load_moments")
+        """Load the output of `gather_moments`, possibly of another backend or layout: each rank copies its shards."""
+        raise _not_implemented(self, "does not load moments", "portable_optimizer_state", "load_moments")
 
     def sharded_state(self) -> ShardedState:
-        """This rank's pieces of weights and moments, which share the memory of what is trained. No collective.
+        """Return this rank's shards of weights and moments, sharing the memory that is trained. No collective.
 
-        Every element of a weight of `weight_specs`, and of the moments of those that are trained, is in a piece of some
-        rank; ranks that hold the same piece both tell it. A weight that no step has touched has 0 steps and zeros.
+        Every element of each weight in `weight_specs`, and of the moments of trainable weights, must be in the shard of
+        some rank; ranks that hold the same shard all return it. A weight that no step has updated has 0 steps and zero
+        moments.
         """
-        raise _not_written(self, "does not tell its pieces", "sharded_checkpoints", "sharded_state")
+        raise _not_implemented(self, "does not expose its shards", "sharded_checkpoints", "sharded_state")
 
     def save_native(self, folder: Path, *, optimizer: bool) -> None:
-        """Write the model, and the `optimizer`'s state if asked, in the engine's own format. Collective.
+        """Write the model and, if `optimizer`, the optimizer state in the engine's own format. Collective.
 
-        `folder` is empty and the same for all ranks, which share its file system. Not here: random states, counts of
-        calls, the model's configuration and checksums, which core writes beside it.
+        `folder` is empty, and the same on all ranks, which share its file system. Core writes random states, call
+        counters, the model's configuration and checksums next to it.
         """
-        raise _not_written(self, "has no format of its own", "native_checkpoints", "save_native")
+        raise _not_implemented(self, "has no native checkpoint format", "native_checkpoints", "save_native")
 
     def load_native(self, folder: Path, *, optimizer: bool) -> None:
-        """Take up what `save_native` wrote, to the bit under the same layout. Collective.
+        """Load the output of `save_native`, bit for bit under the same layout. Collective.
 
-        A `DataError` where the engine cannot go on from it under the layout at hand.
+        Raises a `DataError` if the engine cannot resume from it under the current layout.
         """
-        raise _not_written(self, "has no format of its own", "native_checkpoints", "load_native")
+        raise _not_implemented(self, "has no native checkpoint format", "native_checkpoints", "load_native")
 
     def microbatch_rule(self) -> MicrobatchRule:
-        """What the engine asks of microbatches."""
+        """Return the engine's constraints on microbatches."""
         return MicrobatchRule()
 
     def preferred_batching(self) -> str:
-        """What `batching.mode=auto` means on this device: padded, dynamic or packed."""
+        """Return the mode that `batching.mode=auto` selects on this device: "padded", "dynamic" or "packed"."""
         return "padded"
 
     def preferred_tokens(self) -> int:
-        """Tokens of a dynamic or packed microbatch on this device, where the configuration does not say."""
+        """Return the default tokens per dynamic or packed microbatch on this device."""
         return 8192
 
     def move(self, device: torch.device, *, model: bool = False, optimizer: bool = False) -> int:
-        """Move this rank's weights and buffers, or its optimizer's state, to `device`; the bytes that were not there.
+        """Move this rank's weights and buffers, or its optimizer state, to `device`.
 
-        Between calls the optimizer lies where the weights do, or on the CPU.
+        Returns the number of bytes moved. Between calls the optimizer state is on the weights' device or in CPU memory.
         """
-        raise _not_written(self, "does not move what it holds", "cpu_offload", "move")
+        raise _not_implemented(self, "does not move its model or optimizer", "cpu_offload", "move")
 
     def whole_model(self) -> torch.nn.Module | None:
-        """The live module if its parameters are whole and it can be called by one rank alone; else None."""
+        """Return the live module if a single rank can call it with whole parameters; otherwise None."""
         return None
 
     def generating(self) -> AbstractContextManager[None]:
-        """Around the use of `whole_model` for generation."""
+        """Return the context in which `whole_model` is used for generation."""
         return nullcontext()
 
     def data_parallel_group(self) -> Any:
-        """Process group over which batches are sharded; None when this rank is alone."""
+        """Return the process group that batches are sharded over; None for a single rank."""
         return None
 
     def data_parallel_size(self) -> int:
-        """Ranks in it."""
+        """Return the number of ranks that batches are sharded over."""
         return 1
 
     def close(self) -> None:
-        """Free the model and leave process groups that the engine made."""
+        """Free the model and leave the process groups that the engine created."""

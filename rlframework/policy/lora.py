@@ -1,9 +1,9 @@
-"""LoRA as it is the same for every engine: the base is the reference, adapters are saved, loaded, sent and merged.
+"""The engine-independent part of LoRA: the base as reference, and saving, loading, sending and merging adapters.
 
-`PolicyWorkerBase` derives from `Adapters`; an engine that declares LoRA supplies the four primitives. To the outside
-the model is the merged one under the base's names (`Engine.weight_specs`, `Engine.gather_weights`), so that refits,
-generation and `save_pretrained` need to know nothing of adapters. The files are in `adapter_files.py`. Left out:
-several adapters at a time, dropout, adapters of embeddings and heads.
+`PolicyWorkerBase` derives from `Adapters`; an engine that declares LoRA supplies its four primitives. From outside, the
+model is the merged one under the base's names (`Engine.weight_specs`, `Engine.gather_weights`), so weight sync,
+generation and `save_pretrained` need no knowledge of adapters. The files are described in `checkpoint/adapter.py`. Not
+supported: several adapters at a time, dropout, adapters of embeddings and heads.
 """
 
 from __future__ import annotations
@@ -19,33 +19,42 @@ from rlframework.policy.lora_math import B
 from rlframework.policy.model_state import WeightSpec
 from rlframework.policy.scoring import Scoring
 from rlframework.policy.weight_sender import Refitting
-from rlframework.weight_sync.buffers import Info
+from rlframework.weight_sync.buffers import WeightInfo
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 class Adapters(Scoring, Saving, Refitting, ABC):
-    """What a worker does with `policy.lora`, on the primitives of an engine."""
+    """The worker's handling of `policy.lora`, on the primitives of an engine."""
 
-    _wants_reference: bool
+    _init_reference_model: bool
 
     # -- primitives ---------------------------------------------------------------------------------------------------
 
     def adapter_specs(self) -> dict[str, WeightSpec]:
-        """The adapters, two matrices a layer, by the layer's path with `A` or `B`. Local knowledge, no collective."""
+        """Return the specs of the adapters' matrices, two per layer, by layer path plus `A` or `B`. No collective."""
         self._no_adapters()
 
     def gather_adapters(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """Whole matrices in fp32, one at a time, on every rank. Collective: all ask for the same and drain it."""
+        """Yield whole matrices in fp32, one at a time, on every rank.
+
+        Collective: all ranks must request the same names and exhaust the iterator.
+        """
         self._no_adapters()
 
     def take_adapters(self, adapters: Mapping[str, Tensor]) -> None:
-        """Take whole matrices of all names of `adapter_specs`: each rank its shards, in place. No collective."""
+        """Load whole matrices, for all names in `adapter_specs`. No collective.
+
+        Each rank copies its shards in place.
+        """
         self._no_adapters()
 
     def without_adapters(self) -> AbstractContextManager[None]:
-        """Inside, the model is its base, to the bit; afterwards it has its adapters again, whatever happened."""
+        """Context manager: disable the adapters, so that the model equals its base bit for bit.
+
+        They are enabled again on exit, also after an exception.
+        """
         self._no_adapters()
 
     def _no_adapters(self) -> NoReturn:
@@ -55,8 +64,8 @@ class Adapters(Scoring, Saving, Refitting, ABC):
 
     @contextmanager
     def use_reference_model(self) -> Iterator[None]:
-        """See `PolicyWorker.use_reference_model`; with adapters the base is the reference, and there is no copy."""
-        if self.config.lora is None or not self._wants_reference:
+        """See `PolicyWorker.use_reference_model`; with adapters the base is the reference and no copy is kept."""
+        if self.config.lora is None or not self._init_reference_model:
             with super().use_reference_model():
                 yield
             return
@@ -71,7 +80,7 @@ class Adapters(Scoring, Saving, Refitting, ABC):
         from rlframework.policy.checkpoint.adapter import write_adapter
 
         lora = self.config.lora
-        self._bring("model")
+        self._onload("model")
         adapters = self.gather_adapters(self.adapter_specs())
         if self.context.rank == 0 and lora is not None:
             write_adapter(path, adapters, self.config.model_name, lora, self.tokenizer, checksums=checksums)
@@ -89,7 +98,7 @@ class Adapters(Scoring, Saving, Refitting, ABC):
 
         specs = self.adapter_specs()
         assert self.config.lora is not None
-        self._bring("model")
+        self._onload("model")
         self.take_adapters(read_adapter(path, specs, self.config.model_name, self.config.lora))
 
     # -- refits -------------------------------------------------------------------------------------------------------
@@ -97,16 +106,16 @@ class Adapters(Scoring, Saving, Refitting, ABC):
     def _sends_adapters(self) -> bool:
         return self.config.lora is not None and self.config.lora.refit == "adapters"
 
-    def _transfer_info(self) -> Info:
-        """See `Refitting`: adapters go in fp32, and are merged in it, so that the engine has what `merge` gives."""
+    def _transfer_info(self) -> WeightInfo:
+        """See `Refitting`: adapters are sent and merged in fp32, so the engine gets exactly the result of `merge`."""
         if not self._sends_adapters():
             return super()._transfer_info()
         return {name: (spec.shape, spec.dtype) for name, spec in self.adapter_specs().items()}
 
-    def _to_send(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """See `Refitting`; B goes with the scale in it, which the engine need not know then."""
+    def _weights_to_send(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        """See `Refitting`; B is sent multiplied by the scale, so that the engine need not know it."""
         if self.config.lora is None or not self._sends_adapters():
-            yield from super()._to_send(names)
+            yield from super()._weights_to_send(names)
             return
         for name, matrix in self.gather_adapters(names):
             yield name, matrix * self.config.lora.scale if name.endswith(B) else matrix
@@ -114,7 +123,7 @@ class Adapters(Scoring, Saving, Refitting, ABC):
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def _write_trained(self, path: str) -> None:
-        """The adapters alone: the base does not change, and is named."""
+        """Write only the adapters: the base does not change and is referenced by name."""
         if self.config.lora is None:
             super()._write_trained(path)
         else:

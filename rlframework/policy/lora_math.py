@@ -1,4 +1,4 @@
-"""The arithmetic of LoRA and the names of its matrices, for trainers and for engines that merge adapters themselves."""
+"""The arithmetic of LoRA and its matrices' names, for trainers and for engines that merge adapters themselves."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 A, B = ".lora_A.weight", ".lora_B.weight"
-"""Ends of the names of an adapter's two matrices, after the path of the layer: A `[rank, in]`, B `[out, rank]`."""
+"""Name suffixes of an adapter's two matrices, after the layer's path: A `[rank, in]`, B `[out, rank]`."""
 
 
 def merge(base: Tensor, lora_a: Tensor, lora_b: Tensor, scale: float) -> Tensor:
-    """The weight `[out, in]` of a layer with its adapter: base + scale * B A, a new tensor in the base's dtype.
+    """Return the merged weight `[out, in]` of a layer, base + scale * B A: a new tensor in the base's dtype.
 
     Computed in fp32, on the base's device. `lora_a [rank, in]`, `lora_b [out, rank]`.
     """
@@ -22,15 +22,15 @@ def merge(base: Tensor, lora_a: Tensor, lora_b: Tensor, scale: float) -> Tensor:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a name outside is an adapter's."""
+    """Return True if `name` is the name of an adapter's matrix."""
     return name.endswith((A, B))
 
 
 def initial_a(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
-    """What A of the name `name` starts with, fp32 `[rank, in]` on the CPU: uniform within 1 / sqrt(in).
+    """Return the initial value of the matrix A called `name`, fp32 `[rank, in]` on the CPU.
 
-    That is the distribution of the LoRA paper's own program. It depends on the arguments alone, so that all ranks of
-    all layouts start from one model; the process's random state is left as it was.
+    Uniform within 1 / sqrt(in), as in the LoRA paper's reference implementation. The value depends on the arguments
+    only, so all ranks of all layouts start from the same model; the process's random state is unchanged.
     """
     import torch
 

@@ -1,9 +1,9 @@
-"""Memory that was freed goes back to the system.
+"""Return freed memory to the operating system.
 
-On a CPU tensors are pieces of the C library's heap. Microbatches differ in length, so the pieces never fit twice, and
-the heap grows step by step: a model of 12 million parameters on GSM8K went from 1.0 to 2.3 GB in five steps, of which
-1.1 GB were free. Only glibc has the call; elsewhere nothing happens. What libraries keep for themselves (oneDNN's
-kernels for each shape in bf16) is not freed memory and stays.
+On a CPU, tensors are blocks of the C library's heap. Microbatches differ in length, so freed blocks rarely fit new
+ones, and the heap keeps growing: a model of 12 million parameters on GSM8K grew from 1.0 to 2.3 GB in five steps, of
+which 1.1 GB were free. Only glibc can trim the heap; elsewhere this does nothing. Caches of libraries (oneDNN's kernels
+per shape in bf16) are not freed memory and stay.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ import time
 from collections.abc import Callable
 from functools import cache
 
-EVERY = 10.0
-"""Seconds between two calls at least: pages that are given back cost a little when they are used again."""
+MIN_INTERVAL = 10.0
+"""Minimum seconds between two trims: reusing returned pages has a small cost."""
 
 
-class Heap:
-    """Gives free memory of this process back, now and then."""
+class MallocTrimmer:
+    """Returns this process's freed memory to the operating system, at most once per interval."""
 
-    def __init__(self, *, clock: Callable[[], float] = time.monotonic, every: float = EVERY) -> None:
-        self._clock, self._every = clock, every
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic, min_interval: float = MIN_INTERVAL) -> None:
+        self._clock, self._min_interval = clock, min_interval
         self._last = clock()
 
-    def give_back(self) -> bool:
-        """Do it, if the last time is long enough ago; whether it was done."""
+    def trim(self) -> bool:
+        """Trim the heap if `min_interval` seconds have passed; return whether it was trimmed."""
         now = self._clock()
-        trim = _malloc_trim()
-        if trim is None or now - self._last < self._every:
+        malloc_trim = _malloc_trim()
+        if malloc_trim is None or now - self._last < self._min_interval:
             return False
         self._last = now
-        trim(0)
+        malloc_trim(0)
         return True
 
 
 @cache
 def _malloc_trim() -> Callable[[int], int] | None:
-    """The call of glibc, or None where the C library has none."""
+    """glibc's `malloc_trim`, or None if the C library has none."""
     if sys.platform != "linux":
         return None
     trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)

@@ -1,4 +1,4 @@
-"""Metrics of microbatches summed up over microbatches and data-parallel ranks, in two collectives at most."""
+"""Reduction of metrics over microbatches and data-parallel ranks, in at most two collectives."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from rlframework.batch.collectives import max_over_ranks, sum_over_ranks
 
 
 def reduce_metrics(parts: Sequence[Mapping[str, Any]], group: Any, device: torch.device) -> dict[str, float]:
-    """The metrics of a global batch from those of its microbatches.
+    """Reduce the metrics of microbatches to those of a global batch.
 
-    Values are sums already divided by global counts, so they add up; names that end in `_min` or `_max` are combined
-    by minimum or maximum. A rank without real microbatches takes part with nothing; names need not agree over ranks.
+    Values are sums that are already divided by global counts, so they are added; names ending in `_min` or `_max` are
+    reduced by minimum or maximum. A rank without real microbatches contributes nothing; names may differ between ranks.
     """
     names = _all_names(sorted({name for part in parts for name in part} | {"loss"}), group)
     sums = [name for name in names if not name.endswith(("_min", "_max"))]
@@ -26,17 +26,22 @@ def reduce_metrics(parts: Sequence[Mapping[str, Any]], group: Any, device: torch
     if extremes:
         signs = [1.0 if name.endswith("_max") else -1.0 for name in extremes]
         absent = torch.tensor([-math.inf * sign for sign in signs])
-        most = (_table(parts, extremes, absent, device) * torch.tensor(signs, device=device)).amax(0)
-        most = max_over_ranks(most, group)
-        metrics.update({name: sign * value for name, sign, value in zip(extremes, signs, most.tolist(), strict=True)})
+        extreme = (_table(parts, extremes, absent, device) * torch.tensor(signs, device=device)).amax(0)
+        extreme = max_over_ranks(extreme, group)
+        metrics.update(
+            {name: sign * value for name, sign, value in zip(extremes, signs, extreme.tolist(), strict=True)}
+        )
     return metrics
 
 
 def average_metrics(batches: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Metrics of several batches as one: means, extremes for `_min` and `_max`; each over the batches that have it."""
+    """Average the metrics of several batches, each over the batches that have it.
+
+    Names ending in `_min` and `_max` are reduced by minimum and maximum.
+    """
     names = sorted({name for batch in batches for name in batch})
     values = {name: [batch[name] for batch in batches if name in batch] for name in names}
-    return {name: _combine(name, found) for name, found in values.items()}
+    return {name: _combine(name, present) for name, present in values.items()}
 
 
 def _combine(name: str, values: Sequence[float]) -> float:
@@ -54,7 +59,7 @@ def _all_names(names: list[str], group: Any) -> list[str]:
 
 
 def _table(parts: Sequence[Mapping[str, Any]], names: Sequence[str], absent: Tensor, device: torch.device) -> Tensor:
-    """`[parts + 1, names]` float64 on `device`, `absent` where a part lacks a name, and in the last row."""
+    """`[parts + 1, names]` float64 on `device`; `absent` where a part lacks a name, and in the last row."""
     table = torch.empty((len(parts) + 1, len(names)), dtype=torch.float64, device=device)
     table[:] = absent.to(device)
     for row, part in enumerate(parts):

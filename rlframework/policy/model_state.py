@@ -21,7 +21,7 @@ class WeightSpec:
 
 @dataclass(frozen=True)
 class Moments:
-    """AdamW's state of one weight, whole: how many steps it took, and both moments in fp32."""
+    """AdamW's state of one whole weight: its number of steps, and both moments in fp32."""
 
     steps: int
     exp_avg: Tensor
@@ -29,8 +29,8 @@ class Moments:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """This rank's part of the tensor `name`: `local` lies at `offset` in the whole, which is of `shape`."""
+class TensorShard:
+    """This rank's shard of the tensor `name` of shape `shape`: `local`, at `offset` in the whole tensor."""
 
     name: str
     local: Tensor
@@ -38,16 +38,19 @@ class Piece:
     shape: tuple[int, ...]
 
     def value(self) -> Tensor:
-        """What is written. A piece that is not in memory yet overrides this, and has a `local` on the meta device."""
+        """Return the data to write.
+
+        A shard that is not in memory yet overrides this, and has a `local` on the meta device.
+        """
         return self.local
 
     @property
     def index(self) -> MetadataIndex:
-        """How DCP calls it."""
+        """The identifier of the shard in torch's distributed checkpoint (DCP)."""
         return MetadataIndex(self.name, torch.Size(self.offset))
 
     def write_item(self) -> WriteItem:
-        """What DCP is told of it."""
+        """Return the description of the shard for DCP."""
         chunk = ChunkStorageMetadata(torch.Size(self.offset), self.local.shape)
         data = TensorWriteData(chunk, TensorProperties(dtype=self.local.dtype), torch.Size(self.shape))
         return WriteItem(index=self.index, type=WriteItemType.SHARD, tensor_data=data)
@@ -55,12 +58,12 @@ class Piece:
 
 @dataclass(frozen=True)
 class ShardedState:
-    """What an engine holds on this rank: pieces of the weights, and of the moments named as in the portable form.
+    """An engine's state on this rank: shards of the weights, and of the moments, named as in the portable form.
 
-    They share the memory of what is trained. `steps`: those of the optimizer by weight, of the weights that are here.
-    `moments` and `steps` are empty where there is no optimizer.
+    The shards share the memory that is trained. `steps`: optimizer steps by name, of the weights that this rank has
+    shards of. `moments` and `steps` are empty without an optimizer.
     """
 
-    weights: Sequence[Piece]
-    moments: Sequence[Piece] = ()
+    weights: Sequence[TensorShard]
+    moments: Sequence[TensorShard] = ()
     steps: Mapping[str, int] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Optimizer parameter groups and the learning-rate schedule: core owns both, so they are the same for every engine."""
+"""Optimizer parameter groups and the learning-rate schedule, owned by core so that all engines share them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def parameter_groups(
     named_parameters: Iterable[tuple[str, Parameter]], config: OptimizerConfig
 ) -> list[dict[str, Any]]:
-    """Trainable parameters in two groups: weight decay for two and more dimensions, none for fewer."""
+    """Group trainable parameters: weight decay for those with two or more dimensions, none for the others."""
     trainable = [parameter for _, parameter in named_parameters if parameter.requires_grad]
     groups = [
         {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": config.weight_decay},
@@ -28,7 +28,7 @@ def parameter_groups(
 
 
 def learning_rate(base: float, config: SchedulerConfig, step: int) -> float:
-    """Learning rate of training call `step` (from 0): linear warm-up to `base`, then the decay of `config.name`."""
+    """Return the learning rate of training call `step` (from 0): linear warmup, then the decay of `config.name`."""
     if step < config.warmup_steps:
         return base * (step + 1) / config.warmup_steps
     if config.name == "constant":
@@ -40,11 +40,11 @@ def learning_rate(base: float, config: SchedulerConfig, step: int) -> float:
 
 
 def resolve_total_steps(config: SchedulerConfig, num_steps: int) -> SchedulerConfig:
-    """`config` with `total_steps` filled in from the run's length; a warm-up longer than that is a `ConfigError`."""
+    """Fill in `total_steps` from the run's length; raise `ConfigError` if the warmup is longer than that."""
     total = config.total_steps or num_steps
     if config.name != "constant" and config.warmup_steps >= total:
         raise ConfigError(
             f"policy.scheduler.warmup_steps is {config.warmup_steps}, but the schedule ends after {total} steps; "
-            f"take fewer warm-up steps or set policy.scheduler.total_steps"
+            "lower warmup_steps or set policy.scheduler.total_steps"
         )
     return config.model_copy(update={"total_steps": total})

@@ -1,65 +1,80 @@
-"""The torch profiler of one worker: on for a while, then a trace on disk that Perfetto and Chrome open.
+"""The torch profiler of one worker, and the names of the framework's phases in traces.
 
-Left out: adding up what the trace says, and traces of the driver where workers are processes of their own.
+Traces are written to disk for Perfetto and Chrome. Not supported: aggregating a trace, and tracing the driver if the
+workers are separate processes.
 """
 
 from __future__ import annotations
 
 import os
 import uuid
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from rlframework.errors import NotSupported, UserError
 
+FORWARD = "rlframework: forward of a microbatch"
+LOSS = "rlframework: loss"
+BACKWARD = "rlframework: backward of a microbatch"
+CLIP_AND_STEP = "rlframework: clip and step"
+GATHER = "rlframework: gather a weight"
+GENERATE = "rlframework: generate"
+
+
+def trace_span(name: str) -> AbstractContextManager[None]:
+    """Record the enclosed work under `name` in traces of torch's and NVIDIA's profilers; free while none is active."""
+    if not torch._C._autograd._profiler_enabled():
+        return nullcontext()
+    inside: AbstractContextManager[None] = record_function(name)
+    return inside
+
 
 class TraceProfiler:
-    """At most one torch profiler at a time, as torch has it."""
+    """Starts and stops the torch profiler of this process; torch allows only one at a time."""
 
     def __init__(self) -> None:
         self._running: profile | None = None
 
     def start(self, *, with_stack: bool, record_shapes: bool, memory: bool) -> None:
-        """From now on each operation is noted; `NotSupported` where this profiler is on already."""
+        """Start recording operations; raise `NotSupported` if this profiler is already active."""
         if self._running is not None:
-            raise NotSupported("this worker is being profiled already; stop_profiling ends that")
+            raise NotSupported("this worker is already being profiled; call stop_profiling first")
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
         self._running = profile(
             activities=activities,
             record_shapes=record_shapes,
             profile_memory=memory,
             with_stack=with_stack,
-            acc_events=True,  # torch warns of another future default otherwise
+            acc_events=True,  # avoids torch's warning about a future default
         )
         self._running.start()
 
     def stop(self, path: str | Path | None) -> bool:
-        """Note no more, and write the trace (gzipped JSON) to `path`, which is there whole or not at all.
+        """Stop recording and write the trace (gzipped JSON) to `path` atomically; None discards it.
 
-        None: it is thrown away. False where nothing was on. `UserError` where it cannot be written.
+        Returns False if the profiler was not active. Raises a `UserError` if the file cannot be written.
         """
-        found, self._running = self._running, None
-        if found is None:
+        profiler, self._running = self._running, None
+        if profiler is None:
             return False
-        found.stop()
+        profiler.stop()
         if path is not None:
-            _write(found, Path(path))
+            _write(profiler, Path(path))
         return True
 
 
-def _write(found: profile, path: Path) -> None:
-    new = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp.gz")  # torch compresses what ends so
+def _write(profiler: profile, path: Path) -> None:
+    new = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp.gz")  # torch compresses if the name ends in .gz
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        found.export_chrome_trace(str(new))
+        profiler.export_chrome_trace(str(new))
         os.replace(new, path)
     except OSError as error:
         raise UserError(
-            f"the trace {str(path)!r} cannot be written: {error.strerror or error}; take a folder that can be "
-            "written to"
+            f"the trace {str(path)!r} cannot be written: {error.strerror or error}; choose a writable folder"
         ) from error
     finally:
         with suppress(OSError):

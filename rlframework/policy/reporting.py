@@ -1,6 +1,6 @@
-"""What a worker tells of itself: device, memory, environment; and its profilers.
+"""A worker's report on itself: device, memory, environment; and its profilers.
 
-`PolicyWorkerBase` derives from it. Memory is the allocator's on a GPU, and that of the whole process on a CPU.
+`PolicyWorkerBase` derives from `Reporting`. Memory is the allocator's on a GPU, and the whole process's on a CPU.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.policy.engine import Engine
 from rlframework.policy.profiling import TraceProfiler
 
-TOLD_VARIABLES = ("LOCAL_RANK", "RANK", "WORLD_SIZE")
-"""Environment variables that `get_gpu_info` tells, besides those that begin with CUDA."""
+REPORTED_VARIABLES = ("LOCAL_RANK", "RANK", "WORLD_SIZE")
+"""Environment variables that `get_gpu_info` reports, besides those beginning with CUDA."""
 
 
 class Reporting(Engine, PolicyWorker, ABC):
-    """The calls that look at a worker from outside and change nothing of it."""
+    """Calls that inspect a worker without changing its state."""
 
     config: PolicyConfig
     context: WorkerContext
@@ -36,7 +36,7 @@ class Reporting(Engine, PolicyWorker, ABC):
 
     @abstractmethod
     def _batching_mode(self, data: BatchedDataDict[Any] | None = None) -> str:
-        """How rows become microbatches."""
+        """Return how rows are grouped into microbatches: "padded", "dynamic" or "packed"."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}[rank={self.context.rank}]"
@@ -68,7 +68,7 @@ class Reporting(Engine, PolicyWorker, ABC):
     def get_gpu_info(self) -> dict[str, Any]:
         """See `PolicyWorker.get_gpu_info`."""
         on_gpu = self.device.type == "cuda"
-        variables = {name for name in os.environ if name.startswith("CUDA") or name in TOLD_VARIABLES}
+        variables = {name for name in os.environ if name.startswith("CUDA") or name in REPORTED_VARIABLES}
         return {
             "rank": self.context.rank,
             "world_size": self.context.world_size,
@@ -132,7 +132,7 @@ class Reporting(Engine, PolicyWorker, ABC):
         return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
 
     def _memory(self) -> dict[str, int]:
-        """Bytes; on a CPU what is resident counts as allocated and as reserved."""
+        """Memory in bytes; on a CPU, resident memory is reported as allocated and as reserved."""
         if self.device.type == "cuda":
             return {
                 "memory_allocated": torch.cuda.memory_allocated(self.device),
@@ -141,7 +141,7 @@ class Reporting(Engine, PolicyWorker, ABC):
                 "peak_memory_reserved": torch.cuda.max_memory_reserved(self.device),
             }
         now = resident_bytes()
-        peak = max(peak_resident_bytes(), now)  # the kernel counts the two apart, and late
+        peak = max(peak_resident_bytes(), now)  # the kernel updates the two separately, with a delay
         return {
             "memory_allocated": now,
             "memory_reserved": now,
@@ -150,13 +150,13 @@ class Reporting(Engine, PolicyWorker, ABC):
         }
 
     def _parameter_sample(self) -> dict[str, Any]:
-        """The first weight, whole, as it is named outside."""
+        """The first weight, whole, under the name that `save_pretrained` writes."""
         name, spec = next(iter(self.weight_specs().items()))
         return {"name": name, "device": str(self.device), "shape": list(spec.shape), "dtype": str(spec.dtype)}
 
 
 def resident_bytes() -> int:
-    """Memory of this process that is in RAM, in bytes (0 where the system does not tell)."""
+    """Return the resident memory of this process in bytes (0 if the system does not report it)."""
     try:
         with open("/proc/self/statm") as statm:
             return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -165,7 +165,7 @@ def resident_bytes() -> int:
 
 
 def peak_resident_bytes() -> int:
-    """The most of it since the process began or `reset_peak_resident_bytes` (0 where the system does not tell)."""
+    """Return the peak since the process started or `reset_peak_resident_bytes` (0 if the system does not report it)."""
     with suppress(OSError), open("/proc/self/status") as status:
         for line in status:
             if line.startswith("VmHWM:"):
@@ -174,6 +174,6 @@ def peak_resident_bytes() -> int:
 
 
 def reset_peak_resident_bytes() -> None:
-    """Count the peak from now on. Only Linux can, and some sandboxes may not: elsewhere it goes on as it was."""
+    """Reset the peak to the current value. Linux only, and not in some sandboxes: elsewhere the peak is unchanged."""
     with suppress(OSError), open("/proc/self/clear_refs", "w") as clear:
         clear.write("5")

@@ -1,7 +1,7 @@
-"""Where model and optimizer lie between the phases of a step: on the device, or in CPU memory.
+"""Offloading: model and optimizer are on the device or in CPU memory, depending on the phase of a step.
 
-`PolicyWorkerBase` derives from it. A call that needs what is away brings it back by itself; the four transitions say
-when, and tell the bytes that they moved. On a CPU there is nothing to move: 0 bytes. Left out: disks.
+`PolicyWorkerBase` derives from `Memory`. A call that needs an offloaded part onloads it first; the four transitions
+make the moves explicit and return the bytes moved. On a CPU nothing moves: 0 bytes. Not supported: offloading to disk.
 """
 
 from __future__ import annotations
@@ -20,41 +20,41 @@ PARTS = ("model", "optimizer")
 
 
 class Memory(Engine, PolicyWorker, ABC):
-    """The transitions, on the primitive `Engine.move`."""
+    """The transitions between phases, on the primitive `Engine.move`."""
 
     config: PolicyConfig
     device: torch.device
-    _away: set[str]
-    """Of `PARTS`, what was sent to CPU memory."""
+    _offloaded: set[str]
+    """The members of `PARTS` that are in CPU memory."""
 
     def prepare_for_training(self, *args: Any, **kwargs: Any) -> dict[str, int]:
         """See `PolicyWorker.prepare_for_training`."""
-        return self._bring(*PARTS)
+        return self._onload(*PARTS)
 
     def prepare_for_lp_inference(self) -> dict[str, int]:
         """See `PolicyWorker.prepare_for_lp_inference`."""
-        sent = self._send_away("optimizer") if self.config.offload.optimizer else {}
-        return _add(sent, self._bring("model"))
+        offloaded = self._offload("optimizer") if self.config.offload.optimizer else {}
+        return _add(offloaded, self._onload("model"))
 
     def offload_before_refit(self) -> dict[str, int]:
-        """See `PolicyWorker.offload_before_refit`."""
-        return self._send_away("optimizer")
+        """Offload the optimizer; return the bytes moved by part."""
+        return self._offload("optimizer")
 
     def offload_after_refit(self) -> dict[str, int]:
-        """See `PolicyWorker.offload_after_refit`."""
-        return self._send_away(*PARTS)
+        """Offload model and optimizer; return the bytes moved by part."""
+        return self._offload(*PARTS)
 
-    def _bring(self, *parts: str) -> dict[str, int]:
-        """What of `parts` is away comes to the device."""
-        moved = _add(*[self._move(part, self.device) for part in parts if part in self._away])
-        self._away -= set(parts)
+    def _onload(self, *parts: str) -> dict[str, int]:
+        """Onload those of `parts` that are offloaded; return the bytes moved by part."""
+        moved = _add(*[self._move(part, self.device) for part in parts if part in self._offloaded])
+        self._offloaded -= set(parts)
         return moved
 
-    def _send_away(self, *parts: str) -> dict[str, int]:
+    def _offload(self, *parts: str) -> dict[str, int]:
         moved = _add(*[self._move(part, CPU) for part in parts])
-        self._away |= set(parts)
+        self._offloaded |= set(parts)
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # for whoever shares the device
+            torch.cuda.empty_cache()  # for other processes on the device
         return moved
 
     def _move(self, part: str, device: torch.device) -> dict[str, int]:
@@ -62,5 +62,5 @@ class Memory(Engine, PolicyWorker, ABC):
 
 
 def _add(*parts: dict[str, int]) -> dict[str, int]:
-    """Bytes by what they are of, over all `parts`."""
+    """Sum bytes by part."""
     return {name: sum(part.get(name, 0) for part in parts) for name in PARTS}

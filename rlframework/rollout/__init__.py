@@ -1,1 +1,1 @@
-"""Episodes to training rows: prompts to the generation engine, completions to the environment."""
+"""Rollouts: from prompts, through generation and the environment, to training rows."""

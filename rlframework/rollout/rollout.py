@@ -1,6 +1,6 @@
-"""Rollouts: prompts to the generation engine, completions to the environment, and what came of it as tensors.
+"""Single-turn rollouts: generate completions of prompts, score them in the environment, return both as tensors.
 
-Single turn: an environment that wants to go on after the first answer is refused until the multi-turn loop is there.
+Does not support environments that continue after the first answer: they raise `NotSupported`.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 @dataclass
 class Rollout:
-    """Completions of B samples and what they are worth.
+    """The completions of B samples, with their scores.
 
-    `data`: `input_ids [B, T]`, `input_lengths [B]`, `token_mask [B, T]` (1 on completions), `sample_mask [B]`,
-    `generation_logprobs [B, T]`. `rewards [B]`, `accuracies [B]` fp32, `completion_lengths [B]`, `truncated [B]` bool.
-    `metrics`: what the outcomes tell besides, see `outcome_metrics`.
+    `data` has `input_ids [B, T]`, `input_lengths [B]`, `token_mask [B, T]` (1 on completions), `sample_mask [B]` and
+    `generation_logprobs [B, T]`. `rewards [B]` and `accuracies [B]` are fp32; `completion_lengths [B]` counts tokens;
+    `truncated [B]` is bool. `metrics` are those of `outcome_metrics`.
     """
 
     samples: Sequence[Sample]
@@ -44,7 +44,7 @@ class Rollout:
     metrics: dict[str, float] = field(default_factory=dict)
 
     def records(self, step: int, kind: Literal["train", "validation"], count: int) -> list[SampleRecord]:
-        """At most `count` of them, evenly spread, to look at."""
+        """Return at most `count` of the samples, evenly spaced, for logging."""
         rows = range(0, len(self.samples), max(1, -(-len(self.samples) // count))) if count else ()
         return [
             SampleRecord(
@@ -59,19 +59,19 @@ class Rollout:
 
 
 def row_seeds(seed: int, step: int, rows: int) -> Tensor:
-    """`[rows]` int64 seeds, different for each row and step, the same however the rows are spread over workers."""
-    # not torch's generator: on the CPU it reads only the lower 32 bits of its seed
+    """Return `[rows]` int64 seeds that differ for each row and step, and do not depend on the number of workers."""
+    # not torch's generator, which on the CPU uses only the lower 32 bits of its seed
     return torch.from_numpy(np.random.default_rng([seed, step]).integers(0, 2**62, rows))
 
 
 def rollout(parts: Parts, samples: Sequence[Sample], seeds: Tensor, *, greedy: bool = False) -> Rollout:
-    """One completion for each of `samples`, judged by the environment."""
+    """Generate one completion for each of `samples` and score them in the environment."""
     output, prompt_lengths = _generate(parts, samples, seeds, greedy)
     lengths = output["unpadded_sequence_lengths"]
     columns = torch.arange(output["output_ids"].shape[1])
     completion_mask = (columns >= prompt_lengths[:, None]) & (columns < lengths[:, None])
     completions = _texts(parts, output["output_ids"], prompt_lengths, lengths)
-    rewards, accuracies, metrics = _judge(parts, samples, completions)
+    rewards, accuracies, metrics = _score(parts, samples, completions)
     data: BatchedDataDict[Any] = BatchedDataDict(
         {
             "input_ids": output["output_ids"],
@@ -95,7 +95,7 @@ def _generate(
     )
     parts.generation.prepare_for_generation()
     output = parts.generation.generate(prompt_data, greedy=greedy)
-    parts.generation.finish_generation()  # not after a failure: an error of its own would hide what went wrong
+    parts.generation.finish_generation()  # not after a failure, as a second error would hide the first
     return output, lengths
 
 
@@ -105,12 +105,12 @@ def _texts(parts: Parts, output_ids: Tensor, starts: Tensor, ends: Tensor) -> li
     return texts
 
 
-def _judge(
+def _score(
     parts: Parts, samples: Sequence[Sample], completions: Sequence[str]
 ) -> tuple[Tensor, Tensor, dict[str, float]]:
-    """Rewards and accuracies `[B]`, and the other metrics.
+    """Return rewards and accuracies `[B]`, and the other metrics.
 
-    An outcome without an `accuracy` metric is right when its reward is 1 or more.
+    An outcome without an `accuracy` metric counts as correct if its reward is at least 1.
     """
     conversations = [
         [*sample.messages, Message(role="assistant", content=completion)]
@@ -119,18 +119,18 @@ def _judge(
     outcomes = parts.environment.step(samples, conversations)
     if not all(outcome.done for outcome in outcomes):
         raise NotSupported(
-            f"environment {parts.config.environment.name!r} wants several turns, which rollouts do not do yet; "
-            "return done=True with the first outcome"
+            f"environment {parts.config.environment.name!r} continues after the first turn, which rollouts do not "
+            "support; return done=True with the first outcome"
         )
     rewards = torch.tensor([float(outcome.reward) for outcome in outcomes])
-    right = [float(outcome.metrics.get("accuracy", outcome.reward >= 1.0)) for outcome in outcomes]
-    return rewards, torch.tensor(right), outcome_metrics(outcomes)
+    correct = [float(outcome.metrics.get("accuracy", outcome.reward >= 1.0)) for outcome in outcomes]
+    return rewards, torch.tensor(correct), outcome_metrics(outcomes)
 
 
 def outcome_metrics(outcomes: Sequence[StepOutcome]) -> dict[str, float]:
-    """What `outcomes` tell besides reward and accuracy, by metric name.
+    """Combine the metrics of `outcomes`, except `accuracy`, by metric name.
 
-    `reward_failures` is a number of outcomes; any other is `reward/NAME`, the mean over the outcomes that have it.
+    `reward_failures` is summed; every other metric becomes `reward/NAME`, the mean over the outcomes that have it.
     """
     found: dict[str, list[float]] = {}
     for outcome in outcomes:
@@ -142,7 +142,7 @@ def outcome_metrics(outcomes: Sequence[StepOutcome]) -> dict[str, float]:
 
 
 def validate(parts: Parts, step: int) -> tuple[dict[str, float], list[SampleRecord]]:
-    """Greedy answers to the first held-out samples: their metrics, and some of them to look at."""
+    """Score greedy answers to the first held-out samples; return metrics and some of the samples for logging."""
     count = parts.config.algorithm.validation.samples
     samples = parts.environment.samples("validation")[:count]
     result = rollout(parts, samples, row_seeds(parts.config.seed, step, len(samples)), greedy=True)

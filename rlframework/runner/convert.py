@@ -1,9 +1,9 @@
-"""`rlframework convert`: checkpoints from one form into another, in one process, without workers or a GPU.
+"""Convert checkpoints between formats (`rlframework convert`) in one process, without workers or a GPU.
 
-The forms are portable and sharded (`rlframework.policy.checkpoint`) and the Hugging Face directory, which holds a model
-alone. Tensors are read one at a time: one in memory at once for the sharded form, and as many as fit one file
-(`pretrained.SHARD_BYTES`) for safetensors. Not supported: adapters (they are merged where they are trained) and files
-other than safetensors.
+The formats are portable, sharded (both in `rlframework.policy.checkpoint`) and `huggingface`, a model directory without
+optimizer state. Tensors are read one by one. Writing a sharded checkpoint keeps one of them in memory, and writing
+safetensors as many as fit into one file (`pretrained.SHARD_BYTES`). Not supported: adapters (training merges them) and
+files other than safetensors.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from rlframework.errors import DataError, UserError
 from rlframework.files import replacing_directory
 from rlframework.policy.checkpoint.manifest import MANIFEST, check_files, write_manifest
 from rlframework.policy.checkpoint.reader import open_saved
-from rlframework.policy.checkpoint.saved import INDEX, PIECES, Saved, is_sharded, require_no_native
+from rlframework.policy.checkpoint.saved import INDEX, SHARD_SUFFIX, Saved, is_sharded, reject_native
 from rlframework.training.checkpoints import newest_checkpoint
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-FORMS = ("portable", "sharded", "huggingface")
+FORMATS = ("portable", "sharded", "huggingface")
 RUN, MODEL, OPTIMIZER = "run.json", "model", "optimizer"
 
 Progress = Callable[[int, int], None]
-"""Called with the tensors that are done, and all there are."""
+"""Called with the number of converted tensors and the total."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """What is converted: the folder with the weights, and of a checkpoint those around it."""
+    """The folders to convert: the weights, and for a checkpoint also the optimizer and the folder with `run.json`."""
 
     model: Path
     optimizer: Path | None = None
@@ -43,12 +43,12 @@ class Source:
 
     @property
     def folders(self) -> list[Path]:
-        """Those with tensors."""
+        """The folders with tensors."""
         return [self.model] if self.optimizer is None else [self.model, self.optimizer]
 
     @property
-    def form(self) -> str:
-        """The form that it is in."""
+    def format(self) -> str:
+        """The format of the source."""
         if any(map(is_sharded, self.folders)):
             return "sharded"
         return "portable" if self.optimizer is not None or (self.model / MANIFEST).exists() else "huggingface"
@@ -56,33 +56,34 @@ class Source:
 
 @dataclass(frozen=True)
 class Converted:
-    """What was done."""
+    """The result of a conversion."""
 
     source: Source
     dest: Path
     to: str
     tensors: int
 
-    def told(self) -> str:
-        """One line."""
-        left = self.source.optimizer is None and self.to != "huggingface"
-        what = "; weights only, there was no optimizer state to go on from" if left else ""
-        return f"done: {self.tensors:,} tensors of {self.source.model.parent}, {self.to}, in {self.dest}{what}"
+    def summary(self) -> str:
+        """One line for the terminal."""
+        weights_only = self.source.optimizer is None and self.to != "huggingface"
+        note = "; weights only, as the source has no optimizer state" if weights_only else ""
+        return f"done: {self.tensors:,} tensors of {self.source.model.parent}, {self.to}, in {self.dest}{note}"
 
 
 def convert(
     source: str, dest: str, to: str, *, overwrite: bool = False, progress: Progress = lambda done, total: None
 ) -> Converted:
-    """Write the checkpoint or model `source` to the folder `dest` in the form `to`, whole or not at all.
+    """Convert the checkpoint or model `source` to the format `to` and write it atomically to the folder `dest`.
 
-    `dest` gets `model/` and, of a checkpoint, `optimizer/` and `run.json`; of `huggingface` it is the model itself. It
-    may be `source`, with `overwrite`. A `UserError` for what cannot be converted, and for a `dest` that is taken.
+    `dest` gets `model/` and, for a checkpoint, `optimizer/` and `run.json`; with `huggingface` it is a model directory.
+    With `overwrite` it may exist, and may be `source`. Raises `UserError` if `source` cannot be converted or
+    `dest` is in use.
     """
-    if to not in FORMS:
-        raise UserError(f"--to {to}: there are {', '.join(FORMS)}")
+    if to not in FORMATS:
+        raise UserError(f"--to {to}: must be one of {', '.join(FORMATS)}")
     found = find_source(source)
-    if found.form == to:
-        raise UserError(f"{source} is {to} already; there is nothing to convert")
+    if found.format == to:
+        raise UserError(f"{source} is already {to}; there is nothing to convert")
     _require_free(Path(dest), overwrite)
     for folder in (*found.folders, *filter(None, [found.run])):
         check_files(folder, required=is_sharded(folder))
@@ -93,7 +94,7 @@ def convert(
             if to == "huggingface":
                 _write_whole(folder, saved[0], counter)
             else:
-                write = _write_pieces if to == "sharded" else _write_portable
+                write = _write_sharded if to == "sharded" else _write_portable
                 for name, tensors in zip((MODEL, OPTIMIZER), saved, strict=False):
                     write(folder / name, tensors, counter)
                 if found.run is not None:
@@ -102,11 +103,11 @@ def convert(
     return Converted(found, Path(dest), to, counter.total)
 
 
-# -- what is given -----------------------------------------------------------------------------------------------------
+# -- source -----------------------------------------------------------------------------------------------------
 
 
 def find_source(given: str) -> Source:
-    """The newest checkpoint of a run, a checkpoint, or a model directory; a `UserError` for anything else."""
+    """Find the newest checkpoint of a run, a checkpoint, or a model directory. Anything else raises `UserError`."""
     path = Path(given)
     if not path.is_dir():
         raise UserError(f"there is no directory {given}; give a run, a checkpoint of one, or a model directory")
@@ -121,11 +122,11 @@ def find_source(given: str) -> Source:
     else:
         found = Source(path / MODEL if (path / MODEL).is_dir() else path)
     if (found.model / "adapter_config.json").exists():
-        raise UserError(f"{found.model} holds adapters, which are not converted: peft reads them as they are")
-    require_no_native(found.model)
+        raise UserError(f"{found.model} holds adapters, which need no conversion: peft reads them directly")
+    reject_native(found.model)
     if not is_sharded(found.model) and not any(found.model.glob("model*.safetensors")):
         raise DataError(
-            f"{found.model} has neither model*.safetensors nor pieces of a sharded checkpoint; give a run, a "
+            f"{found.model} has neither model*.safetensors nor the shards of a checkpoint; give a run, a "
             "checkpoint of one, or a model directory with safetensors"
         )
     return found
@@ -135,23 +136,25 @@ def _require_free(dest: Path, overwrite: bool) -> None:
     if not dest.exists() and not dest.is_symlink():
         return
     if not overwrite:
-        raise UserError(f"{dest} is there already, and nothing is overwritten; take another place, or give --overwrite")
+        raise UserError(f"{dest} already exists; choose another folder, or replace it with --overwrite")
     known = (RUN, MODEL, "config.json", INDEX)
     if not dest.is_dir() or (any(dest.iterdir()) and not any((dest / name).exists() for name in known)):
-        raise UserError(f"{dest} holds something else than a checkpoint or a model, and is not overwritten")
+        raise UserError(
+            f"{dest} holds no checkpoint or model, so --overwrite does not replace it; choose another folder"
+        )
 
 
-# -- what is written ---------------------------------------------------------------------------------------------------
+# -- writing ---------------------------------------------------------------------------------------------------
 
 
 class _Counter:
-    """Reads tensors, and tells how many there were."""
+    """Reads tensors and reports progress."""
 
     def __init__(self, total: int, progress: Progress) -> None:
         self.total, self._done, self._progress = total, 0, progress
 
     def read(self, saved: Saved, name: str) -> Tensor:
-        """The tensor `name` in fp32."""
+        """Read the tensor `name`, a floating-point one as fp32."""
         tensor = saved[name]
         self._done += 1
         self._progress(self._done, self.total)
@@ -175,34 +178,34 @@ def _write_portable(folder: Path, saved: Saved, counter: _Counter) -> None:
     write_manifest(folder)
 
 
-def _write_pieces(folder: Path, saved: Saved, counter: _Counter) -> None:
-    """A piece is a whole tensor, in a file of its own, so that no two are held at once."""
+def _write_sharded(folder: Path, saved: Saved, counter: _Counter) -> None:
+    """Write every tensor as one shard in its own file, so that only one is in memory."""
     import torch
 
     from rlframework.interfaces.worker_group import WorkerContext
     from rlframework.policy.checkpoint.sharded import CheckpointSave, DirectoryPlan
-    from rlframework.policy.model_state import Piece
+    from rlframework.policy.model_state import TensorShard
 
-    class Lying(Piece):
+    class StoredTensor(TensorShard):
         def value(self) -> Tensor:
             return counter.read(saved, self.name)
 
-    def lying(name: str) -> Piece:
+    def stored(name: str) -> TensorShard:
         shape, dtype = saved.shape(name), saved.dtype(name)
         dtype = torch.float32 if dtype.is_floating_point else dtype
-        return Lying(name, torch.empty(shape, dtype=dtype, device="meta"), (0,) * len(shape), shape)
+        return StoredTensor(name, torch.empty(shape, dtype=dtype, device="meta"), (0,) * len(shape), shape)
 
     plan = DirectoryPlan(
-        str(folder), [lying(name) for name in saved], lambda made: _copy_others(saved.folder, made), one_file=False
+        str(folder), [stored(name) for name in saved], lambda made: _copy_others(saved.folder, made), one_file=False
     )
     CheckpointSave([plan], WorkerContext(), asynchronous=False).finish()
 
 
 def _copy_others(source: Path, folder: Path) -> None:
-    """All files but those with tensors and those that describe them; a configuration that tells fp32."""
+    """Copy all files except tensors and their indices; set the dtype in `config.json` to fp32."""
     for path in source.iterdir():
         is_weights = path.name.startswith("model") and ".safetensors" in path.name
-        if not path.is_file() or is_weights or path.name in (INDEX, MANIFEST) or path.suffix == PIECES:
+        if not path.is_file() or is_weights or path.name in (INDEX, MANIFEST) or path.suffix == SHARD_SUFFIX:
             continue
         shutil.copyfile(path, folder / path.name)
     config = folder / "config.json"

@@ -1,9 +1,9 @@
-"""A whole run from a configuration, and the parts it is made of.
+"""Start runs and evaluations from a configuration, or build their parts.
 
     config = load_config("grpo.yaml", ["seed=1"])
     result = run(config)
 
-or, to use the parts yourself:
+To use the parts yourself:
 
     with build_parts(config) as parts:
         parts.policy.train(batch, loss)
@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any
 
 from rlframework.algorithm import Algorithm, Parts, RunResult
 from rlframework.configure import config_yaml, load_config, resolve_device
-from rlframework.errors import ConfigError, RunTerminated, UserError
-from rlframework.files import alone_in, check_writable, write_atomically
+from rlframework.errors import ConfigError, RunTerminated
+from rlframework.files import exclusive_directory, write_atomically
+from rlframework.huggingface.hub import require_available
 from rlframework.plugins.hookspec import RunInfo
 from rlframework.plugins.manager import create_manager
 from rlframework.plugins.types import Capability
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from rlframework.config.sections import RunConfig
     from rlframework.evaluation.completions import Answerer
     from rlframework.evaluation.evaluate import Evaluation
-    from rlframework.evaluation.run_or_model import EvaluationPlan
+    from rlframework.evaluation.plan import EvaluationPlan
     from rlframework.generation.client import Generation
     from rlframework.plugins.manager import PluginManager
     from rlframework.policy.client import Policy
@@ -43,36 +44,61 @@ if TYPE_CHECKING:
     from rlframework.runner.restarts import Attempt
 
 
-def run(config: RunConfig, *, manager: PluginManager | None = None, checkpoint: Path | None = None) -> RunResult:
-    """Train as `config` says; the trained model lies in `config.output_dir / "model"` afterwards.
+def run(
+    config: RunConfig,
+    *,
+    manager: PluginManager | None = None,
+    checkpoint: Path | None = None,
+    overwrite: bool = False,
+) -> RunResult:
+    """Train as `config` describes and save the trained model in `config.output_dir / "model"`.
 
-    Everything that can be wrong with the input is a `UserError` before `output_dir` is made. An `output_dir` that
-    holds a run already is refused, unless the run goes on from `checkpoint`: see `resume`. A run that lost a worker
-    starts again as `config.fault_tolerance` says; the result's `history` is then that of the last start.
+    Invalid input raises a `UserError` before `output_dir` is created or changed. An `output_dir` that holds a run is an
+    error, unless that run is resumed from `checkpoint` (see `resume`) or replaced (`overwrite`); one that failed before
+    the end of its first step is always replaced. Files that no run wrote are never deleted. A run that loses a worker
+    restarts as `config.fault_tolerance` allows; the result's `history` is then that of the last attempt.
     """
     from rlframework.observers.services import check_services
-    from rlframework.runner.restarts import Restarts
+    from rlframework.runner.output_folder import check_output_dir
 
     check_services(config.observers)
     if checkpoint is None:
-        _check_output_dir(config.output_dir)
+        check_output_dir(config, overwrite)
+    _require_models(config)
+    from rlframework.runner.restarts import Restarts
+
     manager = manager or create_manager(config.plugins)
-    with _ending_on_sigterm(), ExitStack() as held:
-        return Restarts(config, checkpoint).run(lambda tried: _train(config, manager, tried, held))
+    with _raising_on_sigterm(), ExitStack() as lock:
+        return Restarts(config, checkpoint).run(lambda attempt: _train(config, manager, attempt, lock, overwrite))
 
 
-def _train(config: RunConfig, manager: PluginManager, tried: Attempt, held: ExitStack) -> RunResult:
-    """One attempt at the run. The first one takes its folder, for as long as `held` is open."""
-    from rlframework.runner.estimates.estimate import tell_estimate
+def _train(config: RunConfig, manager: PluginManager, attempt: Attempt, lock: ExitStack, overwrite: bool) -> RunResult:
+    """Make one attempt at the run. The first attempt locks the run's folder until `lock` is closed."""
+    from rlframework.observers.environment import write_environment
+    from rlframework.runner.estimates.estimate import print_estimate
+    from rlframework.runner.output_folder import check_no_results
 
-    planning = tell_estimate if tried.first else None
-    with build_parts(config, manager=manager, checkpoint=tried.checkpoint, planning=planning) as parts:
+    starts = attempt.first and attempt.checkpoint is None
+    locked = False
+
+    def before_workers(parts: Parts, reference: bool) -> None:
+        nonlocal locked
+        print_estimate(parts, reference)
+        if starts:
+            locked = _clear_output_dir(parts, manager, lock, overwrite)
+
+    planning = before_workers if attempt.first else None
+    with build_parts(config, manager=manager, checkpoint=attempt.checkpoint, planning=planning) as parts:
         algorithm = _algorithm_class(config, manager)(parts)
-        if tried.first:
-            held.enter_context(alone_in(config.output_dir))
+        if attempt.first:
+            if not locked:
+                lock.enter_context(exclusive_directory(config.output_dir))
+            if starts:
+                check_no_results(config.output_dir)
             write_config(config)
-        with _described(config, manager), parts.observers:
-            tried.observers = parts.observers
+        write_environment(config.output_dir, manager.listing())  # before observers read the run's id from it
+        with parts.observers:
+            attempt.observers = parts.observers
             result = algorithm.run()
             path = config.output_dir / "model"
             parts.policy.save_pretrained(str(path))
@@ -83,17 +109,31 @@ def _train(config: RunConfig, manager: PluginManager, tried: Attempt, held: Exit
     return result
 
 
+def _clear_output_dir(parts: Parts, manager: PluginManager, lock: ExitStack, overwrite: bool) -> bool:
+    """Lock the folder and delete what an earlier run left in it. Return False, without a lock, if it left nothing."""
+    from rlframework.runner.output_folder import check_output_dir, clear, read_contents
+
+    config = parts.config
+    if not read_contents(config.output_dir).deletable:
+        return False
+    _algorithm_class(config, manager)(parts)  # makes the last checks of the input before anything is deleted
+    lock.enter_context(exclusive_directory(config.output_dir))
+    check_output_dir(config, overwrite)  # again, because another process may have used the folder since
+    clear(config.output_dir)
+    return True
+
+
 @contextmanager
-def _ending_on_sigterm() -> Iterator[None]:
-    """Inside, SIGTERM is an exception, so that workers and observers are let go of. The loop listens for it itself."""
+def _raising_on_sigterm() -> Iterator[None]:
+    """Turn SIGTERM into an exception, so that workers and observers shut down. `StepLoop` installs its own handler."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
-    def told(number: int, frame: FrameType | None) -> None:
+    def terminate(number: int, frame: FrameType | None) -> None:
         raise RunTerminated("terminated")
 
-    before = signal.signal(signal.SIGTERM, told)
+    before = signal.signal(signal.SIGTERM, terminate)
     try:
         yield
     finally:
@@ -101,32 +141,41 @@ def _ending_on_sigterm() -> Iterator[None]:
 
 
 def resume(run_dir: str | Path, overrides: Sequence[str] = ()) -> RunResult:
-    """Go on with the run in `run_dir` from its newest checkpoint, with the same numbers as one that was never stopped.
+    """Resume the run in `run_dir` from its newest checkpoint; the numbers equal those of an uninterrupted run.
 
-    `overrides` change its configuration, such as `algorithm.num_steps=200`. A `ConfigError` where there is no run, or
-    no checkpoint.
+    `overrides` change its configuration, for example `algorithm.num_steps=200`. Raises `ConfigError` if the folder has
+    no run or no checkpoint.
     """
     from rlframework.training.checkpoints import latest_checkpoint
 
     path = Path(run_dir) / "config.yaml"
     if not path.is_file():
-        raise ConfigError(f"{str(run_dir)!r} holds no run to go on with: it has no config.yaml")
+        raise ConfigError(f"{str(run_dir)!r} holds no run to resume: it has no config.yaml. Give a run's output_dir")
     checkpoint = latest_checkpoint(run_dir)
     return run(load_config(path, [*overrides, f"output_dir={run_dir}"]), checkpoint=checkpoint)
 
 
-def dry_run(config: RunConfig, *, manager: PluginManager | None = None) -> Estimate:
-    """Check all that `run` checks before it starts workers, and reckon what the run needs; nothing is written."""
+def dry_run(config: RunConfig, *, manager: PluginManager | None = None, overwrite: bool = False) -> Estimate:
+    """Make every check that `run` makes before it starts workers, and estimate what the run needs. Writes nothing.
+
+    An `output_dir` in which `run` would not start (with this `overwrite`) is a warning of the estimate, not an error.
+    """
+    _require_models(config)
     from rlframework.observers.services import check_services
     from rlframework.runner.estimates.estimate import estimate
+    from rlframework.runner.output_folder import check_output_dir
 
     check_services(config.observers)
-    _check_output_dir(config.output_dir)
     manager = manager or create_manager(config.plugins)
     with _planned_parts(config, manager) as parts:
         algorithm = _algorithm_class(config, manager)
         algorithm(parts)
-        return estimate(parts, algorithm.needs_reference_model(config.algorithm))
+        found = estimate(parts, algorithm.needs_reference_model(config.algorithm))
+    try:
+        check_output_dir(config, overwrite)
+    except ConfigError as error:
+        return replace(found, output_dir_problem=str(error))
+    return found
 
 
 @contextmanager
@@ -137,10 +186,10 @@ def build_parts(
     checkpoint: Path | None = None,
     planning: Callable[[Parts, bool], None] | None = None,
 ) -> Iterator[Parts]:
-    """The parts of a run, shut down at the end: environment, tokenizer, policy, generation, observers.
+    """Build the parts of a run (environment, tokenizer, policy, generation, observers), and shut them down on exit.
 
-    `planning` is called before workers start, with the parts, whose policy and generation are not there yet, and with
-    whether a reference policy is kept.
+    `planning(parts, reference)` is called before workers start: the policy and generation of these `parts` are
+    placeholders, and `reference` says whether the run keeps a reference policy.
     """
     from rlframework.generation.remote import start_generation
     from rlframework.policy.client import Policy
@@ -168,10 +217,10 @@ def build_parts(
 
 @contextmanager
 def _planned_parts(config: RunConfig, manager: PluginManager) -> Iterator[Parts]:
-    """The parts of a run before its workers are started, with what can be checked of these."""
+    """Build the parts of a run without starting workers, and check everything that needs none."""
     from rlframework.huggingface.tokenizer import load_tokenizer
     from rlframework.observers.dispatch import Observers
-    from rlframework.runner.estimates.planned import NotStarted, PlannedPolicy
+    from rlframework.runner.placeholders import Placeholder, PolicyPlaceholder
 
     _require_generation(config, manager)
     _device(config)
@@ -183,14 +232,14 @@ def _planned_parts(config: RunConfig, manager: PluginManager) -> Iterator[Parts]
             given.tokenizer_name or given.model_name, given.trust_remote_code, given.chat_template
         )
         algorithm = _algorithm_class(config, manager)
-        policy: Any = PlannedPolicy(
+        policy: Any = PolicyPlaceholder(
             config,
             tokenizer,
             manager,
             init_reference_model=algorithm.needs_reference_model(config.algorithm),
             training_calls=algorithm.training_calls(config.algorithm),
         )
-        generation: Any = NotStarted()
+        generation: Any = Placeholder()
         observers = Observers(config.observers, RunInfo(config, config.output_dir), manager.hook)
         yield Parts(config, tokenizer, policy, generation, environment, observers)
 
@@ -199,7 +248,8 @@ def _planned_parts(config: RunConfig, manager: PluginManager) -> Iterator[Parts]
 def build_generation(
     config: RunConfig, *, manager: PluginManager | None = None
 ) -> Iterator[tuple[PreTrainedTokenizerBase, Policy, Generation]]:
-    """What generates with the model of `config` and does not train it: no optimizer, no reference model, no data."""
+    """Build only what generation needs (tokenizer, policy, engine): no optimizer, no reference model, no data."""
+    _require_models(config)
     from rlframework.generation.remote import start_generation
     from rlframework.huggingface.tokenizer import load_tokenizer
     from rlframework.policy.client import Policy
@@ -209,7 +259,7 @@ def build_generation(
     _require_generation(config, manager)
     device = _device(config)
     tokenizer = load_tokenizer(given.tokenizer_name or given.model_name, given.trust_remote_code, given.chat_template)
-    calls = _algorithm_class(config, manager).training_calls(config.algorithm)  # the schedule must fit into them
+    calls = _algorithm_class(config, manager).training_calls(config.algorithm)  # the schedule is checked against them
     policy = Policy(config, tokenizer, manager, device=device, init_optimizer=False, training_calls=calls)
     with policy, ExitStack() as stack:
         generation = start_generation(config, policy, tokenizer, manager, device=device)
@@ -219,7 +269,7 @@ def build_generation(
 
 @contextmanager
 def build_answerer(config: RunConfig, *, samples: int = 1, raw: bool = False) -> Iterator[Answerer]:
-    """What answers prompts with the model of `config`, `samples` times each; `raw`: without the chat template."""
+    """Build an `Answerer` for the model of `config`: `samples` completions per prompt; `raw`: no chat template."""
     from rlframework.evaluation.completions import Answerer
 
     with build_generation(config) as (tokenizer, _, generation):
@@ -228,7 +278,8 @@ def build_answerer(config: RunConfig, *, samples: int = 1, raw: bool = False) ->
 
 @contextmanager
 def build_evaluation(config: RunConfig, *, manager: PluginManager | None = None) -> Iterator[Parts]:
-    """`build_generation` with the environment that judges the answers, as parts to which no observer listens."""
+    """Build `Parts` for an evaluation: `build_generation`, the environment that scores, and no observers."""
+    _require_models(config)
     from rlframework.config.sections import ObserversConfig
     from rlframework.observers.dispatch import Observers
 
@@ -245,52 +296,51 @@ def build_evaluation(config: RunConfig, *, manager: PluginManager | None = None)
 def evaluate(
     plan: EvaluationPlan, *, progress: Callable[[str], AbstractContextManager[Callable[[int, int], None]]] | None = None
 ) -> tuple[list[Evaluation], list[dict[str, Any]]]:
-    """Ask each subject of `plan`, one after the other; what came of each, and its summary, which is also written.
+    """Evaluate each model of `plan` in turn and write its summary. Return the evaluations and the summaries.
 
-    `progress` gives a context for each subject's name, which yields what is called with completions done and all.
+    `progress(name)` opens a progress display for a model; its context yields a callable that takes the number of
+    finished completions and the total.
     """
     from rlframework.evaluation import evaluate as evaluation
     from rlframework.evaluation.report import comparison, summary
 
     results: list[Evaluation] = []
     summaries: list[dict[str, Any]] = []
-    for number, (subject, config) in enumerate(zip(plan.subjects, plan.configs, strict=True)):
+    for number, (source, config) in enumerate(zip(plan.models, plan.configs, strict=True)):
         out = plan.folder(number)
-        bar = progress(subject.name) if progress else nullcontext(lambda done, total: None)
-        with bar as told, build_evaluation(config) as parts:
-            results.append(evaluation.evaluate(parts, plan.settings, out, progress=told))
-            summaries.append(summary(subject, parts, plan.settings, results[-1]))
+        display = progress(source.name) if progress else nullcontext(lambda done, total: None)
+        with display as report, build_evaluation(config) as parts:
+            results.append(evaluation.evaluate(parts, plan.settings, out, progress=report))
+            summaries.append(summary(source, parts, plan.settings, results[-1]))
         write_atomically(out / evaluation.SUMMARY, json.dumps(summaries[-1], indent=2, allow_nan=False) + "\n")
     if len(results) > 1:
-        compared = json.dumps(comparison(plan.subjects, results), indent=2, allow_nan=False)
+        compared = json.dumps(comparison(plan.models, results), indent=2, allow_nan=False)
         write_atomically(plan.out / "comparison.json", compared + "\n")
     return results, summaries
 
 
-@contextmanager
-def _described(config: RunConfig, manager: PluginManager) -> Iterator[None]:
-    """Write `environment.json` on entry: after the directory is this run's alone, before observers ask for its id."""
-    from rlframework.observers.environment import write_environment
-
-    write_environment(config.output_dir, manager.listing())
-    yield
-
-
 def write_config(config: RunConfig) -> None:
-    """Make `output_dir` and write the resolved configuration into it."""
+    """Write the resolved configuration to `config.yaml` in `output_dir`, which is created."""
     write_atomically(config.output_dir / "config.yaml", config_yaml(config))
 
 
 def _require_generation(config: RunConfig, manager: PluginManager) -> None:
-    """`NotSupported` where the backend can neither generate in its workers nor send weights to those that do."""
+    """Raise `NotSupported` if the backend can neither generate in its workers nor send weights to engines that do."""
     from rlframework.policy.client import require
 
     backend = manager.select("policy_worker", config.policy.backend).record
     if config.generation.workers is None:
-        reason = "a run generates in the workers of its policy, unless generation.workers says otherwise"
+        reason = "a run without generation.workers generates in the workers of its policy"
         require(backend, Capability.EMBEDDED_GENERATION, reason)
     elif not backend.capabilities & {Capability.IPC_REFIT, Capability.COLLECTIVE_REFIT}:
-        require(backend, Capability.IPC_REFIT, "generation.workers asks for engines that the trainer sends weights to")
+        require(backend, Capability.IPC_REFIT, "generation.workers needs a trainer that sends weights to its engines")
+
+
+def _require_models(config: RunConfig) -> None:
+    """Raise a `DataError` within seconds, before torch is imported, if the model or tokenizer is not available."""
+    require_available(config.policy.model_name)
+    if config.policy.tokenizer_name is not None:
+        require_available(config.policy.tokenizer_name, "policy.tokenizer_name")
 
 
 def _make(manager: PluginManager, kind: str, name: str) -> Any:
@@ -303,7 +353,7 @@ def _algorithm_class(config: RunConfig, manager: PluginManager) -> type[Algorith
 
 
 def _device(config: RunConfig) -> str:
-    """What `device` comes to. A GPU for a worker in this process must be here; other groups look for themselves."""
+    """Resolve `device`. A GPU is required only for a worker in this process; other groups check their machines."""
     device = resolve_device(config.device)
     if device == "cuda" and config.worker_group.name == "inline":
         import torch
@@ -311,19 +361,7 @@ def _device(config: RunConfig) -> str:
         if not torch.cuda.is_available():
             built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
             raise ConfigError(
-                f"device=cuda, but PyTorch finds no GPU here (torch {torch.__version__}, built {built}). Set "
-                "device=cpu or device=auto, or run where nvidia-smi shows a GPU"
+                f"device=cuda, but PyTorch finds no GPU on this machine (torch {torch.__version__}, built {built}). "
+                "Set device=cpu or device=auto, or run where nvidia-smi shows a GPU"
             )
     return device
-
-
-def _check_output_dir(path: Path) -> None:
-    try:
-        check_writable(path)
-    except UserError as error:
-        raise ConfigError(f"output_dir={str(path)!r}: {error}") from error
-    if path.exists() and any(path.iterdir()):
-        raise ConfigError(
-            f"output_dir={str(path)!r} is not empty, and nothing in it is overwritten. "
-            "Take another one (output_dir=...), or remove it"
-        )

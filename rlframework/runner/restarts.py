@@ -1,12 +1,11 @@
-"""Training that lost a worker starts again from its last checkpoint, with new workers: `fault_tolerance` in the
-configuration.
+"""Restart training from its last checkpoint, with new workers, after the loss of a worker (`fault_tolerance`).
 
-A restart does what `rlframework train --resume` does, in the same process: environment, data, workers and observers are
-made anew, so that the run ends with the numbers of one that nothing happened to. Each is told on stderr, in
+A restart does what `rlframework train --resume` does, in the same process: it rebuilds environment, data, workers and
+observers, so the run ends with the numbers of an undisturbed one. Every restart is reported on stderr, in
 `restarts.jsonl`, and under `earlier` in `environment.json`.
 
-Left out: errors that would come again (see `FaultToleranceConfig`), the loss of the driver's own process (a scheduler
-starts it again, with `--resume`), and going on with fewer workers.
+Not covered: errors that would recur (see `FaultToleranceConfig`), the loss of the driver's process (a scheduler can
+start it again with `--resume`), and continuing with fewer workers.
 """
 
 from __future__ import annotations
@@ -30,34 +29,34 @@ if TYPE_CHECKING:
     from rlframework.observers.dispatch import Observers
 
 RESTARTS_FILE = "restarts.jsonl"
-"""In the folder of a run: an object a restart, with `time` (seconds since 1970), `restart`, `of`, `from_step`,
+"""File in a run's folder with one JSON object per restart: `time` (seconds since 1970), `restart`, `of`, `from_step`,
 `reached_step`, `waited` (seconds) and `error`."""
 
 
 @dataclass
 class Attempt:
-    """One go at a run: the checkpoint that it goes on from, and how far it came."""
+    """One attempt at a run: the checkpoint that it starts from, and its progress."""
 
     number: int
     checkpoint: Path | None
     observers: Observers | None = None
-    """Those of its parts, from when training begins."""
+    """The observers of the attempt; None until training begins."""
 
     @property
     def first(self) -> bool:
-        """Whether it is no restart."""
+        """Whether this is the original start, not a restart."""
         return self.number == 0
 
     @property
     def steps_done(self) -> bool:
-        """Whether its workers did a whole step."""
+        """Whether the workers completed a step."""
         return self.observers is not None and self.observers.last_step > 0
 
 
 class Restarts:
-    """Calls an attempt at a run again and again, as `config.fault_tolerance` allows.
+    """Repeats attempts at a run as often as `config.fault_tolerance` allows.
 
-    `checkpoint`: where the run goes on from, of one that is resumed. `wait` is called with the seconds of the back-off.
+    `checkpoint` is the one that a resumed run starts from. `wait` is called with the seconds of back-off.
     """
 
     def __init__(
@@ -65,41 +64,41 @@ class Restarts:
     ) -> None:
         self._config = config.fault_tolerance
         self._output_dir = config.output_dir
-        self._given = checkpoint
+        self._initial_checkpoint = checkpoint
         self._wait = wait
-        self._begun_with = random_states() if self._config.max_restarts else {}
+        self._initial_random_states = random_states() if self._config.max_restarts else {}
         if self._config.max_restarts:
-            _tell(*_shortcomings(config))
+            _print(*_limitations(config))
 
     def run(self, attempt: Callable[[Attempt], RunResult]) -> RunResult:
-        """The result of the attempt that came to its end; else the error of the last one."""
-        tried, in_a_row = Attempt(0, self._given), 0
+        """Return the result of the first attempt that succeeds, or raise the error of the last one."""
+        current, in_a_row = Attempt(0, self._initial_checkpoint), 0
         while True:
             try:
-                return attempt(tried)
+                return attempt(current)
             except Exception as error:
-                reached = newest_checkpoint(self._output_dir) or self._given
-                if not self._config.max_restarts or not _can_be_done_again(error, tried):
+                reached = newest_checkpoint(self._output_dir) or self._initial_checkpoint
+                if not self._config.max_restarts or not _is_recoverable(error, current):
                     raise
-                in_a_row = 1 if reached != tried.checkpoint else in_a_row + 1
+                in_a_row = 1 if reached != current.checkpoint else in_a_row + 1
                 if in_a_row > self._config.max_restarts:
-                    _tell(
-                        f"gave up after {self._config.max_restarts} restart(s) in a row without a new checkpoint "
+                    _print(
+                        f"giving up after {self._config.max_restarts} restart(s) in a row without a new checkpoint "
                         "(fault_tolerance.max_restarts)"
                     )
                     raise
-                self._prepare(error, tried, reached, in_a_row)
-            tried = Attempt(tried.number + 1, reached)
+                self._prepare(error, current, reached, in_a_row)
+            current = Attempt(current.number + 1, reached)
 
-    def _prepare(self, error: Exception, tried: Attempt, checkpoint: Path | None, in_a_row: int) -> None:
-        """Tell of the restart, wait, and put back what the attempt changed in this process and in the run's folder."""
+    def _prepare(self, error: Exception, failed: Attempt, checkpoint: Path | None, in_a_row: int) -> None:
+        """Report the restart, wait, and undo what the attempt changed in this process and in the run's folder."""
         seconds = min(self._config.backoff * 2.0 ** (in_a_row - 1), self._config.max_backoff)
         where = "the beginning, as there is no checkpoint" if checkpoint is None else str(checkpoint)
         text = hide_in_text(str(error))
         first_line = text.partition("\n")[0]
-        _tell(f"restart {in_a_row} of {self._config.max_restarts} from {where}, in {seconds:g} s: {first_line}")
+        _print(f"restart {in_a_row} of {self._config.max_restarts} from {where}, in {seconds:g} s: {first_line}")
         step = -1 if checkpoint is None else step_of_checkpoint(checkpoint)
-        reached = tried.observers.last_step if tried.observers is not None else None
+        reached = failed.observers.last_step if failed.observers is not None else None
         self._log(
             restart=in_a_row,
             of=self._config.max_restarts,
@@ -111,7 +110,7 @@ class Restarts:
         self._wait(seconds)
         drop_steps_after(self._output_dir, step)
         if checkpoint is None:
-            restore_random_states(self._begun_with)
+            restore_random_states(self._initial_random_states)
 
     def _log(self, **facts: Any) -> None:
         line = json.dumps({"time": round(time.time(), 3), **facts}, ensure_ascii=False)
@@ -119,34 +118,34 @@ class Restarts:
             file.write(line + "\n")
 
 
-def _can_be_done_again(error: Exception, tried: Attempt) -> bool:
+def _is_recoverable(error: Exception, failed: Attempt) -> bool:
     """Whether `error` is the loss of a worker.
 
-    A call that reached its deadline is one where the same workers did a step in time before: then one of them hangs, or
-    its machine left and nobody has noticed yet. While a restart starts, every error counts as one that failed: all this
-    worked at first, and what is missing now may come back.
+    A missed deadline counts as one if the same workers completed a step before: one of them hangs, or its machine is
+    gone and this has not been detected yet. While a restart builds its parts, every error counts: all of this worked
+    the first time, so the missing resource may return.
     """
-    if tried.observers is None:
-        return not tried.first
-    return isinstance(error, WorkerLost) or (isinstance(error, DeadlineExceeded) and tried.steps_done)
+    if failed.observers is None:
+        return not failed.first
+    return isinstance(error, WorkerLost) or (isinstance(error, DeadlineExceeded) and failed.steps_done)
 
 
-def _shortcomings(config: RunConfig) -> list[str]:
-    told = []
+def _limitations(config: RunConfig) -> list[str]:
+    notes = []
     given = f"fault_tolerance.max_restarts={config.fault_tolerance.max_restarts}"
     if config.worker_group.name == "inline" and config.generation.workers is None:
-        told.append(
-            f"note: {given}, but worker_group.name=inline has its worker in this process, so none can be lost alone; "
-            "take worker_group.name=processes or ray"
+        notes.append(
+            f"note: {given}, but worker_group.name=inline runs its worker in this process, so it cannot be restarted; "
+            "set worker_group.name=processes or ray"
         )
     elif not config.checkpoints.every:
-        told.append(
-            f"note: {given}, but checkpoints.every=0, so that a restart begins at the beginning; set "
+        notes.append(
+            f"note: {given}, but checkpoints.every=0, so a restart repeats the whole run; set "
             "checkpoints.every=N to lose at most N steps"
         )
-    return told
+    return notes
 
 
-def _tell(*lines: str) -> None:
+def _print(*lines: str) -> None:
     if lines:
         print(*lines, sep="\n", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Rendering the training samples of a configuration once, into token data that supervised training then reads."""
+"""Render the training samples of a configuration once, into token data for supervised training."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from rlframework.datasets.rendering import Rendered, render_samples
 from rlframework.datasets.tokens.writing import write_token_data
 from rlframework.errors import ConfigError, DataError, UserError
 from rlframework.files import check_writable
+from rlframework.huggingface.hub import require_available
 from rlframework.huggingface.model_directories import model_positions
 from rlframework.huggingface.tokenizer import load_tokenizer, tokenizer_fingerprint
 from rlframework.plugins.manager import create_manager
@@ -25,11 +26,11 @@ if TYPE_CHECKING:
     from rlframework.interfaces.environment import Environment, Sample
     from rlframework.plugins.manager import PluginManager
 
-TOGETHER = 256
-"""Samples that are rendered together."""
+BATCH = 256
+"""Samples per call of the tokenizer."""
 
 Progress = Callable[[int, int], None]
-"""Called with the rows that are done, and all there are."""
+"""Called with the number of finished rows and the total."""
 
 
 def tokenize(
@@ -37,17 +38,17 @@ def tokenize(
 ) -> TokenData:
     """Write the training samples of `config` to the folder `out`, as `algorithm: {name: sft}` renders them, in order.
 
-    All or nothing, and in a stream: data larger than memory is no more work for it than any other. An `out` that holds
-    something, an algorithm other than `sft`, and whatever is wrong with the data is a `UserError`, and nothing is
-    written.
+    Data is streamed, so it may exceed memory. The folder is written completely or not at all: a non-empty `out`, an
+    algorithm other than `sft`, and invalid data raise `UserError`.
     """
     out = Path(out)
     if not isinstance(config.algorithm, SFTConfig):
         raise ConfigError(
-            f"algorithm.name is {config.algorithm.name!r}, and rows are rendered for supervised training; "
+            f"algorithm.name is {config.algorithm.name!r}, but only supervised training reads token data; "
             "set algorithm.name=sft"
         )
     _check_out(out)
+    require_available(config.policy.model_name)
     manager = manager or create_manager(config.plugins)
     policy = config.policy
     tokenizer = load_tokenizer(
@@ -76,23 +77,27 @@ def _rendered(
     algorithm = config.algorithm
     assert isinstance(algorithm, SFTConfig)  # see `tokenize`
     limit = model_positions(config.policy.model_name, config.policy.trust_remote_code)
-    learnt = False
-    for start in range(0, len(samples), TOGETHER):
-        some = list(samples[start : start + TOGETHER])
+    trained = False
+    for start in range(0, len(samples), BATCH):
+        batch = list(samples[start : start + BATCH])
         for sample, row in zip(
-            some, render_samples(tokenizer, some, algorithm.train_on, algorithm.max_tokens), strict=True
+            batch, render_samples(tokenizer, batch, algorithm.train_on, algorithm.max_tokens), strict=True
         ):
             if limit is not None and len(row[0]) > limit:
                 raise DataError(
                     f"sample {sample.id!r} has {len(row[0])} tokens, and the model (policy.model_name="
-                    f"{config.policy.model_name}) takes {limit}; algorithm.max_tokens={limit} cuts such rows"
+                    f"{config.policy.model_name}) takes {limit}; algorithm.max_tokens={limit} truncates such rows"
                 )
-            learnt = learnt or any(row[1][1:])
+            trained = trained or any(row[1][1:])
             yield row
-        progress(start + len(some), len(samples))
-    if not learnt:
-        cut = "" if algorithm.max_tokens is None else f": algorithm.max_tokens={algorithm.max_tokens} cuts them"
-        raise DataError(f"no token of any row is trained on, the first aside, which nothing predicts{cut}")
+        progress(start + len(batch), len(samples))
+    if not trained:
+        cut = (
+            ""
+            if algorithm.max_tokens is None
+            else f", because algorithm.max_tokens={algorithm.max_tokens} cuts them off"
+        )
+        raise DataError(f"no row has a token to train on after its first token, which nothing predicts{cut}")
 
 
 def _check_out(out: Path) -> None:
@@ -102,5 +107,5 @@ def _check_out(out: Path) -> None:
         raise ConfigError(f"OUT={str(out)!r}: {error}") from error
     if out.exists() and any(out.iterdir()):
         raise ConfigError(
-            f"OUT={str(out)!r} is not empty, and nothing in it is overwritten. Take another folder, or remove it"
+            f"OUT={str(out)!r}: the folder is not empty, and nothing is overwritten. Give another, or empty this one"
         )

@@ -1,14 +1,14 @@
-"""Checkpoints of a run: written every so many steps and when it is told to stop, gone on from with the same numbers.
+"""Save checkpoints of a run every N steps and when it is interrupted, and resume from them with the same numbers.
 
     checkpoints/step-000010/
-        run.json         the step, where the data stands, random states of the driver, the last metrics
+        run.json         step, position in the data, random states of the driver, last metrics
         checksums.json   of run.json; the two folders have their own
-        model/           the weights: a Hugging Face directory, or the configuration and tokenizer of one and pieces
+        model/           weights: a Hugging Face directory, or its configuration and tokenizer with sharded weights
         optimizer/       moments, schedule, random states of the workers
 
-Both forms of the weights and moments (`checkpoints.format`) are described in `rlframework.policy.checkpoint`, `portable`
-and `sharded`; whichever is there is read. A folder of that name is complete: it is written beside and renamed, after a
-later step if it is written asynchronously.
+The modules `portable` and `sharded` of `rlframework.policy.checkpoint` describe the two formats of weights and moments
+(`checkpoints.format`); reading detects the format. A checkpoint is written under a temporary name and renamed when it
+is complete, which may be after a later step if it is asynchronous.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from rlframework.errors import ConfigError, DataError, DeadlineExceeded, RunInterrupted, RunTerminated, WorkerError
-from rlframework.files import Replacement, remove_directory, remove_leftovers, telling_no_space
+from rlframework.files import Replacement, remove_directory, remove_temporary_directories, reporting_full_disk
 from rlframework.plugins.types import Capability
 from rlframework.policy.checkpoint.manifest import check_files, write_manifest
 
@@ -42,45 +42,45 @@ _PREFIX = "step-"
 
 
 def checkpoints_in(run_dir: str | Path) -> list[Path]:
-    """The checkpoints of a run, the oldest first."""
+    """The checkpoints of a run, oldest first."""
     folder = Path(run_dir) / FOLDER
     return sorted(path for path in folder.glob(f"{_PREFIX}*") if path.name.removeprefix(_PREFIX).isdigit())
 
 
 def newest_checkpoint(run_dir: str | Path) -> Path | None:
-    """The newest checkpoint of a run, None where there is none."""
+    """The newest checkpoint of a run, or None."""
     return next(reversed(checkpoints_in(run_dir)), None)
 
 
 def latest_checkpoint(run_dir: str | Path) -> Path:
-    """The newest checkpoint of a run; a `ConfigError` where there is none."""
+    """The newest checkpoint of a run. Raises `ConfigError` if it has none."""
     found = newest_checkpoint(run_dir)
     if found is None:
         raise ConfigError(
-            f"{str(run_dir)!r} has no checkpoint to go on from: none was written before the run ended. Start it again "
-            "in another output_dir; checkpoints.every=N writes one every N steps"
+            f"{str(run_dir)!r} has no checkpoint to resume from: the run ended before it wrote one. Start it again "
+            "with --overwrite or in another output_dir; checkpoints.every=N writes one every N steps"
         )
     return found
 
 
 def step_of_checkpoint(path: Path) -> int:
-    """The step that a checkpoint was written after."""
+    """The step after which a checkpoint was written."""
     return int(path.name.removeprefix(_PREFIX))
 
 
 @dataclass(frozen=True)
 class _Pending:
-    """A checkpoint on its way to where it belongs."""
+    """A checkpoint that is being written."""
 
     step: int
     replacement: Replacement
 
 
 class Checkpoints:
-    """Saves and restores a run of `parts`; an algorithm gives what is its own as numbers and words for JSON."""
+    """Saves and restores the run of `parts`. The algorithm contributes its own state, which must fit into JSON."""
 
     def __init__(self, parts: Parts) -> None:
-        """Where the backend cannot save its optimizer, a run that is told to stop does so at once."""
+        """A run whose backend cannot save its optimizer stops immediately when interrupted."""
         self._parts = parts
         self._config = parts.config.checkpoints
         self._supported = Capability.PORTABLE_OPTIMIZER_STATE in parts.policy.capabilities
@@ -93,9 +93,9 @@ class Checkpoints:
     def after_step(
         self, step: int, state: Mapping[str, Any], metrics: Mapping[str, float], measured: Mapping[str, float]
     ) -> None:
-        """Save where the configuration says so; where the run was told to stop, save and raise `RunInterrupted`.
+        """Save if the configuration asks for it. After an interrupt, save and raise `RunInterrupted`.
 
-        `metrics`: the last value of each so far; `measured`: those of this step alone.
+        `metrics` has the latest value of every metric; `measured` those of this step alone.
         """
         due = self._config.every > 0 and step % self._config.every == 0
         if self._pending is not None and self._parts.policy.checkpoint_written():
@@ -103,15 +103,15 @@ class Checkpoints:
         if due or self._stop is not None:
             path = self.save(step, state, metrics, measured)
             if self._stop is not None:
-                self.finish()  # told while one was begun
+                self.finish()  # the signal came while the checkpoint was being started
                 raise RunInterrupted(self._stop, f"rlframework train --resume {self._parts.config.output_dir}", path)
 
     def save(
         self, step: int, state: Mapping[str, Any], metrics: Mapping[str, float], measured: Mapping[str, float]
     ) -> Path:
-        """Write the checkpoint of `step`, then let go of those that need not be kept; where it lies, or will.
+        """Write the checkpoint of `step`, delete those that need not be kept, and return the checkpoint's path.
 
-        Of an asynchronous one this is its beginning: `finish` ends it, and so does the next one.
+        An asynchronous save only begins here: `finish` completes it, and so does the next save.
         """
         self.finish()
         path = self._folder / f"{_PREFIX}{step:06d}"
@@ -127,7 +127,7 @@ class Checkpoints:
         beside = self._config.asynchronous and self._stop is None
         pending = _Pending(step, Replacement(path))
         try:
-            with telling_no_space(path):
+            with reporting_full_disk(path):
                 self._write(pending.replacement.folder, facts, beside)
         except BaseException:
             pending.replacement.abandon()
@@ -145,9 +145,9 @@ class Checkpoints:
         self._parts.policy.save_checkpoint(str(folder / "model"), str(folder / "optimizer"), **how)
 
     def finish(self) -> None:
-        """Wait for the checkpoint that is being written, if one is, and put it where it belongs; or raise what failed.
+        """Wait for the checkpoint that is being written, if any, and rename it; raise the error if it failed.
 
-        Then let go of those that need not be kept.
+        Then delete the checkpoints that need not be kept.
         """
         pending, self._pending = self._pending, None
         if pending is None:
@@ -164,7 +164,7 @@ class Checkpoints:
 
     @contextmanager
     def finishing(self) -> Iterator[None]:
-        """Behind it no checkpoint is being written: where the block fails, it is finished if that is still possible."""
+        """On exit, finish the checkpoint that is being written, even after an error if that is still possible."""
         try:
             yield
             self.finish()
@@ -174,7 +174,7 @@ class Checkpoints:
             raise
 
     def _finish_after(self, error: BaseException) -> None:
-        """Told, since the error is what the caller learns."""
+        """Finish or discard the pending checkpoint, and print a failure to do so: the caller raises `error`."""
         assert self._pending is not None
         step, lost = self._pending.step, isinstance(error, (WorkerError, DeadlineExceeded))
         try:
@@ -182,33 +182,33 @@ class Checkpoints:
                 self._pending.replacement.abandon()
             else:
                 self.finish()
-        except Exception as another:  # noqa: BLE001 - what failed first is what is raised
+        except Exception as another:  # noqa: BLE001 - the caller raises the first error
             lost, error = True, another
         if lost:
             first_line = str(error).partition("\n")[0]
-            print(f"the checkpoint of step {step} was being written and is lost: {first_line}", file=sys.stderr)
+            print(f"the unfinished checkpoint of step {step} is lost: {first_line}", file=sys.stderr)
         self._pending = None
 
     def _beyond_keeping(self) -> list[Path]:
-        """All but the last and the best."""
-        there = checkpoints_in(self._parts.config.output_dir)
-        kept = set(there[-self._config.keep_last :])
+        """All checkpoints except the last and the best."""
+        found = checkpoints_in(self._parts.config.output_dir)
+        kept = set(found[-self._config.keep_last :])
         if self._config.keep_best:
             sign = 1.0 if self._config.best == "highest" else -1.0
-            scores = {path: self._score(path) for path in there}
-            scored = [path for path in there if scores[path] is not None]
+            scores = {path: self._score(path) for path in found}
+            scored = [path for path in found if scores[path] is not None]
             kept.update(sorted(scored, key=lambda path: sign * (scores[path] or 0.0))[-self._config.keep_best :])
-        return [path for path in there if path not in kept]
+        return [path for path in found if path not in kept]
 
     def _score(self, path: Path) -> float | None:
         measured: dict[str, float] = _read(path)["measured"]
         return measured.get(self._config.metric)
 
-    # -- going on -----------------------------------------------------------------------------------------------------
+    # -- resuming -----------------------------------------------------------------------------------------------------
 
     def restore(self) -> dict[str, Any] | None:
-        """What the run goes on from: `step`, `state` and `metrics`; None for a run that starts."""
-        remove_leftovers(self._folder)
+        """Restore the run and return `step`, `state` and `metrics` of its checkpoint; None for a new run."""
+        remove_temporary_directories(self._folder)
         path = self._parts.checkpoint
         if path is None:
             return None
@@ -219,30 +219,34 @@ class Checkpoints:
         restore_random_states(facts["random"])
         return facts
 
-    # -- being told to stop -------------------------------------------------------------------------------------------
+    # -- interrupts -------------------------------------------------------------------------------------------
 
     @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Inside, Ctrl-C and SIGTERM let the step end and a checkpoint be written; a second one ends at once."""
+    def handling_signals(self) -> Iterator[None]:
+        """Handle Ctrl-C and SIGTERM: finish the step and save a checkpoint; a second signal stops immediately."""
         main = threading.current_thread() is threading.main_thread()
         if not (self._supported and self._config.on_interrupt and main):
             yield
             return
         before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
-        def told(number: int, frame: FrameType | None) -> None:
+        def request_stop(number: int, frame: FrameType | None) -> None:
             if self._stop is not None:
                 raise KeyboardInterrupt
             self._stop = signal.Signals(number)
-            print("stopping after this step, with a checkpoint; once more stops at once", file=sys.stderr, flush=True)
+            print(
+                "stopping after this step, with a checkpoint; a second signal stops immediately",
+                file=sys.stderr,
+                flush=True,
+            )
 
         for number in before:
-            signal.signal(number, told)
+            signal.signal(number, request_stop)
         try:
             yield
         except (WorkerError, DeadlineExceeded) as error:
-            if self._stop is not None:  # workers may be told too, and are lost because of it
-                raise RunTerminated(f"told to stop, and the step did not end: {error}", self._stop) from error
+            if self._stop is not None:  # workers may have received the signal too
+                raise RunTerminated(f"interrupted before the end of the step: {error}", self._stop) from error
             raise
         finally:
             for number, handler in before.items():
@@ -256,14 +260,14 @@ def _read(path: Path) -> dict[str, Any]:
         found = facts["format"]
         facts["step"], facts["state"], facts["environment"], facts["metrics"], facts["measured"], facts["random"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{file} cannot be read as a checkpoint: {type(error).__name__}: {error}") from error
+        raise DataError(f"{file} is not a valid checkpoint: {type(error).__name__}: {error}") from error
     if found != FORMAT:
-        raise DataError(f"{file} is of format {found!r}, and this version reads {FORMAT}")
+        raise DataError(f"{file} has format {found!r}, but this version reads format {FORMAT}")
     return facts
 
 
 def random_states() -> dict[str, Any]:
-    """Those of this process: Python's, numpy's global one and torch's, for whoever draws from them."""
+    """The global random states of this process: Python, numpy and torch."""
     version, internal, gauss = random.getstate()
     numpy_state: Any = np.random.get_state(legacy=False)
     return {
@@ -274,7 +278,7 @@ def random_states() -> dict[str, Any]:
 
 
 def restore_random_states(states: Mapping[str, Any]) -> None:
-    """Set them to what `random_states` gave."""
+    """Restore what `random_states` returned."""
     version, internal, gauss = states["python"]
     random.setstate((version, tuple(internal), gauss))
     state = dict(states["numpy"])

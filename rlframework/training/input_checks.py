@@ -1,4 +1,4 @@
-"""What a run would trip over at some step, found before the first: texts without tokens, rows without room."""
+"""Check the samples of a run before its first step: texts that cannot be tokenized, rows that are too long."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ if TYPE_CHECKING:
     from rlframework.interfaces.environment import Sample, Split
 
 RENDERED = 20_000
-"""Up to so many samples are all rendered: about a second."""
+"""Up to this many samples, all are rendered, which takes about a second."""
 
 LONGEST = 1_000
-"""Of more, only so many are: the longest by characters."""
+"""Of larger data, only this many samples are rendered: the longest by characters."""
 
-TOGETHER = 256
-"""Samples that are rendered together."""
+BATCH = 256
+"""Samples per call of the tokenizer."""
 
 Render = Callable[[Sequence["Sample"]], list[Rendered]]
 
 
 class InputCheck:
-    """Renders the samples of a run once, with the tokenizer of `parts`, and holds the longest against what there is.
+    """Renders the samples of a run once, with the tokenizer of `parts`, and checks the longest against the limits.
 
-    A text that the tokenizer or the chat template refuses, and a row beyond the model's positions, is a `DataError`
-    with the sample's id; a row beyond an explicit size of microbatches is a `ConfigError` on its key. Of more than
-    `RENDERED` samples only the `LONGEST` longest are rendered, and those without an answer are told from what is known
-    of them: a character that the tokenizer lacks may then be left for later, a row that is too long hardly. `fits`
-    holds each batch against the same limits.
+    A text that the tokenizer or the chat template rejects, or a row beyond the model's positions, raises `DataError`
+    with the sample's id. A row beyond an explicit microbatch size raises `ConfigError` with the key. Of more than
+    `RENDERED` samples only the `LONGEST` longest are rendered, and missing answers are found without rendering. An
+    unknown character may then go unnoticed until its batch; a row that is too long hardly ever does. `fits` checks each
+    batch against the same limits.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -44,9 +44,9 @@ class InputCheck:
         self._positions = model_positions(policy.model_name, policy.trust_remote_code)
 
     def prompts(self, split: Split, samples: Sequence[Sample]) -> tuple[Sample, int]:
-        """Each prompt leaves room for one token at least; the sample with the longest, and its tokens.
+        """Check that each prompt leaves room for a new token. Return the sample with the longest prompt and its tokens.
 
-        A prompt that leaves less room than `generation.max_new_tokens` is no mistake: its answer may be shorter.
+        A prompt that leaves less room than `generation.max_new_tokens` is allowed: its answer may be shorter.
         """
 
         def tokens(some: Sequence[Sample]) -> list[int]:
@@ -56,70 +56,72 @@ class InputCheck:
         if self._positions is not None and length >= self._positions:
             raise DataError(
                 f"{split} sample {sample.id!r} has a prompt of {length} tokens, which leaves no room for an answer: "
-                f"{self._the_model_takes()}"
+                f"{self._positions_limit()}"
             )
         return sample, length
 
     def rollouts(self, samples: Sequence[Sample], *, scored: bool) -> None:
-        """Prompts with answers of `generation.max_new_tokens` fit into microbatches, of scoring too where `scored`."""
+        """Check that prompts with the longest answers fit into microbatches; `scored`: also into those for scoring."""
         sample, length = self.prompts("train", samples)
         most = length + self._config.generation.max_new_tokens
         most = most if self._positions is None else min(most, self._positions)
-        what = f"train sample {sample.id!r} has a prompt of {length} tokens; with an answer the row may have {most}"
+        what = (
+            f"train sample {sample.id!r} has a prompt of {length} tokens; with an answer the row may have up to {most}"
+        )
         self._fit_microbatches(what, most, scored=scored)
 
     def rows(self, split: Split, samples: Sequence[Sample], render: Render) -> None:
-        """Rows to learn from, as `render` makes them of samples, fit into the model and into microbatches.
+        """Check that the training rows that `render` makes from samples fit into the model and into microbatches.
 
-        And they have something to learn: a cut (`algorithm.max_tokens`) that leaves no token to train on in any of them
-        is a `DataError`. Where it does so in some, stderr tells in how many.
+        Truncation (`algorithm.max_tokens`) that leaves no token to train on in any row raises `DataError`; if it does
+        so in some rows, their number is printed on stderr.
         """
         _answered(split, samples, render)
-        learnt: list[bool] = []
+        trainable: list[bool] = []
 
         def tokens(some: Sequence[Sample]) -> list[int]:
             rendered = render(some)
-            learnt.extend(any(mask[1:]) for _, mask in rendered)  # nothing predicts the first token
+            trainable.extend(any(mask[1:]) for _, mask in rendered)  # nothing predicts the first token
             return [len(ids) for ids, _ in rendered]
 
         sample, length = _longest(split, samples, tokens)
         self._row(f"{split} sample {sample.id!r} has {length} tokens with its completion", length)
-        if not any(learnt) and len(samples) > len(learnt):  # the longest prompts: are they all like that?
+        if not any(trainable) and len(samples) > len(trainable):  # perhaps only the longest ones are like this
             tokens(_at_even_distances(samples))
-        self._tell_of_cuts(split, learnt.count(False), len(learnt))
+        self._report_untrainable(split, trainable.count(False), len(trainable))
 
-    def _tell_of_cuts(self, split: Split, nothing: int, rows: int) -> None:
-        """`nothing` of the `rows` that were looked at have nothing to learn."""
-        if not nothing:
+    def _report_untrainable(self, split: Split, untrainable: int, rows: int) -> None:
+        """Report that `untrainable` of `rows` checked rows have no token to train on; raise `DataError` if all."""
+        if not untrainable:
             return
         limit = getattr(self._config.algorithm, "max_tokens", None)
-        what = f"of {rows:,} {split} rows that were looked at, {nothing:,} have no token to train on"
-        why = "" if limit is None else f": algorithm.max_tokens={limit} cuts what there was"
-        if nothing == rows:
-            raise DataError(f"{what}{why}; raise it, shorten the prompts, or leave such samples out")
+        what = f"{untrainable:,} of {rows:,} checked {split} rows have no token to train on"
+        why = "" if limit is None else f", because algorithm.max_tokens={limit} cuts them off"
+        if untrainable == rows:
+            raise DataError(f"{what}{why}; raise it, shorten the prompts, or remove these samples")
         print(f"{what}{why}", file=sys.stderr, flush=True)
 
     def tokens(self, lengths: Sequence[int] | np.ndarray[Any, Any], where: str) -> None:
-        """Rows of token data of these lengths fit into the model and into microbatches; `where` names the data."""
+        """Check that rows of token data with these lengths fit into model and microbatches; `where` names the data."""
         longest = int(np.argmax(lengths))
         length = int(lengths[longest])
         self._row(f"{where}: row {longest} has {length} tokens", length)
 
     def fits(self, split: Split, lengths: Sequence[int], names: Sequence[str]) -> None:
-        """Rows of these lengths, of the samples of these names, fit into the model and into microbatches."""
+        """Check that rows of these lengths, of the samples `names`, fit into the model and into microbatches."""
         length = max(lengths)
         self._row(f"{split} sample {names[lengths.index(length)]!r} has {length} tokens with its completion", length)
 
     def _row(self, what: str, length: int) -> None:
         if self._positions is not None and length > self._positions:
-            raise DataError(f"{what}: {self._the_model_takes()}, or have rows cut (algorithm.max_tokens)")
+            raise DataError(f"{what}: {self._positions_limit()}, or truncate rows (algorithm.max_tokens)")
         self._fit_microbatches(what, length, scored=False)
 
-    def _the_model_takes(self) -> str:
+    def _positions_limit(self) -> str:
         name = self._config.policy.model_name
         return (
-            f"the model (policy.model_name={name}) takes {self._positions} tokens in all. Shorten such samples or "
-            "leave them out, or take a model with more positions"
+            f"the model (policy.model_name={name}) takes {self._positions} tokens in total. Shorten or remove such "
+            "samples, or choose a model with more positions"
         )
 
     def _fit_microbatches(self, what: str, tokens: int, *, scored: bool) -> None:
@@ -133,15 +135,15 @@ class InputCheck:
             if limit is not None and tokens > limit:
                 raise ConfigError(
                     f"{what}, but {key}={limit} is the most that a dynamic or packed microbatch may have: set it to at "
-                    f"least {tokens}, leave it out, or leave such samples out"
+                    f"least {tokens}, remove the key, or remove such samples"
                 )
 
 
 def worth_rendering(samples: Sequence[Sample]) -> Sequence[Sample]:
-    """All of `samples`, or of more than `RENDERED` the `LONGEST` ones by characters, longest first.
+    """Return all of `samples`, or of more than `RENDERED` only the `LONGEST` ones by characters, longest first.
 
-    Samples that are made when they are asked for are not all made for that: those that tell their `sizes` are chosen by
-    them, of others some are taken at even distances.
+    Samples that are created on access are not all created for this: the longest are chosen by their `sizes()`, or
+    evenly spaced ones if they have no such method.
     """
     if len(samples) <= RENDERED:
         return samples
@@ -162,10 +164,10 @@ def _at_even_distances(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def _answered(split: Split, samples: Sequence[Sample], render: Render) -> None:
-    """Each of many samples has an answer; `render` says of the first that has none what is wrong.
+    """Check that each of more than `RENDERED` samples has an answer; rendering the first without one raises the error.
 
-    Of up to `RENDERED` samples all are rendered anyhow. Those made when they are asked for are not made for this: their
-    `without_answer` tells, where there is one.
+    Fewer samples are all rendered anyway. Samples that are created on access are not created for this: their
+    `without_answer()` is used if they have it.
     """
     if len(samples) <= RENDERED:
         return
@@ -185,19 +187,19 @@ def _characters(sample: Sample) -> int:
 def _longest(
     split: Split, samples: Sequence[Sample], tokens: Callable[[Sequence[Sample]], list[int]]
 ) -> tuple[Sample, int]:
-    """The sample with the most tokens, and how many they are; `tokens` counts those of some samples."""
+    """The sample with the most tokens and their number; `tokens` counts those of a list of samples."""
     longest, most = None, -1
     chosen = worth_rendering(samples)
-    for start in range(0, len(chosen), TOGETHER):
-        some = list(chosen[start : start + TOGETHER])
+    for start in range(0, len(chosen), BATCH):
+        batch = list(chosen[start : start + BATCH])
         try:
-            lengths = tokens(some)
+            lengths = tokens(batch)
         except DataError:
-            lengths = [_tokens_of(split, sample, tokens) for sample in some]
+            lengths = [_tokens_of(split, sample, tokens) for sample in batch]
         if max(lengths) > most:
             most = max(lengths)
-            longest = some[lengths.index(most)]
-    assert longest is not None  # there are samples
+            longest = batch[lengths.index(most)]
+    assert longest is not None  # `samples` is not empty
     return longest, most
 
 

@@ -1,4 +1,4 @@
-"""The loop that algorithms share: steps, validation, timing, observers. An algorithm writes `train_step`."""
+"""The training loop of all algorithms: steps, validation, timing, observers. Algorithms implement `train_step`."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 
 class Timer:
-    """Seconds by phase of one step."""
+    """Measures the seconds of each phase of one step."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add the time inside to phase `name`."""
+        """Add the duration of the block to phase `name`."""
         started = time.perf_counter()
         try:
             yield
@@ -42,10 +42,10 @@ class Timer:
 
 
 class StepLoop(Algorithm):
-    """Runs `num_steps` steps with validation before, between and after.
+    """Runs `num_steps` steps, with validation before, during and after them.
 
-    The constructor checks what validation reads; an algorithm's own checks, with `inputs`, what it trains on, and makes
-    the `loader` of its training data.
+    The constructor checks the validation data. The constructor of an algorithm checks its training data with `inputs`,
+    and creates the `loader`.
     """
 
     loader: PromptLoader[Any]
@@ -68,37 +68,37 @@ class StepLoop(Algorithm):
             self.check_validation(parts.environment.samples("validation")[: validation.samples])
 
     def check_validation(self, samples: Sequence[Sample]) -> None:
-        """Find what `validate` would trip over in `samples`; by default it needs answers that can be judged."""
+        """Check that `validate` can use `samples`; by default the environment must score answers."""
         if not self.parts.environment.scores:
             raise DataError(
-                f"environment {self.parts.config.environment.name!r} cannot judge answers, so there is nothing to "
-                "validate by; set algorithm.validation={at_start: false, at_end: false}, or choose another environment"
+                f"environment {self.parts.config.environment.name!r} does not score answers, so it cannot be "
+                "validated; set algorithm.validation={at_start: false, at_end: false}, or choose another environment"
             )
         self.inputs.prompts("validation", samples)
 
     def validate(self, step: int) -> tuple[dict[str, float], list[SampleRecord]]:
-        """The metrics of held-out samples, and some of them to look at; by default greedy answers."""
+        """Return metrics over held-out samples (by default of greedy answers), and some samples to inspect."""
         return validate(self.parts, step)
 
     @abstractmethod
     def train_step(self, step: int, timer: Timer) -> tuple[dict[str, float], list[SampleRecord]]:
-        """One step, counted from 1: its metrics by the names that the field uses, and samples to keep.
+        """Run step `step` (counted from 1); return its metrics and the samples to keep.
 
-        It trains with `train`, so that the step can be recorded.
+        Implementations call `self.train`, so that the step can be recorded.
         """
 
     def train(self, step: int, data: BatchedDataDict[Any], loss: LossFunction) -> dict[str, Any]:
-        """`policy.train` within step `step`, which is recorded where the configuration says so."""
+        """Call `policy.train` in step `step`, and record the step if the configuration asks for it."""
         return self.recorder.train(step, data, loss)
 
     def should_stop(self, metrics: dict[str, float]) -> bool:
-        """Whether the run is done before `num_steps`."""
+        """Whether to end the run before `num_steps`."""
         return False
 
     def run(self) -> RunResult:
-        """See `Algorithm.run`. Of a run that goes on, `history` has the steps from there on."""
+        """See `Algorithm.run`. The `history` of a resumed run begins at its checkpoint."""
         history: list[dict[str, float]] = []
-        with self.checkpoints.listening(), self.profiling.telling(), self.checkpoints.finishing():
+        with self.checkpoints.handling_signals(), self.profiling.reporting(), self.checkpoints.finishing():
             last = self._begin(history)
             for step in range(int(last["step"]) + 1, self.config.num_steps + 1):
                 metrics = self._whole_step(step, history)
@@ -109,13 +109,13 @@ class StepLoop(Algorithm):
         return RunResult(metrics=last, history=history)
 
     def _begin(self, history: list[dict[str, float]]) -> dict[str, float]:
-        """The last metrics so far, `step` among them: of the checkpoint that the run goes on from, or of step 0."""
+        """Restore the checkpoint, or validate as step 0. Return the latest metrics, including `step`."""
         restored = self.checkpoints.restore()
         if restored is not None:
             self.load_state_dict(restored["state"])
             return {**restored["metrics"], "step": float(restored["step"])}
         if self.config.validation.at_start:
-            self._tell(0, *self._timed_validation(0), history)
+            self._report(0, *self._timed_validation(0), history)
         return {"step": 0.0, **(history[-1] if history else {})}
 
     def _whole_step(self, step: int, history: list[dict[str, float]]) -> dict[str, float]:
@@ -124,22 +124,22 @@ class StepLoop(Algorithm):
             validation, validation_samples = self._timed_validation(step)
             metrics |= validation
             samples = [*samples, *validation_samples]
-        self._tell(step, metrics, samples, history)
+        self._report(step, metrics, samples, history)
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """What is the algorithm's own of a checkpoint, as numbers and words: where it stands in the data."""
+        """The algorithm's own state for a checkpoint, as JSON values: the position in the data."""
         return {"loader": self.loader.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave."""
+        """Restore what `state_dict` returned."""
         self.loader.load_state_dict(state["loader"])
 
     def _timed_validation(self, step: int) -> tuple[dict[str, float], list[SampleRecord]]:
         timer = Timer()
         with timer.phase("validation"):
             metrics, samples = self.validate(step)
-        if refit := self.parts.generation.pop_metrics():  # its time is in that of the validation, not of a step
+        if refit := self.parts.generation.pop_metrics():  # the time of this refit is part of the validation
             metrics |= {"validation/refit_seconds": refit["time/refit"]}
         return metrics | {"time/validation": timer.seconds["validation"]}, samples
 
@@ -167,7 +167,7 @@ class StepLoop(Algorithm):
         last = step == self.config.num_steps and validation.at_end
         return last or (validation.every > 0 and step % validation.every == 0)
 
-    def _tell(
+    def _report(
         self, step: int, metrics: dict[str, float], samples: list[SampleRecord], history: list[dict[str, float]]
     ) -> None:
         history.append({"step": float(step), **metrics})

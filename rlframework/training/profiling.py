@@ -1,8 +1,8 @@
-"""The steps of a run that are profiled, as the section `profiler` says: one trace a step and worker.
+"""Profile the steps of a run that the section `profiler` selects, with one trace per step and worker.
 
-    traces/step-000003/rank-0.json.gz     what the torch profiler saw of rank 0 in step 3, gzipped JSON
+    traces/step-000003/rank-0.json.gz     the torch profiler's trace of rank 0 in step 3, gzipped JSON
 
-Validation and checkpoints after a step are not in its trace.
+The trace excludes validation and checkpoints after the step.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from rlframework.algorithm import Parts
 
 FOLDER = "traces"
-"""Where traces lie in the folder of a run."""
+"""Folder of the traces in a run's folder."""
 
 
 class Profiling:
-    """Profiles the chosen steps of the policy of `parts`."""
+    """Profiles the policy of `parts` in the selected steps."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
@@ -30,7 +30,7 @@ class Profiling:
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Around step `step`. A step that fails leaves no trace; the workers may not be there any more."""
+        """Profile the block as step `step`. A step that fails leaves no trace, as its workers may be gone."""
         if step not in self._wanted:
             yield
             return
@@ -41,7 +41,7 @@ class Profiling:
         try:
             yield
         except BaseException:
-            with suppress(Exception):  # the step's own error is the one to see
+            with suppress(Exception):  # raise the step's own error
                 policy.stop_profiling(None)
             raise
         folder = self._parts.config.output_dir.absolute() / FOLDER / f"step-{step:06d}"
@@ -49,12 +49,12 @@ class Profiling:
         self._wanted.discard(step)
 
     @contextmanager
-    def telling(self) -> Iterator[None]:
-        """Around all steps: say at the end, on stderr, where the traces are and how they are opened."""
+    def reporting(self) -> Iterator[None]:
+        """On exit, print on stderr where the traces are and how to open them."""
         try:
             yield
         finally:
             if self._written:
                 lines = "\n".join(f"  {path}" for path in self._written)
-                how = "drop one into https://ui.perfetto.dev (it stays in the browser) or chrome://tracing"
-                print(f"traces of profiled steps; {how}:\n{lines}", file=sys.stderr, flush=True)
+                how = "open them in https://ui.perfetto.dev (they stay in the browser) or chrome://tracing"
+                print(f"traces of the profiled steps; {how}:\n{lines}", file=sys.stderr, flush=True)

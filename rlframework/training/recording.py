@@ -1,14 +1,14 @@
-"""Recording a training step: what `policy.train` was given, what it saw, and the weights before it.
+"""Record training steps: the input and result of `policy.train`, and the weights before it.
 
-`rlframework parity --replay` computes the step again on any backend (`conformance.parity.recorded` reads what is
-written here). Left out: the moments of the optimizer, and calls of `policy.train` within a step after the first.
+`rlframework parity --replay` repeats a recorded step on any backend (`conformance.parity.recorded_step` reads the
+files). Not recorded: the moments of the optimizer, and calls of `policy.train` after the first one of a step.
 
     recorded/step-000003/
-        step.json            what kind of step it was, its result, versions, and the sizes of the other files
+        step.json            configuration, loss, result, versions, and sizes of the other files
         model/               the weights before the step, as `save_pretrained` writes them
         batch.safetensors    the tensors of the batch
         batch.json           its lists
-        logprobs.safetensors the run's own log-probabilities of the batch, before the step
+        logprobs.safetensors the run's log-probabilities of the batch before the step
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ if TYPE_CHECKING:
     from rlframework.interfaces.loss import LossFunction
 
 FORMAT = 1
-"""Version of what is written."""
+"""Version of the file format."""
 
 FOLDER = "recorded"
-"""Where recorded steps lie in the folder of a run."""
+"""Folder of the recorded steps in a run's folder."""
 
 
 def folder_of(step: int) -> str:
-    """The name of the folder of a step in `FOLDER`."""
+    """The name of a step's folder in `FOLDER`."""
     return f"step-{step:06d}"
 
 
 class Recorder:
-    """Trains the policy of `parts`, and records the steps that its configuration asks for.
+    """Trains the policy of `parts`, and records the steps that the section `recording` selects.
 
-    Recording changes no number of the run. A step that fails is recorded too, with its error.
+    Recording does not change the run's numbers. A step that fails is recorded with its error.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -60,24 +60,24 @@ class Recorder:
         self._recorded: set[int] = set()
 
     def wants(self, step: int) -> bool:
-        """Whether the configuration asks for `step`."""
+        """Whether the configuration selects `step`."""
         every = self._config.every
         return step in self._config.steps or (every > 0 and step % every == 0)
 
     def train(self, step: int, data: BatchedDataDict[Any], loss: LossFunction) -> dict[str, Any]:
-        """`policy.train`; the first call within a step that is asked for is recorded."""
+        """Call `policy.train`; record the first call of a selected step."""
         if not self.wants(step) or step in self._recorded:
             return self._parts.policy.train(data, loss)
         self._recorded.add(step)
         return self._record(step, data, loss)
 
     def require(self, step: int) -> None:
-        """Say so on stderr where `step` was to be recorded, and its algorithm trained without `train`."""
+        """Warn on stderr if `step` is selected but the algorithm never called `train` in it."""
         if self.wants(step) and step not in self._recorded:
             name = self._parts.config.algorithm.name
             print(
-                f"step {step} is not recorded: in it the algorithm {name!r} made no call of StepLoop.train, which is "
-                "what `recording` records",
+                f"step {step} is not recorded: the algorithm {name!r} did not call StepLoop.train in it, and only "
+                "these calls are recorded",
                 file=sys.stderr,
                 flush=True,
             )
@@ -94,7 +94,7 @@ class Recorder:
             policy.prepare_for_training()
             try:
                 result = policy.train(data, loss)
-            except Exception as error:  # noqa: BLE001 - raised below: the step that fails is the one to look at
+            except Exception as error:  # noqa: BLE001 - raised below, after the failing step has been recorded
                 failure = error
             description = self._description(step, loss, missing, result, failure)
             write_atomically(folder / "step.json", json.dumps(description | {"files": _sizes(folder)}, indent=1))
@@ -130,37 +130,37 @@ class Recorder:
 
 
 def describe_loss(loss: LossFunction) -> dict[str, Any]:
-    """How `loss` is made again, `{"target", "config"}`, or why it cannot be: `{"not_replayable": reason}`.
+    """Describe how to recreate `loss` (`{"target", "config", "model"}`), or why not (`{"not_replayable": reason}`).
 
-    It can where its class, found under its own name (see `is_loss_class`), takes nothing and holds nothing, or takes a
-    pydantic model as its only argument and holds it as `config`.
+    A loss can be recreated if its class can be imported by name (see `is_loss_class`) and either has no arguments and
+    no state, or takes a pydantic model as its only argument and stores it as `config`.
     """
     kind = type(loss)
     target = f"{kind.__module__}:{kind.__qualname__}"
     try:
         if load_target(target) is not kind:
-            raise TypeError("another class is there")
-    except Exception as error:  # noqa: BLE001 - whatever it is, it is the reason
+            raise TypeError("the name refers to another class")
+    except Exception as error:  # noqa: BLE001 - any error is the reason
         return {"not_replayable": f"{target} cannot be imported ({error})"}
     if not is_loss_class(kind):
-        return {"not_replayable": f"{target} has no input_type as a class: it is told for a loss by that"}
+        return {"not_replayable": f"{target} is not a loss class: it needs input_type as a class attribute"}
     config = getattr(loss, "config", None)
     try:
         again = kind(config) if isinstance(config, BaseModel) else kind()
-    except Exception as error:  # noqa: BLE001 - as above
-        return {"not_replayable": f"{target} is not made of nothing or of a pydantic model `config` ({error})"}
+    except Exception as error:  # noqa: BLE001 - any error is the reason
+        return {"not_replayable": f"{target} takes other arguments than a pydantic model `config` ({error})"}
     if not isinstance(config, BaseModel):
         config = None
     if vars(again) != vars(loss):
-        return {"not_replayable": f"{target} holds more than what it is made of"}
+        return {"not_replayable": f"{target} has state besides its `config`"}
     model = None if config is None else f"{type(config).__module__}:{type(config).__qualname__}"
     return {"target": target, "config": None if config is None else config.model_dump(mode="json"), "model": model}
 
 
 def is_loss_class(kind: Any) -> bool:
-    """Whether `kind` is a class of losses: its instances can be called, and itself it says what they read.
+    """Whether `kind` is a loss class: its instances are callable, and it has `input_type` as a class attribute.
 
-    `loss_type` may depend on the settings, and then only instances have it.
+    `loss_type` may depend on the settings, so only instances need it.
     """
     if not isinstance(kind, type) or not any("__call__" in vars(base) for base in kind.__mro__):
         return False
@@ -168,7 +168,7 @@ def is_loss_class(kind: Any) -> bool:
 
 
 def _write_batch(folder: Path, data: BatchedDataDict[Any]) -> dict[str, str]:
-    """Write what can be written; keys that cannot be, and why."""
+    """Write the tensors and plain lists of the batch. Return the keys not written, each with the reason."""
     tensors: dict[str, torch.Tensor] = {}
     lists: dict[str, Any] = {}
     missing: dict[str, str] = {}
@@ -199,7 +199,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _plain_result(result: Mapping[str, Any]) -> dict[str, Any]:
-    """What `policy.train` returned, as JSON's types; numbers that are not finite as text."""
+    """The result of `policy.train` as JSON values; non-finite numbers as text."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -214,7 +214,7 @@ def _plain_result(result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sizes(folder: Path) -> dict[str, dict[str, Any]]:
-    """The bytes of each file under `folder`, and of those beside the model their SHA-256."""
+    """The size in bytes of each file in `folder`, with the SHA-256 of those outside the model."""
     found: dict[str, dict[str, Any]] = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         found[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size}

@@ -1,8 +1,8 @@
-"""Where weights lie in a buffer of bytes, and how they go in and come out with a checksum each.
+"""The layout of weights in a byte buffer, and copying them in and out with a checksum for each.
 
-The checksum is taken piece by piece, while a piece is in the processor's cache, so that it costs little beside the
-copy. On a CPU it is XXH3 of 64 bits. On a GPU it is the sum of 64-bit words times factors that depend on the place.
-Both find bytes that changed, moved, or came in another order.
+The checksum is computed block by block while the block is in the processor's cache, so it adds little to the cost of
+the copy. On a CPU it is 64-bit XXH3; on a GPU, the sum of 64-bit words multiplied by position-dependent factors. Both
+detect bytes that changed, moved or were reordered.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ import xxhash
 from torch import Tensor
 
 ALIGNMENT = 512
-"""Bytes: each weight begins at a multiple of this, which suits every dtype, vector unit and DMA engine."""
+"""Each weight begins at a multiple of this many bytes, which suits every dtype, vector unit and DMA engine."""
 
-_PIECE = 256 << 10
-"""Bytes that are copied and then read again for the checksum: a part of one core's own cache."""
+_BLOCK = 256 << 10
+"""Bytes to copy before reading them again for the checksum; fits in one core's private cache."""
 
-_WORDS = 4 << 20
-"""Words of a GPU's checksum at a time."""
+_WORDS_PER_CHUNK = 4 << 20
+"""64-bit words per chunk of a GPU checksum."""
 
-Info = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-"""Shape and dtype of each weight, by name, as they are sent."""
+WeightInfo = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+"""Name to shape and dtype of each weight as transferred."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """A weight in a buffer: `size` bytes from `offset` on."""
+    """The place of a weight in a buffer: `size` bytes starting at `offset`."""
 
     name: str
     shape: tuple[int, ...]
@@ -39,22 +39,22 @@ class Slot:
     size: int
 
     def of(self, raw: Tensor) -> Tensor:
-        """Its bytes in the buffer `raw`, uint8 of one dimension."""
+        """Return the weight's bytes in the buffer `raw`, 1-D uint8."""
         return raw[self.offset : self.offset + self.size]
 
 
 def bytes_of(shape: Sequence[int], dtype: torch.dtype) -> int:
-    """Bytes of a tensor."""
+    """Return the size in bytes of a tensor of `shape` and `dtype`."""
     return math.prod(shape) * dtype.itemsize
 
 
 def aligned(size: int) -> int:
-    """`size` bytes with what is left empty behind them."""
+    """Round `size` up to a multiple of `ALIGNMENT`."""
     return size + -size % ALIGNMENT
 
 
 def group_names(sizes: Iterable[tuple[str, int]], budget: float) -> list[list[str]]:
-    """Consecutive names in groups of at most `budget` bytes, as many as fit; what is larger than that goes alone."""
+    """Group consecutive names into groups of at most `budget` bytes; a larger weight forms its own group."""
     groups: list[list[str]] = []
     used = 0
     for name, size in sizes:
@@ -66,8 +66,8 @@ def group_names(sizes: Iterable[tuple[str, int]], budget: float) -> list[list[st
     return groups
 
 
-def place(names: Iterable[str], info: Info) -> list[Slot]:
-    """A slot for each of `names`, one behind the other."""
+def assign_slots(names: Iterable[str], info: WeightInfo) -> list[Slot]:
+    """Assign consecutive slots to `names`."""
     slots, offset = [], 0
     for name in names:
         shape, dtype = info[name]
@@ -77,23 +77,22 @@ def place(names: Iterable[str], info: Info) -> list[Slot]:
     return slots
 
 
-def room_for(slots: Sequence[Slot]) -> int:
-    """Bytes of a buffer that holds `slots`; at least one, so that there is a buffer."""
+def buffer_size(slots: Sequence[Slot]) -> int:
+    """Return the bytes that a buffer for `slots` needs; at least 1, because buffers cannot be empty."""
     return max(1, slots[-1].offset + aligned(slots[-1].size) if slots else 1)
 
 
-def layout_checksum(info: Info) -> int:
-    """Of names, shapes and dtypes in their order: two sides with the same one mean the same bytes."""
+def layout_checksum(info: WeightInfo) -> int:
+    """Hash names, shapes and dtypes in order: sides whose checksums agree use the same byte layout."""
     text = "\n".join(f"{name} {tuple(shape)} {dtype}" for name, (shape, dtype) in info.items())
     return xxhash.xxh3_64_intdigest(text.encode())
 
 
 @torch.no_grad()
-def put(raw: Tensor, weight: Tensor, dtype: torch.dtype) -> int:
-    """Write `weight` as `dtype` into the bytes `raw`; the checksum of `weight` as `dtype`.
+def write_weight(raw: Tensor, weight: Tensor, dtype: torch.dtype) -> int:
+    """Write `weight`, cast to `dtype`, into the bytes `raw`; return the checksum of the cast weight.
 
-    Of the weight itself, where nothing has to be rounded on the CPU: whether it lies in `raw` as it is, is for whoever
-    reads it there to find out.
+    On the CPU without a cast, the checksum is of the source and not of what was written: the reader verifies that.
     """
     flat = weight.detach().reshape(-1)
     if raw.is_cpu and flat.is_cpu and flat.dtype == dtype:
@@ -101,17 +100,17 @@ def put(raw: Tensor, weight: Tensor, dtype: torch.dtype) -> int:
     if not raw.is_cpu:
         raw.view(dtype).copy_(flat)
         return checksum(raw)
-    target, step, digest = raw.view(dtype), _PIECE // dtype.itemsize, xxhash.xxh3_64()
+    target, step, digest = raw.view(dtype), _BLOCK // dtype.itemsize, xxhash.xxh3_64()
     for start in range(0, flat.numel(), step):
-        piece = target[start : start + step]
-        piece.copy_(flat[start : start + step])
-        digest.update(piece.view(torch.uint8).numpy().data)
+        block = target[start : start + step]
+        block.copy_(flat[start : start + step])
+        digest.update(block.view(torch.uint8).numpy().data)
     return digest.intdigest()
 
 
 @torch.no_grad()
-def take(raw: Tensor, target: Tensor) -> int:
-    """Copy the bytes `raw` into the contiguous tensor `target`, unless they lie there; the checksum of what arrived."""
+def read_weight(raw: Tensor, target: Tensor) -> int:
+    """Copy the bytes `raw` into the contiguous `target`, unless they are the same memory; return its checksum."""
     flat = target.detach().view(-1).view(torch.uint8)
     if raw.data_ptr() == flat.data_ptr():
         return checksum(flat)
@@ -122,28 +121,28 @@ def take(raw: Tensor, target: Tensor) -> int:
 
 
 def copy_bytes(target: Tensor, source: Tensor, of_source: bool = False) -> int:
-    """Copy uint8 to uint8 on the CPU; the checksum of `target` afterwards, or of `source`."""
+    """Copy uint8 to uint8 on the CPU; return the checksum of `target` after the copy, or of `source`."""
     left, right, digest = target.numpy(), source.numpy(), xxhash.xxh3_64()
-    for start in range(0, len(right), _PIECE):
-        there, here = left[start : start + _PIECE], right[start : start + _PIECE]
-        there[:] = here
-        digest.update(here.data if of_source else there.data)
+    for start in range(0, len(right), _BLOCK):
+        written, read = left[start : start + _BLOCK], right[start : start + _BLOCK]
+        written[:] = read
+        digest.update(read.data if of_source else written.data)
     return digest.intdigest()
 
 
 def checksum(raw: Tensor) -> int:
-    """Of the bytes `raw` where they are, as `put` and `take` give it on that kind of device."""
+    """Return the checksum of the bytes `raw`, as `write_weight` and `read_weight` compute it on that device type."""
     return xxhash.xxh3_64_intdigest(raw.numpy().data) if raw.is_cpu else words_checksum(raw)
 
 
 def words_checksum(raw: Tensor) -> int:
-    """The checksum of a GPU; on any device. The factor of a word is odd and a mixture of all bits of its place."""
+    """Compute the GPU checksum, on any device. Each word's factor is odd and mixes all bits of the word's position."""
     words = torch.nn.functional.pad(raw, (0, -raw.numel() % 8)).view(torch.int64)
     total = raw.numel()
-    for start in range(0, words.numel(), _WORDS):
-        part = words[start : start + _WORDS]
-        places = torch.arange(start + 1, start + 1 + part.numel(), device=raw.device, dtype=torch.int64)
-        factors = places * -7046029254386353131  # 2^64 / golden ratio, as a signed number
+    for start in range(0, words.numel(), _WORDS_PER_CHUNK):
+        chunk = words[start : start + _WORDS_PER_CHUNK]
+        positions = torch.arange(start + 1, start + 1 + chunk.numel(), device=raw.device, dtype=torch.int64)
+        factors = positions * -7046029254386353131  # 2^64 / golden ratio, as a signed number
         factors = (factors ^ (factors >> 29)) * -4658895280553007687 | 1
-        total += int((part * factors).sum())
+        total += int((chunk * factors).sum())
     return total % 2**64

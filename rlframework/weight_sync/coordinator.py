@@ -1,7 +1,7 @@
-"""The driver's side of a refit: `Refitter` moves the trainer's weights to the generation engines, by either transport.
+"""The driver's side of a refit: `Refitter` transfers the trainer's weights to the engines, by either transport.
 
-The driver asks for one group of weights after the other (IPC), or has both sides begin and waits (collective). Nothing
-of the weights passes through it.
+The driver requests one group of weights at a time (IPC), or starts both sides and waits (collective). No weights pass
+through the driver.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from rlframework.errors import ConfigError, DeadlineExceeded, RefitError, RLFrameworkError
-from rlframework.weight_sync.buffers import group_names
+from rlframework.weight_sync.buffers import bytes_of, group_names
+from rlframework.weight_sync.ipc import GPU as _GPU
 from rlframework.weight_sync.memory_budget import BUFFERS, CPU_GROUP, GPU_GROUP, OFFERED_GROUP
 from rlframework.workers.inline import InlineWorkerGroup
 
@@ -23,15 +25,18 @@ if TYPE_CHECKING:
     from rlframework.interfaces.worker_group import MultiWorkerFuture, WorkerGroup
 
 _AHEAD = 1
-"""Groups that the trainer is asked for while it writes another, so that it does not wait for the driver."""
+"""Groups requested from the trainer while it writes another, so it does not wait for the driver."""
 
 _GRACE = 10.0
-"""Seconds that workers have to answer after the deadline that they keep themselves."""
+"""Seconds for workers to answer after the deadline that they enforce themselves."""
+
+_UNKNOWN_DEVICE = ""
+"""The device reported by an engine that does not derive from `ReceivesWeights`."""
 
 
 @dataclass(frozen=True)
 class RefitReport:
-    """What a refit did: bytes of all weights as they were sent (once), and seconds."""
+    """The result of a refit: the transferred weights' total size in bytes, counted once, and the time in seconds."""
 
     transport: str
     size: int
@@ -45,7 +50,7 @@ class Refitter:
     def __init__(
         self, trainer: WorkerGroup, generation: WorkerGroup, config: RefitConfig, transport: str | None = None
     ) -> None:
-        """Nothing is sent before the first call. `transport`: in place of `config.transport`."""
+        """Send nothing yet. `transport` overrides `config.transport`."""
         self._trainer, self._generation, self._config = trainer, generation, config
         self._transport = transport or config.transport
         self._info: Mapping[str, Any] | None = None
@@ -53,116 +58,128 @@ class Refitter:
 
     @property
     def transport(self) -> str:
-        """`ipc` or `collective`; `auto` is decided when it is first asked for."""
+        """`ipc` or `collective`; `auto` is resolved at first use."""
         if self._transport == "auto":
-            there = {state["device"] for state in self._all(self._trainer, "get_refit_state")}
-            wanted = {state["device"] for state in self._all(self._generation, "get_refit_state")}
-            self._transport = "ipc" if wanted <= there else "collective"
+            trainer, engines = self._devices
+            self._transport = "ipc" if engines <= trainer else "collective"
         return self._transport
 
+    @cached_property
+    def shares_gpu(self) -> bool:
+        """Whether an engine runs on a GPU of the trainer, or may, because its device is unknown."""
+        trainer, engines = self._devices
+        return any(device.startswith(_GPU) for device in trainer & engines) or (
+            _UNKNOWN_DEVICE in engines and any(device.startswith(_GPU) for device in trainer)
+        )
+
+    @cached_property
+    def _devices(self) -> tuple[set[str], set[str]]:
+        """The devices of the trainer's workers and of the engines, as `ipc.device_id` names them."""
+        trainer = {state["device"] for state in self._call_all(self._trainer, "get_refit_state")}
+        return trainer, {state["device"] for state in self._call_all(self._generation, "get_refit_state")}
+
     def is_stale(self) -> bool:
-        """Whether the trainer has other weights than those that the engines were given last."""
-        return self._version is None or self._state()["version"] != self._version
+        """Return True if the trainer's weights are newer than those last sent to the engines."""
+        return self._version is None or self._trainer_state()["version"] != self._version
 
     def refit(self, transport: str | None = None, buffer_bytes: float | None = None) -> RefitReport:
-        """Bring the trainer's weights to the engines.
+        """Transfer the trainer's weights to all engines.
 
-        A `RefitError` where they did not arrive as they are, a `WorkerLost` where an engine is gone, a
-        `DeadlineExceeded` where one takes too long. The trainer is as it was in all three cases; engines that are left
-        refuse to generate until the next refit.
+        Raises `RefitError` if weights are corrupted or missing, `WorkerLost` if an engine is gone and
+        `DeadlineExceeded` if one takes too long. None of these affects the trainer; the remaining engines refuse to
+        generate until the next refit.
         """
-        begun = time.perf_counter()
-        self._version, version = None, self._state()["version"]
-        info = self._one(self._trainer, "prepare_info_for_collective")
+        start = time.perf_counter()
+        self._version, version = None, self._trainer_state()["version"]
+        info = self._call_first(self._trainer, "prepare_info_for_collective")
         if info != self._info:
-            self._all(self._generation, "prepare_refit_info", state_dict_info=info)
+            self._call_all(self._generation, "prepare_refit_info", state_dict_info=info)
             self._info = info
         chosen = transport or self.transport
         size, groups = self._by_ipc(buffer_bytes) if chosen == "ipc" else self._by_collective()
-        self._all(self._generation, "require_weights")
+        self._call_all(self._generation, "require_weights")
         self._version = version
-        return RefitReport(chosen, size, time.perf_counter() - begun, groups)
+        return RefitReport(chosen, size, time.perf_counter() - start, groups)
 
     # -- IPC ----------------------------------------------------------------------------------------------------------
 
     def _by_ipc(self, buffer_bytes: float | None) -> tuple[int, int]:
-        """Straight into the memory of one engine on each machine, which others copy from, where there is such memory.
+        """Write into the memory that one engine per machine offers, if any; the other engines copy from it.
 
-        As many groups as there are buffers are on their way: the trainer writes one and knows the next, while the
-        engines read.
+        Up to `BUFFERS` groups are in flight: the trainer writes one, with the next already requested, while the engines
+        read another.
         """
-        rooms: dict[str, Any] = {}
-        for offered in reversed(self._all(self._generation, "offer_refit_memory")):
-            rooms |= offered
-        prepared = self._all(self._trainer, "prepare_weights_for_ipc", **({"rooms": rooms} if rooms else {}))
+        buffers: dict[str, Any] = {}
+        for offered in reversed(self._call_all(self._generation, "offer_refit_memory")):
+            buffers |= offered
+        destination = {"receive_buffers": buffers} if buffers else {}
+        prepared = self._call_all(self._trainer, "prepare_weights_for_ipc", **destination)
         sizes = prepared[0][0]
-        wanted = self._budget(OFFERED_GROUP if rooms else CPU_GROUP) if buffer_bytes is None else buffer_bytes
+        wanted = self._group_budget(OFFERED_GROUP if buffers else CPU_GROUP) if buffer_bytes is None else buffer_bytes
         budget = min([free for _, free in prepared] + [wanted])
         groups = group_names(sizes, budget)
-        asked: deque[MultiWorkerFuture] = deque()
+        requested: deque[MultiWorkerFuture] = deque()
         reading: deque[MultiWorkerFuture] = deque()
         for number, names in enumerate(groups, 1):
-            while len(asked) + len(reading) >= BUFFERS:  # this group is written over the one that is waited for
-                self._read(reading.popleft())
-            asked.append(self._begin(self._trainer, "get_weights_ipc_handles", keys=names))
-            while len(asked) > (_AHEAD if number < len(groups) else 0):
-                handles = self._written(asked.popleft())
-                reading.append(self._begin(self._generation, "update_weights_from_ipc_handles", ipc_handles=handles))
+            while len(requested) + len(reading) >= BUFFERS:  # this group overwrites the one being waited for
+                self._wait_until_read(reading.popleft())
+            requested.append(self._start(self._trainer, "get_weights_ipc_handles", keys=names))
+            while len(requested) > (_AHEAD if number < len(groups) else 0):
+                handles = self._wait_for_handles(requested.popleft())
+                reading.append(self._start(self._generation, "update_weights_from_ipc_handles", ipc_handles=handles))
         while reading:
-            self._read(reading.popleft())
+            self._wait_until_read(reading.popleft())
         return sum(size for _, size in sizes), len(groups)
 
-    def _written(self, future: MultiWorkerFuture) -> dict[str, Any]:
-        """Wait until the trainer has written a group; its handles on each device."""
+    def _wait_for_handles(self, future: MultiWorkerFuture) -> dict[str, Any]:
+        """Wait until the trainer has written a group; return its handles by device."""
         handles: dict[str, Any] = {}
-        for one in self._results(self._trainer, future):
-            handles |= one
+        for of_rank in self._results(self._trainer, future):
+            handles |= of_rank
         return handles
 
-    def _budget(self, on_cpu: float = CPU_GROUP) -> float:
-        """As the configuration says, or what suits the device that the transport reaches."""
+    def _group_budget(self, on_cpu: float = CPU_GROUP) -> float:
+        """Return the bytes per group: as configured, or a default for the trainer's device."""
         if self._config.buffer_mb is not None:
             return self._config.buffer_mb * 2**20
-        return GPU_GROUP if str(self._state()["device"]).startswith("GPU") else on_cpu
+        return GPU_GROUP if str(self._trainer_state()["device"]).startswith(_GPU) else on_cpu
 
-    def _read(self, future: MultiWorkerFuture) -> None:
+    def _wait_until_read(self, future: MultiWorkerFuture) -> None:
         """Wait until the engines have read a group."""
         if not all(self._results(self._generation, future)):
-            raise RefitError("a generation engine did not take the weights that it was given")
+            raise RefitError("a generation engine did not load the weights that it was sent")
 
     # -- collective ---------------------------------------------------------------------------------------------------
 
     def _by_collective(self) -> tuple[int, int]:
-        states = [self._state(), *self._all(self._generation, "get_refit_state")]
+        states = [self._trainer_state(), *self._call_all(self._generation, "get_refit_state")]
         if not all(state["joined"] for state in states):
-            self._join()
-        self._together("broadcast_weights_for_collective", {}, "update_weights_from_collective", {})
+            self._join_process_group()
+        self._run_both("broadcast_weights_for_collective", "update_weights_from_collective", {})
         assert self._info is not None
-        from rlframework.weight_sync.buffers import bytes_of
-
         sizes = [(name, bytes_of(*spec)) for name, spec in self._info.items()]
-        return sum(size for _, size in sizes), len(group_names(sizes, self._budget()))
+        return sum(size for _, size in sizes), len(group_names(sizes, self._group_budget()))
 
-    def _join(self) -> None:
+    def _join_process_group(self) -> None:
         if isinstance(self._trainer, InlineWorkerGroup) and isinstance(self._generation, InlineWorkerGroup):
             raise ConfigError(
                 "generation.refit.transport=collective needs the trainer and the engines in different processes: set "
                 "worker_group.name or generation.workers.group to processes or ray"
             )
-        address, port = self._one(self._trainer, "reserve_refit_address")
-        meeting = {"ip": address, "port": port, "world_size": 1 + self._generation.sharding.size}
-        self._together("init_collective", meeting, "init_collective", meeting)
+        address, port = self._call_first(self._trainer, "reserve_refit_address")
+        arguments = {"ip": address, "port": port, "world_size": 1 + self._generation.sharding.size}
+        self._run_both("init_collective", "init_collective", arguments)
 
-    def _together(self, sends: str, sent: Mapping[str, Any], receives: str, received: Mapping[str, Any]) -> None:
-        """Have both sides begin before either is waited for; whoever is in this process begins last."""
-        sides = [(self._generation, receives, received), (self._trainer, sends, sent)]
+    def _run_both(self, trainer_method: str, engine_method: str, arguments: Mapping[str, Any]) -> None:
+        """Start a call on both sides, the one in this process last if there is one, and wait for both."""
+        sides = [(self._generation, engine_method), (self._trainer, trainer_method)]
         if isinstance(self._generation, InlineWorkerGroup):
             sides.reverse()
-        futures = {id(group): self._begin(group, method, **arguments) for group, method, arguments in sides}
+        futures = {id(group): self._start(group, method, **arguments) for group, method in sides}
         failed: RLFrameworkError | None = None
         try:
             self._results(self._trainer, futures[id(self._trainer)])
-        except RefitError as error:  # what the engines say is nearer to the cause
+        except RefitError as error:  # the engines' errors are closer to the cause
             failed = error
         except RLFrameworkError:
             with suppress(RLFrameworkError):
@@ -177,22 +194,22 @@ class Refitter:
 
     # -- calls --------------------------------------------------------------------------------------------------------
 
-    def _state(self) -> dict[str, Any]:
-        state: dict[str, Any] = self._one(self._trainer, "get_refit_state")
+    def _trainer_state(self) -> dict[str, Any]:
+        state: dict[str, Any] = self._call_first(self._trainer, "get_refit_state")
         return state
 
-    def _begin(self, group: WorkerGroup, method: str, **arguments: Any) -> MultiWorkerFuture:
+    def _start(self, group: WorkerGroup, method: str, **arguments: Any) -> MultiWorkerFuture:
         return group.run_all_workers_single_data("attempt", method=method, arguments=arguments)
 
-    def _all(self, group: WorkerGroup, method: str, **arguments: Any) -> list[Any]:
-        return self._results(group, self._begin(group, method, **arguments))
+    def _call_all(self, group: WorkerGroup, method: str, **arguments: Any) -> list[Any]:
+        return self._results(group, self._start(group, method, **arguments))
 
-    def _one(self, group: WorkerGroup, method: str) -> Any:
+    def _call_first(self, group: WorkerGroup, method: str) -> Any:
         future = group.run_single_worker_single_data("attempt", 0, method=method, arguments={})
         return self._results(group, future)[0]
 
     def _results(self, group: WorkerGroup, future: MultiWorkerFuture, deadline: float | None = None) -> list[Any]:
-        """Of the engines within `deadline` seconds, by default that of the refit; of the trainer within its own."""
+        """Wait for the engines up to `deadline` seconds, by default the refit's; for the trainer, its own deadline."""
         if group is self._generation and deadline is None:
             deadline = self._config.deadline
         future.deadline = deadline
@@ -202,9 +219,9 @@ class Refitter:
             if deadline is None:
                 raise
             raise DeadlineExceeded(
-                f"a generation engine did not take the weights of a refit within {deadline:g} s "
+                f"a generation engine did not finish its part of a refit within {deadline:g} s "
                 f"(generation.refit.deadline is {self._config.deadline:g}): {error}"
             ) from error
-        if told := [text for _, text in answers if text]:
-            raise RefitError("; ".join(told))
+        if errors := [error for _, error in answers if error]:
+            raise RefitError("; ".join(errors))
         return [result for result, _ in answers]

@@ -1,40 +1,39 @@
-"""How much memory a refit may take, and how much of it a group of weights does."""
+"""The memory that a refit and each group of weights in it may use."""
 
 from __future__ import annotations
 
 import torch
 
-_SHARE = 0.8
-"""Of the memory that is free."""
+_USABLE = 0.8
+"""Fraction of the free memory that a refit may use."""
 
 BUFFERS = 3
-"""Groups of weights that lie in memory at a time."""
+"""Groups of weights in memory at the same time."""
 
 CPU_GROUP, GPU_GROUP = 32 << 20, 1 << 30
-"""Bytes of a group where the configuration does not say: on a CPU what stays in its caches between the two copies."""
-
+"""Default bytes per group. A group on a CPU is small enough to stay in its caches between the two copies."""
 
 OFFERED_GROUP = 128 << 20
-"""The same where weights are written to their place at once: nothing is kept, and each group costs some calls."""
+"""Default bytes per group written straight into an engine's memory: large, as it needs no buffers and saves calls."""
 
 
 def free_bytes(device: torch.device) -> float:
-    """Bytes that a group of weights may have on `device`, of which there are `BUFFERS` at a time."""
+    """Return the bytes that each of `BUFFERS` groups of weights may use on `device`."""
     if device.type == "cuda":
         free: float = torch.cuda.mem_get_info(device)[0]
     else:
-        free = _available()
-    return free * _SHARE / BUFFERS
+        free = _available_bytes()
+    return free * _USABLE / BUFFERS
 
 
 def group_bytes(buffer_mb: float | None, device: torch.device) -> float:
-    """Bytes of a group, as `generation.refit.buffer_mb` says, at most what is free."""
+    """Return the bytes per group: `generation.refit.buffer_mb` or the default, limited by free memory."""
     default = GPU_GROUP if device.type == "cuda" else CPU_GROUP
     return min(free_bytes(device), default if buffer_mb is None else buffer_mb * 2**20)
 
 
-def _available() -> float:
-    """Of this machine's memory, as Linux tells it; elsewhere no limit is known."""
+def _available_bytes() -> float:
+    """Return the machine's available memory as Linux reports it; infinity on other systems."""
     try:
         with open("/proc/meminfo") as file:
             return float(next(line for line in file if line.startswith("MemAvailable:")).split()[1]) * 1024

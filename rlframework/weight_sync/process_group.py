@@ -1,6 +1,6 @@
-"""A process group of a refit: trainer rank 0 and the receivers, apart from the groups that either side trains with.
+"""The process group of a collective refit: trainer rank 0 and the receivers, separate from either side's own groups.
 
-gloo between CPUs, NCCL between GPUs. Every wait has a deadline; after a failure the group is of no use and is closed.
+gloo between CPUs, NCCL between GPUs. Every wait has a deadline; after a failure the group is unusable and is closed.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from torch import Tensor
 
 from rlframework.errors import RefitError
 
-_WAITING = 1024
-"""Connections that may wait until they are taken: all receivers come at once."""
+_BACKLOG = 1024
+"""Connections the store's socket queues before accepting them: all receivers connect at once."""
 
 
 class RefitGroup:
     """Rank `rank` of `world_size`. Rank 0, the sender, serves the store at `ip` and `port`.
 
-    `listening`: a socket that is bound there already.
+    `listening`: a socket already bound to that address. Raises `RefitError` if the ranks do not meet within `deadline`
+    seconds.
     """
 
     def __init__(
@@ -41,27 +42,27 @@ class RefitGroup:
         try:
             self._store = _store(ip, port, rank, world_size, deadline, listening)
             self._group = (_nccl if device.type == "cuda" else _gloo)(self._store, rank, world_size, ip, port, deadline)
-            self._meet()
+            self._connect()
         except (RuntimeError, OSError) as error:
             raise RefitError(
                 f"rank {rank} of {world_size} could not form the process group of the refit at {ip}:{port} within "
                 f"{deadline:g} s (generation.refit.deadline): {_first_line(error)}"
             ) from error
 
-    def _meet(self) -> None:
-        """Connections are made when they are first used: here, so that whoever is not there is told now."""
-        self.wait(self.add(torch.zeros(1, dtype=torch.int64, device=self.device)), "meeting")
+    def _connect(self) -> None:
+        """Run one collective: connections are made at first use, so a missing rank is reported now."""
+        self.wait(self.all_reduce(torch.zeros(1, dtype=torch.int64, device=self.device)), "connecting")
 
     def broadcast(self, tensor: Tensor) -> Any:
-        """Begin to send `tensor` from rank 0 to the others; for `wait`."""
+        """Start sending `tensor` from rank 0 to the others; pass the result to `wait`."""
         from torch.distributed import BroadcastOptions
 
         options: Any = BroadcastOptions()
         options.rootRank, options.rootTensor, options.timeout = 0, 0, timedelta(seconds=self.deadline)
         return self._group.broadcast([tensor], options)
 
-    def add(self, tensor: Tensor) -> Any:
-        """Begin to add up `tensor` over the ranks, in place; for `wait`."""
+    def all_reduce(self, tensor: Tensor) -> Any:
+        """Start summing `tensor` over the ranks, in place; pass the result to `wait`."""
         from torch.distributed import AllreduceOptions
 
         options: Any = AllreduceOptions()
@@ -69,7 +70,7 @@ class RefitGroup:
         return self._group.allreduce([tensor], options)
 
     def wait(self, work: Any, what: str) -> None:
-        """Until `work` is done, at most the deadline; a `RefitError` where it is not, or somebody is gone."""
+        """Wait for `work`; close the group and raise `RefitError` if a rank is gone or the deadline passes."""
         try:
             if self.device.type == "cuda":
                 self._poll(work)
@@ -77,26 +78,26 @@ class RefitGroup:
                 work.wait(timedelta(seconds=self.deadline))
         except RuntimeError as error:
             self.close()
-            who = "a receiver is gone, or took too long" if self.rank == 0 else "the trainer is gone, or took too long"
+            who = "a receiver is gone or took too long" if self.rank == 0 else "the trainer is gone or took too long"
             raise RefitError(
                 f"{what}: {who} (generation.refit.deadline is {self.deadline:g} s): {_first_line(error)}"
             ) from error
 
     def _poll(self, work: Any) -> None:
-        """NCCL's own time-outs end the process."""
+        """Poll instead of waiting: NCCL's own time-outs abort the process."""
         until = time.monotonic() + self.deadline
         while not work.is_completed():
             if time.monotonic() > until:
-                raise RuntimeError("time is over")
+                raise RuntimeError("deadline exceeded")
             time.sleep(0.001)
 
     @property
     def closed(self) -> bool:
-        """Whether it is of no use any more."""
+        """True after `close` or a failure."""
         return self._group is None
 
     def close(self) -> None:
-        """Let go of the group; the others notice."""
+        """Release the group; the other ranks notice."""
         group, self._group = self._group, None
         if group is not None and self.device.type == "cuda":
             with suppress(RuntimeError):
@@ -112,7 +113,7 @@ def _store(ip: str, port: int, rank: int, world_size: int, deadline: float, list
         bound = listening or socket.socket(family, socket.SOCK_STREAM)
         if listening is None:
             bound.bind((ip, port))
-        bound.listen(_WAITING)
+        bound.listen(_BACKLOG)
         served = bound.detach()  # the store closes it
     return TCPStore(
         ip,
@@ -145,11 +146,11 @@ def _nccl(store: Any, rank: int, world_size: int, ip: str, port: int, deadline: 
 
 
 def _own_address(ip: str, port: int) -> str:
-    """The address of this machine that reaches the sender: others are to reach this process there, and nowhere else."""
+    """Return this machine's address on the route to the sender, where the other ranks can reach this process."""
     family = socket.AF_INET6 if ":" in ip else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as asking:
-        asking.connect((ip, port))  # nothing is sent
-        return str(asking.getsockname()[0])
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((ip, port))  # UDP: sends nothing
+        return str(probe.getsockname()[0])
 
 
 def _first_line(error: Exception) -> str:

@@ -1,8 +1,8 @@
-"""The engine's side of a refit: a mix-in that implements what `GenerationEngine` says of receiving.
+"""The engine's side of a refit: a mix-in that implements the receiving methods of `GenerationEngine`.
 
-It checks names, shapes, dtypes and checksums. An engine says where weights go (`refit_sink`), or gets them all at once
-by its `load_weights`. Between the first weight of a refit and the last, and after one that failed, it must not
-generate: `require_weights` says so.
+It checks names, shapes, dtypes and checksums. An engine either names the target of each weight (`refit_sink`) or gets
+all weights at once through `load_weights`. From the first weight of a refit to the last, and after a failed refit,
+`require_weights` raises, so the engine does not generate.
 """
 
 from __future__ import annotations
@@ -17,40 +17,41 @@ from torch import Tensor
 from rlframework.errors import RefitError, RefitNotPrepared, UserError
 from rlframework.interfaces.generation import GenerationEngine
 from rlframework.weight_sync import collective
-from rlframework.weight_sync.buffers import Info, Slot, layout_checksum, take
-from rlframework.weight_sync.ipc import GroupHandles, Inbox, Room, device_id
+from rlframework.weight_sync.buffers import Slot, WeightInfo, layout_checksum, read_weight
+from rlframework.weight_sync.ipc import GroupHandles, IpcReceiver, ReceiveBuffer, device_id
 from rlframework.weight_sync.process_group import RefitGroup
 from rlframework.weight_sync.shared_memory import SharedMemory
 
-_SHOWN = 8
+_MAX_LISTED = 8
+"""Names listed in an error message."""
 
 _OFFERED = "offered"
-"""In place of the name of a refit that the trainer has not sent anything of."""
+"""Placeholder id of a refit whose memory was offered before the trainer sent its first group."""
 
 
 class WeightSink(Protocol):
-    """Where the weights of one refit go."""
+    """The destination of the weights of one refit."""
 
-    def room(self, name: str) -> Tensor:
-        """A contiguous tensor of the weight's shape and dtype, to be filled before `finish`; for a name always one."""
+    def target(self, name: str) -> Tensor:
+        """Return the contiguous tensor to fill before `finish`, of the weight's shape and dtype; always the same."""
 
     def memory(self) -> SharedMemory | None:
-        """What each `room` lies in from now on, after the refit too, where other processes can write to it."""
+        """Return the shared memory that stores all targets, even after the refit; None if they are not shared."""
         return None
 
     def finish(self) -> None:
-        """All are there: use them from now on."""
+        """Start using the weights; called once all targets are filled."""
 
 
 class CollectingSink(WeightSink):
-    """Keeps the weights, and gives them to `load_weights` together: a second copy of them for that time."""
+    """Collects the weights for one call of `load_weights`; needs a second copy of them until then."""
 
-    def __init__(self, info: Info, device: torch.device, load_weights: Any) -> None:
+    def __init__(self, info: WeightInfo, device: torch.device, load_weights: Any) -> None:
         self._info, self._device, self._load = info, device, load_weights
         self._weights: dict[str, Tensor] = {}
 
-    def room(self, name: str) -> Tensor:
-        """See `WeightSink.room`."""
+    def target(self, name: str) -> Tensor:
+        """See `WeightSink.target`."""
         if name not in self._weights:
             shape, dtype = self._info[name]
             self._weights[name] = torch.empty(shape, dtype=dtype, device=self._device)
@@ -62,136 +63,141 @@ class CollectingSink(WeightSink):
         self._load(weights.items())
 
 
-class Arrivals:
-    """One refit at the receiver: what has come and what is missing."""
+class IncomingRefit:
+    """A refit in progress at the receiver: checks what arrives and tracks what is missing."""
 
-    def __init__(self, info: Info, sink: WeightSink) -> None:
+    def __init__(self, info: WeightInfo, sink: WeightSink) -> None:
         self._info, self._sink = info, sink
-        self._left = dict.fromkeys(info)
+        self._missing = dict.fromkeys(info)
 
-    def room(self, slot: Slot) -> Tensor:
-        """Bytes that a weight may be written to, to be held there."""
+    def target(self, slot: Slot) -> Tensor:
+        """Return the bytes that the weight may be received into, 1-D uint8."""
         self._check(slot)
-        return self._sink.room(slot.name).detach().view(-1).view(torch.uint8)
+        return self._sink.target(slot.name).detach().view(-1).view(torch.uint8)
 
-    def hold(self, slot: Slot, raw: Tensor) -> int:
-        """Let a weight in, if it is one that was told of; its checksum."""
+    def receive(self, slot: Slot, raw: Tensor) -> int:
+        """Copy an announced weight from `raw` to its target; return its checksum."""
         self._check(slot)
-        return take(raw, self._sink.room(slot.name))
+        return read_weight(raw, self._sink.target(slot.name))
 
-    def accept(self, name: str, arrived: int, sent: int) -> None:
-        """Compare the checksums of a weight. The last one finishes the refit."""
-        if arrived != sent:
+    def verify(self, name: str, received: int, sent: int) -> None:
+        """Compare the checksums of a weight. Verifying the last weight finishes the refit."""
+        if received != sent:
             raise RefitError(
-                f"{name} is not what the trainer sent: its checksum is {arrived:016x} here and was {sent:016x} there"
+                f"received weight {name!r} differs from what the trainer sent: its checksum is {received:016x}, "
+                f"the trainer's is {sent:016x}"
             )
-        del self._left[name]
-        if not self._left:
+        del self._missing[name]
+        if not self._missing:
             self._sink.finish()
 
     def _check(self, slot: Slot) -> None:
         if slot.name not in self._info:
             raise UserError(
-                f"{slot.name} came, which prepare_refit_info did not tell of; it told of {_some(self._info)}"
+                f"received weight {slot.name!r}, which was not announced by prepare_refit_info "
+                f"(announced: {_listed(self._info)})"
             )
-        if slot.name not in self._left:
-            raise RefitError(f"{slot.name} came twice in one refit")
+        if slot.name not in self._missing:
+            raise RefitError(f"received weight {slot.name!r} twice in one refit")
         shape, dtype = self._info[slot.name]
         if (slot.shape, slot.dtype) != (tuple(shape), dtype):
             raise RefitError(
-                f"{slot.name} came with shape {slot.shape} in {slot.dtype}; prepare_refit_info told of "
+                f"received weight {slot.name!r} with shape {slot.shape} in {slot.dtype}; prepare_refit_info announced "
                 f"{tuple(shape)} in {dtype}"
             )
 
-    def offer(self) -> tuple[Room, SharedMemory] | None:
-        """Where the sink has room for the weights, if others can write to it."""
+    def offer(self) -> tuple[ReceiveBuffer, SharedMemory] | None:
+        """Return the sink's memory as a receive buffer; None if other processes cannot write to it."""
         memory = self._sink.memory()
         if memory is None:
             return None
-        offsets = {name: memory.offset(self._sink.room(name)) for name in self._info}
-        return Room(memory.handle, layout_checksum(self._info), offsets), memory
+        offsets = {name: memory.offset(self._sink.target(name)) for name in self._info}
+        return ReceiveBuffer(memory.handle, layout_checksum(self._info), offsets), memory
 
     @property
     def missing(self) -> list[str]:
-        """Names that have not come."""
-        return list(self._left)
+        """The names that have not arrived."""
+        return list(self._missing)
 
 
 class ReceivesWeights(GenerationEngine, ABC):
-    """The receiving side, for any engine. It calls `require_weights` before it generates."""
+    """The receiving side of refits, for any engine. The engine must call `require_weights` before it generates."""
 
     refit_device: torch.device
+    """The device of the engine's weights; set by the engine."""
     refit_deadline: float
-    """Of the engine: where its weights lie, and `generation.refit.deadline`."""
+    """`generation.refit.deadline` in seconds; set by the engine."""
 
-    _refit_info: Info | None = None
-    _refit_now: tuple[str, Arrivals] | None = None
+    _refit_info: WeightInfo | None = None
+    _refit_now: tuple[str, IncomingRefit] | None = None
     _refit_failed = ""
-    _refit_inbox: Inbox | None = None
+    _refit_receiver: IpcReceiver | None = None
     _refit_group: RefitGroup | None = None
 
-    def refit_sink(self, info: Info) -> WeightSink:
-        """Where the weights `info` go. What the engine generated with so far may be given up from here on."""
+    def refit_sink(self, info: WeightInfo) -> WeightSink:
+        """Return the destination of the weights `info`. The engine may drop its current weights from here on."""
         return CollectingSink(info, self.refit_device, self.load_weights)
 
     def require_weights(self) -> None:
-        """A `UserError` while a refit has not come to its end, or has failed."""
+        """Raise `UserError` while a refit is incomplete, and after one that failed."""
         if self._refit_now is not None:
             missing = self._refit_now[1].missing
             raise UserError(
-                f"the refit of this engine is not complete, and it does not generate with half of the new weights: "
-                f"{len(missing)} are missing: {_some(missing)}"
+                f"cannot generate during a refit: {len(missing)} of the new weights are missing ({_listed(missing)}); "
+                "complete the refit first"
             )
         if self._refit_failed:
-            raise UserError(f"the last refit of this engine failed ({self._refit_failed}); refit it again first")
+            raise UserError(
+                f"the last refit of this engine failed ({self._refit_failed}); refit it again before generating"
+            )
 
     def get_refit_device(self) -> str:
-        """The device that IPC must reach, as `device_id` names it."""
+        """Return the id of the engine's device, as `device_id` defines it."""
         return device_id(self.refit_device)
 
     @property
     def has_joined(self) -> bool:
-        """Whether there is a process group for collective refits."""
+        """Whether the engine has a process group for collective refits."""
         return self._refit_group is not None
 
     def prepare_refit_info(self, state_dict_info: Mapping[str, Any]) -> None:
         """See `GenerationEngine.prepare_refit_info`."""
         if not state_dict_info:
-            raise UserError("prepare_refit_info was given no weights")
+            raise UserError("prepare_refit_info was given no weights; give the name, shape and dtype of each")
         self._refit_info = {name: (tuple(shape), dtype) for name, (shape, dtype) in state_dict_info.items()}
         self._refit_now = None
 
     def offer_refit_memory(self) -> dict[str, Any]:
-        """See `GenerationEngine.offer_refit_memory`: of the sink's memory, on a CPU."""
+        """See `GenerationEngine.offer_refit_memory`; offers the sink's memory on a CPU, nothing on a GPU."""
         if self.refit_device.type != "cpu":
             return {}
-        arrivals = self._begin(_OFFERED)
-        self._refit_inbox = self._refit_inbox or Inbox()
-        room, self._refit_inbox.own = arrivals.offer() or (None, None)
-        return {} if room is None else {self.get_refit_device(): room}
+        incoming = self._begin(_OFFERED)
+        self._refit_receiver = self._refit_receiver or IpcReceiver()
+        buffer, self._refit_receiver.offered = incoming.offer() or (None, None)
+        return {} if buffer is None else {self.get_refit_device(): buffer}
 
     def update_weights_from_ipc_handles(self, ipc_handles: Mapping[str, Any]) -> bool:
         """See `GenerationEngine.update_weights_from_ipc_handles`."""
-        mine = self.get_refit_device()
-        if mine not in ipc_handles:
+        device = self.get_refit_device()
+        if device not in ipc_handles:
             raise UserError(
-                f"the trainer shares weights on {sorted(ipc_handles)}, and this engine is on {mine!r}; "
+                f"the trainer shares weights on {sorted(ipc_handles)}, but this engine is on {device!r}; "
                 "set generation.refit.transport to collective"
             )
-        handles: GroupHandles = ipc_handles[mine]
+        handles: GroupHandles = ipc_handles[device]
         if self._refit_now is not None and self._refit_now[0] == _OFFERED:
             self._refit_now = handles.refit, self._refit_now[1]
         if self._refit_now is None or self._refit_now[0] != handles.refit:
             self._begin(handles.refit)
-        self._refit_inbox = self._refit_inbox or Inbox()
+        self._refit_receiver = self._refit_receiver or IpcReceiver()
         try:
-            raw = self._refit_inbox.open(handles, self.refit_device)
+            raw = self._refit_receiver.open(handles, self.refit_device)
             for slot, checksum in zip(handles.slots, handles.checksums, strict=True):
                 if self._refit_now is None:
-                    raise RefitError(f"{slot.name} came after all weights of the refit")
-                arrivals = self._refit_now[1]
-                arrivals.accept(slot.name, arrivals.hold(slot, slot.of(raw)), checksum)
-                self._end(arrivals)
+                    raise RefitError(f"received weight {slot.name!r} after the refit was complete")
+                incoming = self._refit_now[1]
+                incoming.verify(slot.name, incoming.receive(slot, slot.of(raw)), checksum)
+                self._end(incoming)
         except Exception as error:
             self._fail(error)
             raise
@@ -207,11 +213,11 @@ class ReceivesWeights(GenerationEngine, ABC):
         """See `GenerationEngine.update_weights_from_collective`."""
         if self._refit_group is None:
             raise RefitNotPrepared("init_collective must be called before update_weights_from_collective")
-        arrivals = self._begin("collective")
+        incoming = self._begin("collective")
         assert self._refit_info is not None
         try:
-            collective.receive(self._refit_group, self._refit_info, arrivals)
-            self._end(arrivals)
+            collective.receive(self._refit_group, self._refit_info, incoming)
+            self._end(incoming)
         except Exception as error:
             self._fail(error)
             if self._refit_group.closed:
@@ -219,23 +225,27 @@ class ReceivesWeights(GenerationEngine, ABC):
             raise
         return True
 
-    def _begin(self, refit: str) -> Arrivals:
+    def _begin(self, refit: str) -> IncomingRefit:
         if self._refit_info is None:
-            raise RefitNotPrepared("prepare_refit_info must be called before weights are sent: names, shapes, dtypes")
+            raise RefitNotPrepared(
+                "prepare_refit_info must be called before weights are sent, with their names, shapes and dtypes"
+            )
         self._refit_failed = ""
-        arrivals = Arrivals(self._refit_info, self.refit_sink(self._refit_info))
-        self._refit_now = refit, arrivals
-        return arrivals
+        incoming = IncomingRefit(self._refit_info, self.refit_sink(self._refit_info))
+        self._refit_now = refit, incoming
+        return incoming
 
-    def _end(self, arrivals: Arrivals) -> None:
-        if not arrivals.missing:
+    def _end(self, incoming: IncomingRefit) -> None:
+        if not incoming.missing:
             self._refit_now = None
 
     def _fail(self, error: Exception) -> None:
         self._refit_now, self._refit_failed = None, str(error)
 
 
-def _some(names: Any) -> str:
-    """The first of `names`."""
+def _listed(names: Any) -> str:
+    """List the first of `names`, and count the rest."""
     listed = list(names)
-    return ", ".join(listed[:_SHOWN]) + (f" and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else "")
+    return ", ".join(listed[:_MAX_LISTED]) + (
+        f" and {len(listed) - _MAX_LISTED} more" if len(listed) > _MAX_LISTED else ""
+    )

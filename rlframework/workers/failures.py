@@ -1,6 +1,6 @@
-"""How an exception of a worker travels to the driver, and which of several failures is to blame.
+"""Worker exceptions on the driver: how they are sent, and which of several failures is the root cause.
 
-The exception itself is not sent: its class may live in a module that the driver must not import.
+The exception itself is not sent, because its class may be defined in a module that the driver must not import.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from dataclasses import dataclass
 
 from rlframework.errors import RLFrameworkError, WorkerError, WorkerLost
 
-_CONNECTION_GONE = ("connection closed by peer", "connection reset by peer", "connection refused", "remote process")
-_LOST_PEER = (*_CONNECTION_GONE, "gloo")
+_CONNECTION_LOST = ("connection closed by peer", "connection reset by peer", "connection refused", "remote process")
+_COLLECTIVE_FAILED = (*_CONNECTION_LOST, "gloo")
 
 
 @dataclass(frozen=True)
 class HostFailure:
-    """An exception, told in strings: its classes from most to least special, message and traceback.
+    """An exception as strings: its classes (module and name, in method resolution order), message and traceback.
 
-    `died`: the process ended instead of answering.
+    `died` is True if the process ended instead of replying.
     """
 
     classes: tuple[tuple[str, str], ...]
@@ -37,33 +37,33 @@ class HostFailure:
         return cls(classes, str(error) + notes, "".join(traceback.format_exception(error)))
 
     @property
-    def is_about_a_lost_peer(self) -> bool:
-        """True when this looks like the echo of another rank's failure: its connection went away."""
+    def is_lost_connection(self) -> bool:
+        """Whether this looks like a consequence of another rank's failure: the connection to it was lost."""
         names = {name for _, name in self.classes}
         text = self.message.lower()
-        return "DistError" in names or ("RuntimeError" in names and any(words in text for words in _LOST_PEER))
+        return "DistError" in names or ("RuntimeError" in names and any(words in text for words in _COLLECTIVE_FAILED))
 
     @property
-    def tells_of_a_lost_worker(self) -> bool:
-        """True when a process is gone: this one, or the one at the other end of a connection that was cut."""
-        cut = any(words in self.message.lower() for words in _CONNECTION_GONE)
-        return self.died or (cut and self.is_about_a_lost_peer)
+    def indicates_lost_worker(self) -> bool:
+        """Whether a process is gone: this one, or the one at the other end of a connection that broke."""
+        broken = any(words in self.message.lower() for words in _CONNECTION_LOST)
+        return self.died or (broken and self.is_lost_connection)
 
 
-def blame(failures: Mapping[int, HostFailure]) -> int:
-    """The rank whose failure explains the others: a dead process, then any error that is not the echo of one."""
-    return min(failures, key=lambda rank: (not failures[rank].died, failures[rank].is_about_a_lost_peer, rank))
+def root_cause(failures: Mapping[int, HostFailure]) -> int:
+    """The rank whose failure explains the others: preferably a dead process, else any error but a lost connection."""
+    return min(failures, key=lambda rank: (not failures[rank].died, failures[rank].is_lost_connection, rank))
 
 
 def as_exception(
     failures: Mapping[int, HostFailure], world_size: int, doing: str, where: Callable[[int], str] = lambda rank: ""
 ) -> Exception:
-    """What the driver raises: an error of rlframework as its own class and message, anything else as `WorkerError`.
+    """The exception that the driver raises: an rlframework error as its own class, anything else as `WorkerError`.
 
-    A `WorkerLost` where a process died, or where nothing but connections that were cut tells of one on a lost machine.
-    `where` says of a rank where it ran, in words to stand behind it.
+    It is a `WorkerLost` if a process died, or if all that is left of a lost machine are broken connections to it.
+    `where(rank)` returns a phrase such as " on node a" to append to the rank.
     """
-    rank = blame(failures)
+    rank = root_cause(failures)
     failure = failures[rank]
     who = f"rank {rank} of {world_size}{where(rank)}"
     others = [other for other in sorted(failures) if other != rank]
@@ -71,7 +71,7 @@ def as_exception(
     if failure.died:
         return WorkerLost(f"the process of {who} died in {doing}: {failure.message}{also}")
     kind = failure.classes[0][1]
-    remote = (WorkerLost if failure.tells_of_a_lost_worker else WorkerError)(
+    remote = (WorkerLost if failure.indicates_lost_worker else WorkerError)(
         f"{who} failed in {doing}: {kind}: {failure.message}{also}\n\n{failure.traceback}"
     )
     own = _own_class(failure)
@@ -85,7 +85,7 @@ def as_exception(
 
 
 def _own_class(failure: HostFailure) -> type[RLFrameworkError] | None:
-    """The most special class of the error that this process has, if it is one of rlframework's."""
+    """The most derived class of the error that exists in this process, if it is an rlframework error."""
     for module, name in failure.classes:
         if module.startswith("rlframework."):
             importlib.import_module(module)

@@ -1,7 +1,7 @@
-"""Imported last by the process that workers are forked from: the garbage collector leaves alone what is there by then.
+"""Freeze the garbage collector on import. Imported last, and only, by the process that workers are forked from.
 
-The first collection in a worker would write to each object that the imports made, and so copy memory that all workers
-share until it is written to. Nobody else imports it.
+Otherwise the first collection in a worker would write to every object created by the imports, and so copy memory that
+all workers share until it is written to.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Ports for process groups: kept from the moment that they are given out until they are no longer needed.
+"""Ports for process groups, reserved from the moment they are handed out until they are no longer needed.
 
-A port that was only looked up can be taken by somebody else before it is used. Here a socket stays bound to it, on a
-port below those that the kernel gives out by itself: no other socket can have it, except one that asks for exactly this
-port with SO_REUSEADDR, as the stores of `torch.distributed` do.
+A port that was only looked up can be taken by another process before it is used. A reserved port is held by a bound
+socket, below the kernel's ephemeral range: no other socket can bind it, except one that requests exactly this port with
+SO_REUSEADDR, as the stores of `torch.distributed` do.
 """
 
 from __future__ import annotations
@@ -16,24 +16,26 @@ _LOWEST_PORT = 20000
 
 
 def bind_free_port(address: str) -> socket.socket:
-    """A socket bound on `address` to a free port below those that the kernel gives out by itself, so that no other
-    connection of this machine takes it between its release here and its use.
+    """Return a socket bound to a free port of `address`.
+
+    The port is below the ephemeral range, so that no other connection of this machine takes it between its release and
+    its use. Raises `WorkerError` if no free port is found.
     """
     highest = first_ephemeral_port() - 1
-    dice = random.SystemRandom()
+    rng = random.SystemRandom()
     for _ in range(100):
         candidate = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         try:
-            candidate.bind((address, dice.randint(_LOWEST_PORT, highest)))
+            candidate.bind((address, rng.randint(_LOWEST_PORT, highest)))
         except OSError:
             candidate.close()
         else:
             return candidate
-    raise WorkerError(f"no free port between {_LOWEST_PORT} and {highest} on {address} in 100 tries")
+    raise WorkerError(f"found no free port between {_LOWEST_PORT} and {highest} on {address} in 100 attempts")
 
 
 def first_ephemeral_port() -> int:
-    """The first of the ports that the kernel gives out by itself."""
+    """The first port of the kernel's ephemeral range."""
     try:
         with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
             first = int(file.read().split()[0])
@@ -42,21 +44,21 @@ def first_ephemeral_port() -> int:
     return first if first > _LOWEST_PORT + 1000 else 61000
 
 
-def keep_port(address: str) -> socket.socket:
-    """A socket that keeps a free port of `address`, an address of this machine, until it is closed."""
-    kept = bind_free_port(address)
-    # set afterwards: a socket that is bound with it would share the port of another that has it
-    kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    return kept
+def reserve_port(address: str) -> socket.socket:
+    """Return a socket that reserves a free port of `address`, an address of this machine, until it is closed."""
+    reserved = bind_free_port(address)
+    # set only after binding: a socket bound with this option could share the port of another socket that also has it
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    return reserved
 
 
-class PortKeeper:
-    """Keeps ports of the machine that it runs on. Cheap; an actor where the machine is another."""
+class PortReserver:
+    """Reserves ports of the machine it runs on. Cheap to construct; runs as an actor to reserve them elsewhere."""
 
     def __init__(self) -> None:
-        self._kept: list[socket.socket] = []
+        self._reserved: list[socket.socket] = []
 
-    def keep(self, address: str) -> int:
-        """A free port of `address`, kept until this object ends."""
-        self._kept.append(keep_port(address))
-        return int(self._kept[-1].getsockname()[1])
+    def reserve(self, address: str) -> int:
+        """Return a free port of `address`, reserved for the lifetime of this object."""
+        self._reserved.append(reserve_port(address))
+        return int(self._reserved[-1].getsockname()[1])

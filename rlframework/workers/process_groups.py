@@ -1,45 +1,79 @@
-"""The process group that the workers of a process share: made by the first that needs it, destroyed by the last.
+"""The default process group of a worker process, and the rendezvous at which its ranks form it.
 
-Several inline policies may live in one process; torch has one default group a process.
+`join` creates the group on first use and `leave` destroys it after the last: several inline policies may share a
+process, and torch has one default group per process.
+
+With `init_method="tcp://..."`, rank 0 would listen at all addresses of its machine. `process_store` listens only at the
+address in the worker's context: loopback, or with several machines the address of its node in the cluster.
 """
 
 from __future__ import annotations
 
+import socket
+import time
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, TCPStore
 
 from rlframework.interfaces.worker_group import WorkerContext
-from rlframework.workers.rendezvous import process_store
+
+_BACKLOG = 1024
+"""Length of the queue of connections to accept, because all ranks connect at once."""
 
 _users = 0
-_ours = False
+_created_by_join = False
 
 
 def join(context: WorkerContext, device: torch.device) -> None:
-    """Make the default process group (NCCL on a GPU, gloo elsewhere) unless it is there; one more user of it."""
-    global _users, _ours  # torch's default group is global too
+    """Register a user of the default process group; create the group (NCCL on a GPU, otherwise gloo) if needed."""
+    global _users, _created_by_join  # torch's default group is global too
     if not dist.is_initialized():
-        _make(context, device)
-        _ours = True
+        _create(context, device)
+        _created_by_join = True
     _users += 1
 
 
 def leave() -> None:
-    """One user less; after the last, the group goes if it was made here."""
-    global _users, _ours
+    """Unregister a user of the group. After the last one, destroy the group if `join` created it."""
+    global _users, _created_by_join
     _users -= 1
-    if _users or not _ours or not dist.is_initialized():
+    if _users or not _created_by_join or not dist.is_initialized():
         return
     if dist.get_world_size() > 1:
-        dist.barrier()  # gloo aborts the process now and then when a peer leaves first
+        dist.barrier()  # gloo occasionally aborts the process if a peer leaves first
     dist.destroy_process_group()
-    _ours = False
+    _created_by_join = False
 
 
-def _make(context: WorkerContext, device: torch.device) -> None:
+def process_store(context: WorkerContext) -> TCPStore:
+    """The store to pass to `torch.distributed.init_process_group(store=..., rank=..., world_size=...)`.
+
+    Rank 0 serves it at `context.master_addr` and `master_port`; the other ranks connect, and raise `TimeoutError` if
+    rank 0 does not serve it within `context.deadline` seconds.
+    """
+    address, port = context.master_addr, context.master_port
+    listener = None
+    if context.rank == 0:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        listener = socket.create_server(
+            (address, port), family=family, backlog=_BACKLOG
+        ).detach()  # closed by the store
+    else:
+        _wait_until_served(address, port, context.deadline)
+    return TCPStore(
+        address,
+        port,
+        world_size=context.world_size,
+        is_master=context.rank == 0,
+        timeout=timedelta(seconds=context.deadline),
+        wait_for_workers=False,
+        master_listen_fd=listener,
+    )
+
+
+def _create(context: WorkerContext, device: torch.device) -> None:
     backend = "nccl" if device.type == "cuda" else "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -52,4 +86,23 @@ def _make(context: WorkerContext, device: torch.device) -> None:
         rank=context.rank,
         world_size=context.world_size,
         timeout=timedelta(seconds=context.deadline),
+    )
+
+
+def _wait_until_served(address: str, port: int, seconds: float) -> None:
+    """Wait until a server listens there, at most `seconds`.
+
+    The store itself would try once, and if rank 0 is not up yet sleep for up to a second before the next attempt.
+    """
+    until, pause = time.monotonic() + seconds, 0.002
+    while (left := until - time.monotonic()) > 0:
+        try:
+            socket.create_connection((address, port), left).close()
+            return
+        except OSError:
+            time.sleep(min(pause, left))
+            pause = min(2 * pause, 0.05)
+    raise TimeoutError(
+        f"rank 0 did not serve the process group at {address}:{port} within {seconds:g} s (deadlines.call): check "
+        "whether rank 0 failed, and whether this machine can reach that address"
     )

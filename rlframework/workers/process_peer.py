@@ -1,7 +1,7 @@
-"""One worker process of a `ProcessWorkerGroup`: its life, and the driver's end of it.
+"""A worker process of a `ProcessWorkerGroup` (`serve`), and the driver's end of it (`Peer`).
 
-A thread for each worker starts the process, sends it one call at a time and takes the answers, so that nothing that a
-worker does or leaves undone can hold up the driver, which waits for `Answers` with a deadline.
+One thread per worker starts the process, sends it one call at a time and receives the results. A worker can therefore
+never block the driver, which waits on a `ResultBuffer` with a deadline.
 """
 
 from __future__ import annotations
@@ -25,145 +25,149 @@ from rlframework.workers.failures import HostFailure
 from rlframework.workers.worker_host import WorkerHost
 
 Ref = tuple[int, int]
-"""A rank, and the number of its call."""
+"""A rank and the number of its call."""
 
-_STARTING = threading.Lock()
-"""One process at a time is started: multiprocessing's book of children is not made for several threads."""
+_START_LOCK = threading.Lock()
+"""Processes start one at a time, because multiprocessing's list of children is not thread-safe."""
 _END_WAIT = 5.0
 
 
 @dataclass(frozen=True)
-class Surroundings:
-    """What a worker process takes from the driver as it is now: environment variables, folder, threads."""
+class ProcessEnvironment:
+    """The settings of a worker process: environment variables, working directory and number of torch threads."""
 
-    environment: dict[str, str]
-    folder: str
+    variables: dict[str, str]
+    working_directory: str
     threads: int
 
 
-class Answers:
-    """What came back, until it is asked for."""
+class ResultBuffer:
+    """Results that have arrived and have not been fetched yet. Thread-safe."""
 
     def __init__(self) -> None:
-        self._there: dict[Ref, bytes | HostFailure] = {}
+        self._results: dict[Ref, bytes | HostFailure] = {}
         self._changed = threading.Condition()
 
-    def put(self, ref: Ref, answer: bytes | HostFailure) -> None:
-        """Called by the threads."""
+    def put(self, ref: Ref, result: bytes | HostFailure) -> None:
+        """Add a pickled result, or a failure. Called by the peers' threads."""
         with self._changed:
-            self._there[ref] = answer
+            self._results[ref] = result
             self._changed.notify_all()
 
     def wait(self, refs: Sequence[Ref], timeout: float) -> list[Ref]:
-        """Those of `refs` that are there, as soon as there are any; none after `timeout` seconds."""
+        """Wait until any of `refs` has arrived, and return those that have; empty after `timeout` seconds."""
         with self._changed:
-            self._changed.wait_for(lambda: any(ref in self._there for ref in refs), min(timeout, threading.TIMEOUT_MAX))
-            return [ref for ref in refs if ref in self._there]
+            self._changed.wait_for(
+                lambda: any(ref in self._results for ref in refs), min(timeout, threading.TIMEOUT_MAX)
+            )
+            return [ref for ref in refs if ref in self._results]
 
     def take(self, ref: Ref) -> Any:
-        """The answer, unpickled in the thread of the caller."""
+        """Remove and return a result, unpickled in the calling thread."""
         with self._changed:
-            answer = self._there.pop(ref)
-        if isinstance(answer, HostFailure):
-            return answer
+            result = self._results.pop(ref)
+        if isinstance(result, HostFailure):
+            return result
         try:
-            return pickle.loads(answer)  # noqa: S301 - from a process that this one started
-        except Exception as error:  # noqa: BLE001 - what cannot be read here is a failure of that rank
+            return pickle.loads(result)  # noqa: S301 - from a process that this one started
+        except Exception as error:  # noqa: BLE001 - a result that cannot be unpickled is a failure of that rank
             return HostFailure.of(error)
 
 
 class Peer:
     """The driver's end of the worker process `rank`."""
 
-    def __init__(self, rank: int, method: BaseContext, surroundings: Surroundings, answers: Answers) -> None:
+    def __init__(
+        self, rank: int, method: BaseContext, process_environment: ProcessEnvironment, results: ResultBuffer
+    ) -> None:
         self._rank = rank
-        self._answers = answers
-        self._link, self._theirs = connection.Pipe()
+        self._results = results
+        self._connection, self._worker_connection = connection.Pipe()
         self._process: Any = method.Process(  # type: ignore[attr-defined]
-            target=serve, args=(self._theirs, surroundings), name=f"worker-{rank}"
+            target=serve, args=(self._worker_connection, process_environment), name=f"worker-{rank}"
         )
         self._calls: SimpleQueue[tuple[int, bytes] | None] = SimpleQueue()
-        self._asked = 0
-        self._heard = False
+        self._num_calls = 0
+        self._has_replied = False
         self._ended = False
-        self._thread = threading.Thread(target=self._live, name=f"peer-{rank}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"peer-{rank}", daemon=True)
         self._thread.start()
 
-    def ask(self, message: bytes) -> Ref:
-        """Have `message` sent when the calls before it are answered."""
-        self._asked += 1
-        self._calls.put((self._asked, message))
-        return self._rank, self._asked
+    def send(self, message: bytes) -> Ref:
+        """Queue `message`, which is sent once the calls before it have returned."""
+        self._num_calls += 1
+        self._calls.put((self._num_calls, message))
+        return self._rank, self._num_calls
 
-    def serve_next(self, answers: Answers) -> None:
-        """Give what is asked from now on to `answers`, of another group."""
-        self._answers = answers
+    def redirect_results(self, results: ResultBuffer) -> None:
+        """Put the results of later calls into `results`, the buffer of another group."""
+        self._results = results
 
     def kill(self) -> None:
-        """End the process and those that it started itself."""
+        """Kill the process and its children."""
         self._ended = True
         self._calls.put(None)
         self._kill_process()
 
     def close(self) -> None:
-        """Wait, after `kill`, until the process is gone, and let go of what was held for it."""
+        """After `kill`: wait until the process is gone, and release its resources."""
         self._thread.join(_END_WAIT)
-        if self._thread.is_alive():  # it hangs in starting a process, and ends that as soon as there is one
+        if self._thread.is_alive():  # blocked while starting the process, which it kills as soon as it is up
             return
         if self._process.pid is not None:
             self._process.join(_END_WAIT)
-            with contextlib.suppress(ValueError):  # not even SIGKILL ended it yet: told by who looks at the ids
+            with contextlib.suppress(ValueError):  # not even SIGKILL has ended it yet; the group checks process ids
                 self._process.close()
-        self._link.close()
+        self._connection.close()
 
-    def _live(self) -> None:
-        failure = self._begin()
+    def _run(self) -> None:
+        failure = self._start_process()
         while (call := self._calls.get()) is not None:
             number, message = call
-            answer = failure or self._exchange(message)
-            if isinstance(answer, HostFailure):
-                failure = answer  # a process that is gone fails all calls after it alike
-            self._answers.put((self._rank, number), answer)
+            result = failure or self._exchange(message)
+            if isinstance(result, HostFailure):
+                failure = result  # the process is gone, so all later calls fail in the same way
+            self._results.put((self._rank, number), result)
 
-    def _begin(self) -> HostFailure | None:
+    def _start_process(self) -> HostFailure | None:
         try:
-            with _STARTING:
+            with _START_LOCK:
                 self._process.start()
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is told as the failure of that rank
+        except Exception as error:  # noqa: BLE001 - every exception is reported as the failure of that rank
             cause = f"it could not be started ({type(error).__name__}: {error})"
             return HostFailure((), cause, "", died=True)
         finally:
-            self._theirs.close()
+            self._worker_connection.close()
         if self._ended:
             self._kill_process()
         return None
 
     def _exchange(self, message: bytes) -> bytes | HostFailure:
         try:
-            self._link.send_bytes(message)
-            # the process's end is watched too: a process that it left behind may hold the link open
-            connection.wait([self._link, self._process.sentinel])
-            if self._link.poll():
-                answer = self._link.recv_bytes()
-                self._heard = True
-                return answer
+            self._connection.send_bytes(message)
+            # also watch the process itself: a child that it left behind may keep the connection open
+            connection.wait([self._connection, self._process.sentinel])
+            if self._connection.poll():
+                result = self._connection.recv_bytes()
+                self._has_replied = True
+                return result
         except (EOFError, OSError):
             pass
-        return self._death()
+        return self._describe_death()
 
-    def _death(self) -> HostFailure:
+    def _describe_death(self) -> HostFailure:
         self._process.join(1.0)
         code = self._process.exitcode
         cause = f"killed by signal {_signal_name(-code)}" if code is not None and code < 0 else f"exit code {code}"
-        hint = "what it said is on standard error"
-        if not self._heard:
+        hint = "see its output on standard error"
+        if not self._has_replied:
             hint += '; a program that starts workers must do so under `if __name__ == "__main__":`'
         return HostFailure((), f"its process ended ({cause}); {hint}", "", died=True)
 
     def _kill_process(self) -> None:
         if self._process.pid is None or not self._process.is_alive():
             return
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # it leads a group of its own by now, or not yet
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # it may not lead its own process group yet
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()
 
@@ -175,18 +179,18 @@ def _signal_name(number: int) -> str:
         return str(number)
 
 
-def serve(link: connection.Connection, surroundings: Surroundings) -> None:
-    """The life of a worker process: answer calls until the driver is gone."""
-    os.setpgid(0, 0)  # processes that the worker starts are ended with it
+def serve(link: connection.Connection, process_environment: ProcessEnvironment) -> None:
+    """The main function of a worker process: serve calls until the driver is gone."""
+    os.setpgid(0, 0)  # so that processes started by the worker are killed with it
     _die_with_server()
     threading.Thread(target=_die_with_driver, name="driver-watch", daemon=True).start()
-    for told in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C and a job's end are for the driver, which ends these
-        signal.signal(told, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM):  # handled by the driver, which then ends its workers
+        signal.signal(number, signal.SIG_IGN)
     os.environ.clear()
-    os.environ.update(surroundings.environment)
-    os.chdir(surroundings.folder)
+    os.environ.update(process_environment.variables)
+    os.chdir(process_environment.working_directory)
     if "torch" in sys.modules:
-        sys.modules["torch"].set_num_threads(surroundings.threads)
+        sys.modules["torch"].set_num_threads(process_environment.threads)
     host = WorkerHost()
     while True:
         try:
@@ -194,29 +198,29 @@ def serve(link: connection.Connection, surroundings: Surroundings) -> None:
         except (EOFError, OSError):
             return
         try:
-            link.send_bytes(_answer(host, message))
+            link.send_bytes(_reply_to(host, message))
         except OSError:  # the driver is gone
             return
 
 
-def _answer(host: WorkerHost, message: bytes) -> bytes:
+def _reply_to(host: WorkerHost, message: bytes) -> bytes:
     try:
         method, args = pickle.loads(message)  # noqa: S301 - from the driver that started this process
-    except Exception as error:  # noqa: BLE001 - such as a class that cannot be imported here; goes to the driver
-        return _dumped(HostFailure.of(error))
-    answer = getattr(host, method)(*args)
+    except Exception as error:  # noqa: BLE001 - sent to the driver; for example a class that cannot be imported here
+        return _dump(HostFailure.of(error))
+    result = getattr(host, method)(*args)
     try:
-        return _dumped(answer)
-    except Exception as error:  # noqa: BLE001 - an answer that cannot be pickled; goes to the driver
-        return _dumped(HostFailure.of(error))
+        return _dump(result)
+    except Exception as error:  # noqa: BLE001 - sent to the driver; the result cannot be pickled
+        return _dump(HostFailure.of(error))
 
 
-def _dumped(answer: Any) -> bytes:
-    return pickle.dumps(answer, protocol=5)
+def _dump(result: Any) -> bytes:
+    return pickle.dumps(result, protocol=5)
 
 
 def _die_with_driver() -> None:
-    """A thread's life: when the driver ends, however it does, this process does and those that it started."""
+    """Kill this process and its children as soon as the driver ends, for any reason. Runs in its own thread."""
     driver = multiprocessing.parent_process()
     assert driver is not None
     connection.wait([driver.sentinel])
@@ -224,14 +228,14 @@ def _die_with_driver() -> None:
 
 
 def _die_with_server() -> None:
-    """The same for a process that lets no thread run: Linux ends it with the fork server, which ends with the driver.
+    """The same if threads are blocked: Linux kills this process with the fork server, which ends with the driver.
 
-    The server does so when nobody holds its pipe any more, and each process forked from it is given the pipe.
+    The server ends once its pipe is closed everywhere, so this process closes the end that it inherited.
     """
     if sys.platform != "linux":
         return
-    parent_died, no_more = 1, signal.SIGKILL
-    ctypes.CDLL(None).prctl(parent_died, no_more)
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
     server: Any = forkserver._forkserver
     pipe = getattr(server, "_forkserver_alive_fd", None)
     if pipe is not None:

@@ -1,9 +1,9 @@
 """`ProcessWorkerGroup`: N worker processes on this machine, without Ray.
 
-They are forked from a process that has torch and transformers imported already (multiprocessing's fork server), so a
-group of small workers is up in a second. More workers than cores are allowed. The driver's program must guard its
-entry (`if __name__ == "__main__":`), as with all of multiprocessing, and what goes to workers must be picklable, which
-a lambda is not. Left out: other machines, other Pythons, restarts.
+They are forked from a process that has already imported torch and transformers (multiprocessing's fork server), so a
+group of small workers starts within a second. More workers than cores are allowed. The driver's program must guard its
+entry point (`if __name__ == "__main__":`), as always with multiprocessing, and everything sent to workers must be
+picklable, which a lambda is not. Not supported: other machines, other Python executables, restarts.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 from rlframework.errors import ConfigError
 from rlframework.interfaces.worker_group import WorkerSpec
 from rlframework.workers import machine
-from rlframework.workers.hosted_group import HostedWorkerGroup
-from rlframework.workers.process_peer import Answers, Peer, Surroundings
+from rlframework.workers.process_peer import Peer, ProcessEnvironment, ResultBuffer
+from rlframework.workers.remote_group import RemoteWorkerGroup
 
 PRELOADED = (
     "torch.distributed.fsdp",
@@ -43,14 +43,14 @@ PRELOADED = (
     "rlframework.generation.worker",
     "rlframework.workers.freeze_imports",
 )
-"""What the process that workers are forked from has imported: slow to import, and of no effect but for the last."""
+"""Imported by the process that workers are forked from: slow imports without side effects, except for the last."""
 
 _imported_with: list[dict[str, str]] = []
-"""Variables of `machine.PASSED_ON`, as the fork server's imports found them; empty before there is one."""
+"""The variables of `machine.FORWARDED` as seen by the fork server's imports; empty before the server is started."""
 
 
 class _Pickled:
-    """A value that was pickled once, to be sent to several."""
+    """A value that is pickled once and sent to several workers."""
 
     def __init__(self, value: Any) -> None:
         self.data = _pickled(value)
@@ -59,40 +59,40 @@ class _Pickled:
         return pickle.loads, (self.data,)
 
 
-class ProcessWorkerGroup(HostedWorkerGroup):
-    """One process for each rank of `sharding`. A worker on CUDA sees one GPU, its own, as device 0."""
+class ProcessWorkerGroup(RemoteWorkerGroup):
+    """One process per rank of `sharding`. A worker on CUDA sees only its own GPU, as device 0."""
 
     def _prepare(self, spec: WorkerSpec, device: str) -> None:
         self._peers: list[Peer] = []
-        self._answers = Answers()
+        self._results = ResultBuffer()
         self._gpus: list[str] = visible_gpus(self._sharding.size) if device == "cuda" else []
         if spec.py_executable is not None:
             raise ConfigError(
-                f"the worker {spec.target} needs a Python of its own ({spec.py_executable}), which "
-                "worker_group.name=processes cannot give: take worker_group.name=ray"
+                f"the worker {spec.target} needs its own Python ({spec.py_executable}), which "
+                "worker_group.name=processes does not support: use worker_group.name=ray"
             )
 
     def _start_hosts(self, spec: WorkerSpec, device: str) -> None:
         method = _start_method()
-        environment = machine.kept_environment() | machine.worker_environment(
+        environment = machine.inherited_environment() | machine.worker_environment(
             self._sharding.size, self._config.environment, self._config.pass_environment
         )
         for rank in range(self._sharding.size):
             own = {"CUDA_VISIBLE_DEVICES": self._gpus[rank]} if self._gpus else {}
-            surroundings = Surroundings(environment | own, os.getcwd(), self._threads(rank))
-            self._peers.append(self._peer(rank, method, surroundings))
+            process_environment = ProcessEnvironment(environment | own, os.getcwd(), self._threads(rank))
+            self._peers.append(self._peer(rank, method, process_environment))
 
-    def _peer(self, rank: int, method: BaseContext, surroundings: Surroundings) -> Peer:
-        """The process of `rank`, on its way."""
-        return Peer(rank, method, surroundings, self._answers)
+    def _peer(self, rank: int, method: BaseContext, process_environment: ProcessEnvironment) -> Peer:
+        """Start the process of `rank` in the background."""
+        return Peer(rank, method, process_environment, self._results)
 
-    def _ask(self, rank: int, method: str, *args: Any) -> Any:
-        return self._peers[rank].ask(_pickled((method, args)))
+    def _send(self, rank: int, method: str, *args: Any) -> Any:
+        return self._peers[rank].send(_pickled((method, args)))
 
-    def _ask_all(self, method: str, calls: Sequence[tuple[int, tuple[Any, ...]]]) -> list[Any]:
-        """Nobody is called unless all can be."""
+    def _send_all(self, method: str, calls: Sequence[tuple[int, tuple[Any, ...]]]) -> list[Any]:
+        """Pickle all messages before sending the first, so that either all workers are called or none."""
         messages = [(rank, _pickled((method, args))) for rank, args in calls]
-        return [self._peers[rank].ask(message) for rank, message in messages]
+        return [self._peers[rank].send(message) for rank, message in messages]
 
     def _shared(self, value: Any) -> Any:
         return _Pickled(value)
@@ -100,11 +100,11 @@ class ProcessWorkerGroup(HostedWorkerGroup):
     def _threads(self, rank: int) -> int:
         return machine.threads_per_worker(self._sharding.size)
 
-    def _ready(self, refs: Sequence[Any], timeout: float) -> list[Any]:
-        return self._answers.wait(refs, timeout)
+    def _wait_any(self, refs: Sequence[Any], timeout: float) -> list[Any]:
+        return self._results.wait(refs, timeout)
 
-    def _answer(self, rank: int, ref: Any) -> Any:
-        return self._answers.take(ref)
+    def _result(self, rank: int, ref: Any) -> Any:
+        return self._results.take(ref)
 
     def _end_hosts(self) -> None:
         for peer in self._peers:
@@ -115,7 +115,7 @@ class ProcessWorkerGroup(HostedWorkerGroup):
 
 
 def visible_gpus(workers: int) -> list[str]:
-    """A GPU for each worker, by the names that CUDA_VISIBLE_DEVICES has for them; a `ConfigError` with too few."""
+    """One GPU per worker, as named in CUDA_VISIBLE_DEVICES; raises `ConfigError` if there are too few."""
     import torch
 
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -124,7 +124,7 @@ def visible_gpus(workers: int) -> list[str]:
     if workers > len(gpus):
         raise ConfigError(
             f"worker_group.num_workers={workers} on device cuda, but there are {len(gpus)} GPU(s): set at most "
-            f"{len(gpus)}, make more visible in CUDA_VISIBLE_DEVICES, or set device=cpu"
+            f"{len(gpus)}, make more visible with CUDA_VISIBLE_DEVICES, or set device=cpu"
         )
     return gpus[:workers]
 
@@ -133,16 +133,18 @@ def _pickled(value: Any) -> bytes:
     try:
         return pickle.dumps(value, protocol=5)
     except Exception as error:
-        raise TypeError(f"what goes to worker processes must be picklable: {type(error).__name__}: {error}") from error
+        raise TypeError(
+            f"values sent to worker processes must be picklable: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _start_method() -> BaseContext:
-    """The fork server. A new interpreter where variables changed that its imports have read already."""
-    now = {name: os.environ[name] for name in machine.PASSED_ON if name in os.environ}
+    """The fork server, or a new interpreter if variables that the server's imports have read changed since."""
+    now = {name: os.environ[name] for name in machine.FORWARDED if name in os.environ}
     if not _imported_with:
         _imported_with.append(now)
     if _imported_with != [now]:
         return get_context("spawn")
     server = get_context("forkserver")
-    server.set_forkserver_preload(list(PRELOADED))  # asked for before its first process starts, and never again
+    server.set_forkserver_preload(list(PRELOADED))  # read only before the server starts its first process
     return server

@@ -1,6 +1,6 @@
-"""What runs in a worker's process around the worker: find its class, compare plugins, construct it, call it.
+"""`WorkerHost`: runs in a worker's process, where it compares plugins and finds, constructs and calls the worker.
 
-Light: torch is imported by the worker's own module. Nothing here knows of Ray, which calls `WorkerHost` as an actor.
+Imports neither torch, which the worker's own module imports, nor Ray, which runs a `WorkerHost` as an actor.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _LOOPBACK = "127.0.0.1"
 
 
 def find_target(spec: WorkerSpec) -> Any:
-    """The class of the worker, by name among the plugins that this process finds itself.
+    """The class of the worker, looked up among the plugins that this process discovers.
 
-    They are compared with the driver's first: a difference is a `PluginError`.
+    Raises `PluginError` if they differ from the driver's plugins.
     """
     if spec.fingerprint is None:
         return load_target(spec.target)
@@ -35,18 +35,18 @@ def find_target(spec: WorkerSpec) -> Any:
 
 
 class WorkerHost:
-    """Holds one worker. Cheap to construct; `start` makes the worker. Nothing raises: failures are values."""
+    """Hosts one worker. Cheap to construct; `start` constructs the worker. Failures are returned, never raised."""
 
     def __init__(self) -> None:
         self._worker: Any = None
         self._reserved: socket.socket | None = None
 
     def pid(self) -> tuple[int, str]:
-        """The process id and its machine's `machine.identity`; an answer also says that the process is up."""
+        """The process id and its `machine.identity`. A reply also shows that the process is up."""
         return os.getpid(), machine.identity()
 
     def reserve_address(self, address: str = _LOOPBACK) -> tuple[str, int] | HostFailure:
-        """A port of `address`, one of this machine's, for the process group; bound until the worker is constructed."""
+        """Reserve a port of `address`, an address of this machine, until the worker's class is loaded; return both."""
         try:
             self._reserved = bind_free_port(address)
         except OSError as error:
@@ -55,27 +55,29 @@ class WorkerHost:
         return str(found), int(port)
 
     def start(self, spec: WorkerSpec, context: WorkerContext) -> HostFailure | None:
-        """Compare plugins, import the worker's module and construct the worker."""
+        """Compare plugins, import the worker's module and construct the worker. Returns None on success."""
         try:
             target = find_target(spec)
             if self._reserved is not None:
                 self._reserved.close()
             if context.node and "GLOO_SOCKET_IFNAME" not in os.environ and (name := machine.interface_of(context.node)):
-                os.environ["GLOO_SOCKET_IFNAME"] = name  # else it listens where the name of the host happens to lead
+                os.environ["GLOO_SOCKET_IFNAME"] = (
+                    name  # else gloo listens at the address that the host name resolves to
+                )
             self._worker = target(**spec.kwargs, context=context)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it goes to the driver
+        except Exception as error:  # noqa: BLE001 - every exception is sent to the driver
             return HostFailure.of(error)
         return None
 
     def forget(self) -> None:
-        """Let go of a worker that was shut down, so that this process may `start` another."""
+        """Drop a worker that was shut down, so that this process can `start` another."""
         self._worker = None
         gc.collect()
 
     def call(self, method_name: str, wants_result: bool, names: Sequence[str], *values: Any) -> Any:
-        """Call the worker; the result (None unless wanted, to save its way), or the `HostFailure`."""
+        """Call the worker; return a `HostFailure`, or the result if `wants_result` (None saves the transfer)."""
         try:
             result = getattr(self._worker, method_name)(**dict(zip(names, values, strict=True)))
-        except Exception as error:  # noqa: BLE001 - whatever it is, it goes to the driver
+        except Exception as error:  # noqa: BLE001 - every exception is sent to the driver
             return HostFailure.of(error)
         return result if wants_result else None

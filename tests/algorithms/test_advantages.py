@@ -1,4 +1,4 @@
-"""Advantages and the punishment of long answers, by hand."""
+"""Advantages and the penalty of long completions, by hand."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_leave_one_out_compares_with_the_others():
     assert advantages.tolist() == pytest.approx([1.0, -0.5, -0.5])
 
 
-def test_groups_of_equal_rewards_have_no_advantage_and_are_marked():
+def test_groups_of_equal_rewards_have_zero_advantage_and_are_marked_constant():
     advantages, constant = group_advantages(torch.tensor([0.1, 0.1, 0.1, 0, 1, 0]), 3)
     assert advantages[:3].tolist() == [0.0, 0.0, 0.0]
     assert constant.tolist() == [True, True, True, False, False, False]

@@ -1,4 +1,4 @@
-"""Losses against values worked out by hand, and their independence of how the batch is cut."""
+"""Losses against values worked out by hand, and their independence of how the batch is split."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_on_policy_without_prev_logprobs_has_ratio_one_and_the_plain_gradient():
     assert metrics["ratio"].item() == pytest.approx(1.0)
 
 
-def test_sequence_level_weighs_sequences_alike():
+def test_sequence_level_weighs_sequences_equally():
     data = batch([[1, 1, 1], [1, 0, 0], [1, 1, 1]], [1, 1, 0], advantages=[[1.0] * 3, [4.0] * 3, [9.0] * 3])
     logprobs = torch.zeros(3, 3)
     by_token, _ = pg(level="token")(logprobs, data, *counts(data))

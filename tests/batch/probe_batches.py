@@ -1,4 +1,4 @@
-"""Batches for tests, in which each row tells its number."""
+"""Batches for tests, whose values in each row identify the row."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rlframework.batch.batched_data_dict import BatchedDataDict
 
 
 def make_batch(rows, width=3):
-    """A value of every kind, in which each row tells its number."""
+    """A value of every kind, which identify the row they are in."""
     number = torch.arange(rows)
     return BatchedDataDict(
         one=number.clone(),
@@ -23,7 +23,7 @@ def make_batch(rows, width=3):
 
 
 def numbers(batch):
-    """The rows of `make_batch` that `batch` holds, after checking that all values agree on them."""
+    """Return the rows of `make_batch` that are in `batch`, after checking that all values agree on them."""
     rows = batch["one"].tolist()
     assert batch["text"] == [f"row {row}" for row in rows]
     assert batch["objects"] == [{"row": row} for row in rows]

@@ -38,7 +38,7 @@ def test_to_moves_tensors_in_place():
 
 
 @pytest.mark.parametrize("value", [3, "abc", np.zeros(3), (1, 2), None, torch.tensor(1)])
-def test_values_without_rows_are_refused(value):
+def test_values_without_rows_are_rejected(value):
     batch = BatchedDataDict(odd=value)
     for call in (
         lambda: batch.size,
@@ -55,7 +55,7 @@ def test_values_without_rows_are_refused(value):
             call()
 
 
-def test_type_errors_are_of_all_the_classes_that_callers_may_expect():
+def test_type_errors_have_all_the_classes_that_callers_may_expect():
     for expected in (TypeError, NotImplementedError, ValueError, AssertionError):
         with pytest.raises(expected):
             BatchedDataDict.from_batches([{"odd": 1.5}])
@@ -68,10 +68,10 @@ def test_values_of_different_row_counts():
             call()
 
 
-def test_devices_that_are_none():
+def test_invalid_devices():
     for wrong in ("nonsense", object(), None, 10**30):
         for call in (BatchedDataDict(x=[1]).to, BatchedDataDict(x=[1]).get_multimodal_dict):
-            with pytest.raises(BatchError, match="is no device"):
+            with pytest.raises(BatchError, match="is not a device"):
                 call(device=wrong) if wrong is not None else BatchedDataDict().to(wrong)
     with pytest.raises(BatchError, match="'x' cannot be moved to cuda:77"):
         BatchedDataDict(x=torch.ones(1)).to("cuda:77")
@@ -83,14 +83,14 @@ def test_devices_that_are_none():
 
 
 @given(st.integers(1, 5), st.integers(0, 4))
-def test_chunks_make_the_whole(chunks, length):
+def test_joined_chunks_are_the_batch(chunks, length):
     batch = make_batch(chunks * length)
     parts = [batch.chunk(rank, chunks) for rank in range(chunks)]
     assert all(type(part) is SlicedDataDict for part in parts)
     assert [row for part in parts for row in numbers(part)] == list(range(chunks * length))
 
 
-def test_chunk_accepts_exactly_the_ranks_that_there_are():
+def test_chunk_accepts_exactly_the_existing_ranks():
     batch = make_batch(4)
     assert numbers(batch.chunk(3, 4)) == [3]  # one row a chunk, so the rank exceeds the chunk's size
     for rank, chunks in ((2, 2), (-1, 2), (0, 0), (0, -1)):
@@ -132,7 +132,7 @@ def test_get_batch():
             batch.get_batch(index, size)
 
 
-def test_get_batch_carries_the_metadata_of_its_batch():
+def test_get_batch_keeps_the_metadata_of_its_global_batch():
     batch = make_batch(5)
     batch.micro_batch_indices = [[[0, 2]], [[0, 1], [1, 3]]]
     batch.micro_batch_lengths = [[8], [4, 6]]
@@ -142,7 +142,7 @@ def test_get_batch_carries_the_metadata_of_its_batch():
     assert part.micro_batch_indices == [[[0, 1], [1, 3]]]
     assert part.micro_batch_lengths == [[4, 6]]
     assert part.elem_counts_per_gb == [3]
-    with pytest.raises(BatchError, match="there are 2 global batches, counted from 0"):
+    with pytest.raises(BatchError, match="there are 2 global batches, numbered from 0"):
         batch.get_batch(2)
 
 
@@ -205,7 +205,7 @@ def test_repeat_interleave_makes_independent_elements():
         make_batch(2).repeat_interleave(-1)
 
 
-def test_truncate_tensors_cuts_those_that_have_the_dimension():
+def test_truncate_tensors_truncates_tensors_that_have_the_dimension():
     batch = make_batch(2, width=4)
     whole = batch["two"]
     assert batch.truncate_tensors(1, 2) is None
@@ -226,7 +226,7 @@ def test_bad_truncation_changes_nothing(dim, length):
 # --- pickling
 
 
-def test_a_pickled_slice_holds_its_own_rows_only():
+def test_a_pickled_slice_contains_only_its_own_rows():
     batch = BatchedDataDict(x=torch.arange(100_000))
     part = batch.slice(10, 12)
     assert len(pickle.dumps(part)) < 2_000
@@ -238,7 +238,7 @@ def test_a_pickled_slice_holds_its_own_rows_only():
 
 @given(st.integers(0, 5))
 @settings(max_examples=10)
-def test_pickle_gives_it_back(rows):
+def test_pickling_round_trip(rows):
     same(pickled_and_back(make_batch(rows)), make_batch(rows))
 
 

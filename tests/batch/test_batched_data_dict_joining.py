@@ -1,4 +1,4 @@
-"""`from_batches`, and batches that have media."""
+"""`from_batches`, and batches with media."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ def test_from_batches_pads_with_0_and_keeps_dtypes():
     assert joined["x"].dtype == torch.bool
 
 
-def test_from_batches_keeps_the_shape_of_three_dimensions():
+def test_from_batches_keeps_the_third_dimension():
     one, two = torch.ones(1, 1, 2), torch.full((1, 3, 2), 2.0)
     joined = BatchedDataDict.from_batches([{"x": one}, {"x": two}], {"x": -1})
     assert joined["x"].tolist() == [[[1, 1], [-1, -1], [-1, -1]], [[2, 2]] * 3]
 
 
-def test_from_batches_takes_one_dimension_among_two_as_rows_of_one():
+def test_from_batches_joins_1d_tensors_with_2d_ones_as_rows_of_one_element():
     joined = BatchedDataDict.from_batches([{"x": torch.tensor([7, 8])}, {"x": torch.tensor([[1, 2]])}])
     assert joined["x"].tolist() == [[7, 0], [8, 0], [1, 2]]
 
 
-def test_from_batches_of_nothing():
+def test_from_batches_without_batches():
     assert dict(BatchedDataDict.from_batches([])) == {}
     assert dict(BatchedDataDict.from_batches([{}, {}])) == {}
 
@@ -70,7 +70,7 @@ def test_from_batches_takes_the_union_of_keys():
         BatchedDataDict.from_batches([{"a": [1]}, {"a": [2], "b": [3]}])
 
 
-def test_from_batches_lets_batches_without_rows_lack_keys_and_not_widen_others():
+def test_batches_without_rows_may_lack_keys_and_do_not_widen_the_others():
     joined = BatchedDataDict.from_batches(
         [{}, {"x": torch.zeros(0, 9), "t": []}, {"x": torch.ones(1, 2), "t": ["a"], "n": torch.ones(1)}]
     )
@@ -84,11 +84,11 @@ def test_from_batches_lets_batches_without_rows_lack_keys_and_not_widen_others()
     [
         ([torch.zeros(1, 2, 3), torch.zeros(1, 2, 4)], "only dimensions 0 .* and 1 .* may differ"),
         ([torch.zeros(1, 2), torch.zeros(1, 2, 4)], "only dimensions 0 .* and 1 .* may differ"),
-        ([torch.zeros(1), ["a"]], "of different kinds, Tensor, list; use one in all batches"),
+        ([torch.zeros(1), ["a"]], "of different kinds, Tensor, list; use the same kind in all batches"),
         ([torch.zeros(1), torch.zeros(1, device="meta")], r"several devices \['cpu', 'meta'\]"),
     ],
 )
-def test_from_batches_of_what_cannot_be_joined(values, message):
+def test_from_batches_rejects_values_that_cannot_be_joined(values, message):
     with pytest.raises(BatchError, match=message):
         BatchedDataDict.from_batches([{"x": value} for value in values])
 
@@ -135,7 +135,7 @@ def patches(batch):
     return [None if row is None else row[:, 0].tolist() for row in batch["pixels"].tensors]
 
 
-def test_media_go_with_their_rows():
+def test_media_stay_with_their_rows():
     batch = with_media()
     assert batch.size == 3
     assert patches(batch.slice(1, 3)) == [None, [3]]
@@ -172,7 +172,7 @@ def test_from_batches_joins_media():
         BatchedDataDict.from_batches([{"p": PackedTensor([None], 0)}, {"p": ["x"]}])
 
 
-def test_repeats_share_media_or_are_refused():
+def test_repeats_share_media_or_are_rejected():
     batch = with_media()
     with pytest.raises(NotImplementedError, match=r"media of 'pixels'.*share_immutable_media=True"):
         batch.repeat_interleave(2)

@@ -21,7 +21,7 @@ DTYPES = [torch.bool, torch.uint8, torch.int16, torch.int64, torch.bfloat16, tor
 
 @st.composite
 def values(draw, rows):
-    """A value of any kind with `rows` rows, in which rows can be told apart."""
+    """A value of any kind with `rows` rows, in which rows are distinguishable."""
     kind = draw(st.sampled_from(["tensor", "tensor", "list", "packed"]))
     if kind == "list":
         return draw(st.lists(st.sampled_from(["a", "b", 1, None, [1, 2]]), min_size=rows, max_size=rows))
@@ -72,7 +72,7 @@ def check(batch, rows, like):
 
 @given(batches(), st.data())
 @settings(deadline=None, max_examples=100)
-def test_methods_do_to_a_batch_what_they_would_do_to_a_list_of_rows(batch, data):
+def test_methods_act_on_a_batch_as_on_a_list_of_rows(batch, data):
     rows, original = row_list(batch), batch
     for step in data.draw(
         st.lists(st.sampled_from(["slice", "select", "mask", "chunk", "shard", "again"]), max_size=4)
@@ -119,7 +119,7 @@ def test_reordering_and_repeating(batch, data):
 
 @given(batches(), st.integers(1, 4))
 @settings(deadline=None, max_examples=60)
-def test_parts_make_the_whole(batch, each):
+def test_joined_slices_are_the_batch(batch, each):
     rows = row_list(batch)
     if len(rows) % each:
         with pytest.raises(BatchError):
@@ -138,7 +138,7 @@ def test_parts_make_the_whole(batch, each):
 
 @given(batches(), st.integers(2, pickle.HIGHEST_PROTOCOL))
 @settings(deadline=None, max_examples=60)
-def test_pickles_and_copies_are_the_same(batch, protocol):
+def test_pickles_and_copies_are_equal(batch, protocol):
     rows = row_list(batch)
     for back in (pickle.loads(pickle.dumps(batch, protocol=protocol)), copy.deepcopy(batch)):  # noqa: S301 - own
         check(back, rows, batch)

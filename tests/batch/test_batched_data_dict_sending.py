@@ -1,4 +1,4 @@
-"""Batches on their way to other processes: nothing lost, nothing too much, and the receiver's own."""
+"""Batches sent to other processes: complete, without extra bytes, and owned by the receiver."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ import pytest
 import torch
 from probe_forked import run_program
 
-from rlframework.batch import tensor_parcel
+from rlframework.batch import tensor_pickling
 from rlframework.batch.batched_data_dict import BatchedDataDict, SlicedDataDict
 from rlframework.batch.packed_tensor import PackedTensor
+
+pytestmark = pytest.mark.slow
 
 DTYPES = [
     torch.bool,
@@ -88,7 +90,7 @@ def test_class_metadata_and_other_values(protocol):
     assert back.get_batch(1)["text"] == list("cde")
 
 
-def test_views_do_not_carry_their_storage_and_nothing_is_changed_here():
+def test_views_are_sent_without_their_storage_and_senders_keep_theirs():
     batch = BatchedDataDict(x=torch.arange(100_000), y=torch.arange(200_000).reshape(-1, 2).T.contiguous().T)
     part = batch.slice(10, 12)
     for protocol in PROTOCOLS:
@@ -99,7 +101,7 @@ def test_views_do_not_carry_their_storage_and_nothing_is_changed_here():
     assert loads(pickle.dumps(part))["y"].tolist() == [[20, 21], [22, 23]]
 
 
-def test_a_tensor_under_two_keys_travels_once_and_stays_one():
+def test_a_tensor_under_two_keys_is_pickled_once_and_stays_shared():
     value = torch.zeros(1000)
     batch = BatchedDataDict(a=value, b=value)
     for protocol in PROTOCOLS[2:]:
@@ -111,7 +113,7 @@ def test_a_tensor_under_two_keys_travels_once_and_stays_one():
     assert copied["a"] is copied["b"] is not value
 
 
-def test_buffers_apart_are_not_copied_unless_they_cannot_be_written():
+def test_out_of_band_buffers_are_copied_only_if_read_only():
     batch = BatchedDataDict(
         x=torch.arange(6.0).reshape(3, 2),
         half=torch.arange(3).to(torch.bfloat16),
@@ -150,7 +152,7 @@ def test_buffers_that_are_not_aligned():
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS[2:])
-def test_gradients_stay_behind(protocol):
+def test_gradients_are_not_sent(protocol):
     leaf = torch.ones(2, requires_grad=True)
     back = loads(pickle.dumps(BatchedDataDict(a=leaf, b=leaf * 2, p=PackedTensor(leaf * 3, 0)[0:1]), protocol=protocol))
     assert not back["a"].requires_grad
@@ -159,7 +161,7 @@ def test_gradients_stay_behind(protocol):
     assert not back["p"].tensors[0].requires_grad
 
 
-def test_what_goes_torchs_own_way():
+def test_tensors_that_torch_pickles_itself():
     batch = BatchedDataDict(
         p=torch.nn.Parameter(torch.ones(2)), m=torch.ones(100, device="meta")[:2], s=torch.eye(2).to_sparse()
     )
@@ -169,7 +171,7 @@ def test_what_goes_torchs_own_way():
     assert back["s"].to_dense().tolist() == [[1, 0], [0, 1]]
 
 
-def test_files_of_torch(tmp_path):
+def test_torch_save(tmp_path):
     whole = torch.arange(100_000)
     batch = with_metadata(SlicedDataDict(x=whole[7:12], p=PackedTensor([whole[:2]] * 5, 0), t=list("abcde")))
     torch.save(batch, tmp_path / "batch.pt")
@@ -188,7 +190,7 @@ def test_conjugated_and_negated_views():
     assert back["i"].tolist() == [-2, 4]
 
 
-def test_where_no_shared_memory_is_left_the_pipe_takes_the_bytes(monkeypatch):
+def test_bytes_go_through_the_pipe_without_shared_memory(monkeypatch):
     def full(size):
         raise RuntimeError("unable to allocate shared memory(shm)")
 
@@ -261,9 +263,9 @@ def test_another_process_gets_batches_of_its_own(tmp_path):
     }
 
 
-def test_the_smallest_share_of_memory_holds_all_rows_of_a_packed_tensor():
+def test_all_rows_of_a_packed_tensor_share_one_block_of_memory():
     rows = [torch.full((3, size), float(size)) for size in (1, 0, 40_000)]
-    sent = tensor_parcel.parcel_rows([rows[0], None, rows[1].T, rows[2]])
+    sent = tensor_pickling.picklable_rows([rows[0], None, rows[1].T, rows[2]])
     back = ForkingPickler.loads(bytes(ForkingPickler.dumps(sent)))
     assert [None if row is None else row.tolist() for row in back] == [
         rows[0].tolist(),

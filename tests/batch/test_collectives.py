@@ -1,4 +1,4 @@
-"""`all_gather` over three gloo ranks, processes forked from one that has torch; all cases in one go."""
+"""`all_gather` over three gloo ranks, forked from one process that has imported torch; all cases in one run."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import pytest
 from probe_forked import run_program
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.xdist_group("collectives"),  # one start of the ranks serves all
-    pytest.mark.timeout(240),  # over that of the ranks, who then tell what they wait for
+    pytest.mark.timeout(240),  # longer than the ranks' own, so that they report what they wait for
 ]
 
 RANKS = """
@@ -33,7 +34,7 @@ dist.init_process_group(
 )
 found = {"early": early}
 
-def told(name, call):
+def record(name, call):
     try:
         found[name] = call()
     except Exception as error:
@@ -45,49 +46,49 @@ def lists(batch):
 rows = [2, 0, 1][rank]
 base = torch.arange(rows) + 10 * rank
 kinds = sys.argv[2:]
-told("dtypes", lambda: {k: rebalance_nd_tensor((base % 3).to(getattr(torch, k))).float().tolist() for k in kinds})
-told("kept", lambda: [str(rebalance_nd_tensor(base.to(getattr(torch, k))).dtype) for k in kinds])
-told("two", lambda: rebalance_nd_tensor(base[:, None] + torch.tensor([0.0, 0.5])).tolist())
-told("wide", lambda: rebalance_nd_tensor((torch.arange(12.0).reshape(4, 3).T)[: rows]).tolist())
-told("complex", lambda: torch.view_as_real(rebalance_nd_tensor((base * (1 + 2j)).to(torch.complex64).conj())).tolist())
-told("step", lambda: rebalance_nd_tensor(torch.arange(100)[7 :: 50][: rows] * (rank != 1)).tolist())
-told("grad", lambda: rebalance_nd_tensor(torch.ones(rows, requires_grad=True) * 2).requires_grad)
+record("dtypes", lambda: {k: rebalance_nd_tensor((base % 3).to(getattr(torch, k))).float().tolist() for k in kinds})
+record("kept", lambda: [str(rebalance_nd_tensor(base.to(getattr(torch, k))).dtype) for k in kinds])
+record("two", lambda: rebalance_nd_tensor(base[:, None] + torch.tensor([0.0, 0.5])).tolist())
+record("wide", lambda: rebalance_nd_tensor((torch.arange(12.0).reshape(4, 3).T)[: rows]).tolist())
+record("complex", lambda: torch.view_as_real(rebalance_nd_tensor((base * (1 + 2j)).cfloat().conj())).tolist())
+record("step", lambda: rebalance_nd_tensor(torch.arange(100)[7 :: 50][: rows] * (rank != 1)).tolist())
+record("grad", lambda: rebalance_nd_tensor(torch.ones(rows, requires_grad=True) * 2).requires_grad)
 media = [[torch.ones(2, 3), None], [], [torch.full((1, 3), 7, dtype=torch.int16)]][rank]
 same = [[torch.ones(1, 2), torch.full((3, 2), 2.0)], [], [torch.full((1, 2), 3.0)]][rank]
 packs = lambda rows, dim=0: PackedTensor(rows, dim)
 shown = lambda packed: [packed.dim_to_pack, [None if r is None else [str(r.dtype), r.tolist()] for r in packed.tensors]]
-told("packed", lambda: shown(BatchedDataDict(p=packs(media), x=base).all_gather()["p"]))
-told("joined", lambda: BatchedDataDict(p=packs(same)).all_gather()["p"].as_tensor().tolist())
-told("packed lacking", lambda: shown(BatchedDataDict({} if rank == 1 else {"p": packs(media)}).all_gather()["p"]))
-told("no media", lambda: shown(BatchedDataDict(p=packs([None] * rows)).all_gather()["p"]))
-told("no rows of any kind", lambda: lists(BatchedDataDict(x=[] if rank else torch.zeros(0)).all_gather()))
-told("empty kind", lambda: lists(BatchedDataDict(x=[[4], torch.zeros(0, 9), [5]][rank]).all_gather()))
-told("equal", lambda: rebalance_nd_tensor(torch.full((2, 2), rank)).tolist())
-told("no columns", lambda: list(rebalance_nd_tensor(torch.zeros(2, 0)).shape))
-told("dims", lambda: BatchedDataDict(p=packs([torch.ones(1, 1)], rank % 2)).all_gather())
-told("kinds", lambda: BatchedDataDict(p=packs([torch.ones(1, 1)]) if rank else torch.ones(1)).all_gather())
-told("unpicklable", lambda: BatchedDataDict(t=[(lambda: 1) if rank == 1 else 1]).all_gather())
-told("meta", lambda: rebalance_nd_tensor(torch.zeros(1, device="meta" if rank == 2 else "cpu")))
-told("no tensor", lambda: rebalance_nd_tensor([1] if rank == 0 else torch.zeros(1)))
-told("no list", lambda: gather_jagged_object_lists(5 if rank == 2 else [1]))
-told("objects", lambda: gather_jagged_object_lists([f"{rank}.{i}" for i in range(rows)]))
-told("batch", lambda: lists(BatchedDataDict(x=base, t=[str(int(b)) for b in base]).all_gather(None)))
-told("class", lambda: type(SlicedDataDict(x=base).all_gather(None)).__name__)
-told("lacking", lambda: lists(BatchedDataDict({} if rank == 1 else {"x": base, "t": ["q"] * rows}).all_gather(None)))
-told("nothing", lambda: lists(BatchedDataDict().all_gather(None)))
-told("empty", lambda: list(BatchedDataDict(x=torch.zeros(0, 4)).all_gather(None)["x"].shape))
-told("missing", lambda: lists(BatchedDataDict({"x": base} if rank == 2 else {"y": base}).all_gather(None)))
-told("mixed", lambda: lists(BatchedDataDict(x=[1] if rank == 2 else base).all_gather(None)))
-told("shapes", lambda: lists(BatchedDataDict(x=torch.zeros(1, 1 + rank)).all_gather(None)))
-told("uneven", lambda: lists(BatchedDataDict(x=base, y=[0] * (rows + (rank == 2))).all_gather(None)))
+record("packed", lambda: shown(BatchedDataDict(p=packs(media), x=base).all_gather()["p"]))
+record("joined", lambda: BatchedDataDict(p=packs(same)).all_gather()["p"].as_tensor().tolist())
+record("packed lacking", lambda: shown(BatchedDataDict({} if rank == 1 else {"p": packs(media)}).all_gather()["p"]))
+record("no media", lambda: shown(BatchedDataDict(p=packs([None] * rows)).all_gather()["p"]))
+record("no rows of any kind", lambda: lists(BatchedDataDict(x=[] if rank else torch.zeros(0)).all_gather()))
+record("empty kind", lambda: lists(BatchedDataDict(x=[[4], torch.zeros(0, 9), [5]][rank]).all_gather()))
+record("equal", lambda: rebalance_nd_tensor(torch.full((2, 2), rank)).tolist())
+record("no columns", lambda: list(rebalance_nd_tensor(torch.zeros(2, 0)).shape))
+record("dims", lambda: BatchedDataDict(p=packs([torch.ones(1, 1)], rank % 2)).all_gather())
+record("kinds", lambda: BatchedDataDict(p=packs([torch.ones(1, 1)]) if rank else torch.ones(1)).all_gather())
+record("unpicklable", lambda: BatchedDataDict(t=[(lambda: 1) if rank == 1 else 1]).all_gather())
+record("meta", lambda: rebalance_nd_tensor(torch.zeros(1, device="meta" if rank == 2 else "cpu")))
+record("no tensor", lambda: rebalance_nd_tensor([1] if rank == 0 else torch.zeros(1)))
+record("no list", lambda: gather_jagged_object_lists(5 if rank == 2 else [1]))
+record("objects", lambda: gather_jagged_object_lists([f"{rank}.{i}" for i in range(rows)]))
+record("batch", lambda: lists(BatchedDataDict(x=base, t=[str(int(b)) for b in base]).all_gather(None)))
+record("class", lambda: type(SlicedDataDict(x=base).all_gather(None)).__name__)
+record("lacking", lambda: lists(BatchedDataDict({} if rank == 1 else {"x": base, "t": ["q"] * rows}).all_gather(None)))
+record("nothing", lambda: lists(BatchedDataDict().all_gather(None)))
+record("empty", lambda: list(BatchedDataDict(x=torch.zeros(0, 4)).all_gather(None)["x"].shape))
+record("missing", lambda: lists(BatchedDataDict({"x": base} if rank == 2 else {"y": base}).all_gather(None)))
+record("mixed", lambda: lists(BatchedDataDict(x=[1] if rank == 2 else base).all_gather(None)))
+record("shapes", lambda: lists(BatchedDataDict(x=torch.zeros(1, 1 + rank)).all_gather(None)))
+record("uneven", lambda: lists(BatchedDataDict(x=base, y=[0] * (rows + (rank == 2))).all_gather(None)))
 pair = dist.new_group([0, 2])
 if rank != 1:
-    told("pair", lambda: lists(BatchedDataDict(x=base).all_gather(pair)))
-    told("pair packed", lambda: shown(BatchedDataDict(p=packs(media)).all_gather(pair)["p"]))
+    record("pair", lambda: lists(BatchedDataDict(x=base).all_gather(pair)))
+    record("pair packed", lambda: shown(BatchedDataDict(p=packs(media)).all_gather(pair)["p"]))
 else:
-    told("outside", lambda: BatchedDataDict(x=base).all_gather(pair))
-    told("outside objects", lambda: gather_jagged_object_lists([1], pair))
-    told("outside tensor", lambda: rebalance_nd_tensor(base, pair))
+    record("outside", lambda: BatchedDataDict(x=base).all_gather(pair))
+    record("outside objects", lambda: gather_jagged_object_lists([1], pair))
+    record("outside tensor", lambda: rebalance_nd_tensor(base, pair))
 open(folder + f"/{rank}.json", "w").write(json.dumps(found))
 dist.destroy_process_group()
 if rank == 0:
@@ -141,19 +142,19 @@ def test_every_dtype(ranks):
         assert list(rank["dtypes"].values()) == [[0, 1, 2]] * 9
 
 
-def test_a_part_of_the_ranks(ranks):
+def test_a_group_of_some_of_the_ranks(ranks):
     assert [rank.get("pair") for rank in ranks] == [{"x": [0, 1, 20]}, None, {"x": [0, 1, 20]}]
     assert [rank.get("pair packed") for rank in ranks] == [PACKED, None, PACKED]
 
 
 @pytest.mark.parametrize("case", ["outside", "outside objects", "outside tensor"])
 def test_a_rank_that_is_not_in_the_group(ranks, case):
-    assert ranks[1][case].startswith("BatchError: rank 1 is not in the group"), ranks[1][case]
+    assert ranks[1][case].startswith("BatchError: rank 1 is not in the process group"), ranks[1][case]
 
 
 def test_without_process_groups(ranks):
     for rank in ranks:
-        assert rank["early"].startswith("BatchError: there is no process group to gather over: call torch.dist")
+        assert rank["early"].startswith("BatchError: no process group to gather over; call torch.dist")
 
 
 @pytest.mark.parametrize(
@@ -165,12 +166,12 @@ def test_without_process_groups(ranks):
         ("dims", "BatchError: all_gather: 'p' differs between ranks in dim_to_pack: [0, 1]"),
         ("kinds", "BatchError: all_gather: 'p' is a PackedTensor on some ranks and a tensor on others"),
         ("unpicklable", "BatchError: rank 1: an element of 't' cannot be pickled: "),
-        ("meta", "BatchError: rank 2: 'tensor' has a tensor without data on meta"),
+        ("meta", "BatchError: rank 2: 'tensor' has a tensor that cannot be sent: device meta"),
         ("no tensor", "BatchError: rank 0: 'tensor' must be a tensor, got a list"),
         ("no list", "BatchError: rank 2: the value of 'objects' is a int"),
         ("uneven", "BatchError: rank 2: all values of the batch must have the same number of rows"),
     ],
 )
-def test_what_is_wrong_on_one_rank_is_raised_on_all(ranks, case, message):
+def test_an_error_on_one_rank_is_raised_on_all(ranks, case, message):
     for rank in ranks:
         assert rank[case].startswith(message), rank[case]

@@ -1,4 +1,4 @@
-"""The benchmark of batches runs: it checks that both sides of each line give the same, and writes its figures."""
+"""The benchmark of batches runs, checks that both sides of each comparison agree, and writes its results."""
 
 from __future__ import annotations
 

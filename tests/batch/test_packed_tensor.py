@@ -15,7 +15,7 @@ def images():
     return PackedTensor([torch.tensor([[1.0, 2], [3, 4]]), None, torch.tensor([[5.0, 6]])], 0)
 
 
-def test_rows_are_joined_when_asked():
+def test_rows_are_joined_on_request():
     packed = images()
     assert len(packed) == 3
     assert packed.has_media
@@ -50,13 +50,13 @@ def test_slices_are_rows_and_share_their_tensors():
 
 
 @pytest.mark.parametrize("indices", [[3], [-4], [0.5], [True], torch.tensor([[0]]), torch.tensor([0.0])])
-def test_rows_that_are_not_there(indices):
-    with pytest.raises(BatchError, match=r"there is no row .* in a PackedTensor of 3 rows"):
+def test_missing_rows(indices):
+    with pytest.raises(BatchError, match=r"row .* is not in a PackedTensor of 3 rows"):
         images().slice(indices)
 
 
-def test_one_row_is_not_indexed():
-    with pytest.raises(BatchTypeError, match=r"packed\[1\]: take packed\[start:end\]"):
+def test_a_single_row_cannot_be_indexed():
+    with pytest.raises(BatchTypeError, match=r"packed\[1\]: use packed\[start:end\]"):
         images()[1]
 
 
@@ -83,7 +83,7 @@ def test_devices_and_dtypes():
     assert packed.as_tensor().device.type == "cpu"
     assert packed.as_tensor("meta").shape == (3, 2)
     mixed = PackedTensor([torch.ones(1), torch.ones(1, device="meta")], 0)
-    with pytest.raises(BatchError, match=r"lie on \['cpu', 'meta'\]"):
+    with pytest.raises(BatchError, match=r"are on \['cpu', 'meta'\]"):
         mixed.as_tensor()
     assert mixed.as_tensor("meta").shape == (2,)
     cast = PackedTensor([torch.ones(1), torch.ones(1, dtype=torch.int64)], 0).to(dtype=torch.bfloat16)
@@ -91,7 +91,7 @@ def test_devices_and_dtypes():
     assert packed.to("cpu").tensors[0] is packed.tensors[0]
 
 
-def test_rows_that_do_not_go_together():
+def test_rows_that_cannot_be_joined():
     with pytest.raises(BatchError, match=r"differ in dimension 0 only, got shapes \[\(1, 2\), \(1, 3\)\]"):
         PackedTensor([torch.ones(1, 2), torch.ones(1, 3)], 0).as_tensor()
     with pytest.raises(BatchError, match="differ in dimension"):
@@ -104,19 +104,19 @@ def test_rows_that_do_not_go_together():
         ([1, None], 0, r"got \['NoneType', 'int'\]"),
         (None, 0, r"got \['NoneType'\]"),
         ({}, 0, r"got \['dict'\]"),
-        ([torch.ones(1)], 1, r"row 0 has shape \(1,\) and so no dimension 1"),
+        ([torch.ones(1)], 1, r"row 0 has shape \(1,\), which has no dimension 1"),
         ([None, torch.tensor(1)], 0, r"row 1 has shape \(\)"),
         ([], None, "dim_to_pack must be an integer, got None"),
         ([], True, "dim_to_pack must be an integer"),
     ],
 )
-def test_what_cannot_be_packed(tensors, dim, message):
+def test_values_that_cannot_be_packed(tensors, dim, message):
     with pytest.raises(BatchError, match=message):
         PackedTensor(tensors, dim)
 
 
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
-def test_pickled_it_holds_its_own_elements_only(protocol):
+def test_pickles_contain_only_the_rows_elements(protocol):
     whole = torch.arange(100_000.0).reshape(-1, 2)
     packed = PackedTensor([whole[3:5], None, whole[:0]], 0)
     written = pickle.dumps(packed, protocol=protocol)

@@ -1,4 +1,4 @@
-"""Shards of dynamic and packed microbatches: small cases worked out by hand, and what is refused."""
+"""Shards of dynamic and packed microbatches: small cases worked out by hand, and errors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlframework.errors import BatchError, BatchKeyError, BatchTypeError
 
 
 def batch_of(lengths, width):
-    """Tokens `100 * row + column`, and values of other kinds, in which each row tells its number."""
+    """Tokens `100 * row + column`, and values of other kinds that identify their row."""
     rows = torch.arange(len(lengths))
     return BatchedDataDict(
         input_ids=rows[:, None] * 100 + torch.arange(width),
@@ -48,8 +48,8 @@ def packing(tokens, algorithm="first_fit_decreasing", multiple=1, **more):
 
 LENGTHS = [3, 9, 5, 16, 2, 7, 11, 4]
 # two shards, global batches of 4, at most 16 tokens, lengths rounded up to 4:
-# rows 0..3 by length are 0 (3), 2 (5), 1 (9), 3 (16): dealt 0, 1 and 2, 3; the longest of each step 5 -> 8, 16 -> 16
-# rows 4..7 by length are 4 (2), 7 (4), 5 (7), 6 (11): dealt 4, 5 and 7, 6; the longest of each step 4 -> 4, 11 -> 12
+# rows 0..3 by length: 0 (3), 2 (5), 1 (9), 3 (16): shards get 0, 1 and 2, 3; the longest of each step 5 -> 8, 16 -> 16
+# rows 4..7 by length: 4 (2), 7 (4), 5 (7), 6 (11): shards get 4, 5 and 7, 6; the longest of each step 4 -> 4, 11 -> 12
 
 
 def dealt():
@@ -68,7 +68,7 @@ def test_dynamic_shards():
     assert shards[0].micro_batch_indices is not shards[1].micro_batch_indices
 
 
-def test_dynamic_microbatches_are_cut_to_their_length_where_dimension_1_is_the_sequence():
+def test_dynamic_microbatches_are_truncated_where_dimension_1_is_the_sequence():
     shards, _ = dealt()
     part = shards[1].get_batch(1)
     assert type(part) is SlicedDataDict
@@ -103,7 +103,7 @@ def test_rounding_up_stops_at_the_width(algorithm):
     assert part["input_ids"].shape == (2, 7)
 
 
-def test_the_width_is_that_of_the_planned_key():
+def test_the_width_is_taken_from_the_planned_key():
     batch = BatchedDataDict(
         tokens=torch.zeros(2, 6, dtype=torch.int64), n=torch.tensor([2, 2]), input_ids=torch.zeros(2, 9)
     )
@@ -114,7 +114,7 @@ def test_the_width_is_that_of_the_planned_key():
     assert part["input_ids"].shape == (2, 9)
 
 
-def test_metadata_of_ones_own_cut_what_is_as_wide_as_input_ids_or_as_the_widest():
+def test_metadata_set_by_the_caller_truncates_tensors_as_wide_as_input_ids_or_as_the_widest():
     batch = batch_of([2, 3], 5)
     batch.micro_batch_indices, batch.micro_batch_lengths = [[[0, 2]]], [[3]]
     (part,) = batch.make_microbatch_iterator_with_dynamic_shapes()
@@ -164,7 +164,7 @@ def test_packed_shards():
     assert [shard.micro_batch_lengths for shard in shards] == [[[8]], [[8]], [[5]]]
     assert [shard.elem_counts_per_gb for shard in shards] == [[2], [2], [2]]
     (part,) = shards[2].make_microbatch_iterator_for_packable_sequences()
-    assert part["input_ids"].shape == (2, 6)  # not cut
+    assert part["input_ids"].shape == (2, 6)  # not truncated
     assert part["row"] == [2, 5]
     assert shards[2].get_microbatch_iterator_for_packable_sequences_len() == (1, 5)
 
@@ -178,7 +178,7 @@ def test_the_rows_of_a_pack_count_as_rounded_up():
         batch_of([7], 8).shard_by_batch_size(1, sequence_packing_args=packing(8, multiple=3))
 
 
-def test_packed_shards_of_several_global_batches_have_rows_of_their_own_count():
+def test_packed_shards_have_their_own_number_of_rows_in_each_global_batch():
     # of each three rows, cap 4: 4 | 1 1 and so on; two shards
     lengths = [4, 1, 1, 1, 4, 2]
     shards, indices = batch_of(lengths, 4).shard_by_batch_size(2, batch_size=3, sequence_packing_args=packing(4))
@@ -191,10 +191,10 @@ def test_packed_shards_of_several_global_batches_have_rows_of_their_own_count():
         assert sorted(sum(part.micro_batch_lengths[0]) for part in parts) == [2 + k, 4]
     with pytest.raises(BatchError, match=r"get_batch\(2\): there are 2 global batches"):
         shards[0].get_batch(2)
-    assert shards[0].get_batch(1, batch_size=77)["row"] == shards[0].get_batch(1)["row"]  # the size is known
+    assert shards[0].get_batch(1, batch_size=77)["row"] == shards[0].get_batch(1)["row"]  # batch_size is ignored
 
 
-def test_the_order_of_packs():
+def test_microbatch_order():
     lengths = [1, 1, 4, 2, 3]  # in order into 4: [1 1] [4] [2] [3]
     rows = {}
     for order in ("packer", "largest_first"):
@@ -252,9 +252,9 @@ def test_lengths_of_any_integer_dtype(dtype):
         ({"max_tokens_per_microbatch": 2.5}, BatchError, "max_tokens_per_microbatch must be an integer, got 2.5"),
         ({"sequence_length_round": None}, BatchError, "sequence_length_round must be an integer, got None"),
         ({"max_tokens": 8}, BatchKeyError, r"unknown keys \['max_tokens'\]"),
-        ({"algorithm": "best"}, BatchError, "'best'; take round_robin or balanced"),
+        ({"algorithm": "best"}, BatchError, "'best'; use round_robin or balanced"),
         ({"input_key": "ids"}, BatchKeyError, "the batch has no 'ids'"),
-        ({"input_key": ["ids"]}, BatchTypeError, "input_key must be text"),
+        ({"input_key": ["ids"]}, BatchTypeError, "input_key must be a string"),
         ({"input_key": "input_lengths"}, BatchTypeError, r"'input_lengths' must be a tensor \[B, S\]"),
         ({"input_lengths_key": "row"}, BatchTypeError, r"'row' must be a tensor \[B\] of integers, got a list"),
         ({"input_lengths_key": "scores"}, BatchTypeError, r"got torch.float32 of shape \[4, 3\]"),
@@ -276,9 +276,9 @@ def test_missing_and_wrong_arguments():
         batch.shard_by_batch_size(1, dynamic_batching_args={"input_key": "input_ids", "sequence_length_round": 1})
     with pytest.raises(BatchTypeError, match="sequence_packing_args must be a dictionary"):
         batch.shard_by_batch_size(1, sequence_packing_args=3)
-    with pytest.raises(ValueError, match=r"microbatch_order .* 'random'; take packer or largest_first"):
+    with pytest.raises(ValueError, match=r"microbatch_order .* 'random'; use packer or largest_first"):
         batch.shard_by_batch_size(1, sequence_packing_args=packing(8, microbatch_order="random"))
-    with pytest.raises(BatchError, match="there is no packing algorithm 'nonsense'"):
+    with pytest.raises(BatchError, match="unknown packing algorithm 'nonsense'"):
         batch.shard_by_batch_size(1, sequence_packing_args=packing(8, "nonsense"))
     with pytest.raises(AssertionError, match="cannot be passed together"):
         batch.shard_by_batch_size(1, dynamic_batching_args=dynamic(8), sequence_packing_args=packing(8))
@@ -286,24 +286,22 @@ def test_missing_and_wrong_arguments():
 
 @pytest.mark.parametrize("lengths", [[1, 5], [-1, 2]])
 @pytest.mark.parametrize("args", [{"dynamic_batching_args": dynamic(64)}, {"sequence_packing_args": packing(64)}])
-def test_lengths_that_cannot_be(lengths, args):
+def test_lengths_out_of_range(lengths, args):
     row = 1 if lengths[1] == 5 else 0
-    message = (
-        rf"'input_lengths' of row {row} of 2 is {lengths[row]}; 'input_ids' has 4 columns, so it must be in 0\.\.4"
-    )
+    message = rf"'input_lengths' of row {row} of 2 is {lengths[row]}; it must be in 0\.\.4, the columns of 'input_ids'"
     with pytest.raises(BatchError, match=message):
         batch_of(lengths, 4).shard_by_batch_size(1, **args)
 
 
 @pytest.mark.parametrize("lengths", [torch.ones(2), torch.ones(2, dtype=torch.bool), torch.ones(2, 1), [1, 1]])
-def test_lengths_that_are_none(lengths):
+def test_lengths_of_another_type(lengths):
     batch = batch_of([1, 1], 4)
     batch["input_lengths"] = lengths
     with pytest.raises(BatchTypeError, match=r"'input_lengths' must be a tensor \[B\] of integers"):
         batch.shard_by_batch_size(1, dynamic_batching_args=dynamic(8))
 
 
-def test_what_does_not_divide():
+def test_rows_that_do_not_divide():
     batch = batch_of([1, 2, 3], 4)
     with pytest.raises(BatchError, match=r"Batch size \(3\) is not a multiple of shards \(2\).*balanced"):
         batch.shard_by_batch_size(2, dynamic_batching_args=dynamic(8))
@@ -317,7 +315,7 @@ def test_what_does_not_divide():
         batch.shard_by_batch_size(4, sequence_packing_args=packing(8))
 
 
-# --- iterators that lack what they need
+# --- iterators without metadata
 
 ITERATORS = (
     "make_microbatch_iterator_with_dynamic_shapes",
@@ -328,11 +326,11 @@ ITERATORS = (
 
 
 @pytest.mark.parametrize("name", ITERATORS)
-def test_an_iterator_that_lacks_its_metadata_says_so_at_once(name):
+def test_iterators_without_metadata_raise_at_once(name):
     shards, _ = dealt()
     for batch in (batch_of([1], 4), shards[0].slice(0, 2), shards[0].select_indices([0]), shards[0].chunk(0, 1)):
         with pytest.raises(
-            BatchError, match=rf"{name}: this batch has no metadata .*shard_by_batch_size.*get_batch\(k\)"
+            BatchError, match=rf"{name}: this batch has no microbatch metadata.*get_batch\(k\).*shard_by_batch_size"
         ):
             getattr(batch, name)()
     with pytest.raises(AssertionError, match=rf"{name} needs one global batch.*of 2.*get_batch\(k\)"):
@@ -341,7 +339,7 @@ def test_an_iterator_that_lacks_its_metadata_says_so_at_once(name):
 
 @pytest.mark.parametrize("name", ITERATORS)
 @pytest.mark.parametrize("change", ["rows", "ranges", "lengths"])
-def test_metadata_that_do_not_fit_any_more(name, change):
+def test_metadata_that_no_longer_fit(name, change):
     part = dealt()[0][0].get_batch(0)
     if change == "rows":
         part.data = dict(part.slice(0, 1))
@@ -353,7 +351,7 @@ def test_metadata_that_do_not_fit_any_more(name, change):
         getattr(part, name)()
 
 
-def test_a_batch_that_was_truncated_since():
+def test_a_batch_truncated_after_planning():
     part = dealt()[0][0].get_batch(0)
     part.truncate_tensors(1, 3)
     with pytest.raises(BatchError, match="up to 16 wide at dimension 1, where the sequences are 3"):
@@ -366,5 +364,5 @@ def test_get_batch_beyond_the_metadata():
     batch = batch_of([1, 1, 1, 1], 4)
     batch.micro_batch_indices, batch.micro_batch_lengths = [[[0, 2]]], [[1]]
     assert batch.get_batch(0, 2).micro_batch_lengths == [[1]]
-    with pytest.raises(BatchError, match=r"get_batch\(1\): there are microbatch indices of 1 and lengths of 1"):
+    with pytest.raises(BatchError, match=r"get_batch\(1\): the batch has microbatch indices for 1 and lengths for 1"):
         batch.get_batch(1, 2)

@@ -18,7 +18,7 @@ def rows_of(shards):
     return [numbers(shard) for shard in shards]
 
 
-def test_shards_take_their_part_of_each_global_batch():
+def test_each_shard_gets_its_share_of_each_global_batch():
     assert rows_of(make_batch(8).shard_by_batch_size(2, batch_size=4)) == [[0, 1, 4, 5], [2, 3, 6, 7]]
     assert rows_of(make_batch(8).shard_by_batch_size(2)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert rows_of(make_batch(4).shard_by_batch_size(2, batch_size=2)) == [[0, 2], [1, 3]]
@@ -32,12 +32,12 @@ def test_uneven_shards():
     assert empty["text"] == []
 
 
-def test_shards_of_nothing():
+def test_shards_of_an_empty_batch():
     for uneven in (False, True):
         assert rows_of(make_batch(0).shard_by_batch_size(2, allow_uneven_shards=uneven)) == [[], []]
 
 
-def test_shards_are_copies_of_their_own_rows_only():
+def test_shards_copy_only_their_own_rows():
     batch = make_batch(4)
     for shard in batch.shard_by_batch_size(2):
         assert type(shard) is SlicedDataDict
@@ -55,8 +55,8 @@ def test_shards_are_copies_of_their_own_rows_only():
             {"shards": 2, "batch_size": 4, "allow_uneven_shards": True},
             "batch_size must be None if allow_uneven_shards is True",
         ),
-        ({"shards": 0}, "0 shards of batch size None: both must be at least 1"),
-        ({"shards": 2, "batch_size": 0}, "2 shards of batch size 0"),
+        ({"shards": 0}, "0 shards with batch size None: both must be at least 1"),
+        ({"shards": 2, "batch_size": 0}, "2 shards with batch size 0"),
     ],
 )
 def test_bad_shards(arguments, message):
@@ -79,7 +79,7 @@ def test_shards_hold_each_global_batch_once_and_in_order(shards, per_shard, batc
 def test_joined_shards_reorder_to_the_input(shards, per_shard, batches):
     batch = make_batch(shards * per_shard * batches)
     joined = BatchedDataDict.from_batches(batch.shard_by_batch_size(shards, batch_size=shards * per_shard))
-    joined.reorder_data(joined["one"].tolist())  # each row tells where it came from
+    joined.reorder_data(joined["one"].tolist())  # each row identifies where it came from
     assert numbers(joined) == list(range(batch.size))
 
 
@@ -93,7 +93,7 @@ def test_uneven_shards_joined_are_the_input(shards, rows):
 def test_reorder_applies_the_inverse_permutation():
     batch = make_batch(3)
     assert batch.reorder_data([2, 0, 1]) is None
-    assert numbers(batch) == [1, 2, 0]  # the row at position 0 belongs to place 2
+    assert numbers(batch) == [1, 2, 0]  # the row at position 0 has sort key 2
 
 
 def test_reorder_is_stable_and_takes_tensors():
@@ -111,6 +111,6 @@ def test_reorder_undoes_select(order):
 
 
 @pytest.mark.parametrize("indices", [[0, 1], [[0, 1, 2]], [0, 1, 2, 3]])
-def test_reorder_needs_one_index_a_row(indices):
+def test_reorder_needs_one_index_per_row(indices):
     with pytest.raises(BatchError, match="for a batch of 3 rows"):
         make_batch(3).reorder_data(indices)

@@ -34,7 +34,7 @@ def batch_of(lengths, width):
 
 
 def plain_values(value):
-    """For comparison: lists of Python's own numbers."""
+    """Convert to lists of Python numbers, for comparison."""
     if isinstance(value, PackedTensor):
         return [None if row is None else row.tolist() for row in value.tensors]
     return value.tolist() if isinstance(value, torch.Tensor) else value
@@ -50,7 +50,7 @@ def assert_same(one, two):
 
 @dataclass
 class Trial:
-    """A batch, and how it is to be sharded."""
+    """A batch and the options for sharding it."""
 
     lengths: list[int]
     width: int
@@ -125,7 +125,7 @@ def test_joined_shards_reorder_to_the_input(trial):
 
 @given(trials())
 @settings(deadline=None, max_examples=100)
-def test_microbatches_hold_each_row_of_each_global_batch_once_and_keep_to_the_cap(trial):
+def test_microbatches_contain_each_row_once_and_respect_the_cap(trial):
     made = sharded(trial)
     if made is None:
         return
@@ -148,9 +148,11 @@ def test_microbatches_hold_each_row_of_each_global_batch_once_and_keep_to_the_ca
         if trial.kind == "dynamic":
             assert {part.get_microbatch_iterator_dynamic_shapes_len() for part in parts} == counts
         else:
-            told = [part.get_microbatch_iterator_for_packable_sequences_len() for part in parts]
-            assert {count for count, _ in told} == counts
-            assert [largest for _, largest in told] == [max(part.micro_batch_lengths[0], default=0) for part in parts]
+            lengths = [part.get_microbatch_iterator_for_packable_sequences_len() for part in parts]
+            assert {count for count, _ in lengths} == counts
+            assert [largest for _, largest in lengths] == [
+                max(part.micro_batch_lengths[0], default=0) for part in parts
+            ]
     with pytest.raises(BatchError, match="global batches"):
         made[0][0].get_batch(len(trial.chunks))
 
@@ -212,11 +214,11 @@ def test_plain_shards(shards, per_shard, chunks, uneven):
     assert_same(joined, batch)
 
 
-# --- bytes that are copied
+# --- copied bytes
 
 
 class Written(TorchDispatchMode):
-    """Adds up the bytes that operations write into memory of their own."""
+    """Adds up the bytes that operations write into new memory."""
 
     def __init__(self):
         super().__init__()
@@ -235,7 +237,7 @@ class Written(TorchDispatchMode):
         return out
 
 
-def test_what_the_counter_counts():
+def test_the_counter_of_copied_bytes():
     value = torch.zeros(10)
     with Written() as written:
         value[2:4].narrow(0, 0, 1)

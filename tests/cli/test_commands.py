@@ -14,6 +14,7 @@ import pytest
 import rlframework
 from rlframework.algorithm import RunResult
 from rlframework.cli import main
+from rlframework.config.policy import PolicyConfig
 from rlframework.configure import load_config
 from rlframework.errors import UserError, WorkerError
 
@@ -71,6 +72,29 @@ def test_the_resolved_configuration_is_printed_and_loads_again(
     assert not (folder / "out").exists()
 
 
+def test_sections_of_backends_that_are_not_selected_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    printed = {}
+    for backend in ("toy", "dtensor"):
+        assert call("config", "run.yaml", "--json", f"policy.backend={backend}", "policy.dtensor.replicate=1") == 0
+        printed[backend] = set(json.loads(capsys.readouterr().out)["policy"])
+    assert printed["dtensor"] - printed["toy"] == {"dtensor"}
+    assert printed["toy"] <= set(PolicyConfig.model_fields)
+    assert call("config", "run.yaml") == 0
+    assert "dtensor:" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("columns", [60, 100, None])
+def test_tables_have_the_width_of_the_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: int | None
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if columns is not None:
+        monkeypatch.setenv("COLUMNS", str(columns))
+    assert call("plugins") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) == (columns or 200)
+
+
 def test_the_schema_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert call("schema") == 0
     assert "policy" in json.loads(capsys.readouterr().out)["properties"]
@@ -86,22 +110,22 @@ def test_the_plugins_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 MISTAKES = {
-    "gone.yaml": "no such configuration file: gone.yaml\n",
-    "run.yaml policy.lr=1": "`policy.lr`: not a known key (given 1 in override `policy.lr=1`). "
+    "gone.yaml": "configuration file not found: gone.yaml\n",
+    "run.yaml policy.lr=1": "`policy.lr`: unknown key (given 1 in override `policy.lr=1`). "
     "Did you mean `policy.optimizer.lr`?\n",
     "run.yaml policy.optimizer.lr=fast": '`policy.optimizer.lr`: must be a number (given "fast" in override `policy.',
     "run.yaml policy.backend=tow": "policy.backend: there is no policy_worker 'tow'. Did you mean 'toy'?",
     "run.yaml algorithm.name=gpro": "algorithm.name: there is no algorithm 'gpro'. Did you mean 'grpo'?",
     "run.yaml worker_group.name=ray worker_group.num_workers=3": (
-        "`policy.train_global_batch_size`: must divide by 3, the number of workers "
-        "that share the rows (given 64). Try 63 or 66, or another worker_group.num_workers.\n"
+        "`policy.train_global_batch_size`: must be a multiple of 3, the number of data-parallel workers "
+        "(given 64). Try 63 or 66, or change worker_group.num_workers.\n"
     ),
     "run.yaml policy.precision=float16": "`policy.precision`: float16, but the backend 'toy' ",
-    "run.yaml lr": "`lr` is not an override: write `key=value`",
+    "run.yaml lr": "`lr` is not a valid override: write `key=value`",
     "run.yaml seed=[1": "override `seed=[1`:1:3: not valid YAML: ",
     "bad.yaml": "bad.yaml:2:1: not valid YAML: ",
-    "twice.yaml": "twice.yaml:2: the key `seed` is there twice, first on line 1\n",
-    "orphan.yaml": "no such configuration file: parent.yaml, named under `defaults` in orphan.yaml:1\n",
+    "twice.yaml": "twice.yaml:2: duplicate key `seed`, first given on line 1\n",
+    "orphan.yaml": "configuration file not found: parent.yaml, listed under `defaults` in orphan.yaml:1\n",
 }
 
 
@@ -130,7 +154,7 @@ def test_debug_shows_the_traceback_before_or_after_the_command(
     assert call(*args) == 2
     text = capsys.readouterr().err
     assert text.startswith("Traceback (most recent call last):")
-    assert text.endswith("error: no such configuration file: gone.yaml\n")
+    assert text.endswith("error: configuration file not found: gone.yaml\n")
 
 
 @pytest.mark.parametrize("args", [["nosuch"], ["train"], ["config", "run.yaml", "--nosuch"]])
@@ -154,7 +178,7 @@ def train_with(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_train_runs_the_resolved_configuration_and_sums_up(capsys: pytest.CaptureFixture[str], train_with: Any) -> None:
     seen = []
 
-    def run(config: Any) -> RunResult:
+    def run(config: Any, overwrite: bool = False) -> RunResult:
         seen.append(config)
         return RunResult({"step": 12.0, "train/reward": 0.12345, "time/step": 3.0, "validation/accuracy": 0.5})
 
@@ -170,14 +194,14 @@ def test_train_runs_the_resolved_configuration_and_sums_up(capsys: pytest.Captur
         (UserError("take less"), 2, "error: take less\n"),
         (WorkerError("rank 1 failed"), 1, "error: rank 1 failed\n"),
         (KeyboardInterrupt(), 130, "interrupted\n"),
-        (ZeroDivisionError("oh"), 1, "error: ZeroDivisionError: oh\nThis was not expected. --debug shows where"),
+        (ZeroDivisionError("oh"), 1, "error: ZeroDivisionError: oh\nThis is an unexpected error. Use --debug to show"),
         (OSError(5, "disk"), 1, "error: OSError: [Errno 5] disk\n"),
     ],
 )
 def test_what_a_run_raises_becomes_a_message_and_a_code(
     capsys: pytest.CaptureFixture[str], train_with: Any, error: BaseException, code: int, message: str
 ) -> None:
-    def run(config: Any) -> NoReturn:
+    def run(config: Any, overwrite: bool = False) -> NoReturn:
         raise error
 
     train_with(run)

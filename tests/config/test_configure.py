@@ -45,7 +45,7 @@ def test_every_backend_with_a_model_has_its_section(manager: Any, minimal: Any) 
 
 def test_a_section_is_required_only_of_the_chosen_backend(manager: Any, minimal: Any) -> None:
     message = refused(minimal, ["policy.backend=needy"], manager=manager)
-    assert message.startswith("`policy.needy`: missing, and has no default")
+    assert message.startswith("`policy.needy`: required key is missing")
     config = load_config(minimal, ["policy.needy.license=abc"], manager=manager)
     assert config.policy.needy.license == "abc"  # type: ignore[attr-defined]
 
@@ -54,7 +54,7 @@ def test_the_section_of_a_backend_that_is_switched_off_is_left_alone(manager: An
     config = load_config(minimal, ["policy.off.anything=1"], manager=manager)
     assert "off" not in dump_config(config)["policy"]
     manager.rows = []
-    assert "`policy.off`: not a known key" in refused(minimal, ["policy.off.anything=1"], manager=manager)
+    assert "`policy.off`: unknown key" in refused(minimal, ["policy.off.anything=1"], manager=manager)
 
 
 def test_a_file_tells_where_each_mistake_is(tmp_path: Path, manager: Any) -> None:
@@ -66,16 +66,16 @@ def test_a_file_tells_where_each_mistake_is(tmp_path: Path, manager: Any) -> Non
         "generation: 3\n"
     )
     message = refused(path, ["observers.console=5", "policy.train_micro_batch_size=-1"], manager=manager)
-    suits = "It is a key of `cards`, and environment.name is `dice`; the override `~environment.suits` takes it out."
+    suits = "It is a key of `cards`, but environment.name is `dice`. The override `~environment.suits` removes it."
     rows = "policy.train_micro_batch_size"
     assert sorted(message.splitlines()[1:]) == sorted(
         [
-            f"- `policy.lr`: not a known key (given 0.1 in {path}:3). Did you mean `policy.optimizer.lr`?",
+            f"- `policy.lr`: unknown key (given 0.1 in {path}:3). Did you mean `policy.optimizer.lr`?",
             f"- `policy.batching.mode`: must be 'auto', 'padded', 'dynamic' or 'packed' (given \"fast\" in {path}:4)",
-            f'- `algorithm.num_steps`: must be a whole number (given "many" in {path}:7)',
-            f"- `algorithm.loss.clipp`: not a known key (given 1 in {path}:9). Did you mean `algorithm.loss.clip`?",
-            f"- `environment.suits`: not a known key (given 4 in {path}:10). {suits}",
-            f"- `generation`: must be a section with keys of its own (given 3 in {path}:11)",
+            f'- `algorithm.num_steps`: must be an integer (given "many" in {path}:7)',
+            f"- `algorithm.loss.clipp`: unknown key (given 1 in {path}:9). Did you mean `algorithm.loss.clip`?",
+            f"- `environment.suits`: unknown key (given 4 in {path}:10). {suits}",
+            f"- `generation`: must be a section (a mapping of keys) (given 3 in {path}:11)",
             "- `observers.console`: must be true or false (given 5 in override `observers.console=5`)",
             f"- `{rows}`: must be greater than 0 (given -1 in override `{rows}=-1`)",
         ]
@@ -89,26 +89,26 @@ def test_a_file_tells_where_each_mistake_is(tmp_path: Path, manager: Any) -> Non
         ("policy.optimizer.lr=fast", '`policy.optimizer.lr`: must be a number (given "fast" in'),
         ("policy.optimizer.lr=-1", "`policy.optimizer.lr`: must be greater than or equal to 0 (given -1 in"),
         ("policy.optimizer.betas=0.9", "`policy.optimizer.betas`: must be a list (given 0.9 in"),
-        ("policy.optimizer.betas=[1, 0.9]", "`policy.optimizer.betas`: must be two numbers, each at least 0"),
+        ("policy.optimizer.betas=[1, 0.9]", "`policy.optimizer.betas`: must be two numbers in the range 0 <= beta < 1"),
         ("policy.optimizer.eps=0", "`policy.optimizer.eps`: must be greater than 0 (given 0.0 in"),
-        ("policy.model_name=3", "`policy.model_name`: must be text (quotes make text"),
-        ("policy.lora=true", "`policy.lora`: must be a section with keys of its own (given true in"),
+        ("policy.model_name=3", "`policy.model_name`: must be a string (quote values"),
+        ("policy.lora=true", "`policy.lora`: must be a section (a mapping of keys) (given true in"),
         ("policy.max_grad_norm=true", "`policy.max_grad_norm`: must be a number (given true in"),
         ("policy.activation_checkpointing=1", "`policy.activation_checkpointing`: must be true or false (given 1 in"),
-        ("policy.dtensor.shards=[1, x]", '`policy.dtensor.shards.1`: must be a whole number (given "x" in'),
+        ("policy.dtensor.shards=[1, x]", '`policy.dtensor.shards.1`: must be an integer (given "x" in'),
         ("policy.dtensor.shards=[1, true]", "`policy.dtensor.shards.1`: must be a number (given true in"),
-        ("observers=null", "`observers`: must be a section with keys of its own (given null in"),
-        ("policy=3", "`policy`: must be a section with keys of its own (given 3 in"),
+        ("observers=null", "`observers`: must be a section (a mapping of keys) (given null in"),
+        ("policy=3", "`policy`: must be a section (a mapping of keys) (given 3 in"),
         ("device=gpu", "`device`: must be 'auto', 'cpu' or 'cuda' (given \"gpu\" in"),
         ("algorithm.num_steps=2", "`algorithm`: num_steps must not be less than group_size"),
         ("algorithm.name=3", "`algorithm.name`: must be one of: climb, copy (given 3 in"),
-        ("~algorithm.name", "`algorithm.name`: missing, and has no default; one of: climb, copy"),
-        ("~environment", "`environment.name`: missing, and has no default; one of: cards, dice"),
-        ("~policy", "`policy`: missing, and has no default"),
-        ("~policy.model_name", "`policy.model_name`: missing, and has no default: a Hugging Face model directory"),
+        ("~algorithm.name", "`algorithm.name`: required key is missing; must be one of: climb, copy"),
+        ("~environment", "`environment.name`: required key is missing; must be one of: cards, dice"),
+        ("~policy", "`policy`: required key is missing"),
+        ("~policy.model_name", "`policy.model_name`: required key is missing (Hugging Face model directory"),
         (
             "policy.scheduler={warmup_steps: 9, total_steps: 8}",
-            "`policy.scheduler.warmup_steps`: must not be more than",
+            "`policy.scheduler.warmup_steps`: must not exceed",
         ),
         ("plugins=x", '`plugins`: must be a list (given "x" in'),
     ],
@@ -123,7 +123,7 @@ def test_the_members_of_a_union_are_told_as_alternatives(manager: Any, minimal: 
     cards = ["environment={name: cards, suits: 4}"]
     assert load_config(minimal, [*cards, "environment.limit=3"], manager=manager).environment.limit == 3  # type: ignore[attr-defined]
     message = refused(minimal, [*cards, "environment.limit=some"], manager=manager)
-    assert message.startswith("`environment.limit`: must be a whole number, or must be 'all' (given \"some\" in")
+    assert message.startswith("`environment.limit`: must be an integer, or must be 'all' (given \"some\" in")
     message = refused(minimal, [*cards, "environment.mix={a: x}"], manager=manager)
     assert message.startswith('`environment.mix.a`: must be a number (given "x" in')
 
@@ -155,10 +155,13 @@ def test_an_unknown_part_and_other_mistakes_are_told_together(manager: Any, mini
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["worker_group.num_workers=3"], "`policy.train_global_batch_size`: must divide by 3, the number of workers"),
+        (
+            ["worker_group.num_workers=3"],
+            "`policy.train_global_batch_size`: must be a multiple of 3, the number of data-parallel workers",
+        ),
         (
             ["worker_group.num_workers=3", "policy.parallelism.tensor=2"],
-            "`worker_group.num_workers`: must divide by 2, the workers that hold one model",
+            "`worker_group.num_workers`: must be a multiple of 2, the workers per model replica",
         ),
     ],
 )
@@ -172,7 +175,7 @@ def test_a_batch_that_does_not_divide_comes_with_sizes_that_do(
 ) -> None:
     overrides = ["worker_group.num_workers=4", f"policy.train_global_batch_size={rows}"]
     text = refused(minimal, overrides, manager=manager)
-    assert f"(given {rows} in override `policy.train_global_batch_size={rows}`). {near}, or another" in text
+    assert f"(given {rows} in override `policy.train_global_batch_size={rows}`). {near}, or change" in text
     load_config(minimal, ["worker_group.num_workers=4", "policy.train_global_batch_size=12"], manager=manager)
 
 
@@ -221,16 +224,14 @@ def test_a_record_whose_model_is_made_wrongly_is_to_blame(manager: Any, minimal:
         x: int = 1
 
     manager.records.append(PolicyWorkerRecord("loose", "x:Y", 1, config_model=Loose))
-    with pytest.raises(
-        PluginError, match=r"'loose' of fake 1.0 is made wrongly: its config_model Loose must derive from"
-    ):
+    with pytest.raises(PluginError, match=r"'loose' of fake 1.0 is broken: its config_model Loose must derive from"):
         load_config(minimal, manager=manager)
 
 
 def test_a_part_without_a_model_has_the_shared_keys_only(manager: Any, minimal: Any) -> None:
     manager.records.append(AlgorithmRecord("bare", "x:Y", 1))
     assert load_config(minimal, ["algorithm.name=bare"], manager=manager).algorithm.num_steps == 100
-    assert "`algorithm.group_size`: not a known key" in refused(
+    assert "`algorithm.group_size`: unknown key" in refused(
         minimal, ["algorithm.name=bare", "algorithm.group_size=1"], manager=manager
     )
 
@@ -242,7 +243,7 @@ def test_a_broken_module_under_plugins_is_told_even_if_not_chosen(
     monkeypatch.setattr("rlframework.plugins.manager.create_manager", lambda modules: manager)
     with pytest.raises(ConfigError) as error:
         load_config(minimal, ["plugins=[fine, mine]"])
-    assert str(error.value).startswith("`plugins`: the module 'mine' cannot be used: SyntaxError: bad (in override")
+    assert str(error.value).startswith("`plugins`: module 'mine' cannot be used: SyntaxError: bad (in override")
     load_config(minimal, ["plugins=[fine]"])
 
 

@@ -72,13 +72,15 @@ def test_one_file_may_be_inherited_along_two_ways(tmp_path: Path) -> None:
 def test_a_circle_of_defaults_is_told_with_its_files(tmp_path: Path) -> None:
     write(tmp_path, {"a.yaml": "defaults: b.yaml\n", "b.yaml": "defaults: a.yaml\n"})
     message = refused(tmp_path / "a.yaml")
-    assert message == f"`defaults` go round in a circle: {tmp_path}/a.yaml -> {tmp_path}/b.yaml -> {tmp_path}/a.yaml"
+    assert message == f"`defaults` are circular: {tmp_path}/a.yaml -> {tmp_path}/b.yaml -> {tmp_path}/a.yaml"
 
 
 def test_a_missing_file_of_defaults_names_both_files(tmp_path: Path) -> None:
     write(tmp_path, {"a.yaml": "seed: 1\ndefaults: gone.yaml\n"})
     message = refused(tmp_path / "a.yaml")
-    assert message == f"no such configuration file: {tmp_path}/gone.yaml, named under `defaults` in {tmp_path}/a.yaml:2"
+    assert (
+        message == f"configuration file not found: {tmp_path}/gone.yaml, listed under `defaults` in {tmp_path}/a.yaml:2"
+    )
 
 
 @pytest.mark.parametrize("value", ["3", "{a: b}", "[a.yaml, 3]"])
@@ -127,7 +129,7 @@ def test_one_override_may_be_given_as_a_string() -> None:
 @pytest.mark.parametrize("override", ["lr", "=1", "a..b=1", ".a=1", "a.=1", "a b=1", "~", "~a..b", "", "a[0]=1"])
 def test_what_is_no_override_is_told_how_to_write_one(override: str) -> None:
     message = refused({}, [override])
-    assert message.startswith(f"`{override}` is not an override: write `key=value`")
+    assert message.startswith(f"`{override}` is not a valid override: write `key=value`")
 
 
 @pytest.mark.parametrize(
@@ -136,9 +138,9 @@ def test_what_is_no_override_is_told_how_to_write_one(override: str) -> None:
         ("a=[1", "override `a=[1`:1:3: not valid YAML: "),
         ("a=${", "override `a=${`: "),
         ("l.4=1", "override `l.4=1`: list index out of range"),
-        ("~a.b", "`~a.b`: there is no key `a.b` to take out"),
+        ("~a.b", "`~a.b`: there is no key `a.b` to remove"),
         ("defaults=x.yaml", "`defaults=x.yaml`: `defaults` cannot be overridden"),
-        ("a={x: 1, x: 2}", "override `a={x: 1, x: 2}`:1: the key `x` is there twice"),
+        ("a={x: 1, x: 2}", "override `a={x: 1, x: 2}`:1: duplicate key `x`"),
     ],
 )
 def test_a_wrong_override_is_named(override: str, message: str) -> None:
@@ -170,7 +172,7 @@ def test_python_values_become_plain_ones() -> None:
 
 
 def test_keys_and_values_that_no_file_can_hold_are_refused() -> None:
-    assert refused({"a": {1: 2}}) == "a: keys must be text, given 1"
+    assert refused({"a": {1: 2}}) == "a: keys must be strings, given 1"
     assert "not a supported primitive type" in refused({"a": object()})
 
 

@@ -85,9 +85,9 @@ def test_what_does_not_load_is_refused(schema: dict[str, Any], wrong: Any) -> No
 def test_descriptions_travel_for_editors(schema: dict[str, Any]) -> None:
     text = json.dumps(schema)
     assert "how far a step goes" in text
-    assert "what only the backend `dtensor` has" in text
-    assert "a Hugging Face model directory, or a name on the hub" in text
-    assert schema["properties"]["algorithm"]["description"] == "What all algorithms share."
+    assert "settings specific to the backend `dtensor`" in text
+    assert "Hugging Face model directory, or name of a model on the Hub" in text
+    assert schema["properties"]["algorithm"]["description"] == "Settings that all algorithms share."
 
 
 def test_sections_of_one_class_name_do_not_mix(manager: Any) -> None:

@@ -77,16 +77,16 @@ def test_an_empty_file_is_an_empty_mapping(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a: 1\nb: 2\na: 3\n", "f.yaml:3: the key `a` is there twice, first on line 1"),
-        ("p:\n  q: 1\n  q: 2\n", "f.yaml:3: the key `p.q` is there twice, first on line 2"),
+        ("a: 1\nb: 2\na: 3\n", "f.yaml:3: duplicate key `a`, first given on line 1"),
+        ("p:\n  q: 1\n  q: 2\n", "f.yaml:3: duplicate key `p.q`, first given on line 2"),
         ("a: [1\nb: 2\n", "f.yaml:2:2: not valid YAML: "),
         ("a:\n\t- 1\n", "f.yaml:2:1: not valid YAML: "),
-        ("- 1\n", "f.yaml: a configuration is a mapping of keys to values, this is a list"),
-        ("text", "f.yaml: a configuration is a mapping of keys to values, this is a str"),
-        ("1: x\n", "f.yaml:1: keys must be text, this one is 1; put it in quotes"),
-        ("true: x\n", "f.yaml:1: keys must be text, this one is true; put it in quotes"),
-        ("? [a]\n: x\n", "f.yaml:1: keys must be text, this one is a list or mapping"),
-        ("a: &a\n  - *a\n", "f.yaml:1: this anchor contains itself"),
+        ("- 1\n", "f.yaml: a configuration must be a mapping of keys to values, not a list"),
+        ("text", "f.yaml: a configuration must be a mapping of keys to values, not a str"),
+        ("1: x\n", "f.yaml:1: keys must be strings, not 1; put the key in quotes"),
+        ("true: x\n", "f.yaml:1: keys must be strings, not true; put the key in quotes"),
+        ("? [a]\n: x\n", "f.yaml:1: keys must be strings, not a list or mapping"),
+        ("a: &a\n  - *a\n", "f.yaml:1: this YAML anchor contains itself"),
         ("a: !!python/object:os.system {}\n", "f.yaml:1:4: not valid YAML: could not determine a constructor"),
         ("a: 1\n---\nb: 2\n", "f.yaml:2:1: not valid YAML: "),
         ("a: *b\n", "f.yaml:1:4: not valid YAML: found undefined alias 'b'"),
@@ -100,13 +100,13 @@ def test_what_is_not_a_configuration_is_refused(text: str, message: str) -> None
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=f"no such configuration file: {tmp_path}/none.yaml"):
+    with pytest.raises(ConfigError, match=f"configuration file not found: {tmp_path}/none.yaml"):
         read_yaml(tmp_path / "none.yaml")
     with pytest.raises(ConfigError, match=f"cannot read the configuration file {tmp_path}: Is a directory"):
         read_yaml(tmp_path)
     latin = tmp_path / "latin.yaml"
     latin.write_bytes(b"a: \xe9\n")
-    with pytest.raises(ConfigError, match=r"latin\.yaml is not a text file in UTF-8: .* at byte 3"):
+    with pytest.raises(ConfigError, match=r"latin\.yaml is not a UTF-8 text file: .* at byte 3"):
         read_yaml(latin)
 
 

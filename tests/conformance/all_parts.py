@@ -1,4 +1,4 @@
-"""Every part of this repository that works, for `make conformance`; `make test` has them beside their own tests."""
+"""The suites of all plugins in this repository, for `make conformance`; `make test` runs them with their own tests."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class TestDeepSpeedUlysses(PolicyWorkerSuite):
 
 class TestMegatron(PolicyWorkerSuite):
     backend = "megatron"
-    # each axis, and two of the model beside each other; all pairs take an hour on two cores
+    # each axis, and one pair of model axes; all pairs take an hour on two cores
     every = (
         "data=1",
         "data=2",

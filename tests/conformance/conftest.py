@@ -8,7 +8,7 @@ from probe_tiny_suite import PARTS, SUITE
 
 @pytest.fixture(scope="session")
 def parts_are_imported():
-    """Once, and not by each run of pytest anew: it forgets the modules that it imported."""
+    """Import once instead of in each run of pytest, which forgets the modules that it imported."""
     from rlframework.conformance import report  # noqa: F401
     from rlframework.plugins.manager import create_manager
 

@@ -61,7 +61,7 @@ class Refuses(DTensorPolicyWorker):
 
 
 def not_yet(config, device):
-    """What a backend says that only has its name so far."""
+    """The error of a backend that has only registered its name."""
     return [Problem("policy.backend", "tomorrow comes with a later release", "use another")]
 
 

@@ -1,4 +1,4 @@
-"""A tiny suite and tiny parts, for tests that run pytest on them, and what reads what that prints."""
+"""A tiny suite and tiny plugins for tests that run pytest on them, and a reader of its output."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PARTS = """
             record("absent", "Absent"),
             record("known", "Wrong", [KNOWN]),
             record("other", "Raising", [KNOWN]),
-            record("mended", "Sound", [KNOWN]),
+            record("fixed", "Sound", [KNOWN]),
             record("mistaken", "Sound", [KnownFailure("test_of_no_suite", "ValueError", "who knows")]),
         ]
 
@@ -54,26 +54,26 @@ PARTS = """
 """
 
 SUITE = """
-    from rlframework.conformance.bench import Bench
+    from rlframework.conformance.harness import Harness
     from rlframework.conformance.rules import Suite, holds
     from rlframework.plugins.types import Capability
 
     class Parts(Suite):
         @classmethod
-        def open_bench(cls, record, layout, *, manager, device, folder, models, target=None, mutant=None):
-            return Bench(record, layout, manager, device, folder, models, target=target, mutant=mutant)
+        def open_harness(cls, record, layout, *, manager, device, folder, models, target=None, mutant=None):
+            return Harness(record, layout, manager, device, folder, models, target=target, mutant=mutant)
 
         @holds(1)
-        def test_it_is_there(self, bench):
-            bench.require(bench.part(), "there is a part")
+        def test_it_is_there(self, harness):
+            harness.require(harness.load_class(), "the class can be loaded")
 
         @holds(2)
-        def test_the_number_is_two(self, bench):
-            bench.scalar("the number", bench.part().number, 2.0)
+        def test_the_number_is_two(self, harness):
+            harness.scalar("the number", harness.load_class().number, 2.0)
 
         @holds(3, Capability.LORA)
-        def test_it_has_adapters(self, bench):
-            bench.require(False, "never run")
+        def test_it_has_adapters(self, harness):
+            harness.require(False, "never run")
 
     class TinySuite(Parts, sealed=True):
         kind = "environment"
@@ -83,12 +83,12 @@ SUITE = """
         layouts = True
 
         @holds(1, data_parallel=2)
-        def test_replicas(self, bench):
-            bench.equal("replicas", bench.layout.data, 2)
+        def test_replicas(self, harness):
+            harness.equal("replicas", harness.layout.data, 2)
 
         @holds(1, gpu=True)
-        def test_gpu(self, bench):
-            bench.equal("device", bench.device, "cuda")
+        def test_gpu(self, harness):
+            harness.equal("device", harness.device, "cuda")
 """
 
 
@@ -98,7 +98,7 @@ def run(pytester, *args):
 
 
 def verdict(result):
-    """The lines of the section of verdicts."""
+    """Return the lines of the section of verdicts."""
     lines = result.outlines
     start = next(number for number, line in enumerate(lines) if line.strip("= ") == "conformance")
     return [line for line in lines[start + 1 :] if "Suite" in line and "::" not in line]

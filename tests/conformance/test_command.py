@@ -1,4 +1,4 @@
-"""`rlframework conformance`: what it runs, what it refuses, and its exit codes."""
+"""`rlframework conformance`: the tests it runs, the requests it rejects, and its exit codes."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from rlframework.conformance.report import write_json
 from rlframework.conformance.sections import parse_section, section_words
 from rlframework.errors import ConfigError, UserError
 from rlframework.plugins.manager import create_manager
+
+pytestmark = pytest.mark.slow
 
 TEST = "test_each_sample_has_an_id_of_its_own"
 FILE = "test_a_missing_file_is_an_error_that_names_it"
@@ -42,21 +44,21 @@ GENEROUS = """
 
 
 def called(*args):
-    """The exit code of the command in this process; nothing of pytest runs where it refuses."""
+    """Return the exit code of the command in this process; pytest does not start for a rejected request."""
     with pytest.raises(SystemExit) as ended:
         main(["conformance", *args])
     return ended.value.code
 
 
 def run(*args, cwd):
-    """In a process of its own, as a user would."""
+    """Run the command in a separate process, as a user would."""
     line = [sys.executable, "-m", "rlframework.cli", "conformance", *args]
     variables = {**os.environ, "PYTHONPATH": str(cwd)}
     return subprocess.run(line, capture_output=True, text=True, cwd=cwd, env=variables, timeout=300, check=False)
 
 
 def test_a_part_that_conforms(tmp_path):
-    """The caller's own pytest configuration, conftest and plugins of the environment have no say."""
+    """The caller's own pytest configuration, conftest and pytest plugins have no effect."""
     (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --no-such-option\n")
     (tmp_path / "conftest.py").write_text("raise RuntimeError('not mine')\n")
     (tmp_path / "out").mkdir()
@@ -69,7 +71,7 @@ def test_a_part_that_conforms(tmp_path):
 
 
 def test_a_part_that_does_not_conform(tmp_path):
-    """Of an installed plugin, whose rewards are all alike. A chosen test alone has its own exit code."""
+    """An installed plugin whose rewards are all equal. A single selected test has its own exit code."""
     info = tmp_path / "tiny-1.5.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tiny\nVersion: 1.5\n")
@@ -89,10 +91,10 @@ def test_a_part_that_does_not_conform(tmp_path):
     [
         (["additon"], "there is no part 'additon' with a conformance suite. Did you mean 'addition'?"),
         (["grpo"], "'grpo' is an algorithm"),
-        (["gsm8k"], "give either train_path"),
+        (["gsm8k"], "set either train_path"),
         (["addition", "digit=2"], "digit"),
-        (["addition", "digits"], "'digits' is no key of the part's own section: write key=value"),
-        (["addition", "--device", "tpu"], "--device is cpu or cuda, not 'tpu'"),
+        (["addition", "digits"], "'digits' is not a key of the plugin's own section: write key=value"),
+        (["addition", "--device", "tpu"], "--device is 'tpu'; it must be cpu or cuda"),
         (["addition", "--test", "test_each_sample"], "have no test 'test_each_sample'"),
         (["addition", "--test", TEST + "s"], f"Did you mean {TEST}?"),
         (["dtensor", "--workers", "5"], "'dtensor' has no layout of 5 workers; its layouts are 'data=1'"),
@@ -109,15 +111,18 @@ def test_a_part_that_does_not_conform(tmp_path):
         (["transformers", "no_such=1"], "no_such"),
         (["transformers", "batch_size=many"], "batch_size"),
         (["ray", "no_such=1"], "no_such"),
-        (["ray", "num_workers=2"], "num_workers: the suite itself sets this for the worker group 'ray'"),
-        (["addition", "name=gsm8k"], "name: the suite itself sets this for the environment 'addition'"),
-        (["addition", "--json", "not_there/a.json"], "there is no folder"),
-        (["addition", "--markdown", "not_there/a.md"], "there is no folder"),
-        (["addition", "--json", "."], "it is a folder"),
-        (["addition", "--mutants", "--json", "a.json"], "--json cannot go with --mutants"),
-        (["dtensor", "--mutants", "--layout", "data=2"], "--layout cannot go with --mutants"),
-        (["dtensor", "--mutants", "--workers", "1", "--markdown", "a.md"], "--workers and --markdown cannot go with"),
-        (["addition", "--mutants", "--test", FILE], f"no mutant that breaks 'addition' here names {FILE}"),
+        (["ray", "num_workers=2"], "num_workers: the suite sets this for the worker group 'ray'"),
+        (["addition", "name=gsm8k"], "name: the suite sets this for the environment 'addition'"),
+        (["addition", "--json", "not_there/a.json"], "does not exist; create it first"),
+        (["addition", "--markdown", "not_there/a.md"], "does not exist; create it first"),
+        (["addition", "--json", "."], "this is a folder"),
+        (["addition", "--mutants", "--json", "a.json"], "--json cannot be combined with --mutants"),
+        (["dtensor", "--mutants", "--layout", "data=2"], "--layout cannot be combined with --mutants"),
+        (
+            ["dtensor", "--mutants", "--workers", "1", "--markdown", "a.md"],
+            "--workers and --markdown cannot be combined",
+        ),
+        (["addition", "--mutants", "--test", FILE], f"no mutant that applies to 'addition' names {FILE}"),
     ],
 )
 def test_what_cannot_be_run_is_refused(args, says, capsys, monkeypatch, tmp_path):
@@ -129,7 +134,7 @@ def test_what_cannot_be_run_is_refused(args, says, capsys, monkeypatch, tmp_path
 
 @pytest.fixture
 def started(monkeypatch, tmp_path):
-    """The arguments of a pytest that does nothing but what the test puts here: `started.does(report)`."""
+    """Record the arguments of a replaced pytest that only calls `started.does(report)`."""
     calls = []
 
     def pytest_(arguments):
@@ -144,13 +149,13 @@ def started(monkeypatch, tmp_path):
 
 
 def test_a_report_of_before_is_not_passed_off_as_new(started, tmp_path, capsys):
-    """Pytest could not start: the files are as they were, and that is said."""
+    """If pytest cannot start, the files are unchanged and the command says so."""
     for name in ("a.json", "a.md"):
         (tmp_path / name).write_text("old")
     assert called("addition", "--json", "a.json", "--markdown", "a.md") == 1
     told = capsys.readouterr()
     assert "written to" not in told.out
-    assert "a.json is not written: there are no verdicts\na.md is not written" in told.err
+    assert "a.json was not written: there are no verdicts\na.md was not written" in told.err
     assert [(tmp_path / name).read_text() for name in ("a.json", "a.md")] == ["old", "old"]
 
 
@@ -164,7 +169,7 @@ def test_a_new_report_takes_the_place_of_the_old_one(started, tmp_path, capsys):
 
 
 def test_mutants_of_one_test(started):
-    """All that name it, and none of those of another test."""
+    """All mutants that name the test, and no others."""
     assert called("addition", "--mutants", "--test", WORTH) == 1
     chosen = [word.partition("::")[2] for word in started.calls[0] if "::" in word]
     assert chosen == [

@@ -1,4 +1,4 @@
-"""The default data processor passes its suite, so does a plain one, and the suite notices each broken one."""
+"""The default data processor and a plain one pass the suite, and the suite catches every mutant."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class TestDataProcessor(DataProcessorSuite):
 
 
 class PlainProcessor(DataProcessor):
-    """Written from the interface alone: each row in a microbatch of its own, but where the driver has planned them."""
+    """Written from the interface alone: one microbatch per row, unless the driver planned them."""
 
     def process_global_batch(self, data, loss_fn, dp_group, *, batch_idx, batch_size):
         batch = data.get_batch(batch_idx, batch_size)
         rows, width = batch["input_ids"].shape
         for key, shape in (("sample_mask", (rows,)), ("token_mask", (rows, width))):
             if key not in batch or batch[key].shape != shape:
-                raise BatchError(f"{key} must be there, of shape {shape}")
+                raise BatchError(f"{key} must exist with shape {shape}")
         valid = batch["sample_mask"]
         counts = torch.stack([valid.sum(), (batch["token_mask"][:, 1:] * valid[:, None]).sum()])
         if dp_group is not None:
@@ -91,11 +91,13 @@ class PlainProcessor(DataProcessor):
 
 @pytest.mark.parametrize("test", sorted(set(DataProcessorSuite.tests()) - {"test_counts_are_summed_over_ranks"}))
 def test_a_plain_processor_passes(test: str, tmp_path: Path) -> None:
-    """The suite asks for what the interface says, not for how ours does it. (Workers cannot import this module.)"""
+    """The suite requires what the interface specifies. (Workers cannot import this module.)"""
     manager = create_manager()
     record = manager.select("data_processor", "microbatches").record
     where = {"manager": manager, "device": "cpu", "folder": tmp_path, "models": tmp_path}
-    getattr(DataProcessorSuite(), test)(DataProcessorSuite.open_bench(record, Layout(), **where, target=PlainProcessor))
+    getattr(DataProcessorSuite(), test)(
+        DataProcessorSuite.open_harness(record, Layout(), **where, target=PlainProcessor)
+    )
 
 
 class TestMutants(MutantProof):

@@ -1,4 +1,4 @@
-"""Core's environments conform, and the suite catches broken ones."""
+"""The core's environments conform, and the suite catches every mutant."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class TestMutants(MutantProof):
 
 
 class Tagged(AdditionEnvironment):
-    """A right reply has tags, and no sample shows that."""
+    """A correct reply needs tags, but no sample shows this."""
 
     def samples(self, split):
         return [replace(sample, completion="") for sample in super().samples(split)]
@@ -59,7 +59,7 @@ class Tagged(AdditionEnvironment):
 
 
 class Shown(Tagged):
-    """Each sample's completion shows it."""
+    """Each sample's completion shows the tags."""
 
     def samples(self, split):
         return [replace(sample, completion=f"<answer>{sample.answer}</answer>") for sample in super().samples(split)]
@@ -73,7 +73,7 @@ class Unscored(AdditionEnvironment):
 
 
 class Careless(Unscored):
-    """Judges where there are two turns."""
+    """Scores conversations of two turns."""
 
     def step(self, samples, conversations):
         if conversations and len(conversations[0]) > 3:
@@ -82,17 +82,17 @@ class Careless(Unscored):
 
 
 def failures_of(part, tmp_path):
-    """Tests of judging that fail, to what they say."""
+    """Return the messages of the tests that fail, by name."""
     manager = create_manager()
     record = manager.select("environment", "addition").record
     own = type("Own", (EnvironmentSuite,), {"backend": "addition", "section": {"digits": 1}})
-    bench = own.open_bench(
+    harness = own.open_harness(
         record, Layout(), manager=manager, device="cpu", folder=tmp_path, models=tmp_path, target=part
     )
     found = {}
     for name in own.tests():
         try:
-            getattr(own(), name)(bench)
+            getattr(own(), name)(harness)
         except ConformanceFailure as failure:
             found[name] = str(failure)
     return found
@@ -102,7 +102,7 @@ def test_a_right_reply_is_the_completion_or_the_answer_without_one(tmp_path):
     assert failures_of(Shown, tmp_path) == {}
     found = failures_of(Tagged, tmp_path)
     assert list(found) == ["test_a_right_answer_is_worth_more_than_a_wrong_one"]
-    assert "the sample's answer (it has no completion) is a right reply" in next(iter(found.values()))
+    assert "the sample's answer (it has no completion) is a correct reply" in next(iter(found.values()))
 
 
 def test_without_scores_the_tests_of_judging_ask_for_refusals(tmp_path):
@@ -116,7 +116,7 @@ def test_without_scores_the_tests_of_judging_ask_for_refusals(tmp_path):
         "test_judging_changes_no_argument",
         "test_rewards_are_finite_whatever_the_model_writes",
     }
-    assert all("judging second answers with `scores` False" in text for text in found.values())
+    assert all("step with second answers and `scores` False" in text for text in found.values())
 
 
 @pytest.mark.parametrize("extra", [1, -1])

@@ -1,4 +1,4 @@
-"""The embedded generation engine passes its suite, so does a plain one, and the suite notices each broken one."""
+"""The embedded generation engine and a plain one pass the suite, and the suite catches every mutant."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ from rlframework.errors import BatchError, ConfigError, UserError
 from rlframework.plugins.manager import create_manager
 from rlframework.weight_sync.receiver import ReceivesWeights
 
+pytestmark = pytest.mark.slow
+
 
 class TestGenerationEngine(GenerationEngineSuite):
     backend = "transformers"
 
 
 class PlainEngine(ReceivesWeights):
-    """Written from the interface alone: row by row, without a cache, with another source of random numbers."""
+    """Written from the interface alone: row by row, no cache, another random number generator."""
 
     def __init__(self, config, tokenizer, *, model_name, device, precision):
         known = tokenizer.get_vocab()
@@ -112,12 +114,12 @@ class PlainEngine(ReceivesWeights):
 
 @pytest.mark.parametrize("test", GenerationEngineSuite.tests())
 def test_a_plain_engine_passes(test: str, tmp_path: Path, conformance_models: Path) -> None:
-    """The suite asks for what the interface says, not for how ours does it."""
+    """The suite requires what the interface specifies, not how the core implements it."""
     manager = create_manager()
     record = manager.select("generation_engine", "transformers").record
     where = {"manager": manager, "device": "cpu", "folder": tmp_path, "models": conformance_models}
     getattr(GenerationEngineSuite(), test)(
-        GenerationEngineSuite.open_bench(record, Layout(), **where, target=PlainEngine)
+        GenerationEngineSuite.open_harness(record, Layout(), **where, target=PlainEngine)
     )
 
 

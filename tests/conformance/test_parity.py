@@ -1,4 +1,4 @@
-"""Parity: a sound backend agrees with the oracle, a broken one is told with the place where it parts."""
+"""Parity: a correct backend agrees with the oracle, a broken one is reported with the place where it diverges."""
 
 from __future__ import annotations
 
@@ -18,18 +18,38 @@ from rlframework.cli import main
 from rlframework.conformance import cases
 from rlframework.conformance.layouts import Layout
 from rlframework.conformance.measure import Measurement
-from rlframework.conformance.parity import reference as exams
+from rlframework.conformance.parity import scenario as scenarios
 from rlframework.conformance.parity.command import KEYS, parity
-from rlframework.conformance.parity.compare import examine
-from rlframework.conformance.parity.measurements import farthest, loss_measured, opened
-from rlframework.conformance.parity.outcome import LOADED, LOGPROBS, LOSS, MEAN, NORM, UPDATE, WEIGHTS, Outcome, Subject
-from rlframework.conformance.parity.reference import Exam, made_exam, taking
-from rlframework.conformance.parity.report import notes
-from rlframework.conformance.parity.update import Start, says_something
+from rlframework.conformance.parity.compare import compare_with_oracle
+from rlframework.conformance.parity.measurements import farthest, loss_measured, open_policy
+from rlframework.conformance.parity.outcome import (
+    LOADED,
+    LOGPROBS,
+    LOSS,
+    MEAN,
+    NORM,
+    QUANTITIES,
+    UPDATE,
+    WEIGHTS,
+    Candidate,
+    Outcome,
+)
+from rlframework.conformance.parity.outcome import TENSOR as TENSOR_QUANTITY
+from rlframework.conformance.parity.report import notes, print_outcomes, table
+from rlframework.conformance.parity.scenario import Scenario, oracle_step_with, random_scenario
+from rlframework.conformance.parity.update import Start, is_informative
 from rlframework.errors import ConfigError, PluginError
 from rlframework.plugins.manager import create_manager
 
+pytestmark = pytest.mark.slow
+
 TENSOR = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.fixture(autouse=True)
+def wide_terminal(monkeypatch):
+    """Most tests read whole lines of the output."""
+    monkeypatch.setenv("COLUMNS", "400")
 
 
 @pytest.fixture(scope="module")
@@ -42,36 +62,37 @@ def manager():
     return create_manager(["probe_parity_backends"])
 
 
-def outcome_of(backend: str, exam: Exam, manager, folder: Path) -> Outcome:
-    return examine(exam, Subject(backend), manager=manager, folder=folder, named=True)
+def outcome_of(backend: str, scenario: Scenario, manager, folder: Path) -> Outcome:
+    return compare_with_oracle(scenario, Candidate(backend), manager=manager, folder=folder, named=True)
 
 
 @pytest.mark.parametrize("kind", ["nll", "pg"])
 def test_a_sound_backend_agrees(kind, model, manager, tmp_path):
-    outcome = outcome_of("dtensor", made_exam(kind, model, steps=3, rows=5), manager, tmp_path)
+    outcome = outcome_of("dtensor", random_scenario(kind, model, steps=3, rows=5), manager, tmp_path)
     assert outcome.verdict == "agrees"
     assert outcome.divergence is None
-    assert set(outcome.measurements) == set(outcome.judged)
+    assert set(outcome.measurements) == set(outcome.checked)
 
 
 def test_the_tensor_whose_update_is_wrong_is_named_with_its_step(model, manager, tmp_path):
-    outcome = outcome_of("small_update", made_exam("nll", model, steps=3, rows=8), manager, tmp_path)
+    outcome = outcome_of("small_update", random_scenario("nll", model, steps=3, rows=8), manager, tmp_path)
     assert outcome.fails
     assert "weights" in outcome.beyond
     divergence = outcome.divergence
     assert (divergence.quantity, divergence.step) == (WEIGHTS, 2)
     assert (divergence.tensor, divergence.tensor_step, divergence.tensors, divergence.of) == (TENSOR, 2, 1, 21)
-    # of two steps of about the same size half of the second is missing
+    # half of the second of two steps of similar size is missing
     assert divergence.tensor_error == pytest.approx(0.25, abs=0.05)
-    (told,) = list(notes([outcome]))
-    assert told.startswith("small_update:data=1 float32, nll: the weights part first: " + TENSOR + ", in step 2")
+    worst, note = notes([outcome])
+    assert worst.startswith(f"small_update:data=1 float32, nll: the worst tensor is {TENSOR} (error ")
+    assert note.startswith("small_update:data=1 float32, nll: first divergence: weights, " + TENSOR + " in step 2")
 
 
 RATES = (1e-6, 1e-4, 1e-2)
 
 
-def at_rate(model: Path, lr: float, steps: int = 20, kind: str = "nll") -> Exam:
-    return replace(made_exam(kind, model, steps=steps, rows=8), lr=lr)
+def at_rate(model: Path, lr: float, steps: int = 20, kind: str = "nll") -> Scenario:
+    return replace(random_scenario(kind, model, steps=steps, rows=8), lr=lr)
 
 
 @pytest.mark.parametrize("kind", ["nll", "pg"])
@@ -80,12 +101,12 @@ def test_a_sound_backend_agrees_at_any_learning_rate(kind, lr, model, manager, t
     outcome = outcome_of("dtensor", at_rate(model, lr, kind=kind), manager, tmp_path)
     assert outcome.verdict == "agrees"
     update = outcome.measurements[UPDATE]
-    assert update.error < 2e-4  # far from 5e-3, which is for engines that compute otherwise
+    assert update.error < 2e-4  # far below 5e-3, the tolerance for engines that compute differently
 
 
 @pytest.mark.parametrize("name", ["tied", "learned_positions"])
 def test_a_sound_backend_agrees_where_gradients_are_rounding(name, manager, tmp_path):
-    """The bias of attention keys has no gradient but rounding, and AdamW moves it by the learning rate all the same."""
+    """The bias of attention keys has only rounding as gradient, yet AdamW moves it by the learning rate."""
     outcome = outcome_of("dtensor", at_rate(cases.model(name, tmp_path), 1e-4, 2), manager, tmp_path)
     assert outcome.measurements[UPDATE].error < 2e-4
 
@@ -100,8 +121,8 @@ def test_a_sound_backend_agrees_where_gradients_are_rounding(name, manager, tmp_
     ],
 )
 def test_a_wrong_update_is_told_at_any_learning_rate(mutant, lr, error, model, manager, tmp_path):
-    subject = Subject("dtensor", mutant=mutant)
-    outcome = examine(at_rate(model, lr, 1), subject, manager=manager, folder=tmp_path, named=True)
+    candidate = Candidate("dtensor", mutant=mutant)
+    outcome = compare_with_oracle(at_rate(model, lr, 1), candidate, manager=manager, folder=tmp_path, named=True)
     assert outcome.fails
     assert UPDATE in outcome.beyond
     assert outcome.measurements[UPDATE].error == pytest.approx(error, rel=0.2)
@@ -112,8 +133,8 @@ def test_a_wrong_update_is_told_at_any_learning_rate(mutant, lr, error, model, m
 def test_an_update_that_rounding_hides_is_said_not_to_be_known(model, manager, tmp_path):
     outcome = outcome_of("dtensor", at_rate(model, 1e-9, 1), manager, tmp_path)
     assert UPDATE not in outcome.measurements
-    (told,) = list(notes([outcome]))
-    assert told.endswith("nothing is said of the update")
+    (note,) = list(notes([outcome]))
+    assert note.endswith("so the update could not be checked")
 
 
 def started(gradient: list[float], weights: list[float]) -> Start:
@@ -139,7 +160,7 @@ def test_where_nothing_should_move_whatever_moves_is_told(gradients):
     assert start.whole(start.weights, start.weights, 1).holds
     moved = start.whole({"w": torch.tensor([1.0, 2.00001])}, start.weights, 1)
     assert not moved.holds
-    assert says_something(moved)
+    assert is_informative(moved)
 
 
 def test_rounding_of_the_weights_is_allowed_beside_the_limit():
@@ -153,13 +174,13 @@ def test_rounding_of_the_weights_is_allowed_beside_the_limit():
 
 
 def test_a_tensor_that_was_loaded_wrongly_is_named_before_the_first_step(model, manager, tmp_path):
-    divergence = outcome_of("misloaded", made_exam("nll", model, steps=1, rows=8), manager, tmp_path).divergence
+    divergence = outcome_of("misloaded", random_scenario("nll", model, steps=1, rows=8), manager, tmp_path).divergence
     assert (divergence.quantity, divergence.step, divergence.tensor, divergence.tensors) == (LOADED, 0, TENSOR, 1)
-    assert "(what was loaded is" in str(divergence)
+    assert "(error of the loaded weight" in str(divergence)
 
 
 def test_a_norm_that_clipping_hides_from_the_weights_is_told(model, manager, tmp_path):
-    outcome = outcome_of("double_gradient", made_exam("nll", model, steps=2, rows=8), manager, tmp_path)
+    outcome = outcome_of("double_gradient", random_scenario("nll", model, steps=2, rows=8), manager, tmp_path)
     assert outcome.beyond == [NORM]
     divergence = outcome.divergence
     assert (divergence.quantity, divergence.step, divergence.tensor) == (NORM, 1, "")
@@ -174,9 +195,9 @@ def test_a_backend_that_breaks_is_told_and_the_others_go_on(model, manager, caps
 
 
 def test_a_backend_that_can_be_made_must_work(model, manager, tmp_path):
-    """What it then says of its input is a failure, named or not: only what cannot be made is not available."""
-    exam = made_exam("nll", model, steps=1, rows=2)
-    outcome = examine(exam, Subject("refuses"), manager=manager, folder=tmp_path, named=False)
+    """An error after the backend was built is a failure, also for backends that were not named."""
+    scenario = random_scenario("nll", model, steps=1, rows=2)
+    outcome = compare_with_oracle(scenario, Candidate("refuses"), manager=manager, folder=tmp_path, named=False)
     assert (outcome.verdict, outcome.reason, outcome.fails) == ("failed", "I like none of it", True)
 
 
@@ -211,25 +232,61 @@ def test_bfloat16_is_held_to_the_mean_of_its_log_probabilities(capsys):
     assert parity(["dtensor:data=1"], steps=1, rows=4, precisions=["bfloat16"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[-1] for line in lines[2:4]] == ["agrees", "agrees"]
-    assert lines[2].count("(") == 6  # largest, loss, norm, weights, update and worst tensor are told only
-    assert lines[4].startswith("(in brackets): told without a verdict")
+    assert lines[2].count("(") == 5  # all but the mean
+    assert lines[4].startswith("(in brackets): not checked")
+
+
+@pytest.mark.parametrize("width", [100, 120])
+def test_the_report_fits_the_width_of_the_terminal(width, monkeypatch, capsys):
+    """With the longest names: keys of a section, a batching mode with checkpointing, the run itself, a long reason."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    measured = {name: Measurement(name, 8.4e-7, 1e-5, 1.0, 1.0) for name in QUANTITIES}
+    beyond = {**measured, TENSOR_QUANTITY: Measurement(TENSOR, 4e-4, 2e-4, 1.0, 1.0)}
+    keys = ("zero_optimization.stage=3", "sequence_exchange=ulysses")
+    long = Candidate("deepspeed", Layout(data=2, tensor=2), "bfloat16", keys=keys)
+    outcomes = [
+        Outcome(Candidate("deepspeed"), "nll", measured),
+        Outcome(long, "pg packed checkpointed", measured),
+        Outcome(Candidate("dtensor", Layout(data=2)), "nll", beyond, is_run=True),
+        Outcome(Candidate("megatron"), "nll", reason="cannot be built " * 12, built=False),
+    ]
+    print_outcomes(outcomes, "compared with the oracle: " + "a model with a long name " * 6)
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= width
+    heading = next(number for number, line in enumerate(lines) if line.startswith("backend"))
+    assert lines[heading + 1].split() == ["deepspeed", "data=1", "float32", "nll", *["8.4e-7"] * 6, "agrees"]
+    text = " ".join(" ".join(lines).split())
+    assert f"the run, dtensor:data=2 float32, nll: the worst tensor is {TENSOR} (error 0.0004, allowed 0.0002)" in text
+    assert "megatron:data=1 float32: not available: cannot be built cannot be built" in text
+
+
+def test_names_that_do_not_fit_are_wrapped_completely():
+    """No character of a wrapped name is lost, and the figures are on the row's first line."""
+    names = ("deepspeed", "data=2,tensor=2/zero_optimization.stage=3/a=b", "bfloat16", "pg packed checkpointed")
+    lines = list(table([(*names, *["(8.4e-7)"] * 6, "agrees")], 100))
+    assert lines[1].endswith("agrees")
+    assert len(lines) > 2
+    starts = [lines[0].index(heading) for heading in ("backend", "layout", "precision", "case")]
+    ends = [*starts[1:], lines[1].index("(")]
+    for name, start, end in zip(names, starts, ends, strict=True):
+        assert "".join(line[start:end].replace(" ", "") for line in lines[1:]) == name.replace(" ", "")
 
 
 def test_only_fp32_decides():
     far = Measurement(MEAN, 0.5, 0.03, 0.5, 0.0)
     wrong = {LOGPROBS: Measurement(LOGPROBS, 0.5, 1e-5, 1.0, 2.0), MEAN: far}
-    assert Outcome(Subject("x", precision="bfloat16"), "nll", wrong).beyond == [MEAN]
-    assert not Outcome(Subject("x", precision="bfloat16"), "nll", wrong).fails
-    assert Outcome(Subject("x"), "nll", wrong).fails
-    assert Outcome(Subject("x"), "nll", {LOSS: Measurement(LOSS, math.inf, 1e-5, math.nan, 2.0)}).fails
+    assert Outcome(Candidate("x", precision="bfloat16"), "nll", wrong).beyond == [MEAN]
+    assert not Outcome(Candidate("x", precision="bfloat16"), "nll", wrong).fails
+    assert Outcome(Candidate("x"), "nll", wrong).fails
+    assert Outcome(Candidate("x"), "nll", {LOSS: Measurement(LOSS, math.inf, 1e-5, math.nan, 2.0)}).fails
 
 
 def test_losses_near_nothing_are_compared_to_the_floor(model):
-    exam = Exam("x", model, [], NLLLoss(), taking(NLLLoss()), floor=1.0)
-    assert loss_measured(exam, 1, 3e-6, 1e-6).error == pytest.approx(2e-6)
-    assert loss_measured(exam, 1, 4.4, 4.0).error == pytest.approx(0.1)
-    assert loss_measured(exam, 1, math.nan, 1.0).error == math.inf
-    assert [loss_measured(exam, step, 1.0, 1.0).tolerance for step in (1, 2)] == [1e-5, 1e-4]
+    scenario = Scenario("x", model, [], NLLLoss(), oracle_step_with(NLLLoss()), floor=1.0)
+    assert loss_measured(scenario, 1, 3e-6, 1e-6).error == pytest.approx(2e-6)
+    assert loss_measured(scenario, 1, 4.4, 4.0).error == pytest.approx(0.1)
+    assert loss_measured(scenario, 1, math.nan, 1.0).error == math.inf
+    assert [loss_measured(scenario, step, 1.0, 1.0).tolerance for step in (1, 2)] == [1e-5, 1e-4]
 
 
 def test_of_several_steps_one_that_is_beyond_its_tolerance_is_told():
@@ -239,40 +296,40 @@ def test_of_several_steps_one_that_is_beyond_its_tolerance_is_told():
 
 
 def test_the_oracle_takes_the_step_of_a_loss_function_in_parts(model, monkeypatch):
-    """By the loss function and some rows at a time it comes where its own formula on all rows leads."""
+    """A loss function applied to some rows at a time must give what the oracle's own formula gives on all rows."""
     batch = cases.batch(8)
-    whole, parts = (exams.new_oracle(model, 1e-4, 1.0, 1.0, {}) for _ in range(2))
-    monkeypatch.setattr(exams, "ELEMENTS", 3 * cases.WIDTH * parts.model.config.vocab_size)  # three rows at a time
+    whole, parts = (scenarios.new_oracle(model, 1e-4, 1.0, 1.0, {}) for _ in range(2))
+    monkeypatch.setattr(scenarios, "ELEMENTS", 3 * cases.WIDTH * parts.model.config.vocab_size)  # three rows at a time
     expected = whole.step(batch, "nll")
-    assert taking(NLLLoss())(parts, batch) == pytest.approx((expected.loss, expected.grad_norm), rel=1e-6)
+    assert oracle_step_with(NLLLoss())(parts, batch) == pytest.approx((expected.loss, expected.grad_norm), rel=1e-6)
     for name, weight in whole.weights().items():
         torch.testing.assert_close(parts.weights()[name], weight, rtol=1e-6, atol=1e-7)
-    assert torch.allclose(exams.scores(parts, batch), parts.logprobs(batch), atol=1e-6)
+    assert torch.allclose(scenarios.scores(parts, batch), parts.logprobs(batch), atol=1e-6)
 
 
 def test_a_batch_without_valid_tokens_is_no_step(model):
-    oracle = exams.new_oracle(model, 1e-4, 1.0, 1.0, {})
+    oracle = scenarios.new_oracle(model, 1e-4, 1.0, 1.0, {})
     before = oracle.weights()
     batch = BatchedDataDict({**cases.batch(4), "sample_mask": torch.zeros(4)})
-    assert taking(NLLLoss())(oracle, batch) == (0.0, 0.0)
+    assert oracle_step_with(NLLLoss())(oracle, batch) == (0.0, 0.0)
     assert all(torch.equal(weight, before[name]) for name, weight in oracle.weights().items())
 
 
 def test_a_batch_without_valid_tokens_moves_nothing_on_either_side(model, manager, tmp_path):
-    """The gradient that says which elements are compared is then that of the next batch."""
+    """The gradient that selects the compared elements is then that of the next batch."""
     empty = BatchedDataDict({**cases.batch(8), "sample_mask": torch.zeros(8)})
-    exam = Exam("x", model, [empty, cases.batch(8)], NLLLoss(), taking(NLLLoss()), floor=1.0)
-    assert not exam.answers.start.compared["model.embed_tokens.weight"].all()
-    assert outcome_of("dtensor", exam, manager, tmp_path).verdict == "agrees"
-    nothing = Exam("x", model, [empty], NLLLoss(), taking(NLLLoss()), floor=1.0)
+    scenario = Scenario("x", model, [empty, cases.batch(8)], NLLLoss(), oracle_step_with(NLLLoss()), floor=1.0)
+    assert not scenario.answers.start.compared["model.embed_tokens.weight"].all()
+    assert outcome_of("dtensor", scenario, manager, tmp_path).verdict == "agrees"
+    nothing = Scenario("x", model, [empty], NLLLoss(), oracle_step_with(NLLLoss()), floor=1.0)
     assert outcome_of("dtensor", nothing, manager, tmp_path).verdict == "agrees"
 
 
 def test_more_steps_and_a_larger_rate_leave_more_room(model):
-    exam = made_exam("nll", model, steps=1, rows=2)
-    assert exam.slack == 1.0
-    batches = list(exam.batches) * 40
-    assert Exam("x", model, batches, exam.loss, exam.take, lr=3e-4).slack == pytest.approx(6.0)
+    scenario = random_scenario("nll", model, steps=1, rows=2)
+    assert scenario.slack == 1.0
+    batches = list(scenario.batches) * 40
+    assert Scenario("x", model, batches, scenario.loss, scenario.oracle_step, lr=3e-4).slack == pytest.approx(6.0)
 
 
 @pytest.mark.parametrize(
@@ -280,7 +337,7 @@ def test_more_steps_and_a_larger_rate_leave_more_room(model):
     [
         (["dtensr"], {}, PluginError, "Did you mean 'dtensor'"),
         (["dtensor:rows=2"], {}, ConfigError, "is no layout"),
-        (["dtensor:"], {}, ConfigError, "names no layout after the colon"),
+        (["dtensor:"], {}, ConfigError, "has no layout after the colon"),
         (["dtensor/attentoin=eager"], {}, ConfigError, "Did you mean `dtensor.attention`"),
         (["dtensor/attention=4"], {}, ConfigError, "`dtensor.attention`: must be 'auto', 'sdpa', 'eager'"),
         (["dtensor:data=1/compile=false/compile.x=1"], {}, ConfigError, "'compile' has a value already"),
@@ -302,14 +359,15 @@ def test_wrong_input_is_one_error(words, options, error, message, capsys):
 
 
 @pytest.mark.parametrize(
-    ("word", "reason"), [("dtensor:data=3", "must divide by 3"), ("tomorrow:data=1", "comes with a later release")]
+    ("word", "reason"),
+    [("dtensor:data=3", "must be a multiple of 3"), ("tomorrow:data=1", "comes with a later release")],
 )
 def test_what_is_named_and_cannot_be_made_is_told_and_the_others_go_on(word, reason, manager, capsys):
     precisions = ["float32", "bfloat16"]
     assert parity([word, "dtensor:data=1"], steps=1, rows=4, precisions=precisions, manager=manager) == 1
     lines = capsys.readouterr().out.splitlines()
-    (told,) = [line for line in lines if reason in line]  # once, and not for each loss and precision
-    assert told.startswith(f"{word} float32: failed: ")
+    (note,) = [line for line in lines if reason in line]  # once, and not for each loss and precision
+    assert note.startswith(f"{word} float32: failed: ")
     assert [line.split()[-1] for line in lines if line.startswith("dtensor ")][-4:] == ["agrees"] * 4
 
 
@@ -319,12 +377,12 @@ def test_where_nothing_was_compared_it_says_so_and_fails(manager, monkeypatch, c
     assert parity([], steps=1, rows=2, manager=manager) == 1
     out = capsys.readouterr().out
     assert "tomorrow:data=1 float32: not available: " in out
-    assert out.splitlines()[-1] == "nothing was compared: no backend gave any figures"
+    assert out.splitlines()[-1] == "nothing was compared: no backend produced any figures"
 
 
 def test_a_subject_is_told_by_backend_layout_keys_and_precision():
-    assert str(Subject("x", Layout(data=2, tensor=2), "bfloat16")) == "x:data=2,tensor=2 bfloat16"
-    assert str(Subject("x", Layout(), keys=("a.b=1", "c=/d"))) == "x:data=1/a.b=1/c=/d float32"
+    assert str(Candidate("x", Layout(data=2, tensor=2), "bfloat16")) == "x:data=2,tensor=2 bfloat16"
+    assert str(Candidate("x", Layout(), keys=("a.b=1", "c=/d"))) == "x:data=1/a.b=1/c=/d float32"
 
 
 def test_keys_of_a_backend_s_own_section_make_another_subject(tmp_path, capsys):
@@ -354,8 +412,10 @@ def test_keys_are_told_from_slashes_in_values(word, keys):
 
 
 def test_keys_of_the_subject_go_over_those_of_the_exam(model, manager):
-    exam = replace(made_exam("nll", model, steps=1, rows=2), sections={"dtensor": {"compile": False, "replicate": 1}})
-    with opened(exam, Subject("dtensor", keys=("attention=eager",)), manager) as policy:
+    scenario = replace(
+        random_scenario("nll", model, steps=1, rows=2), sections={"dtensor": {"compile": False, "replicate": 1}}
+    )
+    with open_policy(scenario, Candidate("dtensor", keys=("attention=eager",)), manager) as policy:
         assert policy.config.policy.dtensor.attention == "eager"
         assert policy.config.policy.dtensor.model_fields_set == {"attention", "compile", "replicate"}
 
@@ -363,10 +423,13 @@ def test_keys_of_the_subject_go_over_those_of_the_exam(model, manager):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--step", "3"], "--replay RUN_DIR and --step N go together"),
-        (["--replay", "run"], "--replay RUN_DIR and --step N go together"),
-        (["--replay", "run", "--step", "3", "--rows", "4", "--model", "m"], "--model, --rows cannot go with --replay"),
-        (["--replay", "no_such_run", "--step", "3"], "no_such_run is no folder of a run"),
+        (["--step", "3"], "--replay RUN_DIR and --step N must be given together"),
+        (["--replay", "run"], "--replay RUN_DIR and --step N must be given together"),
+        (
+            ["--replay", "run", "--step", "3", "--rows", "4", "--model", "m"],
+            "--model, --rows cannot be combined with --replay",
+        ),
+        (["--replay", "no_such_run", "--step", "3"], "no_such_run is not the folder of a run"),
         (["dtensor:pipelines=2"], "'pipelines=2' is no layout"),
     ],
 )
@@ -382,7 +445,7 @@ def test_the_command_compares(tmp_path, capsys):
         main(["parity", "dtensor:data=1", "--steps", "1", "--rows", "3", "--precision", "float32"])
     assert end.value.code == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "beside the oracle: a tiny model, 1 step of 3 rows, cpu"
+    assert lines[0] == "compared with the oracle: a tiny model, 1 step of 3 rows, cpu"
     assert [line.split()[:4] for line in lines[2:4]] == [
         ["dtensor", "data=1", "float32", loss] for loss in ("nll", "pg")
     ]

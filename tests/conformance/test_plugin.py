@@ -1,4 +1,4 @@
-"""The pytest plugin lets nothing pass in silence: each case runs pytest on a tiny suite and tiny parts."""
+"""The pytest plugin reports everything that did not run; each case runs pytest on a tiny suite and tiny plugins."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 
 import pytest
 from probe_tiny_suite import run, verdict
+
+pytestmark = pytest.mark.slow
 
 pytest_plugins = "pytester"
 
@@ -18,7 +20,7 @@ def test_a_sound_part_conforms(tests, pytester):
     result.assert_outcomes(passed=2)
 
 
-def test_a_wrong_number_is_told_with_all_that_belongs_to_it_and_no_traceback(tests, pytester):
+def test_a_wrong_number_is_reported_with_context_and_without_traceback(tests, pytester):
     tests.of("wrong")
     result = run(pytester)
     assert result.ret == 1
@@ -60,7 +62,7 @@ def test_a_mark_that_skips_is_a_failure(tests, pytester, mark, says, backend):
     result = run(pytester)
     assert result.ret == 1
     assert verdict(result) == [f"{backend}  TinySuite  NOT CONFORMANT  0 passed, 2 failed, 1 not declared"]
-    result.stdout.fnmatch_lines([f"does not hold: every test of a conformance suite runs, and this one was {says}"])
+    result.stdout.fnmatch_lines([f"does not hold: every test of a conformance suite must run, but this one was {says}"])
 
 
 def test_a_skip_from_within_is_a_failure(tests, pytester):
@@ -105,7 +107,7 @@ def test_the_first_failure_ends_the_run_and_the_rest_is_counted(tests, pytester)
     ]
 
 
-def test_a_conftest_that_takes_tests_out_fails_the_run(tests, pytester):
+def test_a_conftest_that_deselects_tests_fails_the_run(tests, pytester):
     tests.of("sound")
     pytester.makeconftest("def pytest_collection_modifyitems(items):\n    del items[0]\n")
     result = run(pytester)
@@ -113,7 +115,7 @@ def test_a_conftest_that_takes_tests_out_fails_the_run(tests, pytester):
     assert verdict(result) == ["sound  TinySuite  INCOMPLETE (1 of 2 tests did not run)  1 passed, 1 not declared"]
 
 
-def test_a_conftest_that_takes_out_a_whole_layout_before_all_others_fails_the_run(tests, pytester):
+def test_a_conftest_that_deselects_a_whole_layout_first_fails_the_run(tests, pytester):
     tests.of("engine", "EngineSuite")
     pytester.makeconftest(
         """
@@ -132,7 +134,7 @@ def test_a_conftest_that_takes_out_a_whole_layout_before_all_others_fails_the_ru
 
 @pytest.mark.parametrize("options", ["-k there", "-m 'not slow'", "--deselect test_it.py::TestIt::test_it_is_there"])
 def test_options_of_a_file_are_not_chosen_by_hand(tests, pytester, options):
-    """Each of them, with a conftest that takes out one test."""
+    """Each of them, with a conftest that deselects one test."""
     tests.of("sound")
     pytester.makeini(f"[pytest]\naddopts = {options}\n")
     pytester.makeconftest("def pytest_collection_modifyitems(items):\n    del items[-1]\n")
@@ -175,7 +177,7 @@ def test_a_class_without_a_backend_is_an_error(tests, pytester):
     tests("class TestIt(TinySuite):\n    pass\n")
     result = run(pytester)
     assert result.ret == 2
-    result.stdout.fnmatch_lines(["*test_it.TestIt must name its `backend`*"])
+    result.stdout.fnmatch_lines(["*test_it.TestIt must set `backend`*"])
 
 
 def test_a_known_failure_that_fails_as_it_says(tests, pytester):
@@ -193,15 +195,15 @@ def test_a_known_failure_with_another_exception_is_a_failure(tests, pytester):
     result = run(pytester)
     assert result.ret == 1
     assert verdict(result) == ["other  TinySuite  NOT CONFORMANT  1 passed, 1 failed, 1 not declared"]
-    result.stdout.fnmatch_lines(["*fails with ConformanceFailure (three is nearly two), and it failed with Runtime*"])
+    result.stdout.fnmatch_lines(["*fails with ConformanceFailure (three is nearly two), but it failed with Runtime*"])
 
 
 def test_a_known_failure_that_passes_is_a_failure(tests, pytester):
-    tests.of("mended")
+    tests.of("fixed")
     result = run(pytester)
     assert result.ret == 1
-    assert verdict(result) == ["mended  TinySuite  NOT CONFORMANT  1 passed, 1 failed, 1 not declared"]
-    result.stdout.fnmatch_lines(["*and it passed. It is mended: take it off the record's known_failures"])
+    assert verdict(result) == ["fixed  TinySuite  NOT CONFORMANT  1 passed, 1 failed, 1 not declared"]
+    result.stdout.fnmatch_lines(["*but it passed. It is fixed: remove it from the record's known_failures"])
 
 
 def test_a_known_failure_of_no_test_is_an_error(tests, pytester):
@@ -214,11 +216,11 @@ def test_a_known_failure_of_no_test_is_an_error(tests, pytester):
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        ("def test_it_is_there(self, bench): pass", "*overrides TinySuite.test_it_is_there*"),
+        ("def test_it_is_there(self, harness): pass", "*overrides TinySuite.test_it_is_there*"),
         ("test_it_is_there = None", "*overrides TinySuite.test_it_is_there*"),
         ("__test__ = False", "TestIt sets __test__, so pytest would not run it*"),
         ("def __init__(self): pass", "TestIt sets __init__, so pytest would not run it*"),
-        ("open_bench = None", "*overrides TinySuite.open_bench*"),
+        ("open_harness = None", "*overrides TinySuite.open_harness*"),
     ],
 )
 def test_a_class_that_would_run_less_is_an_error(tests, pytester, body, says):
@@ -228,20 +230,20 @@ def test_a_class_that_would_run_less_is_an_error(tests, pytester, body, says):
     result.stdout.fnmatch_lines([says])
 
 
-@pytest.mark.parametrize("name", ["test_it_is_there", "expected", "open_bench"])
+@pytest.mark.parametrize("name", ["test_it_is_there", "expected", "open_harness"])
 def test_a_class_that_is_changed_after_it_was_made_is_an_error(tests, pytester, name):
     tests(f"class TestIt(TinySuite):\n    backend = 'sound'\n\ntype.__setattr__(TestIt, {name!r}, None)\n")
     result = run(pytester)
     assert result.ret == 2
-    result.stdout.fnmatch_lines([f"TestIt.{name} was changed: run the suite as it is"])
+    result.stdout.fnmatch_lines([f"TestIt.{name} was changed: run the suite unmodified"])
 
 
 @pytest.mark.parametrize(
     "trick",
     [
         "tiny_suite.Parts.test_it_is_there = None",
-        "type.__setattr__(tiny_suite.Parts, 'test_it_is_there', tiny_suite.holds(1)(lambda self, bench: None))",
-        "type.__setattr__(TinySuite, 'test_it_is_there', tiny_suite.holds(1)(lambda self, bench: None))",
+        "type.__setattr__(tiny_suite.Parts, 'test_it_is_there', tiny_suite.holds(1)(lambda self, harness: None))",
+        "type.__setattr__(TinySuite, 'test_it_is_there', tiny_suite.holds(1)(lambda self, harness: None))",
         "type.__delattr__(tiny_suite.Parts, 'test_it_is_there')",
     ],
     ids=["assigned", "set on a part", "set on the suite", "deleted"],
@@ -262,20 +264,20 @@ def test_a_suite_that_is_changed_after_the_collection_is_an_error(tests, pyteste
         """
         def pytest_collection_finish(session):
             import tiny_suite
-            type.__setattr__(tiny_suite.Parts, "test_the_number_is_two", lambda self, bench: None)
+            type.__setattr__(tiny_suite.Parts, "test_the_number_is_two", lambda self, harness: None)
         """
     )
     result = run(pytester)
     assert result.ret == 1
-    result.stdout.fnmatch_lines(["*TestIt.test_the_number_is_two was changed: run the suite as it is"])
+    result.stdout.fnmatch_lines(["*TestIt.test_the_number_is_two was changed: run the suite unmodified"])
 
 
 @pytest.mark.parametrize("name", ["Conformance", "MyTests"])
-def test_a_class_that_pytest_does_not_look_at_is_an_error(tests, pytester, name):
+def test_a_class_that_pytest_does_not_collect_is_an_error(tests, pytester, name):
     tests(f"class {name}(TinySuite):\n    backend = 'wrong'\n\ndef test_x():\n    pass\n")
     result = run(pytester)
     assert result.ret == 2
-    result.stdout.fnmatch_lines([f"{name} runs a conformance suite*rename it, to Test{name}*"])
+    result.stdout.fnmatch_lines([f"{name} runs a conformance suite*rename it to Test{name}*"])
 
 
 @pytest.mark.parametrize("more", ["class TestIt(Base):\n    pass", "TestIt = Base"])
@@ -289,7 +291,7 @@ def test_test_functions_of_another_name_are_an_error(tests, pytester):
     pytester.makeini("[pytest]\npython_functions = check_*\n")
     result = run(pytester)
     assert result.ret == 2
-    result.stdout.fnmatch_lines(["TestIt: python_functions in the pytest configuration passes over*"])
+    result.stdout.fnmatch_lines(["TestIt: python_functions in the pytest configuration ignores*"])
 
 
 def test_a_fixture_of_the_name_of_ours_in_a_project_without_suites(tests, pytester):
@@ -299,27 +301,27 @@ def test_a_fixture_of_the_name_of_ours_in_a_project_without_suites(tests, pytest
     run(pytester).assert_outcomes(passed=1)
 
 
-def test_another_fixture_of_the_bench_s_name_is_an_error(tests, pytester):
+def test_another_fixture_named_harness_is_an_error(tests, pytester):
     tests.of("sound")
-    pytester.makeconftest("import pytest\n\n@pytest.fixture\ndef bench():\n    return None\n")
+    pytester.makeconftest("import pytest\n\n@pytest.fixture\ndef harness():\n    return None\n")
     result = run(pytester)
     assert result.ret == 4
-    result.stderr.fnmatch_lines(["*fixture `bench`, which hides that of the conformance suites*"])
+    result.stderr.fnmatch_lines(["*fixture `harness`, which hides that of the conformance suites*"])
 
 
 def test_tests_of_one_s_own_run_beside_the_suite(tests, pytester):
-    tests.of("sound", more="def test_mine(self, bench): bench.require(bench.part().number, 'mine')")
+    tests.of("sound", more="def test_mine(self, harness): harness.require(harness.load_class().number, 'mine')")
     result = run(pytester)
     assert result.ret == 0
     result.assert_outcomes(passed=3)
     assert verdict(result) == ["sound  TinySuite  CONFORMANT  2 passed, 1 not declared"]
 
 
-def test_what_is_declared_and_no_test_looks_at_is_told(tests, pytester):
-    """It has adapters of a kind, as the suite's test of them is mended here; of scoring there is none."""
+def test_declared_but_untested_capabilities_are_reported(tests, pytester):
+    """The suite's adapter test is made to pass; no test covers scoring."""
     tests.of("boasting")
     (pytester.path / "tiny_suite.py").write_text(
-        (pytester.path / "tiny_suite.py").read_text().replace('bench.require(False, "never run")', "pass")
+        (pytester.path / "tiny_suite.py").read_text().replace('harness.require(False, "never run")', "pass")
     )
     result = run(pytester, "--conformance-json", "report.json")
     assert result.ret == 0

@@ -1,4 +1,4 @@
-"""Verdicts, the JSON and the tables that are made from it."""
+"""Verdicts, the JSON report, and the page made from it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from rlframework.conformance.markdown import main, markdown, markdown_of, read
 from rlframework.conformance.report import (
     Result,
-    Subject,
+    SuiteRun,
     Verdict,
     as_json,
     largest_errors,
@@ -24,7 +24,7 @@ from rlframework.conformance.report import (
 from rlframework.errors import DataError
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
-SUBJECT = Subject(
+SUBJECT = SuiteRun(
     suite="PolicyWorkerSuite",
     kind="policy_worker",
     backend="engine",
@@ -48,25 +48,27 @@ def measurement(error, tolerance, quantity="loss"):
     return {"quantity": quantity, "error": error, "tolerance": tolerance, "got": 1.0, "expected": 2.0, "place": ""}
 
 
-def result(test, outcome="passed", subject=SUBJECT, contract=2, measurements=()):
-    return Result(subject, test, contract, outcome, "", tuple(measurements), 0.5)
+def result(test, outcome="passed", suite_run=SUBJECT, contract=2, measurements=()):
+    return Result(suite_run, test, contract, outcome, "", tuple(measurements), 0.5)
 
 
 def verdict(*outcomes, **changes):
-    subject = replace(SUBJECT, **changes)
-    return Verdict(subject, [result(f"test_{name}", word, subject) for name, word in zip("ab", outcomes, strict=False)])
+    suite_run = replace(SUBJECT, **changes)
+    return Verdict(
+        suite_run, [result(f"test_{name}", word, suite_run) for name, word in zip("ab", outcomes, strict=False)]
+    )
 
 
 # -- verdicts ----------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_not_written_yet_is_told_once_with_the_tests_that_ask_for_it():
+def test_missing_features_are_reported_once_with_the_number_of_tests():
     told = "E   NotImplementedError: step: one step\n\nworker.py:4: NotImplementedError"
     results = [replace(result(name, "failed"), message=told) for name in ("test_a", "test_b")]
     results.append(replace(result("test_d", "failed"), message='got "NotImplementedError: close: leave"\nwanted x'))
     lines = [
-        "not written yet, asked for by tests: 2; step: one step",
-        "not written yet, asked for by tests: 1; close: leave",
+        "not implemented yet, required by 2 tests: step: one step",
+        "not implemented yet, required by 1 test: close: leave",
     ]
     assert unwritten_of([Verdict(SUBJECT, results)]) == lines
     assert unwritten_of([verdict("passed", "failed")]) == []
@@ -115,8 +117,8 @@ def test_the_word_and_the_counts(outcomes, changes, word, counts, conformant):
 
 
 def passing(**changes):
-    subject = replace(SUBJECT, **changes)
-    return [result(test, subject=subject) for test in subject.expected]
+    suite_run = replace(SUBJECT, **changes)
+    return [result(test, suite_run=suite_run) for test in suite_run.expected]
 
 
 def test_what_is_declared_and_not_tested_is_in_the_word_and_in_json():
@@ -135,7 +137,7 @@ def test_what_another_layout_of_the_run_tested_is_tested():
     assert [found.untested for found in verdicts_of(one)] == [("data_parallel", "lora")]
     two = passing(layout="data=2", tested=("data_parallel",), **both)
     assert [found.untested for found in verdicts_of([*one, *two])] == [("lora",), ("lora",)]
-    planned = [two[0].subject]
+    planned = [two[0].suite_run]
     assert [found.untested for found in verdicts_of(one, planned)][1] == ("data_parallel", "lora"), "it did not run"
     other = passing(layout="data=2", tested=("data_parallel",), kind="worker_group", **both)
     assert [found.untested for found in verdicts_of([*one, *other])] == [("data_parallel", "lora"), ("lora",)]
@@ -172,17 +174,17 @@ def test_a_column_without_anything_is_left_out():
 
 
 def test_the_worst_that_a_test_had_counts_and_its_measurements_stay():
-    """Its call passed, and what ends it did not."""
+    """The call passed, the teardown failed."""
     passed = result("test_a", measurements=[measurement(1e-7, 1e-5)])
     (found,) = verdicts_of([passed, result("test_a", "error"), result("test_b"), result("test_b")])
     assert [(one.test, one.outcome) for one in found.results] == [("test_a", "error"), ("test_b", "passed")]
     assert found.results[0].measurements == passed.measurements
 
 
-def test_each_subject_has_a_verdict_in_the_order_in_which_they_were_planned():
+def test_each_suite_run_has_a_verdict_in_the_order_in_which_they_were_planned():
     other = replace(SUBJECT, layout="data=1")
-    found = verdicts_of([result("test_b", subject=other), result("test_a", subject=other)], [SUBJECT, other])
-    assert [one.subject.layout for one in found] == ["data=2,tensor=2", "data=1"]
+    found = verdicts_of([result("test_b", suite_run=other), result("test_a", suite_run=other)], [SUBJECT, other])
+    assert [one.suite_run.layout for one in found] == ["data=2,tensor=2", "data=1"]
     assert [one.test for one in found[1].results] == ["test_a", "test_b"]
 
 
@@ -222,11 +224,11 @@ def test_an_error_where_none_is_allowed_or_without_bound_is_text_in_json(error, 
 
 def test_what_was_set_of_its_own_section_tells_verdicts_apart():
     stages = [replace(SUBJECT, section=f"zero_optimization.stage={stage}") for stage in (2, 3)]
-    found = verdicts_of([result("test_a", subject=subject) for subject in stages])
+    found = verdicts_of([result("test_a", suite_run=suite_run) for suite_run in stages])
     lines = lines_of(found)
     assert ["data=2,tensor=2 zero_optimization.stage=3" in line for line in lines] == [False, True]
     report = as_json(found)
-    assert [verdict["section"] for verdict in report["verdicts"]] == [subject.section for subject in stages]
+    assert [verdict["section"] for verdict in report["verdicts"]] == [suite_run.section for suite_run in stages]
     page = markdown([report])
     assert page.count("| data=2,tensor=2 zero_optimization.stage=2 |") == 1
     for verdict in report["verdicts"]:
@@ -238,7 +240,7 @@ def test_what_was_set_of_its_own_section_tells_verdicts_apart():
 
 
 def test_the_page():
-    plain = Subject("EnvironmentSuite", "environment", "sums", "core", "0.1", "", "cpu", "x", (), ("test_a",), ())
+    plain = SuiteRun("EnvironmentSuite", "environment", "sums", "core", "0.1", "", "cpu", "x", (), ("test_a",), ())
     report = as_json(
         [
             Verdict(
@@ -246,7 +248,7 @@ def test_the_page():
                 [result("test_a", measurements=[measurement(2e-6, 1e-5)]), result("test_b", "failed")],
                 ("scoring",),
             ),
-            Verdict(plain, [result("test_a", subject=plain, contract=8)]),
+            Verdict(plain, [result("test_a", suite_run=plain, contract=8)]),
         ]
     )
     report["date"] = "2030-01-02T03:04:05+00:00"
@@ -297,7 +299,7 @@ def test_the_committed_page_is_made_from_the_committed_report():
 
 
 def test_a_shortened_report_gives_the_same_page(tmp_path):
-    """It is what is committed: single measurements are left out."""
+    """The committed report is shortened: it omits single measurements."""
     whole = read(RESULTS / "conformance.json")
     for test in (test for verdict in whole["verdicts"] for test in verdict["tests"]):
         test["measurements"] = [{"error": 0.0}] * 3

@@ -1,4 +1,4 @@
-"""The seal of a suite: what a subclass can do to it, and what is an error when the class is made."""
+"""The seal of a suite: what a subclass may change, and what is an error at class creation."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from rlframework.plugins.types import Capability, PolicyWorkerRecord
 
 class Parts(Suite):
     @holds(1)
-    def test_plain(self, bench):
+    def test_plain(self, harness):
         raise AssertionError
 
     @holds(2, Capability.LORA)
-    def test_adapters(self, bench):
+    def test_adapters(self, harness):
         raise AssertionError
 
     @holds(3, data_parallel=2)
-    def test_replicas(self, bench):
+    def test_replicas(self, harness):
         raise AssertionError
 
     @holds(4, gpu=True)
-    def test_gpu(self, bench):
+    def test_gpu(self, harness):
         raise AssertionError
 
     def helper(self):
@@ -42,7 +42,7 @@ class Sealed(Parts, sealed=True):
 
 
 class Hiding:
-    def test_plain(self, bench):
+    def test_plain(self, harness):
         pass
 
 
@@ -53,7 +53,7 @@ def record(*capabilities):
 @pytest.mark.parametrize(
     "body",
     [
-        {"test_plain": lambda self, bench: None},
+        {"test_plain": lambda self, harness: None},
         {"test_plain": None},
         {"helper": None},
         {"kind": "environment"},
@@ -61,7 +61,7 @@ def record(*capabilities):
         {"tests": classmethod(lambda cls: {})},
         {"expected": classmethod(lambda cls, *_: [])},
         {"undeclared": classmethod(lambda cls, *_: [])},
-        {"open_bench": classmethod(lambda cls, *_, **__: None)},
+        {"open_harness": classmethod(lambda cls, *_, **__: None)},
         {"_sealed": False},
     ],
     ids=lambda body: next(iter(body)),
@@ -98,8 +98,8 @@ def test_changing_or_deleting_later_is_an_error(of):
 
 
 def made():
-    """A part, a suite of it, and its subclass; each test breaks its own."""
-    part = type(Suite)("Part", (Suite,), {"test_plain": holds(1)(lambda self, bench: None), "helper": lambda self: 1})
+    """A base class, a suite made of it, and a subclass; each test breaks its own."""
+    part = type(Suite)("Part", (Suite,), {"test_plain": holds(1)(lambda self, harness: None), "helper": lambda self: 1})
     sealed = type(Suite)("OfPart", (part,), {"kind": "policy_worker"}, sealed=True)
     return part, sealed, type(Suite)("TestIt", (sealed,), {"backend": "x"})
 
@@ -108,13 +108,13 @@ def made():
 def test_a_part_is_sealed_with_its_suite(name):
     part, _, _ = made()
     with pytest.raises(TypeError, match=rf"Part\.{name} is part of a conformance suite and cannot be replaced"):
-        setattr(part, name, holds(1)(lambda self, bench: None))
+        setattr(part, name, holds(1)(lambda self, harness: None))
     with pytest.raises(TypeError, match=r"Suite\.tests is part of a conformance suite"):
         Suite.tests = None
 
 
 def exchange_code(part, sealed):
-    part.test_plain.__code__ = (lambda self, bench: 2).__code__
+    part.test_plain.__code__ = (lambda self, harness: 2).__code__
 
 
 def exchange_requirement(part, sealed):
@@ -124,8 +124,8 @@ def exchange_requirement(part, sealed):
 @pytest.mark.parametrize(
     "trick",
     [
-        lambda part, sealed: type.__setattr__(part, "test_plain", holds(1)(lambda self, bench: None)),
-        lambda part, sealed: type.__setattr__(sealed, "test_plain", holds(1)(lambda self, bench: None)),
+        lambda part, sealed: type.__setattr__(part, "test_plain", holds(1)(lambda self, harness: None)),
+        lambda part, sealed: type.__setattr__(sealed, "test_plain", holds(1)(lambda self, harness: None)),
         lambda part, sealed: type.__delattr__(part, "test_plain"),
         exchange_code,
         exchange_requirement,
@@ -155,15 +155,15 @@ def test_a_subclass_may_add_tests_and_settings():
 
 def test_a_test_without_a_contract_is_an_error():
     class Unmarked(Suite):
-        def test_nothing(self, bench):
+        def test_nothing(self, harness):
             pass
 
-    with pytest.raises(TypeError, match=r"Mine\.test_nothing names no contract"):
+    with pytest.raises(TypeError, match=r"Mine\.test_nothing has no contract"):
 
         class Mine(Unmarked, sealed=True):
             pass
 
-    with pytest.raises(ValueError, match="there is no contract 9"):
+    with pytest.raises(ValueError, match="unknown contract 9"):
         holds(9)
 
 
@@ -191,7 +191,7 @@ def test_what_is_tested_of_what_is_declared():
 
 
 def test_all_that_dtensor_declares_is_tested():
-    """By all layouts together; one worker alone shows all but the ways to be split."""
+    """By all layouts together; a single worker covers everything except parallelism."""
     record = create_manager().select("policy_worker", "dtensor").record
     tested = [PolicyWorkerSuite.uses(record, layout, "cpu") for layout in declared_layouts(record)]
     assert frozenset().union(*tested) == record.capabilities
@@ -207,7 +207,7 @@ def test_all_that_dtensor_declares_is_tested():
 
 
 def test_the_oracle_imports_nothing_of_ours():
-    """Import-linter holds it against the other rooms; this also against the rest of the conformance room."""
+    """Import-linter checks this for other packages; this test also for the rest of the conformance package."""
     tree = ast.parse(Path(find_spec("rlframework.conformance.oracle").origin).read_text())
     names = [name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names]
     froms = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
@@ -217,7 +217,7 @@ def test_the_oracle_imports_nothing_of_ours():
 
 
 def test_our_own_parts_have_no_known_failures():
-    """Of core, and of the plugins of this repository; of all kinds."""
+    """Those of the core and of this repository's plugins, of all kinds."""
     manager = create_manager()
     ours = [found for kind in HOOK_OF_KIND for found in manager.registered(kind).values()]
     ours = [found for found in ours if found.distribution.startswith("rlframework-")]

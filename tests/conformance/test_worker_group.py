@@ -1,4 +1,4 @@
-"""Core's worker groups pass the suite, and the suite catches every broken one."""
+"""The core's worker groups pass the suite, and the suite catches every mutant."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import pytest
 
 from rlframework.conformance import WorkerGroupSuite
 from rlframework.conformance.mutants.proof import MutantProof
+
+pytestmark = pytest.mark.slow
 
 
 class TestInline(WorkerGroupSuite):

@@ -1,4 +1,4 @@
-"""Worker processes that serve one policy after another: which are kept, and which are ended."""
+"""The pool of worker processes: which processes are reused, and which are ended."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TENSOR = NamedSharding([0, 1], ["tensor_parallel"])
 
 
 class Probe:
-    """A worker that says where it is."""
+    """A worker that reports its process."""
 
     def __init__(self, *, context, word="hi"):
         self.word = word
@@ -62,7 +62,7 @@ def test_processes_of_a_group_that_ended_in_peace_serve_the_next_with_a_new_work
     assert first.shutdown("shutdown")
     second = start(word="two")
     assert where(second) == [(pid, "two") for pid, _ in found]
-    with pytest.raises(WorkerError, match="not usable any more"):
+    with pytest.raises(WorkerError, match="no longer usable"):
         where(first)
     assert second.shutdown("shutdown")
 
@@ -90,8 +90,8 @@ def test_those_of_a_group_that_did_not_end_in_peace_are_ended(how):
     assert running(old) == []
 
 
-def test_each_serves_so_many_and_no_more(monkeypatch):
-    monkeypatch.setattr(worker_pool, "_USES", 2)
+def test_a_process_serves_a_limited_number_of_policies(monkeypatch):
+    monkeypatch.setattr(worker_pool, "_MAX_USES", 2)
     served = []
     for _ in range(3):
         group = start()

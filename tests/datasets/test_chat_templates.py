@@ -130,7 +130,7 @@ def test_a_template_that_trims() -> None:
 @pytest.mark.parametrize("template", [DROPS_THOUGHTS, OPENS_THOUGHT], ids=["drops", "opens"])
 def test_a_template_that_writes_earlier_turns_anew_is_refused_for_all_turns(template) -> None:
     tokenizer, messages = bpe(template), turns("hi", "<think>hm</think>hello", "2+2?", "4")
-    with pytest.raises(DataError, match=r"writes assistant turn 1 anew.*algorithm\.train_on=last.*chat_template"):
+    with pytest.raises(DataError, match=r"rewrites assistant turn 1.*algorithm\.train_on=last.*chat_template"):
         render_conversation(tokenizer, messages, "assistant")
     ids, _ = rendered = render_conversation(tokenizer, messages, "last")
     prompt = render_prompt(tokenizer, messages[:3])
@@ -149,7 +149,7 @@ def test_thoughts_that_are_not_there_cannot_be_dropped() -> None:
 def test_a_turn_that_is_dropped_but_looks_like_what_follows_it() -> None:
     """The answer `<` is left out, and the text goes on with `<end>`."""
     leaves_out = CHATML.replace("m.content", "('' if m.content == '<' and not loop.last else m.content)")
-    with pytest.raises(DataError, match="writes assistant turn 1 anew"):
+    with pytest.raises(DataError, match="rewrites assistant turn 1"):
         render_conversation(bpe(leaves_out), turns("hi", "<", "2+2?", "4"), "assistant")
 
 
@@ -217,9 +217,11 @@ def test_an_end_that_is_one_token_only_where_no_letter_follows() -> None:
 
 def test_nothing_to_train_on() -> None:
     for messages in (turns("hi"), turns("hi", "hello")[1:]):
-        with pytest.raises(DataError, match=rf"no assistant turn to train on.*roles are \['{messages[0]['role']}'\]"):
+        with pytest.raises(
+            DataError, match=rf"no assistant turn after a prompt to train on.*roles are \['{messages[0]['role']}'\]"
+        ):
             render_conversation(bpe(CHATML), messages)
-    with pytest.raises(DataError, match="needs a message to begin with"):
+    with pytest.raises(DataError, match="needs at least one message"):
         render_prompt(bpe(CHATML), [])
 
 

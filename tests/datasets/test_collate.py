@@ -24,5 +24,5 @@ def test_masks_go_with_them() -> None:
 
 
 def test_no_rows() -> None:
-    with pytest.raises(DataError, match="no rows to put side by side"):
+    with pytest.raises(DataError, match="cannot make a batch of no rows"):
         pad_rows([], 0)

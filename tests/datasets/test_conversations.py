@@ -86,12 +86,12 @@ def test_columns_of_other_names_come_first() -> None:
         ({"messages": []}, "column 'messages': must be a list of messages, not an empty list"),
         ({"messages": [HI, "hello"]}, "turn 1: must be an object with 'role' and 'content', not str"),
         ({"messages": [HI, {"role": "assistant"}]}, r"turn 1: needs 'role' and 'content'.*it has \['role'\]"),
-        ({"messages": [{"role": "robot", "content": "x"}]}, "turn 0: the role 'robot' is not known; .*'assistant'"),
-        ({"messages": [{"role": 1, "content": "x"}]}, "the role 1 is not known"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "turn 0: unknown role 'robot'; .*'assistant'"),
+        ({"messages": [{"role": 1, "content": "x"}]}, "unknown role 1"),
         ({"messages": [HI, {"role": "assistant", "content": ""}]}, "the last assistant turn is empty"),
         ({"messages": [{"role": "user", "content": 5}]}, "the content must be text, not int"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, r"the kinds \['image'\] are not read"),
-        ({"messages": [HI, {**HELLO, "tool_calls": [{"name": "f"}]}]}, "turn 1: calls of tools are not read"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, r"of type \['image'\] are not supported"),
+        ({"messages": [HI, {**HELLO, "tool_calls": [{"name": "f"}]}]}, "turn 1: tool calls are not supported"),
         ({"prompt": {"text": "hi"}}, "column 'prompt': must be text or a number, not dict"),
         ({"prompt": "hi", "completion": True}, "column 'completion': must be text or a number, not bool"),
         ({"question": "hi", "answer": ["a"]}, "must be a"),
@@ -99,10 +99,10 @@ def test_columns_of_other_names_come_first() -> None:
         ({"text": NAN}, "no conversation in the columns"),
         ({"question": "hi", "answer": float("-inf")}, "column 'answer': must be text or a number, not -inf"),
         ({"messages": [{"role": "user", "content": NAN}]}, r"turn 0: needs 'role' and 'content'.*it has \['role'\]"),
-        ({"messages": [HI, {**HELLO, "content": "a\ud83d"}]}, r"turn 1: there is half a character \(\\ud83d\)"),
-        ({"prompt": "hi", "completion": "\udc00"}, r"column 'completion': there is half a character \(\\udc00\)"),
-        ({"question": "hi", "answer": "\udc00"}, r"column 'answer': there is half a character"),
-        ({"text": "\udc00"}, "column 'text': there is half a character"),
+        ({"messages": [HI, {**HELLO, "content": "a\ud83d"}]}, r"turn 1: the text has a lone surrogate \(\\ud83d\)"),
+        ({"prompt": "hi", "completion": "\udc00"}, r"column 'completion': the text has a lone surrogate \(\\udc00\)"),
+        ({"question": "hi", "answer": "\udc00"}, r"column 'answer': the text has a lone surrogate"),
+        ({"text": "\udc00"}, "column 'text': the text has a lone surrogate"),
         ({"text": 5}, "column 'text': the content must be text, not int"),
     ],
 )
@@ -112,5 +112,5 @@ def test_what_is_no_conversation(row, message) -> None:
 
 
 def test_a_renamed_column_must_be_there() -> None:
-    with pytest.raises(DataError, match=r"there is no column 'gold'; there are \['answer', 'question'\]"):
+    with pytest.raises(DataError, match=r"there is no column 'gold'; the columns are \['answer', 'question'\]"):
         read({"question": "q", "answer": "a"}, answer="gold")

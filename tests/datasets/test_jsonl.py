@@ -58,7 +58,7 @@ def test_rows_and_line_numbers_of_any_file(tmp_path_factory, lines, line_end, ma
     path.write_bytes((b"\xef\xbb\xbf" if mark else b"") + text.encode())
     expected = [(n, json.loads(line)) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jsonl, "_PIECE", piece)
+        patch.setattr(jsonl, "_CHUNK", piece)
         if not expected:
             with pytest.raises(DataError, match="the file is empty"):
                 JsonlRows([path])
@@ -124,7 +124,7 @@ def test_a_file_that_is_replaced_goes_on_as_it_was(tmp_path: Path) -> None:
         (b'{"a": 1}\n{"a": ' + b"1" * 5000 + b"}\n", r"line 2: not JSON \(Exceeds the limit"),
         (b'[\n  {"a": 1}\n]\n', r"line 1: not JSON.*jq -c"),
         (b"3\n", "line 1: must be a JSON object with named fields, not int$"),
-        (gzip.compress(b'{"a": 1}\n', mtime=0), r"is packed \(gzip\); unpack it"),
+        (gzip.compress(b'{"a": 1}\n', mtime=0), r"is compressed \(gzip\); decompress it"),
         (b"", "the file is empty"),
         (b"\xef\xbb\xbf\n \n", "the file is empty"),
         (b'\xff\xfe{\x00"\x00a\x00', "line 1: not UTF-8"),

@@ -29,7 +29,7 @@ def test_it_makes_saves_and_measures_pairs(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "11 questions with 15 right and 28 wrong solutions" in done.stdout  # one of 16 is there twice
     assert "6 of them (54.5%) have both kinds" in done.stdout
-    assert "18 pairs, 0 left out as too long" in done.stdout
+    assert "18 pairs, 0 dropped as too long" in done.stdout
     pairs = PreferencePairs.load_memmap(tmp_path / "pairs").check()
     assert len(pairs) == 18
     table = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines()[-3:]}
@@ -45,7 +45,7 @@ def test_its_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert run(monkeypatch, SOLUTIONS, "--output", tmp_path / "pairs", *words) == 0
     pairs = PreferencePairs.load(tmp_path / "pairs")
     assert 0 < len(pairs) < 6
-    assert f"{len(pairs)} pairs, {6 - len(pairs)} left out as too long" in capsys.readouterr().out
+    assert f"{len(pairs)} pairs, {6 - len(pairs)} dropped as too long" in capsys.readouterr().out
     assert max(pairs.chosen.input_lengths.max(), pairs.rejected.input_lengths.max()) <= 600
 
 

@@ -1,4 +1,4 @@
-"""What pairs of answers are worth: numbers of any kind become fp32, and what is no number is told."""
+"""Scores of preference pairs: numbers of any type become fp32, and anything else is an error."""
 
 from __future__ import annotations
 

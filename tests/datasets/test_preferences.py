@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlframework.batch.batched_data_dict import BatchedDataDict
-from rlframework.datasets.gsm8k_preferences import pair_solutions, read_judged_solutions
+from rlframework.datasets.gsm8k_preferences import pair_solutions, read_graded_solutions
 from rlframework.datasets.preferences import PreferencePairs, PreferenceRow
 from rlframework.datasets.reward_data import RewardData
 from rlframework.errors import BatchError, BatchKeyError, BatchTypeError, DataError
@@ -77,17 +77,15 @@ def test_pairs_with_a_chat_template() -> None:
 
 def test_pairs_that_are_too_long() -> None:
     assert make()[:1].rejected.input_lengths.tolist() == [5]
-    with pytest.raises(
-        DataError, match=r"pair 0 \(first\) has 5 tokens, more than max_length 4, and 1 others have too"
-    ):
+    with pytest.raises(DataError, match=r"pair 0 \(first\) has 5 tokens, more than max_length 4, and so have 1 others"):
         PreferencePairs.from_rows(ROWS, tokenizer(), max_length=4)
     long = PreferenceRow(asks("a"), "bcdabcd", "d", scores=(1.0, 0.0))
     kept = PreferencePairs.from_rows([long, *ROWS], tokenizer(), max_length=5, too_long="drop")
     assert kept.prompt_lengths.tolist() == [2, 1]
     assert kept.chosen.input_ids.shape == (2, 5)
-    with pytest.raises(DataError, match="no pair is left of the 2 that were given: all have more than 1 tokens"):
+    with pytest.raises(DataError, match="none of the 2 given pairs is left: all have more than 1 tokens"):
         PreferencePairs.from_rows(ROWS, tokenizer(), max_length=1, too_long="drop")
-    with pytest.raises(DataError, match=r"no pair is left of the 0 that were given$"):
+    with pytest.raises(DataError, match=r"none of the 0 given pairs is left$"):
         PreferencePairs.from_rows([], tokenizer())
     with pytest.raises(DataError, match="too_long is 'cut'"):
         PreferencePairs.from_rows(ROWS, tokenizer(), too_long="cut")  # type: ignore[arg-type]
@@ -252,7 +250,11 @@ def test_what_is_wrong_is_told(change: Callable[[Any], Any], kind: type[Exceptio
             BatchError,
             r"token_mask has shape \[4\]; it must be that of input_ids",
         ),
-        (lambda b: b.update({k: v[:3] for k, v in b.items()}), BatchError, "the batch has 3 rows; pairs are two rows"),
+        (
+            lambda b: b.update({k: v[:3] for k, v in b.items()}),
+            BatchError,
+            "the batch has 3 rows; it must have two rows per pair",
+        ),
     ],
 )
 def test_batches_that_cannot_be_taken(change: Callable[[Any], Any], kind: type[Exception], told: str) -> None:
@@ -300,7 +302,7 @@ def test_pairs_are_filled_row_by_row(tmp_path: Path) -> None:
 
 
 def test_judged_solutions() -> None:
-    questions = read_judged_solutions(SOLUTIONS)
+    questions = read_graded_solutions(SOLUTIONS)
     raw = [json.loads(line) for line in SOLUTIONS.read_text().splitlines()]
     assert len(questions) == 11
     for question, row in zip(questions, raw, strict=True):
@@ -315,7 +317,7 @@ def test_judged_solutions() -> None:
 
 
 def test_pairing() -> None:
-    questions = read_judged_solutions(SOLUTIONS)
+    questions = read_graded_solutions(SOLUTIONS)
     rows = pair_solutions(questions)
     assert len(rows) == 6 * 3
     assert len({row.id for row in rows}) == 18
@@ -329,7 +331,7 @@ def test_pairing() -> None:
 
 
 def test_drawing_depends_on_the_seed_only() -> None:
-    questions = read_judged_solutions(SOLUTIONS)
+    questions = read_graded_solutions(SOLUTIONS)
     draws = {tuple(row.id for row in pair_solutions(questions, pairs="one", seed=seed)) for seed in range(20)}
     assert len(draws) > 5
     assert pair_solutions(questions, pairs="one", seed=3) == pair_solutions(questions, pairs="one", seed=3)
@@ -349,8 +351,8 @@ GOOD = {"question": "q", "ground_truth": "1", "m": {"is_correct": True, "solutio
         ({**GOOD, "m": "x"}, "line 2: the field 'm' must be .*is_correct"),
         ({**GOOD, "m": {"is_correct": 1, "solution": "x"}}, "line 2: the field 'm' must be"),
         ({**GOOD, "m": {"is_correct": True}}, "line 2: the field 'm' must be"),
-        ({**GOOD, "n": {"is_correct": False, "solution": "x"}}, "line 2: the solution of 'n' is marked right and"),
-        ({"question": "q", "ground_truth": "1"}, "line 2: there is no solution"),
+        ({**GOOD, "n": {"is_correct": False, "solution": "x"}}, "line 2: the solution of 'n' is marked both right and"),
+        ({"question": "q", "ground_truth": "1"}, "line 2: no solution found"),
         ({"question": "q"}, "line 2: the field 'ground_truth' is missing"),
         (["x"], "line 2: must be a JSON object"),
     ],
@@ -359,20 +361,20 @@ def test_bad_lines_are_told(tmp_path: Path, line: Any, told: str) -> None:
     path = tmp_path / "s.jsonl"
     path.write_text(f"{json.dumps(GOOD)}\n{json.dumps(line)}\n")
     with pytest.raises(DataError, match=rf"s\.jsonl, {told}"):
-        read_judged_solutions(path)
+        read_graded_solutions(path)
     with pytest.raises(DataError, match=r"missing\.jsonl: cannot be read"):
-        read_judged_solutions(tmp_path / "missing.jsonl")
+        read_graded_solutions(tmp_path / "missing.jsonl")
 
 
 def test_the_same_solution_twice_counts_once(tmp_path: Path) -> None:
     path = tmp_path / "s.jsonl"
     path.write_text(json.dumps({**GOOD, "n": GOOD["m"], "o": {"is_correct": False, "solution": "y"}}))
-    [question] = read_judged_solutions(path)
+    [question] = read_graded_solutions(path)
     assert (question.right, question.wrong) == (("x",), ("y",))
 
 
 def test_real_solutions_as_pairs(tmp_path: Path) -> None:
-    rows = pair_solutions(read_judged_solutions(SOLUTIONS))
+    rows = pair_solutions(read_graded_solutions(SOLUTIONS))
     letters = sorted(
         {letter for row in rows for text in (row.messages[0]["content"], row.chosen, row.rejected) for letter in text}
     )

@@ -73,7 +73,7 @@ def test_a_template_that_strips_the_answer() -> None:
 
 
 def test_a_template_that_writes_answers_in_another_way() -> None:
-    """What generation is prompted with is not in the template's own conversation: its end of turn is all the same."""
+    """The generation prompt is not part of the template's conversation, but its end of turn is the same."""
     tokenizer = chat(TEMPLATE.replace("<start>assistant\n' }}{% endif", "<start>assistant\nthink ' }}{% endif"))
     assert tokenizer.decode(render_completion(tokenizer, sample("3", "1+2="))) == "3<end>"
 
@@ -87,7 +87,7 @@ def test_a_template_without_an_end() -> None:
 def test_a_template_that_refuses_a_role() -> None:
     refusal = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + TEMPLATE
     with pytest.raises(
-        DataError, match=r"refuses .* \['system', 'user'\]: no system role.*leave environment.system_prompt"
+        DataError, match=r"rejects .* \['system', 'user'\]: no system role.*remove environment.system_prompt"
     ):
         render_prompt(chat(refusal), sample("3", "add", "1+2=").messages)
 
@@ -98,7 +98,7 @@ def test_characters_without_a_token() -> None:
 
 
 def test_half_a_character() -> None:
-    with pytest.raises(DataError, match=r"half a character \(\\ud83d\)"):
+    with pytest.raises(DataError, match=r"a lone surrogate \(\\ud83d\)"):
         render_prompt(plain(), sample("3", "1+\ud83d").messages)
 
 
@@ -112,5 +112,5 @@ def test_empty_prompts() -> None:
 def test_no_end_token() -> None:
     tokenizer = plain()
     tokenizer.eos_token = None
-    with pytest.raises(DataError, match="has no end token"):
+    with pytest.raises(DataError, match="has no end-of-sequence token"):
         render_completion(tokenizer, sample("3", "1+2="))

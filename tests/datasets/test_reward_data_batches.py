@@ -69,7 +69,7 @@ def test_a_width_of_one_keeps_rewards_of_tokens() -> None:
         (
             {"input_ids": TensorDict({"x": IDS}, [2])},
             BatchTypeError,
-            "input_ids is a TensorDict; here it must be a tensor",
+            "input_ids is a TensorDict; it must be a tensor",
         ),
         ({"attention_mask": None}, BatchTypeError, "attention_mask is a NoneType"),
         ({"attention_mask": MASK[:, :3]}, BatchError, r"attention_mask has shape \[2, 3\] and input_ids \[2, 4\]"),
@@ -80,11 +80,11 @@ def test_a_width_of_one_keeps_rewards_of_tokens() -> None:
         ),
         ({"attention_mask": MASK * 2}, BatchError, "of row 0 is neither 0 nor 1 at position 0"),
         ({"attention_mask": -MASK}, BatchError, "of row 0 is neither 0 nor 1 at position 0"),
-        ({"attention_mask": MASK.flip(1)}, BatchError, "of row 0 is padding before a token, at position 0"),
+        ({"attention_mask": MASK.flip(1)}, BatchError, "of row 0 has padding before a token, at position 0"),
         (
             {"attention_mask": torch.tensor([[1, 1, 1, 0], [1, 1, 0, 1]])},
             BatchError,
-            "of row 1 is padding before .* 2;",
+            "of row 1 has padding before .* 2;",
         ),
         (
             {"rewards": torch.zeros(2, 3)},
@@ -124,12 +124,12 @@ def test_meta_tensors_are_checked_by_shape() -> None:
 
 
 def test_a_large_mask_is_looked_at_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reward_data, "_AT_ONCE", 10)
+    monkeypatch.setattr(reward_data, "_CHUNK", 10)
     lengths = torch.tensor([4, 0, 3, 1, 2, 4, 4])
     data = RewardData.from_lengths(torch.zeros(7, 4, dtype=torch.int64), lengths)
     assert data.input_lengths.tolist() == lengths.tolist()
     data.attention_mask[5, 1] = False
-    with pytest.raises(BatchError, match="of row 5 is padding before a token, at position 1"):
+    with pytest.raises(BatchError, match="of row 5 has padding before a token, at position 1"):
         data.check()
 
 
@@ -240,8 +240,8 @@ def test_batches_that_cannot_be_taken(change: Callable[[Any], Any], kind: type[E
 
 def test_a_single_row_is_no_batch() -> None:
     row = RewardData(IDS, MASK, batch_size=[2])[0]
-    with pytest.raises(BatchError, match=r"input_ids has shape \[4\]; a batch has rows"):
+    with pytest.raises(BatchError, match=r"input_ids has shape \[4\]; it must be \[B, S\]"):
         row.to_fields()
     assert row.unsqueeze(0).to_fields()["input_ids"].tolist() == [[5, 6, 7, 0]]
-    with pytest.raises(BatchError, match="a batch has rows"):
+    with pytest.raises(BatchError, match=r"it must be \[B, S\]"):
         RewardData.from_batch({"input_ids": IDS[0], "attention_mask": MASK[0]})

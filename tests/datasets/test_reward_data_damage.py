@@ -86,8 +86,11 @@ def replace_by_folder(name: str) -> Callable[[Path], object]:
 
 DAMAGES = {
     "no folder": (shutil.rmtree, "there is no such folder"),
-    "a file": (lambda folder: (shutil.rmtree(folder), folder.write_text("x")), "it is a file, not a folder"),
-    "empty": (lambda folder: (shutil.rmtree(folder), folder.mkdir()), r"a: meta\.json is missing, so this is no saved"),
+    "a file": (lambda folder: (shutil.rmtree(folder), folder.write_text("x")), "it is a file"),
+    "empty": (
+        lambda folder: (shutil.rmtree(folder), folder.mkdir()),
+        r"a: meta\.json is missing, so this is not a saved",
+    ),
     "no meta": (remove("meta.json"), r"a: meta\.json is missing"),
     "empty meta": (cut("meta.json", 0), r"a/meta\.json: it is not JSON"),
     "half a meta": (cut("meta.json", 12), r"a/meta\.json: it is not JSON"),
@@ -95,9 +98,9 @@ DAMAGES = {
     "deep meta": (write("meta.json", b"[" * 100_000), r"a/meta\.json: it is not JSON"),
     "meta of another kind": (write("meta.json", b"[1, 2]"), r"a/meta\.json: it holds a list"),
     "meta is a folder": (replace_by_folder("meta.json"), r"a/meta\.json: cannot be read"),
-    "meta without class": (write("meta.json", b"{}"), "the class is None"),
-    "class of no sense": (write("meta.json", b'{"_type": ["x"]}'), r"the class is \['x'\]"),
-    "unknown class": (write("meta.json", b'{"_type": "<class \'a.B\'>"}'), "the class is .*a.B"),
+    "meta without class": (write("meta.json", b"{}"), "unknown class None"),
+    "class of no sense": (write("meta.json", b'{"_type": ["x"]}'), r"unknown class \['x'\]"),
+    "unknown class": (write("meta.json", b'{"_type": "<class \'a.B\'>"}'), "unknown class .*a.B"),
     "a field that is no tensor": (
         lambda folder: edit(folder / "meta.json", lambda meta: meta.update(rewards=3)),
         "it has 'rewards', which is not a tensor of RewardData",
@@ -115,33 +118,54 @@ DAMAGES = {
         lambda folder: edit(folder / INNER / "meta.json", lambda meta: meta.pop("shape")),
         "the batch size is None",
     ),
-    "batch size": (set_in("shape", value=[2]), r"'\w+' has shape \[3(, 4)?\], and the batch size is \[2\]"),
+    "batch size": (
+        set_in("shape", value=[2]),
+        r"'\w+' has shape \[3(, 4)?\], which does not begin with the batch size \[2\]",
+    ),
     "batch size of no sense": (set_in("shape", value=[True]), r"the batch size is \[True\]"),
     "device": (set_in("device", value="cuda:0"), "the device is 'cuda:0'"),
-    "names": (set_in("_names", value=["a", "b", "c"]), r"names of the dimensions are \['a', 'b', 'c'\]"),
-    "names of no sense": (set_in("_names", value=[3]), r"names of the dimensions are \[3\]"),
-    "dtype": (set_in("input_ids", "dtype", value="torch.int32"), r"input_ids\.memmap: it has 96 bytes; 48 bytes are"),
+    "names": (set_in("_names", value=["a", "b", "c"]), r"dimension names \['a', 'b', 'c'\]"),
+    "names of no sense": (set_in("_names", value=[3]), r"dimension names \[3\]"),
+    "dtype": (
+        set_in("input_ids", "dtype", value="torch.int32"),
+        r"input_ids\.memmap: it has 96 bytes, but .* takes 48 bytes",
+    ),
     "unknown dtype": (set_in("input_ids", "dtype", value="torch.int65"), "'input_ids' has dtype 'torch.int65'"),
     "no dtype": (set_in("input_ids", "dtype", value=None), "'input_ids' has dtype None"),
-    "shape": (set_in("input_ids", "shape", value=[3, 5]), r"input_ids\.memmap: it has 96 bytes; 120 bytes are"),
+    "shape": (
+        set_in("input_ids", "shape", value=[3, 5]),
+        r"input_ids\.memmap: it has 96 bytes, but .* takes 120 bytes",
+    ),
     "huge shape": (set_in("input_ids", "shape", value=[3, 1 << 61]), "it has 96 bytes"),
-    "negative shape": (set_in("input_ids", "shape", value=[3, -4]), r"shape \[3, -4\], which cannot be"),
-    "fractional shape": (set_in("input_ids", "shape", value=[3, 4.0]), "which cannot be"),
-    "nested tensor": (set_in("input_ids", "is_nested", value=True), "which cannot be"),
-    "entry of no sense": (set_in("input_ids", value=7), "the entry 'input_ids' is not one of a saved field"),
+    "negative shape": (set_in("input_ids", "shape", value=[3, -4]), r"shape \[3, -4\], which is invalid"),
+    "fractional shape": (set_in("input_ids", "shape", value=[3, 4.0]), "which is invalid"),
+    "nested tensor": (set_in("input_ids", "is_nested", value=True), "which is invalid"),
+    "entry of no sense": (set_in("input_ids", value=7), "the entry 'input_ids' is not a saved field"),
     "unknown field": (
         set_in("inputs", value={"dtype": "torch.int64", "shape": [3], "device": "cpu"}),
-        "the entry 'inputs' is not one of a saved field",
+        "the entry 'inputs' is not a saved field",
     ),
     "a field is missing": (
         lambda folder: edit(folder / INNER / "meta.json", lambda meta: meta.pop("attention_mask")),
         "the field 'attention_mask' is missing",
     ),
     "no data file": (remove(f"{INNER}/input_ids.memmap"), r"input_ids\.memmap: the file is missing"),
-    "empty data file": (cut(f"{INNER}/input_ids.memmap", 0), r"input_ids\.memmap: it has 0 bytes; 96 bytes are"),
-    "cut data file": (cut(f"{INNER}/input_ids.memmap", 95), r"input_ids\.memmap: it has 95 bytes; 96 bytes are"),
-    "long data file": (cut(f"{INNER}/input_ids.memmap", 97), "it has 97 bytes; 96 bytes are torch.int64 of shape"),
-    "data is a folder": (replace_by_folder(f"{INNER}/input_ids.memmap"), r"input_ids\.memmap: it is no file"),
+    "empty data file": (
+        cut(f"{INNER}/input_ids.memmap", 0),
+        r"input_ids\.memmap: it has 0 bytes, but .* takes 96 bytes",
+    ),
+    "cut data file": (
+        cut(f"{INNER}/input_ids.memmap", 95),
+        r"input_ids\.memmap: it has 95 bytes, but .* takes 96 bytes",
+    ),
+    "long data file": (
+        cut(f"{INNER}/input_ids.memmap", 97),
+        "it has 97 bytes, but torch.int64 of shape .* takes 96 bytes",
+    ),
+    "data is a folder": (
+        replace_by_folder(f"{INNER}/input_ids.memmap"),
+        r"input_ids\.memmap: it is not a regular file",
+    ),
     "a nested field's folder": (set_in("input_ids", value={"type": "TensorDict"}), "input_ids: the folder of a nested"),
 }
 
@@ -167,7 +191,7 @@ def test_damage_is_told(folder: Path, name: str) -> None:
 
 def test_a_file_that_may_not_be_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda *arguments: False)
-    with pytest.raises(DataError, match=r"\.memmap: permission to read it is denied"):
+    with pytest.raises(DataError, match=r"\.memmap: no permission to read it"):
         RewardData.load_memmap(folder)
 
 
@@ -180,7 +204,7 @@ def test_folders_of_other_classes(tmp_path: Path) -> None:
         (RewardData, "pairs", r"holds a PreferencePairs, not a RewardData; load it with PreferencePairs\.load_memmap"),
         (PreferencePairs, "rewards", "holds a RewardData, not a PreferencePairs"),
         (RewardData, "plain", "holds a TensorDict, not a RewardData; load it with TensorDict"),
-        (RewardData, "stranger", "the class is .*Stranger.*; known are TensorDict, .*PreferencePairs, RewardData"),
+        (RewardData, "stranger", "unknown class .*Stranger.*known: TensorDict, .*PreferencePairs, RewardData"),
     ):
         with pytest.raises(DataError, match=told):
             cls.load_memmap(tmp_path / name)
@@ -208,9 +232,9 @@ def test_damage_within_a_nested_folder(tmp_path: Path) -> None:
         (
             (remove(f"{INNER}/chosen"), "chosen: the folder of a nested field is missing"),
             (remove(f"{INNER}/chosen/{INNER}/end_scores.memmap"), r"chosen/.*end_scores\.memmap: the file is missing"),
-            (cut(f"{INNER}/chosen/{INNER}/input_ids.memmap", 8), "it has 8 bytes; 96 bytes are"),
+            (cut(f"{INNER}/chosen/{INNER}/input_ids.memmap", 8), "it has 8 bytes, but .* takes 96 bytes"),
             (cut(f"{INNER}/chosen/meta.json", 0), r"chosen/meta\.json: it is not JSON"),
-            (set_in("chosen", value={"type": "TensorDict"}), "it holds a RewardData, and the folder above says 'Tens"),
+            (set_in("chosen", value={"type": "TensorDict"}), "it holds a RewardData, but the parent folder says 'Tens"),
             (set_in("shape", value=[]), None),
         )
     ):

@@ -13,6 +13,7 @@ import torch
 from probe_forked import run_program
 from tensordict import LazyStackedTensorDict, MemoryMappedTensor, TensorDict
 
+from rlframework.datasets.preferences import PreferencePairs
 from rlframework.datasets.reward_data import RewardData
 from rlframework.errors import BatchError, BatchTypeError, DataError, UserError
 
@@ -87,7 +88,7 @@ def test_what_cannot_be_refreshed_stays_as_it_was(tmp_path: Path) -> None:
             data.memmap_refresh_()
     saved = make(3).save(tmp_path / "a")
     make(2).save(tmp_path / "a")
-    with pytest.raises(BatchError, match=r"batch size in the folder is \[2\], of this object \[3\]"):
+    with pytest.raises(BatchError, match=r"batch size of the folder is \[2\], that of this object \[3\]"):
         saved.memmap_refresh_()
     (tmp_path / "a" / "meta.json").unlink()
     with pytest.raises(DataError, match=r"meta.json is missing"):
@@ -100,9 +101,9 @@ def test_what_cannot_be_refreshed_stays_as_it_was(tmp_path: Path) -> None:
 def test_loading_into_what_does_not_fit(tmp_path: Path) -> None:
     make(2).save(tmp_path / "a")
     data = make(3)
-    with pytest.raises(BatchError, match=r"batch size in the folder is \[2\], of this object \[3\]"):
+    with pytest.raises(BatchError, match=r"batch size of the folder is \[2\], that of this object \[3\]"):
         RewardData.load_memmap(tmp_path / "a", out=data)
-    with pytest.raises(BatchError, match="batch size in the folder"):
+    with pytest.raises(BatchError, match="batch size of the folder"):
         data.load_memmap_(tmp_path / "a")
     with pytest.raises(BatchTypeError, match="out is a TensorDict; it must be a RewardData"):
         RewardData.load_memmap(tmp_path / "a", out=TensorDict({}, [2]))  # type: ignore[arg-type]
@@ -223,7 +224,7 @@ def test_nobodys_files_are_deleted(tmp_path: Path) -> None:
     make().save(tmp_path / "saved")
     (tmp_path / "saved" / "notes.md").write_text("x")
     for method in ("save", "memmap_", "memmap_like"):
-        with pytest.raises(DataError, match=r"home holds letter\.txt, which saving here would delete"):
+        with pytest.raises(DataError, match=r"home holds letter\.txt, which saving would delete"):
             getattr(make(), method)(tmp_path / "home")
         with pytest.raises(DataError, match=r"saved holds notes\.md"):
             getattr(make(), method)(tmp_path / "saved")
@@ -254,8 +255,14 @@ def test_an_empty_folder_a_link_and_a_relative_path(tmp_path: Path, monkeypatch:
         (RewardData(TensorDict({"text": "abc"}, [2]), torch.ones(2, 4), batch_size=[2]), "a NonTensorData cannot"),
         (RewardData(LazyStackedTensorDict(TensorDict({}), TensorDict({})), torch.ones(2, 4), batch_size=[2]), "Lazy"),
         (RewardData.lazy_stack([make(1), make(1)]), "a LazyStackedTensorDict cannot be saved"),
-        (RewardData(TensorDict({"a/b": torch.ones(2)}, [2]), torch.ones(2, 4), batch_size=[2]), "the name 'a/b'"),
-        (RewardData(TensorDict({"shape": torch.ones(2)}, [2]), torch.ones(2, 4), batch_size=[2]), "the name 'shape'"),
+        (
+            RewardData(TensorDict({"a/b": torch.ones(2)}, [2]), torch.ones(2, 4), batch_size=[2]),
+            "'a/b' is not a valid name",
+        ),
+        (
+            RewardData(TensorDict({"shape": torch.ones(2)}, [2]), torch.ones(2, 4), batch_size=[2]),
+            "'shape' is not a valid name",
+        ),
         (
             RewardData(torch.ones(2, 4).to(torch.complex64), torch.ones(2, 4), batch_size=[2]),
             "'input_ids' is torch.com",
@@ -300,3 +307,22 @@ def test_dtypes(tmp_path: Path, dtype: torch.dtype) -> None:
     loaded = RewardData.load(tmp_path / "a").end_scores
     assert loaded.dtype == dtype
     assert loaded.tolist() == [1, 2, 3]
+
+
+def test_folders_of_releases_that_had_the_classes_elsewhere(tmp_path: Path) -> None:
+    """`meta.json` names the class; these were in `rlframework.data` once."""
+    rewards = make(3)
+    rewards.save(tmp_path / "rewards")
+    pairs = PreferencePairs(rewards, rewards.clone(), torch.zeros(3, dtype=torch.int64), batch_size=[3])
+    pairs.save(tmp_path / "pairs")
+    metas = [tmp_path / "rewards" / "meta.json", *(tmp_path / "pairs").rglob("meta.json")]
+    renamed = [meta for meta in metas if "rlframework.datasets." in meta.read_text()]
+    assert len(renamed) == 4  # the rewards, the pairs, and the two sides of the pairs
+    for meta in renamed:
+        meta.write_text(meta.read_text().replace("rlframework.datasets.", "rlframework.data."))
+    assert RewardData.load_memmap(tmp_path / "rewards").input_ids.equal(rewards.input_ids)
+    loaded = PreferencePairs.load_memmap(tmp_path / "pairs")
+    assert isinstance(loaded.chosen, RewardData)
+    assert loaded.check().rejected.input_ids.equal(rewards.input_ids)
+    PreferencePairs.load_memmap(tmp_path / "pairs").save(tmp_path / "again", copy_existing=True)
+    assert "rlframework.datasets.preferences" in (tmp_path / "again" / "meta.json").read_text()

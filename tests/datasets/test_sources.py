@@ -102,12 +102,12 @@ def test_files_by_pattern_and_where_their_rows_stand(tmp_path: Path) -> None:
     assert rows.where(2) == f"{tmp_path}/a-0.parquet, row 2"
     assert rows.where(3) == f"{tmp_path}/a-1.parquet, row 0"
     assert open_rows(str(tmp_path / "*.jsonl")).where(3) == f"{tmp_path}/a.jsonl, line 4"
-    assert "JSONL and Parquet files together" in refused(str(tmp_path / "a*"))
+    assert "has both JSONL and Parquet files" in refused(str(tmp_path / "a*"))
     assert "no file matches this pattern" in refused(str(tmp_path / "b*.parquet"))
 
 
 def test_files_whose_columns_differ(tmp_path: Path) -> None:
-    """What a file lacks is null; whole numbers and fractions become fractions; text and numbers do not go together."""
+    """Columns missing in one file are null; integers and floats become floats; text and numbers are rejected."""
     parquet(tmp_path / "a.parquet", [{"x": 1, "y": "t"}])
     parquet(tmp_path / "b.parquet", [{"x": 1.5}])
     assert list(open_rows(str(tmp_path / "*.parquet"))) == [{"x": 1.0, "y": "t"}, {"x": 1.5, "y": None}]
@@ -125,7 +125,7 @@ def test_splits_of_a_folder(tmp_path: Path, make) -> None:
     make(tmp_path / "own" / f"test.{suffix}", ROWS[4:])
     assert list(open_rows(tmp_path / "own")) == ROWS[:4]
     assert list(open_rows(tmp_path / "own", split="test")) == ROWS[4:]
-    assert refused(tmp_path / "own", split="dev").endswith("there is no split 'dev'; there are ['test', 'train']")
+    assert refused(tmp_path / "own", split="dev").endswith("there is no split 'dev'; the splits are ['test', 'train']")
     assert "Available: ['default']" in refused(tmp_path / "own", subset="hard")
 
 
@@ -145,9 +145,9 @@ def test_what_save_to_disk_wrote(tmp_path: Path) -> None:
     rows = open_rows(tmp_path / "both", split="test")
     assert list(rows) == ROWS[3:]
     assert rows.where(1) == f"{tmp_path}/both, split test, row 1"
-    assert "there is no split 'dev'; there are ['test', 'train']" in refused(tmp_path / "both", split="dev")
+    assert "there is no split 'dev'; the splits are ['test', 'train']" in refused(tmp_path / "both", split="dev")
     alone = saved(tmp_path / "alone", ROWS)
-    assert "without splits; leave split out" in refused(alone, split="train")
+    assert "without splits; remove split" in refused(alone, split="train")
     assert "has no subsets" in refused(alone, subset="x")
     Dataset.from_list(ROWS).select([4, 1]).save_to_disk(tmp_path / "some")
     assert list(open_rows(tmp_path / "some")) == [ROWS[4], ROWS[1]]
@@ -157,7 +157,7 @@ def test_a_name_on_the_hub_without_a_network(capsys: pytest.CaptureFixture[str])
     for split in ("train", None):
         message = refused("openai/gsm8k", subset="main", split=split)
         assert message.startswith("the data set 'openai/gsm8k' (subset 'main', split")
-        assert "There is no file or directory of that name here. Check the name and the network" in message
+        assert "There is no local file or directory of that name. Check the name and the network" in message
 
 
 def test_a_name_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +175,7 @@ def test_a_name_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows.where(1) == "data set someone/data, split train, row 1"
     assert asked == [("someone/data", "easy", "train")]
     monkeypatch.setattr("datasets.get_dataset_split_names", lambda name, subset: ["dev", "test"])
-    assert "there is no split 'train'; there are ['dev', 'test']" in refused("someone/data")
+    assert "there is no split 'train'; the splits are ['dev', 'test']" in refused("someone/data")
 
 
 @pytest.mark.parametrize("name", ["/no/such", "./nothing", "a/b/c", "gone.jsonl", "gone.parquet", "gone*"])
@@ -199,9 +199,9 @@ def test_a_path_is_never_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     ("name", "content", "message"),
     [
         ("a.jsonl", b"", "a.jsonl: the file is empty"),
-        ("a.parquet", b"", "a.parquet: is damaged, or no Parquet file"),
-        ("a.parquet", b"PAR1 and nothing more", "a.parquet: is damaged, or no Parquet file"),
-        ("a.csv", b"a,b\n", "files of the kind '.csv' are not read, only ['.json'"),
+        ("a.parquet", b"", "a.parquet: is damaged, or not a Parquet file"),
+        ("a.parquet", b"PAR1 and nothing more", "a.parquet: is damaged, or not a Parquet file"),
+        ("a.csv", b"a,b\n", "files of type '.csv' are not supported, only ['.json'"),
     ],
 )
 def test_files_that_cannot_be_read(tmp_path: Path, name: str, content: bytes, message: str) -> None:
@@ -212,14 +212,14 @@ def test_files_that_cannot_be_read(tmp_path: Path, name: str, content: bytes, me
 
 def test_other_things_that_cannot_be_read(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "a.jsonl", ROWS)
-    assert "a file has no split; leave split out" in refused(path, split="train")
-    assert "a file has no subset; leave subset out" in refused(path, subset="x")
+    assert "a file has no split; remove split" in refused(path, split="train")
+    assert "a file has no subset; remove subset" in refused(path, subset="x")
     (tmp_path / "empty").mkdir()
-    assert "no data files can be found there" in refused(tmp_path / "empty")
-    assert "there are no rows in it" in refused(parquet(tmp_path / "none.parquet", [], row_group_size=1))
+    assert "no data files found" in refused(tmp_path / "empty")
+    assert "the file has no rows" in refused(parquet(tmp_path / "none.parquet", [], row_group_size=1))
     (tmp_path / "words").mkdir()
     (tmp_path / "words" / "train.csv").write_text("a,b\n1,2\n")
-    assert "files of the kind '.csv' are not read" in refused(tmp_path / "words")
+    assert "files of type '.csv' are not supported" in refused(tmp_path / "words")
 
 
 def test_a_file_that_changed_gives_no_stale_rows(tmp_path: Path) -> None:
@@ -250,7 +250,7 @@ def test_no_space_to_unpack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
             """Nothing to close."""
 
     monkeypatch.setattr("tempfile.TemporaryFile", Full)
-    assert "set TMPDIR to a directory with room" in refused(parquet(tmp_path / "a.parquet", ROWS))
+    assert "set TMPDIR to a directory with space" in refused(parquet(tmp_path / "a.parquet", ROWS))
 
 
 def damaged(raw: bytes, rng: random.Random) -> bytes:
@@ -312,8 +312,8 @@ def test_numbers_of_rows_that_cannot_be_right(tmp_path: Path, wrong: int) -> Non
 def test_damaged_descriptions_of_saved_data(tmp_path: Path, name: str) -> None:
     source = saved(tmp_path / "saved", ROWS)
     (source / name).write_text("{")
-    assert "cannot be read as what datasets.save_to_disk writes" in refused(source)
+    assert "cannot be read as a folder of datasets.save_to_disk" in refused(source)
     shutil.rmtree(source)
     source = saved(tmp_path / "saved", ROWS)
     next(source.glob("*.arrow")).unlink()
-    assert "cannot be read as what datasets.save_to_disk writes" in refused(source)
+    assert "cannot be read as a folder of datasets.save_to_disk" in refused(source)

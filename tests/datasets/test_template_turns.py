@@ -116,7 +116,7 @@ def test_a_turn_that_the_template_writes_in_another_way_ends_as_its_turns_do(tem
 
 
 def test_space_before_an_answer_that_has_space_itself() -> None:
-    """What the template writes, with one space: a template that trims does not leave two."""
+    """The template's output with a single space: a template that trims does not leave two."""
     expected = {LLAMA2: "  two \n <eos>", MISTRAL: " two<eos>", VICUNA: "  two \n<eos>"}
     for template, text in expected.items():
         made = tokenizer(template)

@@ -1,4 +1,4 @@
-"""What the tests of several pages share."""
+"""Fixtures that the tests of several pages share."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ _PLAIN = re.compile(r"^(! )?rlframework ([^|<>&;$`]*)$")
 
 
 def run_shell(commands: str, folder: Path, where: str, environment: Mapping[str, str], packages: str = "") -> str:
-    """What `commands` print in `folder`; they must end well, and lines that begin with `! ` must fail.
+    """Return the output of `commands` run in `folder`; they must succeed, except lines that begin with `! `.
 
     `environment` is beside this process's own; `packages` is a folder of packages that comes before it.
     """

@@ -15,7 +15,7 @@ from rlframework.config.suggest import models_in
 from rlframework.configure import load_config
 from rlframework_deepspeed.config import DeepSpeedConfig
 from rlframework_deepspeed.neutral_keys import NEUTRAL
-from rlframework_deepspeed.rejected_keys import REFUSED
+from rlframework_deepspeed.rejected_keys import REJECTED
 from rlframework_dtensor.config import DTensorConfig
 
 ROOT = Path(__file__).parents[2]
@@ -60,7 +60,7 @@ def test_keys_that_are_passed_on_or_refused_are_as_the_page_says():
     for key in re.findall(r"`([a-z_]+)`", passed):
         assert key in DeepSpeedConfig.model_fields or key in zero.model_fields
     for key in re.findall(r"`([a-z_]+)`", refused):
-        assert key in REFUSED[""] or key in REFUSED["zero_optimization"]
+        assert key in REJECTED[""] or key in REJECTED["zero_optimization"]
 
 
 def test_the_default_stage_is_the_one_of_the_table():

@@ -14,7 +14,7 @@ FILES = (".json", ".yaml", ".md")
 
 
 def named(text: str, keys: set[str]) -> set[str]:
-    """What looks like a key in the code of `text`, outside its blocks; calls, paths and files do not."""
+    """The inline code of `text` that looks like a key; calls, paths and files do not."""
     sections = "|".join(sorted({key.partition(".")[0] for key in keys}))
     code = re.findall(r"`([^`\n]+)`", FENCED.sub("", text))
     key = re.compile(rf"(?<![\w./])((?:{sections})(?:\.[a-z_]+)+)(?![\w(/])")

@@ -51,21 +51,26 @@ def test_python_paths_are_there(page):
 def owner(heading: str) -> list[Any]:
     """Where the names of a section of the page from NeMo-RL are."""
     modules = {
-        "Batches": ("distributed.batched_data_dict", "distributed.sharding", "distributed.collectives", "data.packing"),
-        "Microbatches": ("interfaces.data_processor", "data.processing", "data.global_batch", "data.model_inputs"),
+        "Batches": ("batch.batched_data_dict", "batch.sharding", "batch.collectives", "batch.packing"),
+        "Microbatches": (
+            "interfaces.data_processor",
+            "microbatches.nemo_rl",
+            "microbatches.global_batch",
+            "microbatches.model_inputs",
+        ),
         "Policy and workers": (),
         "Worker groups": (
-            "distributed.worker_groups",
-            "distributed.worker_builder",
-            "distributed.named_sharding",
-            "distributed.virtual_cluster",
+            "workers.ray.worker_group",
+            "workers.ray.worker_builder",
+            "interfaces.named_sharding",
+            "workers.ray.virtual_cluster",
             "interfaces.worker_group",
         ),
     }[heading]
     places: list[Any] = [import_module(f"rlframework.{module}") for module in modules]
     if heading == "Policy and workers":
-        offload = import_module("rlframework_dtensor.offload")
-        places += [import_module("rlframework_dtensor.worker").DTensorPolicyWorker, offload]
+        module = import_module("rlframework_dtensor.worker")
+        places += [module.DTensorPolicyWorker, module]
     if heading == "Batches":
         places.append(places[0].BatchedDataDict)
     if heading == "Worker groups":

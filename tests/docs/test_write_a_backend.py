@@ -46,7 +46,7 @@ def methods(text: str) -> dict[str, str]:
 
 
 def worker_so_far(shown: str, template: str) -> str:
-    """What a reader's file holds: the methods that the page has `shown`, and the template's for those to come."""
+    """The reader's file: the methods that the page has `shown` so far, and the template's for the rest."""
     left = [text for name, text in methods(template).items() if name not in methods(shown)]
     page = next(line for line in template.splitlines() if line.startswith("PAGE = "))
     return "\n\n".join([shown.rstrip("\n"), *left]) + f"\n\n\n{page}\n"

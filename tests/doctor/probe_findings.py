@@ -1,4 +1,4 @@
-"""What the tests of checks read of findings."""
+"""Helpers that read findings for the tests of checks."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ def gpus(monkeypatch):
 def test_gpus_are_told_with_their_driver(found, gpus):
     gpus(2)
     texts = [finding.text for finding in found("devices", "GPUs")]
-    assert texts == [f"GPU {n}: H200, 140.0 GiB, of which 140.0 GiB are free; driver 580.1" for n in (0, 1)]
+    assert texts == [f"GPU {n}: H200, 140.0 GiB, 140.0 GiB free; driver 580.1" for n in (0, 1)]
     gpus(1, free=10)
     assert levels(found("devices", "GPUs")) == [Level.WARNING]
 
@@ -153,7 +153,7 @@ def test_no_gpu_is_a_note_unless_the_run_wants_one(found, gpus, with_config):
 
 
 def test_a_torch_that_cannot_be_imported_is_broken(found, probed):
-    context = probed({"torch_devices": ProbeError("it ended with signal SIGSEGV: and said nothing")})
+    context = probed({"torch_devices": ProbeError("the process ended with signal SIGSEGV: no error output")})
     [finding] = found("devices", "torch", context)
     assert finding.level is Level.BROKEN
     assert "SIGSEGV" in finding.text
@@ -243,9 +243,9 @@ def test_requirements_that_are_not_met_are_found_through_all_packages(installed)
         }
     )
     assert [str(clash) for clash in packages.clashes([CORE])] == [
-        "rlframework-core needs ray>=2.50, and 2.40.0 is installed",
-        "torch needs numpy>=2, and 1.26 is installed",
-        "six needs shiny, and is not installed",
+        "rlframework-core requires ray>=2.50, but 2.40.0 is installed",
+        "torch requires numpy>=2, but 1.26 is installed",
+        "six requires shiny, but it is not installed",
     ]
 
 

@@ -42,7 +42,7 @@ def _accept(server):
 
 def test_without_an_address_a_run_has_a_ray_of_its_own(found, monkeypatch):
     [finding] = found("cluster", "ray")
-    assert "starts one of its own on this machine, on 127.0.0.1" in finding.text
+    assert "starts a local instance on 127.0.0.1" in finding.text
     assert found("cluster", "nodes") == []
     monkeypatch.setenv("RAY_ADDRESS", "local")
     assert found("cluster", "nodes") == []
@@ -63,15 +63,18 @@ def test_the_cluster_is_told_with_its_machines(found, probed, listening):
     *nodes, whole, gone = found("cluster", "nodes", probed({"ray_cluster": CLUSTER}))
     assert [node.text.partition(":")[0] for node in nodes] == ["node 10.0.0.1", "node 10.0.0.2"]
     assert whole.text == "2 node(s); free now: 12 CPU, 0 GPU; ray 2.60.0 and Python 3.11.7 on both sides"
-    assert gone.text == "left the cluster: 10.0.0.3"
+    assert gone.text == "nodes that left the cluster: 10.0.0.3"
 
 
 @pytest.mark.parametrize(
     ("error", "remedy"),
     [
-        ("RuntimeError: Version mismatch: The cluster was started with: Ray: 2.59", "Install the cluster's versions"),
+        (
+            "RuntimeError: Version mismatch: The cluster was started with: Ray: 2.59",
+            "Install exactly the same versions",
+        ),
         ("AuthenticationError: InvalidAuthToken: Authentication token is missing", "Set RAY_AUTH_MODE=token, and copy"),
-        ("ConnectionError: no raylet", "Start one (`ray start --head`)"),
+        ("ConnectionError: no raylet", "Start a cluster (`ray start --head`)"),
     ],
 )
 def test_a_cluster_that_refuses_is_told_with_what_to_do(found, probed, listening, error, remedy):
@@ -120,7 +123,10 @@ def test_tokens_and_their_modes(found, monkeypatch, token):
     assert levels(found("cluster", "token")) == [Level.WARNING]  # none to show to a cluster
     token(0o600)
     [finding] = found("cluster", "token")
-    assert (finding.level, finding.remedy) == (Level.WARNING, "export RAY_AUTH_MODE=token, here and on all nodes")
+    assert (finding.level, finding.remedy) == (
+        Level.WARNING,
+        "Export RAY_AUTH_MODE=token on this machine and on all nodes",
+    )
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     assert levels(found("cluster", "token")) == [Level.OK]
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")

@@ -40,15 +40,16 @@ def test_what_does_not_fit_is_a_warning(found, with_config, monkeypatch):
     *_, finding = found("run", "estimate", with_config())
     assert finding.level is Level.WARNING
     assert finding.text.startswith("the run may need 0.")
-    assert finding.remedy.startswith("Take fewer tokens in a microbatch")
+    assert finding.remedy.startswith("Reduce the tokens of a microbatch")
 
 
-def test_what_a_dry_run_refuses_is_broken(found, with_config, tmp_path):
+def test_an_output_folder_in_use_is_a_warning(found, with_config, tmp_path):
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "metrics.jsonl").touch()
-    [finding] = found("run", "estimate", with_config())
-    assert finding.level is Level.BROKEN
-    assert "is not empty, and nothing in it is overwritten" in finding.text
+    (tmp_path / "run" / "notes.txt").touch()
+    *_, finding = found("run", "estimate", with_config())
+    assert finding.level is Level.WARNING
+    assert "is not empty: it holds files that no run wrote (notes.txt)" in finding.text
+    assert finding.remedy == "Take another output_dir, or move them away"
 
 
 # -- the model ---------------------------------------------------------------------------------------------------------
@@ -65,7 +66,7 @@ def folder(tmp_path: Path) -> Path:
 def test_weights_that_are_there(found, with_config):
     [finding] = found("run", "model", with_config())
     assert finding.level is Level.OK
-    assert "1 file(s) of weights" in finding.text
+    assert "1 weight file(s)" in finding.text
 
 
 def test_a_model_without_weights_and_one_with_a_part_of_them(found, with_config, folder):
@@ -75,7 +76,7 @@ def test_a_model_without_weights_and_one_with_a_part_of_them(found, with_config,
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
     (folder / "model-1.safetensors").touch()
     [finding] = found("run", "model", context)
-    assert finding.text == f"{folder}: 1 of 2 files of weights are missing, such as model-2.safetensors"
+    assert finding.text == f"{folder}: 1 of 2 weight files are missing, such as model-2.safetensors"
     (folder / "model-2.safetensors").touch()
     assert levels(found("run", "model", context)) == [Level.OK]
 
@@ -85,13 +86,13 @@ def test_a_name_on_the_hub_is_looked_for_in_the_cache_and_then_there(found, with
     monkeypatch.setattr(run, "_cached", lambda name: None)
     [finding] = found("run", "model", context)  # the tests run offline
     assert finding.level is Level.BROKEN
-    assert "is not in the hub's cache here, and HF_HUB_OFFLINE is set" in finding.text
+    assert "is not in the local Hub cache, and HF_HUB_OFFLINE is set" in finding.text
     assert found("run", "estimate", context) == []
     monkeypatch.delenv("HF_HUB_OFFLINE")
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
     [finding] = found("run", "model", context)
     assert finding.level is Level.BROKEN
-    assert "127.0.0.1 cannot be reached" in finding.text
+    assert "http://127.0.0.1:1 cannot be reached" in finding.text
     monkeypatch.setattr(run, "_cached", lambda name: folder)
     (folder / "model.safetensors").touch()
     assert levels(found("run", "model", context)) == [Level.OK]
@@ -114,7 +115,7 @@ def test_gpus_for_the_workers(found, with_config, monkeypatch):
     monkeypatch.setattr("rlframework.observers.host.gpus", lambda: [object()])
     context = with_config("worker_group.name=processes", "worker_group.num_workers=2", "device=cuda")
     [finding] = found("run", "workers", context)
-    assert (finding.level, finding.remedy) == (Level.BROKEN, "Set at most 1, or take more GPUs")
+    assert (finding.level, finding.remedy) == (Level.BROKEN, "Set it to at most 1, or provide more GPUs")
 
 
 def test_workers_on_a_cluster_are_held_against_its_nodes(found, with_config, monkeypatch):
@@ -123,7 +124,7 @@ def test_workers_on_a_cluster_are_held_against_its_nodes(found, with_config, mon
     context = with_config("worker_group.name=ray", "worker_group.num_workers=6")
     [finding] = found("run", "workers", context)
     assert finding.level is Level.OK
-    assert finding.text == "worker_group.num_workers=6, and 6 core(s) for them in 3 node(s) of the cluster"
+    assert finding.text == "worker_group.num_workers=6, with 6 core(s) available in 3 node(s) of the cluster"
     three = with_config("worker_group={name: ray, num_workers: 3, workers_per_node: 3}")
     assert levels(found("run", "workers", three)) == [Level.BROKEN]  # no machine has three
     monkeypatch.setattr(run, "cluster_nodes", lambda context: None)
@@ -149,7 +150,7 @@ def test_another_python_must_have_the_same_versions(found, with_config, tmp_path
     other.chmod(0o755)
     [finding] = found("run", "python of the workers", with_config(ray, f"worker_group.python={other}"))
     assert finding.level is Level.BROKEN
-    assert f"{other} has Python 3.9.1 and Ray 2.40.0; here 3." in finding.text
+    assert f"{other} has Python 3.9.1 and Ray 2.40.0; the driver has 3." in finding.text
     gone = with_config(ray, f"worker_group.python={tmp_path / 'gone'}")
     assert levels(found("run", "python of the workers", gone)) == [Level.BROKEN]
 
@@ -159,7 +160,7 @@ def test_variables_that_workers_are_to_get(found, with_config, monkeypatch):
     monkeypatch.setenv("HERE", "1")
     [finding] = found("run", "environment of the workers", context)
     assert finding.level is Level.WARNING
-    assert "names NOT_HERE, not set here" in finding.text
+    assert "lists NOT_HERE, which is not set" in finding.text
     monkeypatch.setenv("NOT_HERE", "1")
     assert levels(found("run", "environment of the workers", context)) == [Level.OK]
 

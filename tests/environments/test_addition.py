@@ -97,9 +97,9 @@ def test_prompt_template_and_system_prompt() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"prompt": "{a}+{x}="}, r"must have \{expression\} or all of \['a', 'b'\].*it has \['x'\]"),
-        ({"prompt": "{a}="}, r"must have \{expression\} or all of \['a', 'b'\]"),
-        ({"prompt": "{a}+{b}={"}, r"is no template.*write \{\{ for a brace"),
+        ({"prompt": "{a}+{x}="}, r"must contain \{expression\} or all of \['a', 'b'\].*it contains \['x'\]"),
+        ({"prompt": "{a}="}, r"must contain \{expression\} or all of \['a', 'b'\]"),
+        ({"prompt": "{a}+{b}={"}, r"is not a valid template.*write \{\{ for a literal brace"),
         ({"operands": (5, 3)}, r"smallest <= largest, not \[5, 3\]"),
         ({"operands": (-1, 3)}, r"0 <= smallest"),
         ({"didgits": 3}, "didgits"),
@@ -130,7 +130,7 @@ def test_reading_answers(text: str, how: str, answer: str | None) -> None:
     assert read_answer(text, how) == answer
 
 
-def test_step_judges_the_last_turn_of_each() -> None:
+def test_step_scores_the_last_turn_of_each() -> None:
     environment = make(answer="last_integer")
     samples = environment.samples("train")[:3]
     texts = [f"it is {samples[0].answer}", f"{int(samples[1].answer) + 1}", ""]
@@ -139,7 +139,7 @@ def test_step_judges_the_last_turn_of_each() -> None:
     assert [o.reward for o in outcomes] == [1.0, 0.0, 0.0]
     assert [o.metrics for o in outcomes] == [{"accuracy": 1.0}, {"accuracy": 0.0}, {"accuracy": 0.0}]
     assert all(o.done and o.observations == () for o in outcomes)
-    with pytest.raises(BatchError, match="3 samples but 2 conversations"):
+    with pytest.raises(BatchError, match="received 3 samples and 2 conversations"):
         environment.step(samples, turns[:2])  # type: ignore[arg-type]
     with pytest.raises(BatchError, match="must end with an assistant message"):
         environment.step(samples[:1], [list(samples[0].messages)])

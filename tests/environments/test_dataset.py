@@ -88,26 +88,26 @@ def test_without_a_check_there_are_samples_and_no_judge(tmp_path: Path) -> None:
     assert not environment.scores
     sample = environment.samples("train")[0]
     assert (sample.messages, sample.answer) == ((), "")
-    with pytest.raises(DataError, match=r"environment\.check is none, so answers cannot be judged"):
+    with pytest.raises(DataError, match=r"environment\.check is none, so answers cannot be scored"):
         environment.step([sample], [[{"role": "assistant", "content": "x"}]])
 
 
 @pytest.mark.parametrize(
     ("row", "config", "message"),
     [
-        ({"question": "q"}, {"check": "exact"}, r"no value in the column 'answer' to check .*environment\.check=none"),
-        ({"question": "q", "answer": None}, {"check": "math"}, "no value in the column 'answer'"),
-        ({"text": "t", "answer": "1"}, {"check": "exact"}, "a text without a prompt cannot be judged"),
+        ({"question": "q"}, {"check": "exact"}, r"the column 'answer' has no value to check .*environment\.check=none"),
+        ({"question": "q", "answer": None}, {"check": "math"}, "the column 'answer' has no value"),
+        ({"text": "t", "answer": "1"}, {"check": "exact"}, "a text without a prompt cannot be scored"),
         (
             {"question": "q", "answer": "Paris"},
             {"check": "math"},
-            "'Paris' is none that check: math .*exact",
+            "check=math cannot compare the answer 'Paris' .*exact",
         ),
-        ({"question": "q", "answer": "#### \\sqrt{2}"}, {"check": "math"}, "none that check: math can compare"),
-        ({"question": "q", "answer": "####"}, {"check": "math"}, "the answer '' is none"),
+        ({"question": "q", "answer": "#### \\sqrt{2}"}, {"check": "math"}, "environment.check=math cannot compare"),
+        ({"question": "q", "answer": "####"}, {"check": "math"}, "cannot compare the answer ''"),
         ({"question": "q", "answer": ""}, {"check": "math"}, "the last assistant turn is empty"),
         ({"a": "b"}, {}, r"no conversation in the columns \['a'\]"),
-        ({"question": "q", "answer": "1"}, {"columns": {"answer": "gold"}}, "there is no column 'gold'; there are"),
+        ({"question": "q", "answer": "1"}, {"columns": {"answer": "gold"}}, "no column 'gold'; the columns are"),
     ],
 )
 def test_a_row_that_does_not_fit_is_named_at_the_start(tmp_path: Path, row, config, message) -> None:
@@ -149,7 +149,7 @@ def test_prompts_of_validation_leave_train(tmp_path: Path) -> None:
     asked = [{"role": "system", "content": "be"}, {"role": "user", "content": "2+1?"}]
     told = write(tmp_path / "c.jsonl", {"messages": asked, "answer": 3})  # the system's words do not count
     assert answers(make(train, validation_path=str(told), check="exact"), "train") == ["1", "2", "4"]
-    with pytest.raises(DataError, match="no training row is left; every prompt is also in validation"):
+    with pytest.raises(DataError, match="no training row is left, because every prompt is also in validation"):
         make(test, validation_path=str(train))
 
 
@@ -160,7 +160,7 @@ def test_splits_and_limits(tmp_path: Path) -> None:
     environment = make(folder, validation_split="validation", max_samples=4, max_validation_samples=2, check="exact")
     assert answers(environment, "train") == ["1", "2", "3", "4"]
     assert answers(environment, "validation") == ["101", "102"]
-    with pytest.raises(DataError, match=r"no split 'test'; there are \['train', 'validation'\]"):
+    with pytest.raises(DataError, match=r"no split 'test'; the splits are \['train', 'validation'\]"):
         make(folder, validation_split="test")
     # what is beyond the limit is not used at all, but of a share that is held out the rest is trained on
     held_out = make(folder, validation_fraction=0.5, max_validation_samples=2, check="exact")
@@ -168,7 +168,7 @@ def test_splits_and_limits(tmp_path: Path) -> None:
 
 
 def test_one_prompt_cannot_be_split(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="one prompt alone cannot be split; give validation_path"):
+    with pytest.raises(DataError, match=r"a single prompt cannot be split; give environment.validation_path"):
         make(write(tmp_path / "a.jsonl", {"text": "same"}, {"text": "Same "}))
 
 

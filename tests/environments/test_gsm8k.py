@@ -168,7 +168,7 @@ def test_limits() -> None:
     [
         ('{"question": "q", "answer": ', "line 3: not JSON"),
         ('["q", "#### 1"]', "line 3: must be a JSON object .* not list"),
-        ('{"question": "q"}', r"line 3: the field 'answer' is missing; there are \['question'\]"),
+        ('{"question": "q"}', r"line 3: the field 'answer' is missing; the fields are \['question'\]"),
         ('{"question": "q", "answer": 3}', "line 3: the field 'answer' must be str, not int"),
         ('{"question": "q", "answer": "3"}', "line 3: the last line of 'answer' must be '#### '"),
         ('{"question": "q", "answer": "#### 3\\nand so on"}', "line 3: the last line of 'answer' must be '#### '"),
@@ -185,21 +185,21 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str, message: str) -> None:
 def test_missing_empty_and_single(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"none\.jsonl: cannot be read \(No such file"):
         make(train_path=tmp_path / "none.jsonl")
-    with pytest.raises(DataError, match=r"no data files can be found there"):
+    with pytest.raises(DataError, match=r"no data files found"):
         make(train_path=tmp_path)
     (tmp_path / "empty.jsonl").write_text("\n\n", encoding="utf-8")
     with pytest.raises(DataError, match=r"empty\.jsonl: the file is empty"):
         make(train_path=tmp_path / "empty.jsonl")
-    with pytest.raises(DataError, match="one question alone cannot be split"):
+    with pytest.raises(DataError, match="a single question cannot be split"):
         make(train_path=write(tmp_path / "one.jsonl", [row("q")]))
 
 
 def test_sources_in_the_configuration() -> None:
-    with pytest.raises(ValidationError, match="give either train_path"):
+    with pytest.raises(ValidationError, match="set either train_path"):
         Gsm8kConfig()
-    with pytest.raises(ValidationError, match="give either train_path"):
+    with pytest.raises(ValidationError, match="set either train_path"):
         Gsm8kConfig(train_path=TRAIN, dataset="openai/gsm8k")
-    with pytest.raises(ValidationError, match="with dataset, use validation_split"):
+    with pytest.raises(ValidationError, match="with dataset, set validation_split"):
         Gsm8kConfig(dataset="openai/gsm8k", validation_path=TEST)
 
 
@@ -213,14 +213,14 @@ def test_a_datasets_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     environment = make(dataset=str(folder), subset=None)
     assert [s.answer for s in environment.samples("train")[:2]] == ["72", "10"]
     assert [s.answer for s in environment.samples("validation")[:2]] == ["18", "3"]
-    with pytest.raises(DataError, match=r"environment\.dataset .*split 'nosuch'.* cannot be loaded"):
+    with pytest.raises(DataError, match=r"environment\.dataset=.*split 'nosuch'.* cannot be loaded"):
         make(dataset=str(folder), subset=None, validation_split="nosuch")
-    with pytest.raises(DataError, match=r"environment\.dataset .*nothing.* cannot be loaded.*give train_path"):
+    with pytest.raises(DataError, match=r"environment\.dataset=.*nothing.* cannot be .*environment.train_path"):
         make(dataset=str(tmp_path / "nothing"), subset=None)
     broken = tmp_path / "broken"
     broken.mkdir()
     (broken / "train.jsonl").write_text("{]", encoding="utf-8")
-    with pytest.raises(DataError, match=r"environment\.dataset .*broken.* cannot be loaded"):
+    with pytest.raises(DataError, match=r"environment\.dataset=.*broken.* cannot be loaded"):
         make(dataset=str(broken), subset=None)
 
 

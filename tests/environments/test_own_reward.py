@@ -1,4 +1,4 @@
-"""A user's own reward function: how it is found and called, what it may return, and what comes of its failures."""
+"""A user's own reward function: how it is found and called, what it may return, and how failures are handled."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlframework.config.environments import DatasetConfig
+from rlframework.configure import load_config
 from rlframework.environments import reward_calls
 from rlframework.environments.dataset import DatasetEnvironment
 from rlframework.errors import BatchError, ConfigError, UserError
 from rlframework.interfaces.environment import Sample
+
+pytestmark = pytest.mark.slow
 
 REWARDS = """
 import asyncio
@@ -138,6 +142,22 @@ def forgot(completion):
     return single(completion, "1")
 
 
+def trl(prompts, completions, level, **kwargs):
+    assert set(kwargs) == {"answer"} and len(kwargs["answer"]) == len(prompts)
+    assert prompts == [f"{n}?" for n in level]
+    return [float(completion == n) for completion, n in zip(completions, level, strict=True)]
+
+
+async def trl_async(completions, **kwargs):
+    assert {"prompts", "level", "answer"} == set(kwargs)
+    return [len(completion) for completion in completions]
+
+
+def trl_messages(prompts, completions, **kwargs):
+    assert all(turn["content"].endswith("?") for [turn] in prompts)
+    return [float(completion[0]["content"] == "same") for completion in completions]
+
+
 def process_id(completion):
     return os.getpid()
 """
@@ -170,12 +190,12 @@ def make():
         environment_.shutdown()
 
 
-def judged(environment: DatasetEnvironment, completions: list[str]) -> list[Any]:
+def scored(environment: DatasetEnvironment, completions: list[str]) -> list[Any]:
     samples = environment.samples("train")[: len(completions)]
-    return judge(environment, list(samples), completions)
+    return score(environment, list(samples), completions)
 
 
-def judge(environment: DatasetEnvironment, samples: list[Sample], completions: list[str]) -> list[Any]:
+def score(environment: DatasetEnvironment, samples: list[Sample], completions: list[str]) -> list[Any]:
     conversations = [
         [*sample.messages, {"role": "assistant", "content": completion}]
         for sample, completion in zip(samples, completions, strict=True)
@@ -184,7 +204,7 @@ def judge(environment: DatasetEnvironment, samples: list[Sample], completions: l
 
 
 def rewards(environment: DatasetEnvironment, completions: list[str]) -> list[float]:
-    return [outcome.reward for outcome in judged(environment, completions)]
+    return [outcome.reward for outcome in scored(environment, completions)]
 
 
 @pytest.mark.parametrize("timeout", [None, 60.0], ids=["here", "process"])
@@ -202,7 +222,7 @@ def rewards(environment: DatasetEnvironment, completions: list[str]) -> list[flo
         ("scalars", [0.5, 1.0, 2.0]),
     ],
 )
-def test_what_may_be_written(make, function: str, expected: list[float], timeout: float | None) -> None:
+def test_accepted_functions(make, function: str, expected: list[float], timeout: float | None) -> None:
     environment = make(function, reward_timeout=timeout)
     assert rewards(environment, ["", "x", "xy"]) == expected
     assert rewards(environment, ["", "x", "xy"]) == expected
@@ -214,7 +234,7 @@ def test_what_may_be_written(make, function: str, expected: list[float], timeout
 def test_each_answer_comes_with_its_own_prompt_and_row(make, function: str, timeout: float | None) -> None:
     environment = make(function, reward_timeout=timeout)
     samples = list(environment.samples("train")[:4])
-    outcomes = judge(environment, samples, [f"{sample.answer}!" for sample in samples[:3]] + ["no!"])
+    outcomes = score(environment, samples, [f"{sample.answer}!" for sample in samples[:3]] + ["no!"])
     name = "accuracy" if function == "everything" else "reward"
     assert [outcome.metrics.get("accuracy", outcome.reward) for outcome in outcomes] == [1, 1, 1, 0], name
 
@@ -223,56 +243,56 @@ def test_async_calls_are_awaited_together_and_keep_their_order(make) -> None:
     """Forty of 0.05 s, eight at a time, take some 0.25 s, and one by one 2 s."""
     environment = make("single", reward_concurrency=8)
     samples = list(environment.samples("train"))
-    judge(environment, samples[:1], ["x"])  # the process is up
+    score(environment, samples[:1], ["x"])  # the process is up
     began = time.monotonic()
-    outcomes = judge(environment, samples, ["x"] * len(samples))
+    outcomes = score(environment, samples, ["x"] * len(samples))
     assert time.monotonic() - began < 1.5
     assert [outcome.reward for outcome in outcomes] == [float(sample.answer) for sample in samples]
 
 
 def test_dicts_carry_metrics(make) -> None:
-    [outcome] = judged(make("act"), ["four"])
+    [outcome] = scored(make("act"), ["four"])
     assert (outcome.reward, dict(outcome.metrics)) == (1.0, {"length": 4.0, "reward_failures": 0.0})
 
 
 @pytest.mark.parametrize("timeout", [None, 60.0], ids=["here", "process"])
-def test_failures_are_counted_told_once_and_get_their_reward(make, capfd, timeout: float | None) -> None:
+def test_failures_are_counted_printed_once_and_get_their_reward(make, capfd, timeout: float | None) -> None:
     environment = make("act", max_reward_failures=0.8, failed_reward=-1.0, reward_timeout=timeout)
     kinds = ["ok", "raise", "nan", "text", "none", "raise", "huge", "exit", "dict", "ok"]
-    outcomes = judged(environment, kinds)
+    outcomes = scored(environment, kinds)
     assert [outcome.reward for outcome in outcomes] == [1.0 if kind == "ok" else -1.0 for kind in kinds]
     assert [outcome.metrics["reward_failures"] for outcome in outcomes] == [float(kind != "ok") for kind in kinds]
-    told = capfd.readouterr().err
-    assert told.count("ValueError: bad") == 1
-    assert told.count("own_rewards:act") == 6  # nan and huge are both not finite
-    assert "own_rewards.py" in told
-    assert "reward_calls.py" not in told
-    assert "it returned None, which is no number: NoneType" in told
-    assert "reward is not finite" in told
-    assert "it returned a dict without 'reward': {'accuracy': 1.0}" in told
-    judged(environment, kinds)
+    printed = capfd.readouterr().err
+    assert printed.count("ValueError: bad") == 1
+    assert printed.count("own_rewards:act") == 6  # nan and huge are both not finite
+    assert "own_rewards.py" in printed
+    assert "reward_calls.py" not in printed
+    assert "it returned None, which is not a number: NoneType" in printed
+    assert "reward is not finite" in printed
+    assert "it returned a dict without 'reward': {'accuracy': 1.0}" in printed
+    scored(environment, kinds)
     assert "failed" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["sleep", "regex", "die"])
-def test_what_hangs_or_dies_is_one_failure_and_the_others_are_judged(make, capfd, kind: str) -> None:
+def test_a_call_that_hangs_or_dies_is_one_failure_and_the_others_are_scored(make, capfd, kind: str) -> None:
     environment = make("act", reward_timeout=1.0, max_reward_failures=0.5)
-    judged(environment, ["ok"])
+    scored(environment, ["ok"])
     began = time.monotonic()
-    outcomes = judged(environment, ["ok", kind, "ok", "ok"])
+    outcomes = scored(environment, ["ok", kind, "ok", "ok"])
     assert time.monotonic() - began < 30
     assert [outcome.reward for outcome in outcomes] == [1.0, 0.0, 1.0, 1.0]
-    told = capfd.readouterr().err
+    printed = capfd.readouterr().err
     if kind == "die":
-        assert "ended with exit code 3" in told
+        assert "ended with exit code 3" in printed
     else:
-        assert "took more than environment.reward_timeout, which is 1 s" in told
+        assert "took more than environment.reward_timeout, which is 1 s" in printed
         line = 1 + next(
             n
             for n, text in enumerate(REWARDS.splitlines())
             if ("time.sleep" in text, "re.match" in text)[kind == "regex"]
         )
-        assert f'own_rewards.py", line {line} in act' in told
+        assert f'own_rewards.py", line {line} in act' in printed
 
 
 def test_async_calls_time_out_alone_but_one_that_blocks_takes_its_neighbours_with_it(make) -> None:
@@ -291,7 +311,7 @@ def test_too_many_failures_end_the_run_and_name_the_place(make, folder: Path) ->
     environment = make("act")
     assert rewards(environment, ["raise", *["ok"] * 9])[0] == 0.0  # a tenth is allowed
     with pytest.raises(UserError) as error:
-        judged(environment, ["ok", "raise", "nan", *["ok"] * 7])
+        scored(environment, ["ok", "raise", "nan", *["ok"] * 7])
     line = 1 + REWARDS.splitlines().index("def act(completion, answer):")
     text = str(error.value)
     assert (
@@ -303,17 +323,17 @@ def test_too_many_failures_end_the_run_and_name_the_place(make, folder: Path) ->
 
 def test_one_failure_is_too_many_where_none_is_allowed(make) -> None:
     with pytest.raises(UserError, match=r"max_reward_failures=0 allows"):
-        judged(make("act", max_reward_failures=0), ["ok", "raise"])
+        scored(make("act", max_reward_failures=0), ["ok", "raise"])
 
 
 @pytest.mark.parametrize("timeout", [None, 60.0], ids=["here", "process"])
 def test_a_wrong_number_of_values_is_an_error_at_once(make, timeout: float | None) -> None:
     environment = make("too_few", max_reward_failures=1.0, reward_timeout=timeout)
     with pytest.raises(UserError, match=r"own_rewards:too_few.* returned 2 values for 3 answers"):
-        judged(environment, ["", "", ""])
+        scored(environment, ["", "", ""])
 
 
-def test_a_coroutine_that_nobody_awaits_is_told(make, capfd) -> None:
+def test_a_coroutine_that_is_never_awaited_is_reported(make, capfd) -> None:
     assert rewards(make("forgot", max_reward_failures=1.0, reward_timeout=None), ["x"]) == [0.0]
     assert "write `async def`" in capfd.readouterr().err
 
@@ -335,14 +355,14 @@ def test_no_process_outlives_a_killed_driver(folder: Path) -> None:
         "from rlframework.interfaces.environment import Sample\n"
         "process = RewardProcess(RewardJob('own_rewards:act', 600.0, 1, False))\n"
         "sample = Sample('a', (), 'A')\n"
-        "process.judge([sample], ['ok'], lambda *_: None)\n"
+        "process.score([sample], ['ok'], lambda *_: None)\n"
         "print(process._child._process.pid, flush=True)\n"
-        "process.judge([sample], ['regex'], lambda numbers, judged: print('begun', flush=True))\n"
+        "process.score([sample], ['regex'], lambda numbers, results: print('started', flush=True))\n"
     )
     with subprocess.Popen([sys.executable, "driver.py"], stdout=subprocess.PIPE, text=True) as driver:
         assert driver.stdout is not None
         pid = int(driver.stdout.readline())
-        assert driver.stdout.readline() == "begun\n"
+        assert driver.stdout.readline() == "started\n"
         driver.kill()
     until = time.monotonic() + 10
     while (
@@ -356,10 +376,10 @@ def test_no_process_outlives_a_killed_driver(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "path", "message"),
     [
-        ("", "own", "'own' is no import path: write module:name"),
+        ("", "own", "'own' is not an import path: write module:name"),
         ("", "own.py:score", "has no 'py'|there is no module 'own.py'"),
-        ("", "no_such_module_here:score", "there is no module 'no_such_module_here'. It is looked for in the current"),
-        ("", "own:score", r"the module 'own' \(.*own\.py\) has no 'score'"),
+        ("", "no_such_module_here:score", "there is no module 'no_such_module_here' in the current directory"),
+        ("", "own:score", r"module 'own' \(.*own\.py\) has no 'score'"),
         ("import not_installed_at_all", "own:score", "there is no module 'not_installed_at_all'|raised ModuleNotFound"),
         (
             "def f():\n    raise KeyError('x')\nf()",
@@ -368,23 +388,25 @@ def test_no_process_outlives_a_killed_driver(folder: Path) -> None:
         ),
         ("def score(:", "own:score", "raised SyntaxError"),
         ("import sys\nsys.exit(3)", "own:score", "raised SystemExit: 3"),
-        ("score = 3", "own:score", "cannot be called, it is int"),
-        ("class score:\n    pass", "own:score", "is a class: name a function, or an object that can be called"),
+        ("score = 3", "own:score", "is not callable, but int"),
+        ("class score:\n    pass", "own:score", "is a class; give a function or a callable object"),
         (
             "def score(text): ...",
             "own:score",
-            r"own\.py, line 1\) has the parameters \(text\)\. Accepted are functions",
+            r"own\.py, line 1\) has the unsupported parameters \(text\)\. A reward function",
         ),
-        ("def score(prompt, completions): ...", "own:score", r"has the parameters \(prompt, completions\)"),
-        ("def score(completion, answers): ...", "own:score", r"has the parameters \(completion, answers\)"),
-        ("def score(prompt, answer): ...", "own:score", r"has the parameters \(prompt, answer\)"),
-        ("def score(completion, /): ...", "own:score", r"has the parameters"),
-        ("def score(sample, completion='', /): ...", "own:score", r"has the parameters"),
-        ("def score(completion, **rest): ...", "own:score", r"has the parameters \(completion, \*\*rest\)"),
-        ("score = print", "own:score", r"has the parameters|does not tell its parameters"),
+        ("def score(prompt, completions): ...", "own:score", r"has the unsupported parameters \(prompt, completions\)"),
+        ("def score(completion, answers): ...", "own:score", r"has the unsupported parameters \(completion, answers\)"),
+        ("def score(prompt, answer): ...", "own:score", r"has the unsupported parameters \(prompt, answer\)"),
+        ("def score(completion, /): ...", "own:score", r"has the unsupported parameters"),
+        ("def score(sample, completion='', /): ...", "own:score", r"has the unsupported parameters"),
+        ("def score(completion, **rest): ...", "own:score", r"has the unsupported parameters \(completion, \*\*rest\)"),
+        ("def score(completions, *rest): ...", "own:score", r"has the unsupported parameters \(completions, \*rest\)"),
+        ("def score(samples, completions, **rest): ...", "own:score", r"unsupported parameters .*TRL's signature"),
+        ("score = print", "own:score", r"has the unsupported parameters|has no readable signature"),
     ],
 )
-def test_paths_that_do_not_work_are_told(folder: Path, source: str, path: str, message: str, monkeypatch) -> None:
+def test_paths_that_do_not_work_are_rejected(folder: Path, source: str, path: str, message: str, monkeypatch) -> None:
     (folder / "own.py").write_text(source)
     monkeypatch.delitem(sys.modules, "own", raising=False)
     with pytest.raises(ConfigError, match=message) as error:
@@ -393,15 +415,98 @@ def test_paths_that_do_not_work_are_told(folder: Path, source: str, path: str, m
     sys.modules.pop("own", None)
 
 
-def test_a_function_of_the_program_itself_needs_no_process(make, monkeypatch) -> None:
-    monkeypatch.setattr(sys.modules["__main__"], "score", lambda completion: 0.5, raising=False)
+PROGRAM = """
+import own_rewards
+from rlframework.config.environments import DatasetConfig
+from rlframework.configure import load_config
+from rlframework.configure import load_config
+from rlframework.environments.dataset import DatasetEnvironment
+
+BONUS = [0.25]
+
+class Judge:
+    def __init__(self, scale):
+        self.scale = scale
+
+    def __call__(self, completion):
+        return self.scale * len(completion)
+
+judge = Judge(2.0)
+
+def helper(completion):
+    return len(completion) + BONUS[0]
+
+def my_reward(completion):
+    return helper(completion) + own_rewards.Scorer()(completion)
+
+async def wait(completions):
+    return [helper(completion) for completion in completions]
+
+def run(reward, **keys):
+    environment = DatasetEnvironment(DatasetConfig(path="rows.jsonl", reward=reward, **keys), seed=0)
+    sample = environment.samples("train")[0]
+    try:
+        [outcome] = environment.step([sample], [[*sample.messages, {"role": "assistant", "content": "abc"}]])
+        return outcome.reward
+    finally:
+        environment.shutdown()
+
+for keys in ({}, {"reward_timeout": None}):
+    print(run("__main__:my_reward", **keys), run(my_reward, **keys), run(wait, **keys), run("__main__:judge", **keys))
+source = {"environment": {"name": "dataset", "path": "rows.jsonl", "reward": my_reward}, "algorithm": {"name": "grpo"},
+          "policy": {"model_name": "m"}, "generation": {"max_new_tokens": 1}}
+print(load_config(source).environment.reward)
+"""
+
+
+@pytest.mark.parametrize("kind", ["script", "notebook"])
+def test_a_function_of_the_program_itself(folder: Path, kind: str) -> None:
+    """A script without an `if __name__` guard, and a `__main__` without a file; in a process of its own and without."""
+    (folder / "program.py").write_text(PROGRAM)
+    command = ["program.py"] if kind == "script" else ["-c", PROGRAM]
+    environment = os.environ | {"PYTHONPATH": str(folder)}
+    done = subprocess.run(
+        [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.splitlines() == ["3.75 3.75 3.25 6.0"] * 2 + ["__main__:my_reward"], done.stderr
+
+
+def test_a_function_of_the_program_that_cannot_be_sent_is_rejected(make, monkeypatch) -> None:
+    lock = threading.Lock()
+
+    def score(completion: str) -> float:
+        with lock:
+            return 0.5
+
+    monkeypatch.setattr(sys.modules["__main__"], "score", score, raising=False)
     assert rewards(make("__main__:score", reward_timeout=None), ["x"]) == [0.5]
-    with pytest.raises(ConfigError, match="is in the program itself"):
+    with pytest.raises(ConfigError, match=r"defined in the program itself and uses values that cannot be sent.*lock"):
         make("__main__:score", reward_timeout=5.0)
 
 
-def test_two_judges_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"reward \(a:b\) and check \(exact\) both judge answers"):
+def test_a_function_without_an_import_path_is_rejected() -> None:
+    with pytest.raises(ValueError, match="has no import path; define a function at the top level"):
+        DatasetConfig(path="rows.jsonl", reward=lambda completion: 0.5)
+    source = {"environment": {"name": "dataset", "path": "rows.jsonl", "reward": lambda completion: 0.5}}
+    with pytest.raises(ConfigError, match=r"environment\.reward: .*has no import path"):
+        load_config(source)
+
+
+@pytest.mark.parametrize("timeout", [None, 60.0], ids=["here", "process"])
+def test_functions_of_trl(make, timeout: float | None) -> None:
+    """They get prompts, completions and every other column of the rows as lists, by name."""
+    assert rewards(make("trl", reward_timeout=timeout), ["0", "x", "2"]) == [1.0, 0.0, 1.0]
+    assert rewards(make("trl_async", reward_timeout=timeout), ["x", "xy"]) == [1.0, 2.0]
+
+
+def test_functions_of_trl_get_messages_where_the_prompt_is_messages(make, folder: Path) -> None:
+    rows = [{"prompt": [{"role": "user", "content": f"{n}?"}], "level": str(n)} for n in range(4)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert rewards(make("trl_messages", reward_timeout=None), ["same", "other"]) == [1.0, 0.0]
+
+
+def test_check_and_reward_together_are_rejected() -> None:
+    with pytest.raises(ValueError, match=r"reward \(a:b\) and check \(exact\) both score completions"):
         DatasetConfig(path="rows.jsonl", reward="a:b", check="exact")
 
 
@@ -412,7 +517,7 @@ def test_a_conversation_must_end_with_the_answer(make) -> None:
 
 
 class Spiteful:
-    """A value of the user's own that raises at whatever is done with it."""
+    """A value that raises on every access."""
 
     def __getattr__(self, name):
         raise RuntimeError(name)
@@ -434,9 +539,9 @@ VALUES = st.one_of(
 
 
 @given(st.one_of(VALUES, st.lists(VALUES), st.dictionaries(st.sampled_from(["reward", "accuracy", 3]), VALUES)))
-def test_whatever_is_returned_is_a_verdict_of_finite_numbers_or_a_failure(value: Any) -> None:
-    read = reward_calls._one(value)
-    if isinstance(read, reward_calls.Verdict):
+def test_any_returned_value_is_a_result_of_finite_numbers_or_a_failure(value: Any) -> None:
+    read = reward_calls._result(value)
+    if isinstance(read, reward_calls.RewardValue):
         given_ = value if isinstance(value, dict) else {"reward": value}
         assert {"reward": read.reward, **read.metrics} == {name: float(number) for name, number in given_.items()}
         assert all(math.isfinite(number) for number in (read.reward, *read.metrics.values()))
@@ -445,7 +550,7 @@ def test_whatever_is_returned_is_a_verdict_of_finite_numbers_or_a_failure(value:
         assert read.cause
 
 
-def test_training_rows_do_not_depend_on_how_answers_are_judged() -> None:
+def test_training_rows_do_not_depend_on_how_answers_are_scored() -> None:
     config = DatasetConfig(path="rows.jsonl", validation_path="rows.jsonl", reward="a:b", failed_reward=1.0)
     judging = {"reward", "reward_timeout", "reward_concurrency", "max_reward_failures", "failed_reward", "check"}
     assert {f"environment.{key}" for key in judging} <= config.unseen_by_training

@@ -1,4 +1,4 @@
-"""`rlframework evaluate` and `rlframework generate`, on tiny models: what they print, write and refuse."""
+"""`rlframework evaluate` and `rlframework generate`, with tiny models: output, files and errors."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 
 from rlframework.cli import main
+
+pytestmark = pytest.mark.slow
 
 ADDITION = ["environment.name=addition", "environment.digits=1", "environment.validation_samples=10"]
 SHORT = "generation.max_new_tokens=4"
@@ -36,7 +38,7 @@ def rows_of(path: Path) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Path:
-    """The directory of a run that learnt some of one-digit addition."""
+    """The directory of a run that has learnt some one-digit addition."""
     from rlframework import load_config, run
 
     out = tmp_path_factory.mktemp("runs") / "trained"
@@ -141,7 +143,7 @@ def test_models_are_compared_prompt_by_prompt(tiny_llama, trained, folder, capsy
 
 
 def test_a_model_alone_and_the_rows_of_one_file(tmp_path, folder):
-    """GSM8K's form needs no training data here."""
+    """A GSM8K evaluation needs no training data."""
     import string
 
     from rlframework.huggingface.model_directories import make_llama
@@ -197,18 +199,18 @@ def test_neither_optimizer_nor_reference_model_is_built(trained, folder, monkeyp
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("MODEL", "`environment.name`: missing"),
-        ("environment.name=addition", "evaluate what?"),
+        ("MODEL", "`environment.name`: required key is missing"),
+        ("environment.name=addition", "no model given; give the output_dir of a run"),
         ("/no/such", "there is no directory /no/such"),
         ("empty", "empty is neither a run (it has no config.yaml) nor a model"),
-        ("unfinished", "it has not come to its end. Wait for it, or take its newest checkpoint"),
-        ("MODEL MODEL", "the same thing twice"),
+        ("unfinished", "so it has not finished. Wait for it, or take its newest checkpoint"),
+        ("MODEL MODEL", "a model is given more than once"),
         ("MODEL ADDITION --split test", "--split test: it must be train or validation"),
-        ("MODEL ADDITION --k 1,x", "--k 1,x: it must be numbers of attempts"),
-        ("MODEL ADDITION --attempts 2 --temperature 0", "2 times the same answer"),
-        ("MODEL ADDITION policy.model_name=x", "RUN_OR_MODEL says which model"),
-        ("MODEL ADDITION --out full", "full is not empty, and nothing in it is overwritten"),
-        ("MODEL environment={name: dataset, path: euro.jsonl}", "cannot judge answers as it is set up"),
+        ("MODEL ADDITION --k 1,x", "--k 1,x: give numbers of attempts"),
+        ("MODEL ADDITION --attempts 2 --temperature 0", "--attempts 2: all attempts at temperature 0 are the same"),
+        ("MODEL ADDITION policy.model_name=x", "the model is RUN_OR_MODEL"),
+        ("MODEL ADDITION --out full", "--out full: the folder is not empty, and nothing is overwritten"),
+        ("MODEL environment={name: dataset, path: euro.jsonl}", "does not score completions as configured"),
         ("MODEL environment={name: dataset, path: euro.jsonl, check: exact}", "the tokenizer has no token for ['€']"),
     ],
 )
@@ -233,7 +235,7 @@ def test_a_mistake_is_one_message_and_nothing_is_written(tiny_llama, folder, cap
 
 
 def children_of(pid: int) -> list[int]:
-    """All processes below `pid`."""
+    """All descendants of process `pid`."""
     parents = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -246,7 +248,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def running(pids: list[int]) -> list[int]:
-    """Those of `pids` that run: one that has ended may wait for its parent to hear of it."""
+    """The running ones of `pids`; a process that has ended may still be a zombie."""
     found = []
     for pid in pids:
         try:
@@ -278,7 +280,7 @@ def test_ctrl_c_ends_the_workers_and_keeps_what_was_answered(tiny_llama, folder)
     os.killpg(driver.pid, signal.SIGINT)  # as a terminal does: to all processes of the foreground
     _, errors = driver.communicate(timeout=60)
     assert driver.returncode == 130, errors
-    assert "what was answered until now lies in out/completions.partial.jsonl" in errors
+    assert "the completions so far are in out/completions.partial.jsonl" in errors
     assert errors.endswith("interrupted\n")
     assert "Traceback" not in errors
     deadline = time.monotonic() + 10
@@ -376,11 +378,11 @@ def test_typed_lines_are_answered_until_the_end(tiny_llama, capsys, monkeypatch)
     ("words", "message"),
     [
         (["--file", "gone.txt"], "--file gone.txt: cannot be read (No such file"),
-        (["--file", "empty.txt"], "there is no prompt in empty.txt"),
+        (["--file", "empty.txt"], "empty.txt has no prompts"),
         (["--file", "bad.jsonl"], "bad.jsonl, line 1: not JSON"),
-        (["1", "--file", "empty.txt"], "give prompts or --file, not both"),
+        (["1", "--file", "empty.txt"], "give either prompts or --file, not both"),
         (["1", " "], "prompt 2 is empty"),
-        (["1", "--greedy", "--samples", "2"], "greedy answers are all the same"),
+        (["1", "--greedy", "--samples", "2"], "all greedy completions of a prompt are the same"),
         (["1", "--greedy", "--temperature", "1"], "contradict each other"),
         (["1", "1" * 128], "prompt 2 has 128 tokens, which leaves no room for an answer"),
         (["1", "--set", "policy.precisionn=float32"], "Did you mean `policy.precision`?"),

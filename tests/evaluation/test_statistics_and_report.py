@@ -1,4 +1,4 @@
-"""The statistics of an evaluation, worked out by hand, and the settings that go together."""
+"""Statistics of an evaluation against values computed by hand, and the checks of its settings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlframework.errors import ConfigError, DataError, UserError
-from rlframework.evaluation.evaluate import Evaluation, differences, settle
+from rlframework.evaluation.evaluate import Evaluation, differences, evaluation_settings
 from rlframework.evaluation.statistics import bootstrap, estimate, paired_difference, pass_at_k, wilson
 
 
@@ -48,13 +48,13 @@ def test_pass_at_k_of_many_attempts_does_not_overflow():
 
 
 @pytest.mark.parametrize(("attempts", "right", "k"), [(4, 1, 5), (4, 1, 0), (4, 5, 1), (4, -1, 1)])
-def test_what_pass_at_k_cannot_tell(attempts, right, k):
-    with pytest.raises(UserError, match="k goes from 1 to attempts"):
+def test_invalid_arguments_of_pass_at_k(attempts, right, k):
+    with pytest.raises(UserError, match="k must be from 1 to"):
         pass_at_k(attempts, right, k)
 
 
 def test_wilsons_interval_by_hand():
-    """Of 7 of 10: z = 1.959964, z^2 = 3.841459.
+    """7 of 10: z = 1.959964, z^2 = 3.841459.
 
     Centre (0.7 + 3.841459 / 20) / (1 + 3.841459 / 10) = 0.892073 / 1.384146 = 0.644493; half
     1.959964 * sqrt(0.021 + 3.841459 / 400) / 1.384146 = 1.959964 * 0.174940 / 1.384146 = 0.247715.
@@ -64,7 +64,7 @@ def test_wilsons_interval_by_hand():
 
 
 def test_wilsons_interval_at_the_ends():
-    """Of 0 of n it goes from 0 to z^2 / (n + z^2): 3.841459 / 13.841459 of ten."""
+    """0 of n: from 0 to z^2 / (n + z^2): 3.841459 / 13.841459 of ten."""
     assert wilson(0, 10) == (0.0, pytest.approx(0.277533, abs=1e-6))
     assert wilson(10, 10) == (pytest.approx(1 - 0.277533, abs=1e-6), 1.0)
 
@@ -90,14 +90,14 @@ def test_the_bootstrap_is_the_same_each_time_and_disturbs_no_other_random_state(
 
 
 def test_the_bootstrap_of_two_values_by_hand():
-    """Means of two draws of 0 and 1 are 0, 1/2 and 1 with chances 1/4, 1/2, 1/4: the percentiles are the ends."""
+    """Means of two draws of 0 and 1 are 0, 1/2 and 1 with probability 1/4, 1/2, 1/4: the percentiles are 0 and 1."""
     assert bootstrap([0.0, 1.0]) == (0.0, 1.0)
     low, high = bootstrap([0.0, 1.0], level=0.4)  # from 0.3 to 0.7
     assert (low, high) == (0.5, 0.5)
 
 
 def test_the_bootstrap_nears_the_normal_interval():
-    """Of 2,000 even draws from 0 to 1: standard error 1 / sqrt(12 * 2000) = 0.006455, times 1.96 = 0.01265."""
+    """2,000 uniform draws from 0 to 1: standard error 1 / sqrt(12 * 2000) = 0.006455, times 1.96 = 0.01265."""
     rng = random.Random(1)
     values = [rng.random() for _ in range(2_000)]
     low, high = bootstrap(values)
@@ -118,7 +118,7 @@ def test_what_tells_no_interval(values):
 
 
 def test_a_paired_difference_is_finer_than_two_intervals():
-    """One model is better by 0.1 on each prompt, give or take 0.05, whatever the prompt is worth: 0.1 +- 0.0098.
+    """One model is better by 0.1 +- 0.05 on every prompt, regardless of its difficulty: 0.1 +- 0.0098.
 
     The deviation is 0.05, so the standard error over 100 prompts is 0.005.
     """
@@ -134,7 +134,7 @@ def test_a_paired_difference_is_finer_than_two_intervals():
 def test_other_prompts_are_not_compared():
     first = Evaluation(ids=["a", "b"], values={"reward": [0.0, 1.0]})
     assert differences(first, Evaluation(ids=["a", "b"], values={"reward": [1.0, 1.0]}))["reward"].value == 0.5
-    with pytest.raises(DataError, match="not asked the same prompts"):
+    with pytest.raises(DataError, match="evaluated on different prompts"):
         differences(first, Evaluation(ids=["b", "a"], values={"reward": [1.0, 0.0]}))
 
 
@@ -143,25 +143,25 @@ def config(temperature: float = 1.0) -> SimpleNamespace:
 
 
 def test_settings_by_default():
-    assert settle(config()).greedy
-    assert settle(config()).ks == ()
-    assert not settle(config(0.7), sampled=True).greedy
-    assert settle(config(0.0), sampled=True).greedy
-    several = settle(config(), attempts=6)
+    assert evaluation_settings(config()).greedy
+    assert evaluation_settings(config()).ks == ()
+    assert not evaluation_settings(config(0.7), sampled=True).greedy
+    assert evaluation_settings(config(0.0), sampled=True).greedy
+    several = evaluation_settings(config(), attempts=6)
     assert (several.greedy, several.ks) == (False, (1, 2, 4, 6))
-    assert settle(config(), attempts=8).ks == (1, 2, 4, 8)
-    asked = settle(config(), ks=[4, 1, 4])
+    assert evaluation_settings(config(), attempts=8).ks == (1, 2, 4, 8)
+    asked = evaluation_settings(config(), ks=[4, 1, 4])
     assert (asked.attempts, asked.ks, asked.greedy) == (4, (1, 4), False)
 
 
 @pytest.mark.parametrize(
     ("options", "temperature", "message"),
     [
-        ({"attempts": 4, "ks": [1, 8]}, 1.0, "--k 8: pass@k is told from the attempts, of which there are 4"),
+        ({"attempts": 4, "ks": [1, 8]}, 1.0, "--k 8: with 4 attempts, k must be from 1 to 4"),
         ({"ks": [0]}, 1.0, "--k 0"),
-        ({"attempts": 4}, 0.0, "4 attempts at temperature 0 are 4 times the same answer"),
+        ({"attempts": 4}, 0.0, "--attempts 4: all attempts at temperature 0 are the same"),
     ],
 )
 def test_settings_that_do_not_fit(options, temperature, message):
     with pytest.raises(ConfigError, match=message):
-        settle(config(temperature), **options)
+        evaluation_settings(config(temperature), **options)

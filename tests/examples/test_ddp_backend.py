@@ -1,4 +1,4 @@
-"""The example of a backend by a third party: it conforms, and stays as small as it says."""
+"""The example of a third-party backend conforms, and stays as small as documented."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import pytest
 from rlframework import load_config
 from rlframework.conformance import PolicyWorkerSuite
 from rlframework.errors import ConfigError
+
+pytestmark = pytest.mark.slow
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "ddp_backend"
 
@@ -27,7 +29,7 @@ def test_a_model_that_takes_images_is_refused_before_anything_starts(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llava", "vision_config": {}}')
     policy = {"model_name": str(tmp_path), "backend": "ddp"}
     run = {"algorithm": {"name": "grpo"}, "environment": {"name": "addition"}, "policy": policy}
-    with pytest.raises(ConfigError, match=r"policy\.model_name.*models of text alone"):
+    with pytest.raises(ConfigError, match=r"policy\.model_name.*trains text-only models"):
         load_config(run)
 
 

@@ -1,4 +1,4 @@
-"""The examples and benchmarks run, at a size that a test can bear."""
+"""The examples and benchmarks run at a small size."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from probe_forked import run_program
 from rlframework import config_schema, create_manager, load_config
 from rlframework.errors import ConfigError, WorkerError
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 CONFIGURATIONS = sorted(path for path in (ROOT / "examples").rglob("*.yaml") if path.name != "smollm2.yaml")
 
 
 def script(program: Path, *words: object) -> str:
-    """What the script prints; it must end well."""
+    """Run the script, which must succeed, and return its output."""
     done = run_program(program, *words, seconds=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -53,7 +55,6 @@ def test_the_quickstart_tells_errors_as_the_command_line_does(tmp_path, monkeypa
     assert capsys.readouterr().err == told
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_the_quickstart_runs_both_phases_and_draws_the_curve(tmp_path):
     short = ["sft:algorithm.num_steps=2", "grpo:algorithm.num_steps=2", "grpo:policy.scheduler.warmup_steps=0"]
@@ -67,7 +68,6 @@ def test_the_quickstart_runs_both_phases_and_draws_the_curve(tmp_path):
     assert [row["step"] for row in rows] == [0, 1, 2]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_the_policy_benchmark_checks_that_both_sides_agree_and_writes_json(tmp_path):
     few = ["--pairs", 1, "--rows", 8, "--longest", 40, "--modes", "packed", "--lengths", "tailed"]
@@ -81,7 +81,6 @@ def test_the_policy_benchmark_checks_that_both_sides_agree_and_writes_json(tmp_p
     assert written["head_bytes"]["in chunks"] < written["head_bytes"]["whole logits"] / 2
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_the_policy_benchmark_goes_against_a_bare_loop_of_deepspeed(tmp_path):
     few = ["--pairs", 1, "--rows", 12, "--longest", 20, "--modes", "packed", "--lengths", "even", "--no-head"]
@@ -93,7 +92,6 @@ def test_the_policy_benchmark_goes_against_a_bare_loop_of_deepspeed(tmp_path):
     assert written["settings"]["keys"] == ["zero_optimization.stage=1"]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_the_generation_benchmark_writes_json(tmp_path):
     few = ["--pairs", 1, "--samples", 2, "--tokens", 8]
@@ -102,7 +100,6 @@ def test_the_generation_benchmark_writes_json(tmp_path):
     assert results.keys() == {"generation, fixed", "generation, ragged"}
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_the_refit_benchmark_checks_that_both_sides_hold_the_same_and_writes_json(tmp_path):
     script(ROOT / "benchmarks" / "refit.py", "--mebibytes", 4, "--rounds", 1, "--json", tmp_path / "refit.json")

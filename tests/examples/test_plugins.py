@@ -1,4 +1,4 @@
-"""The examples of plugins: each part's verdict by its suite; the observer, which has none, hears a run."""
+"""The example plugins: each conforms to its suite; the observer, which has none, observes a run."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ import pytest
 
 from rlframework import load_config, run
 
+pytestmark = pytest.mark.slow
+
 PLUGINS = Path(__file__).parents[2] / "examples" / "plugins"
 MODULES = sorted((PLUGINS / "rlframework_examples").glob("*.py"))
 
 
 @pytest.fixture
 def installed(tmp_path):
-    """Variables of processes that find the examples as if pip had installed them."""
+    """Environment variables with which processes find the examples as if installed by pip."""
     project = tomllib.loads((PLUGINS / "pyproject.toml").read_text())["project"]
     info = tmp_path / "rlframework_examples-0.1.0.dist-info"
     info.mkdir()
@@ -32,7 +34,7 @@ def installed(tmp_path):
 
 
 def rlframework(variables, folder, *words):
-    """What the command prints; it must end well."""
+    """Run the command, which must succeed, and return its output."""
     line = [sys.executable, "-m", "rlframework.cli", *words]
     done = subprocess.run(line, env=variables, cwd=folder, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -56,7 +58,6 @@ def test_all_are_listed_and_their_records_are_light(installed, tmp_path):
     assert subprocess.run([sys.executable, "-c", code], env=installed, check=False).returncode == 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "verdicts"),
     [
@@ -76,7 +77,7 @@ def test_each_part_conforms(installed, tmp_path, words, verdicts):
 
 
 def test_the_stopwatch_tells_of_a_slow_call(monkeypatch, caplog):
-    """Asked for without a process: only what it adds to `processes`."""
+    """Test only what it adds to `processes`, without starting any."""
     monkeypatch.syspath_prepend(PLUGINS)
     from rlframework_examples.stopwatch import ProcessWorkerGroup, StopwatchGroup
 

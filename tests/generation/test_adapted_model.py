@@ -1,4 +1,4 @@
-"""Engines that read the base themselves and merge the adapters that come."""
+"""Engines that read the base model themselves and merge the received adapters."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def test_each_refit_starts_from_the_base_and_not_from_the_last(tiny_llama, dtype
             assert name == f"{LAYER}.weight" or torch.equal(weights[name], weight.to(dtype)), name
 
 
-def test_a_layer_that_the_base_lacks_is_refused(tiny_llama):
+def test_a_layer_that_the_base_lacks_is_rejected(tiny_llama):
     given = {name.replace("q_proj", "w_proj"): matrix for name, matrix in adapters(tiny_llama, 0).items()}
     with pytest.raises(UserError, match=r"w_proj.*does not have"):
         AdaptedModel(str(tiny_llama), CPU, torch.float32).load(given.items())
 
 
-def test_a_base_that_cannot_be_read_here_is_told_with_the_key_to_change(tiny_llama, tmp_path):
-    with pytest.raises(DataError, match=r"policy\.lora\.refit=adapters.*set it to merged"):
+def test_an_unreadable_base_is_reported_with_the_key_to_change(tiny_llama, tmp_path):
+    with pytest.raises(DataError, match=r"policy\.lora\.refit=adapters.*set policy\.lora\.refit to merged"):
         AdaptedModel(str(tmp_path / "nowhere"), CPU, torch.float32).load(adapters(tiny_llama, 0).items())

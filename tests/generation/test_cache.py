@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from transformers import DynamicCache, LlamaConfig, MistralConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from rlframework.generation.cache import RoomyLayer, decoding_cache
+from rlframework.generation.cache import PreallocatedLayer, decoding_cache
 
 _SHAPE = {
     "hidden_size": 8,
@@ -24,7 +24,7 @@ _ACTIONS = st.lists(st.one_of(st.integers(1, 90), st.sampled_from(["reorder", "s
 @given(_ACTIONS)
 def test_it_holds_what_the_layer_of_transformers_holds(actions: list[int | str]) -> None:
     generator = torch.Generator().manual_seed(0)
-    ours, theirs, rows = RoomyLayer(), DynamicLayer(), 3
+    ours, theirs, rows = PreallocatedLayer(), DynamicLayer(), 3
     for action in [2, *actions]:
         if isinstance(action, int):
             new = [torch.rand(rows, 2, action, 4, generator=generator) for _ in range(2)]
@@ -47,7 +47,7 @@ def test_it_holds_what_the_layer_of_transformers_holds(actions: list[int | str])
 
 
 def test_one_more_token_is_written_in_place() -> None:
-    layer = RoomyLayer()
+    layer = PreallocatedLayer()
     layer.update(torch.zeros(1, 1, 3, 2), torch.zeros(1, 1, 3, 2))
     layer.update(torch.ones(1, 1, 1, 2), torch.ones(1, 1, 1, 2))
     where = layer.keys.data_ptr()
@@ -59,7 +59,7 @@ def test_one_more_token_is_written_in_place() -> None:
 
 def test_what_the_caller_gave_is_not_written_to() -> None:
     given_keys = torch.zeros(1, 1, 3, 2)
-    layer = RoomyLayer()
+    layer = PreallocatedLayer()
     layer.update(given_keys, given_keys)
     layer.update(torch.ones(1, 1, 1, 2), torch.ones(1, 1, 1, 2))
     layer.keys[..., 0, :] = 7
@@ -69,6 +69,6 @@ def test_what_the_caller_gave_is_not_written_to() -> None:
 def test_only_plain_layers_are_replaced() -> None:
     plain = decoding_cache(LlamaConfig(**_SHAPE))
     windows = decoding_cache(MistralConfig(**_SHAPE, sliding_window=4))
-    assert [type(layer) for layer in plain.layers] == [RoomyLayer, RoomyLayer]
+    assert [type(layer) for layer in plain.layers] == [PreallocatedLayer, PreallocatedLayer]
     assert [type(layer) for layer in windows.layers] == [DynamicSlidingWindowLayer] * 2
     assert isinstance(plain, DynamicCache)

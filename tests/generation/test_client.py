@@ -1,4 +1,4 @@
-"""The driver's handle: shards, order, padding, ranks without rows. The group here is a stand-in that records calls."""
+"""The driver's handle: shards, order, padding, ranks without rows. The worker group is a recording stand-in."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def make(group: Group) -> Generation:
 
 @pytest.mark.parametrize(("ranks", "sizes"), [(1, [5]), (2, [3, 2]), (4, [2, 1, 1, 1]), (7, [1, 1, 1, 1, 1, 1, 1])])
 def test_rows_come_back_in_order(batch: Any, ranks: int, sizes: list[int]) -> None:
-    """Seven ranks and five rows: two of them get a row that is thrown away."""
+    """Seven ranks and five rows: two of them get a row whose result is discarded."""
     group = Group(ranks)
     output = make(group).generate(batch([[3], [4, 4], [5, 5, 5], [6], [7]]), greedy=True)
     expected = [[3, 103], [4, 4, 104, 104], [5, 5, 5, 105, 105, 105], [6, 106], [7, 107]]

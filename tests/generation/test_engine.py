@@ -1,4 +1,4 @@
-"""The transformers engine against whole forwards without a cache, and what its rows may depend on."""
+"""The transformers engine against full forward passes without a cache, and the independence of its rows."""
 
 from __future__ import annotations
 
@@ -164,10 +164,10 @@ def test_one_token_and_one_row(tiny: Any, batch: Any, completions: Any, plain_gr
     assert output["truncated"].tolist() == [completions(output)[0] != [EOS]]
 
 
-def test_pad_that_is_the_end_token_is_told_by_position(
+def test_the_end_is_found_by_position_when_pad_is_the_end_token(
     tiny: Any, batch: Any, completions: Any, plain_greedy: Any
 ) -> None:
-    """Prompts that hold the end token, padded with it: only an end token in the completion ends it."""
+    """Prompts contain the end-of-sequence token and are padded with it: only one in the completion ends it."""
     tokenizer = character_tokenizer(ALPHABET)
     tokenizer.pad_token = tokenizer.eos_token
     prompts = [[EOS, 5, EOS], [4], [EOS, EOS, 3, 9, 4, 12, EOS], [6, EOS]]
@@ -178,7 +178,7 @@ def test_pad_that_is_the_end_token_is_told_by_position(
 
 
 def test_all_sources_of_end_tokens(tiny: Any, batch: Any, completions: Any, plain_greedy: Any) -> None:
-    """Stop ids, stop strings and the model's own list of end tokens, each alone."""
+    """Stop ids, stop strings and the model's own end-of-sequence tokens, each alone."""
     prompt = next(p for p in RAGGED if len(plain_greedy(tiny.model, p, {EOS}, 24)) > 3)
     path = plain_greedy(tiny.model, prompt, {EOS}, 24)
     stop = path[2]
@@ -200,7 +200,7 @@ def test_all_sources_of_end_tokens(tiny: Any, batch: Any, completions: Any, plai
 def test_end_tokens_of_the_generation_config_file(
     tiny: Any, batch: Any, completions: Any, plain_greedy: Any, tmp_path: Path
 ) -> None:
-    """A trainer may build its module from `config.json` alone: what lies beside it still counts."""
+    """A trainer may build its module from `config.json` alone: `generation_config.json` still counts."""
     prompt = next(p for p in RAGGED if len(plain_greedy(tiny.model, p, {EOS}, 24)) > 3)
     path = plain_greedy(tiny.model, prompt, {EOS}, 24)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [EOS, path[2]]}), encoding="utf-8")
@@ -213,12 +213,12 @@ def test_end_tokens_of_the_generation_config_file(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"stop_strings": ("12",)}, r"stop_strings: '12' is not one token of the tokenizer but 2"),
-        ({"stop_strings": ("x",)}, r"stop_strings: 'x' is not one token .*no token for it"),
-        ({"stop_token_ids": (99,)}, r"stop_token_ids: 99 is no token of the tokenizer; they go from 0 to 14"),
+        ({"stop_strings": ("12",)}, r"stop_strings: '12' is not a single token of the tokenizer but 2"),
+        ({"stop_strings": ("x",)}, r"stop_strings: 'x' is not a single token .*no token for it"),
+        ({"stop_token_ids": (99,)}, r"stop_token_ids: 99 is not a token of the tokenizer; its tokens are 0 to 14"),
     ],
 )
-def test_stops_that_are_no_token(tiny: Any, options: dict[str, Any], message: str) -> None:
+def test_stops_that_are_not_tokens(tiny: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         tiny.engine(**options)
 
@@ -228,14 +228,14 @@ def test_a_prompt_beyond_the_models_positions(tiny: Any, batch: Any, monkeypatch
     output = tiny.engine(max_new_tokens=24, stop_token_ids=()).generate(batch([[3] * 6, [4]]))
     assert output["unpadded_sequence_lengths"].max() <= 8
     assert output["generation_lengths"][0] <= 2
-    with pytest.raises(BatchError, match="prompt of row 1 has 8 tokens, and the model takes 8"):
+    with pytest.raises(BatchError, match="prompt of row 1 has 8 tokens, but the model has only 8 positions"):
         tiny.engine(max_new_tokens=2).generate(batch([[3], [4] * 8]))
 
 
 def test_rows_that_run_out_of_positions_leave_the_others_alone(
     tiny: Any, batch: Any, completions: Any, plain_greedy: Any
 ) -> None:
-    """A GPT-2 has a table of positions and nothing beyond it. Pad is the end token here."""
+    """A GPT-2 has a table of positions and none beyond it. The pad token is the end-of-sequence token."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(1)
@@ -254,7 +254,7 @@ def test_rows_that_run_out_of_positions_leave_the_others_alone(
     assert len({len(row) for row in expected if row[-1] != EOS}) > 2
 
 
-def test_the_modules_modes_come_back(tiny: Any, batch: Any) -> None:
+def test_the_modules_modes_are_restored(tiny: Any, batch: Any) -> None:
     """Dropout is off while generating, each module's mode is kept, and nothing needs a gradient."""
     model = tiny.model
     model.train()
@@ -274,8 +274,8 @@ def test_the_modules_modes_come_back(tiny: Any, batch: Any) -> None:
     assert not output["logprobs"].is_inference()
 
 
-def test_training_goes_on_after_generating(tiny: Any, batch: Any) -> None:
-    """What the engine gives can be used in a loss, and the model's gradients are as before."""
+def test_training_continues_after_generating(tiny: Any, batch: Any) -> None:
+    """The engine's outputs can be used in a loss, and the model still gets gradients."""
     output = tiny.engine(max_new_tokens=4).generate(batch(RAGGED))
     logits = tiny.model(output["output_ids"]).logits
     loss = (torch.log_softmax(logits, -1)[..., 0] * output["logprobs"]).sum()
@@ -292,7 +292,7 @@ def test_bad_batches(tiny: Any, batch: Any) -> None:
         engine.generate(data)
     data = batch([[3, 4], [5]])
     data["input_lengths"] = torch.tensor([2, 0])
-    with pytest.raises(BatchError, match="input_lengths of row 1 is 0; prompts have 1 to 2 tokens"):
+    with pytest.raises(BatchError, match="input_lengths of row 1 is 0; it must be between 1 and 2"):
         engine.generate(data)
     data["input_lengths"] = torch.tensor([2])
     with pytest.raises(BatchError, match=r"input_lengths \[B\] and seeds \[B\]"):

@@ -1,4 +1,4 @@
-"""Weights that come by name: plain and tied heads, repeated loads, other names in files, and refusals."""
+"""Weights loaded by name: plain and tied heads, repeated loads, other names in files, and rejections."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_loaded_weights_generate_as_the_attached_model(
 
 
 def test_loading_copies(tmp_path: Path, batch: Any, completions: Any) -> None:
-    """The weights that were given may change afterwards."""
+    """The caller may change its weights afterwards."""
     tokenizer = character_tokenizer("0123456789")
     path = make_llama(tmp_path / "m", tokenizer, hidden=32, layers=1, init_std=0.4)
     engine, weights = make_engine(str(path), tokenizer), saved(path)
@@ -108,13 +108,13 @@ def test_precision_of_the_own_module(tiny: Any, batch: Any) -> None:
 
 @pytest.mark.parametrize("already_loaded", [False, True])
 def test_weights_that_do_not_fit(tiny: Any, batch: Any, already_loaded: bool) -> None:
-    """Each kind is named, the stream is read to its end, and the engine does not go on with half of the weights."""
+    """Each mistake is named, the stream is exhausted, and the engine does not keep half of the weights."""
     good = saved(tiny.path)
     norm = "model.norm.weight"
     cases = {
         "missing: model.norm.weight": {k: v for k, v in good.items() if k != norm},
         "unknown: model.extra": {"model.extra": torch.ones(2), **good},
-        "of another shape: model.norm.weight": {**good, norm: torch.ones(31)},
+        "with another shape: model.norm.weight": {**good, norm: torch.ones(31)},
     }
     for message, weights in cases.items():
         engine = make_engine(tiny.path, tiny.tokenizer)

@@ -1,4 +1,4 @@
-"""A run whose engines are in processes of their own learns what a run that generates in its trainer learns."""
+"""Runs with generation workers train exactly like runs that generate in the trainer's process."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ from rlframework.generation.remote import RemoteGeneration
 from rlframework.plugins.manager import create_manager
 from rlframework.runner.restarts import RESTARTS_FILE
 
+pytestmark = pytest.mark.slow
+
 OPTIONS = ("algorithm.num_steps=2", "policy.optimizer.lr=1e-2")
 APART = ("generation.workers.group=processes",)
 
 
 @pytest.fixture
 def alone(run_config, tmp_path):
-    """The run that generates in its trainer."""
+    """A run that generates in the trainer's process."""
     return run(run_config("grpo", f"output_dir={tmp_path}/alone", *OPTIONS))
 
 
@@ -38,10 +40,10 @@ def require_the_same(result, alone):
 
 
 @pytest.mark.parametrize("transport", ["ipc", "collective"])
-def test_engines_apart_give_the_numbers_of_the_embedded_one(run_config, tmp_path, alone, transport):
-    """Rewards, losses and validation: so each rollout had the weights of its step. The time of refits is told.
+def test_separate_engines_give_the_numbers_of_the_embedded_one(run_config, tmp_path, alone, transport):
+    """Rewards, losses and validation agree, so each rollout used the weights of its step; refit times are metrics.
 
-    The first step generates with the weights that the validation before it was given.
+    The first step generates with the weights that the validation before it received.
     """
     options = (*OPTIONS, *APART, "generation.workers.num_workers=2", f"generation.refit.transport={transport}")
     result = run(run_config("grpo", f"output_dir={tmp_path}/apart", *options))
@@ -54,7 +56,7 @@ def test_engines_apart_give_the_numbers_of_the_embedded_one(run_config, tmp_path
 
 @pytest.fixture
 def other_python(tmp_path) -> str:
-    """The Python of another environment, which finds the packages of this one by a `.pth` file."""
+    """The Python of another environment, which finds this one's packages through a `.pth` file."""
     folder = tmp_path / "other"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     (own,) = folder.glob("lib/python*/site-packages")
@@ -64,12 +66,11 @@ def other_python(tmp_path) -> str:
     return str(folder / "bin" / "python")
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.xdist_group("ray")
 @pytest.mark.usefixtures("ray_session")
 def test_an_engine_in_another_python_environment(run_config, tmp_path, alone, other_python):
-    """Ray starts it with the Python of that environment; memory is shared all the same."""
+    """Ray starts it with that environment's Python; memory is still shared."""
     from rlframework.runner.launch import build_parts
 
     options = (*OPTIONS, "generation.workers.group=ray", f"generation.workers.python={other_python}")
@@ -107,7 +108,7 @@ def test_weights_are_sent_when_they_are_stale_and_not_again(parts):
     assert parts.generation.pop_metrics()["time/refit"] > 0
 
 
-def test_an_engine_that_hangs_is_told_within_the_deadline_and_the_trainer_goes_on(parts):
+def test_a_hanging_engine_is_reported_within_the_deadline_and_the_trainer_survives(parts):
     os.kill(engine_of(parts), signal.SIGSTOP)
     begun = time.monotonic()
     with pytest.raises(DeadlineExceeded, match=r"within 2\.5 s"):
@@ -123,6 +124,15 @@ def test_an_engine_that_died_is_a_lost_worker(parts):
     assert parts.policy.get_info()[0]["rank"] == 0
 
 
+def test_a_backend_without_offload_refits_its_engines(run_config, tmp_path):
+    """`ddp` does not declare `cpu_offload`; with engines in processes of their own its numbers stay the same."""
+    ddp = ("policy.backend=ddp", "generation.workers.num_workers=1", *OPTIONS)
+    embedded = run(run_config("grpo", f"output_dir={tmp_path}/embedded", "policy.backend=ddp", *OPTIONS))
+    result = run(run_config("grpo", f"output_dir={tmp_path}/ddp", *ddp, *APART))
+    require_the_same(result, embedded)
+    assert result.history[-1]["refit/mb"] > 0
+
+
 def test_another_python_needs_ray(run_config):
     with pytest.raises(ConfigError, match=r"generation\.workers\.python.*ray"):
         run_config("grpo", *APART, "generation.workers.python=/usr/bin/python3")
@@ -131,13 +141,13 @@ def test_another_python_needs_ray(run_config):
 def test_one_engine_fits_into_the_drivers_process(run_config, tmp_path, alone):
     result = run(run_config("grpo", f"output_dir={tmp_path}/inline", *OPTIONS, "generation.workers.group=inline"))
     require_the_same(result, alone)
-    with pytest.raises(ConfigError, match="one engine"):
+    with pytest.raises(ConfigError, match="a single engine"):
         run_config("grpo", "generation.workers.group=inline", "generation.workers.num_workers=2")
-    with pytest.raises(ConfigError, match="different processes"):
+    with pytest.raises(ConfigError, match="needs several processes"):
         run_config("grpo", "generation.workers.group=inline", "generation.refit.transport=collective")
 
 
-def test_a_backend_that_sends_no_weights_is_refused(run_config):
+def test_a_backend_that_sends_no_weights_is_rejected(run_config):
     from rlframework.plugins.check import check_config
 
     config = run_config("grpo", *APART, "generation.refit.transport=ipc")
@@ -147,7 +157,7 @@ def test_a_backend_that_sends_no_weights_is_refused(run_config):
     assert "generation.refit.transport" in keys
 
 
-def test_an_engine_that_takes_no_weights_is_refused(run_config):
+def test_an_engine_that_receives_no_weights_is_rejected(run_config):
     from rlframework.plugins.check import check_config
 
     config = run_config("grpo", *APART)
@@ -159,8 +169,8 @@ def test_an_engine_that_takes_no_weights_is_refused(run_config):
     assert "does not declare collective_refit or ipc_refit" in problem.message
 
 
-def test_a_run_that_lost_an_engine_goes_on_from_its_checkpoint(run_config, tmp_path, monkeypatch, capfd):
-    """With `fault_tolerance`: new workers and new engines, and the steps of a run that nothing happened to."""
+def test_a_run_that_lost_an_engine_resumes_from_its_checkpoint(run_config, tmp_path, monkeypatch, capfd):
+    """With `fault_tolerance`: new workers, new engines, and the same steps as an undisturbed run."""
     steps = ("algorithm.num_steps=3", "algorithm.validation={at_start: false, at_end: false}", "checkpoints.every=1")
     options = (*OPTIONS, *APART, *steps, "fault_tolerance={max_restarts: 1, backoff: 0.01}")
     whole = run(run_config("grpo", f"output_dir={tmp_path}/whole", *options))
@@ -178,4 +188,4 @@ def test_a_run_that_lost_an_engine_goes_on_from_its_checkpoint(run_config, tmp_p
     for name in ("train/reward", "train/loss", "train/grad_norm"):
         assert result.metrics[name] == whole.metrics[name], name
     assert (tmp_path / "lost" / RESTARTS_FILE).read_text().count("WorkerLost") == 1
-    assert "none can be lost alone" not in capfd.readouterr().err
+    assert "it cannot be restarted" not in capfd.readouterr().err

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlframework.errors import ConfigError, DataError
+from rlframework.huggingface import hub
 from rlframework.huggingface.model_directories import make_llama
 from rlframework.huggingface.tokenizer import (
     character_tokenizer,
@@ -53,7 +54,7 @@ def test_begin_token(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("alphabet", ["", "aa", ["ab"], [""]])
 def test_bad_alphabets(alphabet: Any) -> None:
-    with pytest.raises(DataError, match="must be different single characters"):
+    with pytest.raises(DataError, match="must be one or more distinct single characters"):
         character_tokenizer(alphabet)
 
 
@@ -78,6 +79,7 @@ def lookups(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool, bool]]:
 
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", fail)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(hub, "probe_hub", lambda: None)
     return seen
 
 
@@ -113,7 +115,7 @@ def test_pad_falls_back_to_the_end_token(tmp_path: Path) -> None:
     assert load_tokenizer(str(tmp_path / "no_pad")).pad_token_id == 1
     tokenizer.eos_token = None
     tokenizer.save_pretrained(tmp_path / "no_end")
-    with pytest.raises(DataError, match="has no end token"):
+    with pytest.raises(DataError, match="has no end-of-sequence token"):
         load_tokenizer(str(tmp_path / "no_end"))
 
 
@@ -148,7 +150,7 @@ def test_a_chat_template_of_your_own(tmp_path: Path) -> None:
 def test_what_is_no_chat_template(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"policy\.chat_template: 'chatml' cannot be read \(No such file"):
         read_chat_template("chatml")
-    with pytest.raises(DataError, match=r"policy\.chat_template: no Jinja template, line 2: "):
+    with pytest.raises(DataError, match=r"policy\.chat_template: not a valid Jinja template, line 2: "):
         read_chat_template("{{ messages }}\n{% for %}")
     (tmp_path / "latin").write_bytes(b"\xe9")
     with pytest.raises(DataError, match="is not UTF-8 text"):
@@ -178,6 +180,6 @@ def test_make_llama(tmp_path: Path) -> None:
 
 
 def test_make_llama_with_heads_that_do_not_divide(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"hidden \(16\) must divide by heads \(3\)"):
+    with pytest.raises(ConfigError, match=r"hidden \(16\) must be a multiple of heads \(3\)"):
         make_llama(tmp_path / "m", TOKENIZER, hidden=16, heads=3)
     assert not (tmp_path / "m").exists()

@@ -35,12 +35,12 @@ def test_coordinates(grid):
     assert grid.get_ranks_by_coord(tp=-1) == []
 
 
-def test_ranks_come_back_sorted():
+def test_ranks_are_sorted():
     assert NamedSharding([[5, 1], [4, 0]], ["a", "b"]).get_ranks_by_coord(b=1) == [0, 1]
     assert NamedSharding([[5, 1], [4, 0]], ["a", "b"]).get_ranks_by_coord(b=0) == [4, 5]
 
 
-def test_parts(grid):
+def test_sub_layouts(grid):
     assert grid.get_ranks(dp=1) == NamedSharding([3, 4, 5], ["tp"])
     assert grid.get_ranks(dp=1, tp=1) == 4
     assert grid.get_ranks() == grid
@@ -73,8 +73,8 @@ def test_unknown_rank(grid):
         ([float("nan"), 1.0], ["a"], "only integer rank IDs"),
         ([True, False], ["a"], "only integer rank IDs"),
         ([[0, 1], [2]], ["a", "b"], "ragged"),
-        ([0, 1], ["a", "b"], "1 dimensions needs as many different names"),
-        ([[0], [1]], ["a", "a"], "different names"),
+        ([0, 1], ["a", "b"], "1 dimensions needs as many distinct names"),
+        ([[0], [1]], ["a", "a"], "distinct names"),
         ([3, 1, 3], ["a"], r"Duplicate ranks found in the layout: \[3\]"),
     ],
 )

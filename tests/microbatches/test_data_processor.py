@@ -1,4 +1,4 @@
-"""Microbatches: grouping, packing, and where head values belong."""
+"""Microbatches: grouping, packing, and the positions of head outputs."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def test_padded_groups_are_consecutive():
     assert group_rows([3, 1, 2, 5, 4], BatchPlan("padded", 2, 0)) == [[0, 1], [2, 3], [4]]
 
 
-def test_dynamic_groups_are_of_like_length_and_under_the_limit():
+def test_dynamic_groups_have_similar_lengths_within_the_limit():
     """5 | 4 3 | 2 1 is the only way to make three of rows in the order of their lengths with at most 8 tokens each."""
     assert sorted(map(sorted, group_rows([3, 1, 2, 5, 4], BatchPlan("dynamic", 2, 8)))) == [[0, 4], [1, 2], [3]]
 
 
-def test_packed_groups_fill_as_few_bins_as_can_be():
-    """15 tokens in bins of 8 are two at least, and 5 and 4 cannot stand together."""
+def test_packed_groups_fill_as_few_bins_as_possible():
+    """15 tokens need at least two bins of 8, and 5 and 4 do not fit into one."""
     first, second = group_rows([3, 1, 2, 5, 4], BatchPlan("packed", 2, 8))
     assert sorted(first + second) == [0, 1, 2, 3, 4]
     assert (3 in first) != (4 in first)
@@ -56,7 +56,7 @@ def test_packed_groups_fill_as_few_bins_as_can_be():
     mode=st.sampled_from(["padded", "dynamic", "packed"]),
     tokens=st.integers(40, 90),
 )
-def test_every_row_stands_in_one_group_under_the_limit(lengths, mode, tokens):
+def test_every_row_is_in_one_group_within_the_limit(lengths, mode, tokens):
     groups = group_rows(lengths, BatchPlan(mode, 4, tokens))
     assert sorted(row for group in groups for row in group) == list(range(len(lengths)))
     for group in groups:
@@ -68,7 +68,7 @@ def test_every_row_stands_in_one_group_under_the_limit(lengths, mode, tokens):
         )
 
 
-def test_a_row_over_the_limit_is_an_error_that_says_what_to_do():
+def test_a_row_over_the_limit_is_an_error_with_a_remedy():
     with pytest.raises(BatchError, match=r"90 tokens.*may have 64.*policy\.batching\.tokens"):
         group_rows([3, 90], BatchPlan("packed", 1, 64))
 
@@ -119,7 +119,7 @@ def test_the_head_sees_the_token_before_each_target(lengths, packed, multiple, s
     assert made.processed_inputs.input_ids.shape[1] % multiple == 0
 
 
-def test_rows_without_work_are_left_out_of_the_loss_only():
+def test_masked_rows_are_left_out_of_the_loss_only():
     data = batch_of([3, 3, 3], token_mask=[[0.0, 1, 1], [1.0, 0, 0], [0.0, 0, 1]], sample_mask=[0.0, 1, 1])
     plan, processor = BatchPlan("padded", 8, 0), MicrobatchProcessor()
 
@@ -130,7 +130,7 @@ def test_rows_without_work_are_left_out_of_the_loss_only():
     assert rows("loss") == [2]
     assert rows("token_mask") == [0, 2]
     assert rows("all") == [0, 1, 2]
-    with pytest.raises(BatchError, match="'some'; take 'all', 'token_mask', 'loss' or 'last'"):
+    with pytest.raises(BatchError, match="'some'; use 'all', 'token_mask', 'loss' or 'last'"):
         rows("some")
 
 
@@ -146,7 +146,7 @@ def test_a_tensor_of_another_width_is_an_error_that_names_it():
 
 
 def planned(mode: str, **masks: Any) -> tuple[BatchedDataDict[Any], BatchPlan]:
-    """Five rows that the driver has put into microbatches of 2, 1 and 2 rows."""
+    """Five rows that the driver has planned into microbatches of 2, 1 and 2 rows."""
     data = batch_of([3, 2, 4, 2, 3], **masks)
     data.micro_batch_indices, data.micro_batch_lengths = [[[0, 2], [2, 3], [3, 5]]], [[5, 4, 5]]
     return data, BatchPlan(mode, 8, 5)
@@ -159,27 +159,27 @@ def test_microbatches_that_the_driver_planned_are_kept(mode):
     assert [each.rows.tolist() for each in made] == [[0, 1], [2], [3, 4]]
 
 
-def test_padded_microbatches_do_not_ask_for_a_plan():
+def test_padded_microbatches_need_no_plan():
     data, plan = planned("padded")
     made = MicrobatchProcessor().microbatches(data, plan, MicrobatchRule(), positions="all", device=CPU)
     assert [each.rows.tolist() for each in made] == [[0, 1, 2, 3, 4]]
 
 
-def test_rows_without_targets_leave_a_planned_microbatch_and_an_empty_one_goes():
+def test_rows_without_targets_are_dropped_and_so_are_empty_microbatches():
     mask = [[0, 1, 1, 0], [0, 0, 0, 0], [1, 0, 0, 0], [0, 1, 0, 0], [0, 1, 1, 0]]
     data, plan = planned("packed", token_mask=mask, sample_mask=[1, 1, 1, 1, 0])
     made = MicrobatchProcessor().microbatches(data, plan, MicrobatchRule(), positions="loss", device=CPU)
     assert [each.rows.tolist() for each in made] == [[0], [3]]
 
 
-def test_plans_of_several_global_batches_follow_each_other():
+def test_plans_of_several_global_batches_are_concatenated():
     data, plan = planned("packed")
     data.micro_batch_indices = [[[0, 2]], [[0, 1], [1, 3]]]
     made = MicrobatchProcessor().microbatches(data, plan, MicrobatchRule(), positions="all", device=CPU)
     assert [each.rows.tolist() for each in made] == [[0, 1], [2], [3, 4]]
 
 
-def test_rows_side_by_side_are_not_copied():
+def test_consecutive_rows_are_not_copied():
     data = batch_of([3, 2, 4])
     made = make_microbatch(data, torch.tensor([1, 2]), packed=False, positions="all")
     assert made.data_dict["input_ids"].data_ptr() == data["input_ids"][1:].data_ptr()
@@ -198,7 +198,7 @@ def test_rows_without_a_token_to_predict_are_left_out():
     [
         ({"input_lengths": torch.tensor([3, 5])}, r"row 1 has input_lengths 5.*0 to 4"),
         ({"input_lengths": torch.tensor([-1, 4])}, "row 0 has input_lengths -1"),
-        ({"input_lengths": torch.tensor([3.0, 4.0])}, "input_lengths must be whole numbers"),
+        ({"input_lengths": torch.tensor([3.0, 4.0])}, "input_lengths must be integers"),
         ({"input_lengths": torch.tensor([[3], [4]])}, r"input_lengths must be a tensor of 2 lengths.*\[2, 1\]"),
         ({"input_ids": torch.ones(2, dtype=torch.int64)}, r"input_ids.*\[B, S\]"),
         ({"token_mask": torch.ones(2)}, r"token_mask.*\[B, S\]"),
@@ -210,12 +210,12 @@ def test_rows_without_a_token_to_predict_are_left_out():
         ({"token_mask": torch.tensor([[0, 1, 1, 1], [0, 1, 1, 1]])}, "token_mask of row 0 is set at position 3"),
         (
             {"input_ids": torch.tensor([[1, 2, 3, 0], [1, 2, 3, 105]])},
-            r"row 1 has the token 105 at position 3.*0 to 104",
+            r"row 1 has token 105 at position 3.*0 to 104",
         ),
-        ({"input_ids": torch.tensor([[1, -2, 3, 0], [1, 2, 3, 4]])}, "row 0 has the token -2 at position 1"),
+        ({"input_ids": torch.tensor([[1, -2, 3, 0], [1, 2, 3, 4]])}, "row 0 has token -2 at position 1"),
     ],
 )
-def test_a_batch_that_is_not_as_it_must_be_is_told_by_row(change, message):
+def test_an_invalid_batch_is_rejected_naming_the_row(change, message):
     data = batch_of([3, 4], token_mask=[[0, 1, 1, 0], [0, 1, 1, 1]], sample_mask=[1, 1])
     check_rows(data)
     check_contents(data, vocabulary=105)
@@ -233,7 +233,7 @@ def test_padding_may_be_anything():
     assert made.processed_inputs.input_ids.tolist() == [[1, 2, 0, 0], [101, 102, 103, 104]]
 
 
-def test_a_batch_without_lengths_is_told_what_it_has():
+def test_a_batch_without_lengths_is_rejected_listing_its_keys():
     data = batch_of([3, 4])
     del data["input_lengths"]
     with pytest.raises(BatchError, match=r"input_lengths.*\['input_ids', 'name'\]"):
@@ -242,7 +242,7 @@ def test_a_batch_without_lengths_is_told_what_it_has():
 
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("lengths", [torch.uint8, torch.int32, torch.int64])
-def test_narrow_integers_are_as_good(packed, lengths):
+def test_narrow_integers_are_supported(packed, lengths):
     data = batch_of([3, 2])
     wanted = make_microbatch(data, torch.tensor([0, 1]), packed=packed, positions="all")
     data["input_ids"], data["input_lengths"] = data["input_ids"].int(), data["input_lengths"].to(lengths)
@@ -267,7 +267,7 @@ def test_a_dummy_is_the_shortest_row_or_one_token(lengths, row, ids):
 
 
 @pytest.mark.parametrize("mode", ["dynamic", "packed"])
-def test_padding_to_a_multiple_stays_under_the_limit(mode):
+def test_padding_to_a_multiple_stays_within_the_limit(mode):
     groups = group_rows([3, 3, 2, 2, 5], BatchPlan(mode, 1, 13), pad_multiple=4)
     lengths = [3, 3, 2, 2, 5]
     for group in groups:
@@ -279,8 +279,8 @@ def test_padding_to_a_multiple_stays_under_the_limit(mode):
 
 
 @pytest.mark.parametrize(("mode", "rows", "tokens"), [("padded", 0, 8), ("padded", -1, 8), ("packed", 1, 0)])
-def test_microbatches_of_nothing_are_refused(mode, rows, tokens):
-    with pytest.raises(BatchError, match="the least is 1"):
+def test_microbatches_of_size_0_are_rejected(mode, rows, tokens):
+    with pytest.raises(BatchError, match="must be at least 1"):
         BatchPlan(mode, rows, tokens)
 
 

@@ -84,9 +84,9 @@ def test_lengths_of_any_integers_count(dtype):
 
 
 @pytest.mark.parametrize("lengths", [[2, 9], [-1, 3]])
-def test_lengths_that_would_count_wrong_are_refused(lengths):
+def test_invalid_lengths_are_rejected(lengths):
     rows = changed(token_mask=None, input_lengths=torch.tensor(lengths))
-    with pytest.raises(BatchError, match=rf"lie in {lengths[0]}\.\.{lengths[1]}; allowed is 0\.\.3"):
+    with pytest.raises(BatchError, match=rf"are in {lengths[0]}\.\.{lengths[1]}; allowed is 0\.\.3"):
         process_global_batch(rows, None, None, batch_idx=0, batch_size=2)
 
 
@@ -99,27 +99,27 @@ SAMPLES = torch.ones(4)
     [
         (
             {"token_mask": MASK[:, :1]},
-            r"token_mask must have the shape \[4, 6\], .* got torch.float32 of shape \[4, 1\]",
+            r"token_mask must have the shape \[4, 6\].* got torch.float32 of shape \[4, 1\]",
         ),
         ({"token_mask": MASK[:, :5]}, r"token_mask must have the shape \[4, 6\]"),
         ({"token_mask": MASK.repeat(1, 2)}, r"got torch.float32 of shape \[4, 12\]"),
         ({"token_mask": MASK.to(torch.complex64)}, r"token_mask must be a tensor \[B, S\] .* got torch.complex64"),
         ({"token_mask": MASK * torch.nan}, "token_mask .*finite"),
-        ({"token_mask": -MASK}, "token_mask .*finite numbers of 0 or more"),
+        ({"token_mask": -MASK}, "token_mask .*finite values of at least 0"),
         ({"token_mask": MASK / 0}, "token_mask .*finite"),
         ({"sample_mask": torch.tensor([1, 1, torch.nan, 1])}, "sample_mask .*finite"),
         ({"sample_mask": torch.tensor([1, 1, torch.inf, 1])}, "sample_mask .*finite"),
         ({"sample_mask": torch.tensor([5, 1, -1, 1])}, "sample_mask .*row 2 .*-1"),
     ],
 )
-def test_masks_that_would_count_wrong_are_refused(values, message):
+def test_invalid_masks_are_rejected(values, message):
     rows = BatchedDataDict({"input_ids": torch.ones(4, 6).long(), "token_mask": MASK, "sample_mask": SAMPLES, **values})
     with pytest.raises(BatchError, match=message):
         process_global_batch(rows, None, None, batch_idx=0, batch_size=4)
 
 
-def test_masks_are_held_against_the_rows():
-    """Also where nothing was cut out of the batch, which would have told it."""
+def test_masks_are_checked_against_the_rows():
+    """Also if the batch was not sliced, which would have raised the error."""
     ids = torch.ones(4, 6).long()
     for rows in ({"input_ids": ids, "sample_mask": SAMPLES[:3]}, {"words": [""] * 4, "sample_mask": SAMPLES[:3]}):
         with pytest.raises(BatchError, match=r"sample_mask must have the shape \[4\]"):
@@ -136,15 +136,15 @@ def test_counts_without_tokens():
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.complex64])
-def test_tokens_and_lengths_are_whole_numbers(dtype):
+def test_tokens_and_lengths_must_be_integers(dtype):
     with pytest.raises(BatchTypeError, match=rf"input_ids must be a tensor of integer token ids \[B, S\], got {dtype}"):
         check_tokens(changed(input_ids=torch.ones(2, 3).to(dtype)))
-    with pytest.raises(BatchTypeError, match=f"input_lengths must be whole numbers, got {dtype}"):
+    with pytest.raises(BatchTypeError, match=f"input_lengths must be integers, got {dtype}"):
         check_tokens(changed(input_lengths=torch.ones(2).to(dtype)))
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64])
-def test_any_integers_are_tokens_and_lengths(dtype):
+def test_tokens_and_lengths_of_any_integer_dtype(dtype):
     ids = torch.ones(2, 3, dtype=dtype)
     assert check_tokens(changed(input_ids=ids, input_lengths=torch.ones(2, dtype=dtype))) is ids
 

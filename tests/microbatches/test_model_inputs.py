@@ -1,4 +1,4 @@
-"""Packing rows and taking them apart again, against loops over single tokens and by hand."""
+"""Packing and unpacking rows, against loops over single tokens and by hand."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_flash_attention_bounds_by_hand():
     assert found.cu_seqlens_q.data_ptr() != found.cu_seqlens_k.data_ptr()
     assert (found.max_seqlen_q, found.max_seqlen_k) == (5, 5)
     assert type(found.max_seqlen_q) is int
-    assert bool(found)  # NeMo-RL asks for its truth
+    assert bool(found)  # NeMo-RL tests its truth value
     empty = get_flash_attention_kwargs(torch.zeros(0, dtype=torch.int64))
     assert (empty.cu_seqlens_q.tolist(), empty.max_seqlen_k) == ([0], 0)
 
@@ -89,7 +89,7 @@ DTYPES = [torch.int64, torch.int32, torch.uint8, torch.float32, torch.float64, t
 
 @st.composite
 def packings(draw):
-    """`input_ids [B, S]` or `[B, S, 2]`, lengths, and sizes that share out the rows."""
+    """`input_ids [B, S]` or `[B, S, 2]`, lengths, and the numbers of rows in each packed row."""
     lengths = draw(st.lists(st.integers(0, 9), max_size=8))
     width = max(lengths, default=0) + draw(st.integers(0, 3))
     sizes, left = [], len(lengths)
@@ -105,7 +105,7 @@ def packings(draw):
 
 @settings(max_examples=100, deadline=None)
 @given(packings())
-def test_packing_is_what_a_loop_over_tokens_does(case):
+def test_packing_equals_a_loop_over_tokens(case):
     ids, lengths, sizes, least = case
     packed, positions, mask = pack_sequences(ids, lengths, sizes, padding_value=1, min_seq_len=least)
     rows = iter(zip(ids, lengths.tolist(), strict=True))
@@ -159,7 +159,7 @@ def test_gradients_flow_through_packing_and_back():
 
 
 def test_sequences_in_a_packed_row_do_not_see_each_other():
-    """Attention with the mask of `pack_sequences` gives each sequence what it gets alone; the tail harms nobody."""
+    """Attention with the mask of `pack_sequences` gives each sequence its result alone; padding changes nothing."""
     hidden = torch.randn(3, 4, 8, requires_grad=True)
     packed, _, mask = pack_sequences(hidden, LENGTHS, [2, 1])
     query = packed[:, None]
@@ -190,7 +190,7 @@ def test_padded_and_packed_inputs_by_hand():
 @pytest.mark.parametrize("lengths", [torch.int64, torch.int32, torch.uint8])
 def test_the_model_gets_int64_from_any_integers(ids, lengths):
     long_row = torch.arange(250).to(ids)[None].repeat(2, 1)
-    counts = torch.tensor([250, 9], dtype=lengths)  # together more than uint8 can count
+    counts = torch.tensor([250, 9], dtype=lengths)  # their sum exceeds uint8
     for inputs in (padded_inputs(long_row, 4), packed_inputs(long_row, counts, 4)[0], padded_inputs(long_row)):
         assert inputs.input_ids.dtype == inputs.position_ids.dtype == torch.int64
     packed, bounds = packed_inputs(long_row, counts, 4)
@@ -214,7 +214,7 @@ WRONG_TYPES = {
     "no ids": (lambda: pack_sequences(None, LENGTHS, [3]), "got a NoneType"),
     "least as text": (lambda: pack_sequences(IDS, LENGTHS, [3], min_seq_len="8"), "min_seq_len .* integer, got '8'"),
     "no padding value": (lambda: pack_sequences(IDS, LENGTHS, [3], None), "padding_value must be a number, got None"),
-    "unpack a list": (lambda: unpack_tensor([[1, 2]], LENGTHS), r"must be a tensor \[1, L, ...\], .* got a list"),
+    "unpack a list": (lambda: unpack_tensor([[1, 2]], LENGTHS), r"takes a tensor \[1, L, ...\].* got a list"),
     "unpack by a list": (lambda: unpack_tensor(torch.zeros(1, 9), [2, 3, 4]), "1-D tensor of integers, got a list"),
     "cat lists": (lambda: group_and_cat_tensors([[1, 2], [3]], [2]), "list of tensors, got .*a list"),
     "cat None": (lambda: group_and_cat_tensors(None, [2]), "list of tensors, got a NoneType"),
@@ -225,7 +225,7 @@ WRONG_TYPES = {
 
 
 @pytest.mark.parametrize("case", WRONG_TYPES)
-def test_wrong_types_are_told(case):
+def test_wrong_types_are_rejected(case):
     call, message = WRONG_TYPES[case]
     with pytest.raises(BatchTypeError, match=message):
         call()
@@ -245,19 +245,19 @@ WRONG = {
         r"shape \[2, 4\], input_lengths has \[3\]",
     ),
     "1-D ids": (lambda: pack_sequences(IDS[0], LENGTHS[:1], [1]), r"must be \[B, S\] and \[B\]"),
-    "too long": (lambda: pack_sequences(IDS, LENGTHS + 1, [3]), r"lie in 3\.\.5; allowed is 0\.\.4"),
-    "negative length": (lambda: pack_sequences(IDS, LENGTHS - 3, [3]), r"lie in -1\.\.1"),
+    "too long": (lambda: pack_sequences(IDS, LENGTHS + 1, [3]), r"are in 3\.\.5; allowed is 0\.\.4"),
+    "negative length": (lambda: pack_sequences(IDS, LENGTHS - 3, [3]), r"are in -1\.\.1"),
     "sizes too few": (lambda: pack_sequences(IDS, LENGTHS, [2]), r"3 sequences .* sizes \[2\].* add up to 3"),
     "sizes too many": (lambda: pack_sequences(IDS, LENGTHS, [2, 2]), "add up to 3"),
-    "sizes negative": (lambda: pack_sequences(IDS, LENGTHS, [4, -1]), "integers of 0 or more"),
-    "sizes of floats": (lambda: pack_sequences(IDS, LENGTHS, [1.5, 1.5]), "integers of 0 or more"),
-    "sizes as a number": (lambda: pack_sequences(IDS, LENGTHS, 3), "integers of 0 or more"),
-    "unpack sizes as a number": (lambda: unpack_tensor(torch.zeros(1, 9), LENGTHS, 3), "integers of 0 or more"),
+    "sizes negative": (lambda: pack_sequences(IDS, LENGTHS, [4, -1]), "integers of at least 0"),
+    "sizes of floats": (lambda: pack_sequences(IDS, LENGTHS, [1.5, 1.5]), "integers of at least 0"),
+    "sizes as a number": (lambda: pack_sequences(IDS, LENGTHS, 3), "integers of at least 0"),
+    "unpack sizes as a number": (lambda: unpack_tensor(torch.zeros(1, 9), LENGTHS, 3), "integers of at least 0"),
     "least below 0": (lambda: pack_sequences(IDS, LENGTHS, [3], min_seq_len=-1), "min_seq_len must be at least 0"),
-    "sizes of strings": (lambda: pack_sequences(IDS, LENGTHS, ["3"]), "integers of 0 or more"),
-    "unpack 1-D": (lambda: unpack_tensor(torch.zeros(9), LENGTHS), r"must be a tensor \[1, L, ...\]"),
-    "unpack two rows by one": (lambda: unpack_tensor(torch.zeros(2, 9), LENGTHS), r"must be a tensor \[1, L, ...\]"),
-    "unpack too short": (lambda: unpack_tensor(torch.zeros(1, 8), LENGTHS), "have 9 tokens together.* 8 columns"),
+    "sizes of strings": (lambda: pack_sequences(IDS, LENGTHS, ["3"]), "integers of at least 0"),
+    "unpack 1-D": (lambda: unpack_tensor(torch.zeros(9), LENGTHS), r"takes a tensor \[1, L, ...\]"),
+    "unpack two rows by one": (lambda: unpack_tensor(torch.zeros(2, 9), LENGTHS), r"takes a tensor \[1, L, ...\]"),
+    "unpack too short": (lambda: unpack_tensor(torch.zeros(1, 8), LENGTHS), "have 9 tokens in total.* 8 columns"),
     "unpack too short for one of two": (lambda: unpack_tensor(torch.zeros(2, 4), LENGTHS, [2, 1]), "have 5 tokens"),
     "cat nothing": (lambda: group_and_cat_tensors([], []), "at least one tensor"),
     "cat a number": (lambda: group_and_cat_tensors([torch.tensor(1)], [1]), "dimension 0 as the sequence"),
@@ -271,7 +271,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_is_wrong_is_told(case):
+def test_invalid_sizes_are_rejected(case):
     call, message = WRONG[case]
     with pytest.raises(BatchError, match=message):
         call()

@@ -40,7 +40,7 @@ def expected(model, rows):
 
 @torch.no_grad()
 def scored(model: Any, data: BatchedDataDict[Any], cfg: Any, mbs: int) -> torch.Tensor:
-    """Log-probabilities `[B, S]` by way of the microbatches, in the order of the rows there."""
+    """Log-probabilities `[B, S]` computed in microbatches, in the order of the rows."""
     found = []
     iterator, count = get_microbatch_iterator(data, cfg, mbs, None, SimpleNamespace(eos_token_id=2))
     parts = list(iterator)
@@ -67,7 +67,7 @@ def close(got: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def test_the_images_matter(model, rows, expected):
-    """Else the other tests would show nothing."""
+    """Otherwise the other tests would prove nothing."""
     others = BatchedDataDict(rows)
     others["pixel_values"] = tiny_vlms.PackedTensor(
         [None if each is None else -each for each in rows["pixel_values"].tensors], rows["pixel_values"].dim_to_pack
@@ -79,7 +79,7 @@ def test_the_images_matter(model, rows, expected):
 
 @pytest.mark.parametrize("mbs", [1, 2, 4, 8])
 def test_padded_microbatches(model, rows, expected, mbs):
-    """With 2 and 4 rows with and without images stand in one microbatch, and one microbatch of 1 has none."""
+    """Sizes 2 and 4 mix rows with and without images in one microbatch; with size 1, one microbatch has no images."""
     close(scored(model, rows, FIXED, mbs), expected)
 
 
@@ -104,7 +104,7 @@ def test_dynamic_microbatches(model, rows, expected, tokens):
 
 
 def test_rows_without_images_in_between(family, model, rows, expected):
-    """Row 1 has none; after each row it makes a batch of 16, in which images stand at other places."""
+    """Row 1 has none; after each row it makes a batch of 16, with the images at other positions."""
     mixed = rows.select_indices([index for row in range(8) for index in (row, 1)])
     found = scored(model, mixed, FIXED, 16)
     close(found[::2], expected)

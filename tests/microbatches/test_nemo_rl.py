@@ -36,7 +36,7 @@ def test_padded_by_hand():
 
 def test_packed_by_hand():
     inputs = process_microbatch(rows_of([2, 3], 4), TOKENIZER, True, PACKED, cp_size=1)
-    assert inputs.input_ids.tolist() == [[1, 2, 11, 12, 13]]  # not filled up to 500
+    assert inputs.input_ids.tolist() == [[1, 2, 11, 12, 13]]  # not padded to 500
     assert inputs.position_ids.tolist() == [[0, 1, 0, 1, 2]]
     assert inputs.seq_len == 5
     assert inputs.attention_mask is None
@@ -63,11 +63,11 @@ def test_context_parallelism_by_hand(packing):
         inputs.cp_buffers, (inputs.input_ids, inputs.position_ids, inputs.seq_index), strict=True
     ):
         assert buffer is tensor
-        buffer.fill_(-5)  # as torch splits them in place
+        buffer.fill_(-5)  # as torch shards them in place
     assert torch.equal(rows["input_ids"], before)
 
 
-def test_context_parallelism_does_not_split_the_batch_itself():
+def test_context_parallelism_does_not_shard_the_batch_itself():
     rows = rows_of([4, 4])
     inputs = process_microbatch(rows, TOKENIZER, False, FIXED, cp_size=2)
     inputs.cp_buffers[0].fill_(-5)
@@ -87,17 +87,17 @@ def test_the_model_gets_int64_from_any_integers(ids, lengths, packing, cp_size):
         assert torch.equal(getattr(inputs, name), getattr(expected, name))
     if packing:
         assert inputs.flash_attn_kwargs.cu_seqlens_q.tolist() == [0, 2, 5]
-    assert rows["input_ids"].dtype == ids  # the rows are as they came
+    assert rows["input_ids"].dtype == ids  # the rows are unchanged
 
 
 @pytest.mark.parametrize(("eos", "pad", "filling"), [(3, 4, 3), (None, 4, 4), (None, None, 0), (0, 4, 0)])
-def test_what_fills_up(eos, pad, filling):
+def test_padding_token(eos, pad, filling):
     tokenizer = SimpleNamespace(eos_token_id=eos, pad_token_id=pad)
     inputs = process_microbatch(rows_of([3]), tokenizer, False, FIXED, cp_size=2)
     assert inputs.input_ids.tolist() == [[1, 2, 3, filling]]
 
 
-def test_media_go_to_the_model_which_makes_positions():
+def test_media_go_to_the_model_which_computes_positions():
     pixels = [torch.ones(2, 3), None]
     types = torch.tensor([[0, 1, 1], [0, 0, 0]])
     rows = rows_of([3, 2], pixel_values=PackedTensor(pixels, dim_to_pack=0), mm_token_type_ids=types)
@@ -119,10 +119,10 @@ def test_media_go_to_the_model_which_makes_positions():
         (True, PACKED, 2, "sequence packing and context parallelism"),
     ],
 )
-def test_media_are_refused_where_they_would_go_wrong(packing, cfg, cp_size, message):
+def test_media_are_rejected_with_unsupported_options(packing, cfg, cp_size, message):
     rows = rows_of([3, 2], pixel_values=PackedTensor([torch.ones(2, 3), None], dim_to_pack=0))
-    told = rf"multimodal rows \(pixel_values\) are not supported for {message}: switch that off"
-    with pytest.raises(BatchError, match=told):
+    expected = rf"multimodal rows \(pixel_values\) are not supported with {message}; disable it"
+    with pytest.raises(BatchError, match=expected):
         process_microbatch(rows, TOKENIZER, packing, cfg, cp_size)
     text = rows_of([3, 2])
     process_microbatch(text, TOKENIZER, packing, cfg, cp_size)

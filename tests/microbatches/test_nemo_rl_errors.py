@@ -1,4 +1,4 @@
-"""What is wrong with rows and settings is told by NeMo-RL's functions for microbatches and global batches."""
+"""NeMo-RL's functions for microbatches and global batches reject invalid rows and settings."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "lengths as a list": (lambda: one(changed(input_lengths=[2, 3])), "tensor of 2 lengths, got a list"),
     "one length": (lambda: one(changed(input_lengths=torch.tensor([2]))), "tensor of 2 lengths, got torch.int64"),
     "2-D lengths": (lambda: one(changed(input_lengths=torch.ones(2, 1).long())), "tensor of 2 lengths"),
-    "float lengths": (lambda: one(changed(input_lengths=torch.ones(2))), "whole numbers, got torch.float32"),
+    "float lengths": (lambda: one(changed(input_lengths=torch.ones(2))), "integers, got torch.float32"),
     "lengths over the width": (lambda: one(changed(input_lengths=torch.tensor([4, 1]))), r"1\.\.4; allowed is 0\.\.3"),
     "lengths under 0": (lambda: one(changed(input_lengths=torch.tensor([-4, 1]))), r"-4\.\.1; allowed is 0\.\.3"),
     "cp_size": (lambda: one(changed(), cp_size=0), "cp_size must be at least 1, got 0"),
@@ -60,9 +60,9 @@ WRONG: dict[str, tuple[Any, str]] = {
     "cp_size text": (lambda: one(changed(), cp_size="2"), "cp_size must be an integer, got '2'"),
     "cp_size None in many": (lambda: many(changed(), FIXED, cp_size=None), "cp_size must be an integer, got None"),
     "bool ids": (lambda: one(changed(input_ids=torch.ones(2, 3).bool())), r"token ids \[B, S\].* got torch.bool"),
-    "bool lengths": (lambda: one(changed(input_lengths=torch.ones(2).bool()), False), "must be whole numbers"),
-    "not planned": (lambda: many(changed(), PACKED), "no metadata of microbatches"),
-    "not planned, dynamic": (lambda: many(changed(), DYNAMIC), "no metadata of microbatches"),
+    "bool lengths": (lambda: one(changed(input_lengths=torch.ones(2).bool()), False), "must be integers"),
+    "not planned": (lambda: many(changed(), PACKED), "no microbatch metadata"),
+    "not planned, dynamic": (lambda: many(changed(), DYNAMIC), "no microbatch metadata"),
     "mesh": (lambda: many(changed(), FIXED, 1, mesh="dp"), "dp_mesh is a str"),
     "no ids in many": (lambda: many(changed(input_ids=None), FIXED), "input_ids must be present"),
     "cp_size in many": (lambda: many(changed(), FIXED, cp_size=-1), "cp_size must be at least 1, got -1"),
@@ -77,7 +77,7 @@ WRONG: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_is_wrong_is_told_at_once(case):
+def test_errors_are_raised_at_once(case):
     call, message = WRONG[case]
     with pytest.raises(BatchError, match=message):
         call()
@@ -99,7 +99,7 @@ VALUES = st.sampled_from(
     cfg=st.sampled_from([{}, FIXED, DYNAMIC, PACKED, {"dynamic_batching": None}, {**FIXED, "sequence_packing": 3}]),
     cp_size=st.sampled_from([1, 2]),
 )
-def test_any_input_works_or_is_told(ids, lengths, tokens, samples, cfg, cp_size):
+def test_any_input_works_or_raises_batch_error(ids, lengths, tokens, samples, cfg, cp_size):
     data = changed(input_ids=ids, input_lengths=lengths, token_mask=tokens, sample_mask=samples)
     data.micro_batch_indices, data.micro_batch_lengths = [[[0, 1], [1, 2]]], [[3, 3]]
     for call in (

@@ -8,8 +8,8 @@ import pytest
 from probe_forked import run_program
 
 pytestmark = [
-    pytest.mark.xdist_group("processing"),  # one start of the two ranks serves all
-    pytest.mark.timeout(240),  # over that of the ranks, who then tell what they wait for
+    pytest.mark.xdist_group("processing"),  # all cases share one start of the two ranks
+    pytest.mark.timeout(240),  # longer than the ranks' own, so that they report what they wait for
 ]
 
 RANKS = """
@@ -28,7 +28,7 @@ dist.init_process_group(
 )
 found = {}
 
-def told(name, call):
+def record(name, call):
     try:
         found[name] = call()
     except Exception as error:
@@ -62,16 +62,16 @@ world = dist.group.WORLD
 mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
 alone = [dist.new_group([each]) for each in (0, 1)][rank]
 
-told("counts", lambda: counts(batch(2 + rank), 2 + rank, world))
-told("none here", lambda: counts(planned([], 0) if rank else batch(2), None if rank else 2, world))
-told("not summed", lambda: counts(batch(2 + rank), 2 + rank, None))
+record("counts", lambda: counts(batch(2 + rank), 2 + rank, world))
+record("none here", lambda: counts(planned([], 0) if rank else batch(2), None if rank else 2, world))
+record("not summed", lambda: counts(batch(2 + rank), 2 + rank, None))
 ranges = [[[0, 1], [1, 3]], [[0, 1], [1, 2], [2, 4], [4, 5], [5, 6]]][rank]
 rows = [3, 6][rank]
-told("packed", lambda: numbers(planned(ranges, rows), packed, mesh))
-told("group", lambda: numbers(planned(ranges, rows), packed, world))
-told("default", lambda: numbers(planned(ranges, rows), packed, None))
-told("one rank groups", lambda: numbers(planned(ranges, rows), packed, alone))
-told("fixed", lambda: numbers(batch(1 + 2 * rank), {"dynamic_batching": off}, mesh))
+record("packed", lambda: numbers(planned(ranges, rows), packed, mesh))
+record("group", lambda: numbers(planned(ranges, rows), packed, world))
+record("default", lambda: numbers(planned(ranges, rows), packed, None))
+record("one rank groups", lambda: numbers(planned(ranges, rows), packed, alone))
+record("fixed", lambda: numbers(batch(1 + 2 * rank), {"dynamic_batching": off}, mesh))
 def no_rows(cfg):
     data = planned([], 0) if rank else planned([[0, 2], [2, 3]], 3)
     iterator, count = get_microbatch_iterator(data, cfg, 1, mesh, tokenizer)
@@ -80,10 +80,10 @@ def no_rows(cfg):
     masks = [p.data_dict[key].sum().item() for p in parts for key in ("token_mask", "sample_mask")]
     lengths = [p.data_dict["input_lengths"].tolist() for p in parts]
     return count, [p.processed_inputs.seq_len for p in parts], shapes, sum(masks), lengths
-told("no rows packed", lambda: no_rows(packed))
-told("no rows fixed", lambda: numbers(batch(0 if rank else 2), {"dynamic_batching": off}, mesh))
+record("no rows packed", lambda: no_rows(packed))
+record("no rows fixed", lambda: numbers(batch(0 if rank else 2), {"dynamic_batching": off}, mesh))
 two = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-told("two dimensions", lambda: numbers(batch(1), {"dynamic_batching": off}, two))
+record("two dimensions", lambda: numbers(batch(1), {"dynamic_batching": off}, two))
 def split():
     from torch.distributed.tensor.experimental import context_parallel
     data = batch(2)
@@ -91,7 +91,7 @@ def split():
     with context_parallel(mesh, buffers=inputs.cp_buffers, buffer_seq_dims=[1, 1, 1]):
         inside = [inputs.input_ids.tolist(), inputs.position_ids.tolist(), inputs.seq_index.tolist()]
     return inside, data["input_ids"].tolist()
-told("split", split)
+record("split", split)
 open(folder + f"/{rank}.json", "w").write(json.dumps(found))
 dist.destroy_process_group()
 if rank == 0:
@@ -128,19 +128,19 @@ def test_two_ranks_by_hand(ranks, case):
     assert [rank[case] for rank in ranks] == list(EXPECTED[case])
 
 
-def test_a_process_group_and_the_default_do_as_a_mesh(ranks):
+def test_a_process_group_and_the_default_act_like_a_mesh(ranks):
     assert (
         [rank["group"] for rank in ranks] == [rank["default"] for rank in ranks] == [rank["packed"] for rank in ranks]
     )
 
 
-def test_a_rank_without_rows_runs_dummies_that_count_for_nothing(ranks):
+def test_a_rank_without_rows_runs_dummies_that_contribute_nothing(ranks):
     count, widths, shapes, masks, lengths = ranks[1]["no rows packed"]
     assert (count, widths, masks, lengths) == (0, [1, 1], 0, [[1], [1]])
     assert shapes == {"input_ids": [[1, 1]] * 2, "number": [[1]] * 2, "lists": [[1, 1, 3]] * 2}
     assert ranks[0]["no rows packed"][:2] == [2, [8, 4]]
 
 
-def test_a_mesh_of_two_dimensions_is_told(ranks):
+def test_a_mesh_of_two_dimensions_is_rejected(ranks):
     for rank in ranks:
-        assert rank["two dimensions"].startswith("BatchError: dp_mesh has the dimensions ('dp', 'tp'); give the")
+        assert rank["two dimensions"].startswith("BatchError: dp_mesh has the dimensions ('dp', 'tp'); pass the")

@@ -1,4 +1,4 @@
-"""The tensors of a model by name, held to the files that transformers itself writes."""
+"""The named tensors of a model, compared with the files that transformers itself writes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, GPT2Config, Qwen3MoeConfig
 
-from rlframework.models.named_tensors import by_file_names, held_tensors
+from rlframework.models.named_tensors import by_file_names, named_tensors
 
 
 def file_shapes(folder):
@@ -18,21 +18,21 @@ def file_shapes(folder):
     return shapes
 
 
-def held(model):
-    return by_file_names(model, held_tensors(model))
+def saved_tensors(model):
+    return by_file_names(model, named_tensors(model))
 
 
-def test_a_tied_head_stands_once_as_the_embedding(tiny_llama):
+def test_a_tied_head_appears_once_as_the_embedding(tiny_llama):
     model = AutoModelForCausalLM.from_pretrained(tiny_llama)
     assert model.config.tie_word_embeddings
-    assert {name: tuple(tensor.shape) for name, tensor in held(model).items()} == file_shapes(tiny_llama)
+    assert {name: tuple(tensor.shape) for name, tensor in saved_tensors(model).items()} == file_shapes(tiny_llama)
 
 
-def test_buffers_that_are_not_saved_are_left_out(tmp_path):
+def test_buffers_that_are_not_saved_are_omitted(tmp_path):
     model = AutoModelForCausalLM.from_config(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=11, n_positions=16))
-    model.register_buffer("of_a_moment", torch.zeros(1), persistent=False)
+    model.register_buffer("temporary", torch.zeros(1), persistent=False)
     model.save_pretrained(tmp_path)
-    assert {name: tuple(tensor.shape) for name, tensor in held(model).items()} == file_shapes(tmp_path)
+    assert {name: tuple(tensor.shape) for name, tensor in saved_tensors(model).items()} == file_shapes(tmp_path)
 
 
 def test_experts_have_the_names_of_files_and_are_views(tmp_path):
@@ -50,7 +50,7 @@ def test_experts_have_the_names_of_files_and_are_views(tmp_path):
     )
     model = AutoModelForCausalLM.from_config(config)
     model.save_pretrained(tmp_path)
-    tensors = held(model)
+    tensors = saved_tensors(model)
     assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == file_shapes(tmp_path)
     assert not any(tensor.requires_grad for tensor in tensors.values())
     tensors["model.layers.0.mlp.experts.1.down_proj.weight"].fill_(7.0)

@@ -1,4 +1,4 @@
-"""Packed rows by one kernel: what it is handed, with a stand-in that does what torch says that the kernel does."""
+"""Packed rows in one kernel: its arguments, tested with a stand-in that follows torch's documentation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlframework.models import attention, varlen
 
 
 def stand_in(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa=False):
-    """`varlen_attn` by its documentation, one sequence and one query at a time: `[T, heads, D]` in and out."""
+    """`varlen_attn` as documented, one sequence and one query at a time: `[T, heads, D]` in and out."""
     assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
     assert max_q == max_k == int(cu_seq_q.diff().max())
     left, right = window_size
@@ -31,7 +31,7 @@ def stand_in(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, wind
 
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("kv_heads", [1, 4])
-def test_the_kernel_is_handed_what_goes_sequence_by_sequence(monkeypatch, kv_heads, window):
+def test_the_kernel_gets_the_arguments_of_the_attention_by_sequence(monkeypatch, kv_heads, window):
     torch.manual_seed(0)
     query = torch.randn(1, 4, 12, 8)
     key, value = torch.randn(2, 1, kv_heads, 12, 8)
@@ -48,7 +48,7 @@ def test_this_torch_has_the_kernel():
     assert varlen.kernel() is not None
 
 
-def test_a_cpu_and_fp32_go_without_it():
+def test_the_kernel_is_not_used_on_a_cpu_or_in_fp32():
     assert not varlen.usable(torch.zeros(1, dtype=torch.bfloat16))
     assert not varlen.usable(torch.zeros(1))
 
@@ -56,7 +56,7 @@ def test_a_cpu_and_fp32_go_without_it():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("window", [None, 3])
-def test_the_kernel_gives_what_goes_sequence_by_sequence(monkeypatch, window):
+def test_the_kernel_equals_the_attention_by_sequence(monkeypatch, window):
     torch.manual_seed(0)
     made = [torch.randn(1, heads, 300, 64, device="cuda", dtype=torch.bfloat16) for heads in (4, 2, 2)]
     segments, results = attention.Segments([0, 100, 101, 300]), []

@@ -101,23 +101,23 @@ def test_linter_and_formatter_of_the_project_are_content_with_it(name, folder):
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("", "small letters"),
-        ("Mine", "small letters"),
-        ("my-engine", "small letters"),
-        ("1st", "small letters"),
-        ("_mine", "small letters"),
-        ("a" * 25, "it has 25 letters, and 24 are the most"),
-        ("class", "standard module of Python"),
-        ("json", "standard module of Python"),
-        ("optimizer", "`policy.optimizer` is a key"),
-        ("dtensor", "rlframework-dtensor 0.1.0 is installed and has it"),
-        ("core", "rlframework-core 0.1.0 is installed"),
+        ("", "lowercase letters"),
+        ("Mine", "lowercase letters"),
+        ("my-engine", "lowercase letters"),
+        ("1st", "lowercase letters"),
+        ("_mine", "lowercase letters"),
+        ("a" * 25, "it has 25 characters, but at most 24"),
+        ("class", "Python keyword or standard module"),
+        ("json", "Python keyword or standard module"),
+        ("optimizer", "`policy.optimizer` is already a configuration key"),
+        ("dtensor", "used by rlframework-dtensor 0.1.0"),
+        ("core", "rlframework-core 0.1.0 is already installed"),
     ],
 )
 def test_a_name_that_cannot_be_is_one_error_and_nothing_is_written(folder, capsys, name, told):
     assert call("new-backend", name) == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"error: no backend can be called {name!r}: ")
+    assert error.startswith(f"error: {name!r} cannot be the name of a backend: ")
     assert told in error
     assert not list(folder.iterdir())
 
@@ -125,7 +125,7 @@ def test_a_name_that_cannot_be_is_one_error_and_nothing_is_written(folder, capsy
 def test_the_name_of_a_python_package_that_is_there_is_taken(folder, monkeypatch):
     (folder / "rlframework_taken").mkdir()
     monkeypatch.syspath_prepend(folder)
-    with pytest.raises(ConfigError, match="there is a Python module rlframework_taken already"):
+    with pytest.raises(ConfigError, match="the Python module rlframework_taken already exists"):
         write_backend("taken", folder / "new")
     assert not (folder / "new").exists()
 
@@ -142,7 +142,7 @@ def test_a_place_that_is_taken_is_left_as_it_is(folder):
     (folder / "full" / "note").write_text("mine")
     (folder / "file").write_text("mine")
     (folder / "link").symlink_to(folder / "nowhere")
-    for place, told in (("full", "there is something in it"), ("file", "is no folder"), ("link", "is no folder")):
+    for place, told in (("full", "it is not empty"), ("file", "is not a folder"), ("link", "is not a folder")):
         with pytest.raises(ConfigError, match=told):
             write_backend("mine", place)
     assert sorted(path.name for path in folder.iterdir()) == ["file", "full", "link"]
@@ -150,7 +150,7 @@ def test_a_place_that_is_taken_is_left_as_it_is(folder):
 
 
 def test_the_current_folder_is_not_exchanged_under_ones_feet(folder):
-    with pytest.raises(ConfigError, match="it is the current one"):
+    with pytest.raises(ConfigError, match="it is the current directory"):
         write_backend("mine", ".")
     assert not list(folder.iterdir())
 
@@ -180,7 +180,7 @@ def test_the_core_that_it_asks_for_ends_before_what_may_break_it(version, expect
 
 
 def test_the_example_was_made_with_it():
-    """What the example did not fill in is the template of now, and its methods stand in the template's order."""
+    """The parts that the example did not fill in equal the current template, and its methods are in the same order."""
     template = backend_files(Names("ddp"))
     filled = {"README.md", "pyproject.toml", *(f"rlframework_ddp/{name}.py" for name in ("plugin", "config", "worker"))}
     for path, text in template.items():

@@ -1,12 +1,14 @@
-"""Lines for a log, the display for a terminal."""
+"""Console output: plain lines, and the live display on a terminal."""
 
 import io
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 
 from rlframework.observers.console import ConsoleObserver, Pace, duration, pace_text
 from rlframework.plugins.hookspec import RunInfo
+from rlframework.training.loop import StepLoop
 
 
 class Clock:
@@ -37,7 +39,7 @@ def begin(stream, clock, tmp_path, steps=60, name="grpo"):
     return observer
 
 
-def test_a_line_has_the_step_the_known_metrics_the_pace_and_what_remains(tmp_path, clock):
+def test_lines_show_step_known_metrics_pace_and_remaining_time(tmp_path, clock):
     stream = io.StringIO()
     observer = begin(stream, clock, tmp_path)
     for step in range(13):
@@ -57,18 +59,23 @@ def test_a_line_has_the_step_the_known_metrics_the_pace_and_what_remains(tmp_pat
     assert line == ("step 12/60  reward 0.410  accuracy 0.520  loss -0.01235  KL 0.05  1.8 s/step, remaining 1m26s")
 
 
-def test_throughput_and_memory_show_where_they_were_measured(tmp_path, clock):
+def test_throughput_and_peak_memory_are_shown_if_measured(tmp_path, clock):
     stream = io.StringIO()
     observer = begin(stream, clock, tmp_path, steps=1)
-    metrics = {"train/loss": 0.5, "throughput/tokens_per_second": 1234.6, "memory/rss_mb": 2048.4}
+    metrics = {
+        "train/loss": 0.5,
+        "throughput/tokens_per_second": 1234.6,
+        "memory/rss_mb": 2048.4,
+        "memory/peak_mb": 4096.4,
+    }
     observer.rlframework_step_finished(1, metrics)
     assert (
         stream.getvalue().splitlines()[1]
-        == "step 1/1  loss 0.5  1,235 tokens/s  memory 2,048 MB  0 s/step, remaining 0s"
+        == "step 1/1  loss 0.5  1,235 tokens/s  peak worker memory 4,096 MiB  0 s/step, remaining 0s"
     )
 
 
-def test_supervised_metrics_show_validation_where_it_was_measured(tmp_path, clock):
+def test_validation_metrics_are_shown_if_measured(tmp_path, clock):
     stream = io.StringIO()
     observer = begin(stream, clock, tmp_path, steps=2, name="sft")
     observer.rlframework_step_finished(0, {"validation/accuracy": 0.0})
@@ -99,7 +106,7 @@ def test_fast_steps_do_not_flood_the_log_and_slow_ones_all_show(tmp_path, clock)
     assert lines(12.0, 50) == 50
 
 
-def test_validation_and_the_last_step_show_however_fast(tmp_path, clock):
+def test_validation_and_the_last_step_are_always_shown(tmp_path, clock):
     stream = io.StringIO()
     observer = begin(stream, clock, tmp_path, steps=5)
     for step in range(1, 6):
@@ -108,16 +115,16 @@ def test_validation_and_the_last_step_show_however_fast(tmp_path, clock):
     assert shown == ["1/5", "3/5", "5/5"]
 
 
-def test_a_terminal_gets_a_display_and_gets_its_cursor_back(tmp_path, clock, monkeypatch):
+def test_a_terminal_gets_a_display_and_its_cursor_is_restored(tmp_path, clock, monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     stream = Terminal()
     observer = begin(stream, clock, tmp_path)
     clock.now += 2.0
-    observer.rlframework_step_finished(1, {"train/reward": 0.25, "memory/rss_mb": 1234.0})
+    observer.rlframework_step_finished(1, {"train/reward": 0.25, "memory/rss_mb": 99.0, "memory/peak_mb": 1234.0})
     shown = stream.getvalue()
     assert "1/60" in shown
     assert "reward 0.250" in shown
-    assert "memory 1,234 MB" in shown
+    assert "peak worker memory 1,234 MiB" in shown
     assert "\x1b[?25l" in shown  # hides the cursor
     observer.rlframework_run_finished({"train/reward": 0.25})
     observer.close()
@@ -125,7 +132,7 @@ def test_a_terminal_gets_a_display_and_gets_its_cursor_back(tmp_path, clock, mon
     assert "grpo finished after 1 steps in 2s" in stream.getvalue()
 
 
-def test_a_failed_run_gives_the_terminal_back_too(tmp_path, clock, monkeypatch):
+def test_a_failed_run_restores_the_terminal(tmp_path, clock, monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     stream = Terminal()
     observer = begin(stream, clock, tmp_path)
@@ -176,3 +183,35 @@ def test_the_time_before_the_first_step_is_not_part_of_the_pace():
 )
 def test_durations(seconds, text):
     assert duration(seconds) == text
+
+
+class OneStep(StepLoop):
+    """A loop whose step returns no metrics, with a policy of workers that report `infos`."""
+
+    def __init__(self, infos):
+        self.parts = SimpleNamespace(
+            policy=SimpleNamespace(reset_peak_memory_stats=lambda: None, get_info=lambda: infos),
+            generation=SimpleNamespace(pop_metrics=dict),
+        )
+        self.profiling = SimpleNamespace(step=lambda step: nullcontext())
+        self.recorder = SimpleNamespace(require=lambda step: None)
+
+    def train_step(self, step, timer):
+        return {}, []
+
+
+@pytest.mark.parametrize(
+    ("infos", "shown"),
+    [
+        ([{"peak_memory_bytes": 700 << 20}, {"peak_memory_bytes": 900 << 20}, {}], "peak worker memory 900 MiB"),
+        ([{}, {}], None),
+    ],
+)
+def test_the_printed_memory_is_the_largest_peak_of_the_workers(infos, shown, tmp_path, clock):
+    stream = io.StringIO()
+    observer = begin(stream, clock, tmp_path, steps=1)
+    metrics, _ = OneStep(infos)._timed_step(1)
+    assert metrics["memory/rss_mb"] > 0  # of the driver, which is not printed
+    observer.rlframework_step_finished(1, metrics)
+    memory = [part for part in stream.getvalue().splitlines()[1].split("  ") if "memory" in part]
+    assert memory == ([] if shown is None else [shown])

@@ -1,4 +1,4 @@
-"""The picture of a run, and the series under it."""
+"""The plot of a run's training curves, and its series."""
 
 import math
 from types import SimpleNamespace
@@ -22,19 +22,19 @@ def figure(phases, along="steps"):
     return curve._figure(curve._phases(phases, along), "title", along)
 
 
-def test_smoothing_is_the_mean_of_neighbours_and_shrinks_at_the_ends():
+def test_smoothing_is_a_centred_mean_truncated_at_the_ends():
     assert smooth([1.0, 2.0, 6.0, 4.0], 3) == pytest.approx([1.5, 3.0, 4.0, 5.0])
     assert smooth([1.0, 5.0], 1) == [1.0, 5.0]
     assert smooth([], 5) == []
 
 
-def test_series_leave_out_what_is_missing_and_not_finite():
+def test_series_skip_missing_and_non_finite_values():
     rows = [{"a": 1.0}, {"b": 2.0}, {"a": math.nan}, {"a": 4.0}]
     assert series(rows, "a", [10.0, 20.0, 30.0, 40.0]) == ([10.0, 40.0], [1.0, 4.0])
     assert series(rows, "c", [10.0, 20.0, 30.0, 40.0]) == ([], [])
 
 
-def test_places_along_the_axis():
+def test_positions_on_the_axis():
     assert last_step([]) == 0
     assert last_step([{}, {}]) == 2
     assert last_step(SFT) == 10
@@ -51,13 +51,13 @@ def test_phases_follow_each_other_with_a_line_between_them():
     assert {text.get_text() for text in top.texts} >= {"sft", "grpo", "75%"}
 
 
-def test_loss_and_kl_have_panels_where_they_exist():
+def test_loss_and_kl_get_panels_if_they_exist():
     titles = [axes.get_title(loc="left") for axes in figure([("sft", SFT), ("grpo", GRPO)]).axes[1:]]
     assert titles == ["sft: loss", "grpo: loss", "grpo: KL to reference (nats/token)"]
     assert len(figure([("run", [{"train/reward": 0.5}])]).axes) == 1
 
 
-def test_a_reward_outside_zero_to_one_leaves_accuracy_an_axis_of_its_own():
+def test_a_reward_outside_zero_to_one_gives_accuracy_its_own_axis():
     rows = [{"train/reward": -2.0, "validation/accuracy": 0.5}, {"train/reward": 3.0, "validation/accuracy": 0.6}]
     reward, accuracy = figure([("grpo", rows)]).axes[:2]
     assert reward.get_ylim()[0] <= -2.0
@@ -65,7 +65,7 @@ def test_a_reward_outside_zero_to_one_leaves_accuracy_an_axis_of_its_own():
     assert accuracy.get_ylim() == pytest.approx((-0.03, 1.08))
 
 
-def test_small_shares_fill_the_picture():
+def test_small_fractions_fill_the_plot():
     rows = [
         {"train/reward": 0.01, "validation/accuracy": 0.02},
         {"train/reward": math.nan, "validation/accuracy": 0.06},
@@ -75,7 +75,7 @@ def test_small_shares_fill_the_picture():
     assert figure([("grpo", nothing)]).axes[0].get_ylim() == pytest.approx((-0.03, 1.08))
 
 
-def test_seconds_come_from_the_time_of_the_steps():
+def test_seconds_are_summed_from_the_step_times():
     top = figure([("sft", [{"time/step": 5.0}]), ("grpo", GRPO)], along="seconds").axes[0]
     [reward] = [line for line in top.get_lines() if line.get_label() == "training reward"]
     assert list(reward.get_xdata()) == [7, 9, 11, 13, 15]
@@ -85,13 +85,13 @@ def test_seconds_come_from_the_time_of_the_steps():
 @pytest.mark.parametrize(
     "histories", [[], [("", [])], [("sft", SFT), ("grpo", GRPO)], [("x", [{"train/loss": math.nan}])]]
 )
-def test_the_picture_is_a_png_and_nothing_else_is_left(tmp_path, histories):
+def test_the_curve_is_a_png_and_no_other_file_remains(tmp_path, histories):
     path = draw_curve(histories, tmp_path / "deep" / "curve.png", "title")
     assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     assert [entry.name for entry in path.parent.iterdir()] == ["curve.png"]
 
 
-def test_the_observer_draws_what_it_heard_at_the_end(tmp_path):
+def test_the_observer_draws_the_recorded_steps_at_the_end(tmp_path):
     named = SimpleNamespace(algorithm=SimpleNamespace(name="grpo"), environment=SimpleNamespace(name="addition"))
     observer = CurveObserver()
     observer.rlframework_step_finished(1, {"train/reward": 0.5})
@@ -100,8 +100,8 @@ def test_the_observer_draws_what_it_heard_at_the_end(tmp_path):
     assert (tmp_path / "curve.png").stat().st_size > 1000
 
 
-def test_the_curve_of_a_run_that_went_on_has_the_steps_before(tmp_path, monkeypatch):
-    """Steps 1 to 3 were told by the process before; this one goes on from step 2."""
+def test_the_curve_of_a_resumed_run_includes_earlier_steps(tmp_path, monkeypatch):
+    """An earlier process recorded steps 1 to 3; this one resumes from step 2."""
     named = SimpleNamespace(algorithm=SimpleNamespace(name="sft"), environment=SimpleNamespace(name="addition"))
     (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {n}, "train/loss": {n}}}\n' for n in (1, 2, 3)))
     drawn = []

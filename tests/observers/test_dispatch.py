@@ -1,4 +1,4 @@
-"""Who is told what, and what an observer that raises does to the rest."""
+"""Dispatch of events to observers, and isolation of observers that raise."""
 
 import sys
 import types
@@ -87,7 +87,7 @@ def test_every_hook_gets_its_arguments(info, tmp_path):
     ]
 
 
-def test_an_observer_that_raises_is_reported_once_and_dropped_and_the_others_go_on(info, capsys):
+def test_an_observer_that_raises_is_reported_once_and_disabled(info, capsys):
     raises, recorder = Raises(), Recorder()
     with Observers(NONE, info, relay(recorder, raises)) as observers:
         for step in (1, 2, 3):
@@ -112,7 +112,7 @@ def test_a_keyboard_interrupt_in_an_observer_ends_the_run(info):
         observers.step_finished(1, {})
 
 
-def test_an_observer_that_leaves_python_is_dropped_like_any_other(info, capsys):
+def test_an_observer_that_calls_exit_is_disabled_like_any_other(info, capsys):
     class Leaves:
         @hookimpl
         def rlframework_step_finished(self):
@@ -123,7 +123,7 @@ def test_an_observer_that_leaves_python_is_dropped_like_any_other(info, capsys):
     observers.step_finished(1, {})
     observers.step_finished(2, {})
     assert len(recorder.seen) == 2
-    assert capsys.readouterr().err.count("'Leaves' failed and is left out; the run goes on: SystemExit: 3") == 1
+    assert capsys.readouterr().err.count("'Leaves' failed and is disabled; the run continues: SystemExit: 3") == 1
 
 
 def test_an_observer_cannot_change_what_the_next_one_sees(info, capsys):
@@ -141,7 +141,7 @@ def test_an_observer_cannot_change_what_the_next_one_sees(info, capsys):
     assert "TypeError" in capsys.readouterr().err
 
 
-def test_a_wrapper_around_an_observer_hook_is_refused_and_said_so(info, capsys):
+def test_a_wrapper_around_an_observer_hook_is_rejected_with_a_warning(info, capsys):
     class Wraps:
         @hookimpl(wrapper=True)
         def rlframework_step_finished(self):
@@ -179,7 +179,7 @@ def test_core_observers_are_closed_after_a_failed_run_and_run_finished_is_not_ca
     assert events == ["started", "closed"]
 
 
-def test_a_core_observer_that_cannot_be_made_is_reported_and_the_others_work(info, capsys):
+def test_a_core_observer_that_cannot_be_constructed_is_reported(info, capsys):
     config = NONE.model_copy(update={"jsonl": True, "console": True})
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "rlframework.observers.console", None)
@@ -198,7 +198,7 @@ def test_every_switch_of_the_section_has_an_observer_with_hooks(name, info):
     observers._core.check_pending()
 
 
-def test_a_plugin_module_of_the_configuration_hears_of_the_run(info, monkeypatch):
+def test_a_plugin_module_of_the_configuration_is_notified(info, monkeypatch):
     module = types.ModuleType("listener_for_this_test")
     heard = []
 

@@ -1,4 +1,4 @@
-"""`environment.json`: what it says, what it never says, and what a run that goes on keeps of it."""
+"""`environment.json`: its content, what it never contains, and its update by a resumed run."""
 
 import json
 import subprocess
@@ -12,7 +12,7 @@ from rlframework.observers.host import Gpu, available_memory, free_disk, gpus, t
 from rlframework.plugins.manager import create_manager
 
 
-def test_it_names_versions_plugins_and_the_machine(tmp_path):
+def test_it_records_versions_plugins_and_the_machine(tmp_path):
     written = write_environment(tmp_path / "run", create_manager().listing())
     found = read_environment(tmp_path / "run")
     assert found == written
@@ -24,7 +24,7 @@ def test_it_names_versions_plugins_and_the_machine(tmp_path):
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["environment.json"]
 
 
-def test_variables_that_are_not_listed_and_users_are_not_in_it(tmp_path, monkeypatch):
+def test_it_contains_no_unlisted_variables_and_no_user_names(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "not-for-anybody")
     monkeypatch.setenv("USER", "ada-of-the-test")
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
@@ -36,7 +36,7 @@ def test_variables_that_are_not_listed_and_users_are_not_in_it(tmp_path, monkeyp
     assert json.loads(text)["variables"]["OMP_NUM_THREADS"] == "3"
 
 
-def test_a_run_that_goes_on_keeps_its_id_and_what_it_ran_on(tmp_path):
+def test_a_resumed_run_keeps_its_id_and_earlier_environments(tmp_path):
     first, second, third = (write_environment(tmp_path) for _ in range(3))
     assert first["run_id"] == second["run_id"] == third["run_id"] == run_id(tmp_path)
     assert "earlier" not in first
@@ -68,7 +68,7 @@ def test_the_commit_of_the_working_directory(tmp_path, monkeypatch):
     assert write_environment(tmp_path / "c")["git"] == {"commit": commit, "changed": True}
 
 
-def test_gpus_are_those_that_the_process_may_see(monkeypatch):
+def test_only_visible_gpus_are_listed(monkeypatch):
     printed = "NVIDIA A, 1000, 900\nNVIDIA B, 2000, 1500\nNVIDIA MIG, [N/A], [N/A]\n"
     monkeypatch.setattr(host, "command_output", lambda command: printed)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -80,13 +80,13 @@ def test_gpus_are_those_that_the_process_may_see(monkeypatch):
     assert gpus() == []
 
 
-def test_a_program_that_is_missing_or_fails_says_nothing():
+def test_a_missing_or_failing_program_has_no_output():
     assert host.command_output(["no-such-program-here"]) is None
     assert host.command_output(["false"]) is None
     assert host.command_output(["echo", "x"]) == "x\n"
 
 
-def test_a_container_s_limit_counts(tmp_path, monkeypatch):
+def test_the_memory_limit_of_a_container_is_respected(tmp_path, monkeypatch):
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal:       1000 kB\nMemFree: 1 kB\nMemAvailable:    600 kB\n")
     monkeypatch.setattr(host, "_MEMINFO", meminfo)
@@ -99,5 +99,5 @@ def test_a_container_s_limit_counts(tmp_path, monkeypatch):
     assert (total_memory(), available_memory()) == (1000 << 10, 600 << 10)
 
 
-def test_free_disk_of_a_folder_that_is_not_there_is_that_of_the_one_above(tmp_path):
+def test_free_disk_of_a_missing_folder_is_that_of_its_parent(tmp_path):
     assert abs(free_disk(tmp_path / "a" / "b") - free_disk(tmp_path)) < 1 << 30

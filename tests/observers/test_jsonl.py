@@ -1,4 +1,4 @@
-"""The files that a run leaves, and reading them back."""
+"""Writing and reading back `metrics.jsonl` and `samples.jsonl`."""
 
 import json
 import math
@@ -37,7 +37,7 @@ def test_a_line_is_on_disk_after_each_step(tmp_path):
     observer.close()
 
 
-def test_numbers_that_are_not_finite_are_valid_json_and_come_back(tmp_path):
+def test_non_finite_numbers_survive_a_round_trip_as_valid_json(tmp_path):
     observer = started(tmp_path)
     values = {"a": math.nan, "b": math.inf, "c": -math.inf, "d": 1.0}
     observer.rlframework_step_finished(1, values, [SampleRecord("p", "c", math.nan, 1)])
@@ -50,7 +50,7 @@ def test_numbers_that_are_not_finite_are_valid_json_and_come_back(tmp_path):
     assert (row["b"], row["c"], row["d"]) == (math.inf, -math.inf, 1.0)
 
 
-def test_samples_are_one_object_each_with_text_as_it_was(tmp_path):
+def test_each_sample_is_one_object_with_unchanged_text(tmp_path):
     observer = started(tmp_path)
     text = 'one\ntwo "ü" \u2028 \ud83d'.encode("utf-8", "ignore").decode()
     observer.rlframework_step_finished(3, {}, [SampleRecord("1+1=", text, 1.0, 3, "validation")])
@@ -61,14 +61,14 @@ def test_samples_are_one_object_each_with_text_as_it_was(tmp_path):
     assert strict(file) == {"run": tmp_path.name, **expected}
 
 
-def test_no_samples_file_when_none_are_wanted(tmp_path):
+def test_no_samples_file_if_samples_are_disabled(tmp_path):
     observer = started(tmp_path, samples=0)
     observer.rlframework_step_finished(1, {}, [SampleRecord("p", "c", 0.0, 1)])
     observer.close()
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_appends_behind_the_last_whole_line(tmp_path):
+def test_appends_after_the_last_complete_line(tmp_path):
     file = tmp_path / "metrics.jsonl"
     file.write_text('{"step": 1, "x": 1.0}\n{"step": 2, "x"')
     observer = started(tmp_path)
@@ -77,34 +77,34 @@ def test_appends_behind_the_last_whole_line(tmp_path):
     assert [(row["step"], row["x"]) for row in read_history(file)] == [(1.0, 1.0), (2.0, 5.0)]
 
 
-def test_a_half_line_alone_is_cut_off_to_nothing(tmp_path):
+def test_a_single_incomplete_line_is_removed(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"st')
     started(tmp_path).close()
     assert (tmp_path / "metrics.jsonl").read_text() == ""
 
 
-def test_history_of_a_run_that_went_on_from_an_earlier_step(tmp_path):
+def test_history_of_a_run_resumed_from_an_earlier_step(tmp_path):
     file = tmp_path / "metrics.jsonl"
     rows = [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0), (3, 30.0), (4, 40.0)]
     file.write_text("".join(json.dumps({"step": step, "x": value}) + "\n" for step, value in rows))
     assert [(row["step"], row["x"]) for row in read_history(file)] == [(1, 1.0), (2, 2.0), (3, 30.0), (4, 40.0)]
 
 
-def test_history_joins_two_rows_of_one_step(tmp_path):
+def test_history_merges_two_rows_of_one_step(tmp_path):
     file = tmp_path / "metrics.jsonl"
     file.write_text('{"step": 1, "a": 1.0}\n{"step": 1, "b": 2.0}\n')
     assert read_history(file) == [{"step": 1.0, "a": 1.0, "b": 2.0}]
 
 
 @pytest.mark.parametrize("bad", ["not json", '["step"]', '{"x": 1.0}', '{"step": 1, "x": "word"}', '{"step": null}'])
-def test_history_names_the_line_that_is_bad(tmp_path, bad):
+def test_history_names_an_invalid_line(tmp_path, bad):
     file = tmp_path / "metrics.jsonl"
     file.write_text(f'{{"step": 0}}\n{bad}\n{{"step": 2}}\n')
     with pytest.raises(DataError, match=r"metrics\.jsonl, line 2"):
         read_history(file)
 
 
-def test_history_leaves_out_a_last_line_that_was_cut(tmp_path):
+def test_history_ignores_an_incomplete_last_line(tmp_path):
     file = tmp_path / "metrics.jsonl"
     file.write_text('{"step": 0}\n{"step": 1, "x": 1')
     assert read_history(file) == [{"step": 0.0}]
@@ -115,7 +115,7 @@ def test_no_history_is_a_data_error(tmp_path):
         read_history(tmp_path / "metrics.jsonl")
 
 
-def test_bytes_that_are_no_text_are_told(tmp_path):
+def test_bytes_that_are_not_utf8_are_reported(tmp_path):
     (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n\xff\xfe\n')
     with pytest.raises(DataError, match=r"cannot read .*metrics\.jsonl: it is not UTF-8 text"):
         read_history(tmp_path / "metrics.jsonl")
@@ -131,7 +131,7 @@ def test_bytes_that_are_no_text_are_told(tmp_path):
         ([], 2, []),
     ],
 )
-def test_what_a_run_does_again_is_cut_off(tmp_path, steps, last, kept):
+def test_repeated_steps_are_truncated(tmp_path, steps, last, kept):
     for name in ("metrics.jsonl", "samples.jsonl"):
         (tmp_path / name).write_text("".join(f'{{"step": {step}, "text": "\\u00e4"}}\n' for step in steps) + '{"st')
     drop_steps_after(tmp_path, last)
@@ -139,6 +139,6 @@ def test_what_a_run_does_again_is_cut_off(tmp_path, steps, last, kept):
         assert [json.loads(line)["step"] for line in (tmp_path / name).read_text().splitlines()] == kept
 
 
-def test_nothing_is_cut_off_where_nothing_was_written(tmp_path):
+def test_truncating_missing_files_does_nothing(tmp_path):
     drop_steps_after(tmp_path, 3)
     assert list(tmp_path.iterdir()) == []

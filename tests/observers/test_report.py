@@ -1,4 +1,4 @@
-"""The page of a run: what is read, what is kept of it, and that text from a run stays text."""
+"""The report page: reading runs, thinning their data, and keeping text from runs inert."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rlframework.observers.report.facts import facts_of, headline_of
 from rlframework.observers.report.metrics import arrange
 from rlframework.observers.report.page import render
 from rlframework.observers.report.reading import Run, names_of, read_run, read_runs
-from rlframework.observers.report.settings import environment_of, flat
+from rlframework.observers.report.settings import environment_of, flatten
 from rlframework.observers.report.thinning import smoothed, thin, thin_samples
 
 CONFIG = """
@@ -73,7 +73,7 @@ def call(*args: str) -> int:
 
 def test_the_command_writes_the_page_and_pictures(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("report", str(run_dir)) == 0
-    assert capsys.readouterr().out.startswith(f"done: {run_dir / 'report.html'} (")
+    assert capsys.readouterr().out.startswith(f"wrote {run_dir / 'report.html'} (")
     data = data_of((run_dir / "report.html").read_text())
     assert data["title"] == "a"
     [run] = data["runs"]
@@ -85,7 +85,7 @@ def test_the_command_writes_the_page_and_pictures(run_dir: Path, capsys: pytest.
     assert (run_dir / "report-figures" / "outcome.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_several_runs_go_where_the_options_say(run_dir: Path, tmp_path: Path) -> None:
+def test_the_report_of_several_runs_is_written_where_the_options_say(run_dir: Path, tmp_path: Path) -> None:
     other = tmp_path / "runs" / "b"
     other.mkdir()
     (other / "metrics.jsonl").write_text(lines(ROWS[:2]))
@@ -99,7 +99,7 @@ def test_several_runs_go_where_the_options_say(run_dir: Path, tmp_path: Path) ->
     assert (pictures / "outcome.png").exists()
 
 
-def test_the_head_says_what_the_run_was_and_how_far_it_came(run_dir: Path) -> None:
+def test_the_summary_shows_settings_and_progress_of_the_run(run_dir: Path) -> None:
     run = read_run(run_dir, "a")
     facts = dict(facts_of(run))
     assert facts["algorithm"] == "grpo"
@@ -116,7 +116,7 @@ def test_the_head_says_what_the_run_was_and_how_far_it_came(run_dir: Path) -> No
     assert headline_of(read_run(run_dir, "a"))["state"] == "finished"
 
 
-def test_a_run_that_was_cut_off_is_read_up_to_there(run_dir: Path) -> None:
+def test_an_incomplete_last_line_is_ignored(run_dir: Path) -> None:
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "train/rew')
     with (run_dir / "samples.jsonl").open("a") as file:
@@ -124,10 +124,10 @@ def test_a_run_that_was_cut_off_is_read_up_to_there(run_dir: Path) -> None:
     run = read_run(run_dir, "a")
     assert run.last_step == 3
     assert [row["completion"] for row in run.samples] == ["2", "3"]
-    assert run.notes == ["2 lines of samples.jsonl cannot be read and are left out"]
+    assert run.notes == ["2 lines of samples.jsonl could not be read and were skipped"]
 
 
-def test_samples_of_a_run_that_went_on_from_an_earlier_step(run_dir: Path) -> None:
+def test_samples_of_a_run_resumed_from_an_earlier_step(run_dir: Path) -> None:
     rows = [sample(1, "a"), sample(2, "b"), sample(2, "c"), sample(3, "d"), sample(2, "e"), sample(2, "f")]
     (run_dir / "samples.jsonl").write_text(lines(rows))
     assert [row["completion"] for row in read_run(run_dir, "a").samples] == ["a", "e", "f"]
@@ -136,19 +136,22 @@ def test_samples_of_a_run_that_went_on_from_an_earlier_step(run_dir: Path) -> No
 @pytest.mark.parametrize(
     ("prepare", "told"),
     [
-        (lambda folder: folder / "gone", "is not there"),
+        (lambda folder: folder / "gone", "does not exist"),
         (lambda folder: folder / "config.yaml", "is a file"),
-        (lambda folder: folder.parent, "1 below it; give those:"),
+        (lambda folder: folder.parent, "contains 1 run(s): give those instead:"),
         (lambda folder: [(folder / "metrics.jsonl").write_text("")] and folder, "no metrics yet"),
         (lambda folder: [(folder / "metrics.jsonl").unlink()] and folder, "no metrics yet"),
-        (lambda folder: [(folder / name).unlink() for name in ("metrics.jsonl", "config.yaml")] and folder, "no run"),
+        (
+            lambda folder: [(folder / name).unlink() for name in ("metrics.jsonl", "config.yaml")] and folder,
+            "is not a run",
+        ),
         (lambda folder: [(folder / "metrics.jsonl").write_bytes(b"\xff\xfe\n")] and folder, "UTF-8"),
         (lambda folder: [(folder / "metrics.jsonl").write_text("nonsense\n")] and folder, "line 1"),
         (lambda folder: [(folder / "config.yaml").write_text("a: [")] and folder, "is not valid"),
-        (lambda folder: [(folder / "config.yaml").write_text("- 1")] and folder, "keys and values"),
+        (lambda folder: [(folder / "config.yaml").write_text("- 1")] and folder, "must contain a mapping"),
     ],
 )
-def test_what_cannot_be_reported_is_told_and_nothing_written(
+def test_invalid_folders_are_rejected_and_nothing_is_written(
     run_dir: Path, prepare: Any, told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = run_dir.parent / "page.html"
@@ -157,27 +160,27 @@ def test_what_cannot_be_reported_is_told_and_nothing_written(
     assert not page.exists()
 
 
-def test_a_page_overwrites_nothing_but_a_page(run_dir: Path) -> None:
+def test_a_page_only_overwrites_a_page(run_dir: Path) -> None:
     with pytest.raises(UserError, match=r"must end in \.html"):
         write_report([run_dir], run_dir / "metrics.jsonl")
-    with pytest.raises(UserError, match="span in steps"):
+    with pytest.raises(UserError, match="span must be at least 1 step"):
         write_report([run_dir], run_dir / "p.html", smooth=0)
     (run_dir / "d.html").mkdir()
     with pytest.raises(UserError, match="is a folder"):
         write_report([run_dir], run_dir / "d.html")
     assert read_run(run_dir, "a").last_step == 3
-    with pytest.raises(UserError, match="no run is given"):
+    with pytest.raises(UserError, match="no run given"):
         read_runs([])
 
 
-def test_names_are_as_long_as_they_must_be() -> None:
+def test_names_are_the_shortest_distinct_suffixes() -> None:
     assert names_of([Path("/r/seed-0/grpo")]) == ["grpo"]
     assert names_of([Path("/r/seed-0/grpo"), Path("/r/seed-1/grpo")]) == ["seed-0/grpo", "seed-1/grpo"]
     assert names_of([Path("/a/x"), Path("/b/x"), Path("/b/y")]) == ["a/x", "b/x", "b/y"]
 
 
 class Scripts(HTMLParser):
-    """Counts what a browser would run or load."""
+    """Counts everything that a browser would execute or load."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -192,7 +195,7 @@ class Scripts(HTMLParser):
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)><!--<script>]]>&lt;b&gt;\u2028\x00\ud800%%data%%"
 
 
-def test_no_text_of_a_run_becomes_markup(run_dir: Path) -> None:
+def test_text_of_a_run_never_becomes_markup(run_dir: Path) -> None:
     clean = Scripts()
     clean.feed(render(content(read_runs([run_dir]), 1)))
     rows = [{**sample(1, EVIL, prompt=EVIL), "kind": EVIL, EVIL: EVIL}]
@@ -208,14 +211,14 @@ def test_no_text_of_a_run_becomes_markup(run_dir: Path) -> None:
 
 
 @given(st.text(max_size=60))
-def test_any_text_comes_back_from_the_page(text: str) -> None:
+def test_any_text_survives_a_round_trip_through_the_page(text: str) -> None:
     run = Run("r", Path("r"), [{"step": 1.0, "a": 1.0}], [{**sample(1, text)}])
     page = render(content([run], 1))
     assert data_of(page.encode("utf-8").decode())["runs"][0]["samples"]["rows"][0][3] == text
     assert page.count("</script>") == 2
 
 
-def test_the_page_fetches_nothing(run_dir: Path) -> None:
+def test_the_page_makes_no_requests(run_dir: Path) -> None:
     page = render(content(read_runs([run_dir]), 1))
     found = Scripts()
     found.feed(page)
@@ -244,7 +247,7 @@ def test_a_long_series_keeps_its_ends_and_extremes() -> None:
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=300), st.integers(4, 60))
-def test_thinning_loses_no_extreme(values: list[float], points: int) -> None:
+def test_thinning_preserves_extremes(values: list[float], points: int) -> None:
     thinned = thin([float(i) for i in range(len(values))], values, points, max(3, points // 2))
     assert len(thinned.mean) <= points
     assert max(thinned.high or thinned.mean) == max(values)
@@ -294,7 +297,7 @@ def test_every_metric_has_a_chart_in_one_group() -> None:
     }
 
 
-def test_what_never_changes_or_copies_another_is_a_word() -> None:
+def test_constant_and_duplicate_metrics_are_listed_as_text() -> None:
     history = [{"step": i, "train/loss": 1.0 / i, "train/policy_loss": 1.0 / i, "train/grad_norm": 2.0} for i in (1, 2)]
     [group] = content([Run("r", Path("r"), history)], 1)["groups"]
     assert [chart["quantity"] for chart in group["charts"]] == ["loss"]
@@ -303,7 +306,7 @@ def test_what_never_changes_or_copies_another_is_a_word() -> None:
 
 
 def test_settings_are_flat_and_without_secrets() -> None:
-    assert flat({"a": {"b": 1, "c": {}}, "d": [1], "api_key": "xyz"}) == {
+    assert flatten({"a": {"b": 1, "c": {}}, "d": [1], "api_key": "xyz"}) == {
         "a.b": "1",
         "a.c": "{}",
         "d": "[1]",
@@ -315,10 +318,10 @@ def test_settings_are_flat_and_without_secrets() -> None:
         "host.devices.x (1)": "1.0 GiB",
         "earlier starts": "monday",
     }
-    assert flat(None) is environment_of(None) is None
+    assert flatten(None) is environment_of(None) is None
 
 
-def test_a_long_run_of_three_stays_small() -> None:
+def test_the_page_of_three_long_runs_stays_small() -> None:
     history = [{"step": float(i), **{f"train/m{n}": math.sin(i * n) for n in range(1, 36)}} for i in range(1, 1001)]
     rows = [sample(i, "word " * 400) for i in range(1, 1001)]
     runs = [Run(name, Path(name), history, rows) for name in "abc"]
@@ -329,7 +332,7 @@ def test_a_long_run_of_three_stays_small() -> None:
     assert data["runs"][0]["samples"]["rows"][-1][0] == 1000
 
 
-def test_unreadable_samples_are_told(run_dir: Path) -> None:
+def test_unreadable_samples_are_noted(run_dir: Path) -> None:
     (run_dir / "samples.jsonl").unlink()
     (run_dir / "samples.jsonl").mkdir()
     with pytest.raises(DataError, match="cannot read"):

@@ -1,4 +1,4 @@
-"""The page in a real browser, where there is one: it draws, answers the pointer, and runs nothing of a model's."""
+"""The page in a real browser, if available: drawing, interaction, and no execution of text from models."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ def page(browser: Any, tmp_path: Path) -> Iterator[Any]:
     context.close()
 
 
-def test_nothing_that_a_model_wrote_is_run(page: Any) -> None:
+def test_text_written_by_a_model_is_never_executed(page: Any) -> None:
     assert page.evaluate("window.hit") is None
     assert page.evaluate("document.querySelectorAll('main img, main script').length") == 0
     assert f"c5 {EVIL}" in page.inner_text("#samples")
     assert EVIL in page.inner_text("#configuration")
 
 
-def test_the_pointer_reads_values_and_the_legend_hides_runs(page: Any) -> None:
+def test_hovering_shows_values_and_the_legend_hides_runs(page: Any) -> None:
     chart = page.locator("article.chart", has_text="Reward").first
     assert chart.locator(".readout").inner_text().split() == ["10", "20"]
     box = chart.locator("svg.plot").bounding_box()
@@ -96,7 +96,7 @@ def test_samples_of_one_step_and_what_differs_between_runs(page: Any) -> None:
 
 
 @pytest.mark.parametrize("width", [360, 768, 1440])
-def test_nothing_sticks_out(page: Any, width: int) -> None:
+def test_nothing_overflows_the_page(page: Any, width: int) -> None:
     page.set_viewport_size({"width": width, "height": 800})
     page.wait_for_timeout(100)
     assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")

@@ -1,4 +1,4 @@
-"""What is hidden, and what is not."""
+"""Which values are hidden as secrets, and which are not."""
 
 from pathlib import Path
 
@@ -20,11 +20,11 @@ def test_names_of_secrets(name):
     "name",
     ["max_tokens", "max_new_tokens", "tokenizer_name", "stop_token_ids", "key", "tokens", "keyboard", "pad_token"],
 )
-def test_names_of_settings_are_no_secrets(name):
+def test_names_of_settings_are_not_secret(name):
     assert not is_secret_name(name)
 
 
-def test_known_shapes_and_users_of_addresses_are_hidden():
+def test_known_key_formats_and_users_in_addresses_are_hidden():
     # made of parts, so that nobody takes them for real ones
     token = "hf_" + "a1B2" * 8
     assert hide_in_text(f"login with {token} please") == "login with *** please"
@@ -32,7 +32,7 @@ def test_known_shapes_and_users_of_addresses_are_hidden():
     assert hide_in_text("a@b.org, http://host/x@y") == "a@b.org, http://host/x@y"
 
 
-def test_values_are_hidden_at_any_depth_and_the_original_stays():
+def test_values_are_hidden_at_any_depth_and_the_original_is_unchanged():
     values = {"a": {"api_key": "k", "lr": 0.1}, "b": [{"password": 5}, "x"], "c": {"secret": {"inner": 1}}, "d": None}
     assert hide_secrets(values) == {
         "a": {"api_key": "***", "lr": 0.1},
@@ -43,7 +43,7 @@ def test_values_are_hidden_at_any_depth_and_the_original_stays():
     assert values["a"]["api_key"] == "k"
 
 
-def test_a_command_is_written_down_without_secrets_and_without_the_home_directory(monkeypatch):
+def test_a_command_is_recorded_without_secrets_and_home_directory(monkeypatch):
     monkeypatch.setattr(Path, "home", lambda: Path("/home/ada"))
     command = [
         "/home/ada/env/bin/rlframework", "train", "/home/ada/run.yaml", "hub.api_key=abc", "--token-file", "x",
@@ -57,5 +57,5 @@ def test_a_command_is_written_down_without_secrets_and_without_the_home_director
 
 
 @given(st.recursive(st.none() | st.integers() | st.text("abc:/@ ", max_size=6), lambda inner: st.lists(inner)))
-def test_hiding_twice_is_hiding_once(values):
+def test_hiding_is_idempotent(values):
     assert hide_secrets(hide_secrets(values)) == hide_secrets(values)

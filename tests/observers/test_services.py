@@ -1,4 +1,4 @@
-"""W&B and MLflow: with the real packages where they are installed, offline; and what is said where they are not."""
+"""W&B and MLflow: offline with the real packages if they are installed, and the error if they are not."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def info(path: Path, **services_of_run) -> RunInfo:
 
 
 def tell(run: RunInfo, *, error: type[BaseException] | None = None) -> None:
-    """A run of two steps and a checkpoint, which ends with `error`."""
+    """A run of two steps and a checkpoint that ends with `error`."""
     try:
         with Observers(run.config.observers, run) as observers:
             observers.step_finished(1, {"train/loss": 0.5, "train/kl": float("nan")}, [SAMPLE])
@@ -56,14 +56,14 @@ def tell(run: RunInfo, *, error: type[BaseException] | None = None) -> None:
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])
-def test_a_missing_package_is_an_error_before_the_run_that_names_the_extra(name, monkeypatch):
+def test_a_missing_package_is_an_error_before_the_run_and_names_the_extra(name, monkeypatch):
     monkeypatch.setattr(services, "_installed", lambda module: module != name)
     check_services(ObserversConfig())
     with pytest.raises(ConfigError, match=rf"pip install 'rlframework-core\[{name}\]', or set observers.{name}=false"):
         check_services(ObserversConfig(**{name: {}}))
 
 
-def test_the_folder_that_a_run_of_wandb_leaves_is_not_the_package(tmp_path, monkeypatch):
+def test_the_folder_left_by_a_wandb_run_is_not_taken_for_the_package(tmp_path, monkeypatch):
     (tmp_path / "a_service_for_this_test").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     assert not services._installed("a_service_for_this_test")
@@ -71,7 +71,7 @@ def test_the_folder_that_a_run_of_wandb_leaves_is_not_the_package(tmp_path, monk
     assert services._installed("pydantic")
 
 
-def test_a_password_in_the_address_is_refused_and_not_repeated(monkeypatch):
+def test_a_password_in_the_address_is_rejected_and_not_repeated(monkeypatch):
     monkeypatch.setattr(services, "_installed", lambda module: True)
     with pytest.raises(ConfigError, match="MLFLOW_TRACKING_PASSWORD") as error:
         check_services(ObserversConfig(mlflow=MlflowConfig(tracking_uri="https://me:hush@host/x")))
@@ -79,11 +79,11 @@ def test_a_password_in_the_address_is_refused_and_not_repeated(monkeypatch):
     check_services(ObserversConfig(mlflow=MlflowConfig(tracking_uri="https://host/x")))
 
 
-def test_the_run_refuses_before_anything_is_written(tmp_path, monkeypatch):
+def test_the_run_is_rejected_before_anything_is_written(tmp_path, monkeypatch):
     from rlframework.runner.launch import run
 
     monkeypatch.setattr(services, "_installed", lambda module: False)
-    with pytest.raises(ConfigError, match=r"observers\.wandb is given"):
+    with pytest.raises(ConfigError, match=r"observers\.wandb is set"):
         run(info(tmp_path / "out", wandb={}).config)
     assert not (tmp_path / "out").exists()
 
@@ -92,7 +92,7 @@ def test_the_run_refuses_before_anything_is_written(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])
-def test_a_service_that_raises_is_reported_once_and_the_run_goes_on(name, tmp_path, monkeypatch, capsys):
+def test_a_service_that_raises_is_reported_once_and_the_run_continues(name, tmp_path, monkeypatch, capsys):
     def fail(*arguments, **named):
         raise RuntimeError("no route to https://me:hush@host")
 
@@ -102,12 +102,12 @@ def test_a_service_that_raises_is_reported_once_and_the_run_goes_on(name, tmp_pa
     tell(info(tmp_path, **{name: {}}))
     told = capsys.readouterr().err
     assert told.count("\n") == 1
-    assert told.startswith(f"observer '{name}' failed and is left out; the run goes on: RuntimeError: no route to ")
+    assert told.startswith(f"observer '{name}' failed and is disabled; the run continues: RuntimeError: no route to ")
     assert "hush" not in told
 
 
 class FakeWandb(types.ModuleType):
-    """Records what W&B is given: what cannot be read back from its own file without its private parts."""
+    """Records the data sent to W&B, whose own file cannot be read back with its public API."""
 
     def __init__(self):
         super().__init__("wandb")
@@ -136,7 +136,7 @@ class FakeWandb(types.ModuleType):
 @pytest.mark.parametrize(
     ("error", "state", "code"), [(None, "finished", 0), (ValueError, "failed", 1), (KeyboardInterrupt, "killed", 1)]
 )
-def test_what_wandb_is_given(tmp_path, monkeypatch, error, state, code):
+def test_the_data_sent_to_wandb(tmp_path, monkeypatch, error, state, code):
     fake = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", fake)
     own = write_environment(tmp_path / "run7")["run_id"]
@@ -168,7 +168,7 @@ needs_mlflow = pytest.mark.skipif(
 
 @needs_wandb
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
-def test_wandb_offline_keeps_the_run_in_its_directory(tmp_path, monkeypatch, capfd):
+def test_wandb_offline_stores_the_run_in_its_directory(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("WANDB_API_KEY", "0123456789" * 4)
     run = info(tmp_path / "run", wandb=WandbConfig(mode="offline"))
     own = write_environment(run.output_dir)["run_id"]
@@ -189,7 +189,7 @@ def test_wandb_offline_keeps_the_run_in_its_directory(tmp_path, monkeypatch, cap
 @needs_mlflow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning", "ignore::FutureWarning")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_mlflow_keeps_the_run_and_goes_on_with_it(tmp_path, monkeypatch, capfd):
+def test_mlflow_stores_and_resumes_the_run(tmp_path, monkeypatch, capfd):
     from mlflow import MlflowClient
 
     monkeypatch.chdir(tmp_path)  # artifacts go to the working directory where there is no server

@@ -26,7 +26,7 @@ def test_scalars_are_in_the_event_file(tmp_path):
     assert [(event.step, event.value) for event in events.Scalars("train/reward")] == [(1, pytest.approx(0.25))]
 
 
-def test_a_run_that_goes_on_takes_the_place_of_the_steps_that_it_does_again(tmp_path):
+def test_a_resumed_run_replaces_repeated_steps(tmp_path):
     for steps, value in (((1, 2, 3, 4), 0.5), ((3, 4, 5), 0.25)):
         observer = TensorBoardObserver()
         observer.rlframework_run_started(RunInfo(None, tmp_path))

@@ -1,4 +1,4 @@
-"""What a user gets: wheels of all distributions, and those of core and dtensor in an environment of their own.
+"""Wheels of all distributions; core's and dtensor's are installed into a separate environment.
 
 That has links to what they say they need, and to what that needs, as installed here: so nothing is fetched, and nothing
 else can be imported. `make outside` has an index fill an environment instead.
@@ -30,7 +30,7 @@ SOURCES = {
 }
 MINUTES = 60.0
 
-pytestmark = [pytest.mark.timeout(15 * MINUTES), pytest.mark.xdist_group("wheels")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(15 * MINUTES), pytest.mark.xdist_group("wheels")]
 
 
 def run(*command: str | Path, cwd: Path, minutes: float = 1) -> str:
@@ -89,7 +89,7 @@ def _needed(name: str, extra: str) -> tuple[metadata.Distribution, ...]:
 
 
 def link(distribution: metadata.Distribution, place: Path) -> None:
-    """What `distribution` has at the top of site-packages, as links in `place`."""
+    """Link the top-level entries of `distribution` in site-packages into `place`."""
     for name in {path.parts[0] for path in distribution.files or ()} - {"..", "__pycache__"}:
         if not (place / name).exists():
             (place / name).symlink_to(distribution.locate_file(name))

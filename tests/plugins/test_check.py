@@ -137,5 +137,5 @@ def test_a_check_that_fails_blames_its_plugin():
 
     with pytest.raises(PluginError, match=r"check of the policy_worker 'acme' \(acme-engine 2.0\) failed: KeyError"):
         check_config(run_config(), backend(check=raises), "cpu")
-    with pytest.raises(PluginError, match="must return a list of Problem, and has 'too fast' in it"):
+    with pytest.raises(PluginError, match="must return a list of Problem, but it contains 'too fast'"):
         check_config(run_config(), backend(check=lambda config, device: ["too fast"]), "cpu")

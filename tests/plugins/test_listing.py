@@ -1,4 +1,4 @@
-"""What `rlframework plugins` prints, and that torch is not imported for it."""
+"""The output of `rlframework plugins`, which does not import torch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 
+import pytest
 from rich.console import Console
 
 from rlframework.plugins.listing import as_json, as_table
@@ -50,6 +51,27 @@ def test_the_table_shows_names_states_and_reasons(install):
     assert any("acme" in line and "active" in line and "lora, packing" in line for line in lines)
     assert any("sick" in line and "broken" in line and "ValueError: no [bold] cure" in line for line in lines)
     assert any(" ray " in line and "disabled" in line and "RLFRAMEWORK_DISABLE_PLUGINS" in line for line in lines)
+
+
+@pytest.mark.parametrize("width", [80, 100, 159])
+def test_a_narrow_table_fits_and_says_where_the_rest_is(install, width):
+    install("acme-engine", "acme", code=ENGINE)
+    text = io.StringIO()
+    Console(file=text, width=width).print(as_table(create_manager().listing()))
+    lines = text.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    assert any("acme" in line and "active" in line and "an engine" in line for line in lines)
+    assert "policy_worker (policy.backend)" in [line.strip() for line in lines]
+    assert "packing" not in [word.strip(",") for line in lines if "acme" in line for word in line.split()]
+    assert "Capabilities are shown with --json" in text.getvalue()
+
+
+def test_every_plugin_of_core_takes_at_most_three_lines_at_100_columns():
+    rows = [row for row in create_manager(disabled=()).listing() if row.distribution == "rlframework-core"]
+    text = io.StringIO()
+    Console(file=text, width=100).print(as_table(rows))
+    kinds = {row.kind for row in rows}
+    assert len(text.getvalue().splitlines()) <= 3 * len(rows) + len(kinds) + 1
 
 
 def test_listing_imports_nothing_heavy():

@@ -135,7 +135,7 @@ def test_records_of_a_broken_plugin_are_refused_by_their_own_names(install):
     for name in ("one", "two", "acme"):
         message = choose_error(manager, "policy_worker", name)
         assert "acme-engine 2.0 is broken" in message
-        assert "'two' is made for version 9 of the plugin API" in message
+        assert "'two' is written for version 9 of the plugin API" in message
     assert {row.name for row in rows(manager, status="broken")} == {"one", "two"}
 
 
@@ -146,7 +146,7 @@ def test_an_unknown_name_gets_the_nearest_and_what_is_installed(install):
     assert message.startswith("policy.backend: there is no policy_worker 'acne'. Did you mean 'acme'?")
     assert "Installed: acme (acme-engine 2.0)." in message
     assert "sick of sick-engine 4.0 is broken: ZeroDivisionError: division by zero." in message
-    assert "`rlframework plugins` shows what is found" in message
+    assert "`rlframework plugins` lists the plugins that are found" in message
 
 
 @pytest.mark.parametrize("name", ["dtensor", "deepspeed", "megatron"])
@@ -163,7 +163,7 @@ def test_a_misspelt_backend_of_ours_that_is_not_installed_gets_both_hints():
 
 
 def test_an_unknown_kind_is_a_mistake_of_the_program():
-    with pytest.raises(ValueError, match="no kind 'backend' of record; kinds: policy_worker, "):
+    with pytest.raises(ValueError, match="unknown kind of record 'backend'; known kinds: policy_worker, "):
         create_manager().select("backend", "dtensor")
 
 
@@ -172,7 +172,7 @@ def test_two_plugins_of_one_name_blame_both(install):
     install("acme-fork", "fork", name="acme", version="0.3")
     manager = create_manager()
     message = choose_error(manager, "policy_worker", "acme")
-    assert "2 plugins call a policy_worker 'acme': acme-engine 2.0 and acme-fork 0.3." in message
+    assert "2 plugins register a policy_worker 'acme': acme-engine 2.0 and acme-fork 0.3." in message
     assert {row.status for row in rows(manager, name="acme")} == {"broken"}
     assert "acme" not in manager.registered("policy_worker")
     alone = create_manager(disabled=["acme-fork"])

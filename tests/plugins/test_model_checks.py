@@ -1,4 +1,4 @@
-"""What backends find out of a configuration by the same words."""
+"""Checks of a configuration that several backends share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LLAMA = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size"
     ("model", "tensor", "said"),
     [
         (LLAMA, 2, None),
-        (LLAMA, 4, "the model has 2 key-value heads, which policy.parallelism.tensor=4 does not divide"),
+        (LLAMA, 4, "the model has 2 key-value heads, not divisible by policy.parallelism.tensor=4"),
         (LLAMA | {"intermediate_size": 63}, 2, "the model has 63 units of the MLP"),
         (LLAMA | {"num_attention_heads": 5}, 2, "the model has 5 attention heads"),
         ({}, 3, None),

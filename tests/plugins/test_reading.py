@@ -46,9 +46,9 @@ def test_any_iterable_of_records_is_read(returned):
         ("good", "returned str; it must return a list of PolicyWorkerRecord"),
         (
             [GOOD, EnvironmentRecord("e", "m:C", 1)],
-            "a list with a EnvironmentRecord in it; all must be PolicyWorkerRecord",
+            "a list that contains a EnvironmentRecord; all items must be PolicyWorkerRecord",
         ),
-        ([{"name": "good"}], "a list with a dict in it; all must be PolicyWorkerRecord"),
+        ([{"name": "good"}], "a list that contains a dict; all items must be PolicyWorkerRecord"),
     ],
 )
 def test_what_is_not_a_list_of_records_of_that_kind_is_named(returned, message):
@@ -57,7 +57,7 @@ def test_what_is_not_a_list_of_records_of_that_kind_is_named(returned, message):
 
 def test_a_misspelt_hook_gets_the_nearest_name():
     message = fault_of(plugin_returning([GOOD], hook="rlframework_policy_worker"))
-    assert message == "there is no hook 'rlframework_policy_worker'. Did you mean 'rlframework_policy_workers'?"
+    assert message == "unknown hook 'rlframework_policy_worker'. Did you mean 'rlframework_policy_workers'?"
 
 
 def test_an_optional_hook_may_be_unknown():
@@ -69,7 +69,7 @@ def test_an_optional_hook_may_be_unknown():
 
 def test_a_forgotten_marker_is_found():
     message = fault_of(SimpleNamespace(rlframework_policy_workers=lambda: [GOOD]))
-    assert "rlframework_policy_workers is not marked: put @hookimpl" in message
+    assert "rlframework_policy_workers is not marked as a hook; decorate it with @hookimpl" in message
 
 
 def test_a_plugin_without_hooks_is_an_error():
@@ -81,7 +81,7 @@ def test_default_values_are_refused():
         pass
 
     plugin = SimpleNamespace(rlframework_step_finished=hookimpl(rlframework_step_finished))
-    assert "rlframework_step_finished gives default values to metrics" in fault_of(plugin)
+    assert "rlframework_step_finished has default values for metrics" in fault_of(plugin)
 
 
 def test_an_argument_that_the_hook_does_not_have_is_found():
@@ -105,15 +105,18 @@ def test_what_a_hook_raises_is_kept_as_it_is():
     [
         (
             {"api_version": API_VERSION + 1},
-            f"'good' is made for version {API_VERSION + 1} of the plugin API, and this rlframework-core has version",
+            f"'good' is written for version {API_VERSION + 1} of the plugin API, but this rlframework-core has version",
         ),
-        ({"name": "two words"}, "'two words' cannot be a word of the configuration"),
-        ({"name": ""}, "'' cannot be a word of the configuration"),
-        ({"name": "optimizer"}, "'optimizer' is already a key of the section `policy`"),
-        ({"target": "package.module"}, "'package.module' of 'good' is not of the form 'package.module:Class'"),
+        ({"name": "two words"}, "'two words' is invalid: use letters"),
+        ({"name": ""}, "'' is invalid: use letters"),
+        ({"name": "optimizer"}, "'optimizer' is a key of the section `policy`"),
+        ({"target": "package.module"}, "'package.module' of 'good' must have the form 'package.module:Class'"),
         ({"config_model": dict}, "config_model of the policy_worker 'good' must be a class derived from"),
         ({"config_model": BaseModel}, "must be a class derived from rlframework.config.base.Section"),
-        ({"capabilities": frozenset({"flight"})}, "'good' declares flight; the capabilities are tensor_parallel,"),
+        (
+            {"capabilities": frozenset({"flight"})},
+            "'good' declares unknown capabilities flight; known: tensor_parallel,",
+        ),
     ],
 )
 def test_a_record_that_cannot_work_is_refused(changes, message):

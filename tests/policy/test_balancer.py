@@ -1,4 +1,4 @@
-"""The driver's deal of rows to ranks: like work for all, nothing lost, the order restored."""
+"""The driver's sharding of rows over ranks: balanced work, no row lost, order restored."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.batch.packing import TokenCost
 from rlframework.errors import BatchError
-from rlframework.policy.balancer import Dealer
+from rlframework.policy.balancer import BatchBalancer
 
 WIDTH = 24
 
@@ -32,8 +32,8 @@ def make_batch(lengths: list[int], off: set[int] = frozenset()) -> BatchedDataDi
     )
 
 
-def dealer(ranks: int, mode: str, tokens: int = 32) -> Dealer:
-    return Dealer(ranks, mode, tokens, TokenCost())
+def balancer(ranks: int, mode: str, tokens: int = 32) -> BatchBalancer:
+    return BatchBalancer(ranks, mode, tokens, TokenCost())
 
 
 @settings(max_examples=80, deadline=None)
@@ -44,11 +44,13 @@ def dealer(ranks: int, mode: str, tokens: int = 32) -> Dealer:
     batches=st.integers(1, 3),
     mode=st.sampled_from(["padded", "dynamic", "packed"]),
 )
-def test_every_row_is_dealt_once_within_its_global_batch(data, ranks, per_rank, batches, mode):
+def test_each_row_goes_to_one_rank_within_its_global_batch(data, ranks, per_rank, batches, mode):
     size = ranks * per_rank
     lengths = data.draw(st.lists(st.integers(0, WIDTH), min_size=size * batches, max_size=size * batches).filter(any))
     off = data.draw(st.sets(st.integers(0, len(lengths) - 1)))
-    shards, order = dealer(ranks, mode).deal(make_batch(lengths, off), batch_size=size, positions="loss", tokens=None)
+    shards, order = balancer(ranks, mode).shard(
+        make_batch(lengths, off), batch_size=size, positions="loss", tokens=None
+    )
     assert len(shards) == ranks
     for index in range(batches):
         rows = torch.cat([shard.get_batch(index, per_rank)["row"] for shard in shards])
@@ -61,9 +63,9 @@ def test_every_row_is_dealt_once_within_its_global_batch(data, ranks, per_rank, 
 
 
 @pytest.mark.parametrize("mode", ["dynamic", "packed"])
-def test_ranks_get_equally_many_microbatches_within_the_limit(mode):
+def test_ranks_get_the_same_number_of_microbatches_within_the_limit(mode):
     lengths = [24, 24, 20, 8, 6, 6, 5, 5, 4, 3, 3, 2]
-    shards, _ = dealer(2, mode).deal(make_batch(lengths), batch_size=None, positions="all", tokens=32)
+    shards, _ = balancer(2, mode).shard(make_batch(lengths), batch_size=None, positions="all", tokens=32)
     counts = {len(shard.micro_batch_indices[0]) for shard in shards}
     assert len(counts) == 1
     for shard in shards:
@@ -73,52 +75,56 @@ def test_ranks_get_equally_many_microbatches_within_the_limit(mode):
 
 
 def test_two_ranks_share_two_long_and_many_short_rows():
-    """In the order of the rows one rank would have 48 tokens and the other 12."""
+    """In row order one rank would get 48 tokens and the other 12."""
     lengths = [24, 24, 3, 3, 3, 3]
-    shards, _ = dealer(2, "packed").deal(make_batch(lengths), batch_size=None, positions="all", tokens=32)
+    shards, _ = balancer(2, "packed").shard(make_batch(lengths), batch_size=None, positions="all", tokens=32)
     assert [int(shard["input_lengths"].sum()) for shard in shards] == [30, 30]
 
 
-def test_rows_without_work_take_no_room():
-    """Rows 0 to 2 are masked out: the two rows that are work go to different ranks, in one microbatch each."""
+def test_rows_without_targets_count_as_empty():
+    """Rows 0 to 2 and 5 are masked: the two rows with work go to different ranks, one microbatch each."""
     data = make_batch([24, 24, 24, 20, 20, 24], off={0, 1, 2, 5})
-    shards, _ = dealer(2, "packed").deal(data, batch_size=None, positions="loss", tokens=24)
+    shards, _ = balancer(2, "packed").shard(data, batch_size=None, positions="loss", tokens=24)
     assert [int((shard["input_lengths"] * shard["sample_mask"]).sum()) for shard in shards] == [20, 20]
     assert [len(shard.micro_batch_indices[0]) for shard in shards] == [1, 1]
 
 
-def test_one_rank_and_padded_rows_keep_their_order():
+def test_a_single_rank_and_padded_rows_keep_their_order():
     for ranks, mode in ((1, "packed"), (2, "padded")):
-        shards, order = dealer(ranks, mode).deal(make_batch([5, 9, 3, 7]), batch_size=2, positions="all", tokens=None)
+        shards, order = balancer(ranks, mode).shard(
+            make_batch([5, 9, 3, 7]), batch_size=2, positions="all", tokens=None
+        )
         assert order is None
         assert [shard["row"].tolist() for shard in shards] == ([[0, 1, 2, 3]] if ranks == 1 else [[0, 2], [1, 3]])
 
 
 def test_a_row_over_the_limit_is_an_error_that_names_both():
     with pytest.raises(BatchError, match=r"20.*16"):
-        dealer(2, "packed").deal(make_batch([20, 3]), batch_size=None, positions="all", tokens=16)
+        balancer(2, "packed").shard(make_batch([20, 3]), batch_size=None, positions="all", tokens=16)
 
 
 def test_padding_to_a_multiple_stays_under_the_limit():
     """Two rows of 5 are two padded to 8 each, or one pack of 10 padded to 12."""
-    data, packed = make_batch([5, 5, 5, 5]), Dealer(2, "packed", 8, TokenCost(), pad_multiple=4)
+    data, packed = make_batch([5, 5, 5, 5]), BatchBalancer(2, "packed", 8, TokenCost(), pad_multiple=4)
     assert [
-        len(shard.micro_batch_indices[0]) for shard in packed.deal(data, batch_size=None, positions="all", tokens=11)[0]
+        len(shard.micro_batch_indices[0])
+        for shard in packed.shard(data, batch_size=None, positions="all", tokens=11)[0]
     ] == [2, 2]
     assert [
-        len(shard.micro_batch_indices[0]) for shard in packed.deal(data, batch_size=None, positions="all", tokens=12)[0]
+        len(shard.micro_batch_indices[0])
+        for shard in packed.shard(data, batch_size=None, positions="all", tokens=12)[0]
     ] == [1, 1]
     with pytest.raises(BatchError, match=r"8 tokens.*may have 7"):
-        packed.deal(data, batch_size=None, positions="all", tokens=7)
+        packed.shard(data, batch_size=None, positions="all", tokens=7)
 
 
-def test_tokens_that_the_model_does_not_know_are_refused():
-    small = Dealer(2, "packed", 32, TokenCost(), vocabulary=3)
-    with pytest.raises(BatchError, match=r"row 2 has the token 3 at position 0.*0 to 2"):
-        small.deal(make_batch([4, 4, 4, 4]), batch_size=None, positions="all", tokens=None)
+def test_tokens_unknown_to_the_model_are_rejected():
+    small = BatchBalancer(2, "packed", 32, TokenCost(), vocabulary=3)
+    with pytest.raises(BatchError, match=r"row 2 has token 3 at position 0.*0 to 2"):
+        small.shard(make_batch([4, 4, 4, 4]), batch_size=None, positions="all", tokens=None)
 
 
 def test_one_rank_gets_the_rows_without_a_copy():
     data = make_batch([4, 5])
-    (shard,), _ = dealer(1, "packed").deal(data, batch_size=None, positions="all", tokens=None)
+    (shard,), _ = balancer(1, "packed").shard(data, batch_size=None, positions="all", tokens=None)
     assert shard["input_ids"].data_ptr() == data["input_ids"].data_ptr()

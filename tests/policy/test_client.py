@@ -1,4 +1,4 @@
-"""The driver's handle: what is refused before a worker starts."""
+"""The driver's handle: what it rejects before a worker starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the primitives that belong to a capability say where they are not written."""
+"""Errors of primitives that belong to a capability and are not implemented."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ CALLS = {
 
 
 @pytest.mark.parametrize("method", CALLS)
-def test_it_is_told_that_the_capability_or_the_method_is_missing(method):
+def test_error_names_the_missing_capability_and_method(method):
     thin = type("Thin", (Engine,), {name: lambda self: None for name in Engine.__abstractmethods__})()
     capability, call = CALLS[method]
     assert capability in {one.value for one in Capability}
-    said = f"Thin .*: its backend does not declare {capability}, or declares it without writing `{method}`"
-    with pytest.raises(NotSupported, match=said):
+    message = f"Thin .*: its backend does not declare {capability}, or declares it without implementing `{method}`"
+    with pytest.raises(NotSupported, match=message):
         call(thin)

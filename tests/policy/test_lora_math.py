@@ -1,4 +1,4 @@
-"""The arithmetic of LoRA, by hand."""
+"""The arithmetic of LoRA, computed by hand."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ def test_a_merged_weight_is_the_base_and_the_scaled_product():
     lora_a, lora_b = torch.tensor([[1.0, 0.0, -1.0]]), torch.tensor([[2.0], [10.0]])
     merged = merge(base, lora_a, lora_b, 0.5)
     assert torch.equal(merged, torch.tensor([[2.0, 2.0, 2.0], [9.0, 5.0, 1.0]]))
-    assert torch.equal(base, torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])), "nothing is done in place"
+    assert torch.equal(base, torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])), "merge must not work in place"
 
 
-def test_it_is_computed_in_fp32_and_comes_in_the_dtype_of_the_base():
+def test_merge_computes_in_fp32_and_returns_the_dtype_of_the_base():
     base = torch.ones(1, 1, dtype=torch.bfloat16)
     tiny = torch.full((1, 1), 0.01, dtype=torch.bfloat16)
     merged = merge(base, tiny, torch.full((1, 1), 100.0), 1.0)
@@ -23,11 +23,11 @@ def test_it_is_computed_in_fp32_and_comes_in_the_dtype_of_the_base():
     assert torch.equal(merged, (1.0 + tiny.float() * 100.0).to(torch.bfloat16))
 
 
-def test_the_start_of_a_depends_on_name_and_seed_alone_and_lies_within_its_bounds():
+def test_initial_a_depends_on_name_and_seed_only_and_is_bounded():
     torch.manual_seed(1)
     state = torch.get_rng_state()
     first = initial_a("layers.0.q_proj.lora_A.weight", (8, 64), 0)
-    assert torch.equal(torch.get_rng_state(), state), "the process's own random numbers are left alone"
+    assert torch.equal(torch.get_rng_state(), state), "the process's random state must not change"
     torch.manual_seed(2)
     assert torch.equal(first, initial_a("layers.0.q_proj.lora_A.weight", (8, 64), 0))
     assert not torch.equal(first, initial_a("layers.1.q_proj.lora_A.weight", (8, 64), 0))
@@ -36,7 +36,7 @@ def test_the_start_of_a_depends_on_name_and_seed_alone_and_lies_within_its_bound
     assert 0.05 < first.std() < 0.1  # of a uniform distribution: 0.125 / sqrt(3) = 0.072
 
 
-def test_adapters_are_told_by_the_ends_of_their_names():
+def test_adapters_are_identified_by_name_suffix():
     assert is_adapter("layers.0.q_proj.lora_A.weight")
     assert is_adapter("layers.0.q_proj.lora_B.weight")
     assert not is_adapter("layers.0.q_proj.weight")

@@ -1,4 +1,4 @@
-"""Metrics over microbatches, by hand."""
+"""Metrics over microbatches, computed by hand."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def test_sums_minima_and_maxima():
     assert metrics == pytest.approx({"loss": 2.0, "kl": 0.75, "ratio_min": 0.5, "ratio_max": 3.0})
 
 
-def test_a_dummy_says_nothing():
+def test_a_dummy_contributes_nothing():
     metrics = reduce_metrics([{}, {"loss": 1.0, "kl": 0.5}], None, torch.device("cpu"))
     assert metrics == {"loss": 1.0, "kl": 0.5}
 
 
-def test_only_dummies_have_a_loss_of_zero():
+def test_dummies_alone_give_a_loss_of_zero():
     assert reduce_metrics([{}], None, torch.device("cpu")) == {"loss": 0.0}
 
 

@@ -1,4 +1,4 @@
-"""What a worker tells of itself, on a CPU."""
+"""A worker's report on itself, on a CPU."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def worker(tiny_llama):
     made.shutdown()
 
 
-def test_a_worker_tells_what_it_runs_on(worker, monkeypatch):
+def test_a_worker_reports_what_it_runs_on(worker, monkeypatch):
     monkeypatch.setenv("CUDA_MADE_UP", "1")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("SECRET_KEY", "s")
@@ -44,8 +44,8 @@ def test_a_worker_tells_what_it_runs_on(worker, monkeypatch):
         "local_rank": 0,
     }
     assert (info["device_name"], info["device_count"], info["local_device_id"]) == ("cpu", 0, None)
-    told = {name: value for name, value in info["env_vars"].items() if name in ("CUDA_MADE_UP", "RANK")}
-    assert told == {"CUDA_MADE_UP": "1", "RANK": "0"}
+    reported = {name: value for name, value in info["env_vars"].items() if name in ("CUDA_MADE_UP", "RANK")}
+    assert reported == {"CUDA_MADE_UP": "1", "RANK": "0"}
     assert all(name.startswith("CUDA") or name == "RANK" for name in info["env_vars"])
     sample = info["parameter_sample"]
     weight = dict(worker.model.named_parameters())[sample["name"]]
@@ -55,7 +55,7 @@ def test_a_worker_tells_what_it_runs_on(worker, monkeypatch):
     assert worker.is_alive()
 
 
-def test_the_peak_is_of_what_was_held_since_it_was_reset(worker):
+def test_the_peak_covers_allocations_since_the_reset(worker):
     worker.reset_peak_memory_stats()
     before = worker.get_gpu_info()
     held = torch.ones(200 * MIB // 4)
@@ -68,7 +68,7 @@ def test_the_peak_is_of_what_was_held_since_it_was_reset(worker):
     assert worker.get_gpu_info()["peak_memory_allocated_mb"] < after["peak_memory_allocated_mb"] - 100
 
 
-def test_where_the_system_does_not_tell_of_memory_it_is_0(monkeypatch):
+def test_memory_is_0_if_the_system_does_not_report_it(monkeypatch):
     assert resident_bytes() > MIB
 
     def missing(*_: object) -> None:

@@ -1,4 +1,4 @@
-"""What `step` and core say to an engine that hands over something else than the contract has."""
+"""Errors for engines whose `step` arguments or results break the contract."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_values_must_be_as_many_as_positions(step, rows):
         step(HeadOutput(logprobs=torch.zeros(rows)), microbatch())
 
 
-def test_values_stand_at_their_targets():
+def test_values_are_scattered_to_their_targets():
     found = values_step(HeadOutput(logprobs=torch.tensor([-1.0, -2.0, -3.0])), microbatch()).outputs["logprobs"]
     assert found.tolist() == [[0.0, -1.0, -2.0], [0.0, -3.0, 0.0]]
     assert float(LEARN(HeadOutput(logprobs=torch.tensor([-1.0, -2.0, -3.0])), microbatch()).loss) == -6.0
@@ -48,10 +48,10 @@ def test_a_loss_without_values_says_what_is_missing():
 
 @pytest.mark.parametrize("results", [[], [StepResult()], [StepResult()] * 3, None])
 def test_results_must_be_as_many_as_microbatches(results):
-    told = "NoneType" if results is None else f"{len(results)} results"
-    with pytest.raises(RuntimeError, match=rf"forward_backward gave {told} for 2 microbatches"):
+    given = "NoneType" if results is None else f"{len(results)} results"
+    with pytest.raises(RuntimeError, match=rf"forward_backward returned {given} for 2 microbatches"):
         require_results(results, [microbatch(), microbatch()])
 
 
-def test_results_that_are_enough_are_let_through():
+def test_the_right_number_of_results_is_accepted():
     require_results([StepResult(), StepResult()], [microbatch(), microbatch()])

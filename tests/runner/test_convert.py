@@ -1,4 +1,4 @@
-"""`rlframework convert`: what training goes on from, and models, from one form into another."""
+"""`rlframework convert`: checkpoints and models between all formats; training resumes from the results."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ from safetensors.torch import load_file, save_file
 from rlframework import run
 from rlframework.cli import main
 from rlframework.errors import DataError, UserError
-from rlframework.evaluation.run_or_model import find_subject
+from rlframework.evaluation.plan import find_model
 from rlframework.policy.checkpoint.reader import open_saved
 from rlframework.runner.convert import convert
 from rlframework.runner.launch import build_parts, resume
 from rlframework.training.checkpoints import checkpoints_in
+
+pytestmark = pytest.mark.slow
 
 STEPS = ("algorithm.num_steps=4", "algorithm.validation={at_start: false, at_end: false}", "checkpoints.every=2")
 
 
 @pytest.fixture
 def finished(run_config, tmp_path):
-    """`finished(form)`: the folder of a run of four steps with checkpoints of that form."""
+    """`finished(form)`: the folder of a run of four steps with checkpoints of that format."""
 
     def make(form: str) -> Path:
         out = tmp_path / f"run-{form}"
@@ -49,7 +51,7 @@ def assert_equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) 
 def test_there_and_back_is_the_same_to_the_bit(finished, tmp_path, form, other):
     path = finished(form)
     [_, newest] = checkpoints_in(path)
-    told = convert(str(path), str(tmp_path / "there"), other).told()
+    told = convert(str(path), str(tmp_path / "there"), other).summary()
     assert told.startswith("done: ")
     assert f"tensors of {newest}, {other}, in {tmp_path / 'there'}" in told
     convert(str(tmp_path / "there"), str(tmp_path / "back"), form)
@@ -65,7 +67,7 @@ def test_training_goes_on_from_what_was_converted_where_it_lies(finished, tmp_pa
     whole, other = finished("portable"), finished("sharded")
     shutil.rmtree(checkpoints_in(other)[1])
     [step] = checkpoints_in(other)
-    with pytest.raises(UserError, match="is there already, and nothing is overwritten"):
+    with pytest.raises(UserError, match="already exists; choose another folder"):
         convert(str(step), str(step), "portable")
     convert(str(step), str(step), "portable", overwrite=True)
     assert not list(step.rglob("*.distcp"))
@@ -98,7 +100,7 @@ def test_large_models_become_several_files(finished, tmp_path, monkeypatch):
 
 
 def test_of_pieces_one_tensor_is_held_at_a_time(finished, tmp_path, monkeypatch):
-    """A file a piece: what DCP holds until a file is written is one."""
+    """One file per shard: DCP keeps one shard in memory until its file is written."""
     path = finished("portable")
     convert(str(path), str(tmp_path / "sharded"), "sharded")
     [_, newest] = checkpoints_in(path)
@@ -106,15 +108,15 @@ def test_of_pieces_one_tensor_is_held_at_a_time(finished, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("form", ["portable", "sharded"])
-def test_of_a_model_there_are_weights_only_and_that_is_told(run_config, tiny_llama, tmp_path, form):
+def test_a_model_has_weights_only_and_the_summary_says_so(run_config, tiny_llama, tmp_path, form):
     half = tmp_path / "half"
     shutil.copytree(tiny_llama, half)
     weights = {name: tensor.bfloat16() for name, tensor in load_file(half / "model.safetensors").items()}
     save_file(weights, half / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((half / "config.json").read_text()) | {"dtype": "bfloat16"}
     (half / "config.json").write_text(json.dumps(config))
-    told = convert(str(half), str(tmp_path / "made"), form).told()
-    assert told.endswith("; weights only, there was no optimizer state to go on from")
+    told = convert(str(half), str(tmp_path / "made"), form).summary()
+    assert told.endswith("; weights only, as the source has no optimizer state")
     assert [path.name for path in (tmp_path / "made").iterdir()] == ["model"]
     found = read(tmp_path / "made" / "model")
     assert_equal(found, {name: tensor.float() for name, tensor in weights.items()})
@@ -123,7 +125,7 @@ def test_of_a_model_there_are_weights_only_and_that_is_told(run_config, tiny_lla
         parts.policy.load_checkpoint(str(tmp_path / "made" / "model"))
 
 
-def test_what_cannot_be_converted_is_told(finished, tiny_llama, tmp_path):
+def test_invalid_sources_are_errors(finished, tiny_llama, tmp_path):
     path = finished("sharded")
     empty = tmp_path / "empty"
     empty.mkdir()
@@ -131,15 +133,15 @@ def test_what_cannot_be_converted_is_told(finished, tiny_llama, tmp_path):
     (tmp_path / "photos" / "cat.jpg").write_bytes(b"meow")
     new = str(tmp_path / "new")
     for given, to, error, told in (
-        (str(path), "gguf", UserError, "--to gguf: there are portable, sharded, huggingface"),
-        (str(path), "sharded", UserError, "is sharded already"),
-        (str(tiny_llama), "huggingface", UserError, "is huggingface already"),
+        (str(path), "gguf", UserError, "--to gguf: must be one of portable, sharded, huggingface"),
+        (str(path), "sharded", UserError, "is already sharded"),
+        (str(tiny_llama), "huggingface", UserError, "is already huggingface"),
         (str(tmp_path / "nothing"), "portable", UserError, "there is no directory"),
-        (str(empty), "portable", DataError, r"neither model\*\.safetensors nor pieces"),
+        (str(empty), "portable", DataError, r"neither model\*\.safetensors nor the shards"),
     ):
         with pytest.raises(error, match=told):
             convert(given, new, to)
-    with pytest.raises(UserError, match="something else than a checkpoint or a model, and is not overwritten"):
+    with pytest.raises(UserError, match="holds no checkpoint or model, so --overwrite does not replace it"):
         convert(str(path), str(tmp_path / "photos"), "portable", overwrite=True)
     assert (tmp_path / "photos" / "cat.jpg").exists()
     pieces = checkpoints_in(path)[1] / "optimizer" / "__0_0.distcp"
@@ -154,7 +156,7 @@ def test_pieces_are_not_asked_before_they_are_a_model(finished):
     path = finished("sharded")
     for name in (checkpoints_in(path)[0], checkpoints_in(path)[0] / "model"):
         with pytest.raises(UserError, match=f"rlframework convert {name} NEW_FOLDER --to huggingface"):
-            find_subject(str(name))
+            find_model(str(name))
 
 
 def test_the_command_tells_what_it_did_and_how_it_is_used(finished, tmp_path, capsys):
@@ -166,7 +168,7 @@ def test_the_command_tells_what_it_did_and_how_it_is_used(finished, tmp_path, ca
     with pytest.raises(SystemExit) as ended:
         main(["convert", str(path), str(tmp_path / "hf"), "--to", "huggingface"])
     assert ended.value.code == 2
-    assert "give --overwrite" in capsys.readouterr().err
+    assert "replace it with --overwrite" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["convert", "--help"])
     assert "rlframework convert runs/grpo models/grpo --to huggingface" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Whole runs in one process: what they write, and that they learn."""
+"""Whole runs in one process: their files, and that they learn."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from rlframework.errors import ConfigError, DataError
 from rlframework.huggingface.model_directories import make_llama
 from rlframework.huggingface.tokenizer import character_tokenizer
 from rlframework.rollout.rollout import row_seeds
+
+pytestmark = pytest.mark.slow
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 
@@ -114,7 +116,7 @@ def test_rows_have_seeds_of_their_own():
 def test_an_output_directory_that_holds_something_is_left_alone(run_config, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").write_text("precious\n")
-    with pytest.raises(ConfigError, match="is not empty, and nothing in it is overwritten"):
+    with pytest.raises(ConfigError, match=r"is not empty: it holds files that no run wrote \(metrics\.jsonl\)"):
         run(run_config("sft"))
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == "precious\n"
 

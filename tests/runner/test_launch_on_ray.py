@@ -8,6 +8,7 @@ from rlframework import run
 from rlframework.errors import DataError
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.xdist_group("ray"),
     pytest.mark.usefixtures("ray_session"),
     pytest.mark.slow,

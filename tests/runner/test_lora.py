@@ -1,4 +1,4 @@
-"""Runs that train adapters: what they write, how they go on, and engines in other processes that merge them."""
+"""Runs that train adapters: their files, resuming, and engines in other processes that merge the adapters."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from safetensors.torch import load_file
 
 from rlframework import run
 from rlframework.errors import UserError
-from rlframework.evaluation.run_or_model import configurations, find_subject
+from rlframework.evaluation.plan import configurations, find_model
 from rlframework.runner.launch import resume
 from rlframework.training.checkpoints import checkpoints_in
+
+pytestmark = pytest.mark.slow
 
 LORA = "policy.lora={rank: 4, alpha: 8}"
 
@@ -55,12 +57,11 @@ def test_a_run_goes_on_from_adapters_and_ends_with_a_merged_model_and_the_adapte
     told = json.loads((newest / "model" / "base.json").read_text())
     assert told["model_name"] == str(tiny_llama)
     with pytest.raises(UserError, match="holds LoRA adapters"):
-        find_subject(str(newest))
-    [asked] = configurations([find_subject(str(whole))], [])
+        find_model(str(newest))
+    [asked] = configurations([find_model(str(whole))], [])
     assert asked.policy.lora is None, "what is evaluated is merged already"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["ipc", "collective"])
 def test_engines_in_processes_of_their_own_get_adapters_and_sample_as_those_inside(run_config, tmp_path, transport):
     generation = ["generation.workers={group: processes}", f"generation.refit.transport={transport}"]

@@ -1,4 +1,4 @@
-"""Runs on data of one's own: conversations, texts, questions; rendered on the way or read from token data."""
+"""Runs on user data: conversations, texts, questions; rendered during training or read from token data."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from rlframework.huggingface.tokenizer import character_tokenizer, load_tokenize
 from rlframework.interfaces.environment import Message, Sample
 from rlframework.runner.tokenize import tokenize
 from rlframework.training import input_checks
+
+pytestmark = pytest.mark.slow
 
 ONE_STEP = ["algorithm.num_steps=1", "policy.train_global_batch_size=4"]
 NO_VALIDATION = "algorithm.validation={at_start: false, at_end: false, every: 0}"
@@ -88,7 +90,7 @@ def test_conversations_are_learnt_and_validated_by_loss(run_config, tmp_path, ti
 
 @pytest.mark.parametrize(("train_on", "tokens"), [("last", 4 * 2), ("assistant", 4 * (5 + 2)), ("all", 4 * 14)])
 def test_what_is_trained_on(run_config, tmp_path, train_on, tokens):
-    """Of `hi 1hello1+1?2<eos>`: the answer and its end; and the other answer; and all but the first token."""
+    """In `hi 1hello1+1?2<eos>`: the last answer and its end; both answers; everything after the first token."""
     path = write(tmp_path / "a.jsonl", [talk("hi 1", "hello", "1+1?", "2")] * 4 + [talk("hi 2", "b")])
     options = [*own(path, validation_path=str(path), max_validation_samples=5), NO_VALIDATION, *ONE_STEP]
     with pytest.raises(DataError, match="every prompt is also in validation"):
@@ -116,12 +118,12 @@ def test_questions_of_your_own_by_grpo(run_config, tmp_path):
 
 def test_rewards_need_a_check(run_config, tmp_path):
     path = write(tmp_path / "a.jsonl", TALKS)
-    with pytest.raises(ConfigError, match=r"`environment\.check`: answers are not judged, so GRPO has no rewards"):
+    with pytest.raises(ConfigError, match=r"`environment\.check`: completions are not scored, so GRPO has no rewards"):
         run_config("grpo", *own(path))
     with pytest.raises(ConfigError, match=r"no accuracy for algorithm\.stop_at_accuracy"):
         run_config("sft", *own(path), "algorithm.stop_at_accuracy=0.5")
     message = refused(run_config("grpo", *own(path, check="exact")))
-    assert "a.jsonl, line 1: there is no value in the column 'answer'" in message
+    assert "a.jsonl, line 1: the column 'answer' has no value" in message
 
 
 @pytest.mark.parametrize(
@@ -129,7 +131,7 @@ def test_rewards_need_a_check(run_config, tmp_path):
     [
         ([*TALKS, {"a": 1}], "line 21: no conversation in the columns ['a']"),
         ([*TALKS, talk("hi €", "b")], "the tokenizer has no token for ['€']"),
-        ([*TALKS, talk("hi")], "train sample 'a-21': there is no assistant turn to train on"),
+        ([*TALKS, talk("hi")], "train sample 'a-21': there is no assistant turn after a prompt to train on"),
         ([*TALKS, talk("hi", "b" * 130)], "train sample 'a-21' has 133 tokens with its completion: the model"),
     ],
 )
@@ -146,7 +148,7 @@ def test_validation_rows_are_looked_at_before_any_work_too(run_config, tmp_path)
 
 
 def test_rows_that_are_cut(run_config, tmp_path):
-    """The second answer of 130 letters is cut at 100 tokens, of which 98 are letters after `hi`."""
+    """The second answer of 130 letters is cut at 100 tokens; 98 of them are letters after `hi`."""
     path = write(tmp_path / "a.jsonl", [talk("hi", "b" * 130)] * 4 + [talk("ho", "b")])
     other = write(tmp_path / "v.jsonl", [talk("ho", "b")])
     options = [*own(path, validation_path=str(other)), *ONE_STEP, "algorithm.max_tokens=100"]
@@ -156,40 +158,40 @@ def test_rows_that_are_cut(run_config, tmp_path):
 
 
 def test_a_cut_that_leaves_nothing_to_learn_is_refused(run_config, tmp_path, capsys, monkeypatch):
-    """A prompt of two letters, cut at two tokens. Of four rows with one of one letter, `a` and its answer stay."""
+    """A prompt of two letters, cut at two tokens. Four rows have a prompt of one letter: `a` and its answer remain."""
     long, short = [talk(f"h{n}", "b") for n in range(8)], [talk(name, "b") for name in "alou"]
     other = write(tmp_path / "v.jsonl", [talk("s", "b")])
     path = write(tmp_path / "a.jsonl", long)
     options = [NO_VALIDATION, *ONE_STEP, "algorithm.max_tokens=2"]
     config = run_config("sft", *own(path, validation_path=str(other)), *options)
-    message = "of 8 train rows that were looked at, 8 have no token to train on: algorithm.max_tokens=2 cuts"
+    message = "8 of 8 checked train rows have no token to train on, because algorithm.max_tokens=2 cuts"
     assert message in refused(config)
-    with pytest.raises(DataError, match="no token of any row is trained on"):
+    with pytest.raises(DataError, match="no row has a token to train on after its first token"):
         tokenize(config, tmp_path / "tokens")
 
     path = write(tmp_path / "b.jsonl", [*long, *short])
     run(run_config("sft", *own(path, validation_path=str(other)), *options))
-    message = "of 12 train rows that were looked at, 8 have no token to train on: algorithm.max_tokens=2 cuts"
+    message = "8 of 12 checked train rows have no token to train on, because algorithm.max_tokens=2 cuts"
     assert message in capsys.readouterr().err
 
     monkeypatch.setattr(input_checks, "RENDERED", 4)  # the longest three have nothing, and others of twelve have
     monkeypatch.setattr(input_checks, "LONGEST", 3)
     run(run_config("sft", *own(path, validation_path=str(other)), *options, f"output_dir={tmp_path}/more"))
-    assert "of 6 train rows that were looked at, 5 have no token" in capsys.readouterr().err
+    assert "5 of 6 checked train rows have no token" in capsys.readouterr().err
 
 
 def test_the_first_token_is_nothing_to_learn(run_config, tmp_path):
-    """Texts that are cut at one token, which is trained on, but which nothing predicts."""
+    """Texts cut to one token, which is in the loss mask but is not predicted by anything."""
     path = write(tmp_path / "a.jsonl", [{"text": f"once {'x' * n}"} for n in range(5)])
     config = run_config("sft", *own(path), *ONE_STEP, NO_VALIDATION, "algorithm.max_tokens=1")
-    assert "of 4 train rows that were looked at, 4 have no token to train on" in refused(config)
-    with pytest.raises(DataError, match="no token of any row is trained on, the first aside"):
+    assert "4 of 4 checked train rows have no token to train on" in refused(config)
+    with pytest.raises(DataError, match="no row has a token to train on after its first token"):
         tokenize(config, tmp_path / "tokens")
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_of_many_rows_those_without_an_answer_are_found_too(run_config, tmp_path, monkeypatch, suffix):
-    """Of thirty rows three are rendered; the seventh and the ninth are short, and have no answer."""
+    """Three of thirty rows are rendered; the seventh and the ninth are short and have no answer."""
     rows: list[dict[str, Any]] = [{"prompt": f"{n}+1=", "completion": "x" * 9} for n in range(30)]
     rows[6] = rows[8] = {"prompt": "6+", "completion": None}
     monkeypatch.setattr(input_checks, "RENDERED", 8)
@@ -198,7 +200,7 @@ def test_of_many_rows_those_without_an_answer_are_found_too(run_config, tmp_path
     other = write(tmp_path / "v.jsonl", [talk("s", "b")])
     message = refused(run_config("sft", *own(path, validation_path=str(other))))
     name = "a-7" if suffix == "jsonl" else "a-6"
-    assert f"train sample {name!r}: there is no assistant turn to train on" in message
+    assert f"train sample {name!r}: there is no assistant turn after a prompt to train on" in message
     few = run_config("sft", *own(path, validation_path=str(other), max_samples=6), *ONE_STEP, "algorithm.max_tokens=9")
     assert run(few).metrics["train/loss"] > 0  # the rows in use are fine
 
@@ -234,7 +236,7 @@ def test_a_row_that_was_not_looked_at_is_named_when_it_is_due(run_config, tmp_pa
 
 
 def test_of_a_large_lazy_set_the_longest_rows_are_looked_at(run_config, tmp_path, monkeypatch):
-    """Not more than three of ten rows are made, and the long one is among them."""
+    """At most three of ten rows are created, including the long one."""
     rows = [talk(f"hi {n}", "b" * (130 if n == 6 else 1)) for n in range(10)]
     monkeypatch.setattr(input_checks, "RENDERED", 8)
     monkeypatch.setattr(input_checks, "LONGEST", 3)
@@ -254,7 +256,7 @@ TEMPLATE = "{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% end
 
 
 def test_a_chat_template_of_your_own(run_config, tmp_path):
-    """It is what is trained on, and it is saved with the model."""
+    """Training uses it, and it is saved with the model."""
     (tmp_path / "own.jinja").write_text(TEMPLATE)
     path = write(tmp_path / "a.jsonl", [talk("hi", "b")] * 4 + [talk("ho", "b")])
     options = [*own(path, validation_path=str(write(tmp_path / "v.jsonl", [talk("ho", "b")]))), *ONE_STEP]
@@ -311,10 +313,10 @@ def test_token_data_of_another_tokenizer(tokens, tmp_path):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("algorithm.train_on=all", "was made with algorithm.train_on=last, and here it is all; set it to last"),
-        ("algorithm.max_tokens=9", "was made with algorithm.max_tokens=None, and here it is 9"),
+        ("algorithm.train_on=all", "was made with algorithm.train_on=last, but this run has all; set it to last"),
+        ("algorithm.max_tokens=9", "was made with algorithm.max_tokens=None, but this run has 9"),
         ("policy.batching.tokens=8", " has 18 tokens, but policy.batching.tokens=8 is the most"),
-        ("algorithm.token_data=nothing", "nothing: no token data there"),
+        ("algorithm.token_data=nothing", "nothing: not token data"),
     ],
 )
 def test_token_data_that_does_not_fit(tokens, override, message):
@@ -326,12 +328,12 @@ def test_token_data_that_does_not_fit(tokens, override, message):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("seed=4", "was made with seed=3, and here it is 4: rows that are held out here may be in it"),
-        ("environment.validation_fraction=0.5", "with environment.validation_fraction=0.05, and here it is 0.5"),
-        ("environment.max_validation_samples=3", "with environment.max_validation_samples=1024, and here it is 3"),
-        ("environment.max_samples=3", "with environment.max_samples=None, and here it is 3"),
-        ("environment.instruction=x", "with environment.instruction='', and here it is 'x'"),
-        ("environment.system_prompt=be", "with environment.system_prompt=None, and here it is 'be'"),
+        ("seed=4", "was made with seed=3, but this run has 4: rows that this run holds out may be in it"),
+        ("environment.validation_fraction=0.5", "with environment.validation_fraction=0.05, but this run has 0.5"),
+        ("environment.max_validation_samples=3", "with environment.max_validation_samples=1024, but this run has 3"),
+        ("environment.max_samples=3", "with environment.max_samples=None, but this run has 3"),
+        ("environment.instruction=x", "with environment.instruction='', but this run has 'x'"),
+        ("environment.system_prompt=be", "with environment.system_prompt=None, but this run has 'be'"),
     ],
 )
 def test_token_data_of_other_rows(tokens, override, message):
@@ -341,7 +343,7 @@ def test_token_data_of_other_rows(tokens, override, message):
 
 
 def test_token_data_where_nothing_is_drawn_is_for_any_seed(run_config, tmp_path):
-    """With validation data of its own, training rows do not depend on the seed, nor on how answers are judged."""
+    """With validation data of its own, training rows do not depend on the seed or on how answers are checked."""
     rows = [{"question": f"{n}+1?", "answer": n + 1, "gold": n + 1} for n in range(20)]
     path, other = write(tmp_path / "a.jsonl", rows), write(tmp_path / "v.jsonl", rows[1:2])
     config = run_config("sft", *own(path, validation_path=str(other)), *ONE_STEP)
@@ -352,9 +354,9 @@ def test_token_data_where_nothing_is_drawn_is_for_any_seed(run_config, tmp_path)
     assert "every prompt is also in validation" in told
     another = write(tmp_path / "b.jsonl", rows)
     told = refused(load_config(config, [*keys, f"environment.path={another}", f"output_dir={tmp_path}/n"]), ConfigError)
-    assert f"with environment.path={str(path)!r}, and here it is {str(another)!r}" in told
+    assert f"with environment.path={str(path)!r}, but this run has {str(another)!r}" in told
     gold = load_config(config, [*keys, "environment.columns.answer=gold", f"output_dir={tmp_path}/n"])
-    assert "with environment.columns.answer='answer', and here it is 'gold'" in refused(gold, ConfigError)
+    assert "with environment.columns.answer='answer', but this run has 'gold'" in refused(gold, ConfigError)
 
 
 def test_token_data_of_unknown_rows_is_taken_on_trust(tokens, tmp_path):
@@ -368,7 +370,7 @@ def test_token_data_that_is_damaged(tokens):
     config, folder = tokens(NO_VALIDATION)
     (folder / "mask.bin").write_bytes(b"")
     message = refused(load_config(config, [f"algorithm.token_data={folder}"]))
-    assert "mask.bin: is damaged, it has 0 bytes" in message
+    assert "mask.bin: is damaged: it has 0 bytes" in message
 
 
 def test_rows_of_token_data_are_those_of_the_samples(tokens, tiny_llama):
@@ -381,10 +383,9 @@ def test_rows_of_token_data_are_those_of_the_samples(tokens, tiny_llama):
 
 
 @pytest.mark.xdist_group("ray")
-@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_validation_by_loss_does_not_depend_on_the_number_of_workers(run_config, tmp_path, ray_session):
-    """Three rows over two workers: one of them is there twice, and counts once."""
+    """Three rows on two workers: one row is duplicated, and counts once."""
     held_out = write(tmp_path / "v.jsonl", [talk("seven?", "7"), talk("one?", "one"), talk("two?", "it is two")])
     options = own(write(tmp_path / "a.jsonl", TALKS), validation_path=str(held_out))
     one = run(run_config("sft", *options, "algorithm.num_steps=1"))

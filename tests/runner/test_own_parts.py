@@ -1,4 +1,4 @@
-"""Whole runs with a user's own parts by import path: a reward function, an environment, a loss."""
+"""Whole runs with user classes given by import path: a reward function, an environment, a loss."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from safetensors.torch import load_file
 from rlframework import config_yaml, load_config, run
 from rlframework.errors import ConfigError, PluginError, UserError
 from rlframework.runner.launch import resume
+
+pytestmark = pytest.mark.slow
 
 PARTS = """
 from rlframework.config.sections import EnvironmentConfig
@@ -123,7 +125,7 @@ def test_grpo_on_an_own_reward(run_config, folder: Path, timeout: float | None) 
 
 
 def test_failures_are_metrics_of_the_step(run_config) -> None:
-    """Every row is in each step (16 of 20 train, 4 or so are held out): those of 0, 4, ... fail."""
+    """Each step has every row (16 of 20 train, about 4 are held out): rows 0, 4, ... fail."""
     keys = {"max_reward_failures": 1.0, "failed_reward": -1.0}
     result = run(run_config("grpo", *with_reward("fails_for_some", **keys), "algorithm.validation.at_start=false"))
     counts = [row["train/reward_failures"] for row in result.history]
@@ -143,7 +145,7 @@ def test_too_many_failures_end_the_run_without_a_model(run_config, folder: Path)
     [
         (f"{OWN}:none", r"`environment\.reward`: .*own_parts_of_a_test\.py\) has no 'none'"),
         ("no_module_of_this_name:score", r"`environment\.reward`: .*there is no module 'no_module_of_this_name'"),
-        (f"{OWN}:not_a_class", r"cannot be called, it is int"),
+        (f"{OWN}:not_a_class", r"is not callable, but int"),
         (f"{OWN}:Half", r"is a class"),
     ],
 )
@@ -177,11 +179,11 @@ def test_an_environment_without_keys_of_its_own(run_config) -> None:
     ("name", "keys", "message"),
     [
         ("Counting", {"upo": 3}, "Did you mean `environment.upto`"),
-        ("Plain", {"upto": 3}, "`environment.upto`: not a known key"),
+        ("Plain", {"upto": 3}, "`environment.upto`: unknown key"),
         ("Missing", {}, r"environment\.name: .*\.py\) has no 'Missing'"),
-        ("not_a_class", {}, r"is no class that derives from rlframework\.interfaces\.environment\.Environment"),
-        ("digits", {}, "is no class that derives"),
-        ("Half", {}, "lacks what every environment has: __init__, step"),
+        ("not_a_class", {}, r"must be a class derived from rlframework\.interfaces\.environment\.Environment"),
+        ("digits", {}, "must be a class derived"),
+        ("Half", {}, "does not implement __init__, step"),
         ("Mistyped", {}, r"config_model of the environment '.*Mistyped' must be a class derived from"),
     ],
 )
@@ -196,7 +198,7 @@ from rlframework.interfaces.loss import LossInput, LossType
 
 
 class Weighted:
-    """Minus the log-probabilities by the advantages, where there are any, times `weight`."""
+    """Minus log-probabilities times advantages, if present, times `weight`."""
 
     loss_type, input_type = LossType.TOKEN_LEVEL, LossInput.LOGPROBS
     wants_entropy, at_sampling_temperature = False, False
@@ -288,12 +290,15 @@ def test_a_run_of_own_parts_goes_on_with_the_numbers_of_one_that_was_not_stopped
     ("loss", "message"),
     [
         (f"{OWN_LOSSES}:Missing", r"`algorithm\.loss`: .*has no 'Missing'"),
-        (f"{OWN_LOSSES}:number", r"`algorithm\.loss`: .* is no loss and makes none, it is int"),
-        (f"{OWN_LOSSES}:makes_nothing", "makes NoneType, which is no loss"),
-        (f"{OWN_LOSSES}:raises", r"\.py, line \d+\) raised ValueError when it was to make a loss of \{\}: not today"),
+        (f"{OWN_LOSSES}:number", r"`algorithm\.loss`: .* is not a loss or callable, but int"),
+        (f"{OWN_LOSSES}:makes_nothing", "returned NoneType, which is not a loss"),
+        (f"{OWN_LOSSES}:raises", r"\.py, line \d+\) raised ValueError when called with \{\}: not today"),
         (f"{{name: '{OWN_LOSSES}:make', wieght: 2}}", r"raised TypeError .*'wieght'"),
-        (f"{{name: '{OWN_LOSSES}:made', weight: 2}}", r"is made already: it takes no keys, and \['weight'\] are given"),
-        ("clipped", r"`algorithm\.loss`: must be a section with keys of its own, or an import path, such as"),
+        (
+            f"{{name: '{OWN_LOSSES}:made', weight: 2}}",
+            r"is a loss instance and takes no keys, but \['weight'\] are given",
+        ),
+        ("clipped", r"`algorithm\.loss`: must be a mapping of the loss's settings, or an import path such as"),
         ("{kl_cof: 0.1}", "Did you mean `algorithm.loss.kl_coef`"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Training that lost a worker goes on by itself, and ends with the weights of a run that nothing happened to."""
+"""Training restarts after the loss of a worker, and ends with the weights of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -24,21 +24,23 @@ from rlframework.runner.launch import resume
 from rlframework.runner.restarts import RESTARTS_FILE, Attempt, Restarts
 from rlframework.training.checkpoints import checkpoints_in
 
+pytestmark = pytest.mark.slow
+
 RAY_OF_ITS_OWN = {
     "RAY_AUTH_MODE": "token",
     "RAY_AUTH_TOKEN": "of-this-test",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_health_check_period_ms": "300",
 }
-"""Ray asks each machine every 3 s, and counts it as gone when five such questions fail one after the other. How long an
-answer may take is as always, so a slow machine is not taken for a lost one."""
+"""Ray checks each machine every 3 s, and counts it as lost after five consecutive failures. The timeout of a check is
+the default, so that a slow machine is not taken for a lost one."""
 TWO = ("worker_group={name: processes, num_workers: 2}", "policy.batching.tokens=1024")
-"""With one microbatch a step on each worker, the n-th call of the loss is in the n-th step."""
+"""With one microbatch per step and worker, the n-th call of the loss is in the n-th step."""
 
 
 @pytest.fixture
 def plan(tmp_path: Path):
-    """`plan("1-5-kill", ...)`: what happens to which rank at which call of the loss."""
+    """`plan("1-5-kill", ...)`: the failures, as rank, call of the loss, and kind."""
 
     def make(*words: str) -> str:
         folder = tmp_path / "plan"
@@ -58,7 +60,7 @@ def options(out: Path, *more: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def whole(make_config, tmp_path_factory) -> Path:
-    """The run that nothing happens to, once for all tests."""
+    """The undisturbed run, shared by all tests."""
     folder = tmp_path_factory.mktemp("undisturbed")
     (folder / "plan").mkdir()
     loss = f"algorithm.loss={{name: 'probe_losses:Deadly', plan: {folder / 'plan'}}}"
@@ -71,7 +73,7 @@ def rows(path: Path, name: str = "metrics.jsonl") -> list[dict]:
 
 
 def assert_same(left: Path, right: Path) -> None:
-    """The same weights to the bit; the same lines of metrics, each step once, but for times and memory."""
+    """Bit-equal weights, and the same metrics with each step once, except for times and memory."""
     assert_same_weights(left, right)
     kept = [
         [
@@ -111,17 +113,17 @@ def test_a_killed_worker_is_replaced_and_the_weights_are_those_of_an_undisturbed
     assert len(rows(tmp_path / "run", "samples.jsonl")) == len(rows(whole, "samples.jsonl"))
 
 
-def test_without_a_checkpoint_it_begins_at_the_beginning(run_config, tmp_path, whole, plan, capfd):
+def test_without_a_checkpoint_it_starts_from_the_beginning(run_config, tmp_path, whole, plan, capfd):
     run(run_config("sft", *options(tmp_path / "run", plan("0-2-kill"), "checkpoints.every=0")))
     assert_same(whole, tmp_path / "run")
     errors = capfd.readouterr().err
-    assert "note: fault_tolerance.max_restarts=2, but checkpoints.every=0, so that a restart begins at the" in errors
+    assert "note: fault_tolerance.max_restarts=2, but checkpoints.every=0, so a restart repeats the whole run" in errors
     assert "restart 1 of 2 from the beginning, as there is no checkpoint, in 0.01 s: " in errors
     [told] = rows(tmp_path / "run", RESTARTS_FILE)
     assert (told["from_step"], told["reached_step"]) == (0, 1)
 
 
-def test_a_run_that_was_resumed_goes_on_from_where_it_was_resumed(run_config, tmp_path, whole, plan):
+def test_a_resumed_run_restarts_from_its_checkpoint(run_config, tmp_path, whole, plan):
     run(
         run_config(
             "sft", *options(tmp_path / "run", plan()), "algorithm.num_steps=2", "algorithm.validation.at_end=false"
@@ -139,21 +141,21 @@ def test_a_worker_that_hangs_after_a_step_is_lost(run_config, tmp_path, whole, p
     assert [told["error"].partition(":")[0] for told in rows(tmp_path / "run", RESTARTS_FILE)] == ["DeadlineExceeded"]
 
 
-def test_an_error_that_would_come_again_ends_the_run(run_config, tmp_path, plan):
+def test_an_error_that_would_recur_ends_the_run(run_config, tmp_path, plan):
     with pytest.raises(WorkerError, match="ZeroDivisionError: one that would come again") as caught:
         run(run_config("sft", *options(tmp_path / "run", plan("1-3-raise"))))
     assert not isinstance(caught.value, WorkerLost)
     assert not (tmp_path / "run" / RESTARTS_FILE).exists()
 
 
-def test_by_default_nothing_starts_again(run_config, tmp_path, plan):
+def test_by_default_nothing_restarts(run_config, tmp_path, plan):
     with pytest.raises(WorkerLost, match="rank 0 of 2 died in train"):
         run(run_config("sft", *options(tmp_path / "run", plan("0-3-kill")), "fault_tolerance.max_restarts=0"))
     assert not (tmp_path / "run" / RESTARTS_FILE).exists()
 
 
-def test_a_run_that_is_told_to_stop_does_not_start_again(run_config, tmp_path, plan, monkeypatch):
-    """SIGTERM comes in the third step, and that step loses a worker: a scheduler tells all of a job to end."""
+def test_an_interrupted_run_does_not_restart(run_config, tmp_path, plan, monkeypatch):
+    """SIGTERM arrives in the third step, which loses a worker: a scheduler signals all processes of a job."""
     real, calls = Policy.train, []
 
     def train(self, *args, **kwargs):
@@ -164,14 +166,13 @@ def test_a_run_that_is_told_to_stop_does_not_start_again(run_config, tmp_path, p
         return real(self, *args, **kwargs)
 
     monkeypatch.setattr(Policy, "train", train)
-    with pytest.raises(RunTerminated, match="told to stop, and the step did not end: the process of rank 1") as caught:
+    with pytest.raises(RunTerminated, match="interrupted before the end of the step: the process of rank 1") as caught:
         run(run_config("sft", *options(tmp_path / "run", plan())))
     assert caught.value.exit_code == 143
     assert not (tmp_path / "run" / RESTARTS_FILE).exists()
     assert [path.name for path in checkpoints_in(tmp_path / "run")] == ["step-000002"]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.xdist_group("ray")
 @pytest.mark.usefixtures("ray_session")
@@ -181,15 +182,14 @@ def test_on_ray_too(run_config, tmp_path, whole, plan):
     assert [told["from_step"] for told in rows(tmp_path / "run", RESTARTS_FILE)] == [2]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.xdist_group("ray")
 def test_a_machine_that_leaves_a_cluster_is_replaced_by_another(run_config, tmp_path, whole, plan):
-    """Three machines, two workers: the third machine takes the work of the one whose Ray is killed."""
+    """Three machines, two workers: the third machine replaces the one whose Ray is killed."""
     ray = "worker_group={name: ray, num_workers: 2, workers_per_node: 1}"
     config = run_config("sft", *options(tmp_path / "run", plan("1-4-node")), ray, "policy.batching.tokens=1024")
     (tmp_path / "run.yaml").write_text(config_yaml(config))
-    here = Path(__file__).parent
+    here = Path(__file__).parents[1] / "fixtures"
     done = subprocess.run(
         [sys.executable, str(here / "probe_run_on_cluster.py"), "3", str(tmp_path / "run.yaml")],
         env=os.environ | RAY_OF_ITS_OWN,
@@ -208,7 +208,7 @@ def test_a_machine_that_leaves_a_cluster_is_replaced_by_another(run_config, tmp_
 
 
 class Done:
-    """Stands for observers that were told of steps up to `last_step`."""
+    """Stands in for observers with this `last_step`."""
 
     def __init__(self, last_step: int) -> None:
         self.last_step = last_step
@@ -250,24 +250,24 @@ def lost(last=3, checkpoint=0):
     return WorkerLost("gone"), last, checkpoint
 
 
-def test_the_wait_doubles_up_to_its_most(tried):
+def test_the_backoff_doubles_up_to_its_maximum(tried):
     starts, waits, end = tried([lost()] * 5 + [(None, 6, 0)], max_restarts=5, backoff=2.0, max_backoff=12.0)
     assert waits == [2.0, 4.0, 8.0, 12.0, 12.0]
     assert starts == [None] * 6
     assert end.metrics["step"] == 6
 
 
-def test_so_many_restarts_in_a_row_and_no_more(tried, capsys):
+def test_restarts_in_a_row_are_limited(tried, capsys):
     error = WorkerLost("the third")
     starts, _, end = tried([lost(), lost(), (error, 3, 0)], max_restarts=2, backoff=1.0)
     assert end is error
     assert len(starts) == 3
-    assert "gave up after 2 restart(s) in a row without a new checkpoint (fault_tolerance.max_restarts)" in (
+    assert "giving up after 2 restart(s) in a row without a new checkpoint (fault_tolerance.max_restarts)" in (
         capsys.readouterr().err
     )
 
 
-def test_a_new_checkpoint_starts_the_count_anew(tried):
+def test_a_new_checkpoint_resets_the_count(tried):
     outcomes = [lost(), lost(checkpoint=4), lost(), lost(), (None, 6, 0)]
     starts, waits, end = tried(outcomes, max_restarts=2, backoff=1.0)
     assert isinstance(end, WorkerLost)  # the fourth: two in a row from step 4 came to no more
@@ -287,13 +287,13 @@ def test_a_deadline_counts_where_a_step_was_done_in_time_before(tried, last, goe
     assert len(starts) == (2 if goes_on else 1)
 
 
-def test_what_cannot_start_the_first_time_is_not_tried_again(tried):
+def test_a_failed_first_start_is_not_repeated(tried):
     error = WorkerLost("died while it started")
     assert tried([(error, None, 0)], max_restarts=2)[2] is error
 
 
-def test_what_could_start_before_is_tried_again(tried):
-    """After a node left there may be too few GPUs for a while."""
+def test_a_failed_start_of_a_restart_is_repeated(tried):
+    """After the loss of a node there may be too few GPUs for a while."""
     outcomes = [lost(), (ConfigError("too few GPUs"), None, 0), (None, 6, 0)]
     _, waits, end = tried(outcomes, max_restarts=2, backoff=1.0)
     assert end.metrics["step"] == 6
@@ -301,8 +301,8 @@ def test_what_could_start_before_is_tried_again(tried):
 
 
 @pytest.mark.parametrize(("checkpoint", "same"), [(0, True), (2, False)])
-def test_from_the_beginning_this_process_draws_the_same_random_numbers_again(run_config, tmp_path, checkpoint, same):
-    """From a checkpoint it is the checkpoint that has them."""
+def test_a_restart_from_the_beginning_restores_random_states(run_config, tmp_path, checkpoint, same):
+    """A restart from a checkpoint takes them from there."""
     (tmp_path / "run").mkdir()
     config = run_config("sft", "fault_tolerance={max_restarts: 1}", "checkpoints.every=1", *TWO)
     drawn = []
@@ -321,7 +321,7 @@ def test_from_the_beginning_this_process_draws_the_same_random_numbers_again(run
     assert [one == two for one, two in zip(first, second, strict=True)] == [same] * 3
 
 
-def test_secrets_of_an_error_are_not_written_down(tried, tmp_path, capsys):
+def test_secrets_in_an_error_are_not_recorded(tried, tmp_path, capsys):
     error = WorkerLost("died reading https://me:hunter2@host/data\nhf_abcdefghijklmnopqrstuvwxyz")
     tried([(error, 2, 0), (None, 6, 0)], max_restarts=1, backoff=1.0)
     written = (tmp_path / "run" / RESTARTS_FILE).read_text() + capsys.readouterr().err
@@ -333,5 +333,5 @@ def test_secrets_of_an_error_are_not_written_down(tried, tmp_path, capsys):
 def test_inline_has_nothing_to_restart(run_config, tmp_path, capsys):
     Restarts(run_config("sft", "fault_tolerance.max_restarts=1"))
     assert (
-        "worker_group.name=inline has its worker in this process, so none can be lost alone" in capsys.readouterr().err
+        "worker_group.name=inline runs its worker in this process, so it cannot be restarted" in capsys.readouterr().err
     )

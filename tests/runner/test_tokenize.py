@@ -1,4 +1,4 @@
-"""The command `rlframework tokenize`: what it writes, and when it writes nothing."""
+"""The command `rlframework tokenize`: its files, and the errors after which it writes nothing."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def call(*words: str) -> int:
 
 
 def test_rows_are_written_and_summed_up(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each row is a sum of four characters, its result and the end token: six tokens, two of them trained on."""
+    """Each row has six tokens, two of them trained on: a sum of four characters, its result, end of sequence."""
     assert call("tokenize", "run.yaml", "out/tokens") == 0
     captured = capsys.readouterr()
-    assert captured.out == ("done: 9 rows of at most 6 tokens, 54 in all, of which 18 are trained on; in out/tokens\n")
+    assert captured.out == ("done: 9 rows of at most 6 tokens, 54 in total, 18 of them trained on; in out/tokens\n")
     assert captured.err == ""  # no bar where there is no terminal
     data = TokenData(folder / "out" / "tokens")
     assert data.lengths.tolist() == [6] * 9
@@ -47,21 +47,21 @@ def test_rows_are_written_and_summed_up(folder: Path, capsys: pytest.CaptureFixt
 
 def test_overrides_count(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("tokenize", "run.yaml", "out", "algorithm.train_on=all", "algorithm.max_tokens=5") == 0
-    assert "9 rows of at most 5 tokens, 45 in all, of which 45 are trained on" in capsys.readouterr().out
+    assert "9 rows of at most 5 tokens, 45 in total, 45 of them trained on" in capsys.readouterr().out
     assert TokenData(folder / "out").meta["train_on"] == "all"
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("out algorithm.name=grpo", "algorithm.name is 'grpo', and rows are rendered for supervised training"),
+        ("out algorithm.name=grpo", "algorithm.name is 'grpo', but only supervised training reads token data"),
         ("out environment.path=gone.jsonl", "gone.jsonl: cannot be read (No such file"),
-        ("out policy.model_name=/no/such", "no tokenizer can be loaded from '/no/such'"),
+        ("out policy.model_name=/no/such", "policy.model_name='/no/such': there is no such directory"),
         ("out environment.path=bad.jsonl", "bad.jsonl, line 2: not JSON"),
         ("out environment.path=euro.jsonl", "sample 'euro-2': the tokenizer has no token for ['€']"),
         ("out environment.path=long.jsonl", "sample 'long-2' has 130 tokens, and the model (policy.model_name="),
-        ("full", "OUT='full' is not empty, and nothing in it is overwritten"),
-        ("a.jsonl", "a.jsonl: a part of the path is a file, not a directory"),
+        ("full", "OUT='full': the folder is not empty, and nothing is overwritten"),
+        ("a.jsonl", "a.jsonl: a component of the path is a file, not a directory"),
         ("out algorithm.train_onn=all", "Did you mean `algorithm.train_on`?"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What is wrong with the input is one clear error before anything is made: nothing waits for the first step."""
+"""Invalid input is one clear error before anything is written, not a failure in the first step."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def gsm8k(folder: Path, train: str, validation: str = "1+1?") -> list[str]:
 
 
 def refused(config, kind: type[Exception] = DataError) -> str:
-    """The message of the run's error, which made no output directory."""
+    """The message of the run's error; the run created no output directory."""
     with pytest.raises(kind) as error:
         run(config)
     assert not config.output_dir.exists()
@@ -59,7 +59,7 @@ def test_a_character_of_a_completion_is_found_before_the_first_step(run_config, 
 def test_a_prompt_that_leaves_no_room_for_an_answer(run_config, algorithm):
     message = refused(run_config(algorithm, *addition(POSITIONS - 4)))
     assert "has a prompt of 128 tokens, which leaves no room for an answer" in message
-    assert "takes 128 tokens in all" in message
+    assert "takes 128 tokens in total" in message
     assert "policy.model_name" in message
 
 
@@ -72,7 +72,7 @@ def test_a_prompt_that_leaves_less_room_than_max_new_tokens_is_no_mistake(run_co
 def test_a_rollout_that_may_outgrow_a_microbatch(run_config):
     rows = ["policy.batching.tokens=127", "generation.max_new_tokens=50"]
     message = refused(run_config("grpo", *addition(POSITIONS - 5), *rows), ConfigError)
-    assert "has a prompt of 127 tokens; with an answer the row may have 128" in message
+    assert "has a prompt of 127 tokens; with an answer the row may have up to 128" in message
     assert "policy.batching.tokens=127" in message
     assert "at least 128" in message
 
@@ -91,11 +91,11 @@ def test_a_rollout_that_may_outgrow_a_microbatch_of_scoring(run_config, tmp_path
 
 
 def test_a_row_to_train_on_that_is_longer_than_the_model_takes(run_config):
-    """125 letters would be fine with a sum of one digit: the row is the prompt, the sum and the end token."""
+    """125 letters would fit with a one-digit sum: the row is prompt, sum and end-of-sequence token."""
     options = ["policy.batching.tokens=null", *ONE_STEP]
     message = refused(run_config("sft", *addition(POSITIONS - 6), *options))
     assert "has 129 tokens with its completion" in message
-    assert "takes 128 tokens in all" in message
+    assert "takes 128 tokens in total" in message
     assert run(run_config("sft", *addition(POSITIONS - 7), *options)).metrics["step"] == 1
 
 
@@ -140,17 +140,17 @@ def test_positions_of_a_model(tmp_path, tiny_llama):
 def test_a_gpu_that_is_not_there(run_config, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     message = refused(run_config("sft", "device=cuda"), ConfigError)
-    assert message.startswith("device=cuda, but PyTorch finds no GPU here")
+    assert message.startswith("device=cuda, but PyTorch finds no GPU on this machine")
     assert "device=cpu or device=auto" in message
 
 
 @pytest.mark.parametrize(
     ("output_dir", "reason"),
     [
-        ("/proc/nope/run", "cannot be made"),
-        ("file/run", "a part of the path is a file, not a directory"),
-        ("link/run", "cannot be made"),
-        ("file", "a part of the path is a file, not a directory"),
+        ("/proc/nope/run", "cannot be created"),
+        ("file/run", "a component of the path is a file, not a directory"),
+        ("link/run", "cannot be created"),
+        ("file", "a component of the path is a file, not a directory"),
         pytest.param(
             "locked/deep/run",
             "permission denied",

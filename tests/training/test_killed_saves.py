@@ -1,4 +1,4 @@
-"""Several workers that are killed together while they write their pieces leave checkpoints that are whole.
+"""Workers that are killed together while they write their shards leave only complete checkpoints.
 
 `test_resume.py` does so with one worker, more often, and compares the numbers.
 """
@@ -18,12 +18,14 @@ from rlframework.policy.checkpoint.manifest import check_files
 from rlframework.runner.launch import build_parts, resume
 from rlframework.training.checkpoints import checkpoints_in
 
+pytestmark = pytest.mark.slow
+
 KILLS = 2
 
 
 @pytest.fixture
 def killed(run_config, tmp_path):
-    """`killed(name, seconds)`: a run whose process group is killed so long after its first checkpoint."""
+    """`killed(name, seconds)`: a run whose process group is killed `seconds` after its first checkpoint."""
 
     def kill(name: str, seconds: float) -> Path:
         out = tmp_path / name
@@ -42,7 +44,6 @@ def killed(run_config, tmp_path):
     return kill
 
 
-@pytest.mark.slow
 def test_killed_together_at_any_moment_workers_leave_checkpoints_that_are_whole(run_config, killed):
     dice = random.Random(11)
     with build_parts(run_config("sft")) as parts:

@@ -1,4 +1,4 @@
-"""Profiled steps: traces that can be read, and a run that is the same without them."""
+"""Profiled steps: readable traces, and the same numbers as without profiling."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ import torch
 from rlframework import run
 from rlframework.conformance.policies import read_weights
 from rlframework.errors import ConfigError, NotSupported, UserError
-from rlframework.policy import trace_spans
-from rlframework.policy.profiling import TraceProfiler
-from rlframework.policy.trace_spans import span
+from rlframework.policy import profiling
+from rlframework.policy.profiling import TraceProfiler, trace_span
+
+pytestmark = pytest.mark.slow
 
 
 def events(path: Path) -> list[dict]:
-    """What Perfetto draws: each event with its name, its start and how long it took, both in microseconds."""
+    """The events that Perfetto draws: name, start and duration in microseconds."""
     found = json.loads(gzip.decompress(path.read_bytes()))
     return [event for event in found["traceEvents"] if event.get("ph") == "X"]
 
@@ -42,23 +43,23 @@ def test_the_chosen_step_leaves_a_trace_with_the_phases_and_changes_no_weight(ru
     found = events(path)
     names = [event["name"] for event in found]
     for phase in (
-        trace_spans.FORWARD,
-        trace_spans.LOSS,
-        trace_spans.BACKWARD,
-        trace_spans.CLIP_AND_STEP,
-        trace_spans.GENERATE,
+        profiling.FORWARD,
+        profiling.LOSS,
+        profiling.BACKWARD,
+        profiling.CLIP_AND_STEP,
+        profiling.GENERATE,
     ):
         assert phase in names
     assert (
-        names.count(trace_spans.LOSS) == names.count(trace_spans.BACKWARD) < names.count(trace_spans.FORWARD)
+        names.count(profiling.LOSS) == names.count(profiling.BACKWARD) < names.count(profiling.FORWARD)
     )  # scoring runs forward
-    assert names.count(trace_spans.CLIP_AND_STEP) == 2  # 32 rows in batches of 16
+    assert names.count(profiling.CLIP_AND_STEP) == 2  # 32 rows in batches of 16
     found.sort(key=lambda event: event["ts"])
     loss, backward, step = (
         next(event for event in found if event["name"] == phase)
-        for phase in (trace_spans.LOSS, trace_spans.BACKWARD, trace_spans.CLIP_AND_STEP)
+        for phase in (profiling.LOSS, profiling.BACKWARD, profiling.CLIP_AND_STEP)
     )
-    forward = [event for event in found if event["name"] == trace_spans.FORWARD and event["ts"] < loss["ts"]][-1]
+    forward = [event for event in found if event["name"] == profiling.FORWARD and event["ts"] < loss["ts"]][-1]
     assert forward["ts"] + forward["dur"] <= loss["ts"] < backward["ts"] < step["ts"]
     inside = [
         e for e in found if e["name"] == "aten::mm" and forward["ts"] <= e["ts"] <= forward["ts"] + forward["dur"]
@@ -76,12 +77,12 @@ def test_a_range_of_steps_has_a_trace_each(run_config):
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        ("{steps: [1, 4]}", r"profiler.steps.*among the steps of the run, which are 1 to 3"),
-        ("{start: 4}", r"profiler.start.*among the steps"),
+        ("{steps: [1, 4]}", r"profiler.steps.*must be steps of the run, 1 to 3"),
+        ("{start: 4}", r"profiler.start.*must be steps of the run"),
         ("{start: 2, stop: 1}", r"profiler.stop.*must not be before profiler.start=2"),
         ("{stop: 2}", r"profiler.stop.*must not be before profiler.start, which is not set"),
-        ("{steps: [1], ranks: [1]}", r"profiler.ranks.*must name one worker or more of 0 to 0"),
-        ("{steps: [1], ranks: []}", r"profiler.ranks.*must name one worker or more"),
+        ("{steps: [1], ranks: [1]}", r"profiler.ranks.*must list at least one worker rank, each from 0 to 0"),
+        ("{steps: [1], ranks: []}", r"profiler.ranks.*must list at least one worker rank"),
     ],
 )
 def test_steps_and_workers_that_the_run_does_not_have_are_refused(run_config, section, message):
@@ -93,12 +94,12 @@ def test_a_profiler_is_on_once_and_an_unwritable_trace_is_told(tmp_path):
     profiler = TraceProfiler()
     assert profiler.stop(tmp_path / "nothing.gz") is False
     profiler.start(with_stack=False, record_shapes=False, memory=False)
-    with pytest.raises(NotSupported, match="profiled already"):
+    with pytest.raises(NotSupported, match="already being profiled"):
         profiler.start(with_stack=False, record_shapes=False, memory=False)
-    with span(trace_spans.LOSS):
+    with trace_span(profiling.LOSS):
         torch.ones(2).sum()
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"file/trace.json.gz' cannot be written: File exists; take a folder"):
+    with pytest.raises(UserError, match=r"trace.json.gz' cannot be written: File exists; choose a writable folder"):
         profiler.stop(tmp_path / "file" / "trace.json.gz")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
     profiler.start(with_stack=False, record_shapes=False, memory=False)  # it is off again
@@ -106,4 +107,4 @@ def test_a_profiler_is_on_once_and_an_unwritable_trace_is_told(tmp_path):
 
 
 def test_spans_cost_nothing_where_no_profiler_is_on():
-    assert type(span(trace_spans.LOSS)).__name__ == "nullcontext"
+    assert type(trace_span(profiling.LOSS)).__name__ == "nullcontext"

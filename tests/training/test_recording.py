@@ -1,4 +1,4 @@
-"""Recorded steps: a run is the same with them, and each is computed again with the same figures."""
+"""Recorded steps: they do not change the run, and a replay gives the same numbers."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from rlframework.algorithms.losses import ClippedPGLoss, NLLLoss
 from rlframework.batch.packed_tensor import PackedTensor
 from rlframework.config.algorithms import ClippedPGLossConfig
 from rlframework.conformance.parity.command import replay
-from rlframework.conformance.parity.compare import examine
-from rlframework.conformance.parity.outcome import UPDATE, Subject
+from rlframework.conformance.parity.compare import compare_with_oracle
+from rlframework.conformance.parity.outcome import UPDATE, Candidate
 from rlframework.conformance.parity.recorded_step import read_step
-from rlframework.conformance.parity.replay import exam_of
+from rlframework.conformance.parity.replay import recorded_scenario
 from rlframework.conformance.policies import read_weights
 from rlframework.errors import ConfigError, DataError, NotSupported
 from rlframework.interfaces.loss import LossInput, LossType
@@ -24,7 +24,15 @@ from rlframework.plugins.manager import create_manager
 from rlframework.policy.client import Policy
 from rlframework.training.recording import describe_loss
 
-ONE_SUBJECT = ["dtensor"]
+pytestmark = pytest.mark.slow
+
+ONE_CANDIDATE = ["dtensor"]
+
+
+@pytest.fixture(autouse=True)
+def wide_terminal(monkeypatch):
+    """The tests read whole lines of reports."""
+    monkeypatch.setenv("COLUMNS", "400")
 
 
 def recorded(config, step: int = 2) -> Path:
@@ -43,7 +51,7 @@ def report(path: Path) -> list[dict]:
     ],
 )
 def test_a_recorded_step_is_computed_again_with_the_same_figures(run_config, tmp_path, capsys, algorithm, options):
-    """And recording changed nothing: the same run without it ends with the same weights, bit for bit."""
+    """Recording changes nothing: the same run without it ends with bit-equal weights."""
     config = run_config(algorithm, *options, "recording.steps=[2]")
     run(config)
     plain = run_config(algorithm, *options, f"output_dir={tmp_path}/plain")
@@ -95,13 +103,13 @@ def test_a_step_that_fails_is_recorded_with_its_error(run_config, monkeypatch, c
         run(config)
     monkeypatch.setattr(Policy, "train", train)
     assert read_step(config.output_dir, 2).failure == "RuntimeError: call 2 went wrong"
-    assert replay(str(config.output_dir), 2, ONE_SUBJECT) == 0
+    assert replay(str(config.output_dir), 2, ONE_CANDIDATE) == 0
     assert "the step failed in the run: RuntimeError: call 2 went wrong" in capsys.readouterr().out
 
 
 @pytest.fixture
 def one_step(run_config):
-    """The configuration of a run with its only step recorded."""
+    """The configuration of a run that recorded its only step."""
     config = run_config(
         "sft",
         "algorithm.num_steps=1",
@@ -119,48 +127,48 @@ def test_what_is_damaged_or_missing_is_one_error(one_step, tmp_path):
     def damage(name: str, content: bytes | None, message: str) -> None:
         (path / name).unlink() if content is None else (path / name).write_bytes(content)
         with pytest.raises(DataError, match=message):
-            replay(str(run_dir), 1, ONE_SUBJECT)
+            replay(str(run_dir), 1, ONE_CANDIDATE)
         (path / name).write_bytes(whole[name])
 
     batch = whole["batch.safetensors"]
-    damage("batch.safetensors", batch[:-1], f"has {len(batch) - 1} bytes, and should have {len(batch)}")
-    damage("batch.safetensors", batch[:-1] + bytes([batch[-1] ^ 1]), "batch.safetensors is not what was written")
+    damage("batch.safetensors", batch[:-1], f"has {len(batch) - 1} bytes instead of {len(batch)}")
+    damage("batch.safetensors", batch[:-1] + bytes([batch[-1] ^ 1]), "batch.safetensors has another checksum")
     damage("batch.safetensors", None, "batch.safetensors is missing")
     damage("model/model.safetensors", b"", "model/model.safetensors has 0 bytes")
     damage("step.json", whole["step.json"][:100], "is damaged .JSONDecodeError")
     damage("step.json", b"[]", "is damaged .TypeError")
-    damage("step.json", b'{"format": 99}', "is of format 99, and this version of rlframework reads 1")
+    damage("step.json", b'{"format": 99}', "has format 99; this version of rlframework reads format 1")
     damage("step.json", None, "is damaged .FileNotFoundError")
-    with pytest.raises(DataError, match=r"step 7 of the run in .* is not recorded; recorded are: 1"):
+    with pytest.raises(DataError, match=r"step 7 of the run in .* is not recorded; recorded steps: 1"):
         replay(str(run_dir), 7)
-    with pytest.raises(DataError, match=r"is no folder of a run: there is no config.yaml"):
+    with pytest.raises(DataError, match=r"is not the folder of a run: it contains no config.yaml"):
         replay(str(tmp_path), 1)
     (tmp_path / "config.yaml").write_text("")
-    with pytest.raises(DataError, match=r"nothing is recorded there; a run records steps when .* recording.steps="):
+    with pytest.raises(DataError, match=r"no step is recorded; set recording.steps="):
         replay(str(tmp_path), 1)
 
 
 def test_a_loss_of_somebody_elses_is_told_at_replay(one_step):
     path = recorded(one_step, 1) / "step.json"
     description = json.loads(path.read_text())
-    description["loss"] = {"not_replayable": "mine:Loss holds more than what it is made of"}
+    description["loss"] = {"not_replayable": "mine:Loss has state besides its `config`"}
     description["not_recorded"] = {"pixels": "a PackedTensor"}
     path.write_text(json.dumps(description))
-    with pytest.raises(NotSupported, match="'pixels' of its batch is a PackedTensor; its loss mine:Loss holds more"):
+    with pytest.raises(NotSupported, match="'pixels' of its batch is a PackedTensor; its loss mine:Loss has state"):
         replay(str(one_step.output_dir), 1)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"target": "subprocess:getoutput"}, "names subprocess:getoutput as its loss, which is no class of losses"),
-        ({"target": "subprocess:Popen"}, "names subprocess:Popen as its loss, which is no class of losses"),
+        ({"target": "subprocess:getoutput"}, "names subprocess:getoutput as its loss, which is not a loss class"),
+        ({"target": "subprocess:Popen"}, "names subprocess:Popen as its loss, which is not a loss class"),
         ({"target": "probe_loss:Loss", "model": "subprocess:getoutput"}, "names subprocess:getoutput for its loss"),
-        ({"target": "probe_loss:Loss", "model": "subprocess:Popen"}, "which is no pydantic model; it is not called"),
+        ({"target": "probe_loss:Loss", "model": "subprocess:Popen"}, "which is not a pydantic model; it is not called"),
     ],
 )
 def test_nothing_but_losses_and_their_settings_is_called(one_step, tmp_path, monkeypatch, changes, message):
-    """A folder of a run may be anybody's."""
+    """A run's folder may come from anyone."""
     called = tmp_path / "called"
     (tmp_path / "probe_loss.py").write_text(f"""
 class Loss:
@@ -180,12 +188,12 @@ class Loss:
     description["loss"] = {"target": "", "config": keys, "model": "subprocess:getoutput"} | changes
     path.write_text(json.dumps(description))
     with pytest.raises(DataError, match=message):
-        replay(str(one_step.output_dir), 1, ONE_SUBJECT)
+        replay(str(one_step.output_dir), 1, ONE_CANDIDATE)
     assert not called.exists()
 
 
 class Unsaid:
-    """A loss, but for what it reads, which only its instances say."""
+    """A loss whose `input_type` only its instances have."""
 
     def __init__(self):
         self.loss_type, self.input_type = LossType.TOKEN_LEVEL, LossInput.LOGPROBS
@@ -198,15 +206,15 @@ class Unsaid:
 def test_a_wrong_update_is_told_of_a_recorded_step(run_config, tmp_path, lr):
     config = run_config("sft", f"policy.optimizer.lr={lr}", "recording.steps=[2]")
     run(config)
-    exam, manager = exam_of(read_step(config.output_dir, 2)), create_manager(config.plugins)
+    scenario, manager = recorded_scenario(read_step(config.output_dir, 2)), create_manager(config.plugins)
     sound, wrong = (
-        examine(exam, Subject("dtensor", mutant=mutant), manager=manager, folder=tmp_path, named=True)
+        compare_with_oracle(scenario, Candidate("dtensor", mutant=mutant), manager=manager, folder=tmp_path, named=True)
         for mutant in (None, "update_sign")
     )
     assert sound.verdict == "agrees"
     assert sound.measurements[UPDATE].error < 2e-4
     assert UPDATE in wrong.beyond
-    assert wrong.parting.tensor_step == 1
+    assert wrong.divergence.tensor_step == 1
 
 
 def test_losses_are_described_so_that_they_can_be_made_again():
@@ -220,8 +228,8 @@ def test_losses_are_described_so_that_they_can_be_made_again():
     assert described["config"]["kl_coef"] == 0.1
     assert described["model"] == "rlframework.config.algorithms:ClippedPGLossConfig"
     assert "cannot be imported" in describe_loss(Local())["not_replayable"]
-    assert "holds more" in describe_loss(odd)["not_replayable"]
-    assert "has no input_type as a class" in describe_loss(Unsaid())["not_replayable"]
+    assert "has state" in describe_loss(odd)["not_replayable"]
+    assert "it needs input_type as a class attribute" in describe_loss(Unsaid())["not_replayable"]
 
 
 def test_what_cannot_be_written_of_a_batch_is_said(tmp_path):
@@ -238,11 +246,11 @@ def test_an_algorithm_that_does_not_train_through_the_loop_is_told(run_config, m
 
     monkeypatch.setattr(SFT, "train", lambda self, step, data, loss: self.parts.policy.train(data, loss))
     run(run_config("sft", "algorithm.num_steps=1", "recording.every=1"))
-    assert "step 1 is not recorded: in it the algorithm 'sft' made no call" in capsys.readouterr().err
+    assert "step 1 is not recorded: the algorithm 'sft' did not call" in capsys.readouterr().err
 
 
 def test_a_step_that_the_run_does_not_have_is_a_mistake(run_config):
-    with pytest.raises(ConfigError, match=r"recording.steps.*must be among the steps of the run, which are 1 to 3"):
+    with pytest.raises(ConfigError, match=r"recording.steps.*must be steps of the run, 1 to 3"):
         run_config("sft", "recording.steps=[2,4]")
     with pytest.raises(ConfigError, match=r"recording\.steps"):
         run_config("sft", "recording.steps=[0]")

@@ -1,4 +1,4 @@
-"""A run that was stopped goes on with the numbers of one that never was."""
+"""A resumed run has the numbers of an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ from probe_runs import SHARDED, assert_same_weights, begin, weights
 
 from rlframework import run
 from rlframework.errors import ConfigError, DataError, RunTerminated, UserError
-from rlframework.files import alone_in
+from rlframework.files import exclusive_directory
 from rlframework.policy.client import Policy
 from rlframework.runner.launch import resume
 from rlframework.training.checkpoints import checkpoints_in
+
+pytestmark = pytest.mark.slow
 
 KILLS = 20
 
 
 def assert_same(left: Path, right: Path) -> None:
-    """The same weights to the bit, and the same metrics of each step but for times."""
+    """Bit-equal weights, and the same metrics of each step except for times."""
     assert_same_weights(left, right)
     assert steps_of(left) == steps_of(right)
 
@@ -43,7 +45,7 @@ def overrides(out: Path, *more: str) -> list[str]:
 
 
 @pytest.mark.parametrize("algorithm", ["sft", "grpo"])
-def test_going_on_from_a_checkpoint_ends_at_the_same_numbers(run_config, tmp_path, algorithm):
+def test_resuming_from_a_checkpoint_gives_the_same_numbers(run_config, tmp_path, algorithm):
     more = ["policy.scheduler={name: cosine, warmup_steps: 2, total_steps: 6}"]
     run(run_config(algorithm, *overrides(tmp_path / "whole", *more)))
     run(run_config(algorithm, *overrides(tmp_path / "two", *more), "algorithm.num_steps=4"))
@@ -71,8 +73,8 @@ def test_a_metric_counts_for_the_step_that_it_was_measured_at(run_config, tmp_pa
     assert [path.name for path in checkpoints_in(tmp_path / "run")] == ["step-000003", "step-000006"]
 
 
-def test_sigterm_before_the_first_step_lets_go_of_everything(run_config, tmp_path, monkeypatch):
-    let_go = []
+def test_sigterm_before_the_first_step_releases_everything(run_config, tmp_path, monkeypatch):
+    released = []
 
     @contextmanager
     def parts(*args, **kwargs):
@@ -80,34 +82,34 @@ def test_sigterm_before_the_first_step_lets_go_of_everything(run_config, tmp_pat
             os.kill(os.getpid(), signal.SIGTERM)
             yield
         finally:
-            let_go.append(True)
+            released.append(True)
 
     monkeypatch.setattr("rlframework.runner.launch.build_parts", parts)
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(RunTerminated, match="terminated") as caught:
         run(run_config("sft", *overrides(tmp_path / "run")))
     assert caught.value.exit_code == 143
-    assert let_go == [True]
+    assert released == [True]
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_nothing_to_go_on_with(run_config, tmp_path):
-    with pytest.raises(ConfigError, match=r"holds no run to go on with: it has no config\.yaml"):
+def test_nothing_to_resume(run_config, tmp_path):
+    with pytest.raises(ConfigError, match=r"holds no run to resume: it has no config\.yaml"):
         resume(tmp_path)
     run(run_config("sft", *overrides(tmp_path / "run"), "checkpoints.every=0"))
-    with pytest.raises(ConfigError, match=r"has no checkpoint to go on from.*checkpoints\.every=N"):
+    with pytest.raises(ConfigError, match=r"has no checkpoint to resume from.*checkpoints\.every=N"):
         resume(tmp_path / "run")
 
 
 def test_two_processes_do_not_share_a_run(run_config, tmp_path):
     run(run_config("sft", *overrides(tmp_path / "run")))
-    with alone_in(tmp_path / "run"), pytest.raises(UserError, match="another process is running in"):
+    with exclusive_directory(tmp_path / "run"), pytest.raises(UserError, match="another process is running in"):
         resume(tmp_path / "run")
 
 
-def test_other_data_is_refused(run_config, tmp_path):
+def test_other_data_is_rejected(run_config, tmp_path):
     run(run_config("sft", *overrides(tmp_path / "run"), "algorithm.num_steps=4"))
-    with pytest.raises(UserError, match="the saved position in the data was for"):
+    with pytest.raises(UserError, match="the saved position in the data is for"):
         resume(tmp_path / "run", ["seed=4"])
 
 
@@ -129,7 +131,7 @@ def test_a_full_disk_ends_the_run_and_keeps_the_last_checkpoint(run_config, tmp_
     assert_same(tmp_path / "whole", tmp_path / "run")
 
 
-def test_a_damaged_checkpoint_is_told(run_config, tmp_path):
+def test_a_damaged_checkpoint_is_reported(run_config, tmp_path):
     run(run_config("sft", *overrides(tmp_path / "run"), "algorithm.num_steps=2"))
     [path] = checkpoints_in(tmp_path / "run")
     (path / "run.json").write_text("{")
@@ -137,7 +139,7 @@ def test_a_damaged_checkpoint_is_told(run_config, tmp_path):
         resume(tmp_path / "run", ["algorithm.num_steps=6"])
 
 
-def test_going_on_with_other_workers_agrees_to_rounding(run_config, tmp_path):
+def test_resuming_with_other_workers_agrees_to_rounding(run_config, tmp_path):
     run(run_config("sft", *overrides(tmp_path / "whole")))
     run(run_config("sft", *overrides(tmp_path / "run"), "algorithm.num_steps=4"))
     resume(tmp_path / "run", ["algorithm.num_steps=6", "worker_group={name: processes, num_workers: 2}"])
@@ -169,13 +171,12 @@ def started(run_config, tmp_path):
 def wait_for(condition, seconds: float = 60.0) -> None:
     until = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < until, "waited in vain"
+        assert time.monotonic() < until, "the condition was not met in time"
         time.sleep(0.005)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_told_to_stop_it_saves_first(run_config, tmp_path, started, number):
+def test_an_interrupted_run_saves_first(run_config, tmp_path, started, number):
     run(run_config("sft", *overrides(tmp_path / "whole", "algorithm.num_steps=12")))
     process = started(tmp_path / "told", *(SHARDED if number == signal.SIGTERM else ()))
     wait_for(lambda: len(steps_of(tmp_path / "told")) > 2 if (tmp_path / "told" / "metrics.jsonl").exists() else False)
@@ -187,9 +188,8 @@ def test_told_to_stop_it_saves_first(run_config, tmp_path, started, number):
     assert_same(tmp_path / "whole", tmp_path / "told")
 
 
-@pytest.mark.slow
-def test_killed_at_any_moment_it_goes_on_from_the_last_whole_checkpoint(run_config, tmp_path, started):
-    """With a checkpoint after each step, most of the moments are in one that is being written; of each form, half."""
+def test_a_run_killed_at_any_moment_resumes_from_the_last_complete_checkpoint(run_config, tmp_path, started):
+    """With a checkpoint after each step, most kills hit one being written; half of the runs use each format."""
     run(run_config("sft", *overrides(tmp_path / "whole", "algorithm.num_steps=12", "checkpoints.every=1")))
     dice, from_the_middle = random.Random(7), 0
     for number in range(KILLS):

@@ -1,4 +1,4 @@
-"""Checkpoints of either form in a run: written beside the steps, damaged, and lost."""
+"""Checkpoints of both formats in a run: asynchronous, damaged and lost ones."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from rlframework.policy.client import Policy
 from rlframework.runner.launch import build_parts, resume
 from rlframework.training.checkpoints import checkpoints_in
 
+pytestmark = pytest.mark.slow
+
 
 def overrides(out: Path, *more: str) -> list[str]:
     validation = "algorithm.validation={at_start: false, at_end: false}"
@@ -25,7 +27,7 @@ def overrides(out: Path, *more: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def whole(tiny_llama, tmp_path_factory):
-    """The folder of a run that was never stopped: it is made by the first test that asks."""
+    """The folder of an uninterrupted run, shared by all tests."""
     return tmp_path_factory.mktemp("whole") / "run"
 
 
@@ -43,7 +45,7 @@ def test_either_form_is_gone_on_from_without_being_told(run_config, tmp_path, wh
 
 
 def test_steps_go_on_while_a_checkpoint_is_written(run_config, tmp_path, monkeypatch):
-    """Writing waits for the step after it, which a save that holds the run up would never come to."""
+    """Writing waits for the next step, which a blocking save would never reach."""
     write, train = FileSystemWriter.write_data, Policy.train
     next_step, waited = threading.Event(), []
 
@@ -106,13 +108,13 @@ def test_a_checkpoint_that_is_lost_with_its_workers_is_told(run_config, tmp_path
     monkeypatch.setattr(Policy, "train", failing)
     with pytest.raises(WorkerLost, match="rank 1 is gone"):
         run(run_config("sft", *overrides(tmp_path / "run", *SHARDED)))
-    assert "the checkpoint of step 2 was being written and is lost: rank 1 is gone" in capsys.readouterr().err
+    assert "the unfinished checkpoint of step 2 is lost: rank 1 is gone" in capsys.readouterr().err
     assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
 
 
 @pytest.mark.parametrize("form", ["portable", "sharded"])
 def test_each_file_of_a_checkpoint_that_is_damaged_or_truncated_is_named(run_config, tmp_path, form):
-    """One after the other: a flipped bit in the middle, half of it, nothing of it, and no file at all."""
+    """In turn: a flipped bit in the middle, a truncated file, an empty file, and a missing file."""
     config = run_config("sft", *overrides(tmp_path / "run", f"checkpoints.format={form}"), "algorithm.num_steps=2")
     run(config)
     [step] = checkpoints_in(tmp_path / "run")
@@ -142,21 +144,19 @@ def test_each_file_of_a_checkpoint_that_is_damaged_or_truncated_is_named(run_con
 
 
 def test_a_random_number_that_changed_in_run_json_is_told(run_config, tmp_path):
-    """It is JSON all the same, and the run would go on with other numbers."""
+    """It is still valid JSON, but the run would continue with other numbers."""
     run(run_config("sft", *overrides(tmp_path / "run"), "algorithm.num_steps=2"))
     [step] = checkpoints_in(tmp_path / "run")
     facts = json.loads((step / "run.json").read_text())
     text = facts["random"]["torch"]
     changed = (step / "run.json").read_text().replace(text, ("0" if text[0] != "0" else "1") + text[1:])
     (step / "run.json").write_text(changed)
-    with pytest.raises(DataError, match=r"run\.json is damaged: its bytes are not those that were written"):
+    with pytest.raises(DataError, match=r"run\.json is damaged: its contents differ from what was written"):
         resume(tmp_path / "run", ["algorithm.num_steps=6"])
 
 
 def test_whole_tensors_are_not_written_in_the_background(run_config, tmp_path):
-    with pytest.raises(
-        ConfigError, match=r"checkpoints\.asynchronous.*must be false where checkpoints\.format is port"
-    ):
+    with pytest.raises(ConfigError, match=r"checkpoints\.asynchronous.*must be false when checkpoints\.format is port"):
         run_config("sft", "checkpoints.asynchronous=true")
 
 

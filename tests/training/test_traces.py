@@ -1,4 +1,4 @@
-"""What a run leaves besides its metrics: times of all phases, whose samples they are, and on what it ran."""
+"""Records of a run besides its metrics: times of all phases, the run id of samples, and its environment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tiny model, an engine for it, and weights of other values under its names."""
+"""A tiny model, an engine for it, and other weights with the same names."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DEADLINE = 2.0
 
 @dataclass
 class Sent:
-    """What a trainer has, and what it would tell of it."""
+    """A trainer's weights, and what it announces about them."""
 
     path: str
     tokenizer: Any
@@ -38,7 +38,7 @@ class Sent:
         engine.prepare_refit_info(self.info)
         return engine
 
-    def held_by(self, engine: TransformersEngine) -> bool:
+    def loaded_by(self, engine: TransformersEngine) -> bool:
         held = engine._model.state_dict()
         return all(torch.equal(held[name], weight) for name, weight in self.weights.items())
 

@@ -1,4 +1,4 @@
-"""Groups of names, places in a buffer, and checksums that find what moved or changed."""
+"""Groups of names, slots in a buffer, and checksums that detect moved and changed bytes."""
 
 from __future__ import annotations
 
@@ -7,46 +7,46 @@ import torch
 
 from rlframework.weight_sync.buffers import (
     ALIGNMENT,
+    assign_slots,
+    buffer_size,
     checksum,
     group_names,
     layout_checksum,
-    place,
-    put,
-    room_for,
-    take,
+    read_weight,
     words_checksum,
+    write_weight,
 )
 
 BUDGET = 4 * ALIGNMENT
 
 
-def test_consecutive_names_share_a_group_as_long_as_they_fit():
+def test_consecutive_names_share_a_group_while_they_fit():
     sizes = [("a", ALIGNMENT), ("b", 2 * ALIGNMENT), ("c", ALIGNMENT), ("d", 1), ("e", 3 * ALIGNMENT)]
     assert group_names(sizes, BUDGET) == [["a", "b", "c"], ["d", "e"]]
 
 
-def test_a_weight_larger_than_the_budget_goes_alone():
+def test_a_weight_larger_than_the_budget_is_a_group_of_its_own():
     sizes = [("a", 1), ("large", 99 * ALIGNMENT), ("b", 1), ("c", 1)]
     assert group_names(sizes, BUDGET) == [["a"], ["large"], ["b", "c"]]
 
 
-def test_what_is_left_empty_between_weights_counts_for_the_budget():
+def test_alignment_counts_toward_the_budget():
     assert group_names([(str(n), 1) for n in range(5)], BUDGET) == [["0", "1", "2", "3"], ["4"]]
 
 
 def test_slots_are_aligned_and_do_not_overlap():
     info = {"odd": ((3, 5), torch.bfloat16), "none": ((0, 4), torch.float32), "number": ((), torch.int64)}
-    slots = place(info, info)
+    slots = assign_slots(info, info)
     assert [(slot.offset, slot.size) for slot in slots] == [(0, 30), (ALIGNMENT, 0), (ALIGNMENT, 8)]
-    assert room_for(slots) == 2 * ALIGNMENT
+    assert buffer_size(slots) == 2 * ALIGNMENT
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_weight_comes_out_as_it_went_in_rounded_once(dtype):
-    weight = torch.randn(700, 300)  # several pieces
+    weight = torch.randn(700, 300)  # several blocks
     raw = torch.zeros(weight.numel() * dtype.itemsize, dtype=torch.uint8)
     target = torch.empty(weight.shape, dtype=dtype)
-    assert put(raw, weight, dtype) == take(raw, target) == checksum(raw)
+    assert write_weight(raw, weight, dtype) == read_weight(raw, target) == checksum(raw)
     assert torch.equal(target.view(torch.uint8), weight.to(dtype).view(torch.uint8))
 
 
@@ -54,27 +54,27 @@ def test_weights_of_any_shape_layout_and_dtype_go_through():
     for weight in (torch.tensor(7), torch.empty(0, 3), torch.randn(4, 6).t(), torch.tensor([True, False, True])):
         raw = torch.zeros(weight.numel() * weight.dtype.itemsize, dtype=torch.uint8)
         target = torch.empty(weight.shape, dtype=weight.dtype)
-        assert put(raw, weight, weight.dtype) == take(raw, target)
+        assert write_weight(raw, weight, weight.dtype) == read_weight(raw, target)
         assert torch.equal(target, weight)
 
 
 @pytest.mark.parametrize("sum_of", [checksum, words_checksum], ids=["on a CPU", "on a GPU"])
-def test_a_checksum_tells_bytes_that_changed_moved_or_were_swapped(sum_of):
+def test_a_checksum_detects_changed_moved_and_swapped_bytes(sum_of):
     raw = torch.randint(0, 256, (5000,), dtype=torch.uint8)
     raw[8:16], raw[24:32] = 1, 2
     changed, swapped = raw.clone(), raw.clone()
     changed[-1] ^= 1
     swapped[8:16], swapped[24:32] = 2, 1
     damaged = [changed, swapped, raw.roll(1), raw.roll(8), raw.flip(0), torch.zeros_like(raw), raw[:-1]]
-    assert len({sum_of(part) for part in (raw, *damaged)}) == 1 + len(damaged)
+    assert len({sum_of(data) for data in (raw, *damaged)}) == 1 + len(damaged)
     assert sum_of(raw) == sum_of(raw.clone())
 
 
-def test_zeros_of_two_lengths_have_two_checksums():
+def test_zeros_of_different_lengths_have_different_checksums():
     assert words_checksum(torch.zeros(8, dtype=torch.uint8)) != words_checksum(torch.zeros(16, dtype=torch.uint8))
 
 
-def test_the_checksum_of_a_layout_tells_names_order_shapes_and_dtypes():
+def test_the_layout_checksum_depends_on_names_order_shapes_and_dtypes():
     info = {"a": ((2, 3), torch.float32), "b": ((6,), torch.float32)}
     others = [
         {"b": info["b"], "a": info["a"]},

@@ -1,4 +1,4 @@
-"""Broadcasts: two ranks in two threads of this process, each with a group of its own."""
+"""Broadcasts: ranks in threads of this process, each with a process group of its own."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ CPU, DEADLINE = torch.device("cpu"), 2.0
 
 
 def ready_engine(sent):
-    """With a module already: transformers cannot build two models in two threads at the same time."""
+    """An engine that has its module: transformers cannot build two models in two threads at the same time."""
     engine = sent.engine()
     engine.load_weights([(name, torch.zeros_like(weight)) for name, weight in sent.weights.items()])
     return engine
 
 
-def meet(engines, deadline: float = DEADLINE) -> RefitGroup:
+def connect(engines, deadline: float = DEADLINE) -> RefitGroup:
     """The sender's group, with `engines` as its other ranks."""
     kept = bind_free_port("127.0.0.1")
     port, size = kept.getsockname()[1], 1 + len(engines)
@@ -40,41 +40,41 @@ def meet(engines, deadline: float = DEADLINE) -> RefitGroup:
 
 
 def exchange(group, sent, engines, budget: float = 4096.0, weights=None):
-    """What the sender and each engine raised, or None."""
+    """Refit; return the exception that the sender and each engine raised, or None."""
 
-    def told(call):
+    def raised(call):
         try:
             call()
-        except Exception as error:  # noqa: BLE001 - looked at by the test
+        except Exception as error:  # noqa: BLE001 - asserted by the test
             return error
         return None
 
     given = iter((sent.weights if weights is None else weights).items())
     with ThreadPoolExecutor(1 + len(engines)) as pool:
-        receiving = [pool.submit(told, engine.update_weights_from_collective) for engine in engines]
-        sending = pool.submit(told, lambda: collective.send(group, sent.info, given, budget))
+        receiving = [pool.submit(raised, engine.update_weights_from_collective) for engine in engines]
+        sending = pool.submit(raised, lambda: collective.send(group, sent.info, given, budget))
         return [sending.result(), *[result.result() for result in receiving]]
 
 
 def test_several_engines_get_all_weights_in_small_groups_and_again(sent, prompts):
     engines = [ready_engine(sent), ready_engine(sent)]
-    group = meet(engines)
+    group = connect(engines)
     for budget in (4096.0, 1e9):
         assert exchange(group, sent, engines, budget) == [None, None, None]
         for engine in engines:
-            assert sent.held_by(engine)
+            assert sent.loaded_by(engine)
             engine.generate(prompts())
         for weight in sent.weights.values():
             weight.add_(1)
 
 
 @pytest.mark.parametrize("alone", [True, False], ids=["alone", "packed"])
-def test_damage_is_told_on_both_sides_and_the_group_goes_on(sent, monkeypatch, alone):
+def test_damage_is_reported_on_both_sides_and_the_group_stays_usable(sent, monkeypatch, alone):
     engine = ready_engine(sent)
-    group = meet([engine])
-    groups = collective._grouped(sent.info, 4096.0)
+    group = connect([engine])
+    groups = collective._message_slots(sent.info, 4096.0)
     bad = next(number for number, slots in enumerate(groups) if (len(slots) == 1) == alone)
-    sound = collective._OnTheWay.go
+    sound = collective._InFlight.start
 
     def damaging(self, number, raw):
         if self._group.rank == 0 and number == bad:
@@ -82,17 +82,17 @@ def test_damage_is_told_on_both_sides_and_the_group_goes_on(sent, monkeypatch, a
             raw[0] ^= 1
         sound(self, number, raw)
 
-    monkeypatch.setattr(collective._OnTheWay, "go", damaging)
+    monkeypatch.setattr(collective._InFlight, "start", damaging)
     sender, receiver = exchange(group, sent, [engine])
-    assert f"{groups[bad][0].name} is not what the trainer sent" in str(receiver)
-    assert "1 of 1 receivers found that weights are not as they were sent" in str(sender)
+    assert f"'{groups[bad][0].name}' differs from what the trainer sent" in str(receiver)
+    assert "1 of 1 receivers rejected the weights of this refit" in str(sender)
     monkeypatch.undo()
     assert exchange(group, sent, [engine]) == [None, None]
-    assert sent.held_by(engine)
+    assert sent.loaded_by(engine)
 
 
 def test_weights_of_any_size_layout_and_dtype_arrive(sent):
-    """Those that are sent from where they are, those that are packed, and those that must be cast or laid out first."""
+    """Weights sent without a copy, packed weights, and weights that must be cast or made contiguous first."""
     random = torch.Generator().manual_seed(0)
     given = {
         "large": torch.randn(1024, 300, generator=random),
@@ -108,7 +108,7 @@ def test_weights_of_any_size_layout_and_dtype_arrive(sent):
     engine.prepare_refit_info(info)
     arrived: dict[str, torch.Tensor] = {}
     engine.refit_sink = lambda info: CollectingSink(info, CPU, lambda weights: arrived.update(weights))
-    group = meet([engine])
+    group = connect([engine])
     with ThreadPoolExecutor(1) as pool:
         receiving = pool.submit(engine.update_weights_from_collective)
         collective.send(group, info, iter(given.items()), 4096.0)
@@ -121,27 +121,27 @@ def test_weights_of_any_size_layout_and_dtype_arrive(sent):
 
 def test_a_trainer_that_fails_lets_the_engine_leave(sent):
     engine = ready_engine(sent)
-    group = meet([engine])
+    group = connect([engine])
     some = dict(list(sent.weights.items())[:3])
     begun = time.monotonic()
     sender, receiver = exchange(group, sent, [engine], weights=some)
-    assert "gave nothing where" in str(sender)
+    assert "gathered nothing instead of" in str(sender)
     assert isinstance(receiver, RefitError)
-    assert "the trainer is gone, or took too long (generation.refit.deadline is 2 s)" in str(receiver)
+    assert "the trainer is gone or took too long (generation.refit.deadline is 2 s)" in str(receiver)
     assert time.monotonic() - begun < 5 * DEADLINE
     assert not engine.has_joined
 
 
-def test_other_weights_than_were_told_of_are_refused(sent):
+def test_weights_other_than_announced_are_rejected(sent):
     engine = ready_engine(sent)
-    group = meet([engine])
+    group = connect([engine])
     engine.prepare_refit_info(dict(reversed(sent.info.items())))
     sender, receiver = exchange(group, sent, [engine])
-    assert "other weights than prepare_refit_info told" in str(receiver)
+    assert "weights other than those announced by prepare_refit_info" in str(receiver)
     assert isinstance(sender, RefitError)
 
 
-def test_who_does_not_come_to_the_meeting_is_told_in_time(sent):
+def test_a_missing_rank_is_reported_within_the_deadline(sent):
     begun = time.monotonic()
     with pytest.raises(RefitError, match=r"rank 0 of 2 could not form the process group .* within 1 s"):
         RefitGroup("127.0.0.1", 0, 0, 2, CPU, 1.0, bind_free_port("127.0.0.1"))
@@ -150,10 +150,10 @@ def test_who_does_not_come_to_the_meeting_is_told_in_time(sent):
         ready_engine(sent).update_weights_from_collective()
 
 
-def test_threads_of_a_group_that_was_left_are_gone(sent):
+def test_a_closed_group_leaves_no_threads(sent):
     engine = ready_engine(sent)
-    group = meet([engine])
+    group = connect([engine])
     group.close()
-    sender, receiver = exchange(meet([engine]), sent, [engine])
+    sender, receiver = exchange(connect([engine]), sent, [engine])
     assert (sender, receiver) == (None, None)
     assert threading.active_count() < 50

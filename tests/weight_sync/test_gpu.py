@@ -1,4 +1,4 @@
-"""Trainer and engine in two processes on one GPU: CUDA's own handles. Has not run where it was written."""
+"""Trainer and engine in two processes on one GPU, by CUDA IPC handles. Not yet run on a GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rlframework.conformance.layouts import Layout
 from rlframework.conformance.policies import InspectedEngines, InspectedPolicy, run_config
 from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.plugins.manager import create_manager
-from rlframework.weight_sync.buffers import checksum, put, take
+from rlframework.weight_sync.buffers import checksum, read_weight, write_weight
 
 HELD = "rlframework.conformance.suites.policy_worker.inspection:held_weights"
 GATHERED = "rlframework.conformance.suites.policy_worker.inspection:gathered_weights"
@@ -43,6 +43,6 @@ def test_checksums_on_a_gpu_are_the_same_on_both_ends():
     weight = torch.randn(333, 77, device="cuda")
     raw = torch.zeros(weight.numel() * 2, dtype=torch.uint8, device="cuda")
     target = torch.empty(weight.shape, dtype=torch.bfloat16, device="cuda")
-    assert put(raw, weight, torch.bfloat16) == take(raw, target) == checksum(raw)
+    assert write_weight(raw, weight, torch.bfloat16) == read_weight(raw, target) == checksum(raw)
     assert torch.equal(target, weight.to(torch.bfloat16))
     assert checksum(raw) != checksum(raw.roll(8))

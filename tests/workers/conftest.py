@@ -1,4 +1,4 @@
-"""Groups of workers that import `probe_workers` by name."""
+"""Fixtures for worker groups that import `probe_workers` by name."""
 
 import pytest
 

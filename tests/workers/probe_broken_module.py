@@ -1,3 +1,3 @@
-"""A module of a worker that cannot be imported."""
+"""A worker's module that cannot be imported."""
 
 raise RuntimeError("this module is broken on purpose")

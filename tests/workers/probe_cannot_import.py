@@ -1,3 +1,3 @@
-"""A module of a worker that cannot be imported."""
+"""A worker's module that cannot be imported."""
 
 import a_module_that_is_nowhere  # noqa: F401

@@ -1,6 +1,6 @@
-"""A program that runs a Ray cluster of a head and two nodes here, and groups on it; prints what it saw as JSON.
+"""A program that runs worker groups on a local Ray cluster of a head and two nodes; prints its observations as JSON.
 
-The tests of this folder share a Ray of another kind, and a process can have one only.
+It is a program of its own because the other tests share a different Ray, and a process can only connect to one.
 """
 
 from __future__ import annotations
@@ -23,14 +23,16 @@ from ray.util.placement_group import placement_group_table
 from rlframework.config.sections import DeadlinesConfig, RayGroupConfig
 from rlframework.interfaces.named_sharding import NamedSharding
 from rlframework.interfaces.worker_group import WorkerSpec
-from rlframework.workers.ray.hosted_group import RayHostedGroup
+from rlframework.workers.ray.remote_group import RayRemoteWorkerGroup
 
 
 def start(cluster, workers, **settings):
     deadlines = DeadlinesConfig(call=settings.pop("call", 90.0), start=60.0)
     config = RayGroupConfig(name="ray", num_workers=workers, address=cluster.address, deadlines=deadlines, **settings)
     spec = WorkerSpec("probe_workers:Probe", {})
-    return RayHostedGroup(spec, config, sharding=NamedSharding(list(range(workers)), ["data_parallel"]), device="cpu")
+    return RayRemoteWorkerGroup(
+        spec, config, sharding=NamedSharding(list(range(workers)), ["data_parallel"]), device="cpu"
+    )
 
 
 def ask(group, method, **kwargs):
@@ -45,7 +47,7 @@ def failure(call):
     begun = time.monotonic()
     try:
         call()
-    except Exception as error:  # noqa: BLE001 - it is what is looked at
+    except Exception as error:  # noqa: BLE001 - the error is the result
         return {"class": type(error).__name__, "message": str(error), "seconds": time.monotonic() - begun}
     return None
 
@@ -95,7 +97,7 @@ def main():
     def note(name, call):
         until = time.monotonic() + 10
         while ray.available_resources().get("CPU", 0) < 4 and time.monotonic() < until:
-            time.sleep(0.05)  # the nodes tell of what was given back with a delay
+            time.sleep(0.05)  # nodes report released resources with a delay
         begun = time.monotonic()
         seen[name] = call()
         print(name, f"{time.monotonic() - begun:.1f} s", file=sys.stderr, flush=True)

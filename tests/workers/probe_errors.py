@@ -1,4 +1,4 @@
-"""Errors that the probe worker raises; in a module of their own, which the driver does not import."""
+"""Errors raised by the probe worker, in a module of their own that the driver does not import."""
 
 from rlframework.errors import BatchError, NonFiniteGradients
 
@@ -8,7 +8,7 @@ class Plain(RuntimeError):
 
 
 class Special(BatchError):
-    """A class that the driver does not know: it comes back as the nearest one that it knows."""
+    """A class unknown to the driver, which gets its nearest known base class instead."""
 
     def __init__(self, message, more=1):
         super().__init__(message)

@@ -1,4 +1,4 @@
-"""Workers for the tests of `RayWorkerGroup`: plain classes, classes of `ray.remote`, and such as cannot be had."""
+"""Workers for the tests of `RayWorkerGroup`: plain classes, classes decorated with `ray.remote`, and invalid ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BLOCK = 60.0
 
 
 class Plain:
-    """Says who it is and what it was given; fails, dies or hangs on request."""
+    """Returns its rank and its arguments; fails, dies or hangs on request."""
 
     def __init__(self, *words, fail_rank=None, **named):
         self.words, self.named = words, named
@@ -48,7 +48,7 @@ class Plain:
         return self.rank, kwargs
 
     def first(self, value):
-        """The first element, as a number, and where it lies."""
+        """The first element as a number, and its address."""
         return float(value[0]), value.__array_interface__["data"][0]
 
     def bind_master(self):
@@ -104,7 +104,7 @@ class Plain:
 
 
 class OfThisModule(RuntimeError):
-    """An error that the driver cannot know, and that cannot be made from its message alone."""
+    """An error unknown to the driver that cannot be constructed from its message alone."""
 
     def __init__(self, one, two):
         super().__init__(f"{one} and {two}")
@@ -113,7 +113,7 @@ class OfThisModule(RuntimeError):
 
 @ray.remote(max_concurrency=1, runtime_env={"env_vars": {"FROM_CLASS": "class", "FROM_BOTH": "class"}})
 class Decorated:
-    """Has options of its own."""
+    """Has its own options."""
 
     def variables(self, names):
         return {name: os.environ.get(name) for name in names}
@@ -124,7 +124,7 @@ class Decorated:
 
 
 class Configured:
-    """Wants a variable, a constructor argument and another share of a GPU for the leader of its tied group."""
+    """Requests a variable, a constructor argument and another GPU fraction for the leader of its tied group."""
 
     seen: ClassVar[dict[str, str | None]] = {"at_import": os.environ.get("OF_CONFIGURE")}
 
@@ -144,7 +144,7 @@ class Configured:
 
 
 class WithRuntime:
-    """Knows how many GPUs a node has, and gives a runtime environment."""
+    """Gets the number of GPUs of a node, and returns a runtime environment."""
 
     @classmethod
     def configure_worker(cls, num_gpus, bundle_indices, num_gpus_per_node):
@@ -158,7 +158,7 @@ class WithRuntime:
 
 
 class Coroutines:
-    """Its calls run side by side: one waits for what another brings."""
+    """Its calls run concurrently: one waits for another."""
 
     def __init__(self):
         import asyncio

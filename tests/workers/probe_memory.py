@@ -1,4 +1,4 @@
-"""A worker that looks at the memory of what it was given. Workers import this module by name."""
+"""A worker that inspects the memory of its arguments. Workers import this module by name."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def mapping_of(tensor):
 
 
 class Memory:
-    """Tells where arguments lie; writes into them and keeps them on request."""
+    """Returns where its arguments are in memory; writes to them and keeps them on request."""
 
     def __init__(self, context):
         self.context = context
         self.kept = None
 
     def look(self, value):
-        """Read all of `value`, a dictionary of tensors; then where each lies and how much of it was copied."""
+        """Read all of `value`, a dictionary of tensors; return where each is mapped and how much of it was copied."""
         sums = {key: float(tensor.double().sum()) for key, tensor in value.items() if torch.is_tensor(tensor)}
         told = {}
         for key in sums:
@@ -45,7 +45,7 @@ class Memory:
         return told
 
     def spoil(self, value):
-        """Write into what was given, in place; the kilobytes that were copied for it."""
+        """Write to the argument in place; return the kilobytes that were copied."""
         before = mapping_of(value["ids"])["Anonymous"]
         value["ids"][0, 0] = -1
         return mapping_of(value["ids"])["Anonymous"] - before
@@ -57,7 +57,7 @@ class Memory:
         return int(self.kept.sum())
 
     def zeros(self, size):
-        """Something large of its own, and a gradient that stays here."""
+        """Return a large tensor of its own, with a gradient that is not sent."""
         weight = torch.ones(2, requires_grad=True)
         return {
             "own": torch.zeros(size),
@@ -70,5 +70,5 @@ class Memory:
         return os.getpid()
 
     def calls_of_a_class(self, value):
-        """What the driver's program defined itself, called here."""
+        """Call a function that the driver's program defines."""
         return value(self.context.rank)

@@ -5,21 +5,21 @@ import ray
 
 @ray.remote(num_cpus=2, runtime_env={"env_vars": {"A": "1"}})
 class Remote:
-    """With options of its own."""
+    """A class with its own options."""
 
     def answer(self):
         return 42
 
 
 class Plain:
-    """Without."""
+    """A class without options."""
 
     def answer(self):
         return 42
 
 
 class Mine(LookupError):
-    """Cannot be made from its message alone."""
+    """Cannot be constructed from its message alone."""
 
     def __init__(self, what, count):
         super().__init__(f"{what} of {count}")

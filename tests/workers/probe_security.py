@@ -1,4 +1,4 @@
-"""A program with secrets in its environment that starts workers on its own Ray; prints what can be seen as JSON."""
+"""A program with secrets in its environment that starts workers on a private Ray; prints what leaks as JSON."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ sys.path.append(str(Path(__file__).parent))
 from rlframework.config.sections import RayGroupConfig
 from rlframework.interfaces.named_sharding import NamedSharding
 from rlframework.interfaces.worker_group import WorkerSpec
-from rlframework.workers.ray.hosted_group import RayHostedGroup
+from rlframework.workers.ray.remote_group import RayRemoteWorkerGroup
 
 
 def processes():
-    """Those that this program started, and itself."""
+    """This process and its descendants."""
     me = psutil.Process()
     return [me, *me.children(recursive=True)]
 
@@ -36,7 +36,7 @@ def listening():
 
 
 def variables():
-    """Names of the variables of each process but this one, as the system shows them."""
+    """The names of the environment variables of each process but this one, as reported by the system."""
     found = {}
     for process in processes()[1:]:
         try:
@@ -48,7 +48,7 @@ def variables():
 
 
 def answers(address):
-    """What Ray's directory of nodes says to somebody without a token, with another one, and with the right one."""
+    """The replies of Ray's node directory to requests without a token, with a wrong one, and with the right one."""
     from ray._private.grpc_utils import init_grpc_channel
     from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
 
@@ -72,7 +72,7 @@ def answers(address):
 def main():
     seen = {"before": dict(os.environ)}
     config = RayGroupConfig(name="ray", num_workers=1, pass_environment=("NAMED_TOKEN",))
-    group = RayHostedGroup(
+    group = RayRemoteWorkerGroup(
         WorkerSpec("probe_workers:Probe", {}), config, sharding=NamedSharding([0], ["data_parallel"]), device="cpu"
     )
     (who,) = group.get_all_worker_results(group.run_all_workers_single_data("who"))

@@ -9,13 +9,13 @@ import time
 
 
 def node_id():
-    """Ray's id of this node; None where this is no worker of Ray's."""
+    """Ray's id of this node; None if this process is not a Ray worker."""
     ray = sys.modules.get("ray")
     return ray.get_runtime_context().get_node_id() if ray is not None and ray.is_initialized() else None
 
 
 class Probe:
-    """Answers with who it is and what it was given; fails, dies or hangs on request."""
+    """Returns its context and its arguments; fails, dies or hangs on request."""
 
     def __init__(self, context, word="", fail_rank=None, die_rank=None):
         self.context = context
@@ -79,7 +79,7 @@ class Probe:
         import torch
         import torch.distributed as dist
 
-        from rlframework.workers.rendezvous import process_store
+        from rlframework.workers.process_groups import process_store
 
         dist.init_process_group(
             "gloo",
@@ -112,7 +112,7 @@ class Probe:
         open(path, "w").close()
 
     def hold_the_interpreter(self, seconds):
-        """No other thread of the process runs meanwhile."""
+        """Block all other threads of the process meanwhile."""
         import ctypes
 
         ctypes.PyDLL(None).sleep(seconds)
@@ -121,7 +121,7 @@ class Probe:
         sys.exit(code)
 
     def die_forked(self, seconds):
-        """Rank 0 dies; a process that it forked, with all that it had open, lives on for a while."""
+        """Rank 0 dies; a process that it forked keeps its open files for a while."""
         if self.context.rank == 0:
             if os.fork() == 0:
                 os.setpgid(0, 0)
@@ -139,7 +139,7 @@ class Probe:
 
 
 class Process:
-    """Tells of its process."""
+    """Describes its process."""
 
     def __init__(self, context):
         self.child = None

@@ -22,7 +22,7 @@ from rlframework.workers.ray.worker_group import MultiWorkerFuture, RayWorkerBui
 
 WORKER = "probe_group_workers:Plain"
 ADDRESSES = iter(f"127.0.0.{last}" for last in range(2, 100))
-"""One a node, all loopback. Not 127.0.0.1, for which Ray takes the address that others see."""
+"""One loopback address per node. Not 127.0.0.1, which Ray replaces by the machine's external address."""
 
 
 def add_node():
@@ -39,7 +39,7 @@ def group_on(cluster, **more):
 
 
 def told(action):
-    """The error of `action`: its classes, its message, and after how many seconds it came."""
+    """The error of `action`: its classes, its message, and the seconds until it was raised."""
     begun = time.monotonic()
     try:
         action()
@@ -97,7 +97,7 @@ def too_few_resources(nodes):
 
 
 def the_cluster_grows(nodes):
-    """Not large enough at first: asked again until it is."""
+    """The cluster is too small at first and is checked again until it is large enough."""
     cluster = reserve([2] * (len(nodes) + 2), max_retries=4)
     asking = threading.Thread(target=cluster.get_placement_groups)
     asking.start()
@@ -125,7 +125,7 @@ def two_groups_share(nodes):
 
 
 def a_node_leaves(nodes):
-    """The node of a worker, not the head, is lost in the middle of a call."""
+    """The node of a worker (not the head) is lost during a call."""
     cluster = reserve([2, 2])
     sharding = NamedSharding([0, 1], ["data_parallel"])
     group = group_on(cluster, workers_per_node=1, sharding_annotations=sharding)

@@ -1,4 +1,4 @@
-"""Who gets what, over 2 x 2 workers: rank = 2 * data + tensor."""
+"""Dispatch over 2 x 2 workers: rank = 2 * data + tensor."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from rlframework.workers.dispatch import (
     dispatch_sharded_data,
     dispatch_single_data,
     dispatch_to_one,
-    keep_results,
-    refuse_positional,
+    reject_positional,
+    select_results,
 )
 
 GRID = NamedSharding([[0, 1], [2, 3]], ["data", "tensor"])
@@ -21,12 +21,12 @@ GRID = NamedSharding([[0, 1], [2, 3]], ["data", "tensor"])
 
 def plan(kwargs, **options):
     found = dispatch_sharded_data(GRID, kwargs, **options)
-    return dict(zip(found.called, found.kwargs, strict=True)), found.kept
+    return dict(zip(found.called, found.kwargs, strict=True)), found.returned
 
 
 def test_single_data_to_all():
     found = dispatch_single_data(GRID, {"x": 1})
-    assert found.called == found.kept == [0, 1, 2, 3]
+    assert found.called == found.returned == [0, 1, 2, 3]
     assert found.kwargs == [{"x": 1}] * 4
 
 
@@ -35,52 +35,52 @@ def test_single_data_to_all():
 )
 def test_single_data_to_rank_0_of_axes(axes, called):
     found = dispatch_single_data(GRID, {}, axes)
-    assert found.called == found.kept == called
+    assert found.called == found.returned == called
 
 
 def test_one_worker_alone():
     found = dispatch_to_one(GRID, 2, {"x": 1})
-    assert (found.called, found.kwargs, found.kept) == ([2], [{"x": 1}], [2])
+    assert (found.called, found.kwargs, found.returned) == ([2], [{"x": 1}], [2])
 
 
 @pytest.mark.parametrize("worker", [-1, 4])
-def test_one_worker_that_is_not_there(worker):
-    with pytest.raises(IndexError, match=rf"worker {worker} of 4: `worker_idx` must be in 0\.\.3"):
+def test_a_worker_that_does_not_exist(worker):
+    with pytest.raises(IndexError, match=rf"no worker {worker} in a group of 4: use 0\.\.3"):
         dispatch_to_one(GRID, worker, {})
 
 
 def test_multiple_data_by_worker():
     found = dispatch_multiple_data(GRID, {"x": list("abcd"), "z": (1, 2, 3, 4)}, common_kwargs={"y": 7})
-    assert found.called == found.kept == [0, 1, 2, 3]
+    assert found.called == found.returned == [0, 1, 2, 3]
     assert found.kwargs == [{"x": x, "z": z, "y": 7} for x, z in zip("abcd", (1, 2, 3, 4), strict=True)]
 
 
-def test_multiple_data_of_those_at_rank_0():
+def test_multiple_data_on_rank_0_of_an_axis():
     found = dispatch_multiple_data(GRID, {"x": ["a", "b"]}, run_rank_0_only_axes=["tensor"])
-    assert (found.called, found.kept) == ([0, 2], [0, 2])
+    assert (found.called, found.returned) == ([0, 2], [0, 2])
     assert found.kwargs == [{"x": "a"}, {"x": "b"}]
 
 
 @pytest.mark.parametrize(
     ("kwargs", "axes", "message"),
     [
-        ({}, None, "needs an argument with one entry for each worker"),
+        ({}, None, "needs at least one argument with an entry for each worker"),
         (
             {"x": list("abc")},
             None,
-            "'x' must be a list of 4 entries, one for each worker that is called; got 3 entries",
+            "'x' must be a list of 4 entries, one for each called worker; got 3 entries",
         ),
         ({"x": list("abcd"), "y": [1]}, None, "'y' must be a list of 4 entries.*got 1 entries"),
         ({"x": "abcd"}, None, "'x' must be a list of 4 entries.*got a str"),
         ({"x": list("abcd")}, ["tensor"], "'x' must be a list of 2 entries.*got 4 entries"),
     ],
 )
-def test_multiple_data_of_the_wrong_number(kwargs, axes, message):
+def test_multiple_data_of_the_wrong_length(kwargs, axes, message):
     with pytest.raises(BatchError, match=message):
         dispatch_multiple_data(GRID, kwargs, run_rank_0_only_axes=axes)
 
 
-def test_sharded_and_replicated_with_one_result_a_shard():
+def test_sharded_and_replicated_with_one_result_per_shard():
     calls, kept = plan(
         {"x": ["a", "b"]},
         in_sharded_axes=["data"],
@@ -140,7 +140,7 @@ def test_output_replicated_on_a_sharded_axis_keeps_one():
     assert kept == [0]
 
 
-def test_axes_that_contradict_or_do_not_exist():
+def test_conflicting_and_unknown_axes():
     with pytest.raises(ValueError, match=r"both sharded and replicated: \['data'\]"):
         plan({}, in_sharded_axes=["data"], replicate_on_axes=["data"])
     for option in ("in_sharded_axes", "replicate_on_axes", "output_is_replicated"):
@@ -161,24 +161,24 @@ def test_axes_that_contradict_or_do_not_exist():
         (None, "must be a list of 2 entries, got a NoneType"),
     ],
 )
-def test_wrong_number_of_shares(value, message):
+def test_wrong_number_of_shards(value, message):
     with pytest.raises(BatchError, match=message):
         plan({"x": value}, in_sharded_axes=["data"], replicate_on_axes=["tensor"])
 
 
-def test_wrong_number_of_nested_shares():
+def test_wrong_number_of_nested_shards():
     with pytest.raises(BatchError, match="'x' has 1 entries; axis 'tensor' needs 2"):
         plan({"x": [["a", "b"], ["c"]]}, in_sharded_axes=["data", "tensor"])
 
 
-def test_positional_arguments_are_refused():
-    refuse_positional("train", ())
-    with pytest.raises(TypeError, match=r"train: 2 positional argument\(s\) given; workers take keywords"):
-        refuse_positional("train", (1, 2))
+def test_positional_arguments_are_rejected():
+    reject_positional("train", ())
+    with pytest.raises(TypeError, match=r"train: got 2 positional argument\(s\); workers take keywords"):
+        reject_positional("train", (1, 2))
 
 
-def test_keep_results():
+def test_select_results():
     future = MultiWorkerFuture(["a", "b", "c"], return_from_workers=[5, 1], called_workers=[1, 3, 5])
-    assert keep_results(future, ["A", "B", "C"]) == ["C", "A"]
-    assert keep_results(MultiWorkerFuture([0, 0]), ["A", "B"]) == ["A", "B"]
-    assert keep_results(MultiWorkerFuture([0, 0], return_from_workers=[1, 7]), ["A", "B"]) == ["B"]
+    assert select_results(future, ["A", "B", "C"]) == ["C", "A"]
+    assert select_results(MultiWorkerFuture([0, 0]), ["A", "B"]) == ["A", "B"]
+    assert select_results(MultiWorkerFuture([0, 0], return_from_workers=[1, 7]), ["A", "B"]) == ["B"]

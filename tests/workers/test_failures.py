@@ -15,7 +15,7 @@ from rlframework.errors import (
     WorkerError,
     WorkerLost,
 )
-from rlframework.workers.failures import HostFailure, as_exception, blame
+from rlframework.workers.failures import HostFailure, as_exception, root_cause
 
 
 def failure_of(error):
@@ -33,7 +33,7 @@ def test_other_errors_become_worker_errors_with_rank_and_traceback():
 
 
 @pytest.mark.parametrize("kind", [UserError, BatchError, BatchKeyError, NonFiniteGradients])
-def test_own_errors_keep_class_and_message(kind):
+def test_rlframework_errors_keep_class_and_message(kind):
     error = as_exception({1: failure_of(kind("no such thing"))}, 2, "train")
     assert type(error) is kind
     assert str(error) == "no such thing"
@@ -42,13 +42,13 @@ def test_own_errors_keep_class_and_message(kind):
     assert "in failure_of" in str(error.__cause__)
 
 
-def test_notes_travel_with_the_message():
+def test_notes_are_part_of_the_message():
     given = UserError("no such thing")
     given.add_note("look there")
     assert str(as_exception({0: failure_of(given)}, 1, "train")) == "no such thing\nlook there"
 
 
-def test_a_class_that_the_driver_does_not_know_is_its_nearest_base(monkeypatch):
+def test_a_class_unknown_to_the_driver_becomes_its_nearest_base(monkeypatch):
     module = types.ModuleType("only_in_the_worker")
     kind = type("Special", (BatchError,), {"__module__": "only_in_the_worker"})
     module.Special = kind
@@ -60,7 +60,7 @@ def test_a_class_that_the_driver_does_not_know_is_its_nearest_base(monkeypatch):
     assert "only_in_the_worker" not in sys.modules
 
 
-def test_a_class_with_its_own_constructor_comes_back_too(monkeypatch):
+def test_a_class_with_its_own_constructor_is_preserved(monkeypatch):
     class Picky(RLFrameworkError):
         def __init__(self, one, two):
             super().__init__(f"{one} and {two}")
@@ -72,18 +72,18 @@ def test_a_class_with_its_own_constructor_comes_back_too(monkeypatch):
     assert str(error) == "1 and 2"
 
 
-def test_the_dead_are_blamed_before_those_who_noticed():
+def test_a_dead_process_is_the_root_cause_before_its_consequences():
     echo = failure_of(RuntimeError("[gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:4"))
     real = failure_of(ValueError("the cause"))
     dead = HostFailure((), "gone", "", died=True)
-    assert blame({0: echo, 1: real}) == 1
-    assert blame({0: real, 1: echo}) == 0
-    assert blame({0: real, 1: echo, 2: dead}) == 2
-    assert blame({2: real, 1: real}) == 1
-    assert blame({3: echo}) == 3
+    assert root_cause({0: echo, 1: real}) == 1
+    assert root_cause({0: real, 1: echo}) == 0
+    assert root_cause({0: real, 1: echo, 2: dead}) == 2
+    assert root_cause({2: real, 1: real}) == 1
+    assert root_cause({3: echo}) == 3
 
 
-def test_others_that_failed_are_named():
+def test_other_failed_ranks_are_named():
     failures = {rank: failure_of(ValueError(f"on {rank}")) for rank in (2, 0, 3)}
     message = str(as_exception(failures, 4, "train"))
     assert message.startswith("rank 0 of 4 failed in train: ValueError: on 0\n(also failed: rank 2, 3)")
@@ -104,11 +104,11 @@ def test_death():
         (ConnectionRefusedError("Connection refused: the user's own server is down"), WorkerError),
     ],
 )
-def test_a_cut_connection_between_workers_tells_of_a_lost_one(error, kind):
-    """Where a machine left, its workers cannot tell; those that talked to them can."""
+def test_a_broken_connection_between_workers_means_a_lost_worker(error, kind):
+    """The workers of a lost machine cannot report its loss; only their peers can."""
     assert type(as_exception({0: failure_of(error)}, 2, "train")) is kind
 
 
-def test_a_worker_s_own_error_is_not_the_loss_of_the_others():
+def test_a_workers_own_error_is_not_a_lost_worker():
     cut = failure_of(RuntimeError("Connection closed by peer"))
     assert type(as_exception({0: cut, 1: failure_of(ZeroDivisionError("by zero"))}, 2, "train")) is WorkerError

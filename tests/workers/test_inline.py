@@ -20,14 +20,14 @@ def group(probe_spec, group_config):
     return InlineWorkerGroup(probe_spec(word="hi"), group_config("inline", 1), sharding=ONE, device="cpu")
 
 
-def test_worker_knows_who_it_is(group):
+def test_the_worker_gets_its_context(group):
     future = group.run_all_workers_single_data("who")
     (who,) = group.get_all_worker_results(future)
     assert (who["rank"], who["world_size"], who["device"], who["word"]) == (0, 1, "cpu", "hi")
     assert group.sharding == ONE
 
 
-def test_shares_and_common_arguments(group):
+def test_sharded_and_common_arguments(group):
     future = group.run_all_workers_sharded_data(
         "echo",
         in_sharded_axes=["data_parallel"],
@@ -45,7 +45,7 @@ def test_arguments_are_not_copied(group):
     assert group.get_all_worker_results(future)[0][1]["x"] is given
 
 
-def test_exceptions_come_as_they_are_and_the_group_goes_on(group):
+def test_exceptions_are_raised_unchanged_and_the_group_stays_usable(group):
     with pytest.raises(RuntimeError, match=r"^bad thing on 0$") as caught:
         group.run_all_workers_single_data("fail", kind="Plain")
     assert type(caught.value).__name__ == "Plain"
@@ -72,24 +72,24 @@ def test_shutdown(group):
     assert group.shutdown("shutdown") is True
     assert worker.tidied
     assert group.shutdown("shutdown") is True
-    with pytest.raises(WorkerError, match="who was called on a worker group that was shut down"):
+    with pytest.raises(WorkerError, match="who was called on a worker group that has been shut down"):
         group.run_all_workers_single_data("who")
 
 
-def test_shutdown_whose_cleanup_fails_says_so(probe_spec, group_config, caplog):
+def test_a_failing_cleanup_is_logged(probe_spec, group_config, caplog):
     group = InlineWorkerGroup(probe_spec(), group_config("inline", 1), sharding=ONE, device="cpu")
     assert group.shutdown("no_such_method") is False
     assert "the worker failed in no_such_method" in caplog.text
 
 
 def test_more_than_one_worker(probe_spec, group_config, line):
-    with pytest.raises(ConfigError, match=r"runs one worker, got 2.*worker_group\.name=processes or ray"):
+    with pytest.raises(ConfigError, match=r"runs one worker, not 2.*worker_group\.name=processes or ray"):
         InlineWorkerGroup(probe_spec(), group_config("inline", 2), sharding=line(2), device="cpu")
 
 
-def test_a_python_of_its_own(group_config):
+def test_a_worker_with_its_own_python(group_config):
     spec = WorkerSpec("probe_workers:Probe", {}, py_executable="/other/python")
-    with pytest.raises(ConfigError, match=r"needs a Python of its own.*worker_group\.name=ray"):
+    with pytest.raises(ConfigError, match=r"needs its own Python.*worker_group\.name=ray"):
         InlineWorkerGroup(spec, group_config("inline", 1), sharding=ONE, device="cpu")
 
 

@@ -1,4 +1,4 @@
-"""What workers are given, decided without Ray; and the port that rank 0 reserves."""
+"""The environment of workers, computed without Ray, and the port that rank 0 reserves."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def test_workers_get_named_variables_only(monkeypatch):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     before = dict(os.environ)
     given = machine.worker_environment(2)
-    allowed = {*machine.PASSED_ON, "OMP_NUM_THREADS", "PYTHONPATH", "GLOO_SOCKET_IFNAME"}
+    allowed = {*machine.FORWARDED, "OMP_NUM_THREADS", "PYTHONPATH", "GLOO_SOCKET_IFNAME"}
     assert set(given) <= allowed
     assert given["RLFRAMEWORK_DISABLE_PLUGINS"] == "this,that"
     assert dict(os.environ) == before
 
 
-def test_plugins_that_are_not_disabled_here_are_not_disabled_there(monkeypatch):
+def test_plugins_enabled_in_the_driver_are_enabled_in_workers(monkeypatch):
     monkeypatch.delenv("RLFRAMEWORK_DISABLE_PLUGINS", raising=False)
     assert machine.worker_environment(1)["RLFRAMEWORK_DISABLE_PLUGINS"] == ""
 
@@ -57,7 +57,7 @@ def test_cores(monkeypatch):
         machine.check_cores(3)
 
 
-def test_reserved_ports_are_held_and_out_of_the_kernels_way():
+def test_reserved_ports_are_bound_and_below_the_ephemeral_range():
     host = worker_host.WorkerHost()
     address, port = host.reserve_address()
     assert address == "127.0.0.1"
@@ -71,8 +71,8 @@ def test_reserved_ports_are_held_and_out_of_the_kernels_way():
 
 @pytest.mark.xdist_group("ray")
 @pytest.mark.usefixtures("ray_session")
-def test_workers_get_as_much_of_the_cores_as_the_driver():
-    """Ray's own default, niceness 15, starves them as soon as something else is busy on the same cores."""
+def test_workers_have_the_priority_of_the_driver():
+    """Ray's default, niceness 15, starves workers as soon as another program is busy on the same cores."""
 
     import ray
 

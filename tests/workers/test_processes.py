@@ -1,4 +1,4 @@
-"""The worker group of processes without Ray: what it does when all goes well, and what when it does not."""
+"""The worker group of processes without Ray: normal operation and failures."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from rlframework.interfaces.named_sharding import NamedSharding
 from rlframework.interfaces.worker_group import WorkerSpec
 from rlframework.workers import machine, processes
 from rlframework.workers.processes import ProcessWorkerGroup
+
+pytestmark = pytest.mark.slow
 
 TWO = NamedSharding([0, 1], ["data_parallel"])
 
@@ -61,7 +63,7 @@ def fresh():
         group.shutdown()
 
 
-def test_workers_know_who_they_are(group):
+def test_workers_get_their_context(group):
     answers = ask(group, "who")
     assert [(a["rank"], a["world_size"], a["device"], a["word"]) for a in answers] == [
         (0, 2, "cpu", "hi"),
@@ -81,11 +83,11 @@ def test_only_named_variables_are_passed(monkeypatch, fresh):
         assert "SECRET_OF_THE_DRIVER" not in names
         assert answer["environment"]["NCCL_DEBUG"] == "WARN"  # as it is now, not when the fork server began
         assert answer["environment"]["OMP_NUM_THREADS"] == str(machine.threads_per_worker(2))
-        passed = {*machine.KEPT, *machine.PASSED_ON, "OMP_NUM_THREADS", "PYTHONPATH", "GLOO_SOCKET_IFNAME"}
-        assert all(name in passed or name.startswith(machine.KEPT_BEGINNINGS) for name in names)
+        passed = {*machine.INHERITED, *machine.FORWARDED, "OMP_NUM_THREADS", "PYTHONPATH", "GLOO_SOCKET_IFNAME"}
+        assert all(name in passed or name.startswith(machine.INHERITED_PREFIXES) for name in names)
 
 
-def test_a_variable_that_imports_read_is_not_that_of_an_older_group(monkeypatch, group):
+def test_variables_read_by_imports_are_not_those_of_an_earlier_group(monkeypatch, group):
     monkeypatch.setenv("HF_HOME", "/somewhere/else")
     other = start(NamedSharding([0], ["data_parallel"]))
     (who,) = ask(other, "who")
@@ -95,14 +97,14 @@ def test_a_variable_that_imports_read_is_not_that_of_an_older_group(monkeypatch,
     assert other.shutdown()
 
 
-def test_workers_stand_in_the_drivers_folder(monkeypatch, tmp_path):
+def test_workers_run_in_the_drivers_working_directory(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     group = start(NamedSharding([0], ["data_parallel"]), WorkerSpec("probe_workers:Process", {}))
     assert ask(group, "folder") == [str(tmp_path)]
     assert group.shutdown()
 
 
-def test_results_come_in_order_whoever_is_first(group):
+def test_results_are_in_rank_order(group):
     assert ask(group, "sleep", seconds=0.3, only=0) == [0, 1]
 
 
@@ -112,7 +114,7 @@ def test_futures_may_be_awaited_in_any_order(group):
         assert group.get_all_worker_results(futures[number]) == [(0, {"x": number}), (1, {"x": number})]
 
 
-def test_a_second_call_begins_without_being_awaited(group, tmp_path):
+def test_a_second_call_starts_without_being_awaited(group, tmp_path):
     mark = tmp_path / "begun"
     group.run_all_workers_single_data("echo", x=1)
     group.run_all_workers_single_data("touch", path=str(mark))
@@ -132,7 +134,7 @@ def test_large_tensors_both_ways(group):
         assert all(torch.equal(one, other) for one, other in zip(got, sent, strict=True))
 
 
-def test_what_goes_to_several_workers_is_pickled_once(group):
+def test_shared_arguments_are_pickled_once(group):
     pickled = []
 
     class Counting:
@@ -144,7 +146,7 @@ def test_what_goes_to_several_workers_is_pickled_once(group):
     assert len(pickled) == 1
 
 
-def test_arguments_that_cannot_be_pickled_reach_nobody(group):
+def test_unpicklable_arguments_reach_no_worker(group):
     with pytest.raises(TypeError, match=r"must be picklable: .*lock"):
         ask(group, "echo", x=threading.Lock())
     with pytest.raises(TypeError, match="must be picklable"):
@@ -152,19 +154,19 @@ def test_arguments_that_cannot_be_pickled_reach_nobody(group):
     assert ask(group, "echo", x=1) == [(0, {"x": 1}), (1, {"x": 1})]
 
 
-def test_constructor_arguments_that_cannot_be_pickled():
+def test_unpicklable_constructor_arguments():
     before = threads_of_peers()  # of groups that other tests share
     with pytest.raises(TypeError, match="must be picklable"):
         start(spec=WorkerSpec("probe_workers:Probe", {"word": threading.Lock()}))
     assert threads_of_peers() == before
 
 
-def test_an_answer_that_cannot_be_pickled(fresh):
+def test_a_result_that_cannot_be_pickled(fresh):
     with pytest.raises(WorkerError, match="failed in unpicklable"):
         ask(fresh(), "unpicklable")
 
 
-def test_an_answer_that_cannot_be_read(fresh):
+def test_a_result_that_cannot_be_unpickled(fresh):
     with pytest.raises(WorkerError, match="No module named 'only_there'"):
         ask(fresh(), "answer_of_a_class_that_is_only_there")
 
@@ -178,12 +180,12 @@ def test_a_failing_rank_ends_the_call_at_once(fresh):
     assert time.monotonic() - begun < 10
     assert "in fail\n" in str(caught.value)
     assert running(pids) == []
-    with pytest.raises(WorkerError, match="who: the worker group is not usable any more: fail ended with WorkerError"):
+    with pytest.raises(WorkerError, match="who: the worker group is no longer usable: fail ended with WorkerError"):
         ask(group, "who")
     assert group.shutdown("shutdown") is True
 
 
-def test_own_errors_come_back_as_their_class(fresh):
+def test_rlframework_errors_keep_their_class(fresh):
     with pytest.raises(BatchError) as caught:
         ask(fresh(), "fail", kind="BatchError")
     assert "raised by rank 0 of 2 in fail" in caught.value.__notes__
@@ -206,7 +208,7 @@ def test_a_worker_that_dies_while_idle(fresh):
     assert running(pids) == []
 
 
-def test_a_worker_that_died_while_idle_did_not_end_in_peace(fresh):
+def test_a_worker_that_died_while_idle_did_not_end_cleanly(fresh):
     group = fresh()
     os.kill(ask(group, "who")[1]["pid"], signal.SIGKILL)
     assert group.shutdown("shutdown") is False
@@ -217,8 +219,8 @@ def test_a_worker_that_exits(fresh):
         ask(fresh(), "leave", code=3)
 
 
-def test_a_worker_that_dies_and_leaves_a_process_that_holds_its_end(fresh):
-    """Noticed by the end of the process, as the connection stays open."""
+def test_a_dead_worker_whose_child_keeps_the_connection_open(fresh):
+    """The connection stays open, so only the end of the process shows the death."""
     group = fresh()
     begun = time.monotonic()
     with pytest.raises(WorkerError, match=r"^the process of rank 0 of 2 died in die_forked"):
@@ -226,7 +228,7 @@ def test_a_worker_that_dies_and_leaves_a_process_that_holds_its_end(fresh):
     assert time.monotonic() - begun < 4
 
 
-def test_a_dying_rank_is_named_although_its_peer_noticed_too(fresh):
+def test_the_dead_rank_is_named_not_the_peer_that_noticed(fresh):
     group = fresh()
     assert ask(group, "all_reduce", value=1) == [2.0, 2.0]
     with pytest.raises(WorkerError, match=r"^the process of rank 1 of 2 died in wait_for_peer: "):
@@ -241,8 +243,8 @@ def test_deadline(fresh):
     assert running(pids) == []
 
 
-def test_a_worker_that_does_not_even_read(fresh):
-    """A stopped process: what is sent to it stays in the buffer, and the deadline holds none the less."""
+def test_a_worker_that_does_not_read_its_messages(fresh):
+    """A stopped process: messages to it stay in the buffer, and the deadline still applies."""
     group = fresh(call=1.0)
     pids = [answer["pid"] for answer in ask(group, "who")]
     os.kill(pids[1], signal.SIGSTOP)
@@ -253,14 +255,14 @@ def test_a_worker_that_does_not_even_read(fresh):
     assert running(pids) == []
 
 
-def test_a_worker_that_cannot_be_built():
+def test_a_worker_that_cannot_be_constructed():
     spec = WorkerSpec("probe_workers:Probe", {"word": "wood", "fail_rank": 1})
     says = r"^rank 1 of 2 failed in constructing probe_workers:Probe: ValueError: cannot build with wood"
     with pytest.raises(WorkerError, match=says):
         start(spec=spec)
 
 
-def test_a_worker_that_dies_while_it_is_built():
+def test_a_worker_that_dies_during_construction():
     spec = WorkerSpec("probe_workers:Probe", {"die_rank": 0})
     with pytest.raises(WorkerError, match=r"^the process of rank 0 of 2 died in constructing .*SIGKILL"):
         start(spec=spec)
@@ -284,9 +286,9 @@ def test_bad_targets(target, error, message):
         start(spec=WorkerSpec(target, {}))
 
 
-def test_a_python_of_its_own():
+def test_a_worker_with_its_own_python():
     spec = WorkerSpec("probe_workers:Probe", {}, py_executable="/other/python")
-    with pytest.raises(ConfigError, match=r"needs a Python of its own.*worker_group\.name=ray"):
+    with pytest.raises(ConfigError, match=r"needs its own Python.*worker_group\.name=ray"):
         start(spec=spec)
 
 
@@ -303,7 +305,7 @@ def test_more_workers_than_gpus():
         start(device="cuda")
 
 
-def test_gpus_are_given_out_by_the_names_that_are_visible(monkeypatch):
+def test_gpus_are_assigned_by_their_visible_names(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-8a,6")
     assert processes.visible_gpus(2) == ["4", "GPU-8a"]
@@ -314,7 +316,7 @@ def test_gpus_are_given_out_by_the_names_that_are_visible(monkeypatch):
 
 
 def test_ranks_must_be_those_of_a_group():
-    with pytest.raises(ValueError, match=r"the ranks of a worker group are 0\.\.1"):
+    with pytest.raises(ValueError, match=r"the sharding must hold the ranks 0\.\.1"):
         start(NamedSharding([1, 2], ["data_parallel"]))
 
 
@@ -335,7 +337,7 @@ def test_shutdown_twice(fresh):
     assert group.shutdown("shutdown") is True
 
 
-def test_shutdown_whose_cleanup_hangs(fresh):
+def test_a_hanging_cleanup(fresh):
     group = fresh(shutdown=0.5)
     pids = [answer["pid"] for answer in ask(group, "who")]
     group.run_all_workers_single_data("sleep", seconds=60)
@@ -343,7 +345,7 @@ def test_shutdown_whose_cleanup_hangs(fresh):
     assert running(pids) == []
 
 
-def test_processes_that_a_worker_started_end_with_it():
+def test_child_processes_end_with_their_worker():
     group = start(NamedSharding([0], ["data_parallel"]), WorkerSpec("probe_workers:Process", {}))
     (child,) = ask(group, "start_a_process")  # by multiprocessing, which forbids that to daemons
     assert running([child]) == [child]
@@ -392,7 +394,7 @@ def run_driver(path, then, guard='if __name__ == "__main__":'):
 
 
 def end(driver, pids):
-    """What the driver said; its workers, and what they were forked from, must be gone within seconds."""
+    """Return the driver's output; its workers and their fork server must exit within seconds."""
     try:
         _, errors = driver.communicate(timeout=30)  # returns when nobody holds the driver's pipes any more
     except subprocess.TimeoutExpired:
@@ -454,7 +456,7 @@ def test_a_process_forked_from_the_driver_ends_no_worker(tmp_path):
     assert driver.returncode == 0
 
 
-def test_a_program_that_does_not_guard_its_entry_is_told_so(tmp_path):
+def test_a_program_without_an_entry_guard_gets_a_hint(tmp_path):
     driver = run_driver(tmp_path, BUSY, guard="if True:")
     errors = end(driver, [])
     assert "died in starting its process" in errors

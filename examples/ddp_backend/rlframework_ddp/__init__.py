@@ -1,3 +1,3 @@
-"""The training backend `ddp` of rlframework."""
+"""The training backend `ddp` for rlframework."""
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""The section `policy.ddp`, and what of a configuration is refused. Imports no torch."""
+"""The section `policy.ddp` and the checks of a configuration. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from rlframework.plugins.types import Problem
 
 
 class DdpConfig(Section):
-    """What only this backend has."""
+    """Settings of this backend alone."""
 
-    bucket_megabytes: PositiveInt = Field(25, description="gradients that are sent at once while the backward goes on")
+    bucket_megabytes: PositiveInt = Field(25, description="size of a gradient bucket, reduced during the backward")
 
 
 def check(config: RunConfig, device: str) -> list[Problem]:
-    """What the capabilities of the record do not say; asked before a process starts. `device`: "cpu" or "cuda"."""
+    """Check what the record's capabilities do not cover, before processes start. `device`: "cpu" or "cuda"."""
     if "vision_config" not in model_config(config.policy.model_name):
         return []
-    message = "this backend trains models of text alone, and this one takes images too."
-    return [Problem("policy.model_name", message, "Take another model, or another policy.backend.")]
+    message = "this backend trains text-only models, and this one also takes images."
+    return [Problem("policy.model_name", message, "Choose another model, or another policy.backend.")]

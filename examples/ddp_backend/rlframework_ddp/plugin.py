@@ -1,4 +1,4 @@
-"""The record of the backend `ddp`. Imports no torch: it is read whenever plugins are listed."""
+"""The record of the backend `ddp`. Imports no torch, because listing plugins imports it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def rlframework_policy_workers() -> list[PolicyWorkerRecord]:
         PolicyWorkerRecord(
             name="ddp",
             target="rlframework_ddp.worker:DdpPolicyWorker",
-            summary="whole copies under torch's DistributedDataParallel, for any causal LM of transformers",
+            summary="full copies under torch's DistributedDataParallel, for any causal LM of transformers",
             api_version=1,
             capabilities=frozenset(
                 {

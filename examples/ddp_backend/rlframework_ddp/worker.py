@@ -1,7 +1,7 @@
-"""The engine `ddp`: a whole copy of the model on each rank, gradients added up by torch's DistributedDataParallel.
+"""The engine `ddp`: a full copy of the model per rank, gradients summed with torch's DistributedDataParallel.
 
-Any causal language model of transformers, on CPU (gloo) and GPU (NCCL). Left out: models that take more than text,
-adapters, offload, pieces of checkpoints.
+Any causal language model of transformers, on CPU (gloo) and GPU (NCCL). Not supported: multimodal models, adapters,
+offload, sharded checkpoints.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from rlframework.errors import NotSupported
 from rlframework.interfaces.data_processor import Microbatch
-from rlframework.models.abilities import checkpoint_activations
 from rlframework.models.forward import attending, forward
+from rlframework.models.layers import checkpoint_activations
 from rlframework.models.loading import is_multimodal, load_config, load_model, require_vocabulary
-from rlframework.models.named_tensors import by_file_names, held_tensors
-from rlframework.models.probing import try_kind
+from rlframework.models.named_tensors import by_file_names, named_tensors
+from rlframework.models.probing import probe_packing
 from rlframework.policy.engine import Step, StepResult
 from rlframework.policy.head.patch import HeadPatch
 from rlframework.policy.head.request import HeadRequest, read_head_output
@@ -33,7 +33,7 @@ from rlframework_ddp.config import DdpConfig
 
 
 class DdpPolicyWorker(PolicyWorkerBase):
-    """One rank."""
+    """One rank of the engine; see `Engine` for the methods."""
 
     backend_config: DdpConfig
     backend_config_model = DdpConfig
@@ -42,16 +42,16 @@ class DdpPolicyWorker(PolicyWorkerBase):
 
     def build(self, *, init_optimizer: bool) -> None:
         """See `Engine.build`."""
-        self._packs = try_kind(self.config, load_config(self.config), self.device, "auto")
+        self._packs = probe_packing(self.config, load_config(self.config), self.device, "auto")
         self.model: nn.Module = load_model(self.config, None)
         require_vocabulary(self.model, self.tokenizer)
         if is_multimodal(self.model):
-            raise NotSupported(f"{type(self.model).__name__} takes more than text, which this backend does not do")
+            raise NotSupported(f"{type(self.model).__name__} is multimodal, which this backend does not support")
         if self.config.activation_checkpointing:
             checkpoint_activations(self.model)
         self.model.to(self.device)
         self._head = HeadPatch(self.model)
-        self._weights = by_file_names(self.model, held_tensors(self.model))
+        self._weights = by_file_names(self.model, named_tensors(self.model))
         self._optimizer = self._make_optimizer() if init_optimizer else None
         self._replica: nn.Module = self.model
         if self.context.world_size > 1:
@@ -63,7 +63,7 @@ class DdpPolicyWorker(PolicyWorkerBase):
         config = self.config.optimizer
         groups = parameter_groups(self.model.named_parameters(), config)
         optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
-        for one in self.model.parameters():  # AdamW makes its state at the first step: too late to load into
+        for one in self.model.parameters():  # AdamW creates its state at the first step: too late for loading
             zeros = {kind: torch.zeros_like(one) for kind in ("exp_avg", "exp_avg_sq")}
             optimizer.state[one] = {"step": torch.tensor(0.0), **zeros}
         return optimizer
@@ -108,7 +108,7 @@ class DdpPolicyWorker(PolicyWorkerBase):
         with attending(self.model.config, microbatch, None):
             result = self._run(self._replica, microbatch, head, step)
             assert result.loss is not None
-            # DistributedDataParallel takes the mean over ranks, the contract is the sum
+            # DistributedDataParallel averages over ranks; the contract is the sum
             (result.loss * self.context.world_size).backward()
         result.loss = None
         return result
@@ -162,7 +162,7 @@ class DdpPolicyWorker(PolicyWorkerBase):
             weight.copy_(weights[name])
 
     def _moments(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
-        """AdamW's state of each weight by the names of files: its own tensors, or views of them."""
+        """AdamW's state of each weight by its name in files; tensors or views of them, not copies."""
         assert self._optimizer is not None
         for name, parameter in self.model.named_parameters():
             state = self._optimizer.state[parameter]

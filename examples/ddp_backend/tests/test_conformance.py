@@ -1,4 +1,4 @@
-"""The backend against its contract. `pytest --conformance-layout all` runs every layout that the record declares."""
+"""The conformance suite. `pytest --conformance-layout all` runs every layout that the record declares."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user sees before anything runs: the plugin is active, light, and its section refuses what it does not know."""
+"""The plugin is active and lightweight, and its section rejects unknown keys."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""An observer: says when the mean reward of a step is the best so far, and at the end which step that was.
+"""An observer that reports when the mean reward of a step is the best so far, and the best step at the end.
 
-A hook takes those of its arguments that it names. What it raises is reported once, and the run goes on.
+A hook declares only the arguments that it needs. An exception is reported once, and the run continues.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from pathlib import Path
 from rlframework.plugins.hookspec import RunInfo, hookimpl
 
 _best: dict[Path, tuple[float, int]] = {}
-"""Reward and step by the folder of the run: a process may have several runs, one after the other."""
+"""Best reward and its step, by the folder of the run: a process may have several runs in turn."""
 
 
 @hookimpl
 def rlframework_run_started(run: RunInfo) -> None:
-    """Nothing is the best yet."""
+    """Reset the best reward."""
     _best[run.output_dir] = (-math.inf, 0)
 
 
 @hookimpl
 def rlframework_step_finished(run: RunInfo, step: int, metrics: Mapping[str, float]) -> None:
-    """Compare; supervised steps have no reward."""
+    """Compare the reward; supervised steps have none."""
     reward = metrics.get("train/reward")
     if reward is not None and reward > _best[run.output_dir][0]:
         _best[run.output_dir] = (reward, step)
@@ -32,6 +32,6 @@ def rlframework_step_finished(run: RunInfo, step: int, metrics: Mapping[str, flo
 
 @hookimpl
 def rlframework_run_finished(run: RunInfo) -> None:
-    """Tell the step."""
+    """Print the best step."""
     reward, step = _best.pop(run.output_dir)
     print(f"best mean reward {reward:.3f} at step {step}" if step else "no step had a reward")

@@ -1,4 +1,4 @@
-"""A data processor: core's microbatches, those with most tokens first, so that too little memory shows at once."""
+"""A data processor that runs the largest microbatches first, so that a lack of memory shows immediately."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class LongestFirst(MicrobatchProcessor):
-    """Results find their rows by `Microbatch.rows`, so the order of microbatches is free."""
+    """Sorts core's microbatches. Any order is valid, as `Microbatch.rows` assigns results to rows."""
 
     def microbatches(
         self,
@@ -27,6 +27,6 @@ class LongestFirst(MicrobatchProcessor):
     ) -> Sequence[Microbatch]:
         """See `DataProcessor.microbatches`."""
         found = super().microbatches(data, plan, rule, positions=positions, device=device)
-        if data.micro_batch_indices is not None:  # planned by the driver, so that ranks do not wait: kept
+        if data.micro_batch_indices is not None:  # keep the driver's plan, which balances the ranks
             return found
         return sorted(found, key=lambda one: one.processed_inputs.input_ids.numel(), reverse=True)

@@ -1,21 +1,21 @@
-"""The records: what each part is called, where it is, and the section of the configuration that it has."""
+"""The records of the plugins: name, class and configuration section of each."""
 
 from __future__ import annotations
 
-from rlframework.config.sections import EnvironmentConfig, HostedGroupConfig
+from rlframework.config.sections import EnvironmentConfig, RemoteGroupConfig
 from rlframework.plugins.hookspec import hookimpl
 from rlframework.plugins.types import Capability, DataProcessorRecord, EnvironmentRecord, WorkerGroupRecord
 
 
 class ReversalConfig(EnvironmentConfig):
-    """Which words are asked for: all of `length` letters out of `letters`, a tenth of them held out."""
+    """The words are all those with `length` letters from `letters`; a tenth of them is held out."""
 
     letters: str = "abcdef"
     length: int = 3
 
 
-class StopwatchConfig(HostedGroupConfig):
-    """Processes of this machine, and when a call of them is slow."""
+class StopwatchConfig(RemoteGroupConfig):
+    """Settings of `processes`, and the duration from which a call counts as slow."""
 
     slow_seconds: float = 10.0
 

@@ -1,4 +1,4 @@
-"""An environment: `abc` is to be answered with `cba`."""
+"""An environment: the right answer to `abc` is `cba`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from rlframework_examples.plugin import ReversalConfig
 
 
 class Reversal(VerifiableEnvironment):
-    """Words to be written backwards; the same samples for the same configuration and seed."""
+    """Words to write backwards; deterministic for a configuration and seed."""
 
     def __init__(self, config: ReversalConfig, *, seed: int) -> None:
-        """Make all words; a `DataError` where a tenth of them is not one word."""
+        """Make all words. Raises `DataError` if a tenth of them is less than one word."""
         words = ["".join(letters) for letters in itertools.product(config.letters, repeat=config.length)]
-        words = list(dict.fromkeys(words))  # a letter may have been named twice
+        words = list(dict.fromkeys(words))  # `letters` may repeat a letter
         if len(words) < 10:
             raise DataError(
                 f"environment.letters={config.letters!r} and environment.length={config.length} make {len(words)} "
@@ -39,7 +39,7 @@ class Reversal(VerifiableEnvironment):
         return self._samples[split]
 
     def score(self, sample: Sample, completion: str) -> float:
-        """The share of letters that stand at their place: 1.0 for a right answer."""
+        """The fraction of letters in the right place: 1.0 for a right answer."""
         given, answer = completion.strip(), sample.answer
         right = sum(one == other for one, other in zip(given, answer, strict=False))
         return right / max(len(given), len(answer))

@@ -1,4 +1,4 @@
-"""A worker group: processes of this machine, with a warning for each call whose answers took long to come."""
+"""A worker group: processes on this machine, with a warning about each slow call."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _LOG = logging.getLogger(__name__)
 
 
 class StopwatchGroup(ProcessWorkerGroup):
-    """`processes`, which tells what it waits for."""
+    """`processes` that reports slow calls."""
 
     def __init__(self, spec: WorkerSpec, config: StopwatchConfig, *, sharding: NamedSharding, device: str) -> None:
         self._slow = config.slow_seconds
         super().__init__(spec, config, sharding=sharding, device=device)
 
     def get_all_worker_results(self, future: MultiWorkerFuture, **keys: Any) -> list[Any]:
-        """See `WorkerGroup.get_all_worker_results`; told also where it fails."""
+        """See `WorkerGroup.get_all_worker_results`; a failing call is reported too."""
         begun = time.perf_counter()
         try:
             return super().get_all_worker_results(future, **keys)

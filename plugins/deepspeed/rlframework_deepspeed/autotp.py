@@ -1,7 +1,7 @@
-"""Tensor parallelism by DeepSpeed's AutoTP: what of each weight this rank has, and putting the parts together.
+"""Tensor parallelism with DeepSpeed's AutoTP: how each weight is partitioned, and gathering it.
 
-AutoTP exchanges a model's layers as transformers' plan for the model says, or one of DeepSpeed's own, or the user's. It
-writes on each parameter how it was cut; that is read here.
+AutoTP replaces a model's layers according to the transformers plan for the model, one of DeepSpeed's, or the user's. It
+records on each parameter how it was partitioned; this module reads that record.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from rlframework_deepspeed.slices import Cut, Ranges
 
 
 class TensorParallel:
-    """How AutoTP cuts the parameters of a model; `group`: the ranks that share them, None where there is one."""
+    """AutoTP's partitions of a model's parameters; `group`: the tensor-parallel ranks, None if there is only one."""
 
     def __init__(self, cuts: dict[int, Cut] | None = None, group: dist.ProcessGroup | None = None) -> None:
         self.group, self._cuts = group, cuts or {}
 
     @classmethod
     def of(cls, model: nn.Module) -> TensorParallel:
-        """Of a model that AutoTP has been over. A `NotSupported` for a layer whose cut it does not tell."""
+        """Read the partitions of a model that AutoTP has processed; raise `NotSupported` if a layer has no record."""
         group = import_module("deepspeed.utils.groups").get_tensor_model_parallel_group()
         rank = dist.get_rank(group)
         found = {id(one): _cut(name, one, rank) for name, one in model.named_parameters()}
         return cls({number: cut for number, cut in found.items() if cut is not None}, group)
 
     def cut(self, tensor: Tensor) -> Cut | None:
-        """What of the whole weight the parameter `tensor` is; None: all of it."""
+        """The partition of the whole weight that `tensor` holds; None if it is replicated."""
         return self._cuts.get(id(tensor))
 
     def join(self, part: Tensor, cut: Cut | None) -> Tensor:
-        """The whole weight from the parts of all ranks, of which this one has `part`. Collective where it is cut."""
+        """Gather the whole weight from all ranks' shards; `part` is this rank's. Collective if it is partitioned."""
         if cut is None:
             return part
         missing = cut.most - part.shape[cut.dim]
@@ -55,21 +55,21 @@ class TensorParallel:
         return cut.join(parts)
 
     def head_rows(self, model: nn.Module) -> VocabularyShard | None:
-        """Which rows of the head of `model` are here, for `HeadPatch`; None: all."""
+        """The local rows of the head of `model`, for `HeadPatch`; None: all."""
         cut = self.cut(output_head(model).weight)
         if cut is None or self.group is None:
             return None
         if cut.dim != 0 or len(cut.ranges) != 1:
             raise NotSupported(
-                "AutoTP cuts the output head other than by rows of the vocabulary, which log-probabilities are not "
-                "computed of; leave the head out of policy.deepspeed.tensor_parallel.partition_config"
+                "AutoTP does not split the output head by vocabulary rows, which computing log-probabilities requires; "
+                "remove the head from policy.deepspeed.tensor_parallel.partition_config"
             )
         first, end = cut.ranges[0]
         return VocabularyShard(self.group, first, end - first)
 
 
 def _cut(name: str, parameter: nn.Parameter, rank: int) -> Cut | None:
-    """As AutoTP wrote it on `parameter`, this rank being number `rank` of those that share it."""
+    """The partition that AutoTP recorded on `parameter`; `rank`: this rank in the tensor-parallel group."""
     meta: dict[str, Any] | None = getattr(parameter, "ds_autotp_universal_checkpoint_meta", None)
     if not meta or meta["replicated"]:
         return None
@@ -77,14 +77,14 @@ def _cut(name: str, parameter: nn.Parameter, rank: int) -> Cut | None:
     shape, sizes, widths = meta["logical_shape"], meta["partition_sizes"], meta["sub_param_shard_widths"]
     if told.get("unsupported_reason") or dim is None or not shape or not (sizes or widths):
         raise NotSupported(
-            f"AutoTP cuts {name} in a way that it cannot put together again, so the weight could not be saved; set "
+            f"AutoTP splits {name} in a way that it cannot merge again, so the weight could not be saved; set "
             "policy.parallelism.tensor to 1, or give a plan in policy.deepspeed.tensor_parallel.partition_config"
         )
     return Cut(tuple(shape), int(dim), _parts(widths or [sizes]), rank)
 
 
 def _parts(widths: Sequence[Sequence[int]]) -> tuple[Ranges, ...]:
-    """The ranges of each rank: it has a share of each of the weights that lie fused in one, of these widths by rank."""
+    """The ranges of each rank: one shard of each fused weight; `widths`: for each weight, the shard sizes by rank."""
     start, found = 0, []
     for shares in widths:
         ends = [start + end for end in accumulate(shares)]
@@ -94,11 +94,11 @@ def _parts(widths: Sequence[Sequence[int]]) -> tuple[Ranges, ...]:
 
 
 @contextmanager
-def cutting_adapters() -> Iterator[None]:
-    """Within it, AutoTP cuts adapters where it cuts the layers that they are around.
+def partitioning_adapters() -> Iterator[None]:
+    """Make AutoTP partition adapters together with the layers they wrap.
 
-    It takes a layer with an adapter for a plain one, because it has a weight, and would put its own in place of both.
-    So it is shown the layers without, and the adapters are put around what it makes of them.
+    AutoTP would mistake a wrapped layer for a plain one, because it has a weight, and replace layer and adapter. So it
+    processes the unwrapped layers, and the adapters then wrap the results.
     """
     engine_class = import_module("deepspeed.runtime.engine").DeepSpeedEngine
     cut = engine_class._apply_autotp_partitioning
@@ -109,7 +109,7 @@ def cutting_adapters() -> Iterator[None]:
             model.set_submodule(path, layer.base_layer)
         try:
             sources = cut(engine, model, settings)
-        except AssertionError as error:  # its words are of another way to split, for inference
+        except AssertionError as error:  # its message is about inference
             raise NotSupported(
                 f"AutoTP cannot split {type(model).__name__} ({error}); set policy.parallelism.tensor to 1, or give a "
                 "plan in policy.deepspeed.tensor_parallel.partition_config"
@@ -125,9 +125,9 @@ def cutting_adapters() -> Iterator[None]:
 
 
 def _cut_adapter(path: str, layer: Any) -> None:
-    """Cut B as the base of `layer`, where that is cut by columns, and A where it is cut by rows.
+    """Partition B like the base of a column-parallel `layer`, or A like that of a row-parallel one.
 
-    So what each rank adds has the layout of what it is added to. The other matrix is whole on every rank.
+    The adapter's output then has the layout of the base output. The other matrix is replicated.
     """
     layers, base = import_module("deepspeed.module_inject.layers"), layer.base_layer
     kind = type(base)
@@ -135,7 +135,7 @@ def _cut_adapter(path: str, layer: Any) -> None:
         return
     if kind not in (layers.LinearLayer, layers.LinearAllreduce) or getattr(base, "gather_output", False):
         raise NotSupported(
-            f"AutoTP makes {kind.__name__} of {path}, which adapters cannot follow; take it out of "
+            f"AutoTP turns {path} into {kind.__name__}, which does not support adapters; remove it from "
             "policy.lora.target_modules, or set policy.parallelism.tensor to 1"
         )
     matrices = layer.lora_B if kind is layers.LinearLayer else layer.lora_A

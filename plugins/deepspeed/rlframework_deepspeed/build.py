@@ -1,6 +1,6 @@
-"""From a configuration to DeepSpeed's engine around a model, to be filled (`loading`), ready for the step.
+"""Build DeepSpeed's engine around a model from a configuration; `loading` fills in the weights.
 
-What cannot be is refused before a weight is loaded.
+Unsupported configurations are rejected before any weight is loaded.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from rlframework.config.policy import PolicyConfig
 from rlframework.errors import NotSupported
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.models import adapters, attention, context_parallel, ulysses
-from rlframework.models.abilities import checkpoint_activations
 from rlframework.models.context_limits import require_splittable
+from rlframework.models.layers import checkpoint_activations
 from rlframework.models.loading import empty_model, is_multimodal, load_config, require_vocabulary
-from rlframework.models.probing import try_kind
+from rlframework.models.probing import probe_packing
 from rlframework.policy.head.patch import HeadPatch
 from rlframework.policy.optimization import parameter_groups
 from rlframework_deepspeed import environment
-from rlframework_deepspeed.autotp import TensorParallel, cutting_adapters
+from rlframework_deepspeed.autotp import TensorParallel, partitioning_adapters
 from rlframework_deepspeed.config import DeepSpeedConfig, engine_config
 from rlframework_deepspeed.groups import Groups, Sizes
 from rlframework_deepspeed.loading import give_memory
@@ -30,15 +30,12 @@ from rlframework_deepspeed.ulysses import require_exchange
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 BUCKET = 500_000_000
-"""Elements of a bucket in which ZeRO adds gradients up, where nobody says: as DeepSpeed, but no more than the model."""
+"""Default size of ZeRO's gradient buckets in elements: DeepSpeed's own, capped at the model size."""
 
 
 @dataclass
 class Built:
-    """DeepSpeed's engine, the model inside, its head for `HeadPatch.computing`, and how both are split.
-
-    The weights have any values.
-    """
+    """DeepSpeed's engine, its model, the patched head, and how they are sharded. Weights are uninitialised."""
 
     engine: Any
     model: Any
@@ -58,7 +55,7 @@ def build(
     *,
     init_optimizer: bool,
 ) -> Built:
-    """Collective."""
+    """Build the engine for `config`. Collective."""
     attention.register()
     context_parallel.register()
     ulysses.register()
@@ -68,13 +65,13 @@ def build(
     if sizes.context > 1:
         require_splittable(model_config)
         require_exchange(config, section, model_config)
-    can_pack = try_kind(config, model_config, device, section.attention)
+    can_pack = probe_packing(config, model_config, device, section.attention)
     settings = engine_config(config, section, device=device.type)
     environment.require_compilers(settings)
     model = empty_model(config, model_config, None if section.attention == "auto" else section.attention)
-    _ready(model, config, tokenizer)
+    _prepare_model(model, config, tokenizer)
     saved = model.state_dict().keys() & {name for name, _ in model.named_buffers()}
-    settings = _settled(settings, model, has_optimizer=init_optimizer)
+    settings = _adapt_settings(settings, model, has_optimizer=init_optimizer)
     environment.join(context, device)
     with environment.leaving_on_failure(context):
         groups = Groups(sizes, device.type)
@@ -89,13 +86,13 @@ def _engine(
 ) -> Any:
     """DeepSpeed's engine around `model`. Collective."""
     deepspeed, several = environment.deepspeed_on(device), config.parallelism.tensor > 1
-    optimizer = _optimizer(model, config) if init_optimizer else None  # it looks at shapes, which ZeRO takes away
-    with environment.making(), cutting_adapters():
-        if settings["zero_optimization"]["stage"] == 3 and not several:  # AutoTP takes whole weights
-            _deal_out(deepspeed, model, settings, device)
+    optimizer = _optimizer(model, config) if init_optimizer else None  # it needs the shapes, which ZeRO removes
+    with environment.building_engine(), partitioning_adapters():
+        if settings["zero_optimization"]["stage"] == 3 and not several:  # AutoTP needs whole weights
+            _shard_weights(deepspeed, model, settings, device)
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, dist_init_required=False)
     if several:
-        engine.first_dataloader_check.remove()  # it would send the first microbatch around, to compare
+        engine.first_dataloader_check.remove()  # it would broadcast the first microbatch to compare it
     return engine
 
 
@@ -105,8 +102,8 @@ def _optimizer(model: nn.Module, config: PolicyConfig) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=section.lr, betas=section.betas, eps=section.eps, fused=True)
 
 
-def _settled(settings: dict[str, Any], model: nn.Module, *, has_optimizer: bool) -> dict[str, Any]:
-    """`settings` for `model`: buckets no larger than it, and without an optimizer no more of ZeRO than weights."""
+def _adapt_settings(settings: dict[str, Any], model: nn.Module, *, has_optimizer: bool) -> dict[str, Any]:
+    """Adapt `settings` to `model`: cap the bucket size; without an optimizer keep only ZeRO's sharding of weights."""
     zero = dict(settings["zero_optimization"])
     if not has_optimizer:
         zero = zero if zero["stage"] == 3 else {"stage": 0}
@@ -116,23 +113,23 @@ def _settled(settings: dict[str, Any], model: nn.Module, *, has_optimizer: bool)
     return {**settings, "zero_optimization": zero}
 
 
-def _deal_out(deepspeed: Any, model: nn.Module, settings: dict[str, Any], device: torch.device) -> None:
-    """Deal the weights of `model` out one by one, for stage 3: as a whole it would go to `device` first."""
+def _shard_weights(deepspeed: Any, model: nn.Module, settings: dict[str, Any], device: torch.device) -> None:
+    """Shard the weights of `model` one by one for stage 3, so that the whole model is never on `device`."""
     deepspeed.zero.Init(module=model, config_dict_or_path=settings, dtype=next(model.parameters()).dtype)
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))
 
 
-def _ready(model: Any, config: PolicyConfig, tokenizer: Any) -> None:
-    """What is done to a model before DeepSpeed has it."""
+def _prepare_model(model: Any, config: PolicyConfig, tokenizer: Any) -> None:
+    """Prepare a model before DeepSpeed wraps it; raise `NotSupported` for models this backend cannot train."""
     require_vocabulary(model, tokenizer)
     if is_multimodal(model):
         raise NotSupported(
-            f"{type(model).__name__} takes more than text, which this backend does not do; set policy.backend=dtensor"
+            f"{type(model).__name__} is multimodal, which this backend does not support; set policy.backend=dtensor"
         )
     if config.router_aux_loss_coef > 0:
-        raise NotSupported("this backend has no loss of the routers; set policy.router_aux_loss_coef to 0")
+        raise NotSupported("this backend has no load-balancing loss; set policy.router_aux_loss_coef to 0")
     if config.lora is not None:
         adapters.inject(model, config.lora)
     if config.activation_checkpointing:

@@ -1,4 +1,4 @@
-"""What of a configuration this backend cannot do, told before any process starts. Imports no torch, no deepspeed."""
+"""Checks for configurations this backend does not support, before any process starts. Imports no torch or deepspeed."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from rlframework_deepspeed.config import DeepSpeedConfig, Keys, OffloadKeys
 from rlframework_deepspeed.neutral_keys import disagreements
 
 COMPILERS = ("g++", "ninja")
-"""What DeepSpeed compiles with."""
+"""The programs DeepSpeed compiles extensions with."""
 
 
 def check(config: RunConfig, device: str) -> list[Problem]:
-    """What the capabilities of the record do not say: `device` is "cpu" or "cuda"."""
+    """Return the problems that the record's capabilities do not express. `device`: "cpu" or "cuda"."""
     section = getattr(config.policy, "deepspeed", None) or DeepSpeedConfig()
     return [
         *_not_taken_problems(section),
@@ -38,12 +38,12 @@ def _not_taken_problems(section: DeepSpeedConfig) -> Iterator[Problem]:
     for keys in filter(None, (*parts, section.fp16, section.tensor_parallel)):
         for name, reason in keys.not_taken.items():
             key = ".".join(filter(None, ("policy.deepspeed", keys.place, name)))
-            yield Problem(key, f"{reason}.", "Take it out.")
+            yield Problem(key, f"{reason}.", "Remove it.")
 
 
 def _precision_problems(config: RunConfig, device: str) -> Iterator[Problem]:
     if config.policy.precision == "float16" and device != "cuda":
-        message = f"float16 with a loss that is scaled needs a GPU, and the device is {device}."
+        message = f"float16 with loss scaling needs a GPU, but the device is {device}."
         yield Problem("policy.precision", message, "Set it to bfloat16 or float32.")
 
 
@@ -57,8 +57,8 @@ def _layout_problems(config: RunConfig, section: DeepSpeedConfig) -> Iterator[Pr
         return
     for name in ("preset_model", "partition_config"):
         if getattr(tensor, name) is not None:
-            message = "a plan of tensor parallelism is of no use where policy.parallelism.tensor is 1."
-            yield Problem(f"policy.deepspeed.tensor_parallel.{name}", message, "Take it out, or split tensors.")
+            message = "a tensor-parallel plan has no effect because policy.parallelism.tensor is 1."
+            yield Problem(f"policy.deepspeed.tensor_parallel.{name}", message, "Remove it, or increase that size.")
 
 
 def _exchange_problems(config: RunConfig, section: DeepSpeedConfig) -> Iterator[Problem]:
@@ -70,9 +70,9 @@ def _exchange_problems(config: RunConfig, section: DeepSpeedConfig) -> Iterator[
 
 
 def unexchangeable(model: Mapping[str, Any], parallelism: ParallelismConfig) -> str | None:
-    """Why `ulysses` cannot exchange the heads of a model, as its configuration says; None where it can, or is unknown.
+    """Return why `ulysses` cannot exchange the heads of a model configuration; None if it can, or if unknown.
 
-    Where there are fewer key-value heads than ranks they are repeated, each as often.
+    Key-value heads fewer than the ranks are repeated equally often.
     """
     size, tensor = parallelism.context, parallelism.tensor
     heads = model.get("num_attention_heads")
@@ -89,7 +89,7 @@ def unexchangeable(model: Mapping[str, Any], parallelism: ParallelismConfig) -> 
 
 
 def _offload_problems(config: RunConfig, section: DeepSpeedConfig, device: str) -> Iterator[Problem]:
-    """ZeRO offloads the optimizer's state from stage 1 on, and weights in stage 3. In CPU memory all is well anyway."""
+    """ZeRO offloads the optimizer state from stage 1 on and weights in stage 3. On a CPU it is a no-op."""
     zero, neutral = section.zero_optimization, config.policy.offload
     for name, key, wanted, least, offload in (
         ("offload_optimizer", "optimizer", neutral.optimizer, 1, zero.offload_optimizer),
@@ -102,7 +102,7 @@ def _offload_problems(config: RunConfig, section: DeepSpeedConfig, device: str) 
         if device == "cpu" and not (offload is not None and offload.device == "nvme"):
             continue
         if (wanted or asked) and zero.stage < least:
-            message = f"it needs ZeRO stage {least}, and policy.deepspeed.zero_optimization.stage is {zero.stage}."
+            message = f"it needs ZeRO stage {least}, but policy.deepspeed.zero_optimization.stage is {zero.stage}."
             yield Problem(own if asked else f"policy.offload.{key}", message, f"Set the stage to {least}.")
 
 
@@ -110,13 +110,13 @@ def _disk_problems(key: str, offload: OffloadKeys, stage: int, device: str) -> I
     if offload.device != "nvme":
         return
     if offload.nvme_path is None:
-        yield Problem(f"{key}.nvme_path", "device is nvme, and there is no folder on the disk.", "Name one.")
+        yield Problem(f"{key}.nvme_path", "device is nvme, but no folder on the disk is given.", "Set it to one.")
     elif not Path(offload.nvme_path).expanduser().is_dir():
-        yield Problem(f"{key}.nvme_path", f"{offload.nvme_path} is not a folder.", "Make it, on every machine.")
+        yield Problem(f"{key}.nvme_path", f"{offload.nvme_path} is not a folder.", "Create it on every machine.")
     if stage != 3:
-        yield Problem(f"{key}.device", f"nvme needs ZeRO stage 3, and the stage is {stage}.", "Set it to cpu.")
+        yield Problem(f"{key}.device", f"nvme needs ZeRO stage 3, but the stage is {stage}.", "Set it to cpu.")
     if device != "cuda":
-        yield Problem(f"{key}.device", f"nvme needs a GPU, and the device is {device}.", "Take it out.")
+        yield Problem(f"{key}.device", f"nvme needs a GPU, but the device is {device}.", "Remove it.")
     elif missing := [name for name in COMPILERS if which(name) is None]:
-        message = f"DeepSpeed compiles its way to the disk when it is first used, without {' and '.join(missing)} not."
+        message = f"DeepSpeed compiles its disk access on first use, which requires {' and '.join(missing)}."
         yield Problem(f"{key}.device", message, "Install what is missing (apt-get install g++), or set it to cpu.")

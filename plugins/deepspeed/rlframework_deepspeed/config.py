@@ -1,8 +1,8 @@
-"""The section `policy.deepspeed`, in DeepSpeed's own keys, and what `deepspeed.initialize` gets. Imports no torch.
+"""The `policy.deepspeed` section, with DeepSpeed's own keys, and the configuration for `deepspeed.initialize`.
 
-Keys that the framework decides by itself may be there, because people's files have them: `agreement` holds them to the
-neutral keys. What DeepSpeed has and this backend does not take is in `refused`, and `check` tells it with its reason; a
-key that neither has is an error at once.
+Keys that the framework decides are accepted, because existing files contain them; `neutral_keys` checks that they
+agree with the neutral keys. `rejected_keys` lists DeepSpeed keys that this backend does not support; `check` reports
+them with the reason. A key unknown to both is an immediate error. Does not import torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pydantic import Field, ModelWrapValidatorHandler, PrivateAttr, ValidationEr
 
 from rlframework.config.base import Section
 from rlframework.config.policy import PolicyConfig
-from rlframework_deepspeed.rejected_keys import REFUSED, switched_off
+from rlframework_deepspeed.rejected_keys import REJECTED, switched_off
 
 Size = Annotated[int, Field(ge=0)] | None
 Switch = bool | None
@@ -24,19 +24,19 @@ Table = dict[str, Any] | None
 
 
 class Keys(Section):
-    """A section of DeepSpeed's. Keys that are not given are left to DeepSpeed; `auto` is as if it were not there."""
+    """A section of DeepSpeed's configuration. Missing keys keep DeepSpeed's default; `auto` counts as missing."""
 
     place: ClassVar[str] = ""
-    """Where it stands under `policy.deepspeed`."""
+    """The path of the section under `policy.deepspeed`."""
     _not_taken: dict[str, str] = PrivateAttr(default_factory=dict)
 
     @property
     def not_taken(self) -> dict[str, str]:
-        """Keys that were given and that this backend does not take, and why: for `check` to tell."""
+        """Given keys that this backend does not support, with the reasons; reported by `check`."""
         return dict(self._not_taken)
 
     def given(self) -> dict[str, Any]:
-        """What was given, by DeepSpeed's names."""
+        """The keys that were given, under DeepSpeed's names."""
         given = {name: getattr(self, name) for name in type(self).model_fields}
         return {
             name: value.given() if isinstance(value, Keys) else value
@@ -46,7 +46,7 @@ class Keys(Section):
 
     @classmethod
     def prepared(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What to read in the place of `values`."""
+        """Return the mapping to validate instead of `values`."""
         return values
 
     @model_validator(mode="wrap")
@@ -54,23 +54,23 @@ class Keys(Section):
     def _taken(cls, values: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
         if not isinstance(values, Mapping):
             return handler(values)
-        values, reasons = cls.prepared(values), REFUSED.get(cls.place, {})
+        values, reasons = cls.prepared(values), REJECTED.get(cls.place, {})
         made = handler({key: value for key, value in values.items() if key not in reasons})
         made._not_taken = {key: reasons[key] for key in values if key in reasons and not switched_off(values[key])}
         return made
 
 
 class OffloadKeys(Keys):
-    """Where weights or the optimizer's state lie between uses."""
+    """Where weights or the optimizer state are kept between uses."""
 
-    device: Literal["none", "cpu", "nvme"] | None = Field(None, description="by default as policy.offload says")
-    nvme_path: str | None = Field(None, description="a folder on the disk, where device is nvme")
+    device: Literal["none", "cpu", "nvme"] | None = Field(None, description="default: follows policy.offload")
+    nvme_path: str | None = Field(None, description="folder on the disk, for device: nvme")
     pin_memory: Switch = Field(None, description="page-locked memory; DeepSpeed's default is true")
     buffer_count: Size = None
 
 
 class OffloadParamKeys(OffloadKeys):
-    """Weights."""
+    """Offloading of weights."""
 
     place = "zero_optimization.offload_param"
 
@@ -79,7 +79,7 @@ class OffloadParamKeys(OffloadKeys):
 
 
 class OffloadOptimizerKeys(OffloadKeys):
-    """The optimizer's state. Its step is then computed on the CPU."""
+    """Offloading of the optimizer state; the optimizer step then runs on the CPU."""
 
     place = "zero_optimization.offload_optimizer"
 
@@ -90,15 +90,17 @@ class OffloadOptimizerKeys(OffloadKeys):
 
 
 class ZeroKeys(Keys):
-    """What the workers that share the rows split among them."""
+    """ZeRO: the state that data-parallel workers shard."""
 
     place = "zero_optimization"
 
     stage: Literal[0, 1, 2, 3] = Field(
-        2, description="0: nothing; 1: the optimizer's state; 2: and gradients; 3: and weights"
+        2, description="state to shard; 0: nothing; 1: optimizer state; 2: also gradients; 3: also weights"
     )
-    offload_param: OffloadParamKeys | None = Field(None, description="as policy.offload.parameters; stage 3")
-    offload_optimizer: OffloadOptimizerKeys | None = Field(None, description="as policy.offload.optimizer; not stage 0")
+    offload_param: OffloadParamKeys | None = Field(None, description="like policy.offload.parameters; stage 3 only")
+    offload_optimizer: OffloadOptimizerKeys | None = Field(
+        None, description="like policy.offload.optimizer; stage 1 and up"
+    )
     contiguous_gradients: Switch = None
     reduce_scatter: Switch = None
     reduce_bucket_size: Size = None
@@ -127,7 +129,7 @@ class ZeroKeys(Keys):
 
 
 class Bf16Keys(Keys):
-    """Computing in bfloat16: policy.precision says whether."""
+    """bfloat16, enabled by policy.precision."""
 
     place = "bf16"
 
@@ -135,12 +137,12 @@ class Bf16Keys(Keys):
 
 
 class Fp16Keys(Keys):
-    """Computing in float16: policy.precision says whether; how the loss is scaled is DeepSpeed's."""
+    """float16, enabled by policy.precision; DeepSpeed's keys control loss scaling."""
 
     place = "fp16"
 
     enabled: Switch = None
-    loss_scale: Annotated[float, Field(ge=0.0)] | None = Field(None, description="0: found as it goes")
+    loss_scale: Annotated[float, Field(ge=0.0)] | None = Field(None, description="0: dynamic")
     initial_scale_power: Size = None
     loss_scale_window: Annotated[int, Field(gt=0)] | None = None
     hysteresis: Size = None
@@ -149,27 +151,29 @@ class Fp16Keys(Keys):
 
 
 class TensorParallelKeys(Keys):
-    """AutoTP: policy.parallelism.tensor says over how many workers."""
+    """AutoTP; policy.parallelism.tensor sets the number of workers."""
 
     place = "tensor_parallel"
 
     autotp_size: Size = None
-    preset_model: str | None = Field(None, description="a plan of DeepSpeed's, by the kind of model")
-    partition_config: Table = Field(None, description="a plan of your own, in DeepSpeed's form")
+    preset_model: str | None = Field(None, description="one of DeepSpeed's plans, by model type")
+    partition_config: Table = Field(None, description="a custom plan in DeepSpeed's format")
     tp_overlap_comm: Switch = None
 
 
 class DeepSpeedConfig(Keys):
-    """What only the deepspeed backend has: DeepSpeed's own keys."""
+    """Options specific to the deepspeed backend: DeepSpeed's own keys."""
 
     config: str | None = Field(
-        None, description="a JSON file of DeepSpeed's, read as the configuration is; keys of this section win"
+        None, description="DeepSpeed JSON file, read when the configuration is loaded; keys of this section override it"
     )
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = Field(
-        "auto", description="attention of transformers; auto: sdpa, and attention by segments for packed rows"
+        "auto",
+        description="attention implementation of transformers; auto: sdpa, and segment attention for packed rows",
     )
     sequence_exchange: Literal["gather", "ulysses"] = Field(
-        "gather", description="where policy.parallelism.context splits: keys and values to all, or heads to each"
+        "gather",
+        description="how policy.parallelism.context ranks exchange a sequence; gather: keys and values; ulysses: heads",
     )
     zero_optimization: ZeroKeys = ZeroKeys()
     bf16: Bf16Keys = Bf16Keys()
@@ -188,9 +192,9 @@ class DeepSpeedConfig(Keys):
     zero_force_ds_cpu_optimizer: Literal[False] | None = Field(None, description="the optimizer is torch's")
     zero_allow_untested_optimizer: Literal[True] | None = Field(None, description="the optimizer is torch's")
     communication_data_type: Literal["fp16", "bf16", "fp32"] | None = Field(
-        None, description="what gradients are added up in; none: what suits the precision"
+        None, description="dtype of the gradient reduction; default: follows the precision"
     )
-    aio: Table = Field(None, description="reading and writing of the disk, where something lies there")
+    aio: Table = Field(None, description="disk I/O settings for offloading to nvme")
     data_types: Table = None
     comms_logger: Table = None
     flops_profiler: Table = None
@@ -203,7 +207,7 @@ class DeepSpeedConfig(Keys):
 
     @classmethod
     def prepared(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The keys of the file under those of the section, without what is "auto"."""
+        """Merge the file's keys with those of the section, which take precedence; drop "auto"."""
         own = {key: value for key, value in values.items() if key != "config"}
         path = values.get("config")
         if path is None:
@@ -216,7 +220,7 @@ class DeepSpeedConfig(Keys):
 UNKNOWN = "neither DeepSpeed nor this backend has such a key"
 
 OWN = ("config", "attention", "sequence_exchange")
-"""Keys of the section that DeepSpeed has not."""
+"""Keys of the section that are not DeepSpeed's."""
 
 OWNED = (
     *OWN,
@@ -233,14 +237,14 @@ OWNED = (
     "fp16",
     "tensor_parallel",
 )
-"""Keys that `engine_config` makes itself, or leaves out; the others go to DeepSpeed as they are."""
+"""Keys that `engine_config` sets or omits; all others are passed to DeepSpeed unchanged."""
 
 
 def engine_config(policy: PolicyConfig, section: DeepSpeedConfig, *, device: str) -> dict[str, Any]:
-    """What `deepspeed.initialize` gets: the section's keys and what the framework decides. `device`: "cpu" or "cuda".
+    """Return the configuration for `deepspeed.initialize`: the section's keys and the framework's decisions.
 
-    One microbatch of one row and no accumulation, because the framework accumulates by itself, and so it schedules,
-    clips, and gives the optimizer. Offloading to CPU memory is left out on a CPU, where everything lies there.
+    Uses microbatches of one row and no accumulation, because the framework accumulates, schedules, clips and supplies
+    the optimizer. Offloading to CPU memory is omitted on a CPU. `device`: "cpu" or "cuda".
     """
     passed = {key: value for key, value in section.given().items() if key not in OWNED}
     config: dict[str, Any] = {
@@ -262,7 +266,7 @@ def engine_config(policy: PolicyConfig, section: DeepSpeedConfig, *, device: str
 
 
 def zero_keys(policy: PolicyConfig, section: DeepSpeedConfig, device: str) -> dict[str, Any]:
-    """`zero_optimization` with the neutral keys of offloading put in, and without what the device or stage lacks."""
+    """`zero_optimization` with the neutral offload keys merged in, and without keys the device or stage lacks."""
     zero = section.zero_optimization
     keys = zero.given()
     wanted = {
@@ -277,7 +281,7 @@ def zero_keys(policy: PolicyConfig, section: DeepSpeedConfig, device: str) -> di
 
 
 def _read(path: str) -> dict[str, Any]:
-    """The keys of a JSON file, each of which is right by itself. Raises `ValueError` that names the file."""
+    """Read and validate the keys of a JSON file; raise a `ValueError` that names the file."""
     try:
         values = json.loads(Path(path).expanduser().read_text(encoding="utf-8"), object_pairs_hook=_no_doubles)
     except OSError as error:
@@ -285,16 +289,16 @@ def _read(path: str) -> dict[str, Any]:
     except ValueError as error:  # a JSONDecodeError is one
         raise ValueError(f"config: {path} is not a JSON file of DeepSpeed's: {error}") from None
     if not isinstance(values, dict):
-        raise ValueError(f"config: {path} must hold an object with DeepSpeed's keys, and holds {type(values).__name__}")
+        raise ValueError(f"config: {path} must contain an object with DeepSpeed's keys, not a {type(values).__name__}")
     own = sorted(set(OWN) & values.keys())
     if own:
-        raise ValueError(f"config: {path}: {own[0]} is no key of DeepSpeed's: write it in policy.deepspeed")
+        raise ValueError(f"config: {path}: {own[0]} is not a DeepSpeed key; set it in policy.deepspeed")
     try:
         DeepSpeedConfig.model_validate(values)
     except ValidationError as error:
         found = "; ".join(f"{'.'.join(map(str, item['loc']))}: {_said(item)}" for item in error.errors())
         raise ValueError(f"config: {path}: {found}") from None
-    return _merged({"zero_optimization": {"stage": 0}}, values)  # what DeepSpeed takes where a file says nothing
+    return _merged({"zero_optimization": {"stage": 0}}, values)  # DeepSpeed's default
 
 
 def _said(item: Mapping[str, Any]) -> str:
@@ -305,12 +309,12 @@ def _no_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     keys = [key for key, _ in pairs]
     double = next((key for key in keys if keys.count(key) > 1), None)
     if double is not None:
-        raise ValueError(f"the key {double!r} is there twice")
+        raise ValueError(f"duplicate key {double!r}")
     return dict(pairs)
 
 
 def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """`above` over `below`, section by section; a key that is not given above (None) leaves what is below."""
+    """Merge `above` over `below` recursively; None in `above` keeps the value in `below`."""
     merged = dict(below)
     for key, value in above.items():
         inside = merged.get(key)
@@ -322,7 +326,7 @@ def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any
 
 
 def without_auto(values: Mapping[str, Any]) -> dict[str, Any]:
-    """`values` without the keys whose value is "auto", except our own, which has a meaning of it."""
+    """Drop keys whose value is "auto", except `attention`, where it is meaningful."""
     return {
         key: without_auto(value) if isinstance(value, Mapping) else value
         for key, value in values.items()

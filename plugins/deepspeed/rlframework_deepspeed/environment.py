@@ -1,11 +1,10 @@
-"""DeepSpeed in a worker's process: which device it takes, its communication, and what it keeps for a whole process.
+"""DeepSpeed's per-process state: its device, its communication backend, and its cleanup.
 
-DeepSpeed chooses its device when it is imported, from an environment variable, and has one communication and one set of
-groups a process. Its launcher is not used: the workers are there already, and so is their process group.
+DeepSpeed chooses its device on import, from an environment variable, and has one communication backend and one set of
+groups per process. Its launcher is not used: the workers and their process group already exist.
 
-Nothing is compiled on a CPU: DeepSpeed's own reduction by shared memory, which it would build on the first run with a
-compiler, is left out, and gloo does it instead. What DeepSpeed does compile, where a configuration asks for it (offload
-to a disk), is told before it starts.
+Nothing is compiled on a CPU: gloo replaces DeepSpeed's shared-memory reduction, which would be compiled on first use.
+Extensions that a configuration requires (offload to a disk) are logged before DeepSpeed compiles them.
 """
 
 from __future__ import annotations
@@ -34,25 +33,25 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 LOCAL_RANK = "LOCAL_RANK"
 _before: dict[str, str | None] = {}
-"""What the environment had before the first policy of this process."""
+"""The environment before the first policy of this process."""
 
 
 def deepspeed_on(device: torch.device) -> Any:
-    """The module `deepspeed`, working on `device`; a `ConfigError` where this process has it on another kind."""
-    # others may have imported it already, transformers among them; it chooses when it is first asked
+    """Import `deepspeed` for `device`; raise `ConfigError` if this process already uses it on another device type."""
+    # transformers and others may have imported it already; it chooses on first use
     with patch.dict(os.environ, DS_ACCELERATOR=device.type), quiet():
         found = import_module("deepspeed")
         kind = import_module("deepspeed.accelerator").get_accelerator().device_name()
     if kind != device.type:
         raise ConfigError(
-            f"DeepSpeed works on {kind} in this process already, and this policy is to be on {device.type}; give one "
-            "of them processes of its own (worker_group.name=processes)"
+            f"DeepSpeed already uses {kind} in this process, but this policy needs {device.type}; run one of them in "
+            "its own processes (worker_group.name=processes)"
         )
     return found
 
 
 def join(context: WorkerContext, device: torch.device) -> None:
-    """The process group that the workers share, and DeepSpeed's communication over it."""
+    """Join the workers' process group and initialise DeepSpeed's communication over it."""
     process_groups.join(context, device)
     comm: Any = import_module("deepspeed.comm.comm")
     backend = import_module("deepspeed.comm.torch")
@@ -66,7 +65,7 @@ def join(context: WorkerContext, device: torch.device) -> None:
 
 
 def leave() -> None:
-    """Leave the process group; with the last user of it in this process what DeepSpeed keeps of it goes too."""
+    """Leave the process group; the last user in this process also clears DeepSpeed's global state."""
     process_groups.leave()
     if dist.is_initialized():
         return
@@ -86,7 +85,7 @@ def leave() -> None:
 
 @contextmanager
 def leaving_on_failure(context: WorkerContext) -> Iterator[None]:
-    """Leave where what is within fails, and this rank is alone: others would be waited for, and end by themselves."""
+    """Leave the process group on failure if this is the only rank; several ranks would wait for each other."""
     try:
         yield
     except BaseException:
@@ -96,33 +95,33 @@ def leaving_on_failure(context: WorkerContext) -> Iterator[None]:
 
 
 @contextmanager
-def making() -> Iterator[None]:
-    """Around DeepSpeed's making of an engine.
+def building_engine() -> Iterator[None]:
+    """The context for creating a DeepSpeed engine.
 
-    Functions are not compiled: of an optimizer that is not used here (Muon), which would take the whole compiler of
-    torch into memory, some seconds in each process.
+    Disables `torch.compile`, which DeepSpeed uses only for an optimizer that is not used here (Muon) and which would
+    load torch's compiler for seconds in each process.
     """
-    with patch.object(torch, "compile", _as_it_is), telling_what_is_compiled(), quiet():
+    with patch.object(torch, "compile", _identity), announcing_compilation(), quiet():
         yield
 
 
-def _as_it_is(function: Any = None, **_: Any) -> Any:
-    return _as_it_is if function is None else function
+def _identity(function: Any = None, **_: Any) -> Any:
+    return _identity if function is None else function
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Within it, warnings about DeepSpeed's own code, which nobody who uses it can change, are not shown."""
+    """Silence warnings about DeepSpeed's own code, which callers cannot fix."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module=r"deepspeed\.")
         yield
 
 
 @contextmanager
-def telling_what_is_compiled() -> Iterator[None]:
-    """Within it, each extension that DeepSpeed compiles is told before; a `ConfigError` where a compiler is missing.
+def announcing_compilation() -> Iterator[None]:
+    """Log each extension before DeepSpeed compiles it; raise `ConfigError` if a compiler is missing.
 
-    It is kept for the next time, for which it is told too, because only the compiler's own tools know.
+    Cached extensions are logged too, because only the build tools know whether they are up to date.
     """
     builder: Any = import_module("deepspeed.ops.op_builder.builder").OpBuilder
     compiled = builder.jit_load
@@ -137,10 +136,7 @@ def telling_what_is_compiled() -> Iterator[None]:
 
 
 def require_compilers(settings: dict[str, Any]) -> None:
-    """A `ConfigError` where `settings` will make DeepSpeed compile, before a weight is loaded, and it cannot.
-
-    Only what lies on a disk needs it.
-    """
+    """Raise `ConfigError`, before any weight is loaded, if `settings` (offload to a disk) need a missing compiler."""
     zero = settings.get("zero_optimization", {})
     places = {zero.get(part, {}).get("device") for part in ("offload_param", "offload_optimizer")}
     if "nvme" in places:
@@ -151,6 +147,6 @@ def _require_compilers(what: str) -> None:
     missing = [name for name in COMPILERS if which(name) is None]
     if missing:
         raise ConfigError(
-            f"{what} is compiled on first use, and {' and '.join(missing)} cannot be found; install what is missing "
+            f"{what} is compiled on first use, but {' and '.join(missing)} cannot be found; install what is missing "
             "(apt-get install g++; pip install ninja), or keep everything in memory"
         )

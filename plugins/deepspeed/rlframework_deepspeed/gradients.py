@@ -1,7 +1,7 @@
-"""The norm of the whole gradient, and a step of DeepSpeed's optimizer that is clipped by it.
+"""The global gradient norm, and a DeepSpeed optimizer step clipped by it.
 
-DeepSpeed's own norm counts what tensor parallelism cuts by flags that not all of its layers set, is not there without
-ZeRO, and is found in the middle of a step. So it is worked out here, and told to DeepSpeed, which clips by it.
+DeepSpeed's own norm relies on tensor-parallel flags that not all of its layers set, is missing without ZeRO, and is
+computed in the middle of a step. So the norm is computed here and passed to DeepSpeed for clipping.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from torch import Tensor, nn
 from rlframework_deepspeed.shards import Shards
 
 CLIPPED = 1e-6
-"""What is added to the norm before clipping divides by it, here as in torch and in DeepSpeed."""
+"""Added to the norm before clipping divides by it, as in torch and DeepSpeed."""
 
 
 @torch.no_grad()
 def total_norm(shards: Shards, is_cut: Callable[[nn.Parameter], bool], tensor_group: Any) -> float:
     """L2 norm of the whole gradient, the same on every rank. Collective.
 
-    Each element counts once: what ZeRO deals out is added up over its ranks, what tensor parallelism cuts (`is_cut`)
-    over those of `tensor_group` (None: there is one), and what it copies is not.
+    Each element counts once: ZeRO shards are summed over ZeRO's ranks, tensor-parallel shards (`is_cut`) over
+    `tensor_group` (None: one rank), and replicated parameters are not.
     """
     squares = torch.zeros(2, dtype=torch.float64, device=shards.engine.device)
     for parameter, gradient in shards.gradients():
@@ -39,7 +39,7 @@ def total_norm(shards: Shards, is_cut: Callable[[nn.Parameter], bool], tensor_gr
 
 
 def step(shards: Shards, norm: float, max_grad_norm: float | None, lr: float) -> bool:
-    """A step at `lr`, clipped to `max_grad_norm`; whether there was none, because `norm` is not finite. Collective."""
+    """Step at `lr`, clipped to `max_grad_norm`; return True if skipped because `norm` is not finite. Collective."""
     if not math.isfinite(norm):
         update_scale = getattr(shards.wrapper, "_update_scale", None)
         if update_scale is not None:  # of float16
@@ -62,7 +62,7 @@ def step(shards: Shards, norm: float, max_grad_norm: float | None, lr: float) ->
 
 
 def _told(shards: Shards, scaled_norm: float) -> Any:
-    """Within it, DeepSpeed takes `scaled_norm` for the norm of its gradients."""
+    """Make DeepSpeed use `scaled_norm` as the norm of its gradients."""
     wrapper = shards.wrapper
     known: Tensor = torch.tensor(scaled_norm, dtype=torch.float32, device=shards.engine.device)
     if hasattr(wrapper, "_get_norm_groups"):  # stage 3

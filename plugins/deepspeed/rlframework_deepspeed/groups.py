@@ -1,7 +1,6 @@
-"""The ranks of a policy by axes, the first varying slowest: data x context x tensor, as everywhere in the framework.
+"""The parallel axes of a policy, slowest first: data x context x tensor, as everywhere in the framework.
 
-ZeRO deals out over data and context together, as DeepSpeed sees it: all ranks that do not share a weight by tensor
-parallelism.
+ZeRO shards over data and context together, that is, over all ranks that are not tensor-parallel to each other.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sizes:
-    """How many ranks along each axis."""
+    """The number of ranks along each axis."""
 
     data: int
     context: int
@@ -27,15 +26,15 @@ class Sizes:
 
     @classmethod
     def of(cls, world_size: int, parallelism: ParallelismConfig) -> Sizes:
-        """What `world_size` ranks make of the configuration; a `ConfigError` where they do not factor."""
+        """Factor `world_size` ranks as configured; raise `ConfigError` if they do not factor."""
         return cls(data_parallel_size(world_size, parallelism), parallelism.context, parallelism.tensor)
 
 
 class Groups:
-    """The groups of this rank; None where it would be alone."""
+    """This rank's process groups; None for groups of one rank."""
 
     def __init__(self, sizes: Sizes, device_type: str) -> None:
-        """Collective; the default process group is there and has as many ranks as `sizes` says."""
+        """Create the groups from the default process group, whose size matches `sizes`. Collective."""
         from torch.distributed.device_mesh import init_device_mesh
 
         self.sizes = sizes

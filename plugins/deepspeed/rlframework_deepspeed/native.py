@@ -1,15 +1,15 @@
 """Checkpoints in DeepSpeed's own format: what `engine.save_checkpoint` writes and `engine.load_checkpoint` reads.
 
     latest                       the name of the folder beside it
-    training/*_model_states.pt   the model in the dtype it computes in; under stage 3 what is not dealt out of it
-    training/*_optim_states.pt   from stage 1 on, one a rank: its fp32 weights and moments
-    zero_to_fp32.py              DeepSpeed's program that makes fp32 weights of them
+    training/*_model_states.pt   the model in its compute dtype; under stage 3 only what is not sharded
+    training/*_optim_states.pt   from stage 1 on, one per rank: its fp32 weights and moments
+    zero_to_fp32.py              DeepSpeed's program that converts them to fp32 weights
 
-DeepSpeed goes on from them under the layout that wrote them; what it would find out in the middle is looked at before
-anything changes. Weights alone are taken under any stage and number of workers, as `zero_to_fp32` does it.
+DeepSpeed resumes only under the layout that wrote the files, which is checked before anything changes. Weights alone
+can be loaded under any stage and number of workers, with the code of `zero_to_fp32`.
 
-Left out: adapters, another size of tensor parallelism, and safety: files are pickles, and whoever wrote them can make
-the reader run anything.
+Not supported: adapters and another tensor-parallel size. The files are pickles: loading untrusted ones can execute
+arbitrary code.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from torch import Tensor
 
 from rlframework.errors import DataError, NotSupported
 from rlframework.interfaces.worker_group import WorkerContext
-from rlframework.policy.all_ranks import together
+from rlframework.policy.all_ranks import run_on_all_ranks
 from rlframework_deepspeed.environment import quiet
 from rlframework_deepspeed.shards import Shards
 
 TAG = "training"
 NAMES = "fp32_group_names"
-"""Of the fp32 weights that stage 0 has beside those in half precision, which DeepSpeed does not write."""
+"""Names of stage 0's fp32 weights in half precision, which DeepSpeed does not save."""
 MODEL, OPTIMIZER = "_model_states.pt", "_optim_states.pt"
 STAGE, TENSOR = "policy.deepspeed.zero_optimization.stage", "policy.parallelism.tensor"
-INSTEAD = "take up what was saved as portable or sharded (checkpoints.format), which goes on under any layout"
+INSTEAD = "resume from a portable or sharded checkpoint (checkpoints.format), which any layout can load"
 UNREADABLE = (OSError, RuntimeError, EOFError, pickle.UnpicklingError)
-"""What torch and DeepSpeed raise for files that are cut off or no checkpoints."""
+"""Exceptions that torch and DeepSpeed raise for truncated files and files that are not checkpoints."""
 Shape = tuple[int, ...]
 T = TypeVar("T")
 
 
 def save(shards: Shards, folder: Path, *, optimizer: bool) -> None:
-    """Write what `shards` has into `folder`; without `optimizer` no moments. Collective."""
+    """Save `shards` to `folder`; without `optimizer`, no moments. Collective."""
     if shards.adam is None:
-        raise NotSupported("DeepSpeed's format holds fp32 weights with the optimizer's; this worker was built without")
+        raise NotSupported("DeepSpeed's format requires an optimizer; this worker was built without one")
     half_precision = hasattr(shards.wrapper, "fp32_groups")
     state = {NAMES: _names(shards)} if half_precision else {}
     with quiet(), ExitStack() as stack:
@@ -62,14 +62,14 @@ def _names(shards: Shards) -> list[list[str]]:
 
 
 def load(shards: Shards, folder: Path, context: WorkerContext) -> None:
-    """Go on from the files in `folder`, by this backend's or a plain program's `save_checkpoint`. Collective.
+    """Resume from the files in `folder`, written by this backend's or another program's `save_checkpoint`. Collective.
 
-    Hyperparameters stay those of the configuration. A `DataError`, and nothing has changed, where the files are of
-    another model, stage, number of workers or precision, or group the parameters in another way.
+    Hyperparameters stay those of the configuration. Raises `DataError`, without changing anything, if the files have
+    another model, stage, number of workers, precision or parameter grouping.
     """
     if shards.adam is None:
-        raise NotSupported("this worker was built without an optimizer; it takes the weights of a checkpoint alone")
-    (tag, *_) = together(context, lambda: _required(shards, folder))
+        raise NotSupported("this worker was built without an optimizer; load only the weights of the checkpoint")
+    (tag, *_) = run_on_all_ranks(context, lambda: _required(shards, folder))
     own = [{key: value for key, value in group.items() if key != "params"} for group in shards.adam.param_groups]
     with quiet():
         shards.engine.load_checkpoint(str(folder), tag=tag, load_lr_scheduler_states=False)
@@ -82,7 +82,7 @@ def load(shards: Shards, folder: Path, context: WorkerContext) -> None:
 
 @dataclass(frozen=True)
 class _Files:
-    """What the first files of a checkpoint say of all of it."""
+    """The contents of a checkpoint's first files, which describe all of it."""
 
     folder: Path
     tag: str
@@ -92,65 +92,62 @@ class _Files:
 
     @classmethod
     def of(cls, folder: Path, engine: Any) -> _Files:
-        """Of the checkpoint in `folder`, of what tensor parallelism leaves on the rank of `engine`.
-
-        A `DataError` where there is none that can be read.
-        """
+        """Open the checkpoint in `folder` for the tensor-parallel rank of `engine`; raise `DataError` if unreadable."""
         try:
             tag = (folder / "latest").read_text(encoding="utf-8").strip()
         except OSError as error:
-            raise DataError(f"{folder} is no checkpoint of DeepSpeed's: latest cannot be read: {error}") from error
+            raise DataError(f"{folder} is not a DeepSpeed checkpoint: latest cannot be read: {error}") from error
         models, optimizers = (_listed(folder / tag, _part(engine) + end, end) for end in (MODEL, OPTIMIZER))
         if not models:
-            raise DataError(f"{folder / tag} is no checkpoint of DeepSpeed's: it has no *{MODEL}")
+            raise DataError(f"{folder / tag} is not a DeepSpeed checkpoint: it has no *{MODEL}")
         model = _opened(models[0], "module", "optimizer", "dp_world_size", "mp_world_size")
         if not optimizers and not model["optimizer"]:
-            raise DataError(f"{folder / tag} is not whole: it has no *{OPTIMIZER}")
+            raise DataError(f"{folder / tag} is incomplete: it has no *{OPTIMIZER}")
         zero = _opened(optimizers[0], "optimizer_state_dict") if optimizers else None
         return cls(folder, tag, model, zero and zero["optimizer_state_dict"])
 
     @property
     def layout(self) -> dict[str, object]:
-        """What DeepSpeed cannot change."""
+        """The layout, which DeepSpeed cannot change on loading."""
         stage = 0 if self.zero is None else int(self.zero["zero_stage"])
         return _layout(stage, self.model["dp_world_size"], self.model["mp_world_size"], self.model["module"])
 
 
 def _part(engine: Any) -> str:
-    """How names of files call what tensor parallelism leaves on this rank."""
+    """The file name part for this tensor-parallel rank."""
     return f"mp_rank_{int(engine.checkpoint_mp_rank):02d}"
 
 
 def _listed(folder: Path, *ends: str) -> list[Path]:
-    """The files of `folder` that end with the first of `ends` that any ends with."""
+    """The files of `folder` with the first suffix in `ends` that matches any."""
     return next((found for end in ends if (found := sorted(folder.glob(f"*{end}")))), [])
 
 
 def _opened(path: Path, *keys: str) -> Mapping[str, Any]:
-    """The mapping in the file `path`, with these keys; its tensors are read when they are used."""
+    """Load the mapping in `path`, which must have `keys`; tensors are memory-mapped."""
     try:
         found: Mapping[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
     except UNREADABLE as error:
         raise DataError(f"{path} is damaged or cannot be read: {error}") from error
     missing = set(keys) - found.keys()
     if missing:
-        raise DataError(f"{path} is no file of DeepSpeed's: it has no {sorted(missing)}")
+        raise DataError(f"{path} is not a DeepSpeed file: it has no {sorted(missing)}")
     return found
 
 
 def _layout(stage: int, data: int, tensor: int, module: Mapping[str, Tensor]) -> dict[str, object]:
-    """Stages 1 and 2 have the same files."""
+    """Describe a layout by configuration key; stages 1 and 2 have the same files."""
     dtype = next(one.dtype for one in module.values() if one.is_floating_point())
     return {
         STAGE: "1 or 2" if stage in (1, 2) else stage,
-        "the number of workers that ZeRO deals out to": data,
+        "the number of workers that ZeRO shards over": data,
         TENSOR: tensor,
         "policy.precision": str(dtype).removeprefix("torch."),
     }
 
 
 def _require_same(shards: Shards, files: _Files, *keys: str) -> None:
-    """A `DataError` where the layout of `files` is not that of `shards`; `keys`: what of it, by default all."""
+    """Raise `DataError` if the layouts of `files` and `shards` differ in `keys` (default: all)."""
     engine = shards.engine
     stage, tensor = int(engine.zero_optimization_stage()), int(engine.mp_world_size)
     own = _layout(stage, shards.ranks, tensor, dict(engine.module.named_parameters()))
@@ -158,12 +155,12 @@ def _require_same(shards: Shards, files: _Files, *keys: str) -> None:
         if files.layout[key] != own[key]:
             raise DataError(
                 f"{files.folder} was written where {key} was {files.layout[key]}; here it is {own[key]}, and DeepSpeed "
-                f"cannot go on from it; {INSTEAD}"
+                f"cannot resume from it; {INSTEAD}"
             )
 
 
 def _required(shards: Shards, folder: Path) -> str:
-    """The tag of the checkpoint in `folder`; a `DataError` where `shards` cannot go on from it. No collective."""
+    """The tag of the checkpoint in `folder`; raise `DataError` if `shards` cannot resume from it. Not collective."""
     files, engine = _Files.of(folder, shards.engine), shards.engine
     _require_same(shards, files)
     needed = [engine._get_ckpt_name(folder, files.tag)]
@@ -173,24 +170,24 @@ def _required(shards: Shards, folder: Path) -> str:
     there, here = _Parameters.of_files(files), _Parameters.of(shards)
     if there != here:
         raise DataError(
-            f"{folder} is of another model, or its optimizer has the parameters in other groups: there are groups of "
-            f"{there.sizes}, and here of {here.sizes}. Make a model directory of it with zero_to_fp32.py, and start "
-            "from its weights"
+            f"{folder} is of another model, or its optimizer has the parameters in other groups: it has groups of "
+            f"{there.sizes}, this policy of {here.sizes}. Convert it to a model directory with zero_to_fp32.py, and "
+            "start from its weights"
         )
     return files.tag
 
 
 @dataclass(frozen=True)
 class _Parameters:
-    """Of an engine or a checkpoint: names and shapes, as the optimizer has them from stage 1 on, where order counts."""
+    """Parameter names and shapes of an engine or checkpoint; from stage 1 on in the optimizer's order."""
 
     shapes: list[tuple[str, Shape]]
     sizes: list[int]
-    """How many are in each group of the optimizer."""
+    """The number of parameters in each optimizer group."""
 
     @classmethod
     def of_files(cls, files: _Files) -> _Parameters:
-        """Of a checkpoint."""
+        """The parameters of a checkpoint."""
         if files.zero is not None:
             return cls._of_zero(files.model["param_shapes"])
         optimizer = files.model["optimizer"]
@@ -198,7 +195,7 @@ class _Parameters:
 
     @classmethod
     def of(cls, shards: Shards) -> _Parameters:
-        """Of what is here."""
+        """The parameters of this engine."""
         assert shards.adam is not None
         if shards.engine.zero_optimization():
             return cls._of_zero(shards.engine._get_zero_param_shapes())
@@ -220,10 +217,10 @@ class _Parameters:
 def weights(
     shards: Shards, folder: Path, context: WorkerContext, wanted: Mapping[str, Shape]
 ) -> Mapping[str, Callable[[], Tensor]]:
-    """What reads each weight in `folder`, of whatever stage and number of workers, by its name in the model.
+    """Return a reader for each weight in `folder`, for any stage and number of workers, by its name in the model.
 
-    `wanted`: shapes of what tensor parallelism leaves on this rank; its size must be that of the files. A `DataError`
-    where they are of another model. Collective. Each process may hold the weights once more meanwhile.
+    `wanted`: shapes of this rank's tensor-parallel shards; the tensor-parallel size must match the files. Raises
+    `DataError` for another model. Collective. Each process may need memory for a second copy of the weights.
     """
 
     def found() -> Mapping[str, Any]:
@@ -232,16 +229,16 @@ def weights(
         tensors = _of_stage_0(files) if files.zero is None else _of_zero(folder / files.tag, shards.engine)
         other = sorted(name for name, shape in wanted.items() if name not in tensors or tensors[name].shape != shape)
         if other:
-            raise DataError(f"{folder} is of another model: it lacks {other[:3]}, or has them in other shapes")
+            raise DataError(f"{folder} is for another model: it lacks {other[:3]}, or has them in other shapes")
         return tensors
 
     tensors: list[Mapping[str, Any]] = []
-    together(context, lambda: tensors.append(found()))
+    run_on_all_ranks(context, lambda: tensors.append(found()))
     return {name: tensors[0][name].contiguous for name in wanted}
 
 
 def _of_stage_0(files: _Files) -> dict[str, Tensor]:
-    """Those of the model, and in the place of what is in half precision the fp32 ones, where the names are known."""
+    """The model's weights; fp32 weights replace half-precision ones if their names were saved."""
     tensors, names = dict(files.model["module"]), files.model.get(NAMES)
     for group, mains in zip(names or (), files.model["optimizer"]["fp32_groups"] if names else (), strict=True):
         tensors |= dict(zip(group, mains, strict=True))
@@ -249,7 +246,7 @@ def _of_stage_0(files: _Files) -> dict[str, Tensor]:
 
 
 def _of_zero(folder: Path, engine: Any) -> Mapping[str, Any]:
-    """By DeepSpeed's own program, of the files of this rank's part by tensor parallelism; not gathered yet."""
+    """Read this tensor-parallel rank's weights with DeepSpeed's own program; tensors are merged lazily."""
     program: Any = import_module("deepspeed.utils.zero_to_fp32")
     listed, part = program.get_checkpoint_files, _part(engine)
 
@@ -257,7 +254,7 @@ def _of_zero(folder: Path, engine: Any) -> Mapping[str, Any]:
         return [path for path in listed(where, pattern) if part in Path(path).name]
 
     def silent(*_: object) -> None:
-        """It tells what it does line by line."""
+        """Replaces `print`; the program reports every step."""
 
     with ExitStack() as stack:
         for name, instead in (("get_checkpoint_files", of_this_part), ("print", silent), ("tqdm", _plainly)):
@@ -265,7 +262,7 @@ def _of_zero(folder: Path, engine: Any) -> Mapping[str, Any]:
         try:
             found: Mapping[str, Any] = program._get_fp32_state_dict_from_zero_checkpoint(str(folder), False)
         except (*UNREADABLE, ValueError) as error:
-            raise DataError(f"{folder} is damaged or not whole: {error}") from error
+            raise DataError(f"{folder} is damaged or incomplete: {error}") from error
     return found
 
 

@@ -1,6 +1,6 @@
-"""Keys of DeepSpeed's that stand for neutral ones: one that says something else than the neutral key is a problem.
+"""DeepSpeed keys with a neutral equivalent: a value that differs from the neutral key is a problem.
 
-The neutral key decides in any case; these are here because people's files have them.
+The neutral key always decides; these keys are accepted because existing files contain them.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ NEUTRAL: Mapping[str, str] = {
     "zero_optimization.offload_optimizer": "policy.offload.optimizer",
     "zero_optimization.offload_param": "policy.offload.parameters",
 }
-"""DeepSpeed's keys to the neutral ones that decide."""
+"""DeepSpeed's keys and the neutral keys that decide."""
 
 OPTIMIZERS = ("adamw", "adam")
-"""Types of DeepSpeed's that are AdamW; "Adam" is too, unless adam_w_mode is false."""
+"""DeepSpeed optimizer types that are AdamW; "Adam" is too, unless adam_w_mode is false."""
 
 SCHEDULES: Mapping[str, str] = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
-"""Schedulers of DeepSpeed's, and what policy.scheduler.name calls them."""
+"""DeepSpeed's schedulers and their names in policy.scheduler.name."""
 
 PRECISIONS: Mapping[str, str] = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 def disagreements(config: RunConfig, section: DeepSpeedConfig) -> Iterator[Problem]:
-    """One for each key of the section that says something else than the neutral key that it stands for."""
+    """Yield a problem for each key of the section that differs from its neutral key."""
     policy, parallelism = config.policy, config.policy.parallelism
     pairs = {
         "train_batch_size": (section.train_batch_size, policy.train_global_batch_size),
@@ -62,7 +62,7 @@ def disagreements(config: RunConfig, section: DeepSpeedConfig) -> Iterator[Probl
 
 def _disagree(key: str, given: object, neutral: str, value: object) -> Problem:
     message = f"it says {given}, and {neutral}, which decides, is {value}."
-    return Problem(f"policy.deepspeed.{key}", message, f"Take it out, or set {neutral} to what it says.")
+    return Problem(f"policy.deepspeed.{key}", message, f"Remove it, or set {neutral} to the same value.")
 
 
 def _accumulation(config: RunConfig, section: DeepSpeedConfig) -> Iterator[Problem]:
@@ -75,9 +75,9 @@ def _accumulation(config: RunConfig, section: DeepSpeedConfig) -> Iterator[Probl
         message = (
             f"it says {given}, and {follows} microbatches follow from policy.train_global_batch_size="
             f"{policy.train_global_batch_size} and policy.train_micro_batch_size={policy.train_micro_batch_size} "
-            f"on {data} workers that share the rows."
+            f"on {data} data-parallel workers."
         )
-        yield Problem("policy.deepspeed.gradient_accumulation_steps", message, "Take it out, or change those.")
+        yield Problem("policy.deepspeed.gradient_accumulation_steps", message, "Remove it, or change those.")
 
 
 def _precision(policy: PolicyConfig, section: DeepSpeedConfig) -> Iterator[Problem]:
@@ -104,11 +104,11 @@ def _optimizer(policy: PolicyConfig, optimizer: Mapping[str, Any]) -> Iterator[P
         if name in own and not _same(given, own[name]):
             yield _disagree(f"optimizer.params.{name}", given, f"policy.optimizer.{name}", own[name])
         elif name not in own and name not in ("adam_w_mode", "torch_adam", "fused"):
-            yield _not_here(f"optimizer.params.{name}", NEUTRAL["optimizer"])
+            yield _unsupported(f"optimizer.params.{name}", NEUTRAL["optimizer"])
 
 
 def _scheduler(policy: PolicyConfig, scheduler: Mapping[str, Any]) -> Iterator[Problem]:
-    """Warm-up is linear here; a file that asks for DeepSpeed's logarithmic one, by its name, is told so."""
+    """Compare the schedulers; the framework's warm-up is linear, so an explicit logarithmic one is a problem."""
     own, key = policy.scheduler, "scheduler"
     kind = scheduler.get("type")
     if kind is not None and SCHEDULES.get(kind) != own.name:
@@ -124,24 +124,24 @@ def _scheduler(policy: PolicyConfig, scheduler: Mapping[str, Any]) -> Iterator[P
     }
     for name, given in _params(scheduler).items():
         if name not in known:
-            yield _not_here(f"{key}.params.{name}", NEUTRAL[key])
+            yield _unsupported(f"{key}.params.{name}", NEUTRAL[key])
         elif not _same(given, known[name][1]):
             neutral, value = known[name]
             if neutral.startswith("policy."):
                 yield _disagree(f"{key}.params.{name}", given, neutral, value)
             else:
                 message = f"it says {given}, and {neutral} is always {value} under policy.scheduler, which decides."
-                yield Problem(f"policy.deepspeed.{key}.params.{name}", message, "Take it out.")
+                yield Problem(f"policy.deepspeed.{key}.params.{name}", message, "Remove it.")
 
 
 def _checkpointing(given: Mapping[str, Any]) -> Iterator[Problem]:
     for name, value in given.items():
         if value:
-            yield _not_here(f"activation_checkpointing.{name}", NEUTRAL["activation_checkpointing"])
+            yield _unsupported(f"activation_checkpointing.{name}", NEUTRAL["activation_checkpointing"])
 
 
 def _offload(policy: PolicyConfig, section: DeepSpeedConfig) -> Iterator[Problem]:
-    """A neutral key that is set needs no more; a section that says "none" against it is a contradiction."""
+    """Report sections with device "none" whose neutral key enables offloading."""
     zero = section.zero_optimization
     neutral = {
         "offload_optimizer": (zero.offload_optimizer, policy.offload.optimizer),
@@ -158,13 +158,13 @@ def _params(section: Mapping[str, Any]) -> dict[str, Any]:
     return dict(params) if isinstance(params, Mapping) else {}
 
 
-def _not_here(key: str, neutral: str) -> Problem:
-    message = f"{neutral} decides, and has nothing of this kind."
-    return Problem(f"policy.deepspeed.{key}", message, "Take it out.")
+def _unsupported(key: str, neutral: str) -> Problem:
+    message = f"{neutral} decides, and has no such option."
+    return Problem(f"policy.deepspeed.{key}", message, "Remove it.")
 
 
 def _same(given: object, value: object) -> bool:
-    """Equal, also where one is a list and the other a tuple."""
+    """Whether the values are equal, treating lists and tuples alike."""
     if isinstance(given, Sequence) and isinstance(value, Sequence) and not isinstance(given, str):
         return tuple(given) == tuple(value)
     return given == value

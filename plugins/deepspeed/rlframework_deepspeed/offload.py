@@ -1,7 +1,7 @@
-"""Moving what a worker holds between a GPU and CPU memory, between calls. On a CPU nothing moves.
+"""Offload a worker's state from the GPU to CPU memory between calls, and onload it. On a CPU nothing moves.
 
-With ZeRO DeepSpeed moves by itself, whole kinds at a time; what `policy.offload` or `policy.deepspeed` keeps in CPU
-memory anyway stays there. Without ZeRO, and without an optimizer, it is moved here. None of it has been tried on a GPU.
+With ZeRO, DeepSpeed moves whole categories of state; state that `policy.offload` or `policy.deepspeed` keeps in CPU
+memory stays there. Without ZeRO or without an optimizer, this module moves it. Untested on a GPU.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rlframework_deepspeed.shards import Shards
 
 
 def move(shards: Shards, device: torch.device, *, model: bool, optimizer: bool) -> int:
-    """The weights and buffers (`model`), or the optimizer's state, to `device`; the bytes that were not there."""
+    """Move weights and buffers (`model`) or the optimizer state to `device`; return the bytes moved."""
     if shards.engine.device.type == "cpu":
         return 0
     if not hasattr(shards.wrapper, "offload_states"):
@@ -37,7 +37,7 @@ def move(shards: Shards, device: torch.device, *, model: bool, optimizer: bool) 
 
 
 def _reload(wrapper: Any, wanted: set[Any]) -> None:
-    """Bring `wanted` back, which DeepSpeed does with all that is away: the rest is hidden from it meanwhile."""
+    """Onload only `wanted`; DeepSpeed onloads everything, so hide the rest from it."""
     others = wrapper.offloaded_states - wanted
     wrapper.offloaded_states -= others
     try:
@@ -49,7 +49,7 @@ def _reload(wrapper: Any, wanted: set[Any]) -> None:
 def _move_plainly(shards: Shards, device: torch.device, *, model: bool, optimizer: bool) -> int:
     before = _bytes_on(shards, device)
     if model:
-        for tensor in _mains(shards):
+        for tensor in _main_params(shards):
             tensor.data = tensor.data.to(device)
         for parameter in shards.engine.module.parameters():
             parameter.data = parameter.data.to(device)
@@ -66,8 +66,8 @@ def _move_buffers(shards: Shards, device: torch.device) -> None:
             setattr(module, name, buffer.to(device))
 
 
-def _mains(shards: Shards) -> list[Tensor]:
-    """What the optimizer steps."""
+def _main_params(shards: Shards) -> list[Tensor]:
+    """The tensors that the optimizer updates."""
     found = {
         id(slot.holder): slot.holder
         for one in shards.engine.module.parameters()
@@ -77,10 +77,10 @@ def _mains(shards: Shards) -> list[Tensor]:
 
 
 def _bytes_on(shards: Shards, device: torch.device) -> int:
-    """Bytes on the kind of `device` of weights, buffers and the optimizer's state, each memory counted once."""
+    """Bytes of weights, buffers and optimizer state on the type of `device`, counting shared memory once."""
     module = shards.engine.module
     pieces = [getattr(one, "ds_tensor", one) for one in module.parameters()]
     states = [] if shards.adam is None else [v for state in shards.adam.state.values() for v in state.values()]
-    tensors = [*pieces, *module.buffers(), *_mains(shards), *(v for v in states if isinstance(v, Tensor))]
+    tensors = [*pieces, *module.buffers(), *_main_params(shards), *(v for v in states if isinstance(v, Tensor))]
     found = {tensor.data_ptr(): tensor.nbytes for tensor in tensors if tensor.device.type == device.type}
     return sum(found.values())

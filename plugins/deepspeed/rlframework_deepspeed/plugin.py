@@ -1,4 +1,4 @@
-"""The entry point: the record of the backend `deepspeed`. Imports no torch, no deepspeed."""
+"""Plugin entry point: the record of the `deepspeed` backend. Does not import torch or deepspeed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys of DeepSpeed's that this backend does not take, and why. People's files may have them, switched off."""
+"""DeepSpeed keys that this backend does not support, and why. Files may contain them switched off."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 OBSERVED = "runs are observed by the framework: see the section observers"
 GONE = "DeepSpeed has removed it"
-SUMS = "gradients are sums over the whole global batch here, however they are added up"
-QUANTIZED = "what is quantised on its way does not compute the same as on one worker"
+SUMS = "gradients are sums over the whole global batch in this framework"
+QUANTIZED = "quantised communication does not compute the same as one worker"
 
 _TOP: Mapping[str, str] = {
     "amp": f"{GONE}; policy.precision decides",
@@ -16,7 +16,7 @@ _TOP: Mapping[str, str] = {
     "bfloat16": "DeepSpeed's name for it is bf16 now; policy.precision decides",
     "checkpoint": "checkpoints are written by the framework: see the section checkpoints",
     "comet": OBSERVED,
-    "compile": "graphs that DeepSpeed compiles have not been proven",
+    "compile": "graphs compiled by DeepSpeed have not been verified",
     "compression_training": GONE,
     "csv_monitor": OBSERVED,
     "curriculum_learning": GONE,
@@ -36,7 +36,7 @@ _TOP: Mapping[str, str] = {
     "prescale_gradients": SUMS,
     "progressive_layer_drop": GONE,
     "quantize_training": GONE,
-    "seq_parallel_communication_data_type": "what workers exchange of a sequence goes in the dtype that it has",
+    "seq_parallel_communication_data_type": "sequence shards are exchanged in their own dtype",
     "sparse_attention": GONE,
     "sparse_gradients": GONE,
     "tensorboard": OBSERVED,
@@ -46,23 +46,23 @@ _TOP: Mapping[str, str] = {
     "weight_quantization": "it is for inference",
 }
 
-REFUSED: Mapping[str, Mapping[str, str]] = {
+REJECTED: Mapping[str, Mapping[str, str]] = {
     "": _TOP,
     "zero_optimization": {
         "compute_grad_norm": "the framework asks for the norm of the gradient",
         "cpu_offload": "its name is offload_optimizer now",
         "cpu_offload_param": "its name is offload_param now",
         "cpu_offload_use_pin_memory": "it is pin_memory of offload_param and offload_optimizer now",
-        "elastic_checkpoint": "the portable checkpoints go on under any number of workers",
-        "legacy_stage1": "it is on its way out of DeepSpeed",
+        "elastic_checkpoint": "portable checkpoints resume under any number of workers",
+        "legacy_stage1": "DeepSpeed has deprecated it",
         "mics_hierarchical_params_gather": GONE,
         "mics_shard_size": GONE,
         "override_module_apply": "weights are loaded by the framework",
         "pipeline_loading_checkpoint": "this backend has no pipeline",
         "save_muon_momentum_buffer_in_memory": "the optimizer is AdamW",
         "stage3_gather_fp16_weights_on_model_save": "its name is stage3_gather_16bit_weights_on_model_save now",
-        "zenflow": "steps that are late do not compute the same as on one worker",
-        "zero_hpz_partition_size": "weights that are kept twice have not been proven",
+        "zenflow": "delayed steps do not compute the same as one worker",
+        "zero_hpz_partition_size": "secondary weight partitions have not been verified",
         "zero_quantized_gradients": QUANTIZED,
         "zero_quantized_nontrainable_weights": QUANTIZED,
         "zero_quantized_weights": QUANTIZED,
@@ -90,11 +90,11 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
         "vocab_parallel_lm_head": "the framework computes log-probabilities",
     },
 }
-"""By section, key to reason. One that is switched off ({"enabled": false}, false, empty) is let pass, and left out."""
+"""Reasons by section and key. A key that is switched off ({"enabled": false}, false, empty) is ignored."""
 
 
 def switched_off(value: Any) -> bool:
-    """Whether a value says that its feature is not used."""
+    """Whether a value disables its feature."""
     if isinstance(value, Mapping):
         return not value or value.get("enabled", value.get("device")) in (False, "none")
     return value in (None, False, 0, "")

@@ -1,10 +1,10 @@
-"""What ZeRO keeps of each parameter on this rank: which range of it, in fp32, and the optimizer's state beside it.
+"""ZeRO's shard of each parameter on this rank: a flat fp32 range, and its optimizer state.
 
-Whatever the stage, what a rank trains of a parameter is a range of its elements in one row (`Slot`), part of an fp32
-tensor that the optimizer knows; the forward computes with copies of it, whole or in pieces, in the dtype of
-`policy.precision`. `Shards` has what all stages share; the stages themselves are in `zero`.
+In every stage, a rank trains a flat range of a parameter's elements (`Slot`) inside an fp32 tensor of the optimizer;
+the forward computes with whole or sharded copies in the dtype of `policy.precision`. `Shards` is the common interface
+of the stages, which `zero` implements.
 
-What is not trained has no fp32 copy: its slot is the parameter itself, in the dtype that it has.
+Frozen parameters have no fp32 copy: their slot is the parameter itself, in its own dtype.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from torch import Tensor, nn
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 Read = Callable[[int, int], Tensor]
-"""`read(first, end)`: that range of a parameter's value in one row, of any dtype and device."""
+"""`read(first, end)`: a flat range of a parameter's value, of any dtype and device."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Elements `first` to `first + count` of a parameter in one row: they lie in `holder`, in one row, from `offset`.
+    """The flat elements `first` to `first + count` of a parameter, stored in the flat `holder` from `offset` on.
 
-    `holder` is what the optimizer steps, or the parameter itself where it is not trained.
+    `holder` is the tensor that the optimizer updates, or the parameter itself if it is frozen.
     """
 
     holder: Tensor
@@ -38,17 +38,17 @@ class Slot:
     first: int
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The elements of it in `tensor`, which is like `holder`; they share its memory."""
+        """The slot's elements of `tensor`, which is shaped like `holder`, as a view."""
         return tensor.detach().view(-1)[self.offset : self.offset + self.count]
 
     @property
     def main(self) -> Tensor:
-        """The elements themselves."""
+        """The slot's main-parameter values."""
         return self.of(self.holder)
 
 
 class Shards(ABC):
-    """The parameters of `engine` (of DeepSpeed) as its stage of ZeRO keeps them."""
+    """The parameters of a DeepSpeed `engine` as sharded by its ZeRO stage."""
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
@@ -57,40 +57,37 @@ class Shards(ABC):
         self.group: dist.ProcessGroup = engine.seq_data_parallel_group
         self.ranks: int = dist.get_world_size(self.group)
 
-    # -- what differs -------------------------------------------------------------------------------------------------
+    # -- specific to a stage ------------------------------------------------------------------------------------------
 
     @abstractmethod
     def slot(self, parameter: nn.Parameter) -> Slot | None:
-        """What of `parameter` is trained here; None: nothing."""
+        """The range of `parameter` on this rank; None if it has none."""
 
     @abstractmethod
     def whole(self, parameter: nn.Parameter) -> Tensor:
-        """All of `parameter`, of the trained elements. Collective."""
+        """Gather the whole `parameter` from the trained elements. Collective."""
 
     @abstractmethod
     def publish(self) -> None:
-        """Bring what the forward computes with to what is in the slots now. Collective."""
+        """Update the forward's weights from the slots. Collective."""
 
     @abstractmethod
     def put(self, parameter: nn.Parameter, read: Read) -> None:
-        """Set `parameter` to a new value: the slot, and what the forward computes with. No collective."""
+        """Set `parameter` to a new value, in the slot and for the forward. Not collective."""
 
     @abstractmethod
     def gradients(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """The gradients that are here, scaled as the loss was, with the parameters that they are of.
+        """Yield the local gradients with their parameters, scaled like the loss.
 
-        Of each parameter the ranks of `group` have different elements where `splits_gradients`, else all the same.
+        If `splits_gradients`, the ranks of `group` have different elements of each parameter, else the same.
         """
 
     @abstractmethod
     def discard(self) -> None:
-        """Forget gradients, those of a backward that did not come to its end too."""
+        """Discard all gradients, including those of an unfinished backward."""
 
     def recover(self) -> None:
-        """Make DeepSpeed forget that it is in a forward or backward: the one before failed, and it waits for its end.
-
-        No collective.
-        """
+        """Reset DeepSpeed's forward/backward state after a failed pass. Not collective."""
         if hasattr(self.wrapper, "clear_backward_seen_flag"):
             self.wrapper._backward_active_depth = 0
             self.wrapper._epilogue_ran_this_backward = False
@@ -98,42 +95,42 @@ class Shards(ABC):
 
     @property
     def splits_gradients(self) -> bool:
-        """Whether each rank has other elements of the gradient."""
+        """Whether the ranks hold different elements of the gradient."""
         return True
 
-    # -- what does not ------------------------------------------------------------------------------------------------
+    # -- common to all stages -----------------------------------------------------------------------------------------
 
     def shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
-        """Of all of `parameter` before ZeRO deals it out."""
+        """The shape of `parameter` before ZeRO shards it."""
         return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
     def dtype(self, parameter: nn.Parameter) -> torch.dtype:
-        """Of the trained elements."""
+        """The dtype of the trained elements."""
         return torch.float32 if self.is_trained(parameter) else parameter.dtype
 
     def is_trained(self, parameter: nn.Parameter) -> bool:
-        """Whether the optimizer has it. Not by `requires_grad`, which peft switches."""
+        """Whether the optimizer has `parameter`. Ignores `requires_grad`, which peft switches."""
         return id(parameter) in self.trained
 
     @cached_property
     def trained(self) -> set[int]:
-        """The ids of the parameters that the optimizer has."""
+        """The ids of the optimizer's parameters."""
         return {id(parameter) for group in self._groups() for parameter in group}
 
     def _groups(self) -> list[list[nn.Parameter]]:
-        """The parameters of the model by groups of the optimizer."""
+        """The model's parameters by optimizer group."""
         raise NotImplementedError
 
     def scale(self) -> float:
-        """What gradients are larger by than they should be, in float16."""
+        """The loss scale of the gradients, in float16."""
         return float(getattr(self.wrapper, "loss_scale", 1.0) or 1.0)
 
     def own_scale(self) -> float:
-        """What the loss has to be multiplied by for that, where DeepSpeed's backward does not do it."""
+        """The factor to scale the loss by, if DeepSpeed's backward does not scale it."""
         return 1.0
 
     def state(self, parameter: nn.Parameter) -> tuple[int, dict[str, Tensor]]:
-        """Steps of the optimizer, and the moments of what is trained here; none of them before the first step."""
+        """The optimizer's step count and the local moments; no moments before the first step."""
         slot = self.slot(parameter)
         found = self.adam.state.get(slot.holder) if slot is not None and self.adam is not None else None
         if not found or slot is None:
@@ -141,7 +138,7 @@ class Shards(ABC):
         return int(found["step"]), {name: slot.of(found[name]) for name in MOMENTS}
 
     def make_state(self, parameter: nn.Parameter, steps: int) -> dict[str, Tensor]:
-        """The moments of what is trained here, to be written to; made where no step has been taken."""
+        """The local moments as writable views; created before the first step."""
         slot = self.slot(parameter)
         assert self.adam is not None
         if slot is None:
@@ -154,11 +151,11 @@ class Shards(ABC):
         return {name: slot.of(found[name]) for name in MOMENTS}
 
     def all_of(self, parameter: nn.Parameter, part: Tensor | None) -> Tensor:
-        """The whole of what each rank has `part` of, in the places of its slot, in fp32. Collective."""
+        """Gather a whole fp32 tensor from each rank's `part`, located by its slot. Collective."""
         slot, shape = self.slot(parameter), self.shape(parameter)
         row = torch.zeros(math.prod(shape), dtype=torch.float32, device=self.engine.device)
         if slot is not None and part is not None:
             row[slot.first : slot.first + slot.count] = part
         if self.ranks > 1:
-            dist.all_reduce(row.view(torch.int32), group=self.group)  # as whole numbers: bit for bit
+            dist.all_reduce(row.view(torch.int32), group=self.group)  # as integers: bit-exact
         return row.view(shape)

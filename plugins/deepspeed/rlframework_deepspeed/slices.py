@@ -1,7 +1,7 @@
-"""Where a part of a weight lies in the whole: what tensor parallelism cuts out, and of that a range of neighbours.
+"""Map shards of a weight to slices of the whole: tensor-parallel partitions and flat ranges of them.
 
-ZeRO deals a weight out as ranges of it written in one row. Files, checkpoints and other layouts know boxes: so a range
-is told as boxes here.
+ZeRO shards weights into flat ranges, while files, checkpoints and other layouts address rectangular slices; this module
+converts ranges to slices.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ Ranges = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Cut:
-    """What of a weight of `shape` a rank has: along `dim` some ranges (first, end) of it, one after the other.
+    """A rank's partition of a weight of `shape`: ranges (first, end) along `dim`, concatenated.
 
-    `parts` has those of each rank that the weight is cut over, in their order; this one is number `rank`.
+    `parts`: the ranges of each rank, in order; `rank`: this rank.
     """
 
     shape: tuple[int, ...]
@@ -34,16 +34,16 @@ class Cut:
 
     @property
     def ranges(self) -> Ranges:
-        """This rank's."""
+        """This rank's ranges."""
         return self.parts[self.rank]
 
     def of(self, whole: Tensor) -> Tensor:
-        """This rank's part of the whole weight, whose memory it may share."""
+        """This rank's partition of the whole weight; may share its memory."""
         found = [whole.narrow(self.dim, first, end - first) for first, end in self.ranges]
         return found[0] if len(found) == 1 else torch.cat(found, self.dim)
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """The whole weight of the parts of all ranks; each may be longer than it should along `dim`."""
+        """Join all ranks' shards into the whole weight; shards may be padded along `dim`."""
         whole = parts[0].new_empty(self.shape)
         for part, ranges in zip(parts, self.parts, strict=True):
             start = 0
@@ -54,12 +54,12 @@ class Cut:
 
     @property
     def most(self) -> int:
-        """The size along `dim` of the largest part."""
+        """The size of the largest shard along `dim`."""
         return max(sum(end - first for first, end in ranges) for ranges in self.parts)
 
 
 def boxes(shape: tuple[int, ...], first: int, end: int) -> Iterator[tuple[Where, int, int]]:
-    """The range `first` to `end` of a tensor of `shape` in one row, as boxes: where each is, and its own range."""
+    """Split the flat range `first` to `end` of a tensor of `shape` into slices, each with its own flat range."""
     if first >= end:
         return
     if len(shape) <= 1:
@@ -83,7 +83,7 @@ def _within(shape: tuple[int, ...], index: int, first: int, end: int) -> Iterato
 
 
 def placed(where: Where, cut: Cut | None) -> Iterator[tuple[Where, Where]]:
-    """The box `where` of this rank's part as boxes of the whole weight: where in the part's box, where in the whole."""
+    """Map the slice `where` of this rank's partition to pairs of slices: within `where`, and in the whole weight."""
     inside = tuple(slice(0, one.stop - one.start) for one in where)
     if cut is None:
         yield inside, where
@@ -101,10 +101,7 @@ def placed(where: Where, cut: Cut | None) -> Iterator[tuple[Where, Where]]:
 
 
 def pieces(row: Tensor, shape: tuple[int, ...], first: int, cut: Cut | None) -> Iterator[tuple[Tensor, Where]]:
-    """`row`, this rank's part (of `shape`) from `first` on, as boxes that share its memory.
-
-    Where each lies is told of the whole weight.
-    """
+    """Yield views of `row`, this rank's partition (of `shape`) from `first` on, with slices of the whole weight."""
     for where, begin, stop in boxes(shape, first, first + row.numel()):
         size = tuple(one.stop - one.start for one in where)
         box = row[begin - first : stop - first].view(size)
@@ -113,6 +110,6 @@ def pieces(row: Tensor, shape: tuple[int, ...], first: int, cut: Cut | None) -> 
 
 
 def fill(row: Tensor, shape: tuple[int, ...], first: int, cut: Cut | None, read: Callable[[Where], Tensor]) -> None:
-    """Write into `row`, which is as for `pieces`, what `read` gives of the whole weight."""
+    """Fill `row` (as in `pieces`) from `read`, which returns slices of the whole weight."""
     for box, where in pieces(row, shape, first, cut):
         box.copy_(read(where))

@@ -1,8 +1,8 @@
-"""What a worker holds, by name: weights, adapters and the optimizer's moments, whole or in this rank's pieces.
+"""The `Engine` primitives for weights, adapters and moments, by name, whole or as this rank's shards.
 
-Refit, saving, checkpoints in both forms and the reference swap go through it. Names are those of `save_pretrained`.
-A weight is cut by AutoTP first (`Cut`), and what this rank has of it is dealt out by ZeRO (`Slot`), a range of
-neighbours. Reading takes the boxes that are here and no more.
+Used by refit, saving, portable and sharded checkpoints and the reference swap. Names are those of `save_pretrained`.
+AutoTP partitions a weight first (`Cut`); ZeRO then shards this rank's partition into flat ranges (`Slot`). Loading
+reads only local slices.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from rlframework.errors import NotSupported
 from rlframework.models import adapters
 from rlframework.models.file_names import FileWeight, by_source, file_weights, gathered
-from rlframework.policy.checkpoint.portable import FIRST, SECOND, moments_part
-from rlframework.policy.checkpoint.saved import part_of
+from rlframework.policy.checkpoint.portable import FIRST, SECOND, moments_slice
+from rlframework.policy.checkpoint.saved import slice_of
 from rlframework.policy.engine import Engine
 from rlframework.policy.lora_math import A, initial_a, is_adapter
-from rlframework.policy.model_state import Moments, Piece, ShardedState, WeightSpec
-from rlframework.policy.trace_spans import GATHER, span
+from rlframework.policy.model_state import Moments, ShardedState, TensorShard, WeightSpec
+from rlframework.policy.profiling import GATHER, trace_span
 from rlframework_deepspeed import native
 from rlframework_deepspeed.autotp import TensorParallel
 from rlframework_deepspeed.config import DeepSpeedConfig
@@ -35,7 +35,7 @@ from rlframework_deepspeed.slices import Where, fill, pieces
 Pieces = Iterator[tuple[Tensor, Where]]
 
 
-class Held(adapters.ModelAdapters, Engine, ABC):
+class ModelState(adapters.ModelAdapters, Engine, ABC):
     """The primitives of `Engine` for weights and moments."""
 
     backend_config: DeepSpeedConfig
@@ -45,38 +45,38 @@ class Held(adapters.ModelAdapters, Engine, ABC):
 
     # -- names --------------------------------------------------------------------------------------------------------
 
-    def _held(self) -> dict[str, Tensor]:
-        """The model's tensors that are saved, by name, and adapters; a tied head stands once, as the embedding.
+    def _named_tensors(self) -> dict[str, Tensor]:
+        """The model's saved tensors and adapters, by name; a tied head appears only as the embedding.
 
-        They are as ZeRO leaves them, of any shape: `_shape` has that of the whole.
+        ZeRO may have changed their shapes; `_shape` returns the original one.
         """
         saved = self._saved_buffers
         named = [*self.model.named_parameters(), *((n, b) for n, b in self.model.named_buffers() if n in saved)]
-        return {adapters.outside(name): tensor for name, tensor in named}
+        return {adapters.external_name(name): tensor for name, tensor in named}
 
     def _weights(self) -> dict[str, Tensor]:
-        """Those that are saved, as they are without adapters."""
-        return {name: tensor for name, tensor in self._held().items() if not is_adapter(name)}
+        """The saved tensors without adapters."""
+        return {name: tensor for name, tensor in self._named_tensors().items() if not is_adapter(name)}
 
     def _trained(self) -> dict[str, nn.Parameter]:
-        """The parameters that the optimizer has, by the names of `weight_specs`."""
-        named = self._held().items()
+        """The optimizer's parameters, by the names of `weight_specs`."""
+        named = self._named_tensors().items()
         return {name: one for name, one in named if isinstance(one, nn.Parameter) and self._shards.is_trained(one)}
 
     def _shape(self, tensor: Tensor) -> tuple[int, ...]:
-        """Of the whole weight."""
+        """The shape of the whole weight."""
         cut = self._tensor.cut(tensor)
         return cut.shape if cut is not None else self._part_shape(tensor)
 
     def _part_shape(self, tensor: Tensor) -> tuple[int, ...]:
-        """Of this rank's part by tensor parallelism, before ZeRO deals it out."""
+        """The shape of this rank's tensor-parallel partition, before ZeRO shards it."""
         return self._shards.shape(tensor) if isinstance(tensor, nn.Parameter) else tuple(tensor.shape)
 
     def _dtype(self, tensor: Tensor) -> torch.dtype:
         return self._shards.dtype(tensor) if isinstance(tensor, nn.Parameter) else tensor.dtype
 
     def _files(self, tensors: Mapping[str, Tensor]) -> dict[str, FileWeight]:
-        """What files call `tensors`."""
+        """The names and slices of `tensors` in files."""
         shapes: Any = {name: torch.empty(self._shape(tensor), device="meta") for name, tensor in tensors.items()}
         return file_weights(self.model, shapes)
 
@@ -84,7 +84,7 @@ class Held(adapters.ModelAdapters, Engine, ABC):
 
     @torch.no_grad()
     def fill(self) -> None:
-        """Give the weights those of `policy.model_name`, and adapters their first values. No collective."""
+        """Load the weights of `policy.model_name` and initialise adapters. Not collective."""
         choice = self.backend_config.attention
         wanted = {name: torch.empty(self._shape(one), device="meta") for name, one in self._weights().items()}
         with saved_weights(wanted, self.model, self.config, None if choice == "auto" else choice) as found:
@@ -93,7 +93,7 @@ class Held(adapters.ModelAdapters, Engine, ABC):
             return
         for name, tensor in self._adapters().items():
             shape, a = self._shape(tensor), name.endswith(A)
-            self._put(tensor, initial_a(name, shape, self.config.lora.seed) if a else torch.zeros(shape))
+            self._write_tensor(tensor, initial_a(name, shape, self.config.lora.seed) if a else torch.zeros(shape))
 
     def weight_specs(self) -> dict[str, WeightSpec]:
         """See `Engine.weight_specs`."""
@@ -108,25 +108,25 @@ class Held(adapters.ModelAdapters, Engine, ABC):
 
     def gather_weights(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         """See `Engine.gather_weights`."""
-        held = self._held()
+        held = self._named_tensors()
 
         def gather(name: str) -> Tensor:
-            with span(GATHER):
+            with trace_span(GATHER):
                 return self._merged(name, held)
 
         yield from gathered(names, self._files(self._weights()), gather)
 
-    def _whole(self, tensor: Tensor) -> Tensor:
+    def _gather_tensor(self, tensor: Tensor) -> Tensor:
         found = self._shards.whole(tensor) if isinstance(tensor, nn.Parameter) else tensor
         return self._tensor.join(found.detach().to(self._dtype(tensor)), self._tensor.cut(tensor))
 
     @torch.no_grad()
-    def _put(self, tensor: Tensor, value: Tensor) -> None:
+    def _write_tensor(self, tensor: Tensor, value: Tensor) -> None:
         cut = self._tensor.cut(tensor)
         self._put_part(tensor, value if cut is None else cut.of(value))
 
     def _put_part(self, tensor: Tensor, own: Tensor) -> None:
-        """`own`: what tensor parallelism leaves on this rank."""
+        """Set `tensor` from `own`, this rank's tensor-parallel partition."""
         if not isinstance(tensor, nn.Parameter):
             tensor.copy_(own)
             return
@@ -142,17 +142,17 @@ class Held(adapters.ModelAdapters, Engine, ABC):
             if isinstance(tensor, nn.Parameter):
                 self._shards.put(tensor, self._reader(tensor, parts, weights))
             else:
-                self._put(tensor, weights[name])
+                self._write_tensor(tensor, weights[name])
 
     def _reader(self, tensor: nn.Parameter, parts: list[FileWeight], weights: Mapping[str, Tensor]) -> Read:
-        """What reads a range of this rank's part of `tensor`, whose weights in files are `parts`."""
+        """A function that reads a flat range of this rank's partition of `tensor`, stored as `parts` in files."""
 
         def read(first: int, end: int) -> Tensor:
             row = torch.empty(end - first)
             for part, own, start in _within(parts, self._part_shape(tensor), row, first):
                 name, cut = part.name, self._tensor.cut(tensor)
                 shape = part.shape if cut is None else self._part_shape(tensor)
-                fill(own, shape, start, cut, lambda where, name=name: part_of(weights, name, where))  # type: ignore[misc]
+                fill(own, shape, start, cut, lambda where, name=name: slice_of(weights, name, where))  # type: ignore[misc]
             return row
 
         return read
@@ -194,9 +194,9 @@ class Held(adapters.ModelAdapters, Engine, ABC):
         self._shards.publish()
 
     def _local(self) -> dict[str, Tensor]:
-        """What this rank has of each tensor, in one row; parts of which there is nothing are left out."""
+        """This rank's flat shard of each tensor; empty shards are omitted."""
         found = {}
-        for name, tensor in self._held().items():
+        for name, tensor in self._named_tensors().items():
             if not isinstance(tensor, nn.Parameter):
                 found[name] = tensor.detach()
             elif (slot := self._shards.slot(tensor)) is not None:
@@ -218,7 +218,7 @@ class Held(adapters.ModelAdapters, Engine, ABC):
                 yield part.name, Moments(steps, part.of(first), part.of(second))
 
     def _everywhere(self, steps: int) -> int:
-        """The steps of a weight, of which this rank may have nothing and so know of none. Collective."""
+        """The step count of a weight, also on ranks without a shard of it. Collective."""
         if self.context.world_size == 1:
             return steps
         most = torch.tensor(steps, device=self.device)
@@ -241,12 +241,12 @@ class Held(adapters.ModelAdapters, Engine, ABC):
                 for part, own, start in _within(files[name], shape, state[kind], slot.first):
 
                     def read(where: Where, part: FileWeight = part, kind: str = kind) -> Tensor:
-                        found: Tensor = getattr(moments_part(moments, part.name, where), kind)
+                        found: Tensor = getattr(moments_slice(moments, part.name, where), kind)
                         return found
 
                     fill(own, shape if cut is not None else part.shape, start, cut, read)
 
-    # -- pieces -------------------------------------------------------------------------------------------------------
+    # -- shards -------------------------------------------------------------------------------------------------------
 
     def sharded_state(self) -> ShardedState:
         """See `Engine.sharded_state`."""
@@ -254,7 +254,7 @@ class Held(adapters.ModelAdapters, Engine, ABC):
         own = self._weights()
         files = by_source(self._files(own))
         weights = [piece for name, tensor in own.items() for piece in self._weight_pieces(tensor, files[name])]
-        moments: list[Piece] = []
+        moments: list[TensorShard] = []
         steps: dict[str, int] = {}
         for name, parameter in self._trained().items():
             count, here = self._shards.state(parameter)
@@ -267,31 +267,33 @@ class Held(adapters.ModelAdapters, Engine, ABC):
                 moments += self._pieces(parameter, files[name], row, slot.first, start)
         return ShardedState(weights, moments, steps)
 
-    def _weight_pieces(self, tensor: Tensor, files: list[FileWeight]) -> Iterator[Piece]:
+    def _weight_pieces(self, tensor: Tensor, files: list[FileWeight]) -> Iterator[TensorShard]:
         if not isinstance(tensor, nn.Parameter):
             yield from self._pieces(tensor, files, tensor.detach().view(-1), 0, "")
         elif (slot := self._shards.slot(tensor)) is not None:
             yield from self._pieces(tensor, files, slot.main, slot.first, "")
 
-    def _pieces(self, tensor: Tensor, files: list[FileWeight], row: Tensor, first: int, prefix: str) -> Iterator[Piece]:
-        """`row`, which is this rank's part of `tensor` from `first` on, by the names of `files` after `prefix`."""
+    def _pieces(
+        self, tensor: Tensor, files: list[FileWeight], row: Tensor, first: int, prefix: str
+    ) -> Iterator[TensorShard]:
+        """Shards of `row`, this rank's partition of `tensor`, from `first` on, named by `files` with `prefix`."""
         cut, shape = self._tensor.cut(tensor), self._part_shape(tensor)
         for part, own, start in _within(files, shape, row, first):
             for box, where in pieces(own, shape if cut is not None else part.shape, start, cut):
-                yield Piece(prefix + part.name, box, tuple(one.start for one in where), part.shape)
+                yield TensorShard(prefix + part.name, box, tuple(one.start for one in where), part.shape)
 
 
 def _steps(moments: Mapping[str, Moments], files: list[FileWeight]) -> int:
     nothing = tuple(slice(0, 0) for _ in files[0].shape)
-    return max(moments_part(moments, part.name, nothing[: len(part.shape)]).steps for part in files)
+    return max(moments_slice(moments, part.name, nothing[: len(part.shape)]).steps for part in files)
 
 
 def _within(
     files: list[FileWeight], shape: tuple[int, ...], row: Tensor, first: int
 ) -> Iterator[tuple[FileWeight, Tensor, int]]:
-    """What of `row` is of each weight of `files`, and where it begins in that weight.
+    """Yield each weight in `files` with its view of `row` and the start of that view in the weight.
 
-    `row` is a tensor of `shape` in one row from `first` on; the weights lie in that tensor one after the other.
+    `row` holds the flat elements of a tensor of `shape` from `first` on; the weights are consecutive in that tensor.
     """
     for part in files:
         if part.expert is None:

@@ -1,7 +1,7 @@
-"""Ulysses: heads exchanged between the ranks that share a sequence, by DeepSpeed's `DistributedAttention`.
+"""Ulysses context parallelism: exchange heads between the ranks of a sequence with DeepSpeed's `DistributedAttention`.
 
-What is attended to is in `rlframework.models.ulysses`. DeepSpeed's own way for heads that do not divide is not
-used: it counts ranks in groups of DeepSpeed's making, which are not those of the policy.
+`rlframework.models.ulysses` implements the attention. DeepSpeed's support for uneven heads is not used: it relies on
+DeepSpeed's own groups, which differ from the policy's.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from rlframework_deepspeed.checks import unexchangeable
 from rlframework_deepspeed.config import DeepSpeedConfig
 
 BATCH, SEQUENCE, HEADS = 0, 1, 2
-"""Dimensions of what is exchanged."""
+"""Dimensions of the exchanged tensors."""
 
 
 def context_of(section: DeepSpeedConfig, group: dist.ProcessGroup) -> ContextParallel:
-    """How the ranks of `group` share each sequence."""
+    """The configured context parallelism over `group`."""
     if section.sequence_exchange == "gather":
         return ContextParallel(group)
 
@@ -37,7 +37,7 @@ def context_of(section: DeepSpeedConfig, group: dist.ProcessGroup) -> ContextPar
 
 
 def require_exchange(config: PolicyConfig, section: DeepSpeedConfig, model_config: Any) -> None:
-    """`NotSupported` where the heads of a model of the transformers `model_config` cannot be exchanged as asked."""
+    """Raise `NotSupported` if the heads of `model_config` cannot be exchanged as configured."""
     if section.sequence_exchange == "gather":
         return
     text = model_config.get_text_config()

@@ -1,9 +1,9 @@
 """The training engine on DeepSpeed: any Hugging Face causal language model, on CPU (gloo) and GPU (NCCL).
 
-Split by ZeRO (stages 0 to 3), AutoTP and context parallelism; LoRA by layers of peft; reward models.
+Supports ZeRO (stages 0 to 3), AutoTP, context parallelism, LoRA with peft layers, and reward models.
 
-Supplies the primitives of `rlframework.policy.engine.Engine`: here the step, in `held` the weights and moments. What
-DeepSpeed is told to leave to the framework: accumulation, clipping, the schedule.
+Implements the primitives of `rlframework.policy.engine.Engine`: the step in this module, weights and moments in
+`state`. Accumulation, clipping and the schedule are the framework's, not DeepSpeed's.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from rlframework.interfaces.data_processor import Microbatch, MicrobatchRule
 from rlframework.models.forward import attending, forward
 from rlframework.policy.engine import Step, StepResult
 from rlframework.policy.head.request import HeadRequest, read_head_output
-from rlframework.policy.trace_spans import BACKWARD, FORWARD, span
+from rlframework.policy.profiling import BACKWARD, FORWARD, trace_span
 from rlframework.policy.worker import PolicyWorkerBase
 from rlframework_deepspeed import environment, gradients, offload
 from rlframework_deepspeed.build import build
 from rlframework_deepspeed.config import DeepSpeedConfig
-from rlframework_deepspeed.state import Held
+from rlframework_deepspeed.state import ModelState
 from rlframework_deepspeed.ulysses import context_of
 from rlframework_deepspeed.zero import shards_of
 
 
-class DeepSpeedPolicyWorker(Held, PolicyWorkerBase):
+class DeepSpeedPolicyWorker(ModelState, PolicyWorkerBase):
     """One rank of a model under DeepSpeed. Constructor arguments: see `PolicyWorkerBase`."""
 
     backend_config: DeepSpeedConfig
     backend_config_model = DeepSpeedConfig
     _failed: bool = False
-    """Whether the forward or backward before did not come to its end."""
+    """Whether the previous forward or backward failed."""
 
     def build(self, *, init_optimizer: bool) -> None:
         """See `Engine.build`."""
@@ -72,20 +72,20 @@ class DeepSpeedPolicyWorker(Held, PolicyWorkerBase):
 
     def _evaluate(self, microbatch: Microbatch, head: HeadRequest, step: Step) -> StepResult:
         with attending(self.model.config, microbatch, self._context):
-            with torch.no_grad(), span(FORWARD):
+            with torch.no_grad(), trace_span(FORWARD):
                 values = forward(self._engine, self._head, microbatch, head, self._context)
             return step(read_head_output(values, head), microbatch)
 
     def _learn(self, microbatch: Microbatch, head: HeadRequest, step: Step, *, last: bool) -> StepResult:
         self._engine.set_gradient_accumulation_boundary(last)
         with attending(self.model.config, microbatch, self._context):
-            with span(FORWARD):
+            with trace_span(FORWARD):
                 values = forward(self._engine, self._head, microbatch, head, self._context)
             result = step(read_head_output(values, head), microbatch)
             assert result.loss is not None
-            # DeepSpeed takes the mean over the ranks that it knows as data-parallel, the contract is the sum
+            # DeepSpeed averages over its data-parallel ranks; the contract is the sum
             factor = self._shards.ranks * self._shards.own_scale()
-            with span(BACKWARD):
+            with trace_span(BACKWARD):
                 self._engine.backward(result.loss * factor)
             result.loss = None
         return result
@@ -106,7 +106,7 @@ class DeepSpeedPolicyWorker(Held, PolicyWorkerBase):
         return "packed" if self._packs else "dynamic"
 
     def preferred_tokens(self) -> int:
-        """See `Engine.preferred_tokens`: on a CPU what stays in its caches is faster than what is large."""
+        """See `Engine.preferred_tokens`: small microbatches fit the caches of a CPU."""
         return 1024 if self.device.type == "cpu" else super().preferred_tokens()
 
     # -- generation and the rest --------------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ class DeepSpeedPolicyWorker(Held, PolicyWorkerBase):
 
     @contextmanager
     def generating(self) -> Iterator[None]:
-        """See `Engine.generating`: activation checkpointing would switch the cache off."""
+        """See `Engine.generating`: activation checkpointing would disable the cache."""
         self.model.eval()
         yield
 

@@ -1,4 +1,4 @@
-"""The stages of ZeRO as `Shards`: where each keeps what a rank trains of a parameter, and how it is gathered."""
+"""The ZeRO stages as `Shards`: where each stores a rank's shard of a parameter, and how to gather it."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class _WholeWeights(Shards, ABC):
 
 
 class Stage0(_WholeWeights):
-    """No ZeRO: everything is whole on every rank, and gradients are added up over all of them."""
+    """No ZeRO: everything is replicated, and gradients are summed over all ranks."""
 
     def __init__(self, engine: Any) -> None:
         super().__init__(engine)
         if self.wrapper is not self.adam and self.adam is not None:
-            self.adam.state.clear()  # in half precision DeepSpeed takes a step by itself, to make the state
+            self.adam.state.clear()  # in half precision DeepSpeed takes a step to create the state
         copies = zip(self._groups(), getattr(self.wrapper, "fp32_groups", ()), strict=False)
         self._main: dict[int, Tensor] = {
             id(one): main for group, mains in copies for one, main in zip(group, mains, strict=True)
@@ -63,7 +63,7 @@ class Stage0(_WholeWeights):
         return found.detach()
 
     def all_of(self, parameter: nn.Parameter, part: Tensor | None) -> Tensor:
-        """See `Shards.all_of`: it is all here."""
+        """See `Shards.all_of`: everything is local."""
         shape = self.shape(parameter)
         return torch.zeros(shape) if part is None else part.view(shape)
 
@@ -87,12 +87,12 @@ class Stage0(_WholeWeights):
         self.engine.module.zero_grad(set_to_none=True)
 
     def own_scale(self) -> float:
-        """See `Shards.own_scale`: the engine's backward multiplies under ZeRO only, and the step divides always."""
+        """See `Shards.own_scale`: the engine's backward scales only under ZeRO, but the step always divides."""
         return self.scale()
 
 
 class Stage12(_WholeWeights):
-    """The optimizer's state is dealt out (1), and gradients (2)."""
+    """Shards the optimizer state (1) and gradients (2)."""
 
     def _groups(self) -> list[list[nn.Parameter]]:
         return list(self.wrapper.bit16_groups)
@@ -131,7 +131,7 @@ class Stage12(_WholeWeights):
         for number, parameters in enumerate(self.wrapper.params_in_partition):
             found = self.wrapper.averaged_gradients.get(number) or ()
             parts = [part for part in found if not getattr(part, "_zero_padding", False)]
-            yield from zip(parameters, parts, strict=False)  # after the last there may be padding
+            yield from zip(parameters, parts, strict=False)  # padding may follow the last one
 
     def discard(self) -> None:
         """See `Shards.discard`."""
@@ -152,7 +152,7 @@ class Stage12(_WholeWeights):
 
 
 class Stage3(Shards):
-    """Weights too are dealt out: each is gathered where its module runs."""
+    """Shards weights too; each is gathered when its module runs."""
 
     def __init__(self, engine: Any) -> None:
         super().__init__(engine)
@@ -185,7 +185,7 @@ class Stage3(Shards):
         return self.all_of(parameter, None if slot is None else slot.main)
 
     def all_of(self, parameter: nn.Parameter, part: Tensor | None) -> Tensor:
-        """See `Shards.all_of`: the pieces are of one size, the last ones padded."""
+        """See `Shards.all_of`: shards have equal size, the last ones padded."""
         shape, size = self.shape(parameter), int(parameter.ds_tensor.ds_numel)  # type: ignore[attr-defined]
         own = torch.zeros(size, dtype=torch.float32, device=self.engine.device)
         if part is not None:
@@ -197,7 +197,7 @@ class Stage3(Shards):
 
     @torch.no_grad()
     def publish(self) -> None:
-        """See `Shards.publish`: the small weights that ZeRO keeps gathered are gathered anew."""
+        """See `Shards.publish`: gathers again the small weights that ZeRO keeps whole."""
         self._offload().partition_all_parameters()
         for group in self._groups():
             for parameter in group:
@@ -220,7 +220,7 @@ class Stage3(Shards):
         if slot is not None:
             slot.main.copy_(read(slot.first, slot.first + slot.count))
             self._to_piece(parameter)
-        if parameter.numel():  # it is kept gathered
+        if parameter.numel():  # kept whole
             parameter.detach().view(-1).copy_(read(0, math.prod(self.shape(parameter))))
 
     def gradients(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
@@ -250,13 +250,13 @@ class Stage3(Shards):
         wrapper._offload_boundary_param_ids = set()
 
     def recover(self) -> None:
-        """See `Shards.recover`: weights that were gathered are let go of too."""
+        """See `Shards.recover`: also releases gathered weights."""
         super().recover()
         self._offload().partition_all_parameters()
 
 
 def shards_of(engine: Any) -> Shards:
-    """What `engine` keeps, by its stage of ZeRO."""
+    """The `Shards` of `engine`, for its ZeRO stage."""
     stage = int(engine.zero_optimization_stage())
     kinds: tuple[type[Shards], ...] = (Stage0, Stage12, Stage12, Stage3)
     return kinds[stage](engine)

@@ -1,4 +1,4 @@
-"""What of a configuration the deepspeed backend refuses, by key, before a process starts."""
+"""Configurations that the deepspeed backend rejects, by key, before a process starts."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def test_float16_needs_a_gpu():
 
 def test_attention():
     key, flash = "policy.deepspeed.attention", {"attention": "flash_attention_2"}
-    assert problems(own=flash, precision="bfloat16") == [(key, "flash_attention_2 needs a GPU, and the device is cpu.")]
+    assert problems(own=flash, precision="bfloat16") == [(key, "flash_attention_2 needs a GPU, but the device is cpu.")]
     [(found, message)] = problems(own={"attention": "eager"}, parallelism={"context": 2}, workers=2)
     assert (found, "an attention of its own" in message) == (key, True)
 
@@ -191,7 +191,7 @@ def test_flash_attention_needs_its_package_and_half_precision(monkeypatch, insta
     monkeypatch.setattr(model_checks, "find_spec", lambda name: object() if installed else None)
     key, flash = "policy.deepspeed.attention", {"attention": "flash_attention_2"}
     missing = [(key, "flash_attention_2 needs the package flash-attn.")]
-    wrong = [(key, "flash_attention_2 does not compute in float32.")]
+    wrong = [(key, "flash_attention_2 does not support float32.")]
     assert problems("cuda", own=flash, precision="bfloat16") == ([] if installed else missing)
     assert problems("cuda", own=flash) == ([] if installed else missing) + wrong
 
@@ -200,7 +200,7 @@ def test_heads_that_tensor_parallelism_does_not_divide_are_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 4, "num_key_value_heads": 2}))
     [(key, message)] = problems(workers=4, model_name=str(tmp_path), parallelism={"tensor": 4})
     assert key == "policy.parallelism.tensor"
-    assert message == "the model has 2 key-value heads, which policy.parallelism.tensor=4 does not divide."
+    assert message == "the model has 2 key-value heads, not divisible by policy.parallelism.tensor=4."
     assert problems(workers=2, model_name=str(tmp_path), parallelism={"tensor": 2}) == []
 
 
@@ -250,7 +250,7 @@ def test_offload_needs_a_stage_that_does_it_where_there_is_a_gpu(offload, stage,
 
 def test_deepspeeds_own_keys_of_offload_need_the_stage_too():
     own = zero(2, offload_param={"device": "cpu"})
-    assert problems("cuda", own=own) == [(f"{ZERO}.offload_param", f"it needs ZeRO stage 3, and {ZERO}.stage is 2.")]
+    assert problems("cuda", own=own) == [(f"{ZERO}.offload_param", f"it needs ZeRO stage 3, but {ZERO}.stage is 2.")]
 
 
 def test_a_disk_needs_stage_3_a_folder_a_gpu_and_a_compiler(tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ from rlframework.errors import ConfigError
 from rlframework.plugins.manager import create_manager
 from rlframework_deepspeed.config import OWN, OWNED, DeepSpeedConfig, Keys, engine_config
 from rlframework_deepspeed.neutral_keys import NEUTRAL
-from rlframework_deepspeed.rejected_keys import REFUSED
+from rlframework_deepspeed.rejected_keys import REJECTED
 
 HUGGING_FACE = {
     "train_batch_size": "auto",
@@ -191,11 +191,11 @@ def test_the_resolved_configuration_needs_the_file_no_more(run, file, tmp_path):
     ("text", "said"),
     [
         ("{", "is not a JSON file of DeepSpeed's: Expecting property name"),
-        ("[]", "must hold an object with DeepSpeed's keys, and holds list"),
-        ('{"zero_optimization": {"stage": 1}, "zero_optimization": {}}', "the key 'zero_optimization' is there twice"),
+        ("[]", "must contain an object with DeepSpeed's keys, not a list"),
+        ('{"zero_optimization": {"stage": 1}, "zero_optimization": {}}', "duplicate key 'zero_optimization'"),
         ('{"zero_optimization": {"stage": 7}}', "zero_optimization.stage: Input should be 0, 1, 2 or 3"),
-        ('{"config": "other.json"}', "config is no key of DeepSpeed's"),
-        ('{"sequence_exchange": "ulysses"}', "sequence_exchange is no key of DeepSpeed's"),
+        ('{"config": "other.json"}', "config is not a DeepSpeed key"),
+        ('{"sequence_exchange": "ulysses"}', "sequence_exchange is not a DeepSpeed key"),
     ],
 )
 def test_a_file_that_is_wrong_is_named_with_what_is_wrong(run, file, text, said):
@@ -294,8 +294,8 @@ def ours(place):
     ],
 )
 def test_each_key_of_deepspeeds_is_taken_or_refused_with_a_reason(theirs, place):
-    refused = REFUSED.get(place, {}).keys()
-    gone = {key for key in refused if REFUSED[place][key].startswith("DeepSpeed has removed it")}
+    refused = REJECTED.get(place, {}).keys()
+    gone = {key for key in refused if REJECTED[place][key].startswith("DeepSpeed has removed it")}
     assert names_of(theirs[place]) == names_of(ours(place)) | (refused - gone)
     assert not names_of(ours(place)) & refused
 
@@ -305,8 +305,8 @@ def test_each_top_level_key_that_deepspeed_has_removed_is_refused():
 
     with quiet():
         from deepspeed.runtime import config
-    assert config._REMOVED_TOP_LEVEL_CONFIG_KEYS.keys() <= REFUSED[""].keys()
-    assert config._REMOVED_ZERO_CONFIG_KEYS.keys() <= REFUSED["zero_optimization"].keys()
-    assert not names_of(DeepSpeedConfig) & REFUSED[""].keys()
+    assert config._REMOVED_TOP_LEVEL_CONFIG_KEYS.keys() <= REJECTED[""].keys()
+    assert config._REMOVED_ZERO_CONFIG_KEYS.keys() <= REJECTED["zero_optimization"].keys()
+    assert not names_of(DeepSpeedConfig) & REJECTED[""].keys()
     assert names_of(DeepSpeedConfig) >= set(OWNED)
     assert set(OWNED) - set(OWN) == {place.partition(".")[0] for place in NEUTRAL}

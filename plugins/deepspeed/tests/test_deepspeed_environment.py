@@ -1,4 +1,4 @@
-"""What DeepSpeed compiles: told before it begins, and refused in our words where a compiler is missing."""
+"""DeepSpeed's extensions: reported before compilation, rejected with our message when a compiler is missing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def compiled(monkeypatch, caplog):
 def load():
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
-    with environment.making():
+    with environment.building_engine():
         return AsyncIOBuilder().load()
 
 
@@ -46,7 +46,7 @@ def test_what_is_compiled_is_told_before_it_begins(compiled, monkeypatch):
 @pytest.mark.parametrize("missing", ["g++", "ninja"])
 def test_a_missing_compiler_is_told_by_name_and_nothing_begins(compiled, monkeypatch, missing):
     monkeypatch.setattr(environment, "which", lambda name: None if name == missing else f"/usr/bin/{name}")
-    told = f"is compiled on first use, and {re.escape(missing)} cannot be found"
+    told = f"is compiled on first use, but {re.escape(missing)} cannot be found"
     with pytest.raises(ConfigError, match=f"extension (async_io|pin_memory) {told}"):  # the second, once a process
         load()
     with pytest.raises(ConfigError, match=f"nvme.* {told}"):

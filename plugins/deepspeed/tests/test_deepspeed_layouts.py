@@ -12,33 +12,35 @@ import transformers
 from rlframework.conformance import PolicyWorkerSuite, cases
 from rlframework.conformance.layouts import Layout
 from rlframework.models.context_parallel import ranges
-from rlframework.models.ulysses import HeadShare
+from rlframework.models.ulysses import HeadShard
 from rlframework.plugins.manager import create_manager
+
+pytestmark = pytest.mark.slow
 
 CASES = [(stage, "data=2") for stage in range(4)] + [(2, "tensor=2"), (3, "tensor=2"), (2, "context=2")]
 
 
 @pytest.fixture
-def bench(tmp_path, conformance_models):
-    """`bench(layout, section)`: that of the suite for this backend, ended with the test."""
+def harness(tmp_path, conformance_models):
+    """`harness(layout, section)`: that of the suite for this backend, ended with the test."""
     manager, made = create_manager(), []
     record = manager.select("policy_worker", "deepspeed").record
 
-    def open_bench(layout, section):
+    def open_harness(layout, section):
         suite = type("Steps", (PolicyWorkerSuite,), {"backend": "deepspeed", "section": section})
         folders = {"folder": tmp_path, "models": conformance_models}
-        made.append(suite.open_bench(record, Layout.parse(layout), manager=manager, device="cpu", **folders))
+        made.append(suite.open_harness(record, Layout.parse(layout), manager=manager, device="cpu", **folders))
         made[-1].contract = 3
         return made[-1]
 
-    yield open_bench
+    yield open_harness
     for each in made:
         each.close()
 
 
 @pytest.mark.parametrize(("stage", "layout"), CASES)
-def test_a_step_of_several_workers_is_that_of_the_oracle(bench, stage, layout):
-    opened = bench(layout, {"zero_optimization": {"stage": stage}})
+def test_a_step_of_several_workers_is_that_of_the_oracle(harness, stage, layout):
+    opened = harness(layout, {"zero_optimization": {"stage": stage}})
     opened.first_step(opened.batch(), f"stage {stage}, {layout}", batching={"mode": "packed"})
 
 
@@ -48,9 +50,9 @@ ONE_FOR_BOTH = "a key-value head for two ranks, and a window"
 
 
 @pytest.mark.parametrize(("mode", "model"), [("packed", "untied"), ("padded", ONE_FOR_BOTH), ("packed", ONE_FOR_BOTH)])
-def test_a_step_with_heads_exchanged_is_that_of_the_oracle(bench, monkeypatch, mode, model):
+def test_a_step_with_heads_exchanged_is_that_of_the_oracle(harness, monkeypatch, mode, model):
     monkeypatch.setitem(cases.MODELS, ONE_FOR_BOTH, mistral)
-    opened = bench("context=2", {"sequence_exchange": "ulysses"})
+    opened = harness("context=2", {"sequence_exchange": "ulysses"})
     keys = {"batching": {"mode": mode}, "activation_checkpointing": True}
     opened.first_step(opened.batch(), f"ulysses, {mode}", kind="nll", model=model, **keys)
 
@@ -67,7 +69,7 @@ def test_columns_of_the_ranks_are_put_into_the_order_of_the_row_and_back(size):
     """Each rank has the chunks that `ranges` says, from both ends of the row."""
     length = 4 * size
     of_ranks = [column for rank in range(size) for part in ranges(length, rank, size) for column in range(*part)]
-    share = HeadShare(None, size, torch.tensor([]), (), exchange=None, segments=None)
+    share = HeadShard(None, size, torch.tensor([]), (), exchange=None, segments=None)
     given = torch.stack((torch.tensor(of_ranks), 100 + torch.tensor(of_ranks)))[..., None]  # [b, L, 1]
     row = share.in_row_order(given)
     assert row[:, :, 0].tolist() == [list(range(length)), list(range(100, 100 + length))]

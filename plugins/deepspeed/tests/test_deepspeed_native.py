@@ -15,6 +15,8 @@ from rlframework.errors import DataError, NotSupported
 from rlframework.plugins.manager import create_manager
 from rlframework_deepspeed import environment
 
+pytestmark = pytest.mark.slow
+
 STAGES = (0, 1, 2, 3)
 LR = 1e-3
 
@@ -247,7 +249,7 @@ def test_what_deepspeed_cannot_go_on_from_is_told_and_changes_nothing(worker, tm
 
 def test_weights_of_another_model_are_told(worker, tmp_path):
     folder = saved(worker(2, model="tied"), tmp_path / "saved")
-    with pytest.raises(DataError, match=r"of another model: it lacks \['transformer\."):
+    with pytest.raises(DataError, match=r"for another model: it lacks \['transformer\."):
         worker(2, model="learned_positions").load_native(folder, optimizer=False)
 
 
@@ -272,9 +274,9 @@ def test_damaged_files_are_told(worker, tmp_path):
     whole = saved(made, tmp_path / "saved")
     [model], [state] = (list((whole / "training").glob(f"*{kind}_states.pt")) for kind in ("model", "optim"))
     for damage, said in (
-        (lambda path: (path / "latest").unlink(), "no checkpoint of DeepSpeed's"),
-        (lambda path: (path / "training" / model.name).unlink(), "no checkpoint of DeepSpeed's"),
-        (lambda path: (path / "training" / state.name).unlink(), "not whole"),
+        (lambda path: (path / "latest").unlink(), "not a DeepSpeed checkpoint"),
+        (lambda path: (path / "training" / model.name).unlink(), "not a DeepSpeed checkpoint"),
+        (lambda path: (path / "training" / state.name).unlink(), "incomplete"),
         (lambda path: (path / "training" / state.name).write_bytes(state.read_bytes()[:999]), "damaged"),
     ):
         folder = Path(shutil.copytree(whole, tmp_path / "damaged"))
@@ -301,25 +303,25 @@ def test_two_workers_write_files_for_two(worker, stage, tmp_path, models):
     suite = type("Native", (PolicyWorkerSuite,), {"backend": "deepspeed", "section": section})
     manager = create_manager()
     record = manager.select("policy_worker", "deepspeed").record
-    bench = suite.open_bench(
+    harness = suite.open_harness(
         record, Layout.parse("data=2"), manager=manager, device="cpu", folder=tmp_path, models=models
     )
     try:
-        two = bench.policy("tied", optimizer={"lr": LR})
+        two = harness.policy("tied", optimizer={"lr": LR})
         train(two, range(2))
         two.save_checkpoint(str(tmp_path / "weights"), str(tmp_path / "optimizer"), form="native")
-        right, wanted = bench.weights(two), train(two, [2])
-        after = bench.weights(two)
+        right, wanted = harness.weights(two), train(two, [2])
+        after = harness.weights(two)
         two.load_checkpoint(str(tmp_path / "weights"), str(tmp_path / "optimizer"))
         assert train(two, [2]) == wanted
-        assert same(bench.weights(two), after)
+        assert same(harness.weights(two), after)
     finally:
-        bench.close()
+        harness.close()
     one, folder = worker(stage, model="tied"), tmp_path / "weights" / "engine"
-    with pytest.raises(DataError, match="number of workers that ZeRO deals out to was 2; here it is 1"):
+    with pytest.raises(DataError, match="number of workers that ZeRO shards over was 2; here it is 1"):
         one.load_native(folder, optimizer=True)
     one.load_native(folder, optimizer=False)
     assert same(weights(one), right)
     max((folder / "training").glob("*_optim_states.pt")).unlink()
-    with pytest.raises(DataError, match="damaged or not whole: Expected 2 of"):
+    with pytest.raises(DataError, match="damaged or incomplete: Expected 2 of"):
         one.load_native(folder, optimizer=False)

@@ -1,4 +1,4 @@
-"""What the conformance suite does not ask of the deepspeed worker: what it leaves behind, and what failed before."""
+"""Requirements of the deepspeed worker beyond the conformance suite: clean-up, and past bugs."""
 
 from __future__ import annotations
 

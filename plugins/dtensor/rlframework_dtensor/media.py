@@ -1,10 +1,10 @@
-"""Microbatches with images on some ranks and without on others, in one backward.
+"""Backward passes in which some ranks have images and others have none.
 
-FSDP reduces the gradients of a group of weights in one exchange, which has room for the weights that have a gradient.
-Where a rank showed the vision tower no image, its weights have none, and ranks whose exchanges differ in size hang or
-mix gradients up. So a microbatch without images gets one more row with an image where any rank has images at that
-step: no head runs there, and the gradients that come from it are zeros. Where no rank has images, the weights have no
-gradient on any of them, as in a single process.
+FSDP reduces the gradients of a group of weights in one collective whose size depends on which weights have a gradient.
+On a rank without images the weights of the vision tower have none, and ranks whose collectives differ in size hang or
+mix up gradients. So if any rank has images at a step, a microbatch without images gets an extra row with an
+image: no head runs on that row, and the gradients that it contributes are zero. If no rank has images, the weights have
+no gradient on any rank, as in a single process.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from rlframework.microbatches.model_inputs import padded_inputs
 Rows = BatchedDataDict[Any]
 
 
-def evened(microbatches: Sequence[Microbatch], group: dist.ProcessGroup | None) -> Sequence[Microbatch]:
-    """`microbatches`, in which all ranks of `group` have the same media at each step; see above.
+def align_media(microbatches: Sequence[Microbatch], group: dist.ProcessGroup | None) -> Sequence[Microbatch]:
+    """Return `microbatches` with the same kinds of media on all ranks of `group` at each step.
 
-    All ranks give equally many. Collective, but for None: this rank is alone. What only a dummy shows to the model does
-    not count: it would give gradients of 0 to weights that have none.
+    All ranks pass the same number. Collective, unless `group` is None (a single rank). Media that only a dummy would
+    show to the model do not count: they would give zero gradients to weights that should have none.
     """
     if group is None:
         return microbatches
@@ -55,7 +55,7 @@ def _sample(
     wanted: list[set[str]],
     group: dist.ProcessGroup,
 ) -> Rows | None:
-    """The shortest row here with `key`; a rank that has none and needs one gets that of the first rank with one."""
+    """Return the shortest local row with `key`; a rank that lacks one gets it from the first rank that has one."""
     has = [any(key in step for step in steps) for steps in ranks]
     needs = [any(key in all_ - step for all_, step in zip(wanted, steps, strict=True)) for steps in ranks]
     shortest = _shortest(key, microbatches) if has[dist.get_rank(group)] else None
@@ -68,13 +68,13 @@ def _sample(
 
 
 def _shortest(key: str, microbatches: Sequence[Microbatch]) -> Rows:
-    found: list[tuple[int, Rows, int]] = []
+    candidates: list[tuple[int, Rows, int]] = []
     for microbatch in microbatches:
         rows = microbatch.data_dict
         if key in rows:
             lengths = rows["input_lengths"].tolist()
-            found += [(lengths[i], rows, i) for i, row in enumerate(rows[key].tensors) if row is not None]
-    length, rows, index = min(found, key=lambda entry: entry[0])
+            candidates += [(lengths[i], rows, i) for i, row in enumerate(rows[key].tensors) if row is not None]
+    length, rows, index = min(candidates, key=lambda entry: entry[0])
     row: Rows = BatchedDataDict(_model_inputs(rows)).slice(index, index + 1)
     row.truncate_tensors(1, length)
     return row
@@ -85,10 +85,10 @@ def _model_inputs(rows: Rows) -> dict[str, Any]:
 
 
 def _with_media(microbatch: Microbatch, keys: set[str], samples: dict[str, Rows | None]) -> Microbatch:
-    """`microbatch` with rows for the media in `keys` that it lacks, below its own and without head positions."""
+    """Append rows, without head positions, for the media in `keys` that `microbatch` lacks."""
     device = microbatch.processed_inputs.input_ids.device
     parts, has = [_model_inputs(microbatch.data_dict)], _media(microbatch.data_dict)
-    if has - keys:  # of a dummy: what it says is of no interest, so no token stands for an image
+    if has - keys:  # a dummy: zero its tokens, so that none is an image placeholder
         parts, has = [{k: torch.zeros_like(v) for k, v in parts[0].items() if isinstance(v, torch.Tensor)}], set()
     for key in sorted(keys - has):
         sample = samples[key]

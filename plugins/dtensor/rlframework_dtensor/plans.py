@@ -1,8 +1,8 @@
-"""Which module is split how: plans by family, the model's own, or one that the configuration names.
+"""Tensor-parallel plans: by model family, the model's own, or one that the configuration names.
 
-A plan is about the blocks and the last norm. The embedding and the head are split over the vocabulary in any case (see
-`tensor_parallel`). Left out: mixtures of experts, and models whose attention mixes q, k and v in one weight, unless
-their own plan says how.
+A plan covers the blocks and the final norm. The embedding and the head are always sharded over the vocabulary (see
+`tensor_parallel`). Not supported: mixtures of experts, and models whose attention has q, k and v in one weight, unless
+their own plan covers it.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from rlframework.errors import ConfigError, NotSupported
 from rlframework_dtensor.styles import (
+    REPLICATED,
     SEQUENCE,
-    WHOLE,
+    Chained,
     ConvColumns,
     ConvRows,
     HeadNorm,
     Hidden,
-    Joined,
     Norm,
     Output,
     Plan,
@@ -40,15 +40,15 @@ NORMS = {
     "gemma2": FOUR_NORMS,
     "gemma3_text": FOUR_NORMS,
 }
-"""The norms of a block, by `model_type`, of the families whose blocks are q, k, v, o and gate, up, down."""
+"""The norms of a block by `model_type`, for the families whose blocks have q, k, v, o and gate, up, down."""
 HEAD_NORMS = frozenset({"qwen3", "gemma3_text"})
-"""Those of them that norm each head of q and k."""
+"""The families that normalize each head of q and k."""
 
 
 def make_plan(model: Any, *, sequence: bool, custom: str | None) -> Plan:
-    """The plan for `model`; `NotSupported` or a `ConfigError` where there is none.
+    """Return the plan for `model`; raise `NotSupported` or `ConfigError` if none exists.
 
-    `sequence`: hidden states between the split modules lie split along the sequence. `custom`: an import path.
+    `sequence`: hidden states are sharded along the sequence between the sharded modules. `custom`: an import path.
     """
     if custom is not None:
         plan = _custom(custom)
@@ -58,8 +58,8 @@ def make_plan(model: Any, *, sequence: bool, custom: str | None) -> Plan:
         plan = _gpt2(model.base_model_prefix, sequence)
     elif sequence:
         raise NotSupported(
-            f"there is no plan of sequence parallelism for {model.config.model_type!r}; it is there for "
-            f"{', '.join([*NORMS, 'gpt2'])}. Set policy.parallelism.sequence to false, or {KEY}"
+            f"there is no sequence-parallel plan for {model.config.model_type!r} (there is one for "
+            f"{', '.join([*NORMS, 'gpt2'])}); set policy.parallelism.sequence to false, or {KEY}"
         )
     else:
         plan = _own(model)
@@ -68,10 +68,10 @@ def make_plan(model: Any, *, sequence: bool, custom: str | None) -> Plan:
 
 
 def _family(base: str, kind: str, sequence: bool) -> Plan:
-    between = SEQUENCE if sequence else WHOLE
+    between = SEQUENCE if sequence else REPLICATED
     block = f"{base}.layers.*"
-    # the input is moved once for the parts that share it, and their shares of its gradient are summed once
-    plan: Plan = {f"{block}.{part}": Hidden(between, WHOLE) for part in ("self_attn", "mlp")}
+    # redistribute the input once for the modules that share it, and sum their shares of its gradient once
+    plan: Plan = {f"{block}.{part}": Hidden(between, REPLICATED) for part in ("self_attn", "mlp")}
     split = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
     plan |= {f"{block}.{part}": ColwiseParallel() for part in split}
     plan |= {
@@ -85,40 +85,40 @@ def _family(base: str, kind: str, sequence: bool) -> Plan:
 
 
 def _gpt2(base: str, sequence: bool) -> Plan:
-    """Embedding, head and MLP are split; attention, whose q, k and v are one weight, is computed by every rank."""
-    between = SEQUENCE if sequence else WHOLE
+    """Shard embedding, head and MLP; attention, with q, k and v in one weight, is computed by every rank."""
+    between = SEQUENCE if sequence else REPLICATED
     block = f"{base}.h.*"
     plan: Plan = {
-        f"{block}.mlp": Hidden(between, WHOLE),
+        f"{block}.mlp": Hidden(between, REPLICATED),
         f"{block}.mlp.c_fc": ConvColumns(),
         f"{block}.mlp.c_proj": ConvRows(output_layouts=between),
     }
     if sequence:
-        plan[f"{block}.attn"] = Joined(Hidden(SEQUENCE, WHOLE, local=True), Output(WHOLE, SEQUENCE))
+        plan[f"{block}.attn"] = Chained(Hidden(SEQUENCE, REPLICATED, local=True), Output(REPLICATED, SEQUENCE))
         plan |= _along_the_sequence(f"{base}.h.0", f"{base}.ln_f", [f"{block}.ln_1", f"{block}.ln_2"])
     return plan
 
 
 def _along_the_sequence(first_block: str, last_norm: str, norms: list[str]) -> Plan:
     plan: Plan = {norm: Norm() for norm in norms}
-    plan[first_block] = Hidden(WHOLE, SEQUENCE, local=True)
-    plan[last_norm] = Joined(Norm(), Output(SEQUENCE, WHOLE))
+    plan[first_block] = Hidden(REPLICATED, SEQUENCE, local=True)
+    plan[last_norm] = Chained(Norm(), Output(SEQUENCE, REPLICATED))
     return plan
 
 
 def _own(model: Any) -> Plan:
-    """The plan that comes with the model's configuration."""
-    found = getattr(model.config, "base_model_tp_plan", None)
-    if not found:
+    """The plan in the model's own configuration."""
+    plan = getattr(model.config, "base_model_tp_plan", None)
+    if not plan:
         raise NotSupported(
-            f"there is no plan of tensor parallelism for {model.config.model_type!r}; set policy.parallelism.tensor "
+            f"there is no tensor-parallel plan for {model.config.model_type!r}; set policy.parallelism.tensor "
             f"to 1, or {KEY}"
         )
-    return {f"{model.base_model_prefix}.{path}": _style(path, word) for path, word in found.items()}
+    return {f"{model.base_model_prefix}.{path}": _style(path, word) for path, word in plan.items()}
 
 
 def _style(path: str, word: str) -> ParallelStyle:
-    """The style that transformers calls `word`."""
+    """The style for transformers' name `word`."""
     styles: dict[str, ParallelStyle] = {
         "colwise": ColwiseParallel(),
         "rowwise": RowwiseParallel(),
@@ -130,30 +130,30 @@ def _style(path: str, word: str) -> ParallelStyle:
     }
     if word not in styles:
         raise NotSupported(
-            f"the model's own plan splits {path} as {word!r}, which this backend does not do (it does "
+            f"the model's own plan shards {path} as {word!r}, which this backend does not support (it supports "
             f"{', '.join(styles)}); set policy.parallelism.tensor to 1, or {KEY}"
         )
     return styles[word]
 
 
 def _custom(path: str) -> Plan:
-    """The plan at `module:name` or `module.name`: a dictionary, or a function of no arguments that gives one."""
+    """Import the plan `module:name` or `module.name`: a dictionary, or a function that returns one."""
     module, _, name = path.replace(":", ".").rpartition(".")
     try:
-        found: Any = getattr(importlib.import_module(module), name)
+        target: Any = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"{KEY}={path!r} cannot be imported: {error}; write module:name") from error
-    plan = found() if callable(found) else found
+    plan = target() if callable(target) else target
     if not isinstance(plan, dict) or not all(isinstance(style, ParallelStyle) for style in plan.values()):
         raise ConfigError(
-            f"{KEY}={path!r} is no plan: a dictionary of torch.distributed.tensor.parallel styles by module path, or "
-            f"a function that gives one, and not {plan!r}"
+            f"{KEY}={path!r} is not a plan: expected a dictionary of torch.distributed.tensor.parallel styles by "
+            f"module path, or a function that returns one, not {plan!r}"
         )
     return dict(plan)
 
 
 def _require_modules(model: nn.Module, plan: Plan) -> None:
-    """Each path of `plan` stands for a module, and none for the embedding or the head."""
+    """Check that each path of `plan` matches a module, and none the embedding or the head."""
     from fnmatch import fnmatch
 
     names = [name for name, _ in model.named_modules()]
@@ -161,13 +161,11 @@ def _require_modules(model: nn.Module, plan: Plan) -> None:
     for path in plan:
         matches = {name for name in names if name.count(".") == path.count(".") and fnmatch(name, path)}
         if not matches:
-            raise ConfigError(
-                f"the plan of tensor parallelism names {path}, which {type(model).__name__} does not have"
-            )
+            raise ConfigError(f"the tensor-parallel plan names {path}, which {type(model).__name__} does not have")
         if matches & vocabulary:
             raise ConfigError(
-                f"the plan of tensor parallelism names {path}; the backend splits the embedding and the head "
-                f"over the vocabulary: take it out of {KEY}"
+                f"the tensor-parallel plan names {path}, but the backend shards the embedding and the head "
+                f"over the vocabulary; remove it from {KEY}"
             )
 
 

@@ -9,7 +9,7 @@ from rlframework_dtensor.config import DTensorConfig, check
 
 @hookimpl
 def rlframework_policy_workers() -> list[PolicyWorkerRecord]:
-    """`policy.backend: dtensor`."""
+    """Return the record selected by `policy.backend: dtensor`."""
     return [
         PolicyWorkerRecord(
             name="dtensor",

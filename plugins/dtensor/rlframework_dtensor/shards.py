@@ -1,57 +1,121 @@
-"""Parameters in pieces: what of a whole tensor is here, putting a whole tensor into its piece, and getting it back.
+"""Sharded parameters: the local shard, its place in the whole tensor, copying into it, and gathering it.
 
-A `DTensor` of FSDP over tensor parallelism is cut by tensor parallelism first and by FSDP inside that, both along
-dimension 0 if need be and in pieces of unequal size, for which torch's `distribute_tensor` (2.13) gives wrong pieces.
-So where a piece lies is worked out here.
+FSDP on top of tensor parallelism shards a `DTensor` by tensor parallelism first and by FSDP within that, possibly both
+along dimension 0 and unevenly, for which torch's `distribute_tensor` (2.13) returns wrong shards. This module
+therefore computes offsets itself. The functions that take a `FileWeight` map these shards to the weights' names in
+files (`rlframework.models.file_names`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
+from rlframework.models.file_names import FileWeight
+from rlframework.policy.checkpoint.portable import moments_slice
+from rlframework.policy.model_state import Moments, TensorShard
 
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of `tensor`, sharing its memory."""
+Slices = tuple[slice, ...]
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Return this rank's shard of `tensor`, sharing its memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def own_part(tensor: Tensor) -> tuple[slice, ...]:
-    """Where this rank's part of `tensor` lies in the whole, by dimension. No collective."""
+def local_slices(tensor: Tensor) -> Slices:
+    """Return the place of this rank's shard within the whole of `tensor`, one slice per dimension. No collective."""
     starts, stops = [0] * tensor.ndim, list(tensor.shape)
     if not isinstance(tensor, DTensor):
         return tuple(map(slice, starts, stops))
     mesh = tensor.device_mesh
-    # the last dimension of the mesh, tensor parallelism, cuts first
+    # the last mesh dimension, tensor parallelism, shards first
     for number in reversed(range(mesh.ndim)):
         placement = tensor.placements[number]
         if not isinstance(placement, (Shard, _StridedShard)):
             continue
         dim, ranks, rank = placement.dim % tensor.ndim, mesh.size(number), mesh.get_local_rank(number)
-        size = -(-(stops[dim] - starts[dim]) // ranks)  # as torch.chunk cuts
+        size = -(-(stops[dim] - starts[dim]) // ranks)  # the chunk size of torch.chunk
         starts[dim], stops[dim] = (min(starts[dim] + size * n, stops[dim]) for n in (rank, rank + 1))
     return tuple(map(slice, starts, stops))
 
 
 @torch.no_grad()
-def put(tensor: Tensor, whole_value: Tensor) -> None:
-    """Write this rank's part of `whole_value`, of any dtype and device, into `tensor`, in place. No collective."""
-    local(tensor).copy_(whole_value[own_part(tensor)])
+def copy_into_shard(tensor: Tensor, whole: Tensor) -> None:
+    """Copy this rank's slice of `whole`, of any dtype and device, into `tensor` in place. No collective."""
+    local_tensor(tensor).copy_(whole[local_slices(tensor)])
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """All of `tensor`; a collective where it is cut."""
+def gather_full(tensor: Tensor) -> Tensor:
+    """Return the whole of `tensor`. Collective if it is sharded."""
     if not isinstance(tensor, DTensor):
         return tensor
-    cut: Any = tensor
-    if cut.device.type != cut.device_mesh.device_type:  # it lies in CPU memory, and NCCL takes none of that
-        cut = cut.to(cut.device_mesh.device_type)
-    if cut.device_mesh.ndim > 1:  # the pieces of FSDP first: they lie inside those of tensor parallelism
-        first = [*[Replicate()] * (cut.device_mesh.ndim - 1), cut.placements[-1]]
-        cut = cut.redistribute(placements=first)
-    found: Tensor = cut.full_tensor()
-    return found
+    sharded: Any = tensor
+    if sharded.device.type != sharded.device_mesh.device_type:  # in CPU memory, which NCCL cannot gather
+        sharded = sharded.to(sharded.device_mesh.device_type)
+    if sharded.device_mesh.ndim > 1:  # FSDP's shards first: they are shards of those of tensor parallelism
+        placements = [*[Replicate()] * (sharded.device_mesh.ndim - 1), sharded.placements[-1]]
+        sharded = sharded.redistribute(placements=placements)
+    full: Tensor = sharded.full_tensor()
+    return full
+
+
+def reshard(model: nn.Module) -> None:
+    """Free the parameters of `model` that FSDP has gathered, so that reads and writes reach the shards.
+
+    After a forward without gradients FSDP2 keeps the root unsharded. That is a copy: the next forward would keep using
+    it and silently ignore values written to the shards.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def local_shard(weight: FileWeight, tensor: Tensor) -> tuple[Tensor, Slices] | None:
+    """Return this rank's shard of `weight`, whose source is `tensor`, and its slices within `weight`. No collective.
+
+    The shard shares the memory of `tensor`. None if this rank holds nothing of the weight. A weight that is a tensor of
+    the model itself is never None, though its shard may be empty.
+    """
+    slices, shard = local_slices(tensor), local_tensor(tensor)
+    if weight.expert is None:
+        return shard, slices
+    experts, rows, columns = slices
+    if not experts.start <= weight.expert < experts.stop:
+        return None
+    first, last = max(rows.start, weight.start), min(rows.stop, weight.start + weight.shape[0])
+    if first >= last:
+        return None
+    view = shard[weight.expert - experts.start, first - rows.start : last - rows.start]
+    return view, (slice(first - weight.start, last - weight.start), columns)
+
+
+def tensor_shards(weight: FileWeight, tensor: Tensor, prefix: str = "") -> Iterator[TensorShard]:
+    """Yield this rank's shard of `weight`, if it has one, named `prefix + weight.name`; `tensor` is its source."""
+    if (match := local_shard(weight, tensor.detach())) is not None:
+        shard, slices = match
+        yield TensorShard(prefix + weight.name, shard, tuple(one.start for one in slices), weight.shape)
+
+
+@torch.no_grad()
+def fill_moments(weights: Iterable[FileWeight], moments: Mapping[str, Moments], first: Tensor, second: Tensor) -> int:
+    """Copy this rank's shards of the `moments` of `weights`, all of one source, into `first` and `second`.
+
+    Returns the number of optimizer steps. No collective.
+    """
+    steps = 0
+    for weight in weights:
+        targets = local_shard(weight, first), local_shard(weight, second)
+        slices = targets[0][1] if targets[0] is not None else (slice(0, 0),) * len(weight.shape)
+        saved = moments_slice(moments, weight.name, slices)
+        steps = max(steps, saved.steps)
+        for target, value in zip(targets, (saved.exp_avg, saved.exp_avg_sq), strict=True):
+            if target is not None:
+                target[0].copy_(value)
+    return steps

@@ -1,7 +1,7 @@
-"""What a worker holds, by name: weights, adapters and the optimizer's moments, whole or in this rank's pieces.
+"""The worker's state by name: weights, adapters and optimizer moments, whole or as this rank's shards.
 
-Refit, saving, checkpoints in both forms and the reference swap go through it. Names are those of `save_pretrained`;
-`file_names` has those of mixtures of experts, `lora` those of adapters.
+Weight sync, saving, both forms of checkpoints and the reference swap use it. Names are those of `save_pretrained`;
+`rlframework.models.file_names` has those of mixtures of experts, `rlframework.models.adapters` those of adapters.
 """
 
 from __future__ import annotations
@@ -11,51 +11,53 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
 from rlframework.errors import NotSupported
 from rlframework.models import adapters
 from rlframework.models.file_names import by_source, file_weights, gathered
-from rlframework.models.named_tensors import held_tensors
+from rlframework.models.named_tensors import named_tensors
 from rlframework.policy.checkpoint.portable import FIRST, SECOND
-from rlframework.policy.checkpoint.saved import part_of
+from rlframework.policy.checkpoint.saved import slice_of
 from rlframework.policy.engine import Engine
 from rlframework.policy.lora_math import is_adapter
-from rlframework.policy.model_state import Moments, Piece, ShardedState, WeightSpec
-from rlframework.policy.trace_spans import GATHER, span
-from rlframework_dtensor.file_names import fill_moments, here, pieces
-from rlframework_dtensor.shards import local, put, whole
+from rlframework.policy.model_state import Moments, ShardedState, TensorShard, WeightSpec
+from rlframework.policy.profiling import GATHER, trace_span
+from rlframework_dtensor.shards import (
+    copy_into_shard,
+    fill_moments,
+    gather_full,
+    local_shard,
+    local_tensor,
+    reshard,
+    tensor_shards,
+)
 
 
-class Held(adapters.ModelAdapters, Engine, ABC):
-    """The primitives of `Engine` for weights and moments."""
+class ModelState(adapters.ModelAdapters, Engine, ABC):
+    """The primitives of `Engine` that read and write weights and moments."""
 
     _optimizer: torch.optim.Optimizer | None
 
     # -- weights ------------------------------------------------------------------------------------------------------
 
-    def _held(self) -> dict[str, Tensor]:
-        """The model's tensors that are saved, by name, and adapters; a tied head stands once, as the embedding.
+    def _named_tensors(self) -> dict[str, Tensor]:
+        """The model's saved tensors and its adapters, by name; a tied head appears once, as the embedding.
 
-        Outside, the experts of a mixture have the names of files instead: see `file_names`.
-
-        Gathered parameters are let go first: what FSDP leaves whole after a forward without gradients is a copy, and
-        writing to the shards behind it would leave it stale without an error.
+        The experts of a mixture have other names in files: see `rlframework.models.file_names`. Gathered parameters are
+        freed first, see `reshard`.
         """
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
-        return held_tensors(self.model)
+        reshard(self.model)
+        return named_tensors(self.model)
 
-    def _whole(self, tensor: Tensor) -> Tensor:
-        return whole(tensor)
+    def _gather_tensor(self, tensor: Tensor) -> Tensor:
+        return gather_full(tensor)
 
-    def _put(self, tensor: Tensor, value: Tensor) -> None:
-        put(tensor, value)
+    def _write_tensor(self, tensor: Tensor, value: Tensor) -> None:
+        copy_into_shard(tensor, value)
 
     def _weights(self) -> dict[str, Tensor]:
-        """Those that are saved, as they are without adapters."""
-        return {name: weight for name, weight in self._held().items() if not is_adapter(name)}
+        """The saved tensors, without adapters."""
+        return {name: weight for name, weight in self._named_tensors().items() if not is_adapter(name)}
 
     def weight_specs(self) -> dict[str, WeightSpec]:
         """See `Engine.weight_specs`."""
@@ -65,39 +67,39 @@ class Held(adapters.ModelAdapters, Engine, ABC):
 
     def gather_weights(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         """See `Engine.gather_weights`."""
-        weights = self._held()
+        weights = self._named_tensors()
 
         def gather(name: str) -> Tensor:
-            with span(GATHER):
+            with trace_span(GATHER):
                 return self._merged(name, weights)
 
         yield from gathered(names, file_weights(self.model, weights), gather)
 
     def snapshot(self) -> dict[str, Tensor]:
         """See `Engine.snapshot`."""
-        return {name: local(weight).to("cpu", copy=True) for name, weight in self._held().items()}
+        return {name: local_tensor(weight).to("cpu", copy=True) for name, weight in self._named_tensors().items()}
 
     @torch.no_grad()
     def restore(self, snapshot: dict[str, Tensor]) -> None:
         """See `Engine.restore`."""
-        for name, weight in self._held().items():
-            local(weight).copy_(snapshot[name])
+        for name, weight in self._named_tensors().items():
+            local_tensor(weight).copy_(snapshot[name])
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """See `Engine.load_weights`."""
-        own = self._weights()
-        for name, part in file_weights(self.model, own).items():
-            if (found := here(part, own[part.source])) is not None:
-                found[0].copy_(part_of(weights, name, found[1]))
+        weights_by_name = self._weights()
+        for name, part in file_weights(self.model, weights_by_name).items():
+            if (shard := local_shard(part, weights_by_name[part.source])) is not None:
+                shard[0].copy_(slice_of(weights, name, shard[1]))
 
     def _trained(self) -> dict[str, Tensor]:
-        """The parameters that the optimizer has, by the names of `weight_specs`."""
+        """The parameters that the optimizer updates, by the names of `weight_specs`."""
         assert self._optimizer is not None
         named = self.model.named_parameters()
-        return {adapters.outside(name): parameter for name, parameter in named if parameter.requires_grad}
+        return {adapters.external_name(name): parameter for name, parameter in named if parameter.requires_grad}
 
     def gather_moments(self) -> Iterator[tuple[str, Moments]]:
         """See `Engine.gather_moments`."""
@@ -108,7 +110,11 @@ class Held(adapters.ModelAdapters, Engine, ABC):
             state = self._optimizer.state.get(parameter)
             steps, first, second = 0, torch.zeros(parameter.shape), torch.zeros(parameter.shape)
             if state:
-                steps, first, second = int(state["step"]), whole(state["exp_avg"]), whole(state["exp_avg_sq"])
+                steps, first, second = (
+                    int(state["step"]),
+                    gather_full(state["exp_avg"]),
+                    gather_full(state["exp_avg_sq"]),
+                )
             for part in parts[name]:
                 yield part.name, Moments(steps, part.of(first), part.of(second))
 
@@ -121,7 +127,7 @@ class Held(adapters.ModelAdapters, Engine, ABC):
             first, second = torch.empty_like(parameter), torch.empty_like(parameter)
             steps = fill_moments(parts[name], moments, first, second)
             self._optimizer.state[parameter] = {
-                "step": torch.tensor(float(steps), device=local(parameter).device),
+                "step": torch.tensor(float(steps), device=local_tensor(parameter).device),
                 "exp_avg": first,
                 "exp_avg_sq": second,
             }
@@ -129,18 +135,19 @@ class Held(adapters.ModelAdapters, Engine, ABC):
     def sharded_state(self) -> ShardedState:
         """See `Engine.sharded_state`."""
         if self.config.lora is not None:
-            raise NotSupported("adapters are saved in the portable form only; set checkpoints.format to portable")
-        own = self._weights()
-        weights = [piece for part in file_weights(self.model, own).values() for piece in pieces(part, own[part.source])]
+            raise NotSupported("adapters are saved in the portable form only; set checkpoints.format=portable")
+        tensors = self._weights()
+        parts = file_weights(self.model, tensors).values()
+        weights = [shard for part in parts for shard in tensor_shards(part, tensors[part.source])]
         trained = self._trained() if self._optimizer is not None else {}
-        parts = by_source(file_weights(self.model, trained))
-        moments: list[Piece] = []
+        trained_parts = by_source(file_weights(self.model, trained))
+        moments: list[TensorShard] = []
         steps: dict[str, int] = {}
         for name, parameter in trained.items():
             state = self._optimizer.state.get(parameter) if self._optimizer is not None else None
             state = state or {}
-            steps |= {part.name: int(state.get("step", 0)) for part in parts[name]}
+            steps |= {part.name: int(state.get("step", 0)) for part in trained_parts[name]}
             for start, kind in ((FIRST, "exp_avg"), (SECOND, "exp_avg_sq")):
                 value = state[kind] if state else torch.zeros_like(parameter)
-                moments += [piece for part in parts[name] for piece in pieces(part, value, start)]
+                moments += [shard for part in trained_parts[name] for shard in tensor_shards(part, value, start)]
         return ShardedState(weights, moments, steps)

@@ -1,8 +1,8 @@
-"""Parallel styles that `torch.distributed.tensor.parallel` lacks: for a custom plan too.
+"""Parallel styles that `torch.distributed.tensor.parallel` lacks; custom plans may use them too.
 
-`Hidden` and `Output` move activations between whole and split along the sequence; `ConvColumns` and `ConvRows` split
-GPT-2's `Conv1D`; `Norm` and `HeadNorm` are for norms over the tokens or heads that a rank has; `Copied` is for what
-every rank has whole beside something split; `Embedding` splits an embedding over the vocabulary.
+`Hidden` and `Output` redistribute activations between replicated and sequence-sharded; `ConvColumns` and `ConvRows`
+shard GPT-2's `Conv1D`; `Norm` and `HeadNorm` are for norms over a rank's tokens or heads; `Replicated` is for weights
+that are replicated next to a sharded layer; `Embedding` shards an embedding over the vocabulary.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from torch.distributed.tensor.placement_types import Placement
 
 from rlframework.errors import NotSupported
 
-WHOLE, SEQUENCE = Replicate(), Shard(1)
-"""Layouts of hidden states `[B, S, H]`: each rank has all, or its part of the sequence."""
+REPLICATED, SEQUENCE = Replicate(), Shard(1)
+"""Layouts of hidden states `[B, S, H]`: whole on each rank, or sharded along the sequence."""
 
 
-def cut(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
-    """Replace the parameter `name` of `module` by this rank's part of it; every rank has the same value, or none."""
+def shard_parameter(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
+    """Replace the parameter `name` of `module`, the same on every rank or on meta, by this rank's shard."""
     parameter = getattr(module, name)
     part = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
     module.register_parameter(name, nn.Parameter(part, requires_grad=parameter.requires_grad))
 
 
 class Hidden(ParallelStyle):
-    """The module gets its hidden states, first argument or `hidden_states`, as `target`; they come as `source`.
+    """Redistribute a module's hidden states, its first argument or `hidden_states`, from `source` to `target`.
 
-    `local`: as a plain tensor, whose gradient is the same on every rank; else as a `DTensor`, for a module whose parts
-    take such ones and give each a share of the gradient.
+    `local`: pass a plain tensor, whose gradient is the same on every rank; otherwise a `DTensor`, for a module whose
+    submodules take `DTensor`s and each contribute a share of the gradient.
     """
 
     def __init__(self, source: Placement, target: Placement, *, local: bool = False) -> None:
@@ -51,14 +51,14 @@ class Hidden(ParallelStyle):
         return module
 
     def moved(self, tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-        """`tensor` in its new layout."""
-        found = tensor if isinstance(tensor, DTensor) else DTensor.from_local(tensor, mesh, [self.source])
-        found = found.redistribute(placements=[self.target])
-        return found.to_local() if self.local else found
+        """Return `tensor` in the target layout."""
+        sharded = tensor if isinstance(tensor, DTensor) else DTensor.from_local(tensor, mesh, [self.source])
+        sharded = sharded.redistribute(placements=[self.target])
+        return sharded.to_local() if self.local else sharded
 
 
 class Output(Hidden):
-    """What the module returns, or the first of what it returns, goes on as `target`; it comes as `source`."""
+    """Redistribute a module's output, or the first of its outputs, from `source` to `target`, as a plain tensor."""
 
     def __init__(self, source: Placement, target: Placement) -> None:
         super().__init__(source, target, local=True)
@@ -74,24 +74,24 @@ class Output(Hidden):
 
 
 class Norm(SequenceParallel):
-    """A norm over a part of the sequence: its weight's gradient is summed over the ranks."""
+    """A norm over a shard of the sequence; its weight's gradient is summed over the ranks."""
 
     def __init__(self) -> None:
         super().__init__(sequence_dim=1, use_local_output=True)
 
 
 class HeadNorm(SequenceParallel):
-    """A norm of each head, over the heads that a rank has: its weight's gradient is summed over the ranks."""
+    """A norm per head, over the heads of this rank; its weight's gradient is summed over the ranks."""
 
     def __init__(self) -> None:
         super().__init__(sequence_dim=2, use_local_output=True)
 
 
-class Copied(ParallelStyle):
-    """A module whose weights every rank has whole; what it takes lies as `layout`, and so does what it gives.
+class Replicated(ParallelStyle):
+    """A module with replicated weights, whose input and output have the layout `layout`.
 
-    The gradient of its weights is summed over the ranks where each has a share of it. `local`: it gives plain tensors,
-    whose gradients come as `layout` too; else a `DTensor`.
+    If each rank has a share of the weights' gradient, it is summed over the ranks. `local`: return plain tensors, whose
+    gradients have the layout too; otherwise a `DTensor`.
     """
 
     def __init__(self, layout: Placement, *, local: bool) -> None:
@@ -103,15 +103,15 @@ class Copied(ParallelStyle):
             return given if isinstance(given, DTensor) else DTensor.from_local(given, device_mesh, [self.layout])
 
         for name, _ in list(module.named_parameters(recurse=False)):
-            cut(module, name, device_mesh, WHOLE)
+            shard_parameter(module, name, device_mesh, REPLICATED)
         module.register_forward_pre_hook(before)
         if self.local:
             module.register_forward_hook(lambda _, args, output: output.to_local())
         return module
 
 
-class Joined(ParallelStyle):
-    """Several styles on one module, in this order."""
+class Chained(ParallelStyle):
+    """Several styles on one module, applied in order."""
 
     def __init__(self, *styles: ParallelStyle) -> None:
         self.styles = styles
@@ -124,7 +124,7 @@ class Joined(ParallelStyle):
 
 
 class _Conv(ParallelStyle):
-    """`Conv1D` of transformers, whose weight is `[in, out]`: hooks as those of the linear style that it is made of."""
+    """transformers' `Conv1D`, with weight `[in, out]`: uses the hooks of the corresponding style for linear layers."""
 
     placements: ClassVar[dict[str, Placement]]
 
@@ -133,7 +133,7 @@ class _Conv(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name, placement in self.placements.items():
-            cut(module, name, device_mesh, placement)
+            shard_parameter(module, name, device_mesh, placement)
         linear = self.linear
         wanted = (Shard(-1),) if isinstance(linear, RowwiseParallel) else (Replicate(),)
         prepare: Any = linear._prepare_input_fn
@@ -148,7 +148,7 @@ class _Conv(ParallelStyle):
 
 
 class ConvColumns(_Conv):
-    """As `ColwiseParallel`."""
+    """`ColwiseParallel` for `Conv1D`."""
 
     placements: ClassVar[dict[str, Placement]] = {"weight": Shard(1), "bias": Shard(0)}
 
@@ -157,7 +157,7 @@ class ConvColumns(_Conv):
 
 
 class ConvRows(_Conv):
-    """As `RowwiseParallel`."""
+    """`RowwiseParallel` for `Conv1D`."""
 
     placements: ClassVar[dict[str, Placement]] = {"weight": Shard(0), "bias": Replicate()}
 
@@ -166,41 +166,41 @@ class ConvRows(_Conv):
 
 
 def vocabulary_rows(vocabulary: int, mesh: DeviceMesh) -> tuple[int, int]:
-    """(first id, number of ids) of this rank, as torch cuts `vocabulary` rows along `mesh`."""
+    """Return this rank's (first id, number of ids), as torch shards `vocabulary` rows along `mesh`."""
     size = -(-vocabulary // mesh.size())
     start = min(size * mesh.get_local_rank(), vocabulary)
     return start, min(size, vocabulary - start)
 
 
 class Embedding(ParallelStyle):
-    """Each rank has the embeddings of some ids; the sum over the ranks is the whole embedding, on each of them.
+    """An embedding sharded over the vocabulary; the sum over the ranks is the whole embedding, on each of them.
 
-    On plain tensors, so that one with a scale of its own (Gemma's) is split as well. `padding_idx` gets no gradient.
+    Works on plain tensors, so that scaled embeddings (Gemma's) are supported too. `padding_idx` gets no gradient.
     """
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
         if not _plain(module):
             raise NotSupported(
-                f"the embedding {type(module).__name__} cannot be split over the vocabulary; "
+                f"the embedding {type(module).__name__} cannot be sharded over the vocabulary; "
                 "set policy.parallelism.tensor to 1"
             )
         start, rows = vocabulary_rows(module.num_embeddings, device_mesh)
         if not rows:
             raise NotSupported(
-                f"a vocabulary of {module.num_embeddings} cannot be split over {device_mesh.size()} workers; "
+                f"a vocabulary of {module.num_embeddings} cannot be sharded over {device_mesh.size()} workers; "
                 "lower policy.parallelism.tensor"
             )
-        cut(module, "weight", device_mesh, Shard(0))
+        shard_parameter(module, "weight", device_mesh, Shard(0))
         group = device_mesh.get_group()
 
         def forward(ids: Tensor) -> Tensor:
             inside = (ids >= start) & (ids < start + rows)
-            found = nn.functional.embedding((ids - start).where(inside, 0), module.weight.to_local())
+            embedded = nn.functional.embedding((ids - start).where(inside, 0), module.weight.to_local())
             if module.padding_idx is not None:
-                inside_and_trained = inside & (ids != module.padding_idx)
-                found = torch.where(inside_and_trained[..., None], found, found.detach())
-            found = found.where(inside[..., None], 0.0)
-            whole: Tensor = _Sum.apply(found, group)  # type: ignore[no-untyped-call]
+                has_gradient = inside & (ids != module.padding_idx)
+                embedded = torch.where(has_gradient[..., None], embedded, embedded.detach())
+            embedded = embedded.where(inside[..., None], 0.0)
+            whole: Tensor = _Sum.apply(embedded, group)  # type: ignore[no-untyped-call]
             scale = getattr(module, "embed_scale", None)
             return whole if scale is None else whole * scale.to(whole.dtype)
 
@@ -210,14 +210,14 @@ class Embedding(ParallelStyle):
 
 
 def _plain(module: nn.Module) -> bool:
-    """Whether its forward is that of `nn.Embedding`, or that times `embed_scale`, as Gemma's."""
+    """Return True if the forward is that of `nn.Embedding`, possibly times `embed_scale` as in Gemma."""
     if not isinstance(module, nn.Embedding) or module.max_norm is not None:
         return False
     return type(module).forward is nn.Embedding.forward or hasattr(module, "embed_scale")
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over a group; the gradient of the sum, the same on every rank, is that of each part."""
+    """Sum over a group. The gradient of the sum, the same on every rank, is that of each summand."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -231,5 +231,5 @@ class _Sum(torch.autograd.Function):
 
 
 Plan = dict[str, ParallelStyle]
-"""Styles by the modules' paths from the model; `*` stands for any one name."""
+"""Styles by module path relative to the model; `*` matches one path component."""
 PlanMaker = Callable[[], Plan]

@@ -1,9 +1,10 @@
 """The reference training engine: any Hugging Face causal language model, on CPU (gloo) and GPU (NCCL).
 
-Split by FSDP2 or HSDP, tensor and sequence parallelism, context and expert parallelism, over one mesh (`mesh`).
-Vision-language models too, in padded and dynamic microbatches; LoRA by layers of peft; reward models (`reward`).
+Sharded by FSDP2 or HSDP, tensor and sequence parallelism, context and expert parallelism over one mesh (`mesh`). Also
+supports vision-language models, in padded and dynamic microbatches, LoRA with peft's layers, and reward models.
 
-Supplies the primitives of `rlframework.policy.engine.Engine`: here the step, in `held` the weights and moments.
+Implements the primitives of `rlframework.policy.engine.Engine`: the training step here, weights and moments in `state`.
+`get_cpu_state_dict` and `unshard_fsdp2_model` can be imported from here as in NeMo-RL (`nemo_rl`).
 """
 
 from __future__ import annotations
@@ -19,24 +20,26 @@ from torch import nn
 from rlframework.interfaces.data_processor import Microbatch, MicrobatchRule
 from rlframework.models.context_parallel import ContextParallel
 from rlframework.models.forward import attending, forward
-from rlframework.models.load_balancing import RouterLoss
+from rlframework.models.load_balancing import LoadBalancingLoss
 from rlframework.models.loading import is_multimodal
 from rlframework.policy.engine import Step, StepResult
 from rlframework.policy.head.request import HeadOutput, HeadRequest, read_head_output
 from rlframework.policy.optimization import parameter_groups
-from rlframework.policy.trace_spans import BACKWARD, FORWARD, span
+from rlframework.policy.profiling import BACKWARD, FORWARD, trace_span
 from rlframework.policy.worker import PolicyWorkerBase
 from rlframework.workers import process_groups
 from rlframework_dtensor import gradients, media, offload
-from rlframework_dtensor.build import build_model
 from rlframework_dtensor.config import DTensorConfig
 from rlframework_dtensor.mesh import Sizes
-from rlframework_dtensor.state import Held
-from rlframework_dtensor.torch_context_parallel import TorchContextParallel
+from rlframework_dtensor.model_builder import build_model
+from rlframework_dtensor.nemo_rl import NeMoRLMethods, get_cpu_state_dict, unshard_fsdp2_model
+from rlframework_dtensor.state import ModelState
+
+__all__ = ["DTensorPolicyWorker", "get_cpu_state_dict", "unshard_fsdp2_model"]
 
 
-class DTensorPolicyWorker(Held, TorchContextParallel, offload.ModelMoves, PolicyWorkerBase):
-    """One rank of a model under FSDP2 and the other axes of its mesh. Constructor arguments: see `PolicyWorkerBase`."""
+class DTensorPolicyWorker(ModelState, NeMoRLMethods, PolicyWorkerBase):
+    """One rank of a model sharded over a mesh. Constructor arguments: see `PolicyWorkerBase`."""
 
     backend_config: DTensorConfig
     backend_config_model = DTensorConfig
@@ -49,8 +52,8 @@ class DTensorPolicyWorker(Held, TorchContextParallel, offload.ModelMoves, Policy
         self._multimodal = is_multimodal(self.model)
         group = self._mesh.context_group() if self._mesh is not None else None
         self._context = ContextParallel(group) if group is not None else None
-        wanted = self.config.router_aux_loss_coef > 0
-        self._router_loss = RouterLoss(self.model, self.data_parallel_group()) if wanted else None
+        balances = self.config.router_aux_loss_coef > 0
+        self._router_loss = LoadBalancingLoss(self.model, self.data_parallel_group()) if balances else None
         self._optimizer = self._make_optimizer() if init_optimizer else None
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
@@ -68,41 +71,41 @@ class DTensorPolicyWorker(Held, TorchContextParallel, offload.ModelMoves, Policy
         if not forward_only:
             self.model.zero_grad(set_to_none=True)
             if self._multimodal:
-                microbatches = media.evened(microbatches, self.data_parallel_group())
+                microbatches = media.align_media(microbatches, self.data_parallel_group())
             if self._router_loss is not None:
                 step = self._with_router_loss(step, microbatches, head)
         return [self._run_microbatch(microbatch, head, step, forward_only) for microbatch in microbatches]
 
     def _with_router_loss(self, step: Step, microbatches: Sequence[Microbatch], head: HeadRequest) -> Step:
-        """`step`, and the part of the routers' loss that the microbatch has."""
+        """`step`, plus the microbatch's share of the routers' load-balancing loss."""
         routers = self._router_loss
         assert routers is not None
 
         def forward(microbatch: Microbatch) -> None:
             self._run_microbatch(microbatch, head, lambda output, _: StepResult(), forward_only=True)
 
-        balance = routers.balance(microbatches, forward)
+        load = routers.measure_load(microbatches, forward)
 
-        def with_part(output: HeadOutput, microbatch: Microbatch) -> StepResult:
-            result, part = step(output, microbatch), routers.part(microbatch, balance)
+        def with_term(output: HeadOutput, microbatch: Microbatch) -> StepResult:
+            result, part = step(output, microbatch), routers.microbatch_loss(microbatch, load)
             assert result.loss is not None
             result.loss = result.loss + self.config.router_aux_loss_coef * part
             if not microbatch.is_dummy:
                 result.outputs["router_aux_loss"] = part.detach()
             return result
 
-        return with_part
+        return with_term
 
     def _run_microbatch(self, microbatch: Microbatch, head: HeadRequest, step: Step, forward_only: bool) -> StepResult:
         with attending(self.model.config, microbatch, self._context):
             with torch.no_grad() if forward_only else nullcontext():
-                with span(FORWARD):
+                with trace_span(FORWARD):
                     values = forward(self.model, self._head, microbatch, head, self._context)
                 result = step(read_head_output(values, head), microbatch)
             if not forward_only:
                 assert result.loss is not None
-                # FSDP2 takes the mean over ranks, the contract is the sum
-                with span(BACKWARD):
+                # FSDP2 averages gradients over ranks; the contract is their sum
+                with trace_span(BACKWARD):
                     (result.loss * self._sizes.gradient_ranks).backward()
                 result.loss = None
         return result
@@ -110,12 +113,12 @@ class DTensorPolicyWorker(Held, TorchContextParallel, offload.ModelMoves, Policy
     def clip_and_step(self, max_grad_norm: float | None, lr: float) -> tuple[float, bool]:
         """See `Engine.clip_and_step`."""
         assert self._optimizer is not None
-        found = gradients.gradients_of(self.model.parameters())
-        norm = float(gradients.total_norm(found, self._mesh))
+        grads = gradients.gradients_of(self.model.parameters())
+        norm = float(gradients.total_norm(grads, self._mesh))
         skipped = not math.isfinite(norm)
         if not skipped:
             if max_grad_norm is not None and norm > max_grad_norm:
-                gradients.clip(found, max_grad_norm, norm)
+                gradients.clip(grads, max_grad_norm, norm)
             for group in self._optimizer.param_groups:
                 group["lr"] = lr
             self._optimizer.step()
@@ -125,18 +128,18 @@ class DTensorPolicyWorker(Held, TorchContextParallel, offload.ModelMoves, Policy
     def microbatch_rule(self) -> MicrobatchRule:
         """See `Engine.microbatch_rule`."""
         multiple = 1 if self._context is None else self._context.pad_multiple
-        # with sequence parallelism each rank has as many tokens
+        # sequence parallelism needs the same number of tokens on each rank
         return MicrobatchRule(pad_multiple=multiple * (self._sizes.tensor if self.config.parallelism.sequence else 1))
 
     def preferred_batching(self) -> str:
-        """See `Engine.preferred_batching`: on a CPU as measured; on a GPU nothing has been measured yet."""
+        """See `Engine.preferred_batching`: as measured on CPUs; not measured on GPUs yet."""
         return "packed" if self._packs else "dynamic"
 
     def preferred_tokens(self) -> int:
-        """See `Engine.preferred_tokens`: on a CPU what stays in its caches is faster than what is large."""
+        """See `Engine.preferred_tokens`: on a CPU, microbatches that fit its caches are faster than large ones."""
         return 1024 if self.device.type == "cpu" else super().preferred_tokens()
 
-    # -- generation and the rest --------------------------------------------------------------------------------------
+    # -- device placement, generation, process groups ------------------------------------------------------------------
 
     def move(self, device: torch.device, *, model: bool = False, optimizer: bool = False) -> int:
         """See `Engine.move`."""
@@ -153,7 +156,7 @@ class DTensorPolicyWorker(Held, TorchContextParallel, offload.ModelMoves, Policy
 
     @contextmanager
     def generating(self) -> Iterator[None]:
-        """See `Engine.generating`: activation checkpointing would switch the cache off."""
+        """See `Engine.generating`: in training mode activation checkpointing would disable the key-value cache."""
         self.model.eval()
         yield
 

@@ -1,4 +1,4 @@
-"""A plan of tensor parallelism for Llama that a test names by its import path."""
+"""A tensor-parallel plan for Llama, which a test names by its import path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One checkpoint handed from layout to layout, each of which reads the pieces that another one wrote."""
+"""Sharded checkpoints across layouts: each layout reads the shards that another one wrote."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def policy(model_path, tokenizer):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model_path", [True], indirect=True, ids=["tied"])
-def test_pieces_go_from_layout_to_layout_to_the_bit(policy, batches, tmp_path):
+def test_sharded_checkpoints_are_bit_equal_across_layouts(policy, batches, tmp_path):
     previous: Path | None = None
     for number, layout in enumerate(CHAIN):
         folder = tmp_path / f"{number}-{layout}"
@@ -61,12 +61,12 @@ def test_pieces_go_from_layout_to_layout_to_the_bit(policy, batches, tmp_path):
 
 
 @pytest.mark.parametrize("model_path", [False], indirect=True, ids=["untied"])
-def test_copies_are_written_once(policy, tmp_path):
-    """With HSDP each of two workers has the whole model, and the pieces of both are as large as one."""
+def test_replicas_are_written_once(policy, tmp_path):
+    """With HSDP each of two workers holds the whole model; the files of both together are as large as one model."""
     with policy("data=2", dtensor={"replicate": 2}) as made:
         made.save_checkpoint(str(tmp_path / "model"), str(tmp_path / "optimizer"), form="sharded")
     wanted = sum(tensor.nbytes for tensor in read(tmp_path / "model").values())
     sizes = [path.stat().st_size for path in sorted((tmp_path / "model").glob("*.distcp"))]
     assert len(sizes) == 2
     assert wanted < sum(sizes) < 1.5 * wanted
-    assert min(sizes) > 0.3 * sum(sizes)  # they share the work
+    assert min(sizes) > 0.3 * sum(sizes)  # both workers write

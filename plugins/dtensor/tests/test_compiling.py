@@ -1,4 +1,4 @@
-"""`policy.dtensor.compile`: the same numbers, for rows of any lengths."""
+"""`policy.dtensor.compile`: the results of eager execution, for rows of any length."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from rlframework.conformance.layouts import Layout
 from rlframework.conformance.oracle import Oracle
 from rlframework.huggingface.model_directories import make_llama
 from rlframework.plugins.manager import create_manager
-from rlframework_dtensor import build
-from rlframework_dtensor.compile import compile_blocks
+from rlframework_dtensor import model_builder
 from rlframework_dtensor.config import COMPILERS
+from rlframework_dtensor.model_builder import compile_blocks
 from rlframework_dtensor.worker import DTensorPolicyWorker
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(400),
     pytest.mark.skipif(not any(map(which, COMPILERS)), reason="torch.compile needs a C++ compiler on a CPU"),
-    # torch's compiler trips over warnings of its own
+    # raised by torch's compiler itself
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
 ]
 
 
 def llama(path, layers, *, tied):
-    """A random Llama with grouped heads at `path`, and its tokenizer."""
+    """Write a random Llama with grouped heads to `path` and return the path and its tokenizer."""
     tokenizer = cases.tokenizer()
     sizes = {"hidden": 32, "intermediate": 64, "layers": layers, "heads": 4, "kv_heads": 2}
     return make_llama(path, tokenizer, **sizes, tied=tied, init_std=0.2), tokenizer
@@ -41,9 +41,9 @@ def llama(path, layers, *, tied):
     ("layers", "mode", "checkpointing", "compiler"),
     [(1, "padded", False, "inductor"), (1, "packed", True, "inductor"), (2, "padded", False, "eager")],
 )
-def test_a_compiled_step_is_that_of_the_oracle(tmp_path, batches, monkeypatch, layers, mode, checkpointing, compiler):
-    """Blocks are compiled one by one: that there may be several is shown up to graphs, as C++ takes the time."""
-    monkeypatch.setattr(build, "compile_blocks", partial(compile_blocks, compiler=compiler))
+def test_compiled_step_matches_the_oracle(tmp_path, batches, monkeypatch, layers, mode, checkpointing, compiler):
+    """Two blocks are compiled only up to their graphs, to save the time of C++."""
+    monkeypatch.setattr(model_builder, "compile_blocks", partial(compile_blocks, compiler=compiler))
     model, tokenizer = llama(tmp_path / "model", layers, tied=True)
     worker = DTensorPolicyWorker(
         {
@@ -67,10 +67,10 @@ def test_a_compiled_step_is_that_of_the_oracle(tmp_path, batches, monkeypatch, l
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > compiled
 
 
-def test_compiled_parts_of_a_sequence_are_those_of_the_oracle(tmp_path, monkeypatch):
-    """Two workers with half of each sequence, FSDP around the compiled block; each compiles for itself, up to graphs.
+def test_compiled_context_parallel_step_matches_the_oracle(tmp_path, monkeypatch):
+    """Two workers with half of each sequence and FSDP around the compiled block; each compiles up to its graphs.
 
-    What the graphs become in C++ is shown above, and would take most of a minute in each of the two.
+    Compilation to C++ is covered above and would take most of a minute in each worker.
     """
     manager = create_manager()
     found = manager.select("policy_worker", "dtensor")
@@ -80,16 +80,16 @@ def test_compiled_parts_of_a_sequence_are_those_of_the_oracle(tmp_path, monkeypa
     monkeypatch.setattr(manager, "select", lambda kind, name: found if kind == "policy_worker" else select(kind, name))
     where = {"manager": manager, "device": "cpu", "folder": tmp_path / "run", "models": tmp_path / "models"}
     (tmp_path / "run").mkdir()
-    bench = PolicyWorkerSuite.open_bench(record, Layout(context=2), **where)
-    bench.contract, bench.section = 2, {"compile": True}
+    harness = PolicyWorkerSuite.open_harness(record, Layout(context=2), **where)
+    harness.contract, harness.section = 2, {"compile": True}
     model, _ = llama(tmp_path / "models" / "untied", 1, tied=False)
-    assert bench.model("untied") == model  # the bench takes what is there
-    made, make = [], bench.policy
-    monkeypatch.setattr(bench, "policy", lambda *args, **keys: made.append(make(*args, **keys)) or made[-1])
+    assert harness.model("untied") == model  # the harness takes what is there
+    made, make = [], harness.policy
+    monkeypatch.setattr(harness, "policy", lambda *args, **keys: made.append(make(*args, **keys)) or made[-1])
     try:
         deadlines = {"start": 120.0, "call": 300.0, "shutdown": 20.0}
         batching = {"mode": "packed", "tokens": 30}
-        bench.first_step(bench.batch(), "compiled", batching=batching, deadlines=deadlines)
+        harness.first_step(harness.batch(), "compiled", batching=batching, deadlines=deadlines)
         assert all(made[0].inspect("probe_graphs:graphs"))
     finally:
-        bench.close()
+        harness.close()

@@ -1,9 +1,13 @@
-"""The backend against its contract, and the contract's tests against broken forms of the backend."""
+"""The backend against its contract, and the contract's tests against mutants of the backend."""
 
 from __future__ import annotations
 
+import pytest
+
 from rlframework.conformance import PolicyWorkerSuite
 from rlframework.conformance.mutants.proof import MutantProof
+
+pytestmark = pytest.mark.slow
 
 
 class TestPolicyWorker(PolicyWorkerSuite):

@@ -1,4 +1,4 @@
-"""Context parallelism: who computes what, what is refused, and steps of models that the conformance suite has not."""
+"""Context parallelism: how work is divided, rejected models, and steps of models that the conformance suite lacks."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from rlframework.conformance import PolicyWorkerSuite, cases
 from rlframework.conformance.layouts import Layout
 from rlframework.errors import NotSupported
 from rlframework.interfaces.worker_group import WorkerContext
-from rlframework.models.context_parallel import Piece, pieces, ranges
+from rlframework.models.context_parallel import QueryBlock, query_blocks, ranges
 from rlframework.plugins.manager import create_manager
-from rlframework_dtensor.build import build_model
 from rlframework_dtensor.config import DTensorConfig
 from rlframework_dtensor.mesh import Sizes
+from rlframework_dtensor.model_builder import build_model
 from rlframework_dtensor.worker import DTensorPolicyWorker
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -38,17 +38,17 @@ def config_of(family: str, **changes: Any) -> Any:
 # -- who computes what ------------------------------------------------------------------------------------------------
 
 
-def test_ranks_take_the_chunks_from_both_ends():
+def test_each_rank_gets_chunks_from_both_ends():
     assert [ranges(24, rank, 2) for rank in (0, 1)] == [[(0, 6), (18, 24)], [(6, 18)]]
     assert [ranges(12, rank, 3) for rank in (0, 1, 2)] == [[(0, 2), (10, 12)], [(2, 4), (8, 10)], [(4, 8)]]
 
 
-def test_neighbours_of_one_length_are_attended_to_in_one_call():
-    assert pieces([0, 2, 4, 6, 13, 24], [(0, 6), (18, 24)]) == (Piece(2, 2, 0, 3), Piece(6, 11, 13))
+def test_adjacent_sequences_of_equal_length_share_one_attention_call():
+    assert query_blocks([0, 2, 4, 6, 13, 24], [(0, 6), (18, 24)]) == (QueryBlock(2, 2, 0, 3), QueryBlock(6, 11, 13))
 
 
-def test_sequences_of_one_length_that_are_not_neighbours_are_not():
-    assert pieces([0, 4, 20, 24], [(0, 4), (20, 24)]) == (Piece(4, 4, 0), Piece(4, 4, 20))
+def test_separated_sequences_of_equal_length_do_not_share_a_call():
+    assert query_blocks([0, 4, 20, 24], [(0, 4), (20, 24)]) == (QueryBlock(4, 4, 0), QueryBlock(4, 4, 20))
 
 
 @given(
@@ -63,7 +63,7 @@ def test_every_query_sees_the_keys_of_its_sequence_up_to_its_own(size, chunk, cu
     for rank in range(size):
         parts = ranges(length, rank, size)
         columns = [column for first, last in parts for column in range(first, last)]
-        for piece in pieces(bounds, parts):
+        for piece in query_blocks(bounds, parts):
             for number in range(piece.count):
                 first = piece.first_key + number * piece.keys
                 for query in range(piece.queries):
@@ -77,7 +77,7 @@ def test_every_query_sees_the_keys_of_its_sequence_up_to_its_own(size, chunk, cu
 
 
 @given(size=st.integers(1, 6), chunk=st.integers(1, 7))
-def test_all_ranks_have_the_same_work(size, chunk):
+def test_all_ranks_do_the_same_work(size, chunk):
     length = 2 * size * chunk
     work = [sum(column + 1 for part in ranges(length, rank, size) for column in range(*part)) for rank in range(size)]
     assert len(set(work)) == 1
@@ -88,7 +88,7 @@ def test_all_ranks_have_the_same_work(size, chunk):
 
 
 @pytest.fixture
-def bench(tmp_path, monkeypatch):
+def harness(tmp_path, monkeypatch):
     """That of the suite's tests for two context ranks, on the families beside the suite's own models."""
     for name, (family, sizes) in FAMILIES.items():
         monkeypatch.setitem(
@@ -102,19 +102,19 @@ def bench(tmp_path, monkeypatch):
     record = manager.select("policy_worker", "dtensor").record
     folders = {"folder": tmp_path / "test", "models": tmp_path / "models"}
     folders["folder"].mkdir()
-    made = PolicyWorkerSuite.open_bench(record, Layout.parse("context=2"), manager=manager, device="cpu", **folders)
+    made = PolicyWorkerSuite.open_harness(record, Layout.parse("context=2"), manager=manager, device="cpu", **folders)
     yield made
     made.close()
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_step_on_packed_rows_is_that_of_the_oracle(bench, name):
+def test_packed_step_matches_the_oracle(harness, name):
     batching = {"mode": "packed", "tokens": 30}
-    bench.first_step(bench.batch(), name, kind="nll", model=name, batching=batching, activation_checkpointing=True)
+    harness.first_step(harness.batch(), name, kind="nll", model=name, batching=batching, activation_checkpointing=True)
 
 
-def test_a_window_that_crosses_ranks_is_that_of_the_oracle(bench):
-    bench.first_step(bench.batch(), "padded", kind="nll", model="mistral, sliding window")
+def test_window_across_ranks_matches_the_oracle(harness):
+    harness.first_step(harness.batch(), "padded", kind="nll", model="mistral, sliding window")
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------
@@ -132,18 +132,18 @@ def built(path, **section):
     [
         ("Gemma2", {**SIZES, "head_dim": 8}, "soft-capped attention scores"),
         ("Llama", {**SIZES, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic"),
-        ("Mamba", {"hidden_size": 32}, "MambaForCausalLM: its attention is its own"),
-        ("Bloom", {"hidden_size": 32, "n_head": 4}, "BloomForCausalLM: its attention is its own"),
+        ("Mamba", {"hidden_size": 32}, "MambaForCausalLM: its attention cannot be replaced"),
+        ("Bloom", {"hidden_size": 32, "n_head": 4}, "BloomForCausalLM: its attention cannot be replaced"),
         ("Llama4Text", {**SIZES, "head_dim": 8}, "chunked_attention"),
     ],
 )
-def test_models_that_cannot_be_split_are_refused_before_a_weight_is_loaded(tmp_path, family, changes, said):
-    config_of(family, **changes).save_pretrained(tmp_path)  # there are no weights: reading them would be told
+def test_unsupported_models_are_rejected_before_weights_are_loaded(tmp_path, family, changes, said):
+    config_of(family, **changes).save_pretrained(tmp_path)  # no weights: reading them would raise another error
     with pytest.raises(NotSupported, match=rf"(?s)context parallelism.*{said}.*policy\.parallelism\.context to 1"):
         built(tmp_path)
 
 
-def test_attention_sinks_are_refused_before_a_weight_is_loaded(tmp_path):
+def test_attention_sinks_are_rejected_before_weights_are_loaded(tmp_path):
     config_of("GptOss", **SIZES, head_dim=8, num_local_experts=2, num_experts_per_tok=1).save_pretrained(tmp_path)
     with pytest.raises(NotSupported, match=r"GptOssForCausalLM.*policy\.parallelism\.context to 1"):
         built(tmp_path)
@@ -158,7 +158,7 @@ def test_without_a_context_nothing_changes():
         assert torch.backends.cuda.math_sdp_enabled() == before
 
 
-def test_torchs_context_is_entered_with_the_kernels_that_it_can_split():
+def test_torch_context_is_entered_with_the_kernels_it_supports():
     seen = []
 
     @contextmanager

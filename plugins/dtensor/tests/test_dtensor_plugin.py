@@ -49,25 +49,25 @@ def test_the_plain_configuration_has_no_problems(registered):
     assert problems_of(registered, batching={"mode": "packed"}) == []
 
 
-def test_float16_is_refused(registered):
+def test_float16_is_rejected(registered):
     [(key, message)] = problems_of(registered, precision="float16")
     assert key == "policy.precision"
     assert "does not declare float16" in message
 
 
-def test_flash_attention_on_a_cpu_is_refused(registered):
+def test_flash_attention_on_a_cpu_is_rejected(registered):
     problems = problems_of(registered, precision="bfloat16", dtensor={"attention": "flash_attention_2"})
-    assert problems == [("policy.dtensor.attention", "flash_attention_2 needs a GPU, and the device is cpu.")]
+    assert problems == [("policy.dtensor.attention", "flash_attention_2 needs a GPU, but the device is cpu.")]
 
 
-def test_context_parallelism_with_another_attention_is_refused(registered):
+def test_context_parallelism_with_another_attention_is_rejected(registered):
     problems = problems_of(registered, parallelism={"context": 2}, dtensor={"attention": "eager"})
-    message = "context parallelism has an attention of its own, and does not do eager."
+    message = "context parallelism has its own attention, and does not support eager."
     assert ("policy.dtensor.attention", message) in problems
     assert problems_of(registered, parallelism={"context": 2}, dtensor={"attention": "sdpa"}) == []
 
 
-def test_compiling_on_a_cpu_without_a_compiler_is_refused(registered, monkeypatch):
+def test_compiling_on_a_cpu_without_a_compiler_is_rejected(registered, monkeypatch):
     monkeypatch.setattr(dtensor_config, "which", lambda name: None)
     [(key, message)] = problems_of(registered, dtensor={"compile": True})
     assert key == "policy.dtensor.compile"
@@ -75,10 +75,10 @@ def test_compiling_on_a_cpu_without_a_compiler_is_refused(registered, monkeypatc
     assert problems_of(registered, device="cuda", dtensor={"compile": True}) == []
 
 
-def test_compiling_with_tensor_parallelism_is_refused(registered):
+def test_compiling_with_tensor_parallelism_is_rejected(registered):
     split = {"parallelism": {"tensor": 2}, "workers": 2}
     [(key, message)] = problems_of(registered, device="cuda", dtensor={"compile": True}, **split)
-    assert (key, "go with tensor parallelism" in message) == ("policy.dtensor.compile", True)
+    assert (key, "cannot be combined with tensor parallelism" in message) == ("policy.dtensor.compile", True)
     assert problems_of(registered, device="cuda", dtensor={"compile": True}, workers=2) == []
 
 
@@ -87,7 +87,7 @@ def test_flash_attention_needs_its_package_and_half_precision(registered, monkey
     monkeypatch.setattr(model_checks, "find_spec", lambda name: object() if installed else None)
     choice = {"attention": "flash_attention_2"}
     missing = [("policy.dtensor.attention", "flash_attention_2 needs the package flash-attn.")]
-    wrong = [("policy.dtensor.attention", "flash_attention_2 does not compute in float32.")]
+    wrong = [("policy.dtensor.attention", "flash_attention_2 does not support float32.")]
     assert problems_of(registered, "cuda", precision="bfloat16", dtensor=choice) == ([] if installed else missing)
     assert problems_of(registered, "cuda", dtensor=choice) == ([] if installed else missing) + wrong
 
@@ -99,13 +99,13 @@ LLAMA = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size"
     ("model", "tensor", "said"),
     [
         (LLAMA, 2, None),
-        (LLAMA, 4, "the model has 2 key-value heads, which policy.parallelism.tensor=4 does not divide."),
+        (LLAMA, 4, "the model has 2 key-value heads, not divisible by policy.parallelism.tensor=4."),
         (LLAMA | {"intermediate_size": 63}, 2, "the model has 63 units of the MLP"),
         (LLAMA | {"num_attention_heads": 5}, 2, "the model has 5 attention heads"),
-        ({}, 3, None),  # a name on the hub: the workers look
+        ({}, 3, None),  # a name on the hub: checked by the workers
     ],
 )
-def test_heads_that_tensor_parallelism_does_not_divide_are_refused(registered, tmp_path, model, tensor, said):
+def test_heads_that_tensor_parallelism_does_not_divide_are_rejected(registered, tmp_path, model, tensor, said):
     if model:
         (tmp_path / "config.json").write_text(json.dumps(model))
     found = problems_of(registered, workers=tensor, model_name=str(tmp_path), parallelism={"tensor": tensor})
@@ -113,20 +113,20 @@ def test_heads_that_tensor_parallelism_does_not_divide_are_refused(registered, t
     assert said is None or said in found[0][1]
 
 
-def test_what_needs_tensor_parallelism_is_refused_without_it(registered):
+def test_what_needs_tensor_parallelism_is_rejected_without_it(registered):
     [(key, message)] = problems_of(registered, parallelism={"sequence": True})
-    assert (key, "goes with tensor parallelism" in message) == ("policy.parallelism.sequence", True)
+    assert (key, "requires tensor parallelism" in message) == ("policy.parallelism.sequence", True)
     [(key, _)] = problems_of(registered, dtensor={"custom_parallel_plan": "module:plan"})
     assert key == "policy.dtensor.custom_parallel_plan"
 
 
 @pytest.mark.parametrize(("replicate", "refused"), [(1, False), (2, False), (3, True), (4, False)])
-def test_copies_of_the_weights_divide_the_workers_that_share_rows(registered, replicate, refused):
+def test_replicas_divide_the_data_parallel_workers(registered, replicate, refused):
     found = problems_of(registered, workers=4, dtensor={"replicate": replicate})
     assert [key for key, _ in found] == ["policy.dtensor.replicate"] * refused
 
 
-def test_unknown_keys_of_the_section_are_refused():
+def test_unknown_keys_of_the_section_are_rejected():
     with pytest.raises(ValidationError, match="reshard"):
         DTensorConfig(reshard=True)
 

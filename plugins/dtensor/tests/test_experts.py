@@ -1,4 +1,4 @@
-"""Mixtures of experts: names of files, experts spread over workers, and the loss of the routers."""
+"""Mixtures of experts: names in files, expert parallelism, and the load-balancing loss."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rlframework.conformance.oracle import Oracle
 from rlframework.conformance.policies import InspectedPolicy, read_weights, run_config
 from rlframework.errors import ConfigError, UserError
 from rlframework.generation.client import Generation
-from rlframework.generation.engine_model import OwnModel
+from rlframework.generation.engine_model import EngineModel
 from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.microbatches.data_processor import make_dummy, make_microbatch
@@ -24,13 +24,12 @@ from rlframework.models.file_names import FileWeight, file_weights, gathered
 from rlframework.models.load_balancing import real_tokens
 from rlframework.plugins.manager import create_manager
 from rlframework.workers import process_groups
-from rlframework_dtensor import loading
-from rlframework_dtensor.build import build_model
+from rlframework_dtensor import model_builder
 from rlframework_dtensor.config import DTensorConfig
 from rlframework_dtensor.experts import require_experts
-from rlframework_dtensor.file_names import here
 from rlframework_dtensor.mesh import Sizes
-from rlframework_dtensor.shards import whole
+from rlframework_dtensor.model_builder import build_model
+from rlframework_dtensor.shards import gather_full, local_shard
 from rlframework_dtensor.worker import DTensorPolicyWorker
 
 
@@ -65,7 +64,7 @@ def a_mixture(kind: str = "qwen3_moe"):
 # -- names ------------------------------------------------------------------------------------------------------------
 
 
-def test_each_expert_is_a_weight_of_its_own_outside():
+def test_each_expert_has_names_of_its_own_in_files():
     tensors = {
         "a.mlp.experts.gate_up_proj": torch.arange(24.0).view(2, 4, 3),
         "a.mlp.experts.down_proj": torch.arange(12.0).view(2, 3, 2),
@@ -84,7 +83,7 @@ def test_each_expert_is_a_weight_of_its_own_outside():
     up = found["a.mlp.experts.1.up_proj.weight"]
     right = torch.tensor([[18.0, 19.0, 20.0], [21.0, 22.0, 23.0]])  # the second half of the second expert
     assert torch.equal(up.of(tensors[up.source]), right)
-    part, where = here(up, tensors[up.source])
+    part, where = local_shard(up, tensors[up.source])
     assert torch.equal(part, right)
     assert where == (slice(0, 2), slice(0, 3))
     part.zero_()
@@ -107,11 +106,11 @@ def test_a_tensor_is_gathered_once_for_names_that_follow():
     assert asked == ["e", "w", "e"]
 
 
-def test_an_engine_takes_experts_of_a_refit_in_place(models):
-    """The second time into the module that is there; what it answers is of the new weights."""
+def test_a_refit_updates_an_engines_experts_in_place(models):
+    """The second refit goes into the existing module; its output must be that of the new weights."""
     path = cases.model("experts", models)
     right = load_file(path / "model.safetensors")
-    engine = OwnModel(str(path), "cpu", "float32")
+    engine = EngineModel(str(path), "cpu", "float32")
     module = engine.load(right.items())
     changed = {name: weight + 1.0 for name, weight in right.items()}
     assert engine.load(changed.items()) is module
@@ -124,8 +123,8 @@ def test_an_engine_takes_experts_of_a_refit_in_place(models):
 
 
 @pytest.mark.parametrize("together", [False, True], ids=["one by one", "together"])
-def test_files_of_experts_are_read_without_a_whole_model(models, tmp_path, monkeypatch, together):
-    """Also where files hold experts as the model does, which transformers reads too."""
+def test_expert_files_are_read_without_a_whole_model(models, tmp_path, monkeypatch, together):
+    """Also if the files hold experts in the model's own layout, which transformers reads too."""
     source = cases.model("experts", models)
     weights = right = load_file(source / "model.safetensors")
     if together:
@@ -139,7 +138,7 @@ def test_files_of_experts_are_read_without_a_whole_model(models, tmp_path, monke
             weights |= {f"{path}.gate_up_proj": torch.stack(halves), f"{path}.down_proj": torch.stack(down)}
     (tmp_path / "config.json").write_text((source / "config.json").read_text())
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    monkeypatch.setattr(loading, "load_whole", None)  # no whole model is made
+    monkeypatch.setattr(model_builder, "load_whole", None)  # no whole model is made
     built = build_model(
         PolicyConfig(model_name=str(tmp_path), precision="bfloat16"),
         DTensorConfig(),
@@ -149,7 +148,7 @@ def test_files_of_experts_are_read_without_a_whole_model(models, tmp_path, monke
         torch.device("cpu"),
     )
     try:
-        held = {name: whole(weight.detach()) for name, weight in built.model.named_parameters()}
+        held = {name: gather_full(weight.detach()) for name, weight in built.model.named_parameters()}
         found = file_weights(built.model, held)
         assert found.keys() == right.keys()
         assert all(torch.equal(part.of(held[part.source]), right[name]) for name, part in found.items())
@@ -157,8 +156,8 @@ def test_files_of_experts_are_read_without_a_whole_model(models, tmp_path, monke
         process_groups.leave()
 
 
-def test_the_other_mixture_of_the_family_learns_as_the_oracle(tmp_path):
-    """Qwen2-MoE, whose blocks also have an expert that all tokens go to."""
+def test_qwen2_moe_training_matches_the_oracle(tmp_path):
+    """Qwen2-MoE, whose blocks also have a shared expert for all tokens."""
     from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
     tokenizer = cases.tokenizer()
@@ -195,8 +194,8 @@ def test_the_other_mixture_of_the_family_learns_as_the_oracle(tmp_path):
 
 
 @pytest.mark.parametrize("layout", ["data=2", "context=2"])
-def test_a_mixture_that_is_not_spread_learns_as_the_oracle(policy, layout):
-    """FSDP has some experts of each block in each process, and gathers them."""
+def test_training_without_expert_parallelism_matches_the_oracle(policy, layout):
+    """FSDP shards the experts of each block and gathers them."""
     data, split = cases.batch(), policy(layout, max_grad_norm=None)
     oracle = Oracle(split.config.policy.model_name, max_grad_norm=None)
     torch.testing.assert_close(split.get_logprobs(data)["logprobs"], oracle.logprobs(data), rtol=1e-5, atol=1e-5)
@@ -208,8 +207,8 @@ def test_a_mixture_that_is_not_spread_learns_as_the_oracle(policy, layout):
 
 
 @pytest.mark.slow
-def test_what_experts_on_two_workers_wrote_goes_on_on_one_and_back(policy, tmp_path):
-    """In pieces from two workers to one, whole from one to two; and the engine generates with the experts of now."""
+def test_checkpoints_resume_with_and_without_expert_parallelism(policy, tmp_path):
+    """Sharded from two workers to one, whole from one to two; the engine generates with the current experts."""
     steps = [cases.batch(seed=seed) for seed in range(3)]
     spread = policy("data=2,expert=2", batching={"mode": "packed", "tokens": 40}, activation_checkpointing=True)
     oracle = Oracle(spread.config.policy.model_name)
@@ -253,48 +252,68 @@ def _assert_generates_with_its_weights(policy) -> None:
 @pytest.mark.parametrize(
     ("model", "layout", "keys", "message"),
     [
-        ("untied", "data=2,expert=2", {}, r"parallelism.expert.*type 'llama' has no experts that this backend knows"),
-        ("experts", "data=8,expert=8", {}, r"parallelism.expert.*has 4 experts.*expert=8 does not divide"),
-        ("experts", "data=2,expert=4", {}, r"parallelism.expert.*4 does not divide 2, the workers that share the rows"),
-        ("experts", "data=2,tensor=2,expert=2", {}, r"parallelism.expert.*not spread where policy.parallelism.tensor"),
-        ("experts", "data=2,context=2,expert=2", {}, r"not spread where policy.parallelism.context is 2"),
-        ("experts", "data=4,expert=2", {"dtensor": {"replicate": 2}}, r"where policy.dtensor.replicate is 2"),
-        ("experts", "data=2,expert=2", {"lora": {}}, r"parallelism.expert.*adapters"),
-        ("untied", "data=1", {"router_aux_loss_coef": 0.1}, r"router_aux_loss_coef.*'llama' has no experts"),
+        ("untied", "data=2,expert=2", {}, r"parallelism.expert.*no experts of the model type 'llama'"),
+        ("experts", "data=8,expert=8", {}, r"parallelism.expert.*has 4 experts, not divisible by .*expert=8"),
+        (
+            "experts",
+            "data=2,expert=4",
+            {},
+            r"parallelism.expert.*4 does not divide 2, the number of data-parallel workers",
+        ),
+        (
+            "experts",
+            "data=2,tensor=2,expert=2",
+            {},
+            r"parallelism.expert.*cannot be combined with policy.parallelism.tensor=2",
+        ),
+        ("experts", "data=2,context=2,expert=2", {}, r"cannot be combined with policy.parallelism.context=2"),
+        (
+            "experts",
+            "data=4,expert=2",
+            {"dtensor": {"replicate": 2}},
+            r"cannot be combined with policy.dtensor.replicate=2",
+        ),
+        ("experts", "data=2,expert=2", {"lora": {}}, r"parallelism.expert.*LoRA"),
+        (
+            "untied",
+            "data=1",
+            {"router_aux_loss_coef": 0.1},
+            r"router_aux_loss_coef.*no experts of the model type 'llama'",
+        ),
         ("experts", "context=2", {"router_aux_loss_coef": 0.1}, r"router_aux_loss_coef.*context parallelism"),
         ("experts", "data=1", {"router_aux_loss_coef": -0.1}, r"router_aux_loss_coef"),
     ],
 )
-def test_what_cannot_be_is_refused_before_a_worker_starts(models, model, layout, keys, message):
+def test_unsupported_configurations_are_rejected_before_workers_start(models, model, layout, keys, message):
     with pytest.raises(ConfigError, match=r"(?s)" + message):
         run_config("dtensor", cases.model(model, models), Layout.parse(layout), manager=create_manager(), **keys)
 
 
-def test_workers_refuse_too_where_the_driver_does_not_see_the_model():
+def test_workers_reject_what_the_driver_cannot_check():
     dense = SimpleNamespace(get_text_config=lambda: SimpleNamespace(model_type="llama"))
     odd = SimpleNamespace(get_text_config=lambda: SimpleNamespace(model_type="qwen3_moe", num_experts=6))
     require_experts(dense, 1, router_loss=False)
     require_experts(odd, 3, router_loss=True)
-    with pytest.raises(ConfigError, match=r"policy.parallelism.expert=2 cannot be.*'llama' has no experts.*to 1"):
+    with pytest.raises(ConfigError, match=r"expert=2 is not possible.*no experts of the model type 'llama'.*to 1"):
         require_experts(dense, 2, router_loss=False)
-    with pytest.raises(ConfigError, match=r"router_aux_loss_coef cannot be.*'llama' has no experts.*to 0"):
+    with pytest.raises(ConfigError, match=r"router_aux_loss_coef is not possible.*no experts .*'llama'.*to 0"):
         require_experts(dense, 1, router_loss=True)
-    with pytest.raises(ConfigError, match=r"the model has 6 experts, which policy.parallelism.expert=4"):
+    with pytest.raises(ConfigError, match=r"the model has 6 experts, not divisible by policy.parallelism.expert=4"):
         require_experts(odd, 4, router_loss=False)
     sizes = {"tensor": 1, "context": 1, "pipeline": 1}
     for world, keys, message in (
         (6, {"expert": 4}, r"expert=4 does not divide 6"),
-        (4, {"expert": 2, "tensor": 2}, r"expert=2 goes with none of"),
+        (4, {"expert": 2, "tensor": 2}, r"expert=2 cannot be combined with"),
     ):
         parallelism = PolicyConfig(model_name="m", parallelism={**sizes, **keys}).parallelism
         with pytest.raises(ConfigError, match=message):
             Sizes.of(world, parallelism)
 
 
-# -- the loss of the routers ------------------------------------------------------------------------------------------
+# -- the load-balancing loss ------------------------------------------------------------------------------------------
 
 
-def test_the_tokens_that_count_are_those_of_rows():
+def test_only_tokens_of_real_rows_are_counted():
     data = cases.batch(3)
     data["input_lengths"] = torch.tensor([2, 4, 3])
     data["token_mask"] = (torch.arange(14) < data["input_lengths"][:, None]).float()

@@ -1,4 +1,4 @@
-"""The dtensor worker on one GPU against the oracle on the CPU."""
+"""The dtensor worker on one GPU, compared with the oracle on the CPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rlframework.config.sections import GenerationConfig
 from rlframework.conformance import cases
 from rlframework.conformance.oracle import Oracle
 from rlframework.interfaces.worker_group import WorkerContext
-from rlframework.policy import trace_spans
+from rlframework.policy import profiling
 from rlframework_dtensor.worker import DTensorPolicyWorker
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 @pytest.mark.parametrize("mode", ["padded", "dynamic", "packed"])
 @pytest.mark.parametrize(("precision", "tolerance"), [("float32", 1e-3), ("bfloat16", 0.1)])
 def test_scores_trains_and_generates(model_path, tokenizer, oracle, batch, mode, precision, tolerance):
-    """fp32 on a GPU may use other kernels than the CPU, so the tolerance is wider than contract 2."""
+    """fp32 on a GPU may use other kernels than on a CPU, so the tolerance is wider than contract 2."""
     worker = DTensorPolicyWorker(
         {
             "model_name": str(model_path),
@@ -59,8 +59,8 @@ def test_scores_trains_and_generates(model_path, tokenizer, oracle, batch, mode,
 
 
 @pytest.mark.parametrize("parameters", [False, True])
-def test_what_is_offloaded_moves_and_changes_no_number(model_path, tokenizer, oracle, batch, parameters):
-    """The bytes are those of 32-bit weights and of two moments of each; a step takes them to the device and back."""
+def test_offloading_moves_memory_and_changes_no_result(model_path, tokenizer, oracle, batch, parameters):
+    """The bytes are those of fp32 weights and of two moments each; a step onloads them and offloads them again."""
     worker = DTensorPolicyWorker(
         {
             "model_name": str(model_path),
@@ -91,8 +91,8 @@ def test_what_is_offloaded_moves_and_changes_no_number(model_path, tokenizer, or
         worker.shutdown()
 
 
-def test_a_worker_tells_of_its_gpu_and_its_trace_has_kernels(model_path, tokenizer, batch, tmp_path):
-    """The UUID is NVML's; memory is the allocator's, in MiB; kernels stand in the trace beside the phases."""
+def test_worker_reports_its_gpu_and_its_trace_has_kernels(model_path, tokenizer, batch, tmp_path):
+    """The UUID is NVML's; memory is the allocator's, in MiB; the trace has kernels and phases."""
     worker = DTensorPolicyWorker(
         {"model_name": str(model_path), "train_global_batch_size": 8}, tokenizer, context=WorkerContext(device="cuda")
     )
@@ -110,14 +110,14 @@ def test_a_worker_tells_of_its_gpu_and_its_trace_has_kernels(model_path, tokeniz
         assert 0 < info["memory_allocated_mb"] <= info["peak_memory_allocated_mb"] <= info["peak_memory_reserved_mb"]
         events = json.loads(gzip.decompress(Path(path).read_bytes()))["traceEvents"]
         assert "kernel" in {event.get("cat") for event in events}
-        assert trace_spans.BACKWARD in {event["name"] for event in events}
+        assert profiling.BACKWARD in {event["name"] for event in events}
     finally:
         worker.shutdown()
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("float32", 1e-3), ("bfloat16", 0.1)])
 def test_a_mixture_of_experts_trains(tmp_path, precision, tolerance):
-    """With the loss of the routers, and by the kernels for groups of rows that transformers takes on a GPU."""
+    """With the load-balancing loss and the grouped kernels that transformers uses on a GPU."""
     path, data = cases.model("experts", tmp_path), cases.batch()
     plain = Oracle(path, router_loss=0.5, max_grad_norm=None)
     worker = DTensorPolicyWorker(

@@ -1,4 +1,4 @@
-"""Checkpoints of a worker on a GPU: pieces are copied to RAM before the next step, and read by a worker on the CPU."""
+"""Checkpoints of a worker on a GPU: shards are copied to RAM before the next step, and read by a worker on the CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights straight from files into the pieces of a model; one process in bfloat16 is split over itself alone."""
+"""Loading weights from files directly into shards; a single process in bfloat16 is sharded over one rank."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from rlframework.errors import DataError
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.models.loading import empty_model, load_config, load_model
 from rlframework.workers import process_groups
-from rlframework_dtensor import loading
-from rlframework_dtensor.build import build_model
+from rlframework_dtensor import model_builder
 from rlframework_dtensor.config import DTensorConfig
 from rlframework_dtensor.mesh import Sizes
-from rlframework_dtensor.shards import whole
+from rlframework_dtensor.model_builder import build_model
+from rlframework_dtensor.shards import gather_full
 
 
 @pytest.fixture
 def loaded():
-    """`loaded(path)`: the weights, whole, of the model that a worker has of the files at `path`."""
+    """`loaded(path)`: the whole weights of the model that a worker loads from `path`."""
     joined = []
 
     def load(path):
@@ -30,7 +30,7 @@ def loaded():
             config, DTensorConfig(), WorkerContext(), Sizes(1, 1, 1, 1), cases.tokenizer(), torch.device("cpu")
         )
         joined.append(built)
-        return {name: whole(weight.detach()) for name, weight in built.model.named_parameters()}
+        return {name: gather_full(weight.detach()) for name, weight in built.model.named_parameters()}
 
     yield load
     for _ in joined:
@@ -39,7 +39,7 @@ def loaded():
 
 @pytest.fixture
 def model(tmp_path):
-    """`model(name, change)`: a directory of the suite's model whose weights `change` made into others, and these."""
+    """`model(name, change)`: a directory with the suite's model after `change(weights)`, and these weights."""
 
     def make(name, change=lambda weights: weights):
         path = cases.model(name, tmp_path)
@@ -52,7 +52,7 @@ def model(tmp_path):
 
 def test_files_in_half_precision_are_read_as_fp32(loaded, model, monkeypatch):
     path, saved = model("untied", lambda weights: {name: value.bfloat16() for name, value in weights.items()})
-    monkeypatch.setattr(loading, "load_whole", None)  # no whole model is made
+    monkeypatch.setattr(model_builder, "load_whole", None)  # no whole model is made
     found = loaded(path)
     assert found.keys() == saved.keys()
     for name, weight in found.items():
@@ -60,38 +60,38 @@ def test_files_in_half_precision_are_read_as_fp32(loaded, model, monkeypatch):
         assert torch.equal(weight, saved[name].float()), name
 
 
-def test_files_may_leave_the_prefix_of_the_base_model_out(loaded, model, monkeypatch):
+def test_files_may_omit_the_prefix_of_the_base_model(loaded, model, monkeypatch):
     path, saved = model(
         "learned_positions", lambda weights: {name.removeprefix("transformer."): w for name, w in weights.items()}
     )
-    monkeypatch.setattr(loading, "load_whole", None)
+    monkeypatch.setattr(model_builder, "load_whole", None)
     for name, weight in loaded(path).items():
         assert torch.equal(weight, saved[name.removeprefix("transformer.")]), name
 
 
-def test_files_may_have_a_tied_head_under_the_name_of_the_head(loaded, model, monkeypatch):
+def test_files_may_store_a_tied_embedding_under_the_heads_name(loaded, model, monkeypatch):
     old, new = "model.embed_tokens.weight", "lm_head.weight"
     path, saved = model("tied", lambda weights: {new if name == old else name: w for name, w in weights.items()})
-    monkeypatch.setattr(loading, "load_whole", None)
+    monkeypatch.setattr(model_builder, "load_whole", None)
     found = loaded(path)
     assert torch.equal(found[old], saved[new])
     assert new not in found
 
 
-def test_a_file_that_lacks_a_weight_is_refused(model):
+def test_a_file_that_lacks_a_weight_is_rejected(model):
     path, _ = model("untied", lambda weights: {name: w for name, w in weights.items() if "layers.1.mlp" not in name})
     config = PolicyConfig(model_name=str(path))
     with pytest.raises(DataError, match=r"it lacks \['model\.layers\.1\.mlp\.down_proj\.weight'"):
         load_model(config, None)
 
 
-def test_frequencies_of_rotary_positions_are_those_of_the_model(model):
-    """They are in no file."""
+def test_rotary_frequencies_are_those_of_the_model(model):
+    """They are buffers that no file contains."""
     path, _ = model("untied")
     config = PolicyConfig(model_name=str(path))
     empty = empty_model(config, load_config(config), None)
     assert all(parameter.is_meta for parameter in empty.parameters())
-    loading.fill(empty, config, None, torch.device("cpu"))
+    model_builder.load_pretrained_weights(empty, config, None, torch.device("cpu"))
     right = load_model(config, None)
     for name, buffer in right.named_buffers():
         assert torch.equal(dict(empty.named_buffers())[name], buffer), name

@@ -1,4 +1,4 @@
-"""LoRA of the backend: what peft reads, what is refused, and models and layouts that the conformance suite has not."""
+"""LoRA: compatibility with peft, rejected configurations, and models and layouts that the conformance suite lacks."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from rlframework.conformance import cases
 from rlframework.conformance.layouts import Layout
 from rlframework.conformance.lora_oracle import LoraOracle
 from rlframework.conformance.policies import InspectedPolicy, run_config
+from rlframework.conformance.suites.policy_worker.harness import loss_function
 from rlframework.conformance.suites.policy_worker.saving import prompts
-from rlframework.conformance.suites.policy_worker.workbench import loss_function
 from rlframework.errors import ConfigError, NotSupported, UserError
 from rlframework.generation.remote import RemoteGeneration
 from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.plugins.manager import create_manager
 from rlframework_dtensor.config import check
+
+pytestmark = pytest.mark.slow
 
 LORA = {"rank": 4, "alpha": 6.0, "target_modules": ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]}
 
@@ -33,7 +35,7 @@ def models(tmp_path_factory):
 
 @pytest.fixture
 def policy(models, tmp_path):
-    """`policy(model, **keys)`: a policy in this process with LoRA; it is shut down when the test is over."""
+    """`policy(model, **keys)`: a policy with LoRA in this process, shut down after the test."""
     started = []
 
     def start(model="untied", layout: Layout | None = None, reference: bool = False, **keys):
@@ -96,7 +98,7 @@ def test_what_peft_wrote_is_loaded(policy, models, tmp_path):
 
 @pytest.mark.parametrize("keys", [{"activation_checkpointing": True}, {"batching": {"mode": "packed"}}], ids=str)
 @pytest.mark.parametrize("model", ["tied", "norms_of_heads", "experts"])
-def test_steps_are_the_oracles(policy, models, tmp_path, model, keys):
+def test_steps_match_the_oracle(policy, models, tmp_path, model, keys):
     targets = ["q_proj", "o_proj"] if model == "experts" else LORA["target_modules"]
     trained = policy(model, lora={**LORA, "target_modules": targets}, **keys)
     trained.save_adapter(str(tmp_path / "start"))
@@ -123,7 +125,7 @@ def started(trained, data, models, folder):
 
 
 @pytest.mark.parametrize("case", OTHERS)
-def test_steps_and_the_reference_between_them_where_weights_lie_otherwise(policy, models, tmp_path, case):
+def test_steps_and_reference_match_in_other_layouts(policy, models, tmp_path, case):
     layout, keys = OTHERS[case]
     trained, data = policy(layout=layout, reference=True, **keys), cases.batch()
     start, oracle = started(trained, data, models, tmp_path / "start")
@@ -135,7 +137,7 @@ def test_steps_and_the_reference_between_them_where_weights_lie_otherwise(policy
         assert float(got["grad_norm"][0]) == pytest.approx(right.grad_norm, rel=2e-5)
 
 
-def test_in_bfloat16_adapters_stay_fp32_and_the_reference_is_the_base_to_the_bit(policy, models, tmp_path):
+def test_bfloat16_keeps_adapters_in_fp32_and_the_reference_is_the_base_bit_for_bit(policy, models, tmp_path):
     trained, data = policy(precision="bfloat16"), cases.batch()
     start = trained.get_logprobs(data)["logprobs"]
     for seed in range(2):
@@ -149,7 +151,7 @@ def test_in_bfloat16_adapters_stay_fp32_and_the_reference_is_the_base_to_the_bit
     assert torch.equal(start, fresh), "with B at 0 the model is its base"
 
 
-def test_a_checkpoint_goes_on_under_another_layout(policy, models, tmp_path):
+def test_a_checkpoint_resumes_under_another_layout(policy, models, tmp_path):
     first = policy()
     for seed in range(2):
         first.train(cases.batch(seed=seed), loss_function("nll"))
@@ -163,7 +165,7 @@ def test_a_checkpoint_goes_on_under_another_layout(policy, models, tmp_path):
         assert float(got["grad_norm"][0]) == pytest.approx(float(right["grad_norm"][0]), rel=1e-4)
 
 
-def test_adapters_of_another_base_are_refused_by_its_files(policy, models, tmp_path):
+def test_adapters_of_another_base_are_rejected_by_its_files(policy, models, tmp_path):
     import json
 
     trained = policy()
@@ -172,15 +174,15 @@ def test_adapters_of_another_base_are_refused_by_its_files(policy, models, tmp_p
     [facts] = told["files"].values()
     facts["sha256_of_ends"] = "0" * 64
     (tmp_path / "adapter" / "base.json").write_text(json.dumps(told))
-    with pytest.raises(UserError, match="take the base that they were trained on"):
+    with pytest.raises(UserError, match="use the base that they were trained on"):
         trained.load_adapter(str(tmp_path / "adapter"))
 
 
 @pytest.mark.parametrize("target", ["c_attn", "nothing", "lm_head", "mlp"])
-def test_what_is_no_linear_layer_is_refused_with_those_that_are(policy, target):
+def test_non_linear_targets_are_rejected_listing_linear_layers(policy, target):
     model = "learned_positions" if target == "c_attn" else "untied"
     known = "none" if target == "c_attn" else "down_proj, gate_proj, k_proj"
-    with pytest.raises(ConfigError, match=f"'{target}', which is no linear layer.*: {known}"):
+    with pytest.raises(ConfigError, match=f"'{target}', which is not a linear layer.*: {known}"):
         policy(model, lora={"target_modules": [target]})
 
 
@@ -192,13 +194,13 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("key", sorted(REFUSED))
-def test_what_does_not_go_together_is_refused_before_anything_starts(models, key):
+def test_unsupported_combinations_are_rejected_before_anything_starts(models, key):
     keys = {"lora": LORA, **REFUSED[key]}
     with pytest.raises((NotSupported, ConfigError), match=key):
         run_config("dtensor", cases.model("untied", models), Layout(), manager=create_manager(), **keys)
 
 
-def test_the_sharded_form_of_checkpoints_is_refused_with_adapters(models):
+def test_sharded_checkpoints_are_rejected_with_adapters(models):
     config = run_config("dtensor", cases.model("untied", models), Layout(), manager=create_manager(), lora=LORA)
     sharded = config.checkpoints.model_copy(update={"format": "sharded"})
     assert [problem.key for problem in check(config.model_copy(update={"checkpoints": sharded}), "cpu")] == [
@@ -212,7 +214,7 @@ def test_without_adapters_there_are_none_to_save(policy, tmp_path):
     assert not (tmp_path / "adapter").exists()
 
 
-def test_a_refit_of_adapters_gives_the_engine_what_a_refit_of_merged_weights_does(models, tmp_path):
+def test_refit_of_adapters_equals_refit_of_merged_weights(models, tmp_path):
     path, manager = cases.model("untied", models), create_manager()
     tokens, sampled, sent = load_tokenizer(str(path)), {}, {}
     for refit in ("merged", "adapters"):
@@ -228,7 +230,7 @@ def test_a_refit_of_adapters_gives_the_engine_what_a_refit_of_merged_weights_doe
         )
         with InspectedPolicy(config, tokens, manager) as trained:
             generation = RemoteGeneration(config, trained, tokens, manager)
-            for seed in range(2):  # the second refit is into a model that is there
+            for seed in range(2):  # the second refit goes into the existing model
                 trained.train(cases.batch(seed=seed), loss_function("nll"))
                 generation.prepare_for_generation()
                 output = generation.generate(prompts())
@@ -252,7 +254,7 @@ def test_adapters_are_not_sent_to_engines_in_the_trainers_own_processes(models):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_on_a_gpu_steps_are_the_oracles_and_the_reference_is_the_base_to_the_bit(policy, models, tmp_path, precision):
+def test_gpu_steps_match_the_oracle_and_the_reference_is_the_base_bit_for_bit(policy, models, tmp_path, precision):
     """fp32 on a GPU may use other kernels than the CPU, so the tolerance is wider than on a CPU."""
     trained, data = policy(device="cuda", precision=precision, reference=True), cases.batch()
     start, oracle = started(trained, data, models, tmp_path / "start")

@@ -1,7 +1,8 @@
-"""Where each rank stands and which piece of a weight it has, rank by rank, without other processes.
+"""Each rank's coordinates and shards, rank by rank in a single process.
 
-Torch's "fake" process group says that there are others; nothing here talks to them. Each rank is a thread that lives
-until the test ends: torch knows meshes of the same ranks apart by their threads, and remembers what it did with them.
+Torch's "fake" process group reports ranks that do not exist; no test communicates. Each rank is a thread that lives
+until the test ends, because torch identifies meshes over the same ranks by their threads and caches what it did with
+them.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from rlframework.config.policy import ParallelismConfig
 from rlframework.errors import ConfigError
 from rlframework.interfaces.named_sharding import policy_sharding
 from rlframework_dtensor.mesh import Mesh, Sizes
-from rlframework_dtensor.shards import local, own_part, put
-from rlframework_dtensor.styles import cut, vocabulary_rows
+from rlframework_dtensor.nemo_rl import NeMoRLMethods
+from rlframework_dtensor.shards import copy_into_shard, local_slices, local_tensor
+from rlframework_dtensor.styles import shard_parameter, vocabulary_rows
 
 LAYOUTS = [  # workers, context, tensor, replicate
     (1, 1, 1, 1),
@@ -35,7 +37,7 @@ LAYOUTS = [  # workers, context, tensor, replicate
 
 @pytest.fixture
 def on_rank():
-    """`on_rank(rank, workers, work)`: what `work()` gives where the default group says that this is `rank`."""
+    """`on_rank(rank, workers, work)`: the result of `work()` with a default group in which this process is `rank`."""
     done, threads = threading.Event(), []
 
     def run(rank, workers, work):
@@ -74,7 +76,7 @@ def ranks_in(group, alone):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_groups_are_those_of_the_named_sharding(on_rank, layout):
+def test_groups_match_the_named_sharding(on_rank, layout):
     workers, context, tensor, _ = layout
     sharding = policy_sharding(workers, ParallelismConfig(context=context, tensor=tensor))
     for rank in range(workers):
@@ -98,8 +100,8 @@ def test_groups_are_those_of_the_named_sharding(on_rank, layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_pieces_are_where_fsdp_and_tensor_parallelism_put_them(on_rank, layout):
-    """Of sizes that do not divide: 23 rows over two, three or six. All pieces together are the whole."""
+def test_local_slices_match_fsdp_over_tensor_parallelism(on_rank, layout):
+    """With uneven sizes: 23 rows over two, three or six ranks. The shards together cover the whole."""
     workers, _, tensor, replicate = layout
     values = {"rows": torch.randn(23, 5), "columns": torch.randn(7, 6), "copied": torch.randn(11)}
     seen = {name: torch.zeros_like(value) for name, value in values.items()}
@@ -108,17 +110,17 @@ def test_pieces_are_where_fsdp_and_tensor_parallelism_put_them(on_rank, layout):
         mesh = make(*layout)
         module = nn.ParameterDict({name: nn.Parameter(value.clone()) for name, value in values.items()})
         if tensor > 1:
-            cut(module, "rows", mesh.tensor, Shard(0))
-            cut(module, "columns", mesh.tensor, Shard(1))
-            cut(module, "copied", mesh.tensor, Replicate())
+            shard_parameter(module, "rows", mesh.tensor, Shard(0))
+            shard_parameter(module, "columns", mesh.tensor, Shard(1))
+            shard_parameter(module, "copied", mesh.tensor, Replicate())
         fully_shard(module, mesh=mesh.fsdp)
         for name, parameter in module.named_parameters():
-            piece = values[name][own_part(parameter)]
-            assert torch.equal(local(parameter), piece)
+            shard = values[name][local_slices(parameter)]
+            assert torch.equal(local_tensor(parameter), shard)
             other = torch.zeros_like(parameter)
-            put(other, values[name])
-            assert torch.equal(local(other), piece)
-            seen[name][own_part(parameter)] += 1
+            copy_into_shard(other, values[name])
+            assert torch.equal(local_tensor(other), shard)
+            seen[name][local_slices(parameter)] += 1
 
     for rank in range(workers):
         on_rank(rank, workers, check)
@@ -127,8 +129,38 @@ def test_pieces_are_where_fsdp_and_tensor_parallelism_put_them(on_rank, layout):
     assert (seen["copied"] == replicate * tensor).all()
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_noise_covers_each_weight_and_is_equal_on_replicas(on_rank, layout):
+    """Ranks do not communicate: each must draw the same noise for a weight, and add its own slice of it."""
+    workers, _, tensor, _ = layout
+    shapes = {"rows": (23, 5), "columns": (7, 6), "copied": (11,)}
+    found = {name: torch.full(shape, torch.nan) for name, shape in shapes.items()}
+
+    def check():
+        mesh = make(*layout)
+        module = nn.ParameterDict({name: nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()})
+        if tensor > 1:
+            shard_parameter(module, "rows", mesh.tensor, Shard(0))
+            shard_parameter(module, "columns", mesh.tensor, Shard(1))
+            shard_parameter(module, "copied", mesh.tensor, Replicate())
+        fully_shard(module, mesh=mesh.fsdp)
+        worker = NeMoRLMethods()
+        worker.model, worker._weights_version = module, 0
+        worker._add_noise_to_weights()
+        for name, parameter in module.named_parameters():
+            place, noise = local_slices(parameter), local_tensor(parameter)
+            known = ~found[name][place].isnan()
+            assert torch.equal(found[name][place][known], noise[known])
+            found[name][place] = noise.detach()
+
+    for rank in range(workers):
+        on_rank(rank, workers, check)
+    for name, noise in found.items():
+        assert noise.unique().numel() == noise.numel(), name  # drawn for each element, on some rank
+
+
 @pytest.mark.parametrize(("vocabulary", "ranks"), [(23, 2), (23, 6), (8, 4), (5, 4)])
-def test_rows_of_the_vocabulary_are_as_torch_cuts_them(on_rank, vocabulary, ranks):
+def test_vocabulary_rows_match_torchs_chunks(on_rank, vocabulary, ranks):
     wanted = [part.tolist() for part in torch.arange(vocabulary).chunk(ranks)]
     wanted += [[]] * (ranks - len(wanted))
     for rank in range(ranks):
@@ -136,7 +168,7 @@ def test_rows_of_the_vocabulary_are_as_torch_cuts_them(on_rank, vocabulary, rank
         assert list(range(start, start + rows)) == wanted[rank]
 
 
-def test_workers_that_do_not_factor_are_refused():
+def test_sizes_that_do_not_factor_are_rejected():
     with pytest.raises(
         ConfigError, match=r"6 workers cannot hold whole replicas of the model: pipeline 1 x context 2 x tensor 2"
     ):

@@ -1,4 +1,4 @@
-"""Kinds of models beside Llama: log-probabilities are those of plain transformers, or the model is refused."""
+"""Model families besides Llama: log-probabilities match plain transformers, or the model is rejected."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def worker(path: Any, mode: str) -> DTensorPolicyWorker:
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_logprobs_and_loss_are_those_of_transformers(tmp_path, batch, kind):
+def test_logprobs_and_loss_match_transformers(tmp_path, batch, kind):
     plain = save_model(tmp_path, *MODELS[kind])
     ids, lengths = batch["input_ids"], batch["input_lengths"]
     real = torch.arange(ids.shape[1]) < lengths[:, None]
@@ -64,13 +64,13 @@ def test_logprobs_and_loss_are_those_of_transformers(tmp_path, batch, kind):
     made.shutdown()
 
 
-def test_packing_is_refused_where_sequences_would_mix(tmp_path):
+def test_packing_is_rejected_if_sequences_would_mix(tmp_path):
     save_model(tmp_path, *MODELS["bloom, no packing"])
     with pytest.raises(NotSupported, match=r"BloomForCausalLM.*policy\.batching\.mode to dynamic"):
         worker(tmp_path, "packed")
 
 
-def test_logits_scaled_after_the_head_are_refused(tmp_path):
+def test_logits_scaled_after_the_head_are_rejected(tmp_path):
     save_model(tmp_path, "Granite", {**SIZES, "logits_scaling": 4.0})
     with pytest.raises(NotSupported, match="GraniteForCausalLM changes its logits"):
         worker(tmp_path, "padded")

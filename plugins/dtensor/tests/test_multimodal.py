@@ -1,4 +1,6 @@
-"""Tiny vision-language models: the worker against each row by itself, alone and on two gloo processes."""
+"""Tiny vision-language models: the worker against each row processed alone, in one process and in two gloo
+processes.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from rlframework.errors import BatchError, DataError
 from rlframework.huggingface.tokenizer import character_tokenizer
 from rlframework_dtensor.worker import DTensorPolicyWorker
 
-pytestmark = pytest.mark.xdist_group("multimodal")  # one start of the two ranks serves all
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("multimodal")]  # the two ranks are started once for all tests
 
 TOKENIZER = character_tokenizer("0123456789abcdefghijklmnopqrstuvwxyz+=?")
 IMAGES = [1, 0, 2, 0, 0, 1, 3, 1]
@@ -114,7 +116,7 @@ def assert_gradients(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tenso
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_logprobs_are_those_of_each_row_alone(worker, plain, rows, mode):
+def test_logprobs_match_each_row_alone(worker, plain, rows, mode):
     with torch.no_grad():
         expected = tiny_vlms.alone(plain, rows)
     made = worker(mode)
@@ -125,7 +127,7 @@ def test_logprobs_are_those_of_each_row_alone(worker, plain, rows, mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_loss_and_gradients_are_those_of_each_row_alone(worker, plain, rows, mode):
+def test_loss_and_gradients_match_each_row_alone(worker, plain, rows, mode):
     loss, gradients = expected_step(plain, rows)
     assert any("vision" in name or "visual" in name for name in gradients)
     for checkpointing in (False, True):
@@ -149,7 +151,7 @@ def test_rows_of_text_are_packed(family, worker, plain, rows):
     assert_gradients(made.gradients, gradients)  # and none for the vision tower
 
 
-def test_packing_images_is_refused(worker, rows):
+def test_packing_images_is_rejected(worker, rows):
     made = worker("packed")
     for call in (made.get_logprobs, lambda batch: made.train(batch, NLLLoss())):
         with pytest.raises(
@@ -186,7 +188,7 @@ def test_saved_files_are_the_weights_bit_for_bit(worker, tmp_path):
         assert torch.equal(parameter, held[name]), name
 
 
-def test_a_configuration_that_is_neither_is_told(tmp_path):
+def test_a_configuration_of_neither_kind_is_rejected(tmp_path):
     from transformers import CLIPVisionConfig
 
     CLIPVisionConfig(num_hidden_layers=1).save_pretrained(tmp_path)
@@ -202,7 +204,7 @@ CASES = {  # images of each of 8 rows; the first four are rank 0's
     "mixed": [1, 0, 0, 2, 0, 1, 0, 0],
     "no images": [0] * 8,
 }
-UNCOUNTED = {  # rows that count for nothing
+UNCOUNTED = {  # rows with a zero mask
     "the only images do not count": ([0, 0, 0, 0, 1, 2, 1, 1], [4, 5, 6, 7]),
     "a rank has nothing but a dummy with an image": ([1, 0, 0, 1, 1, 1, 1, 1], [4, 5, 6, 7]),
     "a rank has nothing but a dummy of text": ([1, 0, 0, 1, 0, 0, 0, 0], [4, 5, 6, 7]),
@@ -268,10 +270,9 @@ def ranks(family, ran):
     return [torch.load(ran / f"{family}-{rank}.pt") for rank in range(2)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("cut", ["padded 2", "dynamic 0"])
 @pytest.mark.parametrize("name", [*CASES, *UNCOUNTED])
-def test_two_ranks_have_the_loss_and_gradients_of_one(family, plain, ranks, name, cut):
+def test_two_ranks_match_the_loss_and_gradients_of_one(family, plain, ranks, name, cut):
     rows = batch_of(family, name)
     with torch.no_grad():
         logprobs = tiny_vlms.alone(plain, rows)
@@ -290,7 +291,7 @@ def _images(name: str) -> list[int]:
 
 
 def test_media_of_two_kinds(family):
-    """Where ranks have pictures and films, a microbatch gets a row for each kind that it lacks."""
+    """If ranks have images and videos, a microbatch gets a row for each kind that it lacks."""
     from rlframework.microbatches.data_processor import make_microbatch
     from rlframework_dtensor import media
 

@@ -1,4 +1,6 @@
-"""Tensor and sequence parallelism of families of models: a step of two workers is that of the oracle; or a refusal."""
+"""Tensor and sequence parallelism by model family: a step of two workers matches the oracle, or the model is
+rejected.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,11 @@ from rlframework.conformance import PolicyWorkerSuite, cases
 from rlframework.conformance.layouts import Layout
 from rlframework.errors import ConfigError, NotSupported
 from rlframework.plugins.manager import create_manager
-from rlframework_dtensor.build import build_model
 from rlframework_dtensor.config import DTensorConfig
 from rlframework_dtensor.mesh import Sizes
+from rlframework_dtensor.model_builder import build_model
+
+pytestmark = pytest.mark.slow
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -36,8 +40,8 @@ def make(family: str, sizes: dict[str, Any], vocabulary: int) -> Any:
 
 
 @pytest.fixture
-def bench(tmp_path, monkeypatch):
-    """`bench(layout, **section)`: that of the suite's tests, on the families beside the suite's own models."""
+def harness(tmp_path, monkeypatch):
+    """`harness(layout, **section)`: that of the suite's tests, on the families beside the suite's own models."""
     for name, (family, sizes) in FAMILIES.items():
         maker = lambda vocabulary, family=family, sizes=sizes: make(family, sizes, vocabulary)  # noqa: E731
         monkeypatch.setitem(cases.MODELS, name, maker)
@@ -45,10 +49,10 @@ def bench(tmp_path, monkeypatch):
     record = manager.select("policy_worker", "dtensor").record
     opened = []
 
-    def open_bench(layout, **section):
+    def open_harness(layout, **section):
         folder = tmp_path / str(len(opened))
         folder.mkdir()
-        made = PolicyWorkerSuite.open_bench(
+        made = PolicyWorkerSuite.open_harness(
             record,
             Layout.parse(layout),
             manager=manager,
@@ -60,44 +64,44 @@ def bench(tmp_path, monkeypatch):
         opened.append(made)
         return made
 
-    yield open_bench
+    yield open_harness
     for made in opened:
         made.close()
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if "own plan" not in name])
-def test_a_step_along_the_sequence_is_that_of_the_oracle(bench, name):
-    made = bench("tensor=2,sequence")
+def test_sequence_parallel_step_matches_the_oracle(harness, name):
+    made = harness("tensor=2,sequence")
     made.first_step(made.batch(), name, kind="nll", model=name, batching={"mode": "auto", "tokens": 30})
 
 
 @pytest.mark.parametrize("name", ["qwen3, norms of heads", "phi3, its own plan", "gemma, tied and scaled embedding"])
-def test_a_step_on_parts_of_the_weights_is_that_of_the_oracle(bench, name):
-    made = bench("tensor=2")
+def test_tensor_parallel_step_matches_the_oracle(harness, name):
+    made = harness("tensor=2")
     made.first_step(made.batch(), name, kind="nll", model=name, activation_checkpointing=True)
 
 
 @pytest.mark.parametrize("layout", ["tensor=2", "tensor=2,sequence"])
-def test_gpt2_whose_plan_is_our_own_is_the_oracles(bench, layout):
+def test_gpt2_with_its_own_plan_matches_the_oracle(harness, layout):
     """The suite leaves it to layouts without tensor parallelism, since other backends have no plan for it."""
-    made = bench(layout)
+    made = harness(layout)
     made.first_step(made.batch(), "gpt2", model="learned_positions", batching={"mode": "packed", "tokens": 30})
 
 
 @pytest.mark.parametrize("layout", ["data=2", "data=2,tensor=2"])
-def test_copies_of_the_weights_learn_as_one(bench, layout):
-    made = bench(layout, replicate=2)
+def test_hybrid_sharding_matches_the_oracle(harness, layout):
+    made = harness(layout, replicate=2)
     made.first_step(made.batch(), "two copies")
 
 
-def test_a_plan_by_import_path_is_taken(bench, monkeypatch):
+def test_a_plan_can_be_given_by_import_path(harness, monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).parent)
-    made = bench("tensor=2", custom_parallel_plan="plan_of_tests:only_the_mlp")
+    made = harness("tensor=2", custom_parallel_plan="plan_of_tests:only_the_mlp")
     made.first_step(made.batch(), "MLP and vocabulary split, attention not")
 
 
 def built(path, sizes, **section):
-    """Up to where a model is split, as if there were that many workers; no process group is there, nor needed."""
+    """Build as if there were that many workers, up to sharding; needs no process group."""
     from rlframework.config.policy import PolicyConfig
     from rlframework.interfaces.worker_group import WorkerContext
 
@@ -108,7 +112,7 @@ def built(path, sizes, **section):
 
 @pytest.fixture
 def without_weights(tmp_path):
-    """`without_weights(family, **sizes)`: a directory with a configuration alone: reading weights would be told."""
+    """`without_weights(family, **sizes)`: a directory with only a configuration, so that reading weights would fail."""
 
     def save(family, **sizes):
         make(family, {**SIZES, **sizes}, len(cases.tokenizer())).config.save_pretrained(tmp_path)
@@ -120,17 +124,17 @@ def without_weights(tmp_path):
 @pytest.mark.parametrize(
     ("sizes", "said"),
     [
-        ({"num_key_value_heads": 1}, "1 key-value heads, which policy.parallelism.tensor=2"),
+        ({"num_key_value_heads": 1}, "1 key-value heads, not divisible by policy.parallelism.tensor=2"),
         ({"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 24}, "3 attention heads"),
         ({"intermediate_size": 33}, "33 units of the MLP"),
     ],
 )
-def test_what_does_not_divide_is_refused_before_a_weight_is_loaded(without_weights, sizes, said):
+def test_indivisible_sizes_are_rejected_before_weights_are_loaded(without_weights, sizes, said):
     with pytest.raises(ConfigError, match=said):
         built(without_weights("Llama", **sizes), Sizes(1, 1, 1, 2))
 
 
-def test_a_model_that_cannot_be_packed_is_refused_before_a_weight_is_loaded(without_weights):
+def test_unpackable_models_are_rejected_before_weights_are_loaded(without_weights):
     from rlframework.config.policy import PolicyConfig
     from rlframework.interfaces.worker_group import WorkerContext
 

@@ -1,4 +1,6 @@
-"""What the conformance suite does not ask of the dtensor worker: its messages, large files, a trap of FSDP2."""
+"""Cases of the dtensor worker that the conformance suite does not cover: messages, large files, FSDP2's
+unsharded root.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +9,20 @@ import string
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from rlframework.algorithms.losses import NLLLoss
 from rlframework.errors import BatchError, DataError, NotSupported
-from rlframework_dtensor.worker import DTensorPolicyWorker
+from rlframework.interfaces.worker_group import WorkerContext
+from rlframework.workers import process_groups
+from rlframework_dtensor.shards import local_tensor
+from rlframework_dtensor.worker import DTensorPolicyWorker, get_cpu_state_dict, unshard_fsdp2_model
 
 
 @pytest.fixture
 def worker(model_path, tokenizer):
-    """`worker(**config)`: on the model of the test, ended at its end."""
+    """`worker(**config)`: a worker on the test's model, shut down after the test."""
     made = []
 
     def make(*, generation=None, init_optimizer=True, backend_config=None, **config):
@@ -44,7 +51,7 @@ def worker(model_path, tokenizer):
 
 
 def test_bfloat16_restores_the_reference_after_scoring(worker, batches):
-    """FSDP keeps whole copies after a forward without gradients; a swap behind them must not leave them stale."""
+    """FSDP keeps unsharded copies after a forward without gradients; a swap must not leave them stale."""
     first, second = batches(2)
     made = worker(precision="bfloat16", optimizer={"lr": 1e-2})
     original = made.get_logprobs(first)["logprobs"]
@@ -54,7 +61,7 @@ def test_bfloat16_restores_the_reference_after_scoring(worker, batches):
     assert torch.equal(made.get_logprobs(first)["logprobs"], moved)
 
 
-def test_a_worker_without_an_optimizer_evaluates_and_says_why_it_does_not_train(worker, batch):
+def test_a_worker_without_an_optimizer_only_evaluates(worker, batch):
     made = worker(init_optimizer=False)
     assert made.train(batch, NLLLoss(), eval_mode=True)["grad_norm"] is None
     with pytest.raises(NotSupported, match="without an optimizer"):
@@ -75,9 +82,9 @@ def test_large_models_are_saved_in_several_files(worker, tmp_path, monkeypatch):
         assert torch.equal(dict(loaded.named_parameters())[name], weight)
 
 
-def test_rows_that_do_not_divide_are_an_error(worker, batches):
+def test_indivisible_rows_are_an_error(worker, batches):
     made = worker()
-    with pytest.raises(BatchError, match=r"8 rows.*no multiple of its 5 rows"):
+    with pytest.raises(BatchError, match=r"8 rows.*not a multiple of 5"):
         made.train(batches(1)[0], NLLLoss(), gbs=5)
 
 
@@ -88,14 +95,14 @@ def test_missing_masks_are_named(worker, batch):
         made.train(batch, NLLLoss())
 
 
-def test_a_tokenizer_of_another_model_is_told(worker, model_path):
+def test_a_tokenizer_of_another_model_is_rejected(worker, model_path):
     from rlframework.huggingface.tokenizer import character_tokenizer
 
     with pytest.raises(DataError, match=r"tokenizer has 102 tokens and the model embeddings for 41.*tokenizer_name"):
         DTensorPolicyWorker({"model_name": str(model_path)}, character_tokenizer(string.printable))
 
 
-def test_a_damaged_weights_file_is_told(worker, model_path, tmp_path):
+def test_a_damaged_weights_file_is_reported(worker, model_path, tmp_path):
     shutil.copytree(model_path, tmp_path / "model")
     weights = tmp_path / "model" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
@@ -103,24 +110,24 @@ def test_a_damaged_weights_file_is_told(worker, model_path, tmp_path):
         worker(model_name=str(tmp_path / "model"))
 
 
-def test_no_such_model_says_which_and_what_to_do(worker):
+def test_a_missing_model_is_named(worker):
     with pytest.raises(DataError, match=r"policy\.model_name='/no/such/model'"):
         worker(model_name="/no/such/model")
 
 
-def test_what_gathers_weights_or_moments_brings_them_back_first(worker, tmp_path, monkeypatch):
-    """Collectives of a GPU do not take what lies in CPU memory."""
+def test_calls_onload_what_they_gather(worker, tmp_path, monkeypatch):
+    """GPU collectives do not accept tensors in CPU memory."""
     made = worker()
-    brought = []
+    moved = []
     monkeypatch.setattr(
-        made, "move", lambda device, *, model=False, optimizer=False: brought.append((model, optimizer)) or 0
+        made, "move", lambda device, *, model=False, optimizer=False: moved.append((model, optimizer)) or 0
     )
 
     def called(method, *paths):
         made.offload_after_refit()
-        brought.clear()
+        moved.clear()
         getattr(made, method)(*(str(tmp_path / path) for path in paths))
-        return sorted(brought)
+        return sorted(moved)
 
     model, optimizer = (True, False), (False, True)
     assert called("save_pretrained", "plain") == [model]
@@ -128,3 +135,104 @@ def test_what_gathers_weights_or_moments_brings_them_back_first(worker, tmp_path
     assert called("save_checkpoint", "model", "optimizer") == [optimizer, model]
     assert called("load_checkpoint", "model", "optimizer") == [optimizer, model]
     assert called("load_checkpoint", "model") == [model]
+
+
+# -- names of NeMo-RL -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_state_dict_is_the_modules_own(worker, precision):
+    """Live tensors in fp32: a plain module in one process, DTensors as soon as FSDP shards it."""
+    made = worker(precision=precision)
+    state = made.return_state_dict()
+    assert state.keys() == made.model.state_dict().keys()
+    name, weight = next((name, weight) for name, weight in state.items() if name.endswith("q_proj.weight"))
+    assert isinstance(weight, DTensor) == (precision == "bfloat16")
+    assert weight.dtype == torch.float32
+    local_tensor(weight).fill_(0.5)
+    assert torch.equal(dict(made.gather_weights([name]))[name], torch.full(weight.shape, 0.5))
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_noise_has_the_stated_distribution_and_changes_the_next_forward(worker, batch, precision):
+    """The scoring beforehand leaves FSDP2's root unsharded; noise behind that copy would not reach the embedding."""
+    made = worker(precision=precision, optimizer={"lr": 0.0})
+    before = {name: weight.clone() for name, weight in made.gather_weights(made.weight_specs())}
+    scores = made.get_logprobs(batch)["logprobs"]
+    made._add_noise_to_weights()
+    found = made.get_logprobs(batch)["logprobs"]  # before anything else reshards the root
+    after = {name: weight.clone() for name, weight in made.gather_weights(made.weight_specs())}
+    noise = torch.cat([(after[name] - before[name]).flatten() for name in before])
+    count = len(noise)
+    assert abs(float(noise.mean())) < 5 * 0.01 / count**0.5  # five standard errors
+    assert abs(float(noise.std()) / 0.01 - 1) < 5 / (2 * count) ** 0.5
+    assert all(not torch.equal(after[name], before[name]) for name in before)
+    assert not torch.equal(found, scores)
+    made.load_weights(after)  # the same numbers by another path
+    assert torch.equal(made.get_logprobs(batch)["logprobs"], found)
+    made._add_noise_to_weights()
+    again = dict(made.gather_weights(made.weight_specs()))
+    assert all(not torch.equal(again[name] - after[name], after[name] - before[name]) for name in before)
+
+
+def test_noise_leaves_gradients_the_optimizer_and_random_numbers_alone(worker, batch):
+    made = worker(optimizer={"lr": 1e-3})
+    made.train(batch, NLLLoss())
+    for parameter in made.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    moments = {name: (state.steps, state.exp_avg.clone()) for name, state in made.gather_moments()}
+    random_state = torch.get_rng_state()
+    made._add_noise_to_weights()
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert all(bool((parameter.grad == 1).all()) for parameter in made.model.parameters())
+    for name, state in made.gather_moments():
+        assert state.steps == moments[name][0]
+        assert torch.equal(state.exp_avg, moments[name][1])
+
+
+def test_noise_reaches_trainable_parameters_only(worker):
+    made = worker(lora={"rank": 2})
+    before = {name: parameter.clone() for name, parameter in made.model.named_parameters()}
+    made._add_noise_to_weights()
+    changed = {name for name, parameter in made.model.named_parameters() if not torch.equal(parameter, before[name])}
+    assert changed == {name for name in before if "lora_" in name}
+
+
+def test_cpu_state_dict_copies_local_shards_in_dtype_and_shape():
+    process_groups.join(WorkerContext(), torch.device("cpu"))
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        state = {
+            "matrix": torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.bfloat16, requires_grad=True),
+            "count": torch.tensor(7),
+            "sharded": distribute_tensor(torch.tensor([1.0, 2.0, 3.0]), mesh, [Shard(0)]),
+        }
+        copies = get_cpu_state_dict(iter(state.items()), pin_memory=True)  # ignored without a GPU
+    finally:
+        process_groups.leave()
+    assert list(copies) == ["matrix", "count", "sharded"]
+    assert {type(copy) for copy in copies.values()} == {torch.Tensor}
+    assert not any(copy.requires_grad for copy in copies.values())
+    with torch.no_grad():
+        state["matrix"].zero_()
+        state["count"].zero_()
+    assert copies["matrix"].dtype == torch.bfloat16
+    assert copies["matrix"].tolist() == [[1.0, 2.0], [3.0, 4.0]]
+    assert (copies["count"].dtype, copies["count"].shape, int(copies["count"])) == (torch.int64, torch.Size(()), 7)
+    assert copies["sharded"].tolist() == [1.0, 2.0, 3.0]
+
+
+def test_unsharding_a_model_lasts_for_the_context_also_after_an_error(worker):
+    made = worker(precision="bfloat16")
+    made.return_state_dict()  # everything is sharded
+
+    def unsharded():
+        return {not isinstance(parameter, DTensor) for parameter in made.model.parameters()}
+
+    assert unsharded() == {False}
+    with unshard_fsdp2_model(made.model):
+        assert unsharded() == {True}
+    assert unsharded() == {False}
+    with pytest.raises(RuntimeError, match="inside"), unshard_fsdp2_model(made.model):
+        raise RuntimeError("inside")
+    assert unsharded() == {False}

@@ -1,8 +1,8 @@
-"""The core attention of our layers: padded rows, packed rows by segments, and rows that ranks share along the sequence.
+"""Core attention for padded rows, packed rows, and rows split across context-parallel ranks.
 
-Megatron-core's own without Transformer Engine knows padded rows alone, and holds the scores. What a row is made of
-comes as `attention_bias`, an argument that megatron-core hands from the model to each layer, and to each one again
-where activations are computed anew; there is no bias in the models here.
+Megatron-core's own attention without Transformer Engine supports padded rows only and materialises the scores. The
+layout of a row is passed as `attention_bias`, an argument that megatron-core forwards from the model to each layer and
+passes again when it recomputes activations; the supported models have no attention bias.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from rlframework.models.attention import Segments, segment_attention
-from rlframework.models.context_parallel import Share, context_attention
+from rlframework.models.context_parallel import ContextShard, context_attention
 from rlframework_megatron.upstream import MegatronModule, TransformerConfig
 
 
 class CoreAttention(MegatronModule):  # type: ignore[misc]  # megatron-core carries no types
-    """Causal attention of some heads; no parameters. Arguments: as megatron-core's layer makes it."""
+    """Causal attention without parameters. Constructor arguments: those that megatron-core's layer passes."""
 
     def __init__(
         self, config: TransformerConfig, layer_number: int, attn_mask_type: Any, attention_type: str, **_: Any
@@ -32,19 +32,19 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]  # megatron-core carr
         attention_mask: Tensor | None,
         *,
         attn_mask_type: Any = None,
-        attention_bias: Segments | Share | None = None,
+        attention_bias: Segments | ContextShard | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        """`query [L, n, heads, D]`, `key` and `value [L, n, kv_heads, D]`; returns `[L, n, heads * D]`.
+        """Attend with `query [L, n, heads, D]`, `key` and `value [L, n, kv_heads, D]`; return `[L, n, heads * D]`.
 
-        `attention_bias`: the sequences of a packed row, or what this rank has of rows that ranks share; None: rows
+        `attention_bias`: the sequences of a packed row, or this rank's shard of context-parallel rows; None: rows
         padded on the right, for which causal attention needs no mask.
         """
         q, k, v = (one.permute(1, 2, 0, 3) for one in (query, key, value))  # [n, heads, L, D]
         if isinstance(attention_bias, Segments):
             found, _ = segment_attention(self, q, k, v, None, segments=attention_bias)  # [n, L, heads, D]
         elif attention_bias is not None:
-            found, _ = context_attention(self, q, k, v, None, context_share=attention_bias)
+            found, _ = context_attention(self, q, k, v, None, context_shard=attention_bias)
         else:
             found = nn.functional.scaled_dot_product_attention(
                 q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]

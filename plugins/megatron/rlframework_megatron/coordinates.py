@@ -1,7 +1,7 @@
-"""Which part of a model a rank holds: its coordinates along the axes that cut a model. Numbers only.
+"""A rank's coordinates along the axes that shard a model.
 
-Any rank can work out what any other one holds by the `Place` of that one. Left out: data and context parallelism,
-whose ranks hold the same.
+Coordinates are plain numbers, so any rank can compute what any other rank holds. Does not cover data and context
+parallelism, whose ranks hold the same weights.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from rlframework.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Place:
-    """A rank's coordinates: tensor ranks share each layer, pipeline ranks (stages) layers, expert ranks the experts.
+class Coordinates:
+    """A rank's coordinates: tensor ranks split each layer, pipeline ranks (stages) the model, expert ranks the experts.
 
-    `chunks`: pieces of the pipeline that each stage holds (interleaved where it is over 1). Piece `c * stages + p` of
-    the model, in the order of its layers, is chunk `c` of stage `p`. `padded_vocabulary`: rows of the whole embedding
-    as Megatron makes it; 0: as few as divide by `tensor_size`. `layers`: those of each piece; empty: equally many.
-    `fused`: the layers are Transformer Engine's, which name some parameters otherwise.
+    `chunks`: model chunks per stage (above 1: interleaved). Virtual stage `c * stages + p` of the model, in layer
+    order, is chunk `c` of stage `p`. `padded_vocabulary`: rows of Megatron's whole embedding; 0: the next multiple of
+    `tensor_size`. `layers`: the number of layers of each virtual stage; empty: equal numbers. `fused`: the layers are
+    Transformer Engine's, which name some parameters differently.
     """
 
     tensor_rank: int = 0
@@ -35,36 +35,39 @@ class Place:
     fused: bool = False
 
     @property
-    def pieces(self) -> int:
-        """Of the pipeline, over all stages."""
+    def virtual_stages(self) -> int:
+        """The number of virtual stages of the pipeline: stages times chunks."""
         return self.pipeline_size * self.chunks
 
-    def stage_of(self, piece: int) -> int:
-        """The pipeline rank that has it."""
-        return piece % self.pipeline_size
+    def stage_of(self, virtual_stage: int) -> int:
+        """The pipeline rank that holds a virtual stage."""
+        return virtual_stage % self.pipeline_size
 
-    def here(self, piece: int) -> bool:
-        """Whether this rank has it."""
-        return self.stage_of(piece) == self.pipeline_rank
+    def holds(self, virtual_stage: int) -> bool:
+        """Whether this rank holds a virtual stage."""
+        return self.stage_of(virtual_stage) == self.pipeline_rank
 
-    def chunk_of(self, piece: int) -> int:
-        """Which of its stage's chunks it is."""
-        return piece // self.pipeline_size
+    def chunk_of(self, virtual_stage: int) -> int:
+        """The index of a virtual stage among the chunks of its rank."""
+        return virtual_stage // self.pipeline_size
 
     def first_layers(self, layers: int) -> list[int]:
-        """The layer that each piece begins with, and the number of all `layers` at the end."""
-        if not self.layers and layers % self.pieces:
+        """The first layer of each virtual stage, followed by the total number of `layers`."""
+        if not self.layers and layers % self.virtual_stages:
             raise ConfigError(
-                f"{layers} layers do not divide over {self.pieces} pieces of the pipeline (policy.parallelism.pipeline="
-                f"{self.pipeline_size}, {self.chunks} chunks a stage); choose numbers whose product divides {layers}"
+                f"{layers} layers are not divisible by {self.virtual_stages} virtual stages "
+                f"(policy.parallelism.pipeline={self.pipeline_size}, {self.chunks} chunks per stage); "
+                f"choose numbers whose product divides {layers}"
             )
-        counts = self.layers or (layers // self.pieces,) * self.pieces
-        if len(counts) != self.pieces or sum(counts) != layers:
-            raise ConfigError(f"pieces of {counts} layers are no split of {layers} layers into {self.pieces} pieces")
+        counts = self.layers or (layers // self.virtual_stages,) * self.virtual_stages
+        if len(counts) != self.virtual_stages or sum(counts) != layers:
+            raise ConfigError(
+                f"layer counts {counts} do not split {layers} layers into {self.virtual_stages} virtual stages"
+            )
         return [sum(counts[:number]) for number in range(len(counts) + 1)]
 
     def vocabulary(self, rows: int) -> int:
-        """Rows of the padded embedding of a vocabulary of `rows`."""
+        """The number of rows of the padded embedding for a vocabulary of `rows` tokens."""
         padded = self.padded_vocabulary or rows + -rows % self.tensor_size
         if padded < rows or padded % self.tensor_size:
             raise ConfigError(
@@ -72,6 +75,6 @@ class Place:
             )
         return padded
 
-    def at_tensor_rank(self, rank: int) -> Place:
-        """The place of tensor rank `rank`, for experts too, which is the same along the other axes."""
+    def at_tensor_rank(self, rank: int) -> Coordinates:
+        """The coordinates of tensor rank `rank` (also for experts), unchanged along the other axes."""
         return replace(self, tensor_rank=rank % self.tensor_size, expert_tensor_rank=rank % self.expert_tensor_size)

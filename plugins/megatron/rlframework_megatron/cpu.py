@@ -1,7 +1,7 @@
-"""Megatron-core where there is no GPU: within `on(device)` what it asks of CUDA is done by the CPU.
+"""Run megatron-core without a GPU: inside `on(device)`, its CUDA calls run on the CPU.
 
-Megatron-core names the device "cuda" in many places. On a CPU a mode turns that into "cpu" and a few functions of
-`torch.cuda` stand for the CPU's. On a GPU `on` does nothing at all. This is for development and for tests.
+Megatron-core hard-codes the device "cuda" in many places. On a CPU, a function mode replaces it with "cpu" and a few
+functions of `torch.cuda` are patched with CPU equivalents. On a GPU, `on` does nothing. For development and tests.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _inside = threading.local()
 
 
 class _CudaIsCpu(TorchFunctionMode):
-    """What is asked to be on "cuda" is on the CPU; `Tensor.type()` names CUDA's types, which megatron-core compares."""
+    """Redirect "cuda" to the CPU; `Tensor.type()` returns CUDA type names, which megatron-core compares."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -46,7 +46,7 @@ def _is_cuda(device: Any) -> bool:
 
 
 class _Stream:
-    """Stands for a stream of CUDA: the CPU does one thing after the other."""
+    """A stand-in for a CUDA stream: the CPU executes in order."""
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         pass
@@ -58,7 +58,7 @@ class _Stream:
         """Nothing to wait for."""
 
     def record_event(self, event: Any = None) -> _Stream:
-        """An event that has happened: all that is asked of one is `synchronize`."""
+        """Return an already completed event; only its `synchronize` is used."""
         return self
 
 
@@ -70,15 +70,15 @@ def _set_state(state: Tensor, *arguments: Any, **more: Any) -> None:
     torch.set_rng_state(state)
 
 
-def _nothing(*arguments: Any, **more: Any) -> None:
+def _no_op(*arguments: Any, **more: Any) -> None:
     pass
 
 
 _all_to_all = dist.all_to_all_single
 
 
-def _with_numbers(*arguments: Any, **more: Any) -> Any:
-    """`all_to_all_single` with sizes as plain numbers: megatron-core has them as tensors, and gloo takes none."""
+def _with_int_sizes(*arguments: Any, **more: Any) -> Any:
+    """Call `all_to_all_single` with integer sizes: megatron-core passes tensors, which gloo does not accept."""
     sizes = ("output_split_sizes", "input_split_sizes")
     more |= {name: more[name].tolist() for name in sizes if isinstance(more.get(name), Tensor)}
     return _all_to_all(*arguments, **more)
@@ -86,7 +86,7 @@ def _with_numbers(*arguments: Any, **more: Any) -> Any:
 
 STAND_INS: Mapping[str, Any] = {
     "current_device": lambda: CPU,
-    "synchronize": _nothing,
+    "synchronize": _no_op,
     "Stream": _Stream,
     "stream": lambda stream: nullcontext(),
     "current_stream": _Stream,
@@ -95,12 +95,12 @@ STAND_INS: Mapping[str, Any] = {
     "set_rng_state": _set_state,
     "manual_seed": torch.manual_seed,
 }
-"""Of `torch.cuda`."""
+"""Replacements for functions of `torch.cuda`."""
 
 
 @contextmanager
-def _adapted() -> Iterator[None]:
-    if getattr(_inside, "depth", 0):  # already
+def _emulated_cuda() -> Iterator[None]:
+    if getattr(_inside, "depth", 0):  # already active
         yield
         return
     _inside.depth = 1
@@ -109,7 +109,7 @@ def _adapted() -> Iterator[None]:
         with (
             patch.multiple(torch.cuda, **STAND_INS),
             patch.multiple(random_states, **own),
-            patch.object(dist, "all_to_all_single", _with_numbers),
+            patch.object(dist, "all_to_all_single", _with_int_sizes),
             _CudaIsCpu(),
         ):
             yield
@@ -118,5 +118,5 @@ def _adapted() -> Iterator[None]:
 
 
 def on(device: torch.device) -> AbstractContextManager[None]:
-    """Around every use of megatron-core: on a GPU nothing, elsewhere the adapter."""
-    return nullcontext() if device.type == "cuda" else _adapted()
+    """Return the context for using megatron-core on `device`: a no-op on a GPU, the CPU adapter otherwise."""
+    return nullcontext() if device.type == "cuda" else _emulated_cuda()

@@ -1,7 +1,7 @@
-"""Ranges of a parameter's elements, counted flat, and the boxes of whole weights that lie in them.
+"""Map flat element ranges of a parameter to rectangular slices of whole weights.
 
-The distributed optimizer has ranges of flat parameters; files and checkpoints know boxes of weights. Parameters here
-have one or two dimensions.
+The distributed optimizer shards flat parameters into element ranges; files and checkpoints address slices of weights.
+Supports parameters with one or two dimensions.
 """
 
 from __future__ import annotations
@@ -12,41 +12,41 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from rlframework_megatron.weight_layout import Region, Where, extent, inside
+from rlframework_megatron.weight_layout import Region, Slices, extent, inside
 
 
 @dataclass(frozen=True)
-class Cell:
-    """A box of a weight, `whole`, that lies in a flat range of a parameter's elements.
+class FlatBlock:
+    """The slice `whole` of a weight that is stored in a flat range of a parameter's elements.
 
-    Element `first` of the range begins a box of `shape`, and `here` is where the weight's box lies in that.
+    Element `first` of the range starts a block of `shape`; `local_slices` locates the weight's slice in that block.
     """
 
-    whole: Where
+    whole: Slices
     first: int
     shape: tuple[int, ...]
-    here: Where
+    local_slices: Slices
 
     def of(self, flat: Tensor) -> Tensor:
-        """It, out of the elements of the range, sharing their memory."""
-        return flat[self.first : self.first + math.prod(self.shape)].view(self.shape)[self.here]
+        """The slice as a view of `flat`, the elements of the range."""
+        return flat[self.first : self.first + math.prod(self.shape)].view(self.shape)[self.local_slices]
 
 
-def cells(shape: tuple[int, ...], regions: Iterable[Region], start: int, stop: int) -> Iterator[Cell]:
-    """What of `regions`, of a parameter of `shape`, lies in its elements `start` to `stop`."""
+def flat_blocks(shape: tuple[int, ...], regions: Iterable[Region], start: int, stop: int) -> Iterator[FlatBlock]:
+    """Yield the intersections of `regions` of a parameter of `shape` with its elements `start` to `stop`."""
     regions = tuple(regions)
     first = 0
-    for box in boxes(shape, start, stop):
-        sizes = tuple(one.stop - one.start for one in box)
+    for block in range_blocks(shape, start, stop):
+        sizes = tuple(one.stop - one.start for one in block)
         for region in regions:
-            if (found := overlap(region, box)) is not None:
-                whole, here = found
-                yield Cell(whole, first, sizes, inside(here, box))
-        first += extent(box)
+            if (found := overlap(region, block)) is not None:
+                whole, local_slices = found
+                yield FlatBlock(whole, first, sizes, inside(local_slices, block))
+        first += extent(block)
 
 
-def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Where]:
-    """The elements `start` to `stop` of a tensor of `shape` as boxes, at most three, in their order."""
+def range_blocks(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Slices]:
+    """Split the elements `start` to `stop` of a tensor of `shape` into at most three rectangular blocks, in order."""
     if len(shape) == 1:
         if start < stop:
             yield (slice(start, stop),)
@@ -64,12 +64,12 @@ def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Where]:
             start += rows * width
 
 
-def overlap(region: Region, box: Where) -> Region | None:
-    """What of `region` lies in `box` of the parameter; None: nothing."""
-    whole, here = region
-    common = [(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(here, box, strict=True)]
+def overlap(region: Region, block: Slices) -> Region | None:
+    """The part of `region` inside `block` of the parameter; None if they are disjoint."""
+    whole, local_slices = region
+    common = [(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(local_slices, block, strict=True)]
     if any(start >= stop for start, stop in common):
         return None
-    shifts = [outside.start - local.start for outside, local in zip(whole, here, strict=True)]
+    shifts = [outside.start - local.start for outside, local in zip(whole, local_slices, strict=True)]
     moved = tuple(slice(start + shift, stop + shift) for (start, stop), shift in zip(common, shifts, strict=True))
     return moved, tuple(slice(start, stop) for start, stop in common)

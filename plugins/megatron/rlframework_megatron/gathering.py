@@ -1,8 +1,8 @@
-"""A whole weight on every rank, from the parts that the ranks of a model have: over tensor, expert and pipeline axes.
+"""Gather a whole weight on every rank from its shards along the tensor, expert and pipeline axes.
 
-Tensor ranks exchange their parts of it; expert ranks, then stages of the pipeline, get it from the one that has it. Who
-that is each rank works out by itself (`names.home`). Nothing is rounded or added up, so it arrives bit by bit. Replicas
-of a model (data and context parallelism) do this each by itself.
+Tensor ranks all-gather their shards; expert ranks, then pipeline stages, receive the weight by broadcast from its
+owner, which every rank computes locally (`names.owner_of`). Nothing is rounded or summed, so the copy is bit-exact.
+Each replica of a model (data and context parallelism) gathers independently.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlframework_megatron.coordinates import Place
-from rlframework_megatron.names import Home, Part, Weight, home, parts_of
+from rlframework_megatron.coordinates import Coordinates
+from rlframework_megatron.names import Owner, Weight, WeightShard, owner_of, shards_of
 from rlframework_megatron.weight_layout import extent
 
 
 @dataclass(frozen=True)
 class Groups:
-    """The process groups of the axes that cut a model; None where the axis has one rank. `device`: what they move."""
+    """Process groups of the axes that shard a model; None for an axis of one rank. `device`: where they communicate."""
 
     device: torch.device
     tensor: dist.ProcessGroup | None = None
@@ -33,7 +33,7 @@ class Groups:
 
     @classmethod
     def current(cls, device: torch.device) -> Groups:
-        """Those of megatron-core's `parallel_state`."""
+        """The groups of megatron-core's `parallel_state`."""
         from rlframework_megatron.upstream import parallel_state
 
         found = {
@@ -45,11 +45,11 @@ class Groups:
         return cls(device, **{axis: group for axis, group in found.items() if group.size() > 1})
 
 
-def place_here(padded_vocabulary: int = 0, layers: tuple[int, ...] = (), *, fused: bool = False) -> Place:
-    """The `Place` of this rank in megatron-core's `parallel_state`; for the arguments see there."""
+def local_coordinates(padded_vocabulary: int = 0, layers: tuple[int, ...] = (), *, fused: bool = False) -> Coordinates:
+    """This rank's `Coordinates` from megatron-core's `parallel_state`; the arguments are described there."""
     from rlframework_megatron.upstream import parallel_state
 
-    return Place(
+    return Coordinates(
         tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
         tensor_size=parallel_state.get_tensor_model_parallel_world_size(),
         pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
@@ -65,85 +65,86 @@ def place_here(padded_vocabulary: int = 0, layers: tuple[int, ...] = (), *, fuse
     )
 
 
-def has_it(found: Home, place: Place) -> bool:
-    """Whether the rank at `place` is one of those that tell a weight."""
-    return place.pipeline_rank == found.stage and found.expert_rank in (None, place.expert_rank)
+def is_owner(found: Owner, coordinates: Coordinates) -> bool:
+    """Whether the rank at `coordinates` is one of a weight's owners."""
+    return coordinates.pipeline_rank == found.stage and found.expert_rank in (None, coordinates.expert_rank)
 
 
-def gather(local: Tensor | None, weight: Weight, config: Any, place: Place, groups: Groups) -> Tensor:
-    """The whole of `weight` on every rank. Collective.
+def gather(local: Tensor | None, weight: Weight, config: Any, coordinates: Coordinates, groups: Groups) -> Tensor:
+    """Return the whole `weight` on every rank. Collective.
 
-    `local`: the parameter that has this rank's part of it, where `has_it`; None elsewhere. What comes back may share
-    its memory.
+    `local`: the parameter that contains this rank's shard if `is_owner`, else None. The result may share its memory.
     """
-    told = home(weight, config, place)
+    owner = owner_of(weight, config, coordinates)
     tensor = groups.tensor if weight.expert is None else groups.expert_tensor
     found = None
     if local is not None:
-        if tensor is not None and told.split:
-            found = _joined(local.to(groups.device), weight, config, place, tensor)
+        if tensor is not None and owner.split:
+            found = _all_gather(local.to(groups.device), weight, config, coordinates, tensor)
         else:
-            found = taken(local.to(groups.device), next(parts_of(weight, config, place)))
-    if told.expert_rank is not None and groups.expert is not None and place.pipeline_rank == told.stage:
-        found = _handed_out(found, weight.shape, told.expert_rank, groups.expert, groups.device)
+            found = extract_weight(local.to(groups.device), next(shards_of(weight, config, coordinates)))
+    if owner.expert_rank is not None and groups.expert is not None and coordinates.pipeline_rank == owner.stage:
+        found = _broadcast(found, weight.shape, owner.expert_rank, groups.expert, groups.device)
     if groups.pipeline is not None:
-        found = _handed_out(found, weight.shape, told.stage, groups.pipeline, groups.device)
+        found = _broadcast(found, weight.shape, owner.stage, groups.pipeline, groups.device)
     assert found is not None
     return found
 
 
-def taken(local: Tensor, part: Part) -> Tensor:
-    """The weight of which all is in the parameter `local`; shares its memory only where that holds nothing else."""
-    if len(part.regions) == 1 and extent(part.regions[0][1]) == local.numel():
+def extract_weight(local: Tensor, shard: WeightShard) -> Tensor:
+    """Extract a weight stored entirely in the parameter `local`; shares memory only if nothing else is in it."""
+    if len(shard.regions) == 1 and extent(shard.regions[0][1]) == local.numel():
         return local
-    found = local.new_empty(part.shape)
-    for whole, here in part.regions:
-        found[whole] = local[here]
+    found = local.new_empty(shard.shape)
+    for whole, local_slices in shard.regions:
+        found[whole] = local[local_slices]
     return found
 
 
-def _handed_out(
+def _broadcast(
     found: Tensor | None, shape: tuple[int, ...], rank: int, group: dist.ProcessGroup, device: torch.device
 ) -> Tensor:
-    """The weight of `shape`, from the rank `rank` of `group`."""
+    """Broadcast the weight of `shape` from rank `rank` of `group`."""
     value = torch.empty(shape, device=device) if found is None else found.to(device).contiguous()
     dist.broadcast(value, group=group, group_src=rank)
     return value
 
 
-def _joined(local: Tensor, weight: Weight, config: Any, place: Place, group: dist.ProcessGroup) -> Tensor:
-    """From the parts of the tensor ranks."""
-    parts = [next(parts_of(weight, config, place.at_tensor_rank(rank))) for rank in range(group.size())]
-    most = max(sum(extent(whole) for whole, _ in part.regions) for part in parts)
-    own = parts[group.rank()]
-    packed = torch.cat([local[here].reshape(-1) for _, here in own.regions] or [local.new_empty(0)])
-    packed = torch.nn.functional.pad(packed, (0, most - packed.numel()))
-    received = local.new_empty(most * group.size())
-    dist.all_gather(list(received.split(most)), packed, group=group)
-    return unpacked(received, parts, most)
+def _all_gather(
+    local: Tensor, weight: Weight, config: Any, coordinates: Coordinates, group: dist.ProcessGroup
+) -> Tensor:
+    """All-gather the weight from the shards of the tensor ranks."""
+    shards = [next(shards_of(weight, config, coordinates.at_tensor_rank(rank))) for rank in range(group.size())]
+    padded_size = max(sum(extent(whole) for whole, _ in shard.regions) for shard in shards)
+    own = shards[group.rank()]
+    packed = torch.cat([local[local_slices].reshape(-1) for _, local_slices in own.regions] or [local.new_empty(0)])
+    packed = torch.nn.functional.pad(packed, (0, padded_size - packed.numel()))
+    received = local.new_empty(padded_size * group.size())
+    dist.all_gather(list(received.split(padded_size)), packed, group=group)
+    return unpack(received, shards, padded_size)
 
 
-def unpacked(received: Tensor, parts: Sequence[Part], most: int) -> Tensor:
-    """The whole weight out of the `parts` of all ranks, each packed flat, region by region, in `most` elements."""
-    shape = parts[0].shape
-    if _in_order(parts, most):
+def unpack(received: Tensor, shards: Sequence[WeightShard], padded_size: int) -> Tensor:
+    """Unpack the whole weight from all ranks' `shards`, each flattened region by region and padded to `padded_size`."""
+    shape = shards[0].shape
+    if _in_order(shards, padded_size):
         return received[: math.prod(shape)].view(shape)
     found = received.new_empty(shape)
-    for number, part in enumerate(parts):
-        place = number * most
-        for whole, _ in part.regions:
+    for number, shard in enumerate(shards):
+        position = number * padded_size
+        for whole, _ in shard.regions:
             size = extent(whole)
-            found[whole] = received[place : place + size].view([one.stop - one.start for one in whole])
-            place += size
+            found[whole] = received[position : position + size].view([one.stop - one.start for one in whole])
+            position += size
     return found
 
 
-def _in_order(parts: Sequence[Part], most: int) -> bool:
-    """Whether each element lies, among the packed ones, where it lies in the whole."""
-    for number, part in enumerate(parts):
-        place, width = number * most, math.prod(part.shape[1:])
-        for whole, _ in part.regions:
-            if whole[0].start * width != place or extent(whole[1:]) != width:
+def _in_order(shards: Sequence[WeightShard], padded_size: int) -> bool:
+    """Whether every packed element already has its position in the whole weight."""
+    for number, shard in enumerate(shards):
+        position, width = number * padded_size, math.prod(shard.shape[1:])
+        for whole, _ in shard.regions:
+            if whole[0].start * width != position or extent(whole[1:]) != width:
                 return False
-            place += extent(whole)
+            position += extent(whole)
     return True

@@ -1,7 +1,7 @@
-"""The loss that evens out the work of experts, `rlframework.models.load_balancing`, of megatron-core's routers.
+"""The load-balancing loss of `rlframework.models.load_balancing` for megatron-core's routers.
 
-Megatron-core has losses of its own for it, of each microbatch by itself; core's is of the whole global batch. Left out:
-models whose layers or sequences several ranks share.
+Megatron-core's own losses are per microbatch; the framework's covers the whole global batch. Does not support models
+whose layers or sequences are split across ranks.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from rlframework.interfaces.data_processor import Microbatch
-from rlframework.models.load_balancing import RouterLoss
+from rlframework.models.load_balancing import LoadBalancingLoss
 from rlframework.policy.engine import Step, StepResult
 from rlframework_megatron.model import Chunk
 from rlframework_megatron.upstream import TopKRouter
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from rlframework.policy.head.request import HeadOutput
 
 
-class MegatronRouterLoss(RouterLoss):
-    """Watches the routers of `chunk`, a whole model; `group`: the ranks with other rows, None where there are none."""
+class MegatronLoadBalancingLoss(LoadBalancingLoss):
+    """Records the routers of `chunk`, a whole model. `group`: the data-parallel ranks; None if there is only one."""
 
     def __init__(self, chunk: Chunk, group: dist.ProcessGroup | None) -> None:
         self._experts, self._group = int(chunk.config.num_moe_experts), group
@@ -34,37 +34,37 @@ class MegatronRouterLoss(RouterLoss):
         chunk.register_forward_hook(self._end)
         for module in chunk.modules():
             if isinstance(module, TopKRouter):
-                module.routing = self._watched(module.routing)
+                module.routing = self._record_routing(module.routing)
 
-    def _watched(self, routing: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
-        """`routing` of a router, of which the logits `[L, n, N]` and the choices are kept."""
+    def _record_routing(self, routing: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+        """Wrap a router's `routing` to record its logits `[L, n, N]` and chosen experts."""
 
-        def watched(logits: Tensor, *arguments: Any, **more: Any) -> tuple[Tensor, Tensor]:
+        def recorded_routing(logits: Tensor, *arguments: Any, **more: Any) -> tuple[Tensor, Tensor]:
             probabilities, choices = routing(logits, *arguments, **more)
-            if logits.requires_grad:  # megatron-core's backward looks at the gradient as it lies in memory
+            if logits.requires_grad:  # megatron-core's backward depends on the gradient's memory layout
                 logits.register_hook(lambda gradient: gradient.contiguous())
             by_rows = logits.transpose(0, 1).reshape(-1, self._experts)
             chosen = choices.view(logits.shape).transpose(0, 1).reshape(-1, self._experts).nonzero()[:, 1]
             self._keep(None, None, (by_rows, probabilities, chosen.view(len(by_rows), -1)))  # type: ignore[arg-type]
             return probabilities, choices
 
-        return watched
+        return recorded_routing
 
-    def added_to(
+    def add_to(
         self, step: Step, microbatches: Sequence[Microbatch], forward: Callable[[Microbatch], Any], coefficient: float
     ) -> Step:
-        """`step`, and `coefficient` times the part of the routers' loss that its microbatch has. Collective.
+        """Return `step` plus `coefficient` times each microbatch's share of the load-balancing loss. Collective.
 
-        `forward` runs the model over a microbatch without gradient, once before the step.
+        `forward` runs the model over a microbatch without gradients; it is called once per microbatch before the step.
         """
-        balance = self.balance(microbatches, forward)
+        load = self.measure_load(microbatches, forward)
 
-        def with_part(output: HeadOutput, microbatch: Microbatch) -> StepResult:
-            result, part = step(output, microbatch), self.part(microbatch, balance)
+        def with_router_loss(output: HeadOutput, microbatch: Microbatch) -> StepResult:
+            result, router_loss = step(output, microbatch), self.microbatch_loss(microbatch, load)
             assert result.loss is not None
-            result.loss = result.loss + coefficient * part
+            result.loss = result.loss + coefficient * router_loss
             if not microbatch.is_dummy:
-                result.outputs["router_aux_loss"] = part.detach()
+                result.outputs["router_aux_loss"] = router_loss.detach()
             return result
 
-        return with_part
+        return with_router_loss

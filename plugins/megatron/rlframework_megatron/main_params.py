@@ -1,9 +1,9 @@
-"""What Megatron's optimizers hold of each local parameter: the fp32 values that they update, and AdamW's moments.
+"""The main parameters of Megatron's optimizers: the fp32 values they update for each local parameter, and the moments.
 
-Three kinds are known. The plain fp32 optimizer updates the parameters themselves. The one for bfloat16 parameters
-updates an fp32 copy of each. The distributed optimizer cuts the parameters' flat buffers over the data-parallel ranks:
-each updates a range of the elements of some parameters, in fp32 either way. Left out: optimizers that keep fp32 values
-inside themselves (precision-aware ones), and those on the CPU (hybrid ones).
+Three optimizers are supported. The plain fp32 optimizer updates the parameters themselves. The bfloat16 optimizer
+updates an fp32 copy of each. The distributed optimizer shards the flat parameter buffers across the data-parallel
+ranks; each rank updates a range of elements of some parameters, always in fp32. Not supported: precision-aware
+optimizers, which keep fp32 values internally, and hybrid CPU optimizers.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from rlframework.errors import NotSupported
 
 
 @dataclass(frozen=True)
-class Main:
-    """What this rank's optimizer updates of a local parameter: its elements `start` to `stop`, counted flat.
+class MainParam:
+    """The flat elements `start` to `stop` of a local parameter, updated by this rank's optimizer.
 
-    `values`: fp32, of the parameter's shape where all elements are here and of one dimension otherwise. `optimizer`:
-    torch's, which has the moments of `values`; `group`: its parameter group.
+    `values`: fp32, with the parameter's shape if all elements are local, else one-dimensional. `optimizer`: the torch
+    optimizer that holds the moments of `values`; `group`: its parameter group.
     """
 
     values: Tensor
@@ -35,23 +35,23 @@ class Main:
 
     @property
     def flat(self) -> Tensor:
-        """`values` in one dimension, sharing their memory."""
+        """A one-dimensional view of `values`."""
         return self.values.detach().view(-1)
 
     def moment(self, kind: str) -> Tensor | None:
-        """`exp_avg` or `exp_avg_sq`, flat, sharing its memory; None before the first step."""
+        """A flat view of `exp_avg` or `exp_avg_sq`; None before the first step."""
         found = self.optimizer.state.get(self.values, {}).get(kind)
         return None if found is None else found.view(-1)
 
     def steps(self) -> int:
-        """How many steps the moments have seen."""
+        """The number of optimizer steps the moments have accumulated."""
         state = self.optimizer.state.get(self.values)
         if not state:
             return 0
-        return int(state["step"] if "step" in state else self.group.get("step", 0))  # Apex and the like count a group's
+        return int(state["step"] if "step" in state else self.group.get("step", 0))  # Apex counts steps per group
 
     def set_moments(self, steps: int, first: Tensor, second: Tensor) -> None:
-        """Go on from these moments, of the shape of `values`, which are kept."""
+        """Replace the moments; `first` and `second` have the shape of `values` and are not copied."""
         state = {"exp_avg": first, "exp_avg_sq": second}
         if isinstance(self.optimizer, torch.optim.Adam):
             on_device = self.group.get("fused") or self.group.get("capturable")
@@ -62,8 +62,8 @@ class Main:
 
 
 @dataclass(frozen=True)
-class Share:
-    """Elements `start` to `stop` of a local parameter, counted flat, that the rank `rank` of a group updates."""
+class FlatShard:
+    """The flat elements `start` to `stop` of a local parameter that rank `rank` of a group updates."""
 
     rank: int
     start: int
@@ -71,92 +71,94 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Spread:
-    """How a local parameter's elements are shared by the ranks of `group`, which is known without asking them."""
+class FlatSharding:
+    """How a local parameter's elements are sharded across the ranks of `group`; computed without communication."""
 
     group: dist.ProcessGroup
-    shares: tuple[Share, ...]
+    shards: tuple[FlatShard, ...]
 
 
-class Mains:
-    """The `Main` of each local parameter that `optimizer` updates; `optimizer`: what `get_megatron_optimizer` gives.
+class MainParams:
+    """The `MainParam` of each local parameter that `optimizer` (from `get_megatron_optimizer`) updates.
 
-    Looked up anew each time that one is made: offloading replaces tensors.
+    Do not keep instances across offloading, which replaces tensors.
     """
 
     def __init__(self, optimizer: Any | None, device: torch.device) -> None:
-        """`device`: what the process groups move; what is put together is there."""
+        """`device`: where the process groups communicate and gathered tensors are allocated."""
         self._device = device
-        self._mains: dict[Tensor, Main] = {}
-        self._spread: dict[Tensor, Spread] = {}
+        self._main_params: dict[Tensor, MainParam] = {}
+        self._shardings: dict[Tensor, FlatSharding] = {}
         for single in getattr(optimizer, "chained_optimizers", [optimizer]):
             if single is None or single.is_stub_optimizer:
                 continue
             _require_known(single)
-            self._mains.update(_mains_of(single))
-            self._spread.update(_spread_of(single))
+            self._main_params.update(_main_params_of(single))
+            self._shardings.update(_shardings_of(single))
 
-    def of(self, parameter: Tensor) -> Main | None:
-        """What this rank updates of it; None: nothing."""
-        return self._mains.get(parameter)
+    def of(self, parameter: Tensor) -> MainParam | None:
+        """The main parameter of `parameter` on this rank; None if this rank updates none of it."""
+        return self._main_params.get(parameter)
 
     def trains(self, parameter: Tensor) -> bool:
-        """Whether it is updated, on this rank or on another with the same part of the model. No collective."""
-        return parameter in self._mains or parameter in self._spread
+        """Whether `parameter` is updated, on this rank or on a replica of it. Not collective."""
+        return parameter in self._main_params or parameter in self._shardings
 
     def whole(self, parameter: Tensor, kind: str = "values") -> Tensor:
-        """All elements of `parameter` in fp32, of its shape: its `values`, or the moment `exp_avg` or `exp_avg_sq`.
+        """All elements of `parameter` in fp32 and its shape: its `values`, or the moment `exp_avg` or `exp_avg_sq`.
 
-        Collective over the data-parallel ranks where they are spread. Shares memory with what is trained where it can.
-        Values that no optimizer has in fp32 are the parameter's own.
+        Collective over the data-parallel ranks if they are sharded. Shares memory with the trained tensor if possible.
+        Values without an fp32 copy in an optimizer are read from the parameter itself.
         """
         if kind == "values" and (parameter.dtype == torch.float32 or not self.trains(parameter)):
             return parameter.detach().float()
         main = self.of(parameter)
-        mine = None if main is None else main.flat if kind == "values" else main.moment(kind)
-        spread = self._spread.get(parameter)
-        if spread is None:
-            found = torch.zeros_like(parameter, dtype=torch.float32) if mine is None else mine
+        local = None if main is None else main.flat if kind == "values" else main.moment(kind)
+        sharding = self._shardings.get(parameter)
+        if sharding is None:
+            found = torch.zeros_like(parameter, dtype=torch.float32) if local is None else local
         else:
-            found = _gathered(parameter.numel(), main, mine, spread, self._device)
+            found = _gathered(parameter.numel(), main, local, sharding, self._device)
         return found.view(parameter.shape)
 
 
-def _gathered(size: int, main: Main | None, mine: Tensor | None, spread: Spread, device: torch.device) -> Tensor:
-    """The `size` elements of a parameter from all ranks, flat. Moments that are not there yet are zeros."""
+def _gathered(
+    size: int, main: MainParam | None, local: Tensor | None, sharding: FlatSharding, device: torch.device
+) -> Tensor:
+    """Gather the `size` flat elements of a parameter from all ranks. Missing moments are zeros."""
     found = torch.zeros(size, device=device)
-    if main is not None and mine is not None:
-        found[main.start : main.stop].copy_(mine)
-    if spread.group.size() > 1:
-        for share in spread.shares:
-            dist.broadcast(found[share.start : share.stop], group=spread.group, group_src=share.rank)
+    if main is not None and local is not None:
+        found[main.start : main.stop].copy_(local)
+    if sharding.group.size() > 1:
+        for share in sharding.shards:
+            dist.broadcast(found[share.start : share.stop], group=sharding.group, group_src=share.rank)
     return found
 
 
-# -- the three kinds --------------------------------------------------------------------------------------------------
+# -- the three optimizers ---------------------------------------------------------------------------------------------
 
 
 def _require_known(optimizer: Any) -> None:
     inner = type(optimizer.optimizer).__name__
     if inner == "HybridDeviceOptimizer" or optimizer.config.use_precision_aware_optimizer:
         raise NotSupported(
-            f"the optimizer's state cannot be told: {inner} of megatron-core holds it in a form of its own; leave "
+            f"the optimizer state cannot be read: megatron-core's {inner} stores it in an internal form; leave "
             "use_precision_aware_optimizer and optimizer_cpu_offload unset"
         )
 
 
-def _mains_of(optimizer: Any) -> Iterator[tuple[Tensor, Main]]:
+def _main_params_of(optimizer: Any) -> Iterator[tuple[Tensor, MainParam]]:
     inner = optimizer.optimizer
     for parameter, values, group in _pairs(optimizer):
         start, stop = 0, parameter.numel()
         if _is_distributed(optimizer):
             where = optimizer._get_model_param_range_map(parameter)["param"]
             start, stop = where.start, where.end
-        yield parameter, Main(values, start, stop, inner, group)
+        yield parameter, MainParam(values, start, stop, inner, group)
 
 
 def _pairs(optimizer: Any) -> Iterator[tuple[Tensor, Tensor, dict[str, Any]]]:
-    """Parameters of the model, what is updated of each, and its parameter group."""
+    """Yield each model parameter, its updated values and its parameter group."""
     if _is_distributed(optimizer):
         names = ("model_float16_groups", "shard_fp32_from_float16_groups"), ("model_fp32_groups", "shard_fp32_groups")
     elif hasattr(optimizer, "float16_groups"):
@@ -165,30 +167,30 @@ def _pairs(optimizer: Any) -> Iterator[tuple[Tensor, Tensor, dict[str, Any]]]:
         for group in optimizer.optimizer.param_groups:
             yield from ((parameter, parameter, group) for parameter in group["params"])
         return
-    for models, mains in names:
+    for models, main_params in names:
         groups = zip(
-            getattr(optimizer, models), getattr(optimizer, mains), optimizer.optimizer.param_groups, strict=True
+            getattr(optimizer, models), getattr(optimizer, main_params), optimizer.optimizer.param_groups, strict=True
         )
         for parameters, values, group in groups:
             yield from ((*pair, group) for pair in zip(parameters, values, strict=True))
 
 
-def _spread_of(optimizer: Any) -> Iterator[tuple[Tensor, Spread]]:
+def _shardings_of(optimizer: Any) -> Iterator[tuple[Tensor, FlatSharding]]:
     for buffer in optimizer.buffers if _is_distributed(optimizer) else ():
         ranks = buffer.data_parallel_group.size()
         for parameter, (start, stop, bucket) in buffer.param_index_map.items():
-            shares = shares_of(start, stop, buffer.bucket_indices[bucket], ranks)
-            yield parameter, Spread(buffer.data_parallel_group, tuple(shares))
+            shards = flat_shards_of(start, stop, buffer.bucket_indices[bucket], ranks)
+            yield parameter, FlatSharding(buffer.data_parallel_group, tuple(shards))
 
 
-def shares_of(start: int, stop: int, bucket: tuple[int, int], ranks: int) -> Iterator[Share]:
-    """Who has what of a parameter at `start` to `stop` of a flat buffer: `ranks` share its `bucket` in equal parts."""
+def flat_shards_of(start: int, stop: int, bucket: tuple[int, int], ranks: int) -> Iterator[FlatShard]:
+    """Shards of a parameter at `start` to `stop` of a flat buffer whose `bucket` is split equally across `ranks`."""
     size = (bucket[1] - bucket[0]) // ranks
     for rank in range(ranks):
         first = max(start, bucket[0] + rank * size)
         last = min(stop, bucket[0] + (rank + 1) * size)
         if first < last:
-            yield Share(rank, first - start, last - start)
+            yield FlatShard(rank, first - start, last - start)
 
 
 def _is_distributed(optimizer: Any) -> bool:

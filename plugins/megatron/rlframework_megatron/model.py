@@ -1,8 +1,7 @@
-"""From a configuration of transformers to this rank's chunks of megatron-core's GPTModel, empty.
+"""Build this rank's uninitialised chunks of megatron-core's GPTModel from a transformers configuration.
 
-The layers are those of megatron-core's local specification, with a norm of ours, which knows sequence parallelism, and
-our attention; or those of Transformer Engine with our attention, see `uses_transformer_engine`. Which models there are
-is told by `settings`.
+Layers follow megatron-core's local specification with our attention and a norm that supports sequence parallelism, or
+are Transformer Engine's with our attention; see `uses_transformer_engine`. `settings` defines the supported models.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from rlframework.config.policy import PolicyConfig
 from rlframework.errors import ConfigError
 from rlframework.interfaces.data_processor import Microbatch
 from rlframework.models.attention import Segments
-from rlframework.models.context_parallel import Share
+from rlframework.models.context_parallel import ContextShard
 from rlframework.policy.head.patch import HeadPatch
 from rlframework.policy.head.vocab_parallel import VocabularyShard
 from rlframework_megatron.attention import CoreAttention
 from rlframework_megatron.config import MegatronConfig
-from rlframework_megatron.coordinates import Place
+from rlframework_megatron.coordinates import Coordinates
 from rlframework_megatron.names import gives_scores, is_sparse, is_tied
 from rlframework_megatron.parallel import Groups
 from rlframework_megatron.settings import rotary_frequencies, transformer_config
@@ -42,9 +41,9 @@ from rlframework_megatron.upstream import (
 
 
 class RMSNorm(nn.Module):
-    """The norm of Llama and Qwen, computed in fp32; with sequence parallelism its gradient is summed over tensor ranks.
+    """RMSNorm of Llama and Qwen, computed in fp32; under sequence parallelism tensor ranks sum its gradient.
 
-    Arguments: as megatron-core makes norms.
+    Constructor arguments: those that megatron-core passes to norms.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
@@ -54,7 +53,7 @@ class RMSNorm(nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """`[..., H]`, normalised over the last dimension."""
+        """Normalise `hidden [..., H]` over the last dimension."""
         if hidden.dtype == torch.float32:
             return nn.functional.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
         # rounded before the weight, as transformers does
@@ -63,22 +62,22 @@ class RMSNorm(nn.Module):
 
 
 class Head(HeadPatch):
-    """What replaces the forward of the output layer: the head's values instead of logits, see `HeadPatch`."""
+    """Replaces the output layer's forward to return the head's values instead of logits; see `HeadPatch`."""
 
     def _forward(self, hidden: Tensor, weight: Tensor | None = None, **_: Any) -> Tensor:
-        """`hidden [L, n, H]`, `weight` of this rank; values `[N, ...]` at the positions of `computing`."""
+        """Return values `[N, ...]` at the positions of `computing` from `hidden [L, n, H]` and the local `weight`."""
         assert self._request is not None
         assert self._positions is not None
         assert self._targets is not None
         length, rows, width = hidden.shape
-        places = self._positions % length * rows + self._positions // length  # the sequence is the first dimension here
-        chosen = hidden.reshape(-1, width).index_select(0, places)
+        indices = self._positions % length * rows + self._positions // length  # megatron-core's layout: sequence first
+        chosen = hidden.reshape(-1, width).index_select(0, indices)
         weight = self._head.weight if weight is None else weight
         return self._values(self._request, chosen, weight, None, self._targets)
 
 
 class ScoreHead(nn.Module):
-    """The head of a reward model, in the place of the output layer: one row, which all tensor ranks have."""
+    """The head of a reward model, which replaces the output layer: one row, replicated on all tensor ranks."""
 
     def __init__(self, hidden_size: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -86,7 +85,7 @@ class ScoreHead(nn.Module):
 
 
 class Chunk(GPTModel):  # type: ignore[misc]  # megatron-core carries no types
-    """The part of a model on one stage of the pipeline, or one of its parts there. `head` is None but on the last."""
+    """One model chunk of a pipeline stage. `head` is None except on the last chunk of the model."""
 
     def __init__(
         self,
@@ -98,10 +97,10 @@ class Chunk(GPTModel):  # type: ignore[misc]  # megatron-core carries no types
         scores: bool = False,
         **arguments: Any,
     ) -> None:
-        """`frequencies [D / 2]` of rotary positions; `vocabulary`: tokens without padding; `scores`: the head gives
-        these; others: GPTModel's.
+        """Other arguments: those of GPTModel.
 
-        `pad`: the token whose embedding learns nothing where it is read, as transformers has it; None: there is none.
+        `frequencies [D / 2]`: rotary frequencies; `vocabulary`: number of tokens without padding; `pad`: the token
+        whose input embedding gets no gradient, as in transformers (None: no such token); `scores`: use a score head.
         """
         super().__init__(position_embedding_type="none", **arguments)
         self._frequencies, self._pad, self._groups = frequencies, pad, groups
@@ -113,14 +112,15 @@ class Chunk(GPTModel):  # type: ignore[misc]  # megatron-core carries no types
             self.head = Head(self, _vocabulary_shard(vocabulary, arguments["vocab_size"], groups))
 
     def get_output_embeddings(self) -> nn.Module:
-        """The output layer, by the name that transformers has for it."""
+        """The output layer, under its transformers name."""
         found: nn.Module = self.output_layer
         return found
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor, row: Segments | Share | None = None) -> Tensor:
-        """Of `input_ids [n, L]`, or of what the stage before sent: what the next stage gets, or the head's values.
+    def forward(self, input_ids: Tensor, position_ids: Tensor, row: Segments | ContextShard | None = None) -> Tensor:
+        """Return the input of the next stage or, on the last stage, the head's values.
 
-        `position_ids [n, L]`: the same in all rows. `row`: see `CoreAttention`.
+        `input_ids [n, L]` is embedded on the first stage; later stages use the output of the previous one.
+        `position_ids [n, L]`: identical in all rows. `row`: see `CoreAttention`.
         """
         hidden = self._embedded(input_ids) if self.pre_process else None
         self._frequencies = self._frequencies.to(input_ids.device)
@@ -135,25 +135,25 @@ class Chunk(GPTModel):  # type: ignore[misc]  # megatron-core carries no types
         if not self.post_process:
             return found
         if self.config.sequence_parallel:
-            # the gradient of the head's input is whole on each rank, so that each takes its part of it
+            # each rank has the whole gradient of the head's input, so it keeps only its shard
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         values: Tensor = self.output_layer(hidden, weight=weight)
         return values
 
     def _embedded(self, input_ids: Tensor) -> Tensor:
-        """`[L, n, H]` of `input_ids [n, L]`; with sequence parallelism this rank's part of them."""
+        """Embed `input_ids [n, L]` as `[L, n, H]`; under sequence parallelism, this rank's shard."""
         hidden: Tensor = self.embedding(input_ids=input_ids, position_ids=None)
         if self._pad is None:
             return hidden
-        is_pad = (input_ids == self._pad).T.contiguous()  # stages send what lies in memory as this does
+        is_pad = (input_ids == self._pad).T.contiguous()  # pipeline stages send tensors in this memory layout
         if self.config.sequence_parallel:
             is_pad = is_pad.chunk(self._groups.sizes.tensor)[self._groups.tensor_rank]
         return torch.where(is_pad[..., None], hidden.detach(), hidden)
 
 
 def _vocabulary_shard(vocabulary: int, padded: int, groups: Groups) -> VocabularyShard | None:
-    """Which rows of the head are here; None where all are. Rows beyond the vocabulary are padding."""
+    """The local rows of the head; None if all are local. Rows beyond the vocabulary are padding."""
     if groups.tensor is None:
         return None
     share = padded // groups.sizes.tensor
@@ -162,10 +162,10 @@ def _vocabulary_shard(vocabulary: int, padded: int, groups: Groups) -> Vocabular
 
 
 def build_chunks(
-    model_config: Any, config: PolicyConfig, section: MegatronConfig, groups: Groups, place: Place
+    model_config: Any, config: PolicyConfig, section: MegatronConfig, groups: Groups, coordinates: Coordinates
 ) -> list[Chunk]:
-    """This rank's chunks, on the CPU or the GPU that is current, without values; one without interleaving."""
-    made = transformer_config(model_config, config, groups.sizes, groups.device, grouped=place.fused)
+    """Build this rank's chunks (one without interleaving) on the CPU or the current GPU, without initial values."""
+    core_config = transformer_config(model_config, config, groups.sizes, groups.device, grouped=coordinates.fused)
     last = groups.sizes.pipeline - 1
     found = []
     for number in range(section.virtual_pipeline):
@@ -173,9 +173,9 @@ def build_chunks(
         last_here = groups.pipeline_rank == last and number == section.virtual_pipeline - 1
         found.append(
             Chunk(
-                config=made,
-                transformer_layer_spec=_block(model_config, made, place, number),
-                vocab_size=place.vocabulary(model_config.vocab_size),
+                config=core_config,
+                transformer_layer_spec=_block(model_config, core_config, coordinates, number),
+                vocab_size=coordinates.vocabulary(model_config.vocab_size),
                 max_sequence_length=model_config.max_position_embeddings,
                 pre_process=first_here,
                 post_process=last_here,
@@ -189,14 +189,14 @@ def build_chunks(
             )
         )
     for chunk in found:
-        _mark_split(chunk.to(groups.device))  # megatron-core makes a part of it on the CPU
+        _mark_split(chunk.to(groups.device))  # megatron-core creates some of it on the CPU
     return found
 
 
 def _mark_split(chunk: Chunk) -> None:
-    """Mark parameters that tensor ranks have parts of, for the norm of the gradient.
+    """Mark parameters sharded across tensor ranks, for the gradient norm.
 
-    Megatron-core does it where it draws first values, which is left out here.
+    Megatron-core does this during weight initialisation, which is skipped.
     """
     for module in chunk.modules():
         if isinstance(module, (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)):
@@ -207,58 +207,62 @@ def _mark_split(chunk: Chunk) -> None:
 
 
 def uses_transformer_engine(section: MegatronConfig, device: torch.device) -> bool:
-    """Whether layers are Transformer Engine's; a `ConfigError` where they are asked for and cannot be."""
-    wanted, there = section.transformer_engine, find_spec("transformer_engine") is not None
+    """Whether to use Transformer Engine's layers; raise `ConfigError` if they are requested but unavailable."""
+    wanted, installed = section.transformer_engine, find_spec("transformer_engine") is not None
     if wanted == "auto":
-        return there and device.type == "cuda"
-    if wanted == "true" and not (there and device.type == "cuda"):
+        return installed and device.type == "cuda"
+    if wanted == "true" and not (installed and device.type == "cuda"):
         raise ConfigError(
-            f"policy.megatron.transformer_engine=true takes a GPU and the package transformer_engine; the device is "
-            f"{device.type}, and the package is {'there' if there else 'not installed'}. Set it to auto"
+            f"policy.megatron.transformer_engine=true requires a GPU and the package transformer_engine; the device is "
+            f"{device.type} and the package is {'installed' if installed else 'not installed'}. Set it to auto"
         )
     return wanted == "true"
 
 
-def _fused_layer_spec(made: TransformerConfig, experts: int | None) -> ModuleSpec:
-    """Transformer Engine's layer with our attention, and our norms where they are not fused."""
+def _fused_layer_spec(core_config: TransformerConfig, experts: int | None) -> ModuleSpec:
+    """Transformer Engine's layer; norms that it does not fuse are ours."""
     spec = get_gpt_layer_with_transformer_engine_spec(
-        num_experts=experts, moe_grouped_gemm=experts is not None, qk_layernorm=made.qk_layernorm
+        num_experts=experts, moe_grouped_gemm=experts is not None, qk_layernorm=core_config.qk_layernorm
     )
     if experts is not None:
         spec.submodules.pre_mlp_layernorm = RMSNorm
     return spec
 
 
-def _layer_spec(made: TransformerConfig, *, sparse: bool, fused: bool) -> ModuleSpec:
-    """Megatron-core's layer with our attention and our norms; `sparse`: with experts; `fused`: Transformer Engine's."""
-    experts = made.num_moe_experts if sparse else None
-    spec = _fused_layer_spec(made, experts) if fused else _local_layer_spec(made, experts)
+def _layer_spec(core_config: TransformerConfig, *, sparse: bool, fused: bool) -> ModuleSpec:
+    """A layer with our attention and norms. `sparse`: with experts; `fused`: Transformer Engine's."""
+    experts = core_config.num_moe_experts if sparse else None
+    spec = _fused_layer_spec(core_config, experts) if fused else _local_layer_spec(core_config, experts)
     attention = spec.submodules.self_attention.submodules
     attention.core_attention = CoreAttention
-    if made.qk_layernorm:
+    if core_config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     if not sparse:
-        spec.submodules.mlp.params = {**spec.submodules.mlp.params, "ffn_hidden_size": made.ffn_hidden_size}
+        spec.submodules.mlp.params = {**spec.submodules.mlp.params, "ffn_hidden_size": core_config.ffn_hidden_size}
     return spec
 
 
-def _local_layer_spec(made: TransformerConfig, experts: int | None) -> ModuleSpec:
-    spec = get_gpt_layer_local_spec(num_experts=experts, qk_layernorm=made.qk_layernorm, normalization="RMSNorm")
+def _local_layer_spec(core_config: TransformerConfig, experts: int | None) -> ModuleSpec:
+    spec = get_gpt_layer_local_spec(num_experts=experts, qk_layernorm=core_config.qk_layernorm, normalization="RMSNorm")
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = RMSNorm
     return spec
 
 
-def _block(model_config: Any, made: TransformerConfig, place: Place, chunk: int) -> TransformerBlockSubmodules:
-    """The layers of one chunk, and the norm that ends the last one."""
-    starts = place.first_layers(model_config.num_hidden_layers)
-    piece = chunk * place.pipeline_size + place.pipeline_rank
-    layers = range(starts[piece], starts[piece + 1])
-    specs = [_layer_spec(made, sparse=is_sparse(model_config, layer), fused=place.fused) for layer in layers]
+def _block(
+    model_config: Any, core_config: TransformerConfig, coordinates: Coordinates, chunk: int
+) -> TransformerBlockSubmodules:
+    """The layers of one chunk and the final norm."""
+    starts = coordinates.first_layers(model_config.num_hidden_layers)
+    virtual_stage = chunk * coordinates.pipeline_size + coordinates.pipeline_rank
+    layers = range(starts[virtual_stage], starts[virtual_stage + 1])
+    specs = [
+        _layer_spec(core_config, sparse=is_sparse(model_config, layer), fused=coordinates.fused) for layer in layers
+    ]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
 
 
 def model_inputs(microbatch: Microbatch) -> dict[str, Any]:
-    """What `Chunk.forward` takes of a microbatch that no ranks share along the sequence."""
+    """The arguments of `Chunk.forward` for a microbatch that is not split along the sequence."""
     inputs, bounds = microbatch.processed_inputs, microbatch.cu_seqlens
     return {
         "input_ids": inputs.input_ids,

@@ -1,9 +1,9 @@
-"""The weights of a model by the names that `save_pretrained` writes, and where each lies in Megatron's parameters.
+"""Map the weight names that `save_pretrained` writes to their locations in Megatron's parameters.
 
-Llama, Qwen2, Qwen3 and Qwen3-MoE, experts one by one. Pure: from a configuration and a `Place`, with no model and no
-communication, so that each rank knows what every rank holds. Names of parameters are those of megatron-core's GPTModel
-with the local layer specification and sequential experts, and for `Place.fused` those of Transformer Engine's norms
-inside linear layers and of its grouped experts. How a weight is cut is in `cuts`.
+Covers Llama, Qwen2, Qwen3 and Qwen3-MoE, with one weight per expert. Everything is computed from a configuration and
+`Coordinates`, without a model or communication, so each rank knows what every rank holds. Parameter names are those of
+megatron-core's GPTModel with the local layer specification and sequential experts; with `Coordinates.fused`, those of
+Transformer Engine's norms inside linear layers and its grouped experts. `weight_layout` defines the sharding.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlframework.errors import ConfigError, NotSupported
-from rlframework_megatron.coordinates import Place
-from rlframework_megatron.weight_layout import Columns, Cut, Gated, Grouped, Region, Vocabulary
+from rlframework_megatron.coordinates import Coordinates
+from rlframework_megatron.weight_layout import Columns, Gated, Grouped, Region, Vocabulary, WeightLayout
 
 KINDS = ("llama", "qwen2", "qwen3", "qwen3_moe")
-"""The `model_type`s that can be converted."""
+"""The supported values of `model_type`."""
 
 EMBEDDING, HEAD, SCORE = "model.embed_tokens.weight", "lm_head.weight", "score.weight"
 GIVES_SCORES = "gives_scores"
-"""Set on a configuration of transformers that is of a reward model, which has `score` in the place of a head."""
+"""Attribute set on the transformers configuration of a reward model, whose `score` weight replaces the head."""
 
 _BEFORE_ATTENTION, _BEFORE_MLP = "input_layernorm.weight", "pre_mlp_layernorm.weight"
 _EXPERT = re.compile(r"local_experts\.(\d+)\.(linear_fc[12])\.weight$")
@@ -31,24 +31,24 @@ _EXPERT = re.compile(r"local_experts\.(\d+)\.(linear_fc[12])\.weight$")
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight of the whole model. `parameter`: its name in a model chunk, `{layer}` and `{expert}` counted there."""
+    """A weight of the whole model. `parameter`: its name in a chunk, with local `{layer}` and `{expert}` indices."""
 
     name: str
     shape: tuple[int, ...]
     parameter: str
-    cut: Cut
+    layout: WeightLayout
     layer: int | None = None
     expert: int | None = None
     last: bool = False
-    """Without a layer: whether it is with the last layers, and not with the first."""
+    """For a weight outside the layers: whether it is on the last stage rather than the first."""
 
 
 @dataclass(frozen=True)
-class Part:
-    """What a rank has of one weight, in one of its parameters.
+class WeightShard:
+    """A rank's shard of one weight, stored in one of its parameters.
 
-    `regions`: boxes of the whole weight and where they lie in the parameter; several for heads in a fused matrix, none
-    where the rank has rows of padding only. `is_copy`: the weight has another home, which tells it (a tied head).
+    `regions`: slices of the whole weight and their slices of the parameter; several for heads in a fused matrix, none
+    if the rank holds only padding rows. `is_copy`: another rank owns the weight (a tied head).
     """
 
     name: str
@@ -60,8 +60,8 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Home:
-    """Who tells a weight: a stage of the pipeline, one expert rank or all (None), and whether tensor ranks share it."""
+class Owner:
+    """The ranks that own a weight: a pipeline stage, an expert rank (None: all), and whether tensor ranks split it."""
 
     stage: int
     expert_rank: int | None
@@ -69,40 +69,44 @@ class Home:
 
 
 def weight_shapes(config: Any) -> dict[str, tuple[int, ...]]:
-    """The shapes of all weights of the model of `config`, a configuration of transformers, by name; tied ones once."""
+    """Shapes of all weights of the model of a transformers `config`, by name; tied weights once."""
     return {weight.name: weight.shape for weight in model_weights(config)}
 
 
-def local_parts(config: Any, place: Place) -> list[Part]:
-    """What the rank at `place` has of the model of `config`, in the order of the model's weights."""
-    return [part for weight in model_weights(config) for part in parts_of(weight, config, place)]
+def local_shards(config: Any, coordinates: Coordinates) -> list[WeightShard]:
+    """Shards that the rank at `coordinates` holds of the model of `config`, in the order of the model's weights."""
+    return [shard for weight in model_weights(config) for shard in shards_of(weight, config, coordinates)]
 
 
-def parts_of(weight: Weight, config: Any, place: Place) -> Iterator[Part]:
-    """What the rank at `place` has of `weight`: nothing, or one part.
+def shards_of(weight: Weight, config: Any, coordinates: Coordinates) -> Iterator[WeightShard]:
+    """Yield the shard of `weight` on the rank at `coordinates`, if any.
 
-    A tied head is a copy of the embedding where the pipeline has more than one piece: on the last.
+    With several virtual stages, the last one has a copy of the embedding as its tied head.
     """
-    piece, layer = _piece(weight, config, place)
+    virtual_stage, layer = _virtual_stage_of(weight, config, coordinates)
     expert = weight.expert
     if expert is not None:
-        share = _experts_each(config, place)
-        here = expert // share == place.expert_rank
+        share = _experts_each(config, coordinates)
+        is_local = expert // share == coordinates.expert_rank
         expert %= share
     else:
-        here = True
-    if here and place.here(piece):
+        is_local = True
+    if is_local and coordinates.holds(virtual_stage):
         name = weight.parameter.format(layer=layer, expert=expert)
-        name = _fused(name, weight, config) if place.fused else name
-        yield Part(weight.name, weight.shape, name, place.chunk_of(piece), _regions(weight, place))
-    last = place.pieces - 1
-    if weight.name == EMBEDDING and is_tied(config) and last > 0 and place.here(last):
-        regions = _regions(weight, place)
-        yield Part(weight.name, weight.shape, "output_layer.weight", place.chunk_of(last), regions, is_copy=True)
+        name = _fused(name, weight, config) if coordinates.fused else name
+        yield WeightShard(
+            weight.name, weight.shape, name, coordinates.chunk_of(virtual_stage), _regions(weight, coordinates)
+        )
+    last = coordinates.virtual_stages - 1
+    if weight.name == EMBEDDING and is_tied(config) and last > 0 and coordinates.holds(last):
+        regions = _regions(weight, coordinates)
+        yield WeightShard(
+            weight.name, weight.shape, "output_layer.weight", coordinates.chunk_of(last), regions, is_copy=True
+        )
 
 
 def _fused(name: str, weight: Weight, config: Any) -> str:
-    """The `name` of a parameter in a layer of Transformer Engine: norms lie in the linear layer that follows them."""
+    """The parameter name in a Transformer Engine layer, where norms are fused into the following linear layer."""
     if weight.expert is not None:
         return _EXPERT.sub(r"\2.weight\1", name)
     if name.endswith(_BEFORE_ATTENTION):
@@ -112,68 +116,68 @@ def _fused(name: str, weight: Weight, config: Any) -> str:
     return name
 
 
-def home(weight: Weight, config: Any, place: Place) -> Home:
-    """Who tells `weight`, on all ranks that share a model as the one at `place` does."""
-    piece, _ = _piece(weight, config, place)
-    expert = None if weight.expert is None else weight.expert // _experts_each(config, place)
-    return Home(place.stage_of(piece), expert, weight.cut.split)
+def owner_of(weight: Weight, config: Any, coordinates: Coordinates) -> Owner:
+    """The owner of `weight` among the ranks of the model replica described by `coordinates`."""
+    virtual_stage, _ = _virtual_stage_of(weight, config, coordinates)
+    expert = None if weight.expert is None else weight.expert // _experts_each(config, coordinates)
+    return Owner(coordinates.stage_of(virtual_stage), expert, weight.layout.split)
 
 
-def _piece(weight: Weight, config: Any, place: Place) -> tuple[int, int]:
-    """The piece of the pipeline that has `weight`, and the number of its layer there."""
+def _virtual_stage_of(weight: Weight, config: Any, coordinates: Coordinates) -> tuple[int, int]:
+    """The virtual stage that holds `weight`, and the index of its layer in that stage."""
     if weight.layer is None:
-        return place.pieces - 1 if weight.last else 0, 0
-    starts = place.first_layers(config.num_hidden_layers)
-    piece = max(number for number in range(place.pieces) if starts[number] <= weight.layer)
-    return piece, weight.layer - starts[piece]
+        return coordinates.virtual_stages - 1 if weight.last else 0, 0
+    starts = coordinates.first_layers(config.num_hidden_layers)
+    virtual_stage = max(number for number in range(coordinates.virtual_stages) if starts[number] <= weight.layer)
+    return virtual_stage, weight.layer - starts[virtual_stage]
 
 
-def _experts_each(config: Any, place: Place) -> int:
+def _experts_each(config: Any, coordinates: Coordinates) -> int:
     experts = int(config.num_experts)
-    each, left = divmod(experts, place.expert_size)
+    each, left = divmod(experts, coordinates.expert_size)
     if left:
-        raise ConfigError(f"{experts} experts do not divide over policy.parallelism.expert={place.expert_size}")
+        raise ConfigError(f"{experts} experts are not divisible by policy.parallelism.expert={coordinates.expert_size}")
     return each
 
 
-def _regions(weight: Weight, place: Place) -> tuple[Region, ...]:
-    rank, size = place.tensor_rank, place.tensor_size
+def _regions(weight: Weight, coordinates: Coordinates) -> tuple[Region, ...]:
+    rank, size = coordinates.tensor_rank, coordinates.tensor_size
     if weight.expert is not None:
-        rank, size = place.expert_tensor_rank, place.expert_tensor_size
-    cut = weight.cut
-    if isinstance(cut, Vocabulary):
-        cut = Vocabulary(padded=place.vocabulary(weight.shape[0]))
-    return tuple(cut.regions(weight.shape, rank, size))
+        rank, size = coordinates.expert_tensor_rank, coordinates.expert_tensor_size
+    layout = weight.layout
+    if isinstance(layout, Vocabulary):
+        layout = Vocabulary(padded=coordinates.vocabulary(weight.shape[0]))
+    return tuple(layout.regions(weight.shape, rank, size))
 
 
 # -- the models -------------------------------------------------------------------------------------------------------
 
 
 def require_convertible(config: Any) -> None:
-    """`NotSupported` where the weights of the model of `config` have no place in a GPTModel as it is built here."""
+    """Raise `NotSupported` if this backend's GPTModel cannot represent the weights of the model of `config`."""
     if config.model_type not in KINDS:
         raise NotSupported(
-            f"the megatron backend has no names for the weights of a {config.model_type!r} model; it has them for "
+            f"the megatron backend cannot convert the weights of a {config.model_type!r} model; it supports "
             f"{', '.join(KINDS)}. Set policy.backend to dtensor"
         )
     biases = [key for key in ("attention_bias", "mlp_bias") if getattr(config, key, False)]
     if biases:
         raise NotSupported(
-            f"the model's configuration sets {' and '.join(biases)}, and the megatron backend has biases of queries, "
-            "keys and values of Qwen2 only. Set policy.backend to dtensor"
+            f"the model's configuration sets {' and '.join(biases)}; the megatron backend supports only the query, key "
+            "and value biases of Qwen2. Set policy.backend to dtensor"
         )
 
 
 def model_weights(config: Any) -> list[Weight]:
-    """All weights of the model of `config`, in the order of its layers; a tied head is the embedding."""
+    """All weights of the model of `config`, in layer order; a tied head is listed as the embedding only."""
     require_convertible(config)
     hidden, vocabulary = config.hidden_size, config.vocab_size
     found = [Weight(EMBEDDING, (vocabulary, hidden), "embedding.word_embeddings.weight", Vocabulary())]
     for layer in range(config.num_hidden_layers):
         found += _layer(config, layer)
-    found.append(Weight("model.norm.weight", (hidden,), "decoder.final_layernorm.weight", Cut(), last=True))
+    found.append(Weight("model.norm.weight", (hidden,), "decoder.final_layernorm.weight", WeightLayout(), last=True))
     if gives_scores(config):
-        found.append(Weight(SCORE, (1, hidden), "output_layer.weight", Cut(), last=True))
+        found.append(Weight(SCORE, (1, hidden), "output_layer.weight", WeightLayout(), last=True))
     elif not is_tied(config):
         found.append(Weight(HEAD, (vocabulary, hidden), "output_layer.weight", Vocabulary(), last=True))
     return found
@@ -184,7 +188,7 @@ def _layer(config: Any, layer: int) -> list[Weight]:
     outside, inside = f"model.layers.{layer}.", "decoder.layers.{layer}."
 
     def norm(name: str, parameter: str, size: int = hidden) -> Weight:
-        return Weight(f"{outside}{name}.weight", (size,), f"{inside}{parameter}.weight", Cut(), layer)
+        return Weight(f"{outside}{name}.weight", (size,), f"{inside}{parameter}.weight", WeightLayout(), layer)
 
     return [
         *_attention(config, layer, outside, inside),
@@ -197,22 +201,22 @@ def _layer(config: Any, layer: int) -> list[Weight]:
 
 
 def _attention(config: Any, layer: int, outside: str, inside: str) -> Iterator[Weight]:
-    """What lies in one parameter follows one another, so that it is put together once to be told."""
+    """Weights of one fused parameter are adjacent, so that it is gathered only once."""
     hidden, groups, head = config.hidden_size, config.num_key_value_heads, head_size(config)
     queries = config.num_attention_heads // groups * head
     starts = {"q": (0, queries), "k": (queries, head), "v": (queries + head, head)}
     ends = ("weight", "bias") if config.model_type == "qwen2" else ("weight",)
     for end, (kind, (start, rows)) in itertools.product(ends, starts.items()):
         shape = (groups * rows, hidden) if end == "weight" else (groups * rows,)
-        cut = Grouped(groups=groups, start=start, rows=rows, all_rows=queries + 2 * head)
+        layout = Grouped(groups=groups, start=start, rows=rows, all_rows=queries + 2 * head)
         name, parameter = f"{outside}self_attn.{kind}_proj.{end}", f"{inside}self_attention.linear_qkv.{end}"
-        yield Weight(name, shape, parameter, cut, layer)
+        yield Weight(name, shape, parameter, layout, layer)
     name, parameter = f"{outside}self_attn.o_proj.weight", f"{inside}self_attention.linear_proj.weight"
     yield Weight(name, (hidden, config.num_attention_heads * head), parameter, Columns(), layer)
 
 
 def _mlp(size: int, hidden: int, layer: int, expert: int | None = None) -> Iterator[Weight]:
-    """Gate, up and down of a dense layer, or of one expert."""
+    """Gate, up and down projections of a dense layer or of one expert."""
     outside, inside = f"model.layers.{layer}.mlp.", "decoder.layers.{layer}.mlp."
     if expert is not None:
         outside, inside = f"{outside}experts.{expert}.", f"{inside}experts.local_experts.{{expert}}."
@@ -224,7 +228,7 @@ def _mlp(size: int, hidden: int, layer: int, expert: int | None = None) -> Itera
 
 def _experts(config: Any, layer: int) -> Iterator[Weight]:
     name, parameter = f"model.layers.{layer}.mlp.gate.weight", "decoder.layers.{layer}.mlp.router.weight"
-    yield Weight(name, (config.num_experts, config.hidden_size), parameter, Cut(), layer)
+    yield Weight(name, (config.num_experts, config.hidden_size), parameter, WeightLayout(), layer)
     for expert in range(config.num_experts):
         yield from _mlp(config.moe_intermediate_size, config.hidden_size, layer, expert)
 
@@ -242,12 +246,12 @@ def gives_scores(config: Any) -> bool:
 
 
 def is_tied(config: Any) -> bool:
-    """Whether the head is the embedding."""
+    """Whether the head is tied to the embedding."""
     return bool(config.tie_word_embeddings) and not gives_scores(config)
 
 
 def head_size(config: Any) -> int:
-    """Elements of an attention head."""
+    """The size of an attention head."""
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 

@@ -1,9 +1,9 @@
-"""Moving what a rank holds between a GPU and CPU memory, between calls. On a CPU nothing moves.
+"""Offload a rank's state from the GPU to CPU memory between calls, and onload it again. On a CPU nothing moves.
 
-Megatron-core's flat buffers have many views: parameters, buckets, the distributed optimizer's shards. So weights are
-not replaced: the memory under them is given up and comes back, and every view stays what it is. Buffers of gradients
-are given up without a copy, since each step begins with none. The optimizer's state, of which nothing else is a view,
-is replaced: refits read its fp32 weights while it is away. None of it has been tried on a GPU.
+Megatron-core's flat buffers have many views: parameters, buckets, the distributed optimizer's shards. Tensors are
+therefore not replaced; their storage is freed and reallocated, so every view stays valid. Gradient buffers are freed
+without a copy because every step starts from zero. The optimizer state has no other views and is replaced, so refits
+can read its fp32 weights while it is offloaded. Untested on a GPU.
 """
 
 from __future__ import annotations
@@ -20,102 +20,102 @@ from rlframework_megatron.upstream import DistributedDataParallel
 Storage = torch.UntypedStorage
 
 
-class Memory:
-    """The memory of tensors and of all that shares it: given up, and brought back where it was."""
+class OffloadableMemory:
+    """The storage of tensors and all their views, which can be freed and restored in place."""
 
     def __init__(self) -> None:
         self._kept: list[tuple[Storage, Tensor]] = []
         self._dropped: list[tuple[Storage, int]] = []
 
     @property
-    def is_away(self) -> bool:
-        """Whether it has been given up."""
+    def is_offloaded(self) -> bool:
+        """Whether the memory has been freed."""
         return bool(self._kept or self._dropped)
 
-    def give_up(self, kept: Iterable[Tensor], dropped: Iterable[Tensor] = ()) -> int:
-        """Free it, once what `kept` holds is in CPU memory; the bytes of that. Until `bring_back` nobody reads them."""
-        if self.is_away:
+    def offload(self, kept: Iterable[Tensor], dropped: Iterable[Tensor] = ()) -> int:
+        """Copy `kept` to CPU memory and free all storages; return the bytes copied. Do not read them until `onload`."""
+        if self.is_offloaded:
             return 0
-        self._kept = [(one, _copied(one)) for one in storages(kept)]
+        self._kept = [(one, _copy_to_cpu(one)) for one in storages(kept)]
         self._dropped = [(one, one.nbytes()) for one in storages(dropped)]
         for storage, _ in chain(self._kept, self._dropped):
             storage.resize_(0)
         return sum(copy.nbytes for _, copy in self._kept)
 
-    def bring_back(self) -> int:
-        """Take the memory again: `kept` as it was, `dropped` as zeros; the bytes that moved."""
+    def onload(self) -> int:
+        """Reallocate the storages: `kept` with its values, `dropped` with zeros; return the bytes copied."""
         moved = sum(copy.nbytes for _, copy in self._kept)
         for storage, copy in self._kept:
             storage.resize_(copy.nbytes)
-            _seen(storage).copy_(copy)
+            _as_bytes(storage).copy_(copy)
         for storage, size in self._dropped:
             storage.resize_(size)
-            _seen(storage).zero_()
+            _as_bytes(storage).zero_()
         self._kept, self._dropped = [], []
         return moved
 
 
 def storages(tensors: Iterable[Tensor]) -> list[Storage]:
-    """What lies under `tensors`, each once."""
+    """The distinct storages of `tensors`."""
     return list({one._cdata: one for one in (tensor.untyped_storage() for tensor in tensors)}.values())
 
 
-def _seen(storage: Storage) -> Tensor:
-    """Its bytes, as a tensor."""
+def _as_bytes(storage: Storage) -> Tensor:
+    """The bytes of a storage, as a tensor."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def _copied(storage: Storage) -> Tensor:
+def _copy_to_cpu(storage: Storage) -> Tensor:
     copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
-    return copy.copy_(_seen(storage))
+    return copy.copy_(_as_bytes(storage))
 
 
-class Moves:
-    """The moves of `chunks`, of `models`, which reduce their gradients, and of megatron-core's `optimizers` of them."""
+class Offloader:
+    """Offloads and onloads model chunks, gradient buffers and megatron-core optimizers."""
 
     def __init__(
         self, chunks: Sequence[nn.Module], models: Sequence[Any], optimizers: Sequence[Any], device: torch.device
     ) -> None:
-        """`models`: `DistributedDataParallel`, or the chunks themselves. `device`: where they compute."""
+        """`models`: `chunks` wrapped in `DistributedDataParallel`, or the chunks. `device`: where they compute."""
         self._chunks, self._models, self._optimizers, self._device = chunks, models, optimizers, device
-        self._memory = Memory()
+        self._memory = OffloadableMemory()
 
     def move(self, device: torch.device, *, model: bool, optimizer: bool) -> int:
-        """See `Engine.move`. Gradients go with the model, and move no bytes; fp32 weights with the optimizer."""
+        """See `Engine.move`. Gradient buffers go with the model (no bytes copied), fp32 weights with the optimizer."""
         if self._device.type == "cpu":
             return 0
         moved = 0
         if optimizer:
             moved += move_state(self._optimizers, device, of_model=storages(self.weights()))
         if model:
-            away = device.type == "cpu"
-            moved += self._memory.give_up(self.weights(), self.gradients()) if away else self._memory.bring_back()
+            offload = device.type == "cpu"
+            moved += self._memory.offload(self.weights(), self.gradients()) if offload else self._memory.onload()
         return moved
 
     def weights(self) -> Iterator[Tensor]:
-        """Parameters and buffers; a distributed optimizer's flat buffers lie under the parameters."""
+        """Parameters and buffers; parameters are views of a distributed optimizer's flat buffers."""
         for chunk in self._chunks:
             yield from chain(chunk.parameters(), chunk.buffers())
 
     def gradients(self) -> Iterator[Tensor]:
-        """The flat buffers that gradients are added up in."""
+        """The flat gradient buffers."""
         for model in self._models:
             if isinstance(model, DistributedDataParallel):
                 yield from (buffer.grad_data for buffer in (*model.buffers, *model.expert_parallel_buffers))
 
 
-def own_weights(inner: torch.optim.Optimizer, of_model: Iterable[Storage]) -> list[Tensor]:
-    """What `inner` updates that is not memory of the model: fp32 weights behind bfloat16 ones."""
+def main_weights(inner: torch.optim.Optimizer, of_model: Iterable[Storage]) -> list[Tensor]:
+    """Tensors that `inner` updates outside the model's memory: the fp32 copies of bfloat16 weights."""
     known = {storage._cdata for storage in of_model}
     updated = (one for group in inner.param_groups for one in group["params"])
     return [one for one in updated if one.untyped_storage()._cdata not in known]
 
 
 def move_state(optimizers: Iterable[Any], device: torch.device, *, of_model: Iterable[Storage]) -> int:
-    """Moments, and fp32 weights that are not memory `of_model`, to `device`; bytes moved. Counts of steps stay."""
+    """Move moments and fp32 weights outside the storages `of_model` to `device`; return the bytes. Step counts stay."""
     moved, of_model = 0, list(of_model)
     for inner in (one.optimizer for one in optimizers if not one.is_stub_optimizer):
-        for main in own_weights(inner, of_model):
+        for main in main_weights(inner, of_model):
             moved += _bytes_elsewhere(main, device)
             main.data = main.data.to(device)
         for state in inner.state.values():

@@ -1,7 +1,6 @@
-"""Megatron-core's reduction of gradients and its AdamW, plain or distributed, under core's rules.
+"""Megatron-core's gradient reduction and AdamW, plain or distributed.
 
-Core's are the groups of weight decay, the learning rate of each step, and what happens on a gradient that is not
-finite.
+The framework decides the weight-decay groups, the learning rate of each step and the handling of non-finite gradients.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from rlframework_megatron.upstream import (
 )
 
 
-def reduced(chunks: Sequence[Chunk], section: MegatronConfig) -> list[Any]:
-    """`chunks`, each inside megatron-core's `DistributedDataParallel`. Collective."""
+def wrap_ddp(chunks: Sequence[Chunk], section: MegatronConfig) -> list[Any]:
+    """Wrap each chunk in megatron-core's `DistributedDataParallel`. Collective."""
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=section.distributed_optimizer,
@@ -42,12 +41,12 @@ def reduced(chunks: Sequence[Chunk], section: MegatronConfig) -> list[Any]:
 
 
 class Optimizer:
-    """The optimizer over `models` of `reduced`; it takes over what their configuration says of gradients."""
+    """The optimizer of the models from `wrap_ddp`; sets the gradient hooks in their configuration."""
 
     def __init__(self, models: Sequence[Any], config: PolicyConfig, section: MegatronConfig) -> None:
         self.models = list(models)
         self._decay = config.optimizer.weight_decay
-        few = ParamPredicate(name="fewer_than_two_dimensions", fn=lambda parameter: parameter.ndim < 2)
+        no_decay = ParamPredicate(name="fewer_than_two_dimensions", fn=lambda parameter: parameter.ndim < 2)
         self.inner: Any = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
@@ -63,33 +62,33 @@ class Optimizer:
                 overlap_param_gather=section.overlap_param_gather,
             ),
             self.models,
-            config_overrides={ParamKey(predicate=few): {"wd_mult": 0.0}},
+            config_overrides={ParamKey(predicate=no_decay): {"wd_mult": 0.0}},
             use_gloo_process_groups=False,
         )
         for group in self.inner.param_groups:
             group["weight_decay"] = self._decay * group["wd_mult"]
-            if any(isinstance(part.optimizer, torch.optim.AdamW) for part in self.parts):
-                group["fused"] = True  # without Transformer Engine and Apex it is torch's
-        self._hand_over(section)
-        self._gathers_late, self._unsettled = section.overlap_param_gather, False
+            if any(isinstance(optimizer.optimizer, torch.optim.AdamW) for optimizer in self.optimizers):
+                group["fused"] = True  # torch's AdamW: Transformer Engine and Apex are not installed
+        self._configure_schedule(section)
+        self._overlaps_param_gather, self._gather_pending = section.overlap_param_gather, False
 
-    def _hand_over(self, section: MegatronConfig) -> None:
-        """What the schedule asks the model's configuration for."""
-        made = self.models[0].config
-        made.finalize_model_grads_func = _finalize
+    def _configure_schedule(self, section: MegatronConfig) -> None:
+        """Set the functions that the schedule reads from the model's configuration."""
+        core_config = self.models[0].config
+        core_config.finalize_model_grads_func = _finalize
         if section.overlap_grad_reduce:
-            made.no_sync_func = _one_or_all([model.no_sync for model in self.models])
-            made.grad_sync_func = _one_or_all([model.start_grad_sync for model in self.models])
+            core_config.no_sync_func = _one_or_all([model.no_sync for model in self.models])
+            core_config.grad_sync_func = _one_or_all([model.start_grad_sync for model in self.models])
         if section.overlap_param_gather:
-            made.param_sync_func = _one_or_all([model.start_param_sync for model in self.models])
+            core_config.param_sync_func = _one_or_all([model.start_param_sync for model in self.models])
 
     @property
-    def parts(self) -> list[Any]:
-        """Megatron-core's optimizers, one of dense weights and, where there are experts, one of those."""
+    def optimizers(self) -> list[Any]:
+        """Megatron-core's optimizers: one for dense weights and, if there are experts, one for experts."""
         return list(getattr(self.inner, "chained_optimizers", [self.inner]))
 
-    def forget(self) -> None:
-        """No gradients, whatever was there before."""
+    def zero_grad(self) -> None:
+        """Clear all gradients."""
         for model in self.models:
             model.zero_grad_buffer()
         self.inner.zero_grad()
@@ -106,26 +105,26 @@ class Optimizer:
             for group in self.inner.param_groups:
                 group["lr"] = lr
             self.inner.step_with_ready_grads()
-            self._unsettled = self._gathers_late
-        self.forget()
+            self._gather_pending = self._overlaps_param_gather
+        self.zero_grad()
         return norm, skipped
 
-    def settle(self) -> None:
-        """Gather the weights that the last step updated, where the next forward is to do it. Collective then."""
-        if self._unsettled:
+    def finish_param_gather(self) -> None:
+        """Gather the updated weights now if that was deferred to the next forward pass. Collective in that case."""
+        if self._gather_pending:
             for model in self.models:
                 model.start_param_sync(force_sync=True)
-            self._unsettled = False
+            self._gather_pending = False
 
     def _scale(self, factor: float) -> None:
-        for part in self.parts:
-            for parameter in part.get_parameters():
+        for optimizer in self.optimizers:
+            for parameter in optimizer.get_parameters():
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)
 
 
 def _finalize(models: list[nn.Module], tokens: Any = None, **arguments: Any) -> None:
-    """Gradients of data-parallel ranks, of norms and of tied heads added up; no division by `tokens`."""
+    """Reduce gradients across data-parallel ranks, of norms and of tied heads, without dividing by `tokens`."""
     finalize_model_grads(models, None, **arguments)
 
 

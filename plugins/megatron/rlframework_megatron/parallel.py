@@ -1,8 +1,8 @@
-"""Who stands where: megatron-core's process groups, made from the worker's context and `policy.parallelism`.
+"""Megatron-core's process groups, created from the worker's context and `policy.parallelism`.
 
 Ranks are laid out as in `rlframework.interfaces.named_sharding.policy_sharding`: the pipeline varies slowest, then
-data, context and tensor parallelism. Experts are spread over neighbours on the data axis. Megatron-core keeps its
-groups in global variables, so that all policies of a process share one layout.
+data, context and tensor parallelism. Experts are distributed across neighbours on the data axis. Megatron-core keeps
+its groups in global variables, so all policies of a process share one layout.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sizes:
-    """How many ranks along each axis; `virtual`: model chunks of each stage of the pipeline, 1 without interleaving."""
+    """The number of ranks along each axis; `virtual`: model chunks per pipeline stage, 1 without interleaving."""
 
     data: int = 1
     tensor: int = 1
@@ -38,12 +38,12 @@ class Sizes:
 
     @classmethod
     def of(cls, world_size: int, parallelism: ParallelismConfig, virtual: int = 1) -> Sizes:
-        """What `world_size` ranks make of the configuration; a `ConfigError` where they do not factor."""
+        """Factor `world_size` ranks as configured; raise `ConfigError` if they do not factor."""
         data = data_parallel_size(world_size, parallelism)
         if data % parallelism.expert:
             raise ConfigError(
-                f"policy.parallelism.expert={parallelism.expert} does not divide {data}, the number of workers that "
-                "share the rows, over which experts are spread; choose a divisor of it, or 1"
+                f"policy.parallelism.expert={parallelism.expert} does not divide {data}, the number of data-parallel "
+                "workers that the experts are spread over; choose a divisor of it, or 1"
             )
         return cls(
             data,
@@ -61,15 +61,15 @@ _sizes: Sizes | None = None
 
 
 class Groups:
-    """This rank's groups, for one policy. Groups of one rank are None where it says so."""
+    """This rank's process groups, for one policy."""
 
     def __init__(self, context: WorkerContext, device: torch.device, sizes: Sizes) -> None:
-        """Collective: makes the default process group and megatron-core's, unless they are there."""
+        """Create the default process group and megatron-core's groups unless they exist. Collective."""
         global _users, _sizes  # as megatron-core's are
         if _users and _sizes != sizes:
             raise ConfigError(
-                f"this process has a policy of megatron-core with {_sizes}, and cannot have another with {sizes}: its "
-                "groups are global; give each policy processes of its own"
+                f"this process already has a megatron-core policy with {_sizes} and cannot have another with {sizes}, "
+                "because megatron-core's groups are global; run each policy in its own processes"
             )
         process_groups.join(context, device)
         if not _users:
@@ -80,7 +80,7 @@ class Groups:
 
     @staticmethod
     def leave() -> None:
-        """One user less; after the last the groups are gone."""
+        """Release the groups; the last user destroys them."""
         global _users, _sizes
         _users -= 1
         if not _users:
@@ -90,51 +90,51 @@ class Groups:
 
     @property
     def data(self) -> dist.ProcessGroup | None:
-        """The ranks that share the rows and stand where this one does on the other axes."""
+        """The data-parallel ranks; None if there is only one."""
         return parallel_state.get_data_parallel_group() if self.sizes.data > 1 else None
 
     @property
     def tensor(self) -> dist.ProcessGroup | None:
-        """The ranks with the other parts of this rank's weights."""
+        """The ranks with the other shards of this rank's weights; None if there is only one."""
         return parallel_state.get_tensor_model_parallel_group() if self.sizes.tensor > 1 else None
 
     @property
     def tensor_rank(self) -> int:
-        """Which part of the weights this rank has."""
+        """The index of this rank's shard of the weights."""
         return int(parallel_state.get_tensor_model_parallel_rank())
 
     @property
     def context(self) -> dist.ProcessGroup | None:
-        """The ranks with the other parts of this rank's sequences."""
+        """The ranks with the other shards of this rank's sequences; None if there is only one."""
         return parallel_state.get_context_parallel_group() if self.sizes.context > 1 else None
 
     @property
     def pipeline(self) -> dist.ProcessGroup | None:
-        """The stages of this rank's pipeline, in order."""
+        """The stages of this rank's pipeline, in order; None if there is only one."""
         return parallel_state.get_pipeline_model_parallel_group() if self.sizes.pipeline > 1 else None
 
     @property
     def pipeline_rank(self) -> int:
-        """Which stage this rank is."""
+        """The pipeline stage of this rank."""
         return int(parallel_state.get_pipeline_model_parallel_rank())
 
     @property
     def last_stage(self) -> int:
-        """The default group's rank of the last stage of this rank's pipeline."""
+        """The global rank of the last stage of this rank's pipeline."""
         return int(parallel_state.get_pipeline_model_parallel_last_rank())
 
     @property
     def expert_rank(self) -> int:
-        """Which of the experts this rank has."""
+        """The index of this rank's shard of the experts."""
         return int(parallel_state.get_expert_model_parallel_rank())
 
 
 def _destroy() -> None:
-    """Megatron-core forgets its groups; they and their threads would live as long as the default group."""
+    """Destroy the groups, which megatron-core only drops, so that their threads do not outlive them."""
     groups = [group for group in parallel_state._global_process_group_list or () if group is not None]
     parallel_state.destroy_model_parallel()
     if dist.get_world_size() > 1:
-        dist.barrier()  # as when the default group goes
+        dist.barrier()  # no rank may still be communicating
     for group in groups:
         dist.destroy_process_group(group)
 
@@ -149,5 +149,5 @@ def _make(sizes: Sizes, deadline: float) -> None:
         distributed_timeout_minutes=max(1, math.ceil(deadline / 60)),
         create_gloo_process_groups=False,
     )
-    # there is no dropout, so nothing is drawn and no states of random numbers are to be kept apart
+    # without dropout nothing is sampled, so no separate random states are needed
     random_states.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)

@@ -1,4 +1,4 @@
-"""The entry point: the record of the backend `megatron`. Imports no torch."""
+"""Plugin entry point: the record of the `megatron` backend. Does not import torch."""
 
 from __future__ import annotations
 

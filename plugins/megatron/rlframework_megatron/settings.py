@@ -1,7 +1,7 @@
-"""Megatron-core's configuration of a model of transformers, and what of one it cannot compute as transformers does.
+"""Translate a transformers configuration to megatron-core's, and reject models that would compute something else.
 
-Llama, Qwen2, Qwen3 and Qwen3-MoE; what else a configuration asks for is `NotSupported`. Left out: learned positions,
-sliding windows, rotary embeddings that change with the length.
+Covers Llama, Qwen2, Qwen3 and Qwen3-MoE. Not supported: learned positions, sliding windows, rotary embeddings that
+depend on the length.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ INSTEAD = "Set policy.backend to dtensor"
 def transformer_config(
     model_config: Any, config: PolicyConfig, sizes: Sizes, device: torch.device, *, grouped: bool = False
 ) -> TransformerConfig:
-    """Megatron-core's configuration of the model of `model_config`; `grouped`: experts in one matrix product."""
+    """Megatron-core's configuration for `model_config`; `grouped`: experts use grouped matrix multiplication."""
     require_same_function(model_config)
     on_gpu = device.type == "cuda"
     dtype = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
@@ -59,14 +59,14 @@ def transformer_config(
         bf16=dtype == torch.bfloat16,
         perform_initialization=False,
         use_cpu_initialization=not on_gpu,
-        calculate_per_token_loss=True,  # so that neither microbatches nor ranks divide the loss
+        calculate_per_token_loss=True,  # the loss is divided by neither microbatches nor ranks
         bias_dropout_fusion=False,
         bias_activation_fusion=False,
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
         apply_rope_fusion=False,
         cuda_graph_scope=[],
-        # the default of the interleaved schedule gives wrong numbers without an error over gloo
+        # the interleaved schedule's default silently gives wrong numbers over gloo
         batch_p2p_comm=on_gpu and sizes.virtual == 1,
         overlap_p2p_comm=sizes.virtual > 1,
         **recompute,
@@ -79,53 +79,55 @@ def _has_experts(model_config: Any) -> bool:
 
 
 def _expert_settings(model_config: Any, *, grouped: bool) -> dict[str, Any]:
-    """Of megatron-core's configuration, for a mixture: each token goes to the likeliest experts, whatever they have."""
+    """Megatron-core's settings for a mixture of experts: top-k routing without capacity limits."""
     return {
         "num_moe_experts": model_config.num_experts,
         "moe_ffn_hidden_size": model_config.moe_intermediate_size,
         "moe_layer_freq": [int(is_sparse(model_config, layer)) for layer in range(model_config.num_hidden_layers)],
         "moe_grouped_gemm": grouped,
         "moe_router_topk": model_config.num_experts_per_tok,
-        # the softmax of the chosen ones alone is that of all of them, divided by the sum of the chosen
+        # a softmax over the chosen experts equals the full softmax renormalised over them
         "moe_router_pre_softmax": not model_config.norm_topk_prob,
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
-        "moe_token_dispatcher_type": "alltoall",  # the one that lets ranks have different numbers of tokens
+        "moe_token_dispatcher_type": "alltoall",  # allows different numbers of tokens per rank
     }
 
 
 def require_same_function(model_config: Any) -> None:
-    """`NotSupported` where a GPTModel as it is built here would compute something else than transformers does."""
+    """Raise `NotSupported` if this backend's GPTModel would not compute the same function as transformers."""
     require_convertible(model_config)
     kind = model_config.model_type
     if model_config.hidden_act != "silu":
         raise NotSupported(
-            f"the megatron backend has the activation silu, and the {kind} model has {model_config.hidden_act!r}. "
-            f"{INSTEAD}"
+            f"the megatron backend supports only the activation silu; the {kind} model has "
+            f"{model_config.hidden_act!r}. {INSTEAD}"
         )
     if "sliding_attention" in (getattr(model_config, "layer_types", None) or ()):
-        raise NotSupported(f"the megatron backend has no sliding windows, and the {kind} model has them. {INSTEAD}")
+        raise NotSupported(
+            f"the megatron backend does not support sliding windows, which the {kind} model has. {INSTEAD}"
+        )
     rotary = model_config.rope_parameters
     if rotary.get("rope_type", "default") not in STATIC_ROTARY or rotary.get("partial_rotary_factor", 1.0) != 1.0:
         raise NotSupported(
-            f"the megatron backend has the rotary embeddings {', '.join(STATIC_ROTARY)} of whole heads, and the {kind} "
-            f"model has {rotary}. {INSTEAD}"
+            f"the megatron backend supports the rotary embeddings {', '.join(STATIC_ROTARY)} of whole heads; the "
+            f"{kind} model has {rotary}. {INSTEAD}"
         )
 
 
 def as_reward_model(model_config: Any) -> None:
-    """Mark `model_config` as a reward model's; a `DataError` where it has several labels."""
+    """Mark `model_config` as a reward model's; raise `DataError` unless it has exactly one label."""
     if model_config.num_labels != 1:
         raise DataError(
-            f"policy.head=score takes a model whose head has one label, and this one has {model_config.num_labels}: "
+            f"policy.head=score requires a model whose head has one label, and this one has {model_config.num_labels}: "
             "num_labels in its config.json must be 1"
         )
     setattr(model_config, GIVES_SCORES, True)
 
 
 def require_experts(model_config: Any, sizes: Sizes, *, router_loss: bool) -> None:
-    """`NotSupported` where experts are asked for and there are none, or beside axes that they do not go with."""
+    """Raise `NotSupported` for expert options on a dense model, or experts combined with unsupported axes."""
     kind = model_config.model_type
     if not _has_experts(model_config):
         if sizes.expert > 1 or router_loss:
@@ -136,18 +138,18 @@ def require_experts(model_config: Any, sizes: Sizes, *, router_loss: bool) -> No
         return
     if sizes.tensor > 1 and (sizes.expert > 1 or not sizes.sequence):
         raise NotSupported(
-            f"a mixture of experts such as this {kind} model takes tensor parallelism with policy.parallelism.sequence "
-            "set to true, and with policy.parallelism.expert at 1"
+            f"a mixture of experts such as this {kind} model supports tensor parallelism only with "
+            "policy.parallelism.sequence set to true and policy.parallelism.expert set to 1"
         )
     if router_loss and sizes.tensor * sizes.context * sizes.pipeline > 1:
         raise NotSupported(
-            "policy.router_aux_loss_coef above 0 takes workers with whole layers and sequences: set "
+            "policy.router_aux_loss_coef above 0 requires whole layers and sequences on each worker: set "
             "policy.parallelism.tensor, context and pipeline to 1"
         )
 
 
 def rotary_frequencies(model_config: Any) -> Tensor:
-    """`[D / 2]` fp32: the angle of each pair of a head's elements at position 1, as transformers has it."""
+    """Rotary frequencies `[D / 2]`, fp32, as in transformers: the angle of each element pair at position 1."""
     kind = model_config.model_type
     module = import_module(f"transformers.models.{kind}.modeling_{kind}")
     made = next(value for name, value in vars(module).items() if name.endswith("RotaryEmbedding"))(model_config)

@@ -1,4 +1,4 @@
-"""What a worker holds, by the names of Hugging Face: the primitives of `Engine` for weights and moments."""
+"""The `Engine` primitives for weights and moments, under Hugging Face names."""
 
 from __future__ import annotations
 
@@ -15,85 +15,85 @@ from rlframework_megatron import moments as moments_of
 from rlframework_megatron import native
 from rlframework_megatron import weights as weights_of
 from rlframework_megatron.weight_files import FolderWeights
-from rlframework_megatron.weights import Holding
+from rlframework_megatron.weights import LocalModel
 
 
-def load_from_folder(holding: Holding, folder: str | Path) -> None:
-    """Fill the parameters, and the fp32 copies that the optimizer has of them, from safetensors files in `folder`.
+def load_from_folder(local_model: LocalModel, folder: str | Path) -> None:
+    """Load the parameters, and the optimizer's fp32 copies of them, from the safetensors files in `folder`.
 
-    To be called once the optimizer is made. Each rank reads its own parts.
+    Call after creating the optimizer. Each rank reads only its own shards.
     """
-    with FolderWeights(folder, holding.config) as saved:
-        weights_of.load(holding, saved.part)
+    with FolderWeights(folder, local_model.config) as saved:
+        weights_of.load(local_model, saved.read_slice)
 
 
-class Held(Engine, ABC):
-    """A worker sets `_holding` in `build`."""
+class ModelState(Engine, ABC):
+    """`Engine` primitives for weights and moments; a worker sets `_local_model` in `build`."""
 
-    _holding: Holding
+    _local_model: LocalModel
 
     @abstractmethod
     def _megatron(self) -> AbstractContextManager[None]:
-        """Around every use of megatron-core."""
+        """The context for every use of megatron-core."""
 
     @abstractmethod
-    def _settle(self) -> None:
-        """Bring updated weights that are still on other ranks here. Collective where there are any."""
+    def _finish_param_gather(self) -> None:
+        """Gather updated weights that are still on other ranks. Collective if there are any."""
 
-    def _back(self) -> None:
-        """Bring weights here that are in CPU memory. No collective."""
-        self.move(self._holding.groups.device, model=True)
+    def _onload_weights(self) -> None:
+        """Onload weights that are in CPU memory. Not collective."""
+        self.move(self._local_model.groups.device, model=True)
 
     def weight_specs(self) -> dict[str, WeightSpec]:
         """See `Engine.weight_specs`."""
-        return weights_of.weight_specs(self._holding.config)
+        return weights_of.weight_specs(self._local_model.config)
 
     def gather_weights(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         """See `Engine.gather_weights`."""
-        self._back()
-        self._settle()
-        return weights_of.gather_weights(self._holding, names)
+        self._onload_weights()
+        self._finish_param_gather()
+        return weights_of.gather_weights(self._local_model, names)
 
     def snapshot(self) -> dict[str, Tensor]:
         """See `Engine.snapshot`."""
-        self._back()
-        self._settle()
-        return weights_of.snapshot(self._holding)
+        self._onload_weights()
+        self._finish_param_gather()
+        return weights_of.snapshot(self._local_model)
 
     def restore(self, snapshot: dict[str, Tensor]) -> None:
         """See `Engine.restore`."""
-        self._back()
-        weights_of.restore(self._holding, snapshot)
+        self._onload_weights()
+        weights_of.restore(self._local_model, snapshot)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """See `Engine.load_weights`."""
-        self._back()
-        weights_of.load_weights(self._holding, weights)
+        self._onload_weights()
+        weights_of.load_weights(self._local_model, weights)
 
     def gather_moments(self) -> Iterator[tuple[str, Moments]]:
         """See `Engine.gather_moments`."""
-        return moments_of.gather_moments(self._holding)
+        return moments_of.gather_moments(self._local_model)
 
     def load_moments(self, moments: Mapping[str, Moments]) -> None:
         """See `Engine.load_moments`."""
-        moments_of.load_moments(self._holding, moments)
+        moments_of.load_moments(self._local_model, moments)
 
     def sharded_state(self) -> ShardedState:
         """See `Engine.sharded_state`."""
-        self._back()
-        self._settle()
-        return moments_of.sharded_state(self._holding)
+        self._onload_weights()
+        self._finish_param_gather()
+        return moments_of.sharded_state(self._local_model)
 
     def save_native(self, folder: Path, *, optimizer: bool) -> None:
         """See `Engine.save_native`."""
-        self._back()
-        self._settle()
+        self._onload_weights()
+        self._finish_param_gather()
         with self._megatron():
-            native.save(self._holding, folder, optimizer=optimizer)
+            native.save(self._local_model, folder, optimizer=optimizer)
 
     def load_native(self, folder: Path, *, optimizer: bool) -> None:
         """See `Engine.load_native`."""
-        self._back()
-        self._settle()
+        self._onload_weights()
+        self._finish_param_gather()
         with self._megatron():
-            native.load(self._holding, folder, optimizer=optimizer)
+            native.load(self._local_model, folder, optimizer=optimizer)

@@ -1,8 +1,7 @@
-"""All that we take of megatron-core, in one place, imported without its warnings.
+"""All imports from megatron-core, in one place and without its warnings.
 
-It warns about each package that it can use and does not find (Transformer Engine, Apex), and about its own imports. On
-import it hands small functions to `torch.compile`; where there is no GPU they are left as they are, which saves loading
-the compiler, and having one.
+It warns about each optional package that is missing (Transformer Engine, Apex) and about its own imports. On import it
+passes small functions to `torch.compile`; without a GPU they stay uncompiled, so no compiler is loaded or needed.
 """
 
 from __future__ import annotations
@@ -63,7 +62,9 @@ with warnings.catch_warnings(), _uncompiled():
     from megatron.core.transformer.transformer_config import TransformerConfig
     from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
 
-if not hasattr(moe_utils, "te_general_gemm"):  # 0.16.1 asks whether it is None, and gives no name where TE is not there
+if not hasattr(
+    moe_utils, "te_general_gemm"
+):  # 0.16.1 compares it with None but defines it only with Transformer Engine
     moe_utils.te_general_gemm = None
 
 __all__ = [
@@ -104,11 +105,11 @@ __all__ = [
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Within it megatron-core does not warn: what it says is of its own arguments, which nobody here can change."""
+    """Silence warnings from megatron-core, which concern its own code and cannot be fixed by the caller."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module=r"megatron\.")
-        # what it calls: gradients of views of its buffers, and collectives by the names before torch 2.13
+        # from its calls: gradients of views of its buffers, and collectives under their names before torch 2.13
         warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
-        warnings.filterwarnings("ignore", message="Please use DTensor instead")  # its checkpoints have ShardedTensor
+        warnings.filterwarnings("ignore", message="Please use DTensor instead")  # its checkpoints use ShardedTensor
         yield

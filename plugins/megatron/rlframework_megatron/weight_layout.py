@@ -1,8 +1,8 @@
-"""How Megatron lays one weight into a local parameter: which part of the whole goes where, for a tensor-parallel rank.
+"""How Megatron stores a weight in a tensor-parallel rank's parameter: which slice of the whole goes where.
 
-Megatron fuses: the rows of `linear_qkv` are, key-value group by group, the group's query heads, its key and its value;
-those of `linear_fc1` on each rank are its part of the gate, then its part of `up`. Tensor ranks share the rows of the
-fused matrix in equal parts, of `linear_proj` and `linear_fc2` the columns.
+Megatron fuses matrices: the rows of `linear_qkv` are, for each key-value group, its query heads, key and value; the
+rows of `linear_fc1` on each rank are its shard of the gate followed by its shard of `up`. Tensor ranks split the rows
+of fused matrices, and the columns of `linear_proj` and `linear_fc2`, equally.
 """
 
 from __future__ import annotations
@@ -13,33 +13,33 @@ from dataclasses import dataclass
 
 from rlframework.errors import ConfigError
 
-Where = tuple[slice, ...]
-Region = tuple[Where, Where]
-"""A box of the whole weight, and the box of the local parameter that holds it: both of one shape."""
+Slices = tuple[slice, ...]
+Region = tuple[Slices, Slices]
+"""Slices of the whole weight, and the slices of equal shape of the local parameter that stores them."""
 
 
 @dataclass(frozen=True)
-class Cut:
-    """How a weight is laid out. By itself: on each rank whole."""
+class WeightLayout:
+    """The layout of a weight across tensor ranks. The base class replicates it."""
 
     split: bool = False
-    """Whether ranks have different parts of it."""
+    """Whether ranks hold different shards."""
 
     def regions(self, shape: tuple[int, ...], rank: int, size: int) -> Iterator[Region]:
-        """Of the weight of `shape`, for tensor rank `rank` of `size`; none where nothing of it is there."""
+        """Yield the regions of a weight of `shape` on tensor rank `rank` of `size`; none if the rank holds nothing."""
         everything = tuple(slice(0, extent) for extent in shape)
         yield everything, everything
 
 
 @dataclass(frozen=True)
-class Vocabulary(Cut):
-    """Rows in equal parts, of as many as `padded` says: the rest is padding, and no part of the weight."""
+class Vocabulary(WeightLayout):
+    """Equal shards of `padded` rows; rows beyond the weight are padding."""
 
     split: bool = True
     padded: int = 0
 
     def regions(self, shape: tuple[int, ...], rank: int, size: int) -> Iterator[Region]:
-        """See `Cut`."""
+        """See `WeightLayout.regions`."""
         share = _share(self.padded or shape[0], size)
         start, stop = (min(rank * share + end, shape[0]) for end in (0, share))
         if start < stop:
@@ -47,34 +47,34 @@ class Vocabulary(Cut):
 
 
 @dataclass(frozen=True)
-class Columns(Cut):
-    """Columns in equal parts."""
+class Columns(WeightLayout):
+    """Equal shards of the columns."""
 
     split: bool = True
 
     def regions(self, shape: tuple[int, ...], rank: int, size: int) -> Iterator[Region]:
-        """See `Cut`."""
+        """See `WeightLayout.regions`."""
         share = _share(shape[1], size)
         rows = slice(0, shape[0])
         yield (rows, slice(rank * share, (rank + 1) * share)), (rows, slice(0, share))
 
 
 @dataclass(frozen=True)
-class Gated(Cut):
-    """One of the two halves of `linear_fc1`: `half` 0 is the gate, 1 is `up`."""
+class Gated(WeightLayout):
+    """One half of `linear_fc1`: `half` 0 is the gate, 1 is `up`."""
 
     split: bool = True
     half: int = 0
 
     def regions(self, shape: tuple[int, ...], rank: int, size: int) -> Iterator[Region]:
-        """See `Cut`."""
+        """See `WeightLayout.regions`."""
         share = _share(shape[0], size)
         yield _rows(rank * share, self.half * share, share, shape)
 
 
 @dataclass(frozen=True)
-class Grouped(Cut):
-    """Queries, keys or values in `linear_qkv`: in each of `groups`, `rows` from row `start` of its `all_rows` on."""
+class Grouped(WeightLayout):
+    """Queries, keys or values in `linear_qkv`: in each of `groups` of `all_rows`, the `rows` from `start` on."""
 
     split: bool = True
     groups: int = 1
@@ -83,7 +83,7 @@ class Grouped(Cut):
     all_rows: int = 3
 
     def regions(self, shape: tuple[int, ...], rank: int, size: int) -> Iterator[Region]:
-        """See `Cut`. With more ranks than groups, a rank has a part of a group."""
+        """See `WeightLayout.regions`. With more ranks than groups, ranks split a group."""
         share = _share(self.groups * self.all_rows, size)
         first, last = rank * share, (rank + 1) * share
         for group in range(self.groups):
@@ -94,7 +94,7 @@ class Grouped(Cut):
 
 
 def _rows(start: int, local: int, count: int, shape: tuple[int, ...]) -> Region:
-    """`count` rows that begin at `start` in the whole and at `local` here; other dimensions whole."""
+    """The region of `count` rows from `start` in the whole weight and from `local` in the parameter."""
     rest = tuple(slice(0, extent) for extent in shape[1:])
     return (slice(start, start + count), *rest), (slice(local, local + count), *rest)
 
@@ -103,16 +103,16 @@ def _share(extent: int, size: int) -> int:
     share, left = divmod(extent, size)
     if left:
         raise ConfigError(
-            f"a dimension of {extent} does not divide over policy.parallelism.tensor={size}; choose a divisor of it"
+            f"a dimension of {extent} is not divisible by policy.parallelism.tensor={size}; choose a divisor of it"
         )
     return share
 
 
-def extent(where: Where) -> int:
-    """Elements of a box."""
+def extent(where: Slices) -> int:
+    """The number of elements in `where`."""
     return math.prod(one.stop - one.start for one in where)
 
 
-def inside(box: Where, outer: Where) -> Where:
-    """Where `box` lies in what is cut out by `outer`, which has all of it."""
-    return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(box, outer, strict=True))
+def inside(block: Slices, outer: Slices) -> Slices:
+    """The slices of `box` relative to `outer`, which contains it."""
+    return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(block, outer, strict=True))

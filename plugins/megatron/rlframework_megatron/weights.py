@@ -1,11 +1,11 @@
-"""A model's weights under the names of Hugging Face, into and out of this rank's parameters.
+"""Load a model's weights into this rank's parameters and gather them, under Hugging Face names.
 
-Weights are fp32 outside. Under bfloat16 the values are those that the optimizer updates, its fp32 copies (`mains`), and
-the parameters are these, rounded; a load sets both from the fp32 that it reads. A worker without an optimizer has no
-fp32 copies: what it loads is rounded to bfloat16, and what it tells is that, in fp32.
+Weights are exchanged in fp32. Under bfloat16 they are the optimizer's fp32 main parameters (`main_params`), which the
+parameters round; loading sets both. A worker without an optimizer has no fp32 copies: it rounds loaded weights to
+bfloat16 and returns these as fp32.
 
-Gathering is one weight at a time (`gathering`); loading reads this rank's parts alone (`reading`). Left out: buffers,
-of which these models save none.
+Weights are gathered one at a time (`gathering`); loading reads only this rank's shards (`weight_files`). Does not cover
+buffers, as these models save none.
 """
 
 from __future__ import annotations
@@ -18,28 +18,29 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlframework.policy.checkpoint.saved import part_of
+from rlframework.policy.checkpoint.saved import slice_of
 from rlframework.policy.model_state import WeightSpec
-from rlframework.policy.trace_spans import GATHER, span
-from rlframework_megatron.coordinates import Place
-from rlframework_megatron.gathering import Groups, gather, has_it
-from rlframework_megatron.main_params import Mains
-from rlframework_megatron.names import Part, Weight, home, local_parts, model_weights
-from rlframework_megatron.weight_layout import Where, extent, inside
+from rlframework.policy.profiling import GATHER, trace_span
+from rlframework_megatron.coordinates import Coordinates
+from rlframework_megatron.gathering import Groups, gather, is_owner
+from rlframework_megatron.main_params import MainParams
+from rlframework_megatron.names import Weight, WeightShard, local_shards, model_weights, owner_of
+from rlframework_megatron.weight_layout import Slices, extent, inside
 
-Read = Callable[[str, Where], Tensor]
-"""A box of the weight of a name."""
+Read = Callable[[str, Slices], Tensor]
+"""`read(name, slices)`: a slice of a named weight."""
 
 
 @dataclass(frozen=True)
-class Holding:
-    """This rank's part of a model: its chunks, the optimizer that trains them, and where it stands among the others.
+class LocalModel:
+    """This rank's shard of a model: its chunks, their optimizer, and its coordinates.
 
-    `config`: of transformers. `chunks`: GPTModels without wrappers. `optimizer`: of `get_megatron_optimizer`, or None.
+    `config`: the transformers configuration. `chunks`: unwrapped GPTModels. `optimizer`: from `get_megatron_optimizer`,
+    or None.
     """
 
     config: Any
-    place: Place
+    coordinates: Coordinates
     chunks: Sequence[nn.Module]
     groups: Groups
     optimizer: Any | None = None
@@ -50,45 +51,45 @@ class Holding:
         return {weight.name: weight for weight in model_weights(self.config)}
 
     @cached_property
-    def parts(self) -> list[Part]:
-        """What this rank has of them, copies of a tied head too."""
-        return local_parts(self.config, self.place)
+    def shards(self) -> list[WeightShard]:
+        """This rank's shards of the weights, including copies of a tied head."""
+        return local_shards(self.config, self.coordinates)
 
     @cached_property
-    def _told(self) -> dict[str, Part]:
-        return {part.name: part for part in self.parts if not part.is_copy}
+    def _owned_shards(self) -> dict[str, WeightShard]:
+        return {shard.name: shard for shard in self.shards if not shard.is_copy}
 
-    def parameters(self) -> Iterator[tuple[nn.Parameter, list[Part]]]:
-        """Each local parameter, and the weights in it."""
-        found: dict[tuple[int, str], list[Part]] = {}
-        for part in self.parts:
-            found.setdefault((part.chunk, part.parameter), []).append(part)
-        for (chunk, name), parts in found.items():
-            yield self.chunks[chunk].get_parameter(name), parts
+    def parameters(self) -> Iterator[tuple[nn.Parameter, list[WeightShard]]]:
+        """Yield each local parameter with the shards it contains."""
+        found: dict[tuple[int, str], list[WeightShard]] = {}
+        for shard in self.shards:
+            found.setdefault((shard.chunk, shard.parameter), []).append(shard)
+        for (chunk, name), shards in found.items():
+            yield self.chunks[chunk].get_parameter(name), shards
 
-    def mains(self) -> Mains:
-        """What the optimizer holds now."""
-        return Mains(self.optimizer, self.groups.device)
+    def main_params(self) -> MainParams:
+        """The optimizer's current main parameters."""
+        return MainParams(self.optimizer, self.groups.device)
 
-    def gatherer(self, mains: Mains, kind: str = "values") -> Callable[[str], Tensor]:
-        """A function that gives the whole weight of a name, or a moment of it: see `Mains.whole`. Collective.
+    def gatherer(self, main_params: MainParams, kind: str = "values") -> Callable[[str], Tensor]:
+        """Return a collective function that gathers a weight, or a moment of it, by name; see `MainParams.whole`.
 
-        A parameter is put together once for all weights in it that are asked for one after the other.
+        A fused parameter is gathered once for consecutive requests of its weights.
         """
-        held: list[tuple[nn.Parameter, Tensor]] = []
+        cached: list[tuple[nn.Parameter, Tensor]] = []
 
-        def local(part: Part) -> Tensor:
-            parameter = self.chunks[part.chunk].get_parameter(part.parameter)
-            if not held or held[0][0] is not parameter:
-                held.clear()  # before the next one comes
-                held.append((parameter, mains.whole(parameter, kind)))
-            return held[0][1]
+        def local(shard: WeightShard) -> Tensor:
+            parameter = self.chunks[shard.chunk].get_parameter(shard.parameter)
+            if not cached or cached[0][0] is not parameter:
+                cached.clear()  # free the memory before gathering the next one
+                cached.append((parameter, main_params.whole(parameter, kind)))
+            return cached[0][1]
 
         def whole(name: str) -> Tensor:
             weight = self.weights[name]
-            told = has_it(home(weight, self.config, self.place), self.place)
-            own = local(self._told[name]) if told else None
-            return gather(own, weight, self.config, self.place, self.groups)
+            owned = is_owner(owner_of(weight, self.config, self.coordinates), self.coordinates)
+            own = local(self._owned_shards[name]) if owned else None
+            return gather(own, weight, self.config, self.coordinates, self.groups)
 
         return whole
 
@@ -98,95 +99,95 @@ def weight_specs(config: Any) -> dict[str, WeightSpec]:
     return {weight.name: WeightSpec(weight.shape, torch.float32) for weight in model_weights(config)}
 
 
-def gather_weights(holding: Holding, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+def gather_weights(local_model: LocalModel, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
     """See `Engine.gather_weights`."""
-    whole = holding.gatherer(holding.mains())
+    whole = local_model.gatherer(local_model.main_params())
     for name in names:
-        with span(GATHER):
+        with trace_span(GATHER):
             found = whole(name)
         yield name, found
         del found
 
 
 @torch.no_grad()
-def load(holding: Holding, read: Read) -> None:
-    """Fill this rank's parameters, in place, and the fp32 copies of them, with what `read` gives. No collective."""
-    mains = holding.mains()
-    for parameter, parts in holding.parameters():
+def load(local_model: LocalModel, read: Read) -> None:
+    """Fill this rank's parameters and their fp32 copies in place from `read`. Not collective."""
+    main_params = local_model.main_params()
+    for parameter, shards in local_model.parameters():
         if parameter.dtype == torch.float32:
-            fill(parameter, parts, read)
+            fill(parameter, shards, read)
             continue
         value = torch.empty_like(parameter, dtype=torch.float32)
-        fill(value, parts, read)
+        fill(value, shards, read)
         parameter.copy_(value)
-        if (main := mains.of(parameter)) is not None:
+        if (main := main_params.of(parameter)) is not None:
             main.flat.copy_(value.view(-1)[main.start : main.stop])
 
 
-def fill(target: Tensor, parts: Iterable[Part], read: Read) -> None:
-    """Put the weights of `parts` into `target`, of the shape of their parameter; the rest of it, padding, is 0."""
-    regions = [(part.name, *region) for part in parts for region in part.regions]
-    if sum(extent(here) for _, _, here in regions) < target.numel():
+def fill(target: Tensor, shards: Iterable[WeightShard], read: Read) -> None:
+    """Write `shards` into `target`, which has the shape of their parameter; the rest is zero padding."""
+    regions = [(shard.name, *region) for shard in shards for region in shard.regions]
+    if sum(extent(local_slices) for _, _, local_slices in regions) < target.numel():
         target.zero_()
-    for part in parts:
-        for box, places in _boxes_to_read(part):
-            found = read(part.name, box)
-            for there, here in places:
-                target[here].copy_(found[there])
+    for shard in shards:
+        for block, places in _slices_to_read(shard):
+            found = read(shard.name, block)
+            for there, local_slices in places:
+                target[local_slices].copy_(found[there])
 
 
-def _boxes_to_read(part: Part) -> Iterator[tuple[Where, list[tuple[Where, Where]]]]:
-    """Boxes of the whole weight, one where the regions make up one; where each region lies in the box, and here."""
-    if not part.regions:
+def _slices_to_read(shard: WeightShard) -> Iterator[tuple[Slices, list[tuple[Slices, Slices]]]]:
+    """Yield slices of the whole weight to read (one if the regions are contiguous), with the copies into `target`."""
+    if not shard.regions:
         return
-    spans = [(min(one.start for one in along), max(one.stop for one in along)) for along in _by_dimension(part)]
+    spans = [(min(one.start for one in along), max(one.stop for one in along)) for along in _by_dimension(shard)]
     hull = tuple(slice(start, stop) for start, stop in spans)
-    if extent(hull) != sum(extent(whole) for whole, _ in part.regions):
-        for whole, here in part.regions:
-            yield whole, [(tuple(slice(0, one.stop - one.start) for one in whole), here)]
+    if extent(hull) != sum(extent(whole) for whole, _ in shard.regions):
+        for whole, local_slices in shard.regions:
+            yield whole, [(tuple(slice(0, one.stop - one.start) for one in whole), local_slices)]
         return
-    yield hull, [(inside(whole, hull), here) for whole, here in part.regions]
+    yield hull, [(inside(whole, hull), local_slices) for whole, local_slices in shard.regions]
 
 
-def _by_dimension(part: Part) -> Iterator[tuple[slice, ...]]:
-    return zip(*(whole for whole, _ in part.regions), strict=True)
+def _by_dimension(shard: WeightShard) -> Iterator[tuple[slice, ...]]:
+    return zip(*(whole for whole, _ in shard.regions), strict=True)
 
 
-def load_weights(holding: Holding, weights: Mapping[str, Tensor]) -> None:
+def load_weights(local_model: LocalModel, weights: Mapping[str, Tensor]) -> None:
     """See `Engine.load_weights`."""
-    load(holding, partial(part_of, weights))
+    load(local_model, partial(slice_of, weights))
 
 
-def snapshot(holding: Holding) -> dict[str, Tensor]:
-    """See `Engine.snapshot`: fp32 values where they are here whole, else the parameters, and what is here in fp32."""
-    mains = holding.mains()
+def snapshot(local_model: LocalModel) -> dict[str, Tensor]:
+    """See `Engine.snapshot`: whole local fp32 values, otherwise the parameters and the local fp32 shards."""
+    main_params = local_model.main_params()
     found = {}
-    for number, chunk in enumerate(holding.chunks):
+    for number, chunk in enumerate(local_model.chunks):
         for name, parameter in chunk.named_parameters():
-            for kind, tensor in _held(parameter, mains).items():
+            for kind, tensor in _snapshot_tensors(parameter, main_params).items():
                 found[f"{number}.{name}{kind}"] = tensor.to("cpu", copy=True)
     return found
 
 
 @torch.no_grad()
-def restore(holding: Holding, saved: Mapping[str, Tensor]) -> None:
+def restore(local_model: LocalModel, saved: Mapping[str, Tensor]) -> None:
     """See `Engine.restore`."""
-    mains = holding.mains()
-    for number, chunk in enumerate(holding.chunks):
+    main_params = local_model.main_params()
+    for number, chunk in enumerate(local_model.chunks):
         for name, parameter in chunk.named_parameters():
-            held = _held(parameter, mains)
-            for kind, tensor in held.items():
+            tensors = _snapshot_tensors(parameter, main_params)
+            for kind, tensor in tensors.items():
                 tensor.copy_(saved[f"{number}.{name}{kind}"])
-            if "" not in held:
-                parameter.copy_(held[_MAIN].view(parameter.shape))
+            if "" not in tensors:
+                parameter.copy_(tensors[_MAIN].view(parameter.shape))
 
 
 _MAIN = ".fp32"
 
 
-def _held(parameter: Tensor, mains: Mains) -> dict[str, Tensor]:
-    """What a snapshot has of a parameter: "" is itself, left out where all fp32 values are here: these, rounded."""
-    main = mains.of(parameter)
+def _snapshot_tensors(parameter: Tensor, main_params: MainParams) -> dict[str, Tensor]:
+    """A parameter's tensors in a snapshot, by key suffix: "" is the parameter, omitted if all fp32 values are local."""
+    main = main_params.of(parameter)
     if main is None or parameter.dtype == torch.float32:
         return {"": parameter.detach()}
     if main.stop - main.start == parameter.numel():

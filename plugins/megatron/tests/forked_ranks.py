@@ -17,7 +17,7 @@ MOST = 5
 
 
 def complaints(program: Path, *words: str, warnings: tuple[str, ...] = (), seconds: float) -> dict[str, Any]:
-    """What the `tell` of `program` printed; it must end well. `warnings`: filters, where all others are errors."""
+    """Return the output of `program`, which must exit with 0. `warnings`: exceptions to warnings being errors."""
     done = run_program(program, *words, warnings=["error", *warnings], seconds=seconds)
     assert done.returncode == 0, done.stderr[-6000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

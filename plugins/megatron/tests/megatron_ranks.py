@@ -24,7 +24,7 @@ from rlframework.policy.checkpoint.reader import SavedTensors
 from rlframework.policy.model_state import Moments
 from rlframework_megatron import cpu
 from rlframework_megatron.config import MegatronConfig
-from rlframework_megatron.gathering import Groups, place_here
+from rlframework_megatron.gathering import Groups, local_coordinates
 from rlframework_megatron.model import build_chunks
 from rlframework_megatron.moments import gather_moments, load_moments, sharded_state
 from rlframework_megatron.names import weight_shapes
@@ -40,7 +40,7 @@ from rlframework_megatron.upstream import (
     get_megatron_optimizer,
     quiet,
 )
-from rlframework_megatron.weights import Holding, gather_weights, load_weights, restore, snapshot, weight_specs
+from rlframework_megatron.weights import LocalModel, gather_weights, load_weights, restore, snapshot, weight_specs
 
 WORLD = 4
 LR, DECAY = 1e-2, 0.1
@@ -56,7 +56,7 @@ class Case:
         model, layout, precision, optimizer = words.split(":")
         self.folder, self.complaints = folder / model, []
         self.config = AutoConfig.from_pretrained(self.folder)
-        sizes = {axis: int(size) for axis, size in (part.split("=") for part in layout.split(",") if part)}
+        sizes = {axis: int(size) for axis, size in (shard.split("=") for shard in layout.split(",") if shard)}
         model_size = sizes.get("tensor", 1) * sizes.get("pipeline", 1)
         self.ranks = Ranks(WorkerContext(dist.get_rank(), WORLD), CPU, Sizes(data=WORLD // model_size, **sizes))
         self.dtype = torch.bfloat16 if precision == "bf16" else torch.float32
@@ -72,9 +72,9 @@ class Case:
     # -- Megatron's side ----------------------------------------------------------------------------------------------
 
     def build(self) -> None:
-        section, place = MegatronConfig(virtual_pipeline=self.ranks.sizes.virtual), place_here()
+        section, coordinates = MegatronConfig(virtual_pipeline=self.ranks.sizes.virtual), local_coordinates()
         policy = PolicyConfig(model_name=str(self.folder))
-        chunks = build_chunks(self.config, policy, section, self.ranks, place)
+        chunks = build_chunks(self.config, policy, section, self.ranks, coordinates)
         chunks = [chunk.to(self.dtype) for chunk in chunks]
         made = None
         if self.optimizer != "none":
@@ -97,32 +97,32 @@ class Case:
             made = get_megatron_optimizer(own, models, config_overrides=overrides, use_gloo_process_groups=False)
             for group in made.param_groups:
                 group["weight_decay"] = DECAY * group["wd_mult"]
-        self.holding = Holding(self.config, place, chunks, Groups.current(CPU), made)
+        self.local_model = LocalModel(self.config, coordinates, chunks, Groups.current(CPU), made)
 
     def step(self) -> None:
-        """One step on gradients that are the same whole ones on all ranks, each with its part."""
+        """Take one step; all ranks have the same whole gradients, each applies its shards."""
         gradients = gradients_of(self.config, self.steps)
-        for parameter, parts in self.holding.parameters():
+        for parameter, shards in self.local_model.parameters():
             parameter.main_grad.zero_()
-            for part in parts:
-                for whole, here in part.regions:
-                    parameter.main_grad[here] = gradients[part.name][whole]
-        self.holding.optimizer.prepare_grads()
-        self.holding.optimizer.step_with_ready_grads()
+            for shard in shards:
+                for whole, local_slices in shard.regions:
+                    parameter.main_grad[local_slices] = gradients[shard.name][whole]
+        self.local_model.optimizer.prepare_grads()
+        self.local_model.optimizer.step_with_ready_grads()
         self.steps += 1
 
-    # -- what is told -------------------------------------------------------------------------------------------------
+    # -- gathered state -----------------------------------------------------------------------------------------------
 
     def weights(self) -> dict[str, Tensor]:
-        return {name: weight.clone() for name, weight in gather_weights(self.holding, weight_specs(self.config))}
+        return {name: weight.clone() for name, weight in gather_weights(self.local_model, weight_specs(self.config))}
 
     def moments(self) -> dict[str, Moments]:
-        told = gather_moments(self.holding)
+        told = gather_moments(self.local_model)
         return {name: Moments(one.steps, one.exp_avg.clone(), one.exp_avg_sq.clone()) for name, one in told}
 
     def pieces(self) -> tuple[dict[str, Tensor], dict[str, int]]:
-        """The whole tensors that all ranks' pieces make up; a complaint where they overlap or leave something out."""
-        state = sharded_state(self.holding)
+        """Assemble whole tensors from all ranks' shards; complain if they overlap or leave gaps."""
+        state = sharded_state(self.local_model)
         own = [
             (piece.name, piece.offset, piece.shape, piece.local.clone()) for piece in (*state.weights, *state.moments)
         ]
@@ -138,7 +138,7 @@ class Case:
                 if box in seen:
                     self.say(same(seen[box], local), f"two ranks tell {box} otherwise")
                 else:
-                    self.say(bool(target[where].isnan().all()), f"{box} overlaps another piece")
+                    self.say(bool(target[where].isnan().all()), f"{box} overlaps another shard")
                 seen[box] = target[where] = local
         return found, counts
 
@@ -186,7 +186,7 @@ class Reference:
 
 def check_loading(case: Case) -> None:
     case.build()
-    load_from_folder(case.holding, case.folder)
+    load_from_folder(case.local_model, case.folder)
     rounded = case.dtype == torch.bfloat16 and case.optimizer == "none"
     wanted = {name: weight.bfloat16().float() if rounded else weight for name, weight in case.whole.items()}
     found = case.weights()
@@ -194,31 +194,31 @@ def check_loading(case: Case) -> None:
     case.say(all(same(found[name], wanted[name]) for name in wanted), "gathered other weights than the files have")
     other = {name: -weight.flip(0) for name, weight in case.whole.items()}
     other["model.norm.weight"][0] = -0.0
-    load_weights(case.holding, other)
+    load_weights(case.local_model, other)
     if not rounded:
         found = case.weights()
         case.say(all(same(found[name], other[name]) for name in other), "what was loaded is not what is told")
-    load_weights(case.holding, case.whole)
+    load_weights(case.local_model, case.whole)
 
 
 def check_parameters(case: Case, wanted: dict[str, Tensor]) -> None:
     """The parameters themselves, copies of a tied head and padding too: what the model computes with."""
-    every = {parameter for chunk in case.holding.chunks for parameter in chunk.parameters()}
-    case.say(every == {parameter for parameter, _ in case.holding.parameters()}, "parameters that no weight is in")
-    for parameter, parts in case.holding.parameters():
+    every = {parameter for chunk in case.local_model.chunks for parameter in chunk.parameters()}
+    case.say(every == {parameter for parameter, _ in case.local_model.parameters()}, "parameters that no weight is in")
+    for parameter, shards in case.local_model.parameters():
         expected = torch.zeros(parameter.shape)
-        for part in parts:
-            for whole, here in part.regions:
-                expected[here] = wanted[part.name][whole]
+        for shard in shards:
+            for whole, local_slices in shard.regions:
+                expected[local_slices] = wanted[shard.name][whole]
         right = expected.to(case.dtype)
-        case.say(torch.equal(parameter.detach(), right), f"the parameter of {parts[0].name} is otherwise")
+        case.say(torch.equal(parameter.detach(), right), f"the parameter of {shards[0].name} is otherwise")
 
 
 def check_training(case: Case, reference: Reference) -> None:
     fresh, counts = case.pieces()
     case.say(set(counts.values()) == {0}, "steps before the first")
     case.say(all(not fresh[FIRST + name].any() for name in case.whole), "moments before the first step")
-    case.say(all(same(fresh[name], weight) for name, weight in case.whole.items()), "pieces are not the weights")
+    case.say(all(same(fresh[name], weight) for name, weight in case.whole.items()), "shards are not the weights")
     case.say(all(one.steps == 0 and not one.exp_avg_sq.any() for one in case.moments().values()), "early moments")
     for _ in range(2):
         case.step()
@@ -247,23 +247,23 @@ def compare(case: Case, reference: Reference, when: str) -> None:
 
 
 def check_snapshots(case: Case) -> None:
-    before, kept = case.weights(), snapshot(case.holding)
-    inside = [parameter.detach().clone() for parameter, _ in case.holding.parameters()]
-    load_weights(case.holding, {name: weight + 1 for name, weight in case.whole.items()})
+    before, kept = case.weights(), snapshot(case.local_model)
+    inside = [parameter.detach().clone() for parameter, _ in case.local_model.parameters()]
+    load_weights(case.local_model, {name: weight + 1 for name, weight in case.whole.items()})
     case.say(not same(case.weights()["model.norm.weight"], before["model.norm.weight"]), "nothing was loaded")
-    restore(case.holding, kept)
+    restore(case.local_model, kept)
     after = case.weights()
     case.say(all(same(after[name], before[name]) for name in before), "a snapshot came back otherwise")
-    held = [parameter.detach() for parameter, _ in case.holding.parameters()]
+    held = [parameter.detach() for parameter, _ in case.local_model.parameters()]
     case.say(all(map(torch.equal, held, inside)), "parameters came back otherwise")
 
 
 def check_resuming(case: Case, reference: Reference) -> None:
-    """A new model and optimizer take weights and moments over, and go on."""
+    """A new model and optimizer load weights and moments, and continue training."""
     weights, moments = case.weights(), case.moments()
     case.build()
-    load_weights(case.holding, weights)
-    load_moments(case.holding, moments)
+    load_weights(case.local_model, weights)
+    load_moments(case.local_model, moments)
     again = case.moments()
     for name, wanted in moments.items():
         case.say(again[name].steps == wanted.steps, f"steps of {name} came back otherwise")

@@ -67,7 +67,7 @@ def told(worker: MegatronPolicyWorker) -> Told:
 
 
 def differences(found: Told, wanted: Told) -> list[str]:
-    """What is not the same to the bit."""
+    """Return the names of tensors that are not bit-equal."""
     return [
         f"{kind} of {name}"
         for kind, tensors in wanted.items()

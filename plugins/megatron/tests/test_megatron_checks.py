@@ -1,4 +1,4 @@
-"""What of a configuration the megatron backend refuses, by key, before a process starts.
+"""Configurations that the megatron backend rejects, by key, before a process starts.
 
 And that this is all that workers refuse, as far as the configuration and the model's config.json tell it.
 """
@@ -15,8 +15,8 @@ from rlframework.config.sections import AlgorithmConfig, EnvironmentConfig, RunC
 from rlframework.errors import ConfigError, NotSupported
 from rlframework_megatron import config as megatron_config
 from rlframework_megatron.config import MegatronConfig
-from rlframework_megatron.coordinates import Place
-from rlframework_megatron.names import local_parts
+from rlframework_megatron.coordinates import Coordinates
+from rlframework_megatron.names import local_shards
 from rlframework_megatron.parallel import Sizes
 from rlframework_megatron.settings import require_experts, require_same_function
 
@@ -92,19 +92,21 @@ GOOD = [
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize(("model", "workers", "policy"), GOOD, ids=range(len(GOOD)))
-def test_what_can_be_done_has_no_problems_and_workers_do_not_refuse_it(problems, read, model, workers, policy, device):
+def test_supported_configurations_pass_the_check_and_the_workers(problems, read, model, workers, policy, device):
     assert problems(model, workers, device, **policy) == []
     built = read(model)
     require_same_function(built)
     parallelism = ParallelismConfig(**policy.get("parallelism", {}))
     virtual = policy.get("megatron", {}).get("virtual_pipeline", 1)
     sizes = Sizes.of(workers, parallelism, virtual)
-    local_parts(built, place(sizes))
+    local_shards(built, coordinates(sizes))
 
 
-def place(sizes):
+def coordinates(sizes):
     """The first rank's."""
-    return Place(tensor_size=sizes.tensor, pipeline_size=sizes.pipeline, chunks=sizes.virtual, expert_size=sizes.expert)
+    return Coordinates(
+        tensor_size=sizes.tensor, pipeline_size=sizes.pipeline, chunks=sizes.virtual, expert_size=sizes.expert
+    )
 
 
 LAYOUTS = [
@@ -133,8 +135,8 @@ LAYOUTS = [
         {"pipeline": 3},
         {},
         "policy.parallelism.pipeline",
-        "4 layers, which 3 stages of 1 parts do not divide",
-        "Choose numbers whose product divides them.",
+        "4 layers, not divisible by 3 stages of 1 model chunks",
+        "Choose numbers whose product divides 4.",
     ),
     (
         LLAMA,
@@ -142,8 +144,8 @@ LAYOUTS = [
         {"pipeline": 2},
         {"virtual_pipeline": 3},
         "policy.megatron.virtual_pipeline",
-        "4 layers, which 2 stages of 3 parts do not divide",
-        "Choose numbers whose product divides them.",
+        "4 layers, not divisible by 2 stages of 3 model chunks",
+        "Choose numbers whose product divides 4.",
     ),
     (
         LLAMA,
@@ -151,8 +153,8 @@ LAYOUTS = [
         {},
         {"virtual_pipeline": 2},
         "policy.megatron.virtual_pipeline",
-        "2 parts on each stage need a pipeline, and policy.parallelism.pipeline is 1.",
-        "Set it to 1, or the pipeline to 2 or more.",
+        "2 model chunks per stage need a pipeline, but policy.parallelism.pipeline is 1.",
+        "Set it to 1, or policy.parallelism.pipeline to 2 or more.",
     ),
     (
         LLAMA,
@@ -161,26 +163,26 @@ LAYOUTS = [
         {},
         "policy.parallelism.sequence",
         "policy.parallelism.tensor is 1.",
-        "Set it to false, or split tensors.",
+        "Set it to false, or increase policy.parallelism.tensor.",
     ),
-    (LLAMA, 2, {"expert": 2}, {}, "policy.parallelism.expert", "'llama' has no experts", "Leave it out."),
+    (LLAMA, 2, {"expert": 2}, {}, "policy.parallelism.expert", "'llama' model has no experts", "Remove it."),
     (
         MIXTURE | {"num_experts": 3},
         2,
         {"expert": 2},
         {},
         "policy.parallelism.expert",
-        "3 experts, which 2 does not divide",
+        "3 experts, not divisible by 2",
         "Choose a divisor.",
     ),
-    (MIXTURE, 3, {"expert": 2}, {}, "policy.parallelism.expert", "3 workers that share the rows", "divisor, or 1."),
+    (MIXTURE, 3, {"expert": 2}, {}, "policy.parallelism.expert", "3 data-parallel workers", "divisor, or 1."),
     (
         LLAMA,
         2,
         {},
         {"overlap_param_gather": True},
         "policy.megatron.overlap_param_gather",
-        "with overlap_grad_reduce",
+        "policy.megatron.overlap_grad_reduce",
         "Set both to true, or this to false.",
     ),
 ]
@@ -192,7 +194,7 @@ LAYOUTS = [
     LAYOUTS,
     ids=[f"{row[4].rpartition('.')[2]}-{number}" for number, row in enumerate(LAYOUTS)],
 )
-def test_layouts_that_cannot_be(problems, model, workers, parallelism, section, key, says, hint, device):
+def test_impossible_layouts_are_rejected(problems, model, workers, parallelism, section, key, says, hint, device):
     (found,) = problems(model, workers, device, parallelism=parallelism, megatron=section)
     assert found.key == key
     assert says in found.message
@@ -204,19 +206,19 @@ def test_layouts_that_cannot_be(problems, model, workers, parallelism, section, 
     ("section", "missing"),
     [({"distributed_optimizer": True}, True), ({"overlap_grad_reduce": True}, True), ({}, False)],
 )
-def test_late_gathering_takes_both_others(problems, section, missing):
+def test_overlap_param_gather_requires_both_other_options(problems, section, missing):
     found = problems(workers=2, megatron={"overlap_param_gather": missing, **section})
     assert [problem.key for problem in found] == ["policy.megatron.overlap_param_gather"] * missing
 
 
-def test_weights_stay_on_a_gpu_and_on_a_cpu_they_lie_in_its_memory_anyway(problems):
+def test_parameter_offload_is_rejected_on_a_gpu_and_ignored_on_a_cpu(problems):
     offload = {"parameters": True, "optimizer": True}
     assert [problem.key for problem in problems(device="cuda", offload=offload)] == ["policy.offload.parameters"]
     assert problems(device="cuda", offload={"optimizer": True}) == []
     assert problems(device="cpu", offload=offload) == []
 
 
-def test_the_routers_loss_of_a_model_without_experts(problems):
+def test_the_load_balancing_loss_needs_a_model_with_experts(problems):
     (found,) = problems(router_aux_loss_coef=0.1)
     assert found.key == "policy.router_aux_loss_coef"
     assert "no experts" in found.message
@@ -226,12 +228,18 @@ def test_the_routers_loss_of_a_model_without_experts(problems):
     ("workers", "axes", "coefficient", "key", "says"),
     [
         (2, {"tensor": 2}, 0.0, "policy.parallelism.sequence", "mixtures of experts"),
-        (4, {"tensor": 2, "sequence": True, "expert": 2}, 0.0, "policy.parallelism.tensor", "a mixture's experts"),
+        (
+            4,
+            {"tensor": 2, "sequence": True, "expert": 2},
+            0.0,
+            "policy.parallelism.tensor",
+            "either distributed across workers",
+        ),
         (2, {"context": 2}, 0.1, "policy.router_aux_loss_coef", "whole layers and sequences"),
         (2, {"pipeline": 2}, 0.1, "policy.router_aux_loss_coef", "whole layers and sequences"),
     ],
 )
-def test_axes_that_a_mixture_does_not_go_with(problems, read, workers, axes, coefficient, key, says):
+def test_unsupported_axes_for_a_mixture_of_experts(problems, read, workers, axes, coefficient, key, says):
     found = problems(MIXTURE, workers=workers, parallelism=axes, router_aux_loss_coef=coefficient)
     assert [problem.key for problem in found] == [key]
     assert says in found[0].message
@@ -239,25 +247,25 @@ def test_axes_that_a_mixture_does_not_go_with(problems, read, workers, axes, coe
         require_experts(read(MIXTURE), Sizes.of(workers, ParallelismConfig(**axes)), router_loss=coefficient > 0)
 
 
-def test_a_model_that_is_not_a_directory_here_is_looked_at_by_the_workers(problems, tmp_path):
+def test_a_model_that_is_not_a_local_directory_is_checked_by_the_workers(problems, tmp_path):
     assert problems(None, 4, parallelism={"tensor": 4}) == []
     (tmp_path / "config.json").write_text("[1]")
     assert problems(None, 4, parallelism={"tensor": 4}) == []
 
 
-SPLITS = [row for row in LAYOUTS if "divide" in row[5] or "divisor" in row[6]]
+SPLITS = [row for row in LAYOUTS if "divisible" in row[5] or "divisor" in row[6]]
 
 
 @pytest.mark.parametrize(("model", "workers", "parallelism", "section"), [row[:4] for row in SPLITS])
-def test_splits_that_workers_refuse_are_those(read, model, workers, parallelism, section):
-    """Workers say it in the same words of the configuration, where the model is not at hand before."""
+def test_workers_reject_the_same_splits(read, model, workers, parallelism, section):
+    """Workers name the same configuration keys if the model was not available for the early check."""
     built = read(model)
 
     def worker():
         sizes = Sizes.of(workers, ParallelismConfig(**parallelism), section.get("virtual_pipeline", 1))
         if (found := megatron_config.indivisible(built.to_dict(), sizes.tensor)) is not None:
             raise ConfigError(found)
-        local_parts(built, place(sizes))
+        local_shards(built, coordinates(sizes))
 
     with pytest.raises(ConfigError, match=r"policy\.parallelism\."):
         worker()
@@ -278,7 +286,7 @@ MODELS = [
 
 
 @pytest.mark.parametrize(("model", "says"), MODELS, ids=[f"{row[1]}-{number}" for number, row in enumerate(MODELS)])
-def test_models_that_workers_refuse_are_refused_before(problems, read, model, says):
+def test_models_that_workers_reject_are_rejected_early(problems, read, model, says):
     with pytest.raises(NotSupported, match=r"policy\.backend to dtensor"):
         require_same_function(read(model))
     (found,) = problems(model)

@@ -5,7 +5,11 @@ The other layouts, and the distributed optimizer, are in `make conformance` (tes
 
 from __future__ import annotations
 
+import pytest
+
 from rlframework.conformance import PolicyWorkerSuite
+
+pytestmark = pytest.mark.slow
 
 
 class TestPolicyWorker(PolicyWorkerSuite):

@@ -1,4 +1,4 @@
-"""The adapter for the CPU, the process groups, and models that the backend does not compute as transformers does."""
+"""The CPU adapter, the process groups, and models that the backend cannot compute as transformers does."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.workers import process_groups
 from rlframework_megatron import cpu, model
 from rlframework_megatron.config import MegatronConfig
-from rlframework_megatron.coordinates import Place
-from rlframework_megatron.names import local_parts, weight_shapes
+from rlframework_megatron.coordinates import Coordinates
+from rlframework_megatron.names import local_shards, weight_shapes
 from rlframework_megatron.parallel import Groups, Sizes
 from rlframework_megatron.settings import (
     as_reward_model,
@@ -28,7 +28,7 @@ from rlframework_megatron.settings import (
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
-def test_within_the_adapter_cuda_is_the_cpu():
+def test_the_adapter_redirects_cuda_to_the_cpu():
     with cpu.on(CPU):
         assert torch.zeros(2, device="cuda").device == CPU
         assert torch.ones(1, device=torch.device("cuda", 0)).device == CPU
@@ -38,7 +38,7 @@ def test_within_the_adapter_cuda_is_the_cpu():
         assert torch.cuda.current_device() == CPU
 
 
-def test_the_adapter_goes_again_even_after_an_error_inside_another():
+def test_the_adapter_is_removed_after_an_error_in_a_nested_one():
     before = torch.cuda.current_device, torch.cuda.Stream, torch.distributed.all_to_all_single
     with pytest.raises(RuntimeError, match="inside"), cpu.on(CPU), cpu.on(CPU):
         raise RuntimeError("inside")
@@ -57,10 +57,10 @@ def test_on_a_gpu_there_is_no_adapter():
     ("workers", "axes", "says"),
     [
         (3, {"tensor": 2}, "3 workers cannot hold whole replicas"),
-        (2, {"expert": 4}, "does not divide 2, the number of workers"),
+        (2, {"expert": 4}, "does not divide 2, the number of data-parallel workers"),
     ],
 )
-def test_workers_that_do_not_factor_are_refused(workers, axes, says):
+def test_worker_counts_that_do_not_factor_are_rejected(workers, axes, says):
     with pytest.raises(ConfigError, match=says):
         Sizes.of(workers, ParallelismConfig(**axes))
 
@@ -76,11 +76,11 @@ def test_one_process_has_one_layout_at_a_time():
     assert not torch.distributed.is_initialized()
 
 
-def test_the_threads_of_groups_go_with_the_last_policy_though_the_process_goes_on():
-    """Gloo has some in each group."""
+def test_the_last_policy_ends_the_threads_of_its_groups():
+    """Gloo runs threads for each group."""
     process_groups.join(WorkerContext(), CPU)
     try:
-        Groups(WorkerContext(), CPU, Sizes()).leave()  # libraries start some of their own the first time
+        Groups(WorkerContext(), CPU, Sizes()).leave()  # libraries start threads on first use
         before = threads()
         groups = Groups(WorkerContext(), CPU, Sizes())
         assert threads() > before
@@ -108,13 +108,13 @@ def threads() -> int:
         ),
     ],
 )
-def test_models_that_would_be_another_function_are_refused(config, says):
+def test_models_with_an_unsupported_function_are_rejected(config, says):
     with pytest.raises(NotSupported, match=says):
         require_same_function(config)
 
 
 @pytest.mark.parametrize("config", [LlamaConfig(), Qwen2Config(), Qwen3Config()], ids=lambda config: config.model_type)
-def test_models_that_it_has_are_taken_with_their_frequencies(config):
+def test_supported_models_are_configured_with_their_frequencies(config):
     config.num_hidden_layers = 2
     made = transformer_config(config, PolicyConfig(model_name="m"), Sizes(), CPU)
     assert made.hidden_dropout == made.attention_dropout == 0.0
@@ -129,11 +129,11 @@ def test_models_that_it_has_are_taken_with_their_frequencies(config):
     [
         (LlamaConfig(), Sizes(data=2, expert=2), False, "no experts"),
         (LlamaConfig(), Sizes(), True, "no experts"),
-        (Qwen3MoeConfig(num_hidden_layers=2), Sizes(tensor=2), False, "takes tensor parallelism with"),
+        (Qwen3MoeConfig(num_hidden_layers=2), Sizes(tensor=2), False, "supports tensor parallelism only with"),
         (Qwen3MoeConfig(num_hidden_layers=2), Sizes(pipeline=2), True, "whole layers and sequences"),
     ],
 )
-def test_experts_that_are_not_there_or_not_proven_are_refused(config, sizes, router_loss, says):
+def test_missing_experts_and_unsupported_axes_are_rejected(config, sizes, router_loss, says):
     with pytest.raises(NotSupported, match=says):
         require_experts(config, sizes, router_loss=router_loss)
 
@@ -153,13 +153,13 @@ def test_transformer_engine_is_used_on_a_gpu_where_it_is_installed(monkeypatch, 
 
 
 @pytest.mark.parametrize(("device", "there"), [(CPU, True), (CUDA, False)])
-def test_transformer_engine_that_cannot_be_is_refused(monkeypatch, device, there):
+def test_unavailable_transformer_engine_is_rejected(monkeypatch, device, there):
     monkeypatch.setattr(model, "find_spec", lambda name: object() if there else None)
-    with pytest.raises(ConfigError, match="takes a GPU and the package transformer_engine"):
+    with pytest.raises(ConfigError, match="requires a GPU and the package transformer_engine"):
         model.uses_transformer_engine(MegatronConfig(transformer_engine=True), device)
 
 
-def test_a_reward_model_has_one_label_and_its_row_where_a_head_would_be():
+def test_the_score_row_of_a_reward_model_replaces_the_head():
     sizes = {"num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 11}
     several, one = (LlamaConfig(**sizes, num_labels=labels, tie_word_embeddings=True) for labels in (2, 1))
     with pytest.raises(DataError, match="has one label, and this one has 2"):
@@ -168,7 +168,7 @@ def test_a_reward_model_has_one_label_and_its_row_where_a_head_would_be():
     shapes = weight_shapes(one)
     assert shapes["score.weight"] == (1, 8)
     assert "lm_head.weight" not in shapes
-    last = local_parts(one, Place(tensor_rank=1, tensor_size=2))[-1]
+    last = local_shards(one, Coordinates(tensor_rank=1, tensor_size=2))[-1]
     assert (last.name, last.parameter, last.is_copy) == ("score.weight", "output_layer.weight", False)
 
 

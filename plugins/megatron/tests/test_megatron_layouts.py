@@ -1,4 +1,4 @@
-"""What the suite's layouts do not reach: interleaved pipelines, several axes at once, keys of `policy.megatron`.
+"""Layouts beyond the suite's: interleaved pipelines, several axes together, keys of `policy.megatron`.
 
 Each is three steps of a tied model of four layers against the oracle, in rows of different lengths.
 """
@@ -18,6 +18,8 @@ from rlframework.conformance.policies import run_config, weights_of
 from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.plugins.manager import create_manager
 from rlframework.policy.client import Policy
+
+pytestmark = pytest.mark.slow
 
 INTERLEAVED = {"virtual_pipeline": 2}
 DISTRIBUTED = {"distributed_optimizer": True}
@@ -65,19 +67,16 @@ def compare(folder, tmp_path):
     return run
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("keys", [{}, PACKED], ids=["padded", "packed"])
 def test_an_interleaved_pipeline_computes_the_same(compare, keys):
     compare("pipeline=2", INTERLEAVED, **keys)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("section", [DISTRIBUTED, OVERLAPPED], ids=["distributed", "overlapped"])
 def test_the_distributed_optimizer_computes_the_same(compare, section):
     compare("data=2", section)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "section", "keys"),
     [
@@ -93,7 +92,6 @@ def test_several_axes_at_once_compute_the_same(compare, layout, section, keys):
     compare(layout, section, **keys)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "section", "keys"),
     [

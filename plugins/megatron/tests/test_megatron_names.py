@@ -1,4 +1,4 @@
-"""Names and places of weights, without Megatron: cut a whole model for each rank, and put it together again."""
+"""Names and locations of weights, without Megatron: shard a whole model for each rank and reassemble it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torch import Tensor
 
 from rlframework.errors import ConfigError, NotSupported
 from rlframework.models.file_names import file_tensors
-from rlframework_megatron.coordinates import Place
-from rlframework_megatron.flat_ranges import boxes, cells
-from rlframework_megatron.main_params import shares_of
-from rlframework_megatron.names import EMBEDDING, HEAD, Part, local_parts, weight_shapes
+from rlframework_megatron.coordinates import Coordinates
+from rlframework_megatron.flat_ranges import flat_blocks, range_blocks
+from rlframework_megatron.main_params import flat_shards_of
+from rlframework_megatron.names import EMBEDDING, HEAD, WeightShard, local_shards, weight_shapes
 from rlframework_megatron.weight_layout import extent
 
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "max_position_embeddings": 8}
@@ -46,27 +46,27 @@ def whole_model(config: Any) -> dict[str, Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, shape in weight_shapes(config).items()}
 
 
-def cut(weights: dict[str, Tensor], parts: list[Part]) -> dict[tuple[int, str], Tensor]:
-    """The parameters of one rank, by chunk and name; what no part fills is nan."""
+def cut(weights: dict[str, Tensor], shards: list[WeightShard]) -> dict[tuple[int, str], Tensor]:
+    """The parameters of one rank, by chunk and name; elements that no shard fills are nan."""
     sizes: dict[tuple[int, str], list[int]] = {}
-    for part in parts:
-        size = sizes.setdefault((part.chunk, part.parameter), [0] * len(part.shape))
-        for _, here in part.regions:
-            size[:] = [max(old, one.stop) for old, one in zip(size, here, strict=True)]
+    for shard in shards:
+        size = sizes.setdefault((shard.chunk, shard.parameter), [0] * len(shard.shape))
+        for _, local_slices in shard.regions:
+            size[:] = [max(old, one.stop) for old, one in zip(size, local_slices, strict=True)]
     found = {key: torch.full(size, torch.nan) for key, size in sizes.items()}
-    for part in parts:
-        for whole, here in part.regions:
-            target = found[part.chunk, part.parameter][here]
-            assert target.isnan().all(), f"{part.parameter} has two things in one place"
-            target.copy_(weights[part.name][whole])
+    for shard in shards:
+        for whole, local_slices in shard.regions:
+            target = found[shard.chunk, shard.parameter][local_slices]
+            assert target.isnan().all(), f"{shard.parameter} is written twice"
+            target.copy_(weights[shard.name][whole])
     return found
 
 
-def places(place: Place) -> list[Place]:
+def places(coordinates: Coordinates) -> list[Coordinates]:
     """Of all ranks of a model that is split so."""
     axes = ("tensor", "pipeline", "expert", "expert_tensor")
-    ranks = itertools.product(*(range(getattr(place, f"{axis}_size")) for axis in axes))
-    return [replace(place, **{f"{axis}_rank": r for axis, r in zip(axes, rank, strict=True)}) for rank in ranks]
+    ranks = itertools.product(*(range(getattr(coordinates, f"{axis}_size")) for axis in axes))
+    return [replace(coordinates, **{f"{axis}_rank": r for axis, r in zip(axes, rank, strict=True)}) for rank in ranks]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -98,9 +98,9 @@ def test_the_names_and_shapes_are_those_of_files(kind):
 def test_transformer_engine_has_norms_in_linear_layers_and_experts_in_one(kind, layer, names):
     """The second of two ranks that share the experts: they count theirs from 0."""
     config = config_of(kind)
-    parts = local_parts(config, Place(expert_rank=1, expert_size=2, fused=True))
+    shards = local_shards(config, Coordinates(expert_rank=1, expert_size=2, fused=True))
     inside = f"decoder.layers.{layer}."
-    found = {part.parameter.removeprefix(inside) for part in parts if part.parameter.startswith(inside)}
+    found = {shard.parameter.removeprefix(inside) for shard in shards if shard.parameter.startswith(inside)}
     attention = {
         "self_attention.linear_qkv.layer_norm_weight",
         "self_attention.linear_qkv.weight",
@@ -109,11 +109,11 @@ def test_transformer_engine_has_norms_in_linear_layers_and_experts_in_one(kind, 
         "self_attention.k_layernorm.weight",
     }
     assert found == attention | names
-    assert parts[-2 if kind == "dense_between" else -1].parameter == "decoder.final_layernorm.weight"
+    assert shards[-2 if kind == "dense_between" else -1].parameter == "decoder.final_layernorm.weight"
 
 
 LAYOUTS = st.builds(
-    Place,
+    Coordinates,
     tensor_size=st.sampled_from([1, 2, 4, 8]),
     pipeline_size=st.sampled_from([1, 2, 4]),
     chunks=st.sampled_from([1, 2]),
@@ -121,37 +121,39 @@ LAYOUTS = st.builds(
     expert_tensor_size=st.sampled_from([1, 2]),
     padded_vocabulary=st.sampled_from([0, 48, 128]),
     fused=st.booleans(),
-).filter(lambda place: place.pieces <= 4 and (place.chunks == 1 or place.pipeline_size > 1))
+).filter(
+    lambda coordinates: coordinates.virtual_stages <= 4 and (coordinates.chunks == 1 or coordinates.pipeline_size > 1)
+)
 
 
 @settings(max_examples=30, deadline=None)
 @given(kind=st.sampled_from(sorted(KINDS)), layout=LAYOUTS)
-def test_what_is_cut_comes_together_again(kind, layout):
+def test_shards_reassemble_the_weights(kind, layout):
     config = config_of(kind)
     weights = whole_model(config)
     joined = {name: torch.full_like(weight, torch.nan) for name, weight in weights.items()}
     copies = {name: weight.clone() for name, weight in joined.items()}
-    for place in places(layout):
-        parts = local_parts(config, place)
-        for part in parts:
-            own = cut(weights, [one for one in parts if (one.chunk, one.parameter) == (part.chunk, part.parameter)])
-            target = (copies if part.is_copy else joined)[part.name]
-            for whole, here in part.regions:
-                target[whole] = own[part.chunk, part.parameter][here]
+    for coordinates in places(layout):
+        shards = local_shards(config, coordinates)
+        for shard in shards:
+            own = cut(weights, [one for one in shards if (one.chunk, one.parameter) == (shard.chunk, shard.parameter)])
+            target = (copies if shard.is_copy else joined)[shard.name]
+            for whole, local_slices in shard.regions:
+                target[whole] = own[shard.chunk, shard.parameter][local_slices]
     assert all(torch.equal(joined[name], weight) for name, weight in weights.items())
-    tied_apart = config.tie_word_embeddings and layout.pieces > 1
+    tied_apart = config.tie_word_embeddings and layout.virtual_stages > 1
     assert torch.equal(copies[EMBEDDING], weights[EMBEDDING]) == tied_apart
 
 
 @settings(max_examples=30, deadline=None)
 @given(kind=st.sampled_from(sorted(KINDS)), layout=LAYOUTS)
 def test_tensor_ranks_share_without_overlap(kind, layout):
-    """Each element of what is split is on one tensor rank; what is not is whole on all."""
+    """Each element of a split weight is on one tensor rank; other weights are replicated."""
     config = config_of(kind)
     ranks = places(replace(layout, pipeline_size=1, chunks=1, expert_size=1, expert_tensor_size=1))
     sizes: dict[str, list[int]] = {name: [] for name in weight_shapes(config)}
-    for part in (part for place in ranks for part in local_parts(config, place)):
-        sizes[part.name].append(sum(extent(whole) for whole, _ in part.regions))
+    for shard in (shard for coordinates in ranks for shard in local_shards(config, coordinates)):
+        sizes[shard.name].append(sum(extent(whole) for whole, _ in shard.regions))
     for name, shape in weight_shapes(config).items():
         whole = torch.Size(shape).numel()
         if any(word in name for word in ("norm", "mlp.gate.weight", ".experts.")):
@@ -162,10 +164,10 @@ def test_tensor_ranks_share_without_overlap(kind, layout):
 
 @pytest.mark.parametrize(("tensor", "rank"), [(1, 0), (2, 1), (4, 2), (8, 5)])
 def test_the_fused_matrices_are_as_megatron_has_them(tensor, rank):
-    """By another way than boxes: reshape, join, and share the rows; 8 ranks have half a group each."""
+    """Compare with reshaping, concatenating and splitting the rows; with 8 ranks each has half a group."""
     config = config_of("qwen3")
     weights, layer = whole_model(config), "model.layers.2."
-    own = cut(weights, local_parts(config, Place(tensor_rank=rank, tensor_size=tensor)))
+    own = cut(weights, local_shards(config, Coordinates(tensor_rank=rank, tensor_size=tensor)))
     q, k, v = (weights[f"{layer}self_attn.{kind}_proj.weight"] for kind in "qkv")
     groups = torch.cat([q.view(4, 8, 16), k.view(4, 4, 16), v.view(4, 4, 16)], 1).reshape(-1, 16)
     inside = "decoder.layers.2."
@@ -181,56 +183,56 @@ def test_the_fused_matrices_are_as_megatron_has_them(tensor, rank):
     assert torch.equal(rows, padded[: len(rows)])
 
 
-def test_the_biases_of_qwen2_lie_beside_their_weights():
+def test_the_biases_of_qwen2_are_fused_like_their_weights():
     config = config_of("qwen2")
     weights = whole_model(config)
-    own = cut(weights, local_parts(config, Place(tensor_rank=1, tensor_size=2)))
+    own = cut(weights, local_shards(config, Coordinates(tensor_rank=1, tensor_size=2)))
     q, k, v = (weights[f"model.layers.0.self_attn.{kind}_proj.bias"] for kind in "qkv")
     groups = torch.cat([q.view(4, 4), k.view(4, 2), v.view(4, 2)], 1).reshape(-1)
     assert torch.equal(own[0, "decoder.layers.0.self_attention.linear_qkv.bias"], groups.chunk(2)[1])
 
 
-def test_interleaved_stages_have_every_second_piece():
+def test_interleaved_stages_hold_every_second_virtual_stage():
     config = config_of("llama")
-    stage = replace(Place(pipeline_size=2, chunks=2), pipeline_rank=1)
-    norms = [part for part in local_parts(config, stage) if part.name.endswith("input_layernorm.weight")]
-    assert [(part.name, part.chunk, part.parameter) for part in norms] == [
+    stage = replace(Coordinates(pipeline_size=2, chunks=2), pipeline_rank=1)
+    norms = [shard for shard in local_shards(config, stage) if shard.name.endswith("input_layernorm.weight")]
+    assert [(shard.name, shard.chunk, shard.parameter) for shard in norms] == [
         ("model.layers.1.input_layernorm.weight", 0, "decoder.layers.0.input_layernorm.weight"),
         ("model.layers.3.input_layernorm.weight", 1, "decoder.layers.0.input_layernorm.weight"),
     ]
-    assert {part.parameter for part in local_parts(config, stage) if "layers" not in part.parameter} == {
+    assert {shard.parameter for shard in local_shards(config, stage) if "layers" not in shard.parameter} == {
         "decoder.final_layernorm.weight",
         "output_layer.weight",
     }
 
 
-def test_pieces_of_unequal_size():
+def test_virtual_stages_of_unequal_size():
     config = config_of("llama")
-    place = Place(pipeline_size=2, layers=(1, 3))
-    found = [{part.parameter for part in local_parts(config, one)} for one in places(place)]
+    coordinates = Coordinates(pipeline_size=2, layers=(1, 3))
+    found = [{shard.parameter for shard in local_shards(config, one)} for one in places(coordinates)]
     assert [sum(name.endswith("input_layernorm.weight") for name in names) for names in found] == [1, 3]
-    with pytest.raises(ConfigError, match=r"pieces of \(2, 3\) layers are no split of 4 layers"):
-        local_parts(config, replace(place, layers=(2, 3)))
+    with pytest.raises(ConfigError, match=r"layer counts \(2, 3\) do not split 4 layers"):
+        local_shards(config, replace(coordinates, layers=(2, 3)))
 
 
 @pytest.mark.parametrize(
-    ("place", "message"),
+    ("coordinates", "message"),
     [
-        (Place(pipeline_size=3), "4 layers do not divide over 3 pieces of the pipeline"),
-        (Place(tensor_size=5), "does not divide over policy.parallelism.tensor=5"),
-        (Place(expert_size=3), "4 experts do not divide over policy.parallelism.expert=3"),
-        (Place(padded_vocabulary=40), "41 tokens cannot be padded to 40 rows"),
+        (Coordinates(pipeline_size=3), "4 layers are not divisible by 3 virtual stages"),
+        (Coordinates(tensor_size=5), "is not divisible by policy.parallelism.tensor=5"),
+        (Coordinates(expert_size=3), "4 experts are not divisible by policy.parallelism.expert=3"),
+        (Coordinates(padded_vocabulary=40), "41 tokens cannot be padded to 40 rows"),
     ],
 )
-def test_what_does_not_divide_is_told(place, message):
+def test_indivisible_sizes_are_rejected(coordinates, message):
     with pytest.raises(ConfigError, match=message):
-        local_parts(config_of("experts"), place)
+        local_shards(config_of("experts"), coordinates)
 
 
-def test_other_models_are_refused():
+def test_other_models_are_rejected():
     from transformers import GPT2Config
 
-    with pytest.raises(NotSupported, match="no names for the weights of a 'gpt2' model"):
+    with pytest.raises(NotSupported, match="cannot convert the weights of a 'gpt2' model"):
         weight_shapes(GPT2Config())
     with pytest.raises(NotSupported, match="sets attention_bias and mlp_bias"):
         weight_shapes(config_of("llama", attention_bias=True, mlp_bias=True))
@@ -241,11 +243,11 @@ def test_other_models_are_refused():
 
 @settings(max_examples=200, deadline=None)
 @given(st.data())
-def test_a_flat_range_is_boxes_in_order(data):
+def test_a_flat_range_splits_into_blocks_in_order(data):
     shape = tuple(data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=2)))
     tensor = torch.arange(torch.Size(shape).numel()).view(shape)
     start, stop = sorted(data.draw(st.tuples(*[st.integers(0, tensor.numel())] * 2)))
-    found = list(boxes(shape, start, stop))
+    found = list(range_blocks(shape, start, stop))
     assert len(found) <= 3
     flat = [number for box in found for number in tensor[box].reshape(-1).tolist()]
     assert flat == list(range(start, stop))
@@ -253,23 +255,23 @@ def test_a_flat_range_is_boxes_in_order(data):
 
 @settings(max_examples=30, deadline=None)
 @given(tensor=st.sampled_from([1, 2, 4]), cuts=st.lists(st.integers(0, 600), max_size=4))
-def test_ranges_of_a_fused_matrix_are_pieces_of_its_weights(tensor, cuts):
-    """However a parameter's elements are dealt out, all of them are told once, and by views of what they came from."""
+def test_ranges_of_a_fused_matrix_cover_its_weights(tensor, cuts):
+    """Whatever the sharding, every element is covered once, by a view of its source."""
     config = config_of("qwen3")
     weights = whole_model(config)
     joined = {name: torch.full_like(weight, torch.nan) for name, weight in weights.items()}
     for rank in range(tensor):
-        parts = local_parts(config, Place(tensor_rank=rank, tensor_size=tensor))
-        for (chunk, name), parameter in cut(weights, parts).items():
+        shards = local_shards(config, Coordinates(tensor_rank=rank, tensor_size=tensor))
+        for (chunk, name), parameter in cut(weights, shards).items():
             ends = sorted({0, parameter.numel(), *(end % (parameter.numel() + 1) for end in cuts)})
             for start, stop in itertools.pairwise(ends):
                 flat = parameter.view(-1)[start:stop].clone()
-                for part in (one for one in parts if (one.chunk, one.parameter) == (chunk, name)):
-                    for cell in cells(tuple(parameter.shape), part.regions, start, stop):
-                        view = cell.of(flat)
+                for shard in (one for one in shards if (one.chunk, one.parameter) == (chunk, name)):
+                    for block in flat_blocks(tuple(parameter.shape), shard.regions, start, stop):
+                        view = block.of(flat)
                         assert view.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
-                        assert joined[part.name][cell.whole].isnan().all() or "norm" in part.name
-                        joined[part.name][cell.whole] = view
+                        assert joined[shard.name][block.whole].isnan().all() or "norm" in shard.name
+                        joined[shard.name][block.whole] = view
     assert all(torch.equal(joined[name], weight) for name, weight in weights.items())
 
 
@@ -283,6 +285,6 @@ def test_ranges_of_a_fused_matrix_are_pieces_of_its_weights(tensor, cuts):
 def test_shares_of_a_bucket_fill_a_parameter(ranks, share, offset, ends):
     size = ranks * share
     start, stop = sorted(end % (size + 1) for end in ends)
-    found = list(shares_of(offset + start, offset + stop, (offset, offset + size), ranks))
+    found = list(flat_shards_of(offset + start, offset + stop, (offset, offset + size), ranks))
     assert [number for one in found for number in range(one.start, one.stop)] == list(range(stop - start))
     assert all(one.start + start >= one.rank * share and one.stop + start <= (one.rank + 1) * share for one in found)

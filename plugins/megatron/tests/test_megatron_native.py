@@ -14,6 +14,8 @@ from rlframework.conformance import cases
 from rlframework.errors import DataError, NotSupported
 from rlframework.policy.model_state import Moments
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = Path(__file__).with_name("native_ranks.py")
 RANKS = SimpleNamespace(**runpy.run_path(str(PROGRAM)))
 differences, make_worker, told, train = RANKS.differences, RANKS.make_worker, RANKS.told, RANKS.train
@@ -24,7 +26,7 @@ CASES = (
     "start-distributed:data=2:distributed",
     "start-distributed-bf16:tensor=2:distributed-bf16",
 )
-"""Under which layouts two ranks take up what one worker wrote."""
+"""Layouts under which two ranks resume a checkpoint of one worker."""
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +70,7 @@ def worker_of(model):
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_one_worker_goes_on_to_the_bit(written, worker_of, optimizer, tmp_path):
+def test_one_worker_resumes_to_the_bit(written, worker_of, optimizer, tmp_path):
     worker, other = worker_of(optimizer), worker_of(optimizer)
     worker.load_native(written[optimizer], optimizer=True)
     assert not differences(told(worker), torch.load(f"{written[optimizer]}.pt"))
@@ -118,7 +120,7 @@ def test_bfloat16_weights_that_are_loaded_alone_are_the_fp32_weights_too(written
 
 
 @pytest.mark.timeout(300)
-def test_two_ranks_go_on_under_other_layouts_and_one_after_them(folder, model, written, worker_of):
+def test_two_ranks_resume_under_other_layouts_and_one_after_them(folder, model, written, worker_of):
     """The same numbers under each layout, to the bit; see `native_ranks.py`."""
     assert complaints(PROGRAM, str(folder), model, *CASES, seconds=240) == {case: {} for case in CASES}
     for case in CASES:
@@ -173,13 +175,13 @@ def test_a_plain_program_of_megatron_core_reads_it(written, worker_of):
     torch.testing.assert_close(found[real], wanted[real], rtol=1e-4, atol=1e-4)
 
 
-def test_what_it_cannot_go_on_from_is_refused(folder, written, worker_of, tmp_path):
+def test_incompatible_checkpoints_are_rejected(folder, written, worker_of, tmp_path):
     worker = worker_of()
     before = told(worker)
     for other in ("distributed", "plain-bf16"):
         with pytest.raises(DataError, match=r"distributed_optimizer and policy\.precision"):
             worker.load_native(written[other], optimizer=True)
-    with pytest.raises(DataError, match="no checkpoint of megatron-core"):
+    with pytest.raises(DataError, match="not a megatron-core checkpoint"):
         worker.load_native(tmp_path, optimizer=True)
     alone = tmp_path / "alone"
     alone.mkdir()
@@ -187,12 +189,12 @@ def test_what_it_cannot_go_on_from_is_refused(folder, written, worker_of, tmp_pa
     with pytest.raises(DataError, match="without the optimizer's state"):
         worker.load_native(alone, optimizer=True)
     assert not differences(told(worker), before)
-    with pytest.raises(DataError, match="no checkpoint of megatron-core for this model"):
+    with pytest.raises(DataError, match="not a megatron-core checkpoint of this model"):
         worker_of(of=str(cases.model("norms_of_heads", folder))).load_native(written["plain"], optimizer=True)
 
 
-def test_different_counts_of_steps_are_refused(worker_of, tmp_path):
-    """As another backend's checkpoint may have them."""
+def test_different_step_counts_are_rejected(worker_of, tmp_path):
+    """Another backend's checkpoint may have different step counts."""
     worker = worker_of()
     zeros = {name: torch.zeros(spec.shape) for name, spec in worker.weight_specs().items()}
     worker.load_moments({name: Moments(number % 2, zero, zero) for number, (name, zero) in enumerate(zeros.items())})

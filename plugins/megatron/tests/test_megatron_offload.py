@@ -1,4 +1,4 @@
-"""What lies where, as far as a CPU can show it: memory that is given up comes back under all its views.
+"""Offloading, as far as a CPU can show it: freed memory is restored under all its views.
 
 The moves between a GPU and CPU memory themselves are in test_megatron_gpu.py.
 """
@@ -12,7 +12,7 @@ from rlframework.algorithms.losses import NLLLoss
 from rlframework.conformance import cases
 from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.interfaces.worker_group import WorkerContext
-from rlframework_megatron.offload import Memory, move_state, own_weights, storages
+from rlframework_megatron.offload import OffloadableMemory, main_weights, move_state, storages
 from rlframework_megatron.worker import MegatronPolicyWorker
 
 DISTRIBUTED = {"distributed_optimizer": True}
@@ -48,17 +48,17 @@ def weights_of(worker):
     return {name: weight.clone() for name, weight in worker.gather_weights(worker.weight_specs())}
 
 
-def test_memory_that_was_given_up_comes_back_under_every_view():
+def test_offloaded_memory_is_restored_under_every_view():
     whole, dropped = torch.arange(6.0), torch.ones(3)
     half, pair = whole[3:], dropped.view(3, 1)
-    memory = Memory()
-    assert memory.give_up([whole, half], [pair]) == 24
-    assert memory.is_away
-    assert memory.give_up([whole], [dropped]) == 0  # it is away already
+    memory = OffloadableMemory()
+    assert memory.offload([whole, half], [pair]) == 24
+    assert memory.is_offloaded
+    assert memory.offload([whole], [dropped]) == 0  # already offloaded
     assert whole.untyped_storage().nbytes() == dropped.untyped_storage().nbytes() == 0
-    assert memory.bring_back() == 24
-    assert not memory.is_away
-    assert memory.bring_back() == 0
+    assert memory.onload() == 24
+    assert not memory.is_offloaded
+    assert memory.onload() == 0
     assert half.tolist() == [3.0, 4.0, 5.0]
     assert pair.flatten().tolist() == [0.0] * 3
     whole[4] = 7.0
@@ -67,19 +67,19 @@ def test_memory_that_was_given_up_comes_back_under_every_view():
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("section", [{}, DISTRIBUTED], ids=["plain", "distributed"])
-def test_training_goes_on_to_the_bit_after_the_memory_was_gone(make_worker, section, precision):
-    """Parameters, buckets and the optimizer's shards are views of memory that was freed and taken again."""
+def test_training_continues_to_the_bit_after_offloading(make_worker, section, precision):
+    """Parameters, buckets and the optimizer's shards are views of memory that was freed and reallocated."""
     stays, leaves = (make_worker(section, precision=precision) for _ in range(2))
     for seed in range(2):
         for worker in (stays, leaves):
             worker.train(cases.batch(seed=seed), NLLLoss())
-        moves, memory = leaves._moves, Memory()
+        moves, memory = leaves._offloader, OffloadableMemory()
         held, gradients = storages(moves.weights()), storages(moves.gradients())
         size = sum(one.nbytes() for one in held)
         assert size >= sum(parameter.nbytes for parameter in leaves.chunks[0].parameters())
-        assert memory.give_up(moves.weights(), moves.gradients()) == size
+        assert memory.offload(moves.weights(), moves.gradients()) == size
         assert sum(one.nbytes() for one in (*held, *gradients)) == 0
-        assert memory.bring_back() == size
+        assert memory.onload() == size
     for name, weight in weights_of(stays).items():
         assert torch.equal(weight, weights_of(leaves)[name]), name
 
@@ -89,22 +89,22 @@ def test_training_goes_on_to_the_bit_after_the_memory_was_gone(make_worker, sect
 def test_the_optimizer_has_moments_and_the_fp32_weights_that_are_no_memory_of_the_model(
     make_worker, section, precision
 ):
-    """Two moments of each weight; in bfloat16 fp32 weights too. 'meta' stands for another device."""
+    """Two moments per weight; in bfloat16 also fp32 weights. 'meta' stands for another device."""
     worker = make_worker(section, precision=precision)
     worker.train(cases.batch(), NLLLoss())
-    (part,), weights = worker._optimizer.parts, storages(worker._moves.weights())
+    (optimizer,), weights = worker._optimizer.optimizers, storages(worker._offloader.weights())
     numbers = sum(parameter.numel() for parameter in worker.chunks[0].parameters())
-    own = own_weights(part.optimizer, weights)
+    own = main_weights(optimizer.optimizer, weights)
     assert sum(main.numel() for main in own) == (numbers if precision == "bfloat16" else 0)
-    # `meta` tensors cannot take the place of others', so that the fp32 weights count as the model's here
-    assert move_state([part], META, of_model=[*weights, *storages(own)]) == 2 * 4 * numbers
-    assert all(state["exp_avg"].is_meta and state["step"].is_cpu for state in part.optimizer.state.values())
-    assert move_state([part], META, of_model=[*weights, *storages(own)]) == 0
+    # a `meta` tensor cannot replace another's data, so the fp32 weights are counted as the model's
+    assert move_state([optimizer], META, of_model=[*weights, *storages(own)]) == 2 * 4 * numbers
+    assert all(state["exp_avg"].is_meta and state["step"].is_cpu for state in optimizer.optimizer.state.values())
+    assert move_state([optimizer], META, of_model=[*weights, *storages(own)]) == 0
 
 
 def test_on_a_cpu_nothing_moves(make_worker):
     worker = make_worker(DISTRIBUTED)
     worker.train(cases.batch(), NLLLoss())
     assert worker.offload_after_refit() == {"model": 0, "optimizer": 0}
-    assert all(one.nbytes() for one in storages(worker._moves.weights()))
+    assert all(one.nbytes() for one in storages(worker._offloader.weights()))
     assert worker.prepare_for_training() == {"model": 0, "optimizer": 0}

@@ -36,7 +36,7 @@ def registered(monkeypatch):
 
 @pytest.fixture
 def problems_of(registered, tmp_path):
-    """`problems_of(model, workers, **policy)`: what is wrong with a configuration, as keys and messages."""
+    """`problems_of(model, workers, **policy)`: problems of a configuration, as keys and messages."""
 
     def problems(model=LLAMA, workers=1, **policy):
         (tmp_path / "config.json").write_text(json.dumps(model))
@@ -63,7 +63,7 @@ def test_the_plugin_imports_neither_torch_nor_megatron():
     assert done.stdout.strip() == "set()"
 
 
-def test_configurations_that_it_can_do_have_no_problems(problems_of):
+def test_supported_configurations_have_no_problems(problems_of):
     assert problems_of() == []
     assert problems_of(workers=4, parallelism={"tensor": 2, "pipeline": 2, "sequence": True}) == []
     assert problems_of(workers=2, parallelism={"pipeline": 2}, megatron={"virtual_pipeline": 2}) == []
@@ -82,10 +82,10 @@ def test_configurations_that_it_can_do_have_no_problems(problems_of):
             2,
             {"parallelism": {"pipeline": 2}, "megatron": {"virtual_pipeline": 3}},
             "policy.megatron.virtual_pipeline",
-            "2 stages of 3 parts",
+            "2 stages of 3 model chunks",
         ),
         (LLAMA, 1, {"megatron": {"virtual_pipeline": 2}}, "policy.megatron.virtual_pipeline", "need a pipeline"),
-        (LLAMA, 1, {"parallelism": {"sequence": True}}, "policy.parallelism.sequence", "goes with tensor"),
+        (LLAMA, 1, {"parallelism": {"sequence": True}}, "policy.parallelism.sequence", "requires tensor parallelism"),
         (LLAMA, 2, {"parallelism": {"expert": 2}}, "policy.parallelism.expert", "no experts"),
         (LLAMA, 1, {"router_aux_loss_coef": 0.1}, "policy.router_aux_loss_coef", "no experts"),
         (MIXTURE | {"num_experts": 3}, 2, {"parallelism": {"expert": 2}}, "policy.parallelism.expert", "3 experts"),
@@ -96,17 +96,19 @@ def test_configurations_that_it_can_do_have_no_problems(problems_of):
             2,
             {"megatron": {"overlap_param_gather": True}},
             "policy.megatron.overlap_param_gather",
-            "distributed optimizer",
+            "distributed_optimizer",
         ),
-        (LLAMA | {"model_type": "gpt2"}, 1, {}, "policy.model_name", "no conversion of 'gpt2'"),
+        (LLAMA | {"model_type": "gpt2"}, 1, {}, "policy.model_name", "cannot convert 'gpt2'"),
     ],
 )
-def test_what_it_cannot_do_is_told_before_a_process_starts(problems_of, model, workers, policy, key, says):
+def test_unsupported_configurations_are_reported_before_a_process_starts(
+    problems_of, model, workers, policy, key, says
+):
     found = problems_of(model, workers, **policy)
     assert [at for at, _ in found] == [key]
     assert says in found[0][1]
 
 
-def test_unknown_keys_of_its_section_are_refused():
+def test_unknown_keys_of_the_section_are_rejected():
     with pytest.raises(ValidationError, match="distributed_optimiser"):
         MegatronConfig.model_validate({"distributed_optimiser": True})

@@ -1,4 +1,4 @@
-"""Weights out of files into Megatron's parameters and back, and the optimizer's moments, in many layouts."""
+"""Loading weights from files into Megatron's parameters, gathering them, and moments, in many layouts."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from torch import Tensor, nn
 
 from rlframework.errors import DataError, NotSupported
 from rlframework.policy.checkpoint.reader import SavedTensors
-from rlframework_megatron.coordinates import Place
+from rlframework_megatron.coordinates import Coordinates
 from rlframework_megatron.gathering import Groups
-from rlframework_megatron.main_params import Main, Mains
-from rlframework_megatron.names import EMBEDDING, HEAD, local_parts, weight_shapes
+from rlframework_megatron.main_params import MainParam, MainParams
+from rlframework_megatron.names import EMBEDDING, HEAD, local_shards, weight_shapes
 from rlframework_megatron.state import load_from_folder
 from rlframework_megatron.weight_layout import extent
-from rlframework_megatron.weights import Holding, gather_weights, restore, snapshot
+from rlframework_megatron.weights import LocalModel, gather_weights, restore, snapshot
+
+pytestmark = pytest.mark.slow
 
 CPU = torch.device("cpu")
 SIZES = {
@@ -68,7 +70,7 @@ def config_of(folder: Path) -> Any:
 
 
 class Parameters(nn.Module):
-    """Stands for a chunk: the parameters that some parts lie in, full of nonsense."""
+    """A stand-in for a chunk: parameters with arbitrary values for some shards."""
 
     def __init__(self, shapes: dict[str, list[int]]) -> None:
         super().__init__()
@@ -81,74 +83,76 @@ class Parameters(nn.Module):
         return iter(self.held.items())
 
 
-def holding_at(folder: Path, place: Place) -> Holding:
+def holding_at(folder: Path, coordinates: Coordinates) -> LocalModel:
     config = config_of(folder)
-    shapes: list[dict[str, list[int]]] = [{} for _ in range(place.chunks)]
-    for part in local_parts(config, place):
-        shape = shapes[part.chunk].setdefault(part.parameter, [0] * len(part.shape))
-        for _, here in part.regions:
-            shape[:] = [max(old, one.stop) for old, one in zip(shape, here, strict=True)]
-        if "word_embeddings" in part.parameter or "output_layer" in part.parameter:
-            shape[0] = place.vocabulary(config.vocab_size) // place.tensor_size
-    return Holding(config, place, [Parameters(one) for one in shapes], Groups(CPU))
+    shapes: list[dict[str, list[int]]] = [{} for _ in range(coordinates.chunks)]
+    for shard in local_shards(config, coordinates):
+        shape = shapes[shard.chunk].setdefault(shard.parameter, [0] * len(shard.shape))
+        for _, local_slices in shard.regions:
+            shape[:] = [max(old, one.stop) for old, one in zip(shape, local_slices, strict=True)]
+        if "word_embeddings" in shard.parameter or "output_layer" in shard.parameter:
+            shape[0] = coordinates.vocabulary(config.vocab_size) // coordinates.tensor_size
+    return LocalModel(config, coordinates, [Parameters(one) for one in shapes], Groups(CPU))
 
 
 PLACES = {
-    "all": Place(),
-    "padded": Place(padded_vocabulary=64),
-    "tensor": Place(tensor_rank=1, tensor_size=2, expert_tensor_rank=1, expert_tensor_size=2),
-    "half_groups": Place(tensor_rank=5, tensor_size=8, expert_tensor_rank=1, expert_tensor_size=2),
-    "stage": Place(tensor_rank=1, tensor_size=2, pipeline_rank=1, pipeline_size=2, chunks=2, expert_size=2),
+    "all": Coordinates(),
+    "padded": Coordinates(padded_vocabulary=64),
+    "tensor": Coordinates(tensor_rank=1, tensor_size=2, expert_tensor_rank=1, expert_tensor_size=2),
+    "half_groups": Coordinates(tensor_rank=5, tensor_size=8, expert_tensor_rank=1, expert_tensor_size=2),
+    "stage": Coordinates(tensor_rank=1, tensor_size=2, pipeline_rank=1, pipeline_size=2, chunks=2, expert_size=2),
 }
 
 
-@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+@pytest.mark.parametrize("coordinates", PLACES.values(), ids=PLACES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_rank_reads_its_parts_and_no_more(folders, kind, place, monkeypatch):
-    """Each element of its parameters once, from the place where it is in the file; padding is 0."""
-    holding, read = holding_at(folders / kind, place), []
-    of_files = SavedTensors.part
+def test_a_rank_reads_only_its_shards(folders, kind, coordinates, monkeypatch):
+    """Each element is read once, from its position in the file; padding is 0."""
+    local_model, read = holding_at(folders / kind, coordinates), []
+    of_files = SavedTensors.read_slice
 
     def counted(self: SavedTensors, name: str, where: tuple[slice, ...]) -> Tensor:
         read.append(extent(where))
         return of_files(self, name, where)
 
-    monkeypatch.setattr(SavedTensors, "part", counted)
-    load_from_folder(holding, folders / kind)
-    assert sum(read) == sum(extent(whole) for part in holding.parts for whole, _ in part.regions)
+    monkeypatch.setattr(SavedTensors, "read_slice", counted)
+    load_from_folder(local_model, folders / kind)
+    assert sum(read) == sum(extent(whole) for shard in local_model.shards for whole, _ in shard.regions)
     files = load_file(folders / kind / "model.safetensors")
     padding = 0
-    for parameter, parts in holding.parameters():
-        for part in parts:
-            for whole, here in part.regions:
-                assert torch.equal(parameter[here], files[part.name][whole])
-                parameter.data[here] = 0
+    for parameter, shards in local_model.parameters():
+        for shard in shards:
+            for whole, local_slices in shard.regions:
+                assert torch.equal(parameter[local_slices], files[shard.name][whole])
+                parameter.data[local_slices] = 0
         assert not parameter.any()
-        padding += parameter.numel() - sum(extent(here) for part in parts for _, here in part.regions)
-    assert sum(read) + padding == sum(parameter.numel() for parameter, _ in holding.parameters())
+        padding += parameter.numel() - sum(
+            extent(local_slices) for shard in shards for _, local_slices in shard.regions
+        )
+    assert sum(read) + padding == sum(parameter.numel() for parameter, _ in local_model.parameters())
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_rank_tells_what_the_files_have(folders, kind):
-    holding = holding_at(folders / kind, Place(padded_vocabulary=64))
-    load_from_folder(holding, folders / kind)
+def test_one_rank_gathers_the_weights_of_the_files(folders, kind):
+    local_model = holding_at(folders / kind, Coordinates(padded_vocabulary=64))
+    load_from_folder(local_model, folders / kind)
     files = load_file(folders / kind / "model.safetensors")
-    found = dict(gather_weights(holding, holding.weights))
+    found = dict(gather_weights(local_model, local_model.weights))
     assert set(found) == set(files)
     assert all(torch.equal(found[name], files[name]) for name in files)
     owners = [weight.untyped_storage().data_ptr() for weight in found.values()]
-    assert len(set(owners)) == len(owners)  # each may be kept without keeping what it was fused with
+    assert len(set(owners)) == len(owners)  # each can be kept without keeping the fused parameter
 
 
-def test_a_snapshot_is_a_copy_and_comes_back(folders):
-    holding = holding_at(folders / "qwen2", PLACES["stage"])
-    load_from_folder(holding, folders / "qwen2")
-    before = [parameter.detach().clone() for parameter, _ in holding.parameters()]
-    kept = snapshot(holding)
-    for parameter, _ in holding.parameters():
+def test_a_snapshot_is_a_copy_and_can_be_restored(folders):
+    local_model = holding_at(folders / "qwen2", PLACES["stage"])
+    load_from_folder(local_model, folders / "qwen2")
+    before = [parameter.detach().clone() for parameter, _ in local_model.parameters()]
+    kept = snapshot(local_model)
+    for parameter, _ in local_model.parameters():
         parameter.data.add_(1)
-    restore(holding, kept)
-    assert all(torch.equal(one, old) for (one, _), old in zip(holding.parameters(), before, strict=True))
+    restore(local_model, kept)
+    assert all(torch.equal(one, old) for (one, _), old in zip(local_model.parameters(), before, strict=True))
 
 
 # -- what files call weights ------------------------------------------------------------------------------------------
@@ -190,14 +194,14 @@ def test_files_may_have_other_names_and_dtypes(folders, tmp_path, kind, change):
     folder = rewritten(folders / kind, tmp_path / "model", change)
     right = load_file(folders / kind / "model.safetensors")
     for rank in range(2):
-        holding = holding_at(folder, Place(tensor_rank=rank, tensor_size=2, expert_rank=rank, expert_size=2))
-        load_from_folder(holding, folder)
-        for parameter, parts in holding.parameters():
-            for part in parts:
-                for whole, here in part.regions:
-                    wanted = right[part.name][whole]
+        local_model = holding_at(folder, Coordinates(tensor_rank=rank, tensor_size=2, expert_rank=rank, expert_size=2))
+        load_from_folder(local_model, folder)
+        for parameter, shards in local_model.parameters():
+            for shard in shards:
+                for whole, local_slices in shard.regions:
+                    wanted = right[shard.name][whole]
                     wanted = wanted.half().float() if kind == "qwen3" else wanted
-                    assert torch.equal(parameter[here], wanted), part.name
+                    assert torch.equal(parameter[local_slices], wanted), shard.name
 
 
 @pytest.mark.parametrize(
@@ -214,36 +218,36 @@ def test_files_may_have_other_names_and_dtypes(folders, tmp_path, kind, change):
     ],
     ids=["missing", "shape"],
 )
-def test_files_of_another_model_are_refused(folders, tmp_path, change, message):
+def test_files_of_another_model_are_rejected(folders, tmp_path, change, message):
     folder = rewritten(folders / "llama", tmp_path / "model", change)
     with pytest.raises(DataError, match=message):
-        load_from_folder(holding_at(folder, Place()), folder)
+        load_from_folder(holding_at(folder, Coordinates()), folder)
 
 
-def test_quantised_files_are_refused(folders):
-    holding = holding_at(folders / "llama", Place())
-    holding.config.quantization_config = {"quant_method": "fp8"}
+def test_quantised_files_are_rejected(folders):
+    local_model = holding_at(folders / "llama", Coordinates())
+    local_model.config.quantization_config = {"quant_method": "fp8"}
     with pytest.raises(DataError, match="are quantised"):
-        load_from_folder(holding, folders / "llama")
+        load_from_folder(local_model, folders / "llama")
 
 
 # -- optimizers -------------------------------------------------------------------------------------------------------
 
 
-def test_optimizers_that_hide_their_state_are_refused():
+def test_optimizers_with_internal_state_are_rejected():
     hidden = SimpleNamespace(
         is_stub_optimizer=False,
         optimizer=torch.optim.AdamW([nn.Parameter(torch.zeros(1))]),
         config=SimpleNamespace(use_precision_aware_optimizer=True),
     )
-    with pytest.raises(NotSupported, match="AdamW of megatron-core holds it in a form of its own"):
-        Mains(SimpleNamespace(chained_optimizers=[hidden]), CPU)
+    with pytest.raises(NotSupported, match="megatron-core's AdamW stores it in an internal form"):
+        MainParams(SimpleNamespace(chained_optimizers=[hidden]), CPU)
 
 
 def test_optimizers_that_count_steps_by_group():
-    """As Apex's and Transformer Engine's FusedAdam do, which are not here."""
+    """Like the FusedAdam of Apex and Transformer Engine, which are not installed."""
     values, group, optimizer = torch.zeros(3), {}, SimpleNamespace(state={})
-    main = Main(values, 0, 3, optimizer, group)
+    main = MainParam(values, 0, 3, optimizer, group)
     assert main.steps() == 0
     main.set_moments(5, torch.ones(3), torch.full((3,), 2.0))
     assert main.steps() == group["step"] == 5
@@ -261,7 +265,7 @@ def test_the_model_is_that_of_transformers(folders, kind):
     from rlframework.interfaces.worker_group import WorkerContext
     from rlframework_megatron import cpu
     from rlframework_megatron.config import MegatronConfig
-    from rlframework_megatron.gathering import place_here
+    from rlframework_megatron.gathering import local_coordinates
     from rlframework_megatron.model import build_chunks
     from rlframework_megatron.parallel import Groups as Ranks
     from rlframework_megatron.parallel import Sizes
@@ -273,11 +277,11 @@ def test_the_model_is_that_of_transformers(folders, kind):
     ranks = Ranks(WorkerContext(), CPU, Sizes())
     try:
         with quiet(), cpu.on(CPU), torch.no_grad():
-            place = replace(place_here(), padded_vocabulary=48)
+            coordinates = replace(local_coordinates(), padded_vocabulary=48)
             policy = PolicyConfig(model_name=str(folder))
-            (chunk,) = build_chunks(config_of(folder), policy, MegatronConfig(), ranks, place)
-            holding = Holding(config_of(folder), place, [chunk], Groups.current(CPU))
-            load_from_folder(holding, folder)
+            (chunk,) = build_chunks(config_of(folder), policy, MegatronConfig(), ranks, coordinates)
+            local_model = LocalModel(config_of(folder), coordinates, [chunk], Groups.current(CPU))
+            load_from_folder(local_model, folder)
             chunk.post_process = False
             hidden = chunk(tokens, torch.arange(9).expand(3, 9)).transpose(0, 1)
             head = chunk.shared_embedding_or_output_weight() if kind in ("tied", "qwen3") else chunk.output_layer.weight
@@ -289,8 +293,8 @@ def test_the_model_is_that_of_transformers(folders, kind):
     assert not found[..., 41:].any()
     assert (found[..., :41] - wanted).norm() < 1e-5 * wanted.norm()
     assert wanted.std() > 0.5
-    assert set(holding.weights) == set(weight_shapes(config_of(folder)))
-    assert {name for name, _ in chunk.named_parameters()} == {part.parameter for part in holding.parts}
+    assert set(local_model.weights) == set(weight_shapes(config_of(folder)))
+    assert {name for name, _ in chunk.named_parameters()} == {shard.parameter for shard in local_model.shards}
 
 
 CASES = (
@@ -298,13 +302,12 @@ CASES = (
     "qwen3:tensor=4:fp32:distributed",
     "experts:expert=2,pipeline=2:bf16:distributed",
 )
-"""Each optimizer, precision and way to split at least once; `megatron_ranks.py` takes any other."""
+"""Each optimizer, precision and layout at least once; `megatron_ranks.py` accepts any other."""
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_four_ranks_agree_with_the_whole_model(folders):
-    """Loading, telling, pieces, snapshots, steps and going on from moments: see `megatron_ranks.py`."""
+    """Loading, gathering, shards, snapshots, steps and resuming from moments: see `megatron_ranks.py`."""
     program = Path(__file__).with_name("megatron_ranks.py")
     # megatron-core's distributed optimizer calls what torch 2.13 says is deprecated
     told = complaints(program, str(folders), *CASES, warnings=("ignore::FutureWarning",), seconds=540)

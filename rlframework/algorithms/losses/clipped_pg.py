@@ -1,8 +1,8 @@
-"""The clipped policy-gradient loss of PPO and GRPO, with the options that the field uses.
+"""The clipped policy-gradient loss of PPO and GRPO, with its common options.
 
 Ratio clipping with separate bounds (DAPO, arXiv:2503.14476), dual clip (arXiv:1912.09729), token- or sequence-level
-mean, KL to a reference, and truncated importance weights for the difference between trainer and generator
-(https://fengyao.notion.site/off-policy-rl).
+mean, a KL penalty to a reference policy, and truncated importance weights that correct for the difference between
+trainer and generator (https://fengyao.notion.site/off-policy-rl).
 """
 
 from __future__ import annotations
@@ -22,10 +22,13 @@ from rlframework.interfaces.loss import LossInput, LossType
 class ClippedPGLoss:
     """-min(ratio * A, clip(ratio) * A), averaged by global counts, plus `kl_coef` times the KL to the reference.
 
-    Reads from `data`, all `[B, S]` aligned with `input_ids`: `advantages`; `prev_logprobs` of the policy that the batch
-    was scored with (absent: the batch is on-policy, and the ratio is 1 with the gradient of the log-probability);
-    `generation_logprobs` of the engine that sampled (absent: no trainer/generator metrics or correction);
-    `reference_policy_logprobs` (with `kl_coef` > 0).
+    Reads these values of `data`, all `[B, S]` and aligned with `input_ids`:
+
+    - `advantages`;
+    - `prev_logprobs` of the policy before training on the batch; if absent, the batch is on-policy, and the ratio is 1
+      with the gradient of the log-probability;
+    - `generation_logprobs` of the engine that sampled; if absent, no mismatch metrics and no importance correction;
+    - `reference_policy_logprobs`, if `kl_coef` > 0.
     """
 
     input_type = LossInput.LOGPROBS
@@ -74,12 +77,12 @@ class ClippedPGLoss:
         return loss, metrics
 
     def _surrogate(self, ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
-        """The loss of each token, and where clipping took the gradient away."""
+        """Return the loss of each token, and a mask of the tokens whose gradient was clipped."""
         config = self.config
         bounded = ratio.clamp(1.0 - config.ratio_clip_min, 1.0 + config.ratio_clip_max)
         plain, limited = -advantages * ratio, -advantages * bounded
         loss, clipped = torch.maximum(plain, limited), limited > plain
-        if config.ratio_clip_c is not None:  # bounds the loss of a bad token whose ratio ran away
+        if config.ratio_clip_c is not None:  # bounds the loss of a token with negative advantage and a large ratio
             ceiling = -advantages * config.ratio_clip_c
             beyond = (advantages < 0) & (loss > ceiling)
             loss, clipped = torch.where(beyond, ceiling, loss), clipped | beyond
@@ -88,7 +91,7 @@ class ClippedPGLoss:
     def _mismatch(
         self, trainer_logprobs: Tensor, data: BatchedDataDict[Any], mask: Tensor, global_valid_toks: Tensor
     ) -> tuple[Tensor | float, dict[str, Tensor]]:
-        """Importance weights for the generator's probabilities, and how far trainer and generator are apart."""
+        """Return importance weights for the mismatch between generator and trainer, and metrics of the mismatch."""
         if "generation_logprobs" not in data:
             return 1.0, {}
         difference = (trainer_logprobs - data["generation_logprobs"][:, 1:]) * mask

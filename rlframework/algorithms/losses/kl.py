@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 def kl_divergence(logprobs: Tensor, reference_logprobs: Tensor, estimator: str) -> Tensor:
-    """Elementwise estimate with log ratio r = reference - policy: k1 = -r, k2 = r^2 / 2, k3 = exp(r) - r - 1.
+    """Estimate the KL elementwise, with r = reference - policy: k1 = -r, k2 = r^2 / 2, k3 = exp(r) - r - 1.
 
-    k1 and k3 are unbiased, k2 and k3 have low variance. As a loss term: the gradient of k2's expectation is that of the
-    divergence, k3's is close to it, and k1's is zero in expectation (it is for reward shaping and as a metric).
+    k1 and k3 are unbiased; k2 and k3 have low variance. As a loss term, the expected gradient of k2 is that of the
+    divergence, that of k3 is close to it, and that of k1 is zero: use k1 for reward shaping and metrics.
     """
     ratio = reference_logprobs - logprobs
     if estimator == "k1":
@@ -19,4 +19,4 @@ def kl_divergence(logprobs: Tensor, reference_logprobs: Tensor, estimator: str) 
         return 0.5 * ratio.square()
     if estimator == "k3":
         return torch.expm1(ratio) - ratio
-    raise ValueError(f"KL estimator {estimator!r} is unknown; take k1, k2 or k3")
+    raise ValueError(f"unknown KL estimator {estimator!r}; use k1, k2 or k3")

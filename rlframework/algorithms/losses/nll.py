@@ -26,7 +26,7 @@ class NLLLoss:
         global_valid_seqs: Tensor,
         global_valid_toks: Tensor,
     ) -> tuple[Tensor, dict[str, Any]]:
-        """See `LossFunction`. No metrics of its own but the count of rows."""
+        """See `LossFunction`. Its only metric is the number of valid rows."""
         mask = loss_mask(data, next_token_logprobs.dtype)
         loss = -(next_token_logprobs * mask).sum() / global_valid_toks.clamp(min=1.0)
         return loss, {"num_valid_samples": data["sample_mask"].sum().detach()}

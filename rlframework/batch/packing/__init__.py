@@ -1,7 +1,7 @@
-"""Which rows go into which microbatch: packers, dynamic batches, and how both are dealt to shards.
+"""Assigning rows to microbatches: sequence packing, dynamic batching, and the assignment of both to shards.
 
-Everything here works on lengths alone. What becomes of the tokens is the data processor's to know, and which part of a
-batch goes to which worker that of `BatchedDataDict.shard_by_batch_size`.
+Everything in this package works on row lengths alone. `BatchedDataDict.shard_by_batch_size` moves the rows, and the
+data processor joins the tokens of packed rows.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ def get_packer(
     cost: TokenCost | None = None,
     seed: int | None = None,
 ) -> SequencePacker:
-    """The packer of `algorithm`, a `PackingAlgorithm` or its name in any case; the other arguments: `SequencePacker`.
+    """Construct the packer for `algorithm`, a `PackingAlgorithm` or its name in any case.
 
-    Only BALANCED looks at `cost`, what a row costs; only FIRST_FIT_SHUFFLE at `seed` (without it, Python's global
-    generator is drawn from). `BatchError` for an unknown name.
+    See `SequencePacker` for the positional arguments. Only BALANCED uses `cost`, the cost of a row; only
+    FIRST_FIT_SHUFFLE uses `seed` (None: draw from Python's global generator). Raises `BatchError` for an unknown name.
     """
     kind = read_algorithm(algorithm)
     common = (bin_capacity, collect_metrics, min_bin_count, bin_count_multiple)
@@ -73,7 +73,7 @@ def get_packer(
 
 
 def read_algorithm(algorithm: PackingAlgorithm | str | Any) -> PackingAlgorithm:
-    """The algorithm of this name (any case), or `algorithm` itself; `BatchError` names those that there are."""
+    """Return the algorithm of this name, in any case, or `algorithm` itself; raise `BatchError` listing the names."""
     if isinstance(algorithm, PackingAlgorithm):
         return algorithm
     if not isinstance(algorithm, str):
@@ -83,4 +83,4 @@ def read_algorithm(algorithm: PackingAlgorithm | str | Any) -> PackingAlgorithm:
         return PackingAlgorithm[algorithm.upper()]
     near = difflib.get_close_matches(algorithm.upper(), names, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
-    raise BatchError(f"there is no packing algorithm {algorithm!r}.{hint} Take one of {', '.join(names)}, in any case.")
+    raise BatchError(f"unknown packing algorithm {algorithm!r}.{hint} Use one of {', '.join(names)}, in any case.")

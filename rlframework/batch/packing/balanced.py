@@ -1,6 +1,7 @@
-"""`balanced`, our own packer: no more bins than first fit decreasing in either form, of like cost, dealt by cost.
+"""The packer `balanced`: bins of similar cost, assigned to shards by cost.
 
-The cap on tokens is hard. Everything is O(n log n) and deterministic.
+Never uses more bins than first fit decreasing or its modified form. The cap on tokens is hard. O(n log n) and
+deterministic.
 """
 
 from __future__ import annotations
@@ -11,23 +12,22 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from rlframework.batch.packing.assignment import deal_by_cost
-from rlframework.batch.packing.bounded_bins import level, step_levels
-from rlframework.batch.packing.cost import TokenCost, read_cost
+from rlframework.batch.packing.bounded_bins import balance_bins, initial_loads
+from rlframework.batch.packing.cost import TokenCost, assign_by_cost, read_cost
 from rlframework.batch.packing.first_fit import modified_first_fit
 from rlframework.batch.packing.lengths import Ints, bin_sums, join_bins, read_lengths
 from rlframework.batch.packing.packer import SequencePacker, check_shards
-from rlframework.batch.packing.row_pool import Stock
-from rlframework.batch.packing.sorted_rows import Rows
-from rlframework.batch.packing.swaps import MOST_ROWS, even_out
+from rlframework.batch.packing.row_pool import RowPool, SortedRows
+from rlframework.batch.packing.swaps import MOST_ROWS, improve_by_swaps
 
 
 class BalancedPacker(SequencePacker):
-    """Bins of like cost, never more of them than first fit decreasing or its modification need with these arguments.
+    """Packs rows into bins of similar cost, never more bins than (modified) first fit decreasing with these arguments.
 
-    `bin_count_multiple` is how many bins run side by side (the ranks). The rounded-up number of bins is filled to like
-    cost as far as the cap allows; where one row costs more than that, the other bins that run beside it are filled up
-    to it, and the later ones less. Rows of length 0 take no room: they are spread over all bins.
+    `bin_count_multiple` is the number of bins that run in parallel, one per rank. The number of bins, rounded up to
+    that multiple, is filled to equal cost as far as the cap allows. If one row costs more than the mean bin, the bins
+    that run in parallel with it are filled up to its cost, and later bins to a lower cost. Rows of length 0
+    are spread over all bins.
     """
 
     least_length: ClassVar[int] = 0
@@ -43,54 +43,57 @@ class BalancedPacker(SequencePacker):
         super().__init__(bin_capacity, collect_metrics, min_bin_count, bin_count_multiple)
         self.cost = read_cost(cost)
 
-    def deal(self, bins: Sequence[list[int]], sequence_lengths: Any, shards: int) -> list[list[list[int]]]:
-        """The bins of each shard, `[shard][step]`: bins of like cost at each step, costliest first, and like sums.
+    def assign_to_shards(self, bins: Sequence[list[int]], sequence_lengths: Any, shards: int) -> list[list[list[int]]]:
+        """Return the bins of each shard, `[shard][step]`: similar costs in each step, the costliest step first.
 
-        `sequence_lengths` as for `pack`. `BatchError` when the number of bins is not a multiple of `shards`.
+        The totals of the shards are similar too. `sequence_lengths` as for `pack`. Raises `BatchError` if the number of
+        bins is not a multiple of `shards`.
         """
         count = check_shards(len(bins), shards)
         lengths = read_lengths(sequence_lengths, least=self.least_length)
         joined, counts = join_bins(bins, len(lengths))
-        dealt = deal_by_cost(bin_sums(self.cost.of_rows(lengths[joined]), counts), count)
-        return [[bins[number] for number in numbers] for numbers in dealt]
+        assigned = assign_by_cost(bin_sums(self.cost.of_rows(lengths[joined]), counts), count)
+        return [[bins[number] for number in numbers] for numbers in assigned]
 
     def _pack(self, lengths: Ints) -> list[list[int]]:
-        rows = Rows(lengths, self.cost)
+        # First try the least number of bins any packing could have. Only if balancing fails there, let first fit decide
+        # how many are needed, and balance that many; if that fails too, split the bins of first fit.
+        rows = SortedRows(lengths, self.cost)
         wanted = self.bins_wanted(max(1, least_bins(rows, self._capacity)), len(lengths))
-        bins = self._level(rows, wanted)
+        bins = self._balance(rows, wanted)
         if bins is None:
             fitted = self._fit(rows, wanted)
             least, wanted = wanted, self.bins_wanted(len(fitted), len(lengths))
-            bins = (self._level(rows, wanted) if wanted > least else None) or split(fitted, wanted, rows)
+            bins = (self._balance(rows, wanted) if wanted > least else None) or split(fitted, wanted, rows)
         if 0 < len(rows) <= MOST_ROWS:
-            levels = step_levels(rows, len(bins), self._capacity, self.bin_count_multiple)
-            bins = even_out(rows, bins, levels, self._capacity)
+            loads = initial_loads(rows, len(bins), self._capacity, self.bin_count_multiple)
+            bins = improve_by_swaps(rows, bins, loads, self._capacity)
         if rows.empty:
             bins += [[] for _ in range(wanted - len(bins))]
             spread_empty(bins, rows.empty)
         return bins
 
-    def _level(self, rows: Rows, count: int) -> list[list[int]] | None:
+    def _balance(self, rows: SortedRows, count: int) -> list[list[int]] | None:
         if not len(rows):
             return []
-        return level(rows, min(count, len(rows)), self._capacity, self.bin_count_multiple)
+        return balance_bins(rows, min(count, len(rows)), self._capacity, self.bin_count_multiple)
 
-    def _fit(self, rows: Rows, wanted: int) -> list[list[int]]:
-        """As few bins as first fit decreasing or its modification need; that runs only if it could be better."""
-        bins = Stock(rows.numbers, rows.lengths).first_fit(self._capacity)
-        if len(bins) <= wanted:
+    def _fit(self, rows: SortedRows, wanted: int) -> list[list[int]]:
+        """Pack by first fit decreasing, or by modified first fit decreasing if that needs fewer bins."""
+        bins = RowPool(rows.indices, rows.lengths).first_fit(self._capacity)
+        if len(bins) <= wanted:  # cannot be improved
             return bins
         other = modified_first_fit(rows.lengths, self._capacity)
         if len(other) >= len(bins):
             return bins
-        numbers = rows.numbers.tolist()
-        return [[numbers[place] for place in sorted(places)] for places in other]
+        indices = rows.indices.tolist()
+        return [[indices[place] for place in sorted(places)] for places in other]
 
 
-def least_bins(rows: Rows, capacity: int) -> int:
-    """A number of bins that no packing can go below.
+def least_bins(rows: SortedRows, capacity: int) -> int:
+    """Return a lower bound on the number of bins of any packing.
 
-    The tokens of all rows have to fit; and of rows longer than `capacity / (k + 1)` at most `k` fit into one bin.
+    All tokens must fit, and at most `k` rows longer than `capacity / (k + 1)` fit into one bin.
     """
     bound = -(-rows.tokens // capacity)
     for k in (1, 2, 3, 4):
@@ -100,12 +103,12 @@ def least_bins(rows: Rows, capacity: int) -> int:
     return bound
 
 
-def split(bins: list[list[int]], wanted: int, rows: Rows) -> list[list[int]]:
-    """`bins`, the costliest of them halved until there are `wanted` or as many as there are rows."""
+def split(bins: list[list[int]], wanted: int, rows: SortedRows) -> list[list[int]]:
+    """Halve the costliest of `bins` until there are `wanted` bins, or as many as rows."""
     wanted = min(wanted, len(rows))
-    while len(bins) < wanted:  # at most doubles in a round
-        joined, counts = join_bins(bins, len(rows.by_number))
-        costs = np.where(counts > 1, bin_sums(rows.cost.of_rows(rows.by_number[joined]), counts), -1.0)
+    while len(bins) < wanted:  # each round halves up to all bins of two or more rows
+        joined, counts = join_bins(bins, len(rows.lengths_by_index))
+        costs = np.where(counts > 1, bin_sums(rows.cost.of_rows(rows.lengths_by_index[joined]), counts), -1.0)
         several = int(np.count_nonzero(counts > 1))
         for place in np.argsort(-costs, kind="stable")[: min(several, wanted - len(bins))].tolist():
             bins[place], other = halve(bins[place], rows)
@@ -113,11 +116,11 @@ def split(bins: list[list[int]], wanted: int, rows: Rows) -> list[list[int]]:
     return bins
 
 
-def halve(numbers: list[int], rows: Rows) -> tuple[list[int], list[int]]:
-    """Two bins of like cost from one of two and more rows."""
+def halve(indices: list[int], rows: SortedRows) -> tuple[list[int], list[int]]:
+    """Split a bin of at least two rows into two of similar cost."""
     halves: tuple[list[int], list[int]] = ([], [])
     sums = [0.0, 0.0]
-    for row, cost in zip(numbers, rows.cost.of_rows(rows.by_number[numbers]).tolist(), strict=True):
+    for row, cost in zip(indices, rows.cost.of_rows(rows.lengths_by_index[indices]).tolist(), strict=True):
         lighter = int(sums[1] < sums[0])
         halves[lighter].append(row)
         sums[lighter] += cost
@@ -125,7 +128,7 @@ def halve(numbers: list[int], rows: Rows) -> tuple[list[int], list[int]]:
 
 
 def spread_empty(bins: list[list[int]], rows: list[int]) -> None:
-    """Rows of length 0: one for each bin that has none yet, the others in turn to all."""
-    hollow = [numbers for numbers in bins if not numbers]
-    for row, numbers in zip(rows, chain(hollow, cycle(bins)), strict=False):
-        numbers.append(row)
+    """Add rows of length 0: first one to each bin without rows, then the others to all bins in turn."""
+    without_rows = [members for members in bins if not members]
+    for row, members in zip(rows, chain(without_rows, cycle(bins)), strict=False):
+        members.append(row)

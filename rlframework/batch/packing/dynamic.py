@@ -1,7 +1,7 @@
-"""Dynamic batches: microbatches of rows of like length, padded to their longest row, under a cap on padded tokens.
+"""Dynamic batching: microbatches of rows of similar length, padded to the longest row, under a cap on padded tokens.
 
-`balanced_microbatches` is ours: contiguous runs of the rows sorted by length, of like cost, dealt by cost.
-`round_robin_microbatches` is the way known from elsewhere, in which all shards share the bounds of their microbatches.
+`balanced_microbatches` makes runs of similar cost from the rows sorted by length, and assigns them to shards by cost.
+`round_robin_microbatches` is the established method, in which the microbatches of all shards have the same shapes.
 """
 
 from __future__ import annotations
@@ -13,16 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from rlframework.batch.packing.assignment import deal_by_cost
-from rlframework.batch.packing.cost import TokenCost, read_cost
+from rlframework.batch.packing.cost import TokenCost, assign_by_cost, read_cost
 from rlframework.batch.packing.lengths import LONGEST, Ints, read_count, read_lengths, round_up, sort_descending
 from rlframework.errors import BatchError
 
 Run = tuple[int, int]
-"""Rows `[start, end)` of those sorted by length."""
+"""Positions `[start, end)` in the rows sorted by length: one microbatch."""
 
 PRECISION = 0.004
-"""How near to the lowest level of cost that is possible it is searched for; each halving goes over all microbatches."""
+"""Relative precision of the bisection for the lowest cost level; each step of it passes over all microbatches."""
 
 
 def balanced_microbatches(
@@ -34,14 +33,15 @@ def balanced_microbatches(
     width: int | None = None,
     cost: TokenCost | None = None,
 ) -> list[list[list[int]]]:
-    """Microbatches of row numbers, `[shard][step]`: equally many a shard, none empty, like costs at each step.
+    """Return microbatches of row indices, `[shard][step]`: the same number per shard, with similar costs in each step.
 
-    A microbatch is padded to its longest row, rounded up to a multiple of `length_round` but not beyond `width` (the
-    columns that there are); rows times that length are at most `max_tokens`. There are as few microbatches as that
-    allows, rounded up to a multiple of `shards`, with costs (`TokenCost.of_padded`) as alike as that number allows.
-    Within a microbatch rows go by descending length. Rows of length 0 take no room: they are spread over all.
+    A microbatch is padded to its longest row, rounded up to a multiple of `length_round` but not beyond `width`, the
+    columns of the batch; its rows times that length are at most `max_tokens`. The number of microbatches is the least
+    that this allows, rounded up to a multiple of `shards`, and their costs (`TokenCost.of_padded`) are as equal as that
+    number allows. No microbatch is empty. Rows within a microbatch are in order of descending length. Rows of
+    length 0 are spread over all microbatches.
 
-    `BatchError` for a row that alone is over `max_tokens`, and for fewer rows than microbatches.
+    Raises `BatchError` if one row alone exceeds `max_tokens`, and if there are fewer rows than microbatches.
     """
     values = read_lengths(lengths, least=0)
     shards, most = read_count(shards, "shards", 1), read_count(max_tokens, "max_tokens", 1)
@@ -52,39 +52,43 @@ def balanced_microbatches(
     wanted = round_up(max(1, fewest), shards)
     if len(values) < wanted:
         raise BatchError(
-            f"{len(values)} rows cannot make {wanted} microbatches that are not empty: {fewest} hold them, and each of "
-            f"{shards} shards gets as many; give more rows, or raise max_tokens"
+            f"{len(values)} rows cannot fill {wanted} microbatches: they need {fewest}, rounded up to a multiple of "
+            f"{shards} shards; use more rows, raise max_tokens, or use fewer shards"
         )
-    runs = plan.level(min(wanted, len(rows)), shards)
+    runs = plan.balanced_runs(min(wanted, len(rows)), shards)
     listed = rows.tolist()
     batches = [listed[start:end] for start, end in runs]
     batches += [[] for _ in range(wanted - len(batches))]
-    hollow = [batch for batch in batches if not batch]
-    for row, batch in zip(order[len(rows) :].tolist(), chain(hollow, cycle(batches)), strict=False):
+    without_rows = [batch for batch in batches if not batch]
+    for row, batch in zip(order[len(rows) :].tolist(), chain(without_rows, cycle(batches)), strict=False):
         batch.append(row)
-    costs = np.array([plan.cost_of(run) for run in runs] + [0.0] * len(hollow))
-    return [[batches[number] for number in numbers] for numbers in deal_by_cost(costs, shards)]
+    costs = np.array([plan.cost_of(run) for run in runs] + [0.0] * len(without_rows))
+    return [[batches[number] for number in numbers] for numbers in assign_by_cost(costs, shards)]
 
 
 def padded_lengths(lengths: Ints, max_tokens: int, length_round: Any, width: Any) -> Ints:
-    """What rows of `lengths` are padded to, alone; `BatchError` for what is over `max_tokens` or `width`."""
+    """Return the length each row alone is padded to; raise `BatchError` if one exceeds `max_tokens` or `width`."""
     multiple = read_count(length_round, "length_round", 1, LONGEST)
     padded = -(-np.maximum(lengths, 1) // multiple) * multiple
     if width is not None:
         columns = min(read_count(width, "width", 0), LONGEST)
         if len(lengths) and int(lengths.max()) > columns:
-            raise BatchError(f"a row has {int(lengths.max())} tokens, but width says that there are {columns} columns")
+            raise BatchError(f"a row has {int(lengths.max())} tokens, but the batch has a width of {columns} columns")
         padded = np.minimum(padded, columns)
     if len(padded) and int(padded.max()) > max_tokens:
         raise BatchError(
             f"a row of {int(lengths.max())} tokens is padded to {int(padded.max())} (length_round {multiple}), but "
-            f"max_tokens is {max_tokens}: raise it, or shorten the row"
+            f"max_tokens is {max_tokens}: raise max_tokens or shorten the row"
         )
     return padded
 
 
 class _Plan:
-    """Rows by descending padded length, and how runs of them become microbatches."""
+    """Rows by descending padded length, and their division into runs, one per microbatch.
+
+    Sorting by length first is what keeps padding low: a run is padded to its first row, and its other rows are the next
+    shorter ones.
+    """
 
     def __init__(self, padded: Ints, max_tokens: int, cost: TokenCost) -> None:
         self._padded: list[int] = padded.tolist()
@@ -93,20 +97,21 @@ class _Plan:
         self._costs: list[float] = cost.of_rows(padded).tolist()
 
     def cost_of(self, run: Run) -> float:
-        """What the run costs as a microbatch."""
+        """Return the cost of the run as a microbatch."""
         return self._cost.of_padded(run[1] - run[0], self._padded[run[0]])
 
     def runs(self, level: float, shards: int, start: int = 0) -> list[Run]:
-        """Runs as long as they can be that cost at most `level`, or as much as one row of their step if that is more.
+        """Divide the rows from `start` on greedily into the longest runs of cost at most `level`.
 
-        Takes time by the number of runs, not of rows. The greedy choice is the best: a run that starts later may have
-        more rows, so the fewest runs are those that each reach as far as they can.
+        A row that alone costs more than `level` sets the bound for all runs of its step. Making each run as long as
+        possible gives the fewest runs: a run that starts later has shorter rows, so it reaches at least as far. Takes
+        time proportional to the number of runs, not of rows.
         """
         padded, costs, most, rows = self._padded, self._costs, self._most, len(self._padded)
         runs: list[Run] = []
         bound = level
         while start < rows:
-            if len(runs) % shards == 0:  # a step takes as long as its costliest microbatch: the others may cost as much
+            if len(runs) % shards == 0:  # a step takes at least as long as its longest row: all its runs may cost that
                 bound = max(level, costs[start])
             count = most // padded[start]
             if count * costs[start] > bound:
@@ -116,10 +121,10 @@ class _Plan:
             start = end
         return runs
 
-    def level(self, wanted: int, shards: int) -> list[Run]:
-        """`wanted` runs (not more than rows) of about the lowest level of cost at which so few are enough.
+    def balanced_runs(self, wanted: int, shards: int) -> list[Run]:
+        """Return `wanted` runs, at most one per row, at about the lowest cost level at which that many suffice.
 
-        The runs of the last step, of which the very last has what was left over, get a level of their own.
+        Greedy runs leave too little for the very last one, so the runs of the last step get a separate level.
         """
         if not self._padded:
             return []
@@ -129,6 +134,7 @@ class _Plan:
         return runs[:-shards] + self._lowest(runs[-shards][0], shards, shards)
 
     def _lowest(self, start: int, wanted: int, shards: int) -> list[Run]:
+        """Bisect for the lowest level: the higher the level, the fewer runs."""
         best = self.runs(float("inf"), shards, start)
         low, high = sum(self._costs[start:]) / wanted, max(map(self.cost_of, best))
         while high - low > PRECISION * high:
@@ -141,27 +147,27 @@ class _Plan:
         return self._split(best, wanted, high)
 
     def _split(self, runs: list[Run], wanted: int, level: float) -> list[Run]:
-        """Halve the costliest run of two and more rows until there are `wanted`; those above `level` are the last.
+        """Halve the costliest run of at least two rows until there are `wanted`.
 
-        They are in steps that wait for one long row anyway.
+        Runs above `level` come last: their steps wait for one long row in any case.
         """
 
         def entry(run: Run) -> tuple[bool, float, Run]:
             cost = self.cost_of(run)
             return (cost > level, -cost, run)
 
-        done = [run for run in runs if run[1] - run[0] == 1]
+        single = [run for run in runs if run[1] - run[0] == 1]
         heap = [entry(run) for run in runs if run[1] - run[0] > 1]
         heapify(heap)
-        while len(done) + len(heap) < wanted:
+        while len(single) + len(heap) < wanted:
             start, end = heappop(heap)[-1]
             middle = (start + end) // 2
             for run in ((start, middle), (middle, end)):
                 if run[1] - run[0] > 1:
                     heappush(heap, entry(run))
                 else:
-                    done.append(run)
-        return sorted([*done, *(run for _, _, run in heap)])
+                    single.append(run)
+        return sorted([*single, *(run for _, _, run in heap)])
 
 
 def round_robin_microbatches(
@@ -172,23 +178,24 @@ def round_robin_microbatches(
     length_round: int = 1,
     width: int | None = None,
 ) -> tuple[list[list[int]], list[list[int]], list[int]]:
-    """The known way: the rows of each shard, and of the microbatches of all shards the bounds and padded lengths.
+    """Return the rows of each shard, and the bounds and padded lengths of the microbatches, shared by all shards.
 
-    Rows sorted ascending are dealt in turn: shard `i` gets every `shards`-th from the `i`-th on, so that the rows at
-    position `j` of all shards are neighbours. Microbatches `[start, end)` of positions are the same in all shards, by
-    the longest row that any shard has at a position. The number of rows must be a multiple of `shards`: `BatchError`.
+    Shard `i` gets every `shards`-th row from the `i`-th on in ascending order of length, so the rows at position `j` of
+    all shards have similar lengths. A microbatch is the same range `[start, end)` of positions in all shards, padded
+    for the longest row that any shard has in it. Raises `BatchError` unless the number of rows is a multiple of
+    `shards`.
     """
     values = read_lengths(lengths, least=0)
     shards, most = read_count(shards, "shards", 1), read_count(max_tokens, "max_tokens", 1)
     if len(values) % shards:
         raise BatchError(
-            f"{len(values)} rows cannot be dealt to {shards} shards evenly; give a multiple of {shards}, or use "
+            f"{len(values)} rows do not divide evenly among {shards} shards; use a multiple of {shards} rows, or "
             "balanced microbatches"
         )
     order = np.argsort(values, kind="stable")
     longest: list[int] = padded_lengths(values[order][shards - 1 :: shards], most, length_round, width).tolist()
     bounds: list[list[int]] = []
-    for position, length in enumerate(longest):  # ascending, so the latest is the longest
+    for position, length in enumerate(longest):  # ascending, so the last is the longest
         if bounds and (position + 1 - bounds[-1][0]) * length <= most:
             bounds[-1][1] = position + 1
         else:

@@ -1,6 +1,6 @@
-"""The packers known from elsewhere: rows as they come, first fit (decreasing, shuffled), modified first fit decreasing.
+"""The established packers: concatenative, first fit decreasing, first fit shuffled, modified first fit decreasing.
 
-All run in O(n log n). They deal bins round robin; `balanced` is in a module of its own.
+All are O(n log n), and assign bins to shards round robin. The packer `balanced` is in `balanced.py`.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import numpy as np
 
 from rlframework.batch.packing.lengths import Ints, sort_descending
 from rlframework.batch.packing.packer import SequencePacker, sort_within_bins
-from rlframework.batch.packing.row_pool import Stock
+from rlframework.batch.packing.row_pool import RowPool
 
 
 class ConcatenativePacker(SequencePacker):
-    """Rows in the order in which they come; a new bin for the first that does not fit."""
+    """Rows in the given order; a row that does not fit the current bin opens a new one."""
 
     max_sequences_per_bin: int = -1
-    """Most rows in a bin; below 1: any number. Set it on an instance or a subclass."""
+    """The most rows in a bin, unlimited if below 1. Set it on an instance or a subclass."""
 
     def _pack(self, lengths: Ints) -> list[list[int]]:
         most = self.max_sequences_per_bin if self.max_sequences_per_bin > 0 else len(lengths)
@@ -37,18 +37,18 @@ class ConcatenativePacker(SequencePacker):
 
 
 class FirstFitDecreasingPacker(SequencePacker):
-    """The longest row first (of equal ones the last), each into the first bin that has room."""
+    """Rows by descending length, each into the first bin that has room; of equal lengths the later row first."""
 
     def _pack(self, lengths: Ints) -> list[list[int]]:
         rows = sort_descending(lengths)
-        return Stock(rows, lengths[rows]).first_fit(self._capacity)
+        return RowPool(rows, lengths[rows]).first_fit(self._capacity)
 
 
 class FirstFitShufflePacker(SequencePacker):
     """Rows in random order, each into the first bin that has room.
 
-    The order is drawn from Python's global generator; with a `seed` each call of `pack` draws from a new generator with
-    that seed, so that equal lengths give equal bins.
+    The order is drawn from Python's global generator. With a `seed`, each call of `pack` uses a new generator with that
+    seed, so that equal lengths give equal bins.
     """
 
     def __init__(
@@ -75,13 +75,14 @@ class FirstFitShufflePacker(SequencePacker):
 
 
 def first_fit(rows: list[int], lengths: list[int], capacity: int) -> list[list[int]]:
-    """Each of `rows` (with its length in `lengths`) in turn into the first bin that has room; a new one if none has.
+    """Put each of `rows`, with its length in `lengths`, into the first bin that has room, or into a new one.
 
-    A tournament tree over the free room of all bins, those not opened yet included, finds the bin in O(log bins).
+    A tournament tree over the room of all bins, including those not opened yet, finds that bin in O(log bins): each
+    node has the greatest room below it, and the search goes left wherever that is enough.
     """
-    most = min(len(rows), 2 * sum(lengths) // capacity + 1)  # of two neighbours in use one is more than half full
+    most = min(len(rows), 2 * sum(lengths) // capacity + 1)  # any two consecutive bins hold more than one capacity
     leaves = 1 << (most - 1).bit_length()
-    room = [capacity] * (2 * leaves)  # room[i] is the greatest of room[2 * i] and room[2 * i + 1]
+    room = [capacity] * (2 * leaves)  # room[i] is the greater of room[2 * i] and room[2 * i + 1]
     bins: list[list[int]] = []
     for row, length in zip(rows, lengths, strict=True):
         node = 1
@@ -103,12 +104,16 @@ def first_fit(rows: list[int], lengths: list[int], capacity: int) -> list[list[i
 
 
 class ModifiedFirstFitDecreasingPacker(SequencePacker):
-    """Johnson and Garey's modified first fit decreasing (1985): at most 71/60 of the least number of bins, plus 1.
+    """Modified first fit decreasing (Johnson and Garey, 1985): at most 71/60 of the optimal number of bins, plus 1.
 
-    By capacity C: rows above C/2 open a bin each; going on from the longest of these, each bin takes the longest row
-    above C/3 that fits; going back, each bin without one takes the shortest row above C/6 and the longest such that
-    fits beside it; going on again, each bin takes the longest rows that still fit. What is left goes, longest first,
-    into further bins, the emptiest first.
+    With bins of capacity C:
+
+    1. Each row above C/2 opens a bin.
+    2. In the order of these rows, longest first, each bin takes the longest row above C/3 that fits.
+    3. In reverse order, each bin without such a row takes the shortest row above C/6 and the longest one that fits
+       beside it.
+    4. In order again, each bin takes the longest rows that still fit.
+    5. The remaining rows go into further bins, longest first, each into the emptiest bin.
     """
 
     def _pack(self, lengths: Ints) -> list[list[int]]:
@@ -119,23 +124,23 @@ class ModifiedFirstFitDecreasingPacker(SequencePacker):
 
 
 def modified_first_fit(lengths: Ints, capacity: int) -> list[list[int]]:
-    """Bins for rows of `lengths`, all in 1..capacity."""
+    """Pack rows of `lengths`, all in 1..capacity: see `ModifiedFirstFitDecreasingPacker`."""
     rows = sort_descending(lengths)
     ordered = lengths[rows]
     large, medium, small = (int(np.count_nonzero(ordered * parts > capacity)) for parts in (2, 3, 6))
     bins = [[row] for row in rows[:large].tolist()]
     rooms = (capacity - ordered[:large]).tolist()
-    mediums, smalls = (Stock(rows[a:b], ordered[a:b]) for a, b in ((large, medium), (medium, small)))
+    mediums, smalls = (RowPool(rows[a:b], ordered[a:b]) for a, b in ((large, medium), (medium, small)))
     _add_mediums(bins, rooms, mediums)
-    held = _add_pairs(bins, rooms, smalls)
-    rest = np.concatenate((mediums.rest()[0], np.array(held, dtype=np.int64), smalls.rest()[0], rows[small:]))
+    unpaired = _add_pairs(bins, rooms, smalls)
+    rest = np.concatenate((mediums.rest()[0], np.array(unpaired, dtype=np.int64), smalls.rest()[0], rows[small:]))
     rest = rest[sort_descending(lengths[rest])]
-    stock = Stock(rest, lengths[rest])
-    stock.fill(rooms, rooms, bins)
-    return bins + _emptiest_first(*stock.rest(), capacity)
+    pool = RowPool(rest, lengths[rest])
+    pool.fill(rooms, rooms, bins)
+    return bins + _emptiest_first(*pool.rest(), capacity)
 
 
-def _add_mediums(bins: list[list[int]], rooms: list[int], mediums: Stock) -> None:
+def _add_mediums(bins: list[list[int]], rooms: list[int], mediums: RowPool) -> None:
     for number, room in enumerate(rooms):
         length = mediums.longest_up_to(room)
         if length:
@@ -143,30 +148,30 @@ def _add_mediums(bins: list[list[int]], rooms: list[int], mediums: Stock) -> Non
             rooms[number] -= length
 
 
-def _add_pairs(bins: list[list[int]], rooms: list[int], smalls: Stock) -> list[int]:
-    """Two small rows to each bin that has one row, from the roomiest on; returns the one that found no partner."""
+def _add_pairs(bins: list[list[int]], rooms: list[int], smalls: RowPool) -> list[int]:
+    """Add two small rows to each bin of one row, the roomiest first; return a row that found no partner."""
     for number in reversed(range(len(bins))):
         if len(bins[number]) > 1:
             continue
         shortest = smalls.shortest()
-        if smalls.left < 2 or rooms[number] < 2 * shortest:
+        if smalls.remaining < 2 or rooms[number] < 2 * shortest:
             break
         first = smalls.take(shortest)
         length = smalls.longest_up_to(rooms[number] - shortest)
         if not length:
-            return [first]  # the bins that follow have less room still
+            return [first]  # the bins that follow have even less room
         bins[number] += [smalls.take(length), first]
         rooms[number] -= length + shortest
     return []
 
 
 def _emptiest_first(rows: Ints, lengths: Ints, capacity: int) -> list[list[int]]:
-    """New bins for rows by descending length: each row into the emptiest one, a new one if it does not fit.
+    """Pack rows, by descending length, each into the emptiest bin, or into a new one if it does not fit there.
 
-    The emptiest bin stays that for a run of rows, until it has as much as the next one; a bisection finds the run.
+    One bin remains the emptiest for a run of rows, until it holds as much as the next; a bisection finds the run.
     """
     listed, sizes = rows.tolist(), lengths.tolist()
-    before = [0, *np.cumsum(lengths).tolist()]  # before[i]: tokens of the rows before row i
+    before = [0, *np.cumsum(lengths).tolist()]  # before[i]: total tokens of the rows before row i
     bins: list[list[int]] = []
     filled: list[tuple[int, int]] = []
     start = 0

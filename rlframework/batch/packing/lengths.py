@@ -1,4 +1,4 @@
-"""Reading of what callers hand over: lengths of rows, bins, counts. Everything that is wrong is a `BatchError` here."""
+"""Validation of the arguments of packers: row lengths, bins and counts; and sorting and summing of arrays of them."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Floats = npt.NDArray[np.float64]
 AnyArray = npt.NDArray[Any]
 
 LONGEST = 2**40
-"""No row has more tokens: sums of lengths then stay far from the ends of int64."""
+"""The most tokens a row may have, so that sums of lengths stay far from the limits of int64."""
 
 
 def read_lengths(lengths: Any, most: int | None = None, *, least: int = 1, limit: str = "bin_capacity") -> Ints:
-    """Lengths of rows (list, tuple, range, numpy array or 1-D tensor of integers) as int64 `[n]`.
+    """Return row lengths (a list, tuple, range, numpy array or 1-D tensor of integers) as int64 `[n]`.
 
-    Each must be in `least..most`; `limit` is what the caller calls `most`. `BatchTypeError` for anything that is not
-    integers, `BatchError` for a length out of bounds, which names the row.
+    Each must be in `least..most`; error messages call `most` by the name `limit`. Raises `BatchTypeError` for values
+    that are not integers, and `BatchError` naming the row for a length out of bounds.
     """
     values = _as_array(lengths)
     if not len(values):
@@ -48,7 +48,7 @@ def read_lengths(lengths: Any, most: int | None = None, *, least: int = 1, limit
 
 
 def _as_array(lengths: Any) -> AnyArray:
-    torch = sys.modules.get("torch")  # who has a tensor has imported it
+    torch = sys.modules.get("torch")  # a caller with a tensor has imported torch
     if torch is not None and isinstance(lengths, torch.Tensor):
         try:
             lengths = lengths.detach().cpu().numpy()
@@ -71,14 +71,14 @@ def _from_sequence(lengths: Any) -> AnyArray:
     except OverflowError:
         raise BatchError(f"a row's length does not fit into 64 bits; lengths must be in 0..{LONGEST}") from None
     except TypeError as error:
-        raise BatchTypeError(f"lengths must be integers: {error}; a tensor goes in whole") from None
+        raise BatchTypeError(f"lengths must be integers: {error}; pass a tensor itself, not a list of it") from None
     if len(values) and values.min() < 2 and any(isinstance(length, (bool, np.bool_)) for length in lengths):
         raise BatchTypeError("lengths must be integers, got a bool among them")
     return values
 
 
 def read_count(value: Any, name: str, least: int, most: int | None = None) -> int:
-    """An integer in `least..most`; `BatchTypeError` or `BatchError` naming it otherwise."""
+    """Return `value` as an int in `least..most`; raise `BatchTypeError` or `BatchError` naming it otherwise."""
     if isinstance(value, (bool, np.bool_)):
         raise BatchTypeError(f"{name} must be an integer, got {value!r}")
     try:
@@ -93,37 +93,38 @@ def read_count(value: Any, name: str, least: int, most: int | None = None) -> in
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The least multiple of `multiple` that is not below `value`."""
+    """Return the least multiple of `multiple` that is at least `value`."""
     return -(-value // multiple) * multiple
 
 
 def join_bins(bins: Sequence[Sequence[int]], rows: int) -> tuple[Ints, Ints]:
-    """The rows of all bins after each other, and `[bins]` how many each has; `BatchError` for what is no row."""
+    """Return the rows of all bins concatenated, and their counts `[bins]`; raise `BatchError` for an invalid row."""
     try:
         counts = np.fromiter(map(len, bins), dtype=np.int64, count=len(bins))
         joined = np.fromiter(chain.from_iterable(bins), dtype=np.int64, count=int(counts.sum()))
     except (TypeError, ValueError, OverflowError) as error:
-        raise BatchTypeError(f"bins must be lists of row numbers: {error}") from error
+        raise BatchTypeError(f"bins must be lists of row indices: {error}") from error
     if len(joined) and (int(joined.min()) < 0 or int(joined.max()) >= rows):
         raise BatchError(f"bins name rows {int(joined.min())}..{int(joined.max())}, but there are {rows} lengths")
     return joined, counts
 
 
 def sort_descending(lengths: Ints) -> Ints:
-    """Row numbers by descending length; of equal lengths the later row first."""
+    """Return row indices by descending length; of equal lengths the later row first."""
     return sort_ascending(lengths)[::-1]
 
 
 def sort_ascending(values: Ints) -> Ints:
-    """Places by ascending value, none below 0; of equal values the first place first."""
-    short = len(values) > 0 and int(values.max()) < 2**16  # 16 bits: numpy sorts by radix, in O(n)
+    """Return positions by ascending value (all at least 0); of equal values the first position first."""
+    short = len(values) > 0 and int(values.max()) < 2**16  # numpy sorts 16 bits by radix, in O(n)
     return np.argsort(values.astype(np.uint16) if short else values, kind="stable")
 
 
 def order_by_load(load: Floats) -> Ints:
-    """Places by ascending load, the first of equal ones first; with many, to a 65,536th part of their range.
+    """Return positions by ascending load, the first of equal ones first; many loads are first rounded to 16 bits.
 
-    Many floats take long to sort in a way that is stable, and so the same on every machine; 16 bits do not.
+    The sort must be stable to give the same order on every machine. A stable sort of many floats is slow; one of 16-bit
+    integers is not.
     """
     least, most = float(load.min()), float(load.max())
     if len(load) < 512 or least == most:
@@ -132,7 +133,7 @@ def order_by_load(load: Floats) -> Ints:
 
 
 def bin_sums(joined: AnyArray, counts: Ints) -> Floats:
-    """Sums `[bins]` of `joined` (values of the rows of all bins after each other); an empty bin has 0."""
+    """Return the sum of `joined`, the concatenated values of the bins' rows, for each bin `[bins]`; 0 if empty."""
     sums = np.zeros(len(counts))
     some = np.flatnonzero(counts)
     if len(some):

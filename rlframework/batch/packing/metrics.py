@@ -1,4 +1,4 @@
-"""How well bins are filled, over calls of `pack`."""
+"""Metrics of how well bins are filled, over calls of `pack`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rlframework.batch.packing.lengths import Ints, bin_sums, join_bins
 
 @dataclass(frozen=True)
 class PackingStats:
-    """One call of `pack` that had rows."""
+    """The result of one call of `pack` with at least one row."""
 
     rows: int
     bins: int
@@ -21,23 +21,23 @@ class PackingStats:
 
     @property
     def utilisation(self) -> float:
-        """Share of the room of all bins that holds tokens, 0 to 1."""
+        """The fraction of the capacity of all bins that holds tokens, 0 to 1."""
         return self.tokens / (self.bins * self.capacity)
 
     @property
     def waste(self) -> float:
-        """Share of the room of all bins that is empty: `1 - utilisation`."""
+        """The fraction of the capacity of all bins that is empty: `1 - utilisation`."""
         return 1.0 - self.utilisation
 
     @property
     def balance(self) -> float:
-        """Tokens of the mean bin over those of the fullest: 1 when all are alike."""
+        """Tokens of the mean bin over those of the fullest: 1 if all are equal."""
         return self.tokens / (self.bins * self.fullest) if self.fullest else 1.0
 
 
 @dataclass
 class Spread:
-    """Least, greatest and mean value over the calls."""
+    """The minimum, maximum and mean of a value over the calls."""
 
     min: float
     max: float
@@ -48,7 +48,7 @@ MEASURES = ("utilisation", "waste", "balance", "bins", "rows", "tokens")
 
 
 class PackingMetrics:
-    """What a packer has done since it was made or `reset`. Calls without rows are not counted."""
+    """Statistics of a packer since it was constructed or `reset`. Calls without rows do not count."""
 
     def __init__(self) -> None:
         self.reset()
@@ -60,7 +60,7 @@ class PackingMetrics:
         self._spreads: dict[str, Spread] = {}
 
     def add(self, bins: Sequence[Sequence[int]], lengths: Ints, capacity: int) -> None:
-        """Count one call: `bins` of rows that have `lengths`, in bins of `capacity` tokens."""
+        """Count one call: `bins` of rows of `lengths`, each bin with a capacity of `capacity` tokens."""
         if not bins:
             return
         joined, counts = join_bins(bins, len(lengths))
@@ -76,5 +76,5 @@ class PackingMetrics:
         spread.mean += (value - spread.mean) / self.calls
 
     def summary(self) -> dict[str, Spread]:
-        """Over all calls: `Spread` of utilisation, waste, balance, bins, rows and tokens; empty without calls."""
+        """Return the `Spread` of utilisation, waste, balance, bins, rows and tokens over all calls; {} without any."""
         return {name: replace(spread) for name, spread in self._spreads.items()}

@@ -1,67 +1,112 @@
-"""Rows ordered by length, from which the longest that still fits is taken again and again.
-
-Equal lengths form one class, which is a run of the descending order; `link` leads over classes that are used up to the
-nearest one below (union-find with path compression). Taking a row is a bisection: n log n in all, whatever the lengths.
-"""
+"""Rows sorted by length, and a pool that gives out the longest remaining row that fits."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 from itertools import repeat
 
 import numpy as np
 
-from rlframework.batch.packing.lengths import Ints
+from rlframework.batch.packing.cost import TokenCost
+from rlframework.batch.packing.lengths import Floats, Ints, sort_descending
 
 
-class Stock:
-    """Rows that are not in a bin yet: `rows [n]` in descending order of their `lengths [n]`, all above 0."""
+class SortedRows:
+    """The rows to pack: those with tokens, by descending length and with their costs, and separately the empty ones.
+
+    `indices [n]` are the row indices in that order and `lengths [n]` their lengths; `empty` are the indices of rows of
+    length 0. `lengths_by_index` are the lengths of all rows as they were given.
+    """
+
+    def __init__(self, lengths: Ints, cost: TokenCost) -> None:
+        ordered = sort_descending(lengths)
+        self.lengths_by_index = lengths
+        self.indices = ordered[: np.count_nonzero(lengths)]
+        self.empty: list[int] = ordered[len(self.indices) :].tolist()
+        self.lengths = lengths[self.indices]
+        self.cost = cost
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    @cached_property
+    def costs(self) -> Floats:
+        """The cost of each row, in the order of `indices`."""
+        return self.cost.of_rows(self.lengths)
+
+    @cached_property
+    def tokens(self) -> int:
+        """The total number of tokens."""
+        return int(self.lengths.sum())
+
+    @cached_property
+    def granularity(self) -> int:
+        """The greatest common divisor of all lengths: above 1 if rows are padded to a multiple."""
+        divisor = int(np.gcd.reduce(self.lengths[:64]))
+        return divisor if divisor == 1 else int(np.gcd.reduce(self.lengths))
+
+
+class RowPool:
+    """Rows that are not in a bin yet; `rows [n]` must be in descending order of their `lengths [n]`, all above 0.
+
+    Rows of equal length form a class, numbered by ascending length. The longest row that fits a given room is in the
+    greatest class whose length does not exceed it and that still has rows. A bisection over the lengths finds the
+    greatest class that is short enough, empty or not; from there `_link` leads to the nearest class at or below it that
+    has rows. `_link` is the parent array of a union-find structure: a class that runs empty is united with the one
+    below it. Path compression makes a lookup practically constant, so taking all rows is O(n log n), regardless of
+    the number of distinct lengths.
+    """
 
     def __init__(self, rows: Ints, lengths: Ints) -> None:
-        self.left = len(rows)
-        self._numbers = rows
+        self.remaining = len(rows)
+        self._indices = rows
         self._rows: list[int] = rows.tolist()
         ascending = lengths[::-1]
-        cuts = np.flatnonzero(ascending[1:] != ascending[:-1]) + 1
-        edges = np.concatenate((np.zeros(1, dtype=np.int64), cuts, np.full(min(1, self.left), self.left)))
-        # Class 0 is a sentinel of length 0 without rows. Class j has the rows from first[j] to end[j].
-        places: list[int] = (self.left - edges).tolist()
+        changes = np.flatnonzero(ascending[1:] != ascending[:-1]) + 1
+        edges = np.concatenate((np.zeros(1, dtype=np.int64), changes, np.full(min(1, len(rows)), len(rows))))
+        # Class 0 is a sentinel of length 0 without rows: a lookup that ends there has found nothing that fits. The rows
+        # of class j are _rows[_first[j]:_end[j]]; they are taken from the front, by advancing _first[j].
+        places: list[int] = (len(rows) - edges).tolist()
         self._lengths: list[int] = [0, *ascending[edges[:-1]].tolist()]
         self._first: list[int] = [0, *places[1:]]
         self._end: list[int] = [0, *places[:-1]]
         self._link = list(range(len(self._lengths)))
-        self._lowest = 1
+        self._shortest = 1
 
     def first_fit(self, capacity: int) -> list[list[int]]:
-        """All rows in bins of `capacity`, which must be at least the longest row: first fit decreasing.
+        """Pack all rows into bins of `capacity`, at least the longest row, by first fit decreasing.
 
-        Bin by bin instead of row by row: a bin gets from first fit exactly those rows, in descending order, that no
-        earlier bin had room for.
+        Works bin by bin instead of row by row. That gives the same bins: whether a row goes into the first bin depends
+        only on longer rows, so the first bin is what a greedy scan over all rows collects, the second what a scan over
+        the rows that are then left collects, and so on.
         """
         bins: list[list[int]] = []
 
-        def opened() -> Iterator[list[int]]:
+        def new_bins() -> Iterator[list[int]]:
             while True:
                 bins.append([])
                 yield bins[-1]
 
-        return bins[: len(self.fill(repeat(capacity), repeat(capacity), opened()))]
+        return bins[: len(self.fill(repeat(capacity), repeat(capacity), new_bins()))]
 
     def fill(self, limits: Iterable[int], rooms: Iterable[int], bins: Iterable[list[int]]) -> list[int]:
-        """Add to each bin in turn the longest rows that its limit takes, until nothing more fits.
+        """Add to each bin in turn the longest rows that fit within its limit, until nothing more fits.
 
-        What a bin could not use is added to the limit of the next ones, as far as their room goes. Rows of one length
-        go together. Ends when no rows are left; returns how many tokens each bin that was gone over got.
+        Tokens of a limit that a bin could not use raise the limits of the bins after it, by at most the shortest row
+        and never above their `rooms`. Stops when no rows remain. Returns the tokens added to each bin visited.
         """
+        # The inner loop runs once for each row (or run of rows of equal length) that is taken, and determines the speed
+        # of all packers. It therefore uses local variables, and `_find` and `take` are inlined.
         rows, lengths, first, end, link = self._rows, self._lengths, self._first, self._end, self._link
         shortest = lengths[1] if len(lengths) > 1 else 0
         used: list[int] = []
-        left, unused = self.left, 0
+        remaining, unused = self.remaining, 0
         for limit, most, taken in zip(limits, rooms, bins, strict=False):
-            if not left:
+            if not remaining:
                 break
-            left += len(taken)
+            remaining += len(taken)  # and minus its length after filling, below: together, minus the rows added
             room = limit + (unused if unused < shortest else shortest)
             if room > most:
                 room = most
@@ -93,43 +138,45 @@ class Stock:
                     link[root] = root - 1
                 if room < shortest:
                     break
-                at = bisect_right(lengths, room, 0, root + 1) - 1
-            left -= len(taken)
+                at = bisect_right(lengths, room, 0, root + 1) - 1  # room only shrinks: never above this class again
+            remaining -= len(taken)
             used.append(before - room)
             unused += limit - before + room
-        self.left = left
+        self.remaining = remaining
         return used
 
     def longest_up_to(self, room: int) -> int:
-        """Length of the longest row that fits `room`; 0 when there is none."""
-        return self._lengths[self._class(bisect_right(self._lengths, room) - 1)]
+        """Return the length of the longest row that fits `room`; 0 if none does."""
+        return self._lengths[self._find(bisect_right(self._lengths, room) - 1)]
 
     def shortest(self) -> int:
-        """Length of the shortest row; 0 when there is none."""
-        while self._lowest < len(self._lengths) and self._first[self._lowest] == self._end[self._lowest]:
-            self._lowest += 1
-        return self._lengths[self._lowest] if self.left else 0
+        """Return the length of the shortest row; 0 if none remains."""
+        # Classes never gain rows, so the search resumes where the last one ended.
+        while self._shortest < len(self._lengths) and self._first[self._shortest] == self._end[self._shortest]:
+            self._shortest += 1
+        return self._lengths[self._shortest] if self.remaining else 0
 
     def take(self, length: int) -> int:
-        """The next row of this length, which must be there."""
+        """Take the next row of this length, which must exist; return its index."""
         at = bisect_left(self._lengths, length)
         row = self._rows[self._first[at]]
         self._first[at] += 1
         if self._first[at] == self._end[at]:
             self._link[at] = at - 1
-        self.left -= 1
+        self.remaining -= 1
         return row
 
     def rest(self) -> tuple[Ints, Ints]:
-        """The rows that were not taken, by descending length, and their lengths."""
-        if not self.left:
-            return self._numbers[:0], self._numbers[:0]
+        """Return the remaining rows, by descending length, and their lengths."""
+        if not self.remaining:
+            return self._indices[:0], self._indices[:0]
         first = np.array(self._first[:0:-1], dtype=np.int64)
         counts = np.array(self._end[:0:-1], dtype=np.int64) - first
-        places = np.arange(self.left) + np.repeat(first - np.cumsum(counts) + counts, counts)
-        return self._numbers[places], np.repeat(np.array(self._lengths[:0:-1], dtype=np.int64), counts)
+        places = np.arange(self.remaining) + np.repeat(first - np.cumsum(counts) + counts, counts)
+        return self._indices[places], np.repeat(np.array(self._lengths[:0:-1], dtype=np.int64), counts)
 
-    def _class(self, at: int) -> int:
+    def _find(self, at: int) -> int:
+        """Return the greatest class at or below `at` that has rows; 0 if there is none."""
         link = self._link
         root = at
         while link[root] != root:

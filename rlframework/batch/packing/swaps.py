@@ -1,71 +1,78 @@
-"""The last per cent of a small batch: rows change places between bins, as long as that makes the costliest cheaper."""
+"""Local search for small batches: swap rows between bins while that makes the costliest bin cheaper."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from rlframework.batch.packing.lengths import Floats, Ints
-from rlframework.batch.packing.sorted_rows import Rows
+from rlframework.batch.packing.row_pool import SortedRows
 
 MOST_ROWS = 256
-"""Up to so many rows it is done: it takes a few milliseconds, and with more rows there is less to be had."""
+"""The most rows of a batch it is used for: it takes milliseconds, and gains less the more rows there are."""
 TRIES = 32
-"""So many times the costliest bin is looked at."""
+"""The most iterations, each of which looks for a swap of the costliest bin."""
 
 
-def even_out(rows: Rows, bins: list[list[int]], start: Floats, capacity: int) -> list[list[int]]:
-    """`bins` after swaps of two rows, and moves of one, each of which lowers the costliest bin that can be lowered.
+def improve_by_swaps(rows: SortedRows, bins: list[list[int]], start: Floats, capacity: int) -> list[list[int]]:
+    """Return `bins` after swaps and moves of rows, each of which makes the costliest bin that can be improved cheaper.
 
-    `start [bins]` is added to the cost of each bin. No bin gets over `capacity`, none is emptied.
+    `start [bins]` is added to the cost of each bin. No bin exceeds `capacity`, and none is emptied.
+
+    Hill climbing on the costliest bin: placing rows in order of length never revisits a choice, and with few rows a
+    single one can decide how long a step takes. All swaps of a bin are compared at once as a matrix. A bin that no swap
+    improves is skipped until a swap with another bin has changed it.
     """
-    count, size = len(bins), len(rows.by_number)
-    # After the rows comes, for each bin, a row of nothing, which a row may be swapped for.
-    lengths = np.concatenate((rows.by_number, np.zeros(count, dtype=np.int64)))
+    count, size = len(bins), len(rows.lengths_by_index)
+    # Entries from `size` on are placeholders of length 0, one per bin: swapping a row for one of them moves the row.
+    lengths = np.concatenate((rows.lengths_by_index, np.zeros(count, dtype=np.int64)))
     costs = rows.cost.of_rows(lengths)
     where = np.concatenate((np.full(size, -1), np.arange(count)))
     for number, members in enumerate(bins):
         where[members] = number
-    placed = where >= 0
+    placed = where >= 0  # rows of length 0 are not in a bin yet
     load = start + np.bincount(where[placed], costs[placed], count)
     room = capacity - np.bincount(where[placed], lengths[placed], count).astype(np.int64)
-    hopeless = np.zeros(count, dtype=bool)
+    exhausted = np.zeros(count, dtype=bool)
     for _ in range(TRIES):
-        if hopeless.all():
+        if exhausted.all():
             break
-        top = int(np.where(hopeless, -1.0, load).argmax())
+        top = int(np.where(exhausted, -1.0, load).argmax())
         swap = best_swap(top, lengths, costs, where, load, room)
         if swap is None:
-            hopeless[top] = True
+            exhausted[top] = True
             continue
-        mine, theirs = swap
-        other = where[theirs]
-        load[[top, other]] += np.array([-1, 1]) * (costs[mine] - costs[theirs])
-        room[[top, other]] += np.array([1, -1]) * (lengths[mine] - lengths[theirs])
-        where[mine] = other
-        if theirs < size:
-            where[theirs] = top
-        hopeless[other] = False
-    evened: list[list[int]] = [[] for _ in bins]
-    for number, row in zip(where[rows.numbers].tolist(), rows.numbers.tolist(), strict=True):
-        evened[number].append(row)
-    return evened
+        given, taken = swap
+        other = where[taken]
+        load[[top, other]] += np.array([-1, 1]) * (costs[given] - costs[taken])
+        room[[top, other]] += np.array([1, -1]) * (lengths[given] - lengths[taken])
+        where[given] = other
+        if taken < size:
+            where[taken] = top
+        exhausted[other] = False
+    improved: list[list[int]] = [[] for _ in bins]
+    for number, row in zip(where[rows.indices].tolist(), rows.indices.tolist(), strict=True):
+        improved[number].append(row)
+    return improved
 
 
 def best_swap(top: int, lengths: Ints, costs: Floats, where: Ints, load: Floats, room: Ints) -> tuple[int, int] | None:
-    """A row of bin `top` and one of another bin, so that the costlier of both bins gets as cheap as it can."""
+    """Return the row of bin `top` and the row of another bin whose swap makes the costlier of the two bins cheapest.
+
+    None if no swap within `room` leaves both bins cheaper than bin `top` is now.
+    """
     size = len(where) - len(load)
-    mine = np.flatnonzero(where[:size] == top)
-    theirs = np.flatnonzero((where != top) & (where >= 0))
-    if len(mine) == 1:
-        theirs = theirs[theirs < size]  # its only row is not given away for nothing
-    if not len(theirs):
+    own = np.flatnonzero(where[:size] == top)
+    others = np.flatnonzero((where != top) & (where >= 0))
+    if len(own) == 1:
+        others = others[others < size]  # a bin's only row may be swapped, but not moved
+    if not len(others):
         return None
-    cheaper = costs[mine][:, None] - costs[theirs]
-    shorter = lengths[mine][:, None] - lengths[theirs]
-    other = where[theirs]
+    cheaper = costs[own][:, None] - costs[others]
+    shorter = lengths[own][:, None] - lengths[others]
+    other = where[others]
     after = np.maximum(load[top] - cheaper, load[other] + cheaper)
-    after[shorter > room[other]] = np.inf  # bin `top` gives away the longer row, as that is what makes it cheaper
+    after[shorter > room[other]] = np.inf  # only `other` can overflow: `top` gets cheaper, so it gives the longer row
     best = int(after.argmin())
     if not after.flat[best] < load[top] * (1 - 1e-9):
         return None
-    return int(mine[best // len(theirs)]), int(theirs[best % len(theirs)])
+    return int(own[best // len(others)]), int(others[best % len(others)])

@@ -1,7 +1,7 @@
-"""Mutants: parts that are broken on purpose, from the bugs that this field really has.
+"""Mutants: deliberately broken parts, each with one bug that occurs in real training stacks.
 
-They prove the suites: each names the tests that must fail on it, and each suite test is named by at least one. A mutant
-counts only where the test fails with a `ConformanceFailure`, so one that dies in set-up proves nothing.
+They prove that the suites work: each mutant names the tests that must fail on it, and at least one mutant names each
+test. A test must fail with a `ConformanceFailure`, so a mutant that crashes in set-up proves nothing.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ __all__ = ["Mutant", "find_mutant", "mutants_of"]
 
 
 def mutants_of(kind: str) -> dict[str, Mutant]:
-    """The mutants of a kind of part, by name."""
+    """Return the mutants of a kind of part by name; raises ValueError if two share a name."""
     found: tuple[Mutant, ...] = import_module(f"{__name__}.{kind}").MUTANTS
     named = {mutant.name: mutant for mutant in found}
     if len(named) != len(found):
-        raise ValueError(f"two mutants of {kind} have one name")
+        raise ValueError(f"two mutants of {kind} have the same name")
     return named
 
 
 def find_mutant(kind: str, name: str) -> Mutant:
-    """The mutant of `kind` that is called `name`."""
+    """Return the mutant `name` of a kind of part; raises KeyError if it does not exist."""
     return mutants_of(kind)[name]

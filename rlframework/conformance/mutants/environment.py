@@ -1,12 +1,12 @@
-"""Broken environments: samples that leak or wander, and judges that are mistaken.
+"""Broken environments: leaking or unstable samples, and wrong rewards.
 
-They break an environment that scores and reads files; the mutant of the missing file has nothing to break in another.
+They need an environment that scores; the mutants of missing files apply only to one that reads files.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,32 +19,32 @@ from rlframework.interfaces.environment import Message, Sample, Split, StepOutco
 
 
 def validation_leaks(part: Any) -> type:
-    """The first samples of validation are trained on."""
+    """The first validation sample is also a training sample."""
 
-    class Leaking(part):  # type: ignore[misc]
+    class Broken(part):  # type: ignore[misc]
         def samples(self, split: Split) -> Sequence[Sample]:
             samples = list(super().samples(split))
             return list(super().samples("validation"))[:1] + samples if split == "train" else samples
 
-    return Leaking
+    return Broken
 
 
 def renamed_leak(part: Any) -> type:
-    """One sample of validation is in train under another id."""
+    """The first validation sample is also a training sample, under another id."""
 
-    class Leaking(part):  # type: ignore[misc]
+    class Broken(part):  # type: ignore[misc]
         def samples(self, split: Split) -> Sequence[Sample]:
             samples = list(super().samples(split))
             leaked = replace(super().samples("validation")[0], id="leaked")
             return [leaked, *samples] if split == "train" else samples
 
-    return Leaking
+    return Broken
 
 
 def shuffled_each_time(part: Any) -> type:
-    """Every call has another order."""
+    """Every call returns the samples in another order."""
 
-    class Shuffled(part):  # type: ignore[misc]
+    class Broken(part):  # type: ignore[misc]
         def __init__(self, config: Any, *, seed: int) -> None:
             super().__init__(config, seed=seed)
             self._order = random.Random(seed)
@@ -54,63 +54,60 @@ def shuffled_each_time(part: Any) -> type:
             self._order.shuffle(samples)
             return samples
 
-    return Shuffled
+    return Broken
 
 
 def global_random_state(part: Any) -> type:
-    """Which samples there are, and in which order, hangs on whoever drew random numbers before."""
+    """The order of samples depends on the random numbers drawn earlier in the process."""
 
-    class Drawn(part):  # type: ignore[misc]
+    class Broken(part):  # type: ignore[misc]
         def __init__(self, config: Any, *, seed: int) -> None:
             super().__init__(config, seed=seed)
-            self._drawn = random.random()  # the bug is that this is not a generator of its own
+            self._drawn = random.random()  # the bug: no generator of its own
 
         def samples(self, split: Split) -> Sequence[Sample]:
             samples = list(super().samples(split))
             random.Random(self._drawn).shuffle(samples)
             return samples
 
-    return Drawn
+    return Broken
 
 
 def one_id_for_all(part: Any) -> type:
-    """Ids are the numbers within a split, so train and validation share them."""
+    """Ids are the indices within a split, so training and validation share them."""
 
-    class Numbered(part):  # type: ignore[misc]
+    class Broken(part):  # type: ignore[misc]
         def samples(self, split: Split) -> Sequence[Sample]:
             return [replace(sample, id=str(number)) for number, sample in enumerate(super().samples(split))]
 
-    return Numbered
+    return Broken
 
 
 def answer_in_the_prompt(part: Any) -> type:
-    """The prompt ends with the assistant's own answer."""
+    """The prompt ends with the assistant's answer."""
 
-    class Given(part):  # type: ignore[misc]
+    class Broken(part):  # type: ignore[misc]
         def samples(self, split: Split) -> Sequence[Sample]:
             return [
                 replace(sample, messages=(*sample.messages, {"role": "assistant", "content": sample.answer}))
                 for sample in super().samples(split)
             ]
 
-    return Given
+    return Broken
 
 
-class _Judging:
-    """Makes a mutant's class out of a change to `step`."""
+def _broken_step(change: Callable[..., Any]) -> Callable[[Any], type]:
+    """Break `step`: it returns `change(step, samples, conversations)`."""
 
-    def __init__(self, change: Any) -> None:
-        self.change = change
-
-    def __call__(self, part: Any) -> type:
-        change = self.change
-
-        class Misjudging(part):  # type: ignore[misc]
+    def break_it(part: Any) -> type:
+        class Broken(part):  # type: ignore[misc]
             def step(self, samples: Sequence[Sample], conversations: Sequence[Sequence[Message]]) -> list[StepOutcome]:
                 changed: list[StepOutcome] = change(super().step, samples, conversations)
                 return changed
 
-        return Misjudging
+        return Broken
+
+    return break_it
 
 
 def _reversed(step: Any, samples: Any, conversations: Any) -> Any:
@@ -125,73 +122,73 @@ def _constant(step: Any, samples: Any, conversations: Any) -> Any:
     return [replace(outcome, reward=1.0) for outcome in step(samples, conversations)]
 
 
-def _upside_down(step: Any, samples: Any, conversations: Any) -> Any:
+def _negated(step: Any, samples: Any, conversations: Any) -> Any:
     return [replace(outcome, reward=-outcome.reward) for outcome in step(samples, conversations)]
 
 
-def _of_the_batch(step: Any, samples: Any, conversations: Any) -> Any:
+def _minus_batch_mean(step: Any, samples: Any, conversations: Any) -> Any:
     outcomes = step(samples, conversations)
     mean = sum(outcome.reward for outcome in outcomes) / max(len(outcomes), 1)
     return [replace(outcome, reward=outcome.reward - mean) for outcome in outcomes]
 
 
-def _first_turn(step: Any, samples: Any, conversations: Any) -> Any:
-    cut = [turns[: len(sample.messages) + 1] for sample, turns in zip(samples, conversations, strict=True)]
-    return step(samples, cut)
+def _first_turn_scored(step: Any, samples: Any, conversations: Any) -> Any:
+    first = [turns[: len(sample.messages) + 1] for sample, turns in zip(samples, conversations, strict=True)]
+    return step(samples, first)
 
 
-def _strips_in_place(step: Any, samples: Any, conversations: Any) -> Any:
+def _strips_texts(step: Any, samples: Any, conversations: Any) -> Any:
     outcomes = step(samples, conversations)
     for turns in conversations:
         turns[-1]["content"] = turns[-1]["content"].strip() + " "
     return outcomes
 
 
-def _pops(step: Any, samples: Any, conversations: Any) -> Any:
+def _drops_last_turn(step: Any, samples: Any, conversations: Any) -> Any:
     outcomes = step(samples, conversations)
     for turns in conversations:
         turns.pop()
     return outcomes
 
 
-def _nan_for_nothing(step: Any, samples: Any, conversations: Any) -> Any:
+def _nan_for_empty(step: Any, samples: Any, conversations: Any) -> Any:
     return [
         outcome if turns[-1]["content"].strip() else replace(outcome, reward=float("nan"))
         for outcome, turns in zip(step(samples, conversations), conversations, strict=True)
     ]
 
 
-def _dies_of_odd_text(step: Any, samples: Any, conversations: Any) -> Any:
+def _raises_on_invalid_utf8(step: Any, samples: Any, conversations: Any) -> Any:
     for turns in conversations:
         turns[-1]["content"].encode()
     return step(samples, conversations)
 
 
-def _none_is_an_error(step: Any, samples: Any, conversations: Any) -> Any:
+def _raises_on_no_rows(step: Any, samples: Any, conversations: Any) -> Any:
     return [step(samples, conversations)[0], *step(samples, conversations)[1:]]
 
 
-def says_that_it_does_not_score(part: Any) -> type:
-    """`scores` is False, and it judges all the same."""
+def scores_undeclared(part: Any) -> type:
+    """`scores` is False, yet `step` returns rewards."""
 
-    class Unscored(part):  # type: ignore[misc]
+    class Broken(part):  # type: ignore[misc]
         def __init__(self, config: Any, *, seed: int) -> None:
             super().__init__(config, seed=seed)
             self.scores = False
 
-    return Unscored
+    return Broken
 
 
 def takes_any_key(part: Any) -> type:
-    """Its section takes keys that it does not have."""
+    """The section accepts unknown keys."""
 
     class AnyKey(EnvironmentConfig):
         model_config = ConfigDict(extra="allow")
 
-    class Careless(part):  # type: ignore[misc]
+    class Broken(part):  # type: ignore[misc]
         config_model = AnyKey
 
-    return Careless
+    return Broken
 
 
 def _reads_files(section: Mapping[str, Any]) -> bool:
@@ -199,44 +196,44 @@ def _reads_files(section: Mapping[str, Any]) -> bool:
 
 
 def empty_without_its_file(part: Any) -> type:
-    """Data that is not there is taken for no data."""
+    """A missing file is treated as an empty data set."""
 
-    class Empty(part):  # type: ignore[misc]
+    class Broken(part):  # type: ignore[misc]
         def __init__(self, config: Any, *, seed: int) -> None:
             try:
                 super().__init__(config, seed=seed)
             except DataError:
                 self._samples: dict[Split, list[Sample]] = {"train": [], "validation": []}
 
-    return Empty
+    return Broken
 
 
 def unnamed_file(part: Any) -> type:
-    """What is missing is not said."""
+    """The error does not name the missing file."""
 
-    class Unnamed(part):  # type: ignore[misc]
+    class Broken(part):  # type: ignore[misc]
         def __init__(self, config: Any, *, seed: int) -> None:
             try:
                 super().__init__(config, seed=seed)
             except DataError:
                 raise DataError("the data cannot be read") from None
 
-    return Unnamed
+    return Broken
 
 
-def shared_end(part: Any) -> type:
-    """Environments share what they hold, and one that ends takes it from all."""
+def shared_shutdown(part: Any) -> type:
+    """Environments share their state, and one that shuts down clears it for all."""
 
-    class Shared(part):  # type: ignore[misc]
-        ended: list[bool] = []  # noqa: RUF012  # the bug
+    class Broken(part):  # type: ignore[misc]
+        closed: list[bool] = []  # noqa: RUF012  # the bug
 
         def samples(self, split: Split) -> Sequence[Sample]:
-            return [] if self.ended else super().samples(split)
+            return [] if self.closed else super().samples(split)
 
         def shutdown(self) -> None:
-            self.ended.append(True)
+            self.closed.append(True)
 
-    return Shared
+    return Broken
 
 
 _ORDER = "test_samples_come_in_the_same_order_each_time_they_are_asked_for"
@@ -257,34 +254,79 @@ _FILE = "test_a_missing_file_is_an_error_that_names_it"
 _END = "test_it_shuts_down_and_leaves_others_alone"
 
 MUTANTS = (
-    Mutant("validation_leaks", "a sample of validation is in train too", (_HELD_OUT, _IDS), validation_leaks),
-    Mutant("renamed_leak", "a sample of validation is in train under another id", (_HELD_OUT,), renamed_leak),
-    Mutant("shuffled_each_time", "samples come in another order at each call", (_ORDER,), shuffled_each_time),
-    Mutant("global_random_state", "samples depend on the global random state", (_SAME,), global_random_state),
-    Mutant("one_id_for_all", "train and validation number their samples alike", (_IDS,), one_id_for_all),
-    Mutant("answer_in_the_prompt", "the prompt holds the assistant's answer", (_WAITS,), answer_in_the_prompt),
-    Mutant("outcomes_reversed", "outcomes come back in reverse", (_IN_ORDER, _GROUPED), _Judging(_reversed)),
-    Mutant("last_outcome_dropped", "the last row has no outcome", (_WORTH, _IN_ORDER), _Judging(_last_dropped)),
-    Mutant("constant_reward", "every answer is worth the same", (_WORTH,), _Judging(_constant)),
-    Mutant("upside_down", "wrong answers are worth more than right ones", (_WORTH,), _Judging(_upside_down)),
-    Mutant("reward_of_the_batch", "rewards are less the mean of the call", (_GROUPED,), _Judging(_of_the_batch)),
-    Mutant("first_turn", "the first turn of the assistant is judged", (_LAST,), _Judging(_first_turn)),
-    Mutant("strips_in_place", "the texts of the conversations are changed", (_ARGUMENTS,), _Judging(_strips_in_place)),
-    Mutant("pops_the_answer", "the last turn is taken off the conversations", (_ARGUMENTS,), _Judging(_pops)),
-    Mutant("nan_for_nothing", "an empty answer has the reward NaN", (_FINITE,), _Judging(_nan_for_nothing)),
-    Mutant("dies_of_odd_text", "text that is no UTF-8 is an exception", (_FINITE,), _Judging(_dies_of_odd_text)),
-    Mutant("needs_a_row", "no conversations are an IndexError", (_NOTHING,), _Judging(_none_is_an_error)),
-    Mutant("judges_unscored", "it judges although `scores` is False", (_REFUSED,), says_that_it_does_not_score),
-    Mutant("takes_any_key", "unknown keys of the section are taken in silence", (_KEY,), takes_any_key),
+    Mutant(
+        "validation_leaks", "One validation sample is also in the training split.", (_HELD_OUT, _IDS), validation_leaks
+    ),
+    Mutant(
+        "renamed_leak",
+        "One validation sample is also in the training split, under another id.",
+        (_HELD_OUT,),
+        renamed_leak,
+    ),
+    Mutant("shuffled_each_time", "Each call returns the samples in another order.", (_ORDER,), shuffled_each_time),
+    Mutant(
+        "global_random_state",
+        "The order of the samples depends on the global random state.",
+        (_SAME,),
+        global_random_state,
+    ),
+    Mutant("one_id_for_all", "Training and validation samples share the same ids.", (_IDS,), one_id_for_all),
+    Mutant("answer_in_the_prompt", "The prompt includes the assistant's answer.", (_WAITS,), answer_in_the_prompt),
+    Mutant("outcomes_reversed", "Outcomes come back in reverse order.", (_IN_ORDER, _GROUPED), _broken_step(_reversed)),
+    Mutant("last_outcome_dropped", "The last row gets no outcome.", (_WORTH, _IN_ORDER), _broken_step(_last_dropped)),
+    Mutant("constant_reward", "Every answer gets the same reward.", (_WORTH,), _broken_step(_constant)),
+    Mutant("upside_down", "Wrong answers get a higher reward than right ones.", (_WORTH,), _broken_step(_negated)),
+    Mutant(
+        "reward_of_the_batch",
+        "The mean reward of the call is subtracted from every reward.",
+        (_GROUPED,),
+        _broken_step(_minus_batch_mean),
+    ),
+    Mutant(
+        "first_turn",
+        "The assistant's first turn is scored instead of its last.",
+        (_LAST,),
+        _broken_step(_first_turn_scored),
+    ),
+    Mutant(
+        "strips_in_place",
+        "Scoring modifies the texts of the conversations.",
+        (_ARGUMENTS,),
+        _broken_step(_strips_texts),
+    ),
+    Mutant(
+        "pops_the_answer",
+        "Scoring removes the last turn of each conversation.",
+        (_ARGUMENTS,),
+        _broken_step(_drops_last_turn),
+    ),
+    Mutant("nan_for_nothing", "An empty answer gets the reward NaN.", (_FINITE,), _broken_step(_nan_for_empty)),
+    Mutant(
+        "dies_of_odd_text",
+        "Text that cannot be encoded as UTF-8 raises an exception.",
+        (_FINITE,),
+        _broken_step(_raises_on_invalid_utf8),
+    ),
+    Mutant(
+        "needs_a_row",
+        "An empty list of conversations raises an IndexError.",
+        (_NOTHING,),
+        _broken_step(_raises_on_no_rows),
+    ),
+    Mutant(
+        "judges_unscored",
+        "The environment scores although `scores` is False.",
+        (_REFUSED,),
+        scores_undeclared,
+    ),
+    Mutant("takes_any_key", "Unknown keys of the section are silently accepted.", (_KEY,), takes_any_key),
     Mutant(
         "empty_without_its_file",
-        "a missing file is taken for no data",
+        "A missing file is treated as an empty data set.",
         (_FILE,),
         empty_without_its_file,
         applies=_reads_files,
     ),
-    Mutant(
-        "unnamed_file", "the error does not say which file is missing", (_FILE,), unnamed_file, applies=_reads_files
-    ),
-    Mutant("shared_end", "a shutdown ends the other environments too", (_END,), shared_end),
+    Mutant("unnamed_file", "The error does not name the missing file.", (_FILE,), unnamed_file, applies=_reads_files),
+    Mutant("shared_end", "Shutting down one environment shuts down the others too.", (_END,), shared_shutdown),
 )

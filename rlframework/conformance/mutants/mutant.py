@@ -1,4 +1,4 @@
-"""What a mutant is: a part that is broken on purpose, in one way, and the tests that must notice."""
+"""`Mutant`: a deliberately broken part with one bug, and the tests that must detect it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from rlframework.plugins.types import Record
 
 @dataclass(frozen=True)
 class Mutant:
-    """`break_it(part_class)` gives the broken class; `tests` are the suite's tests that must fail on it.
+    """A deliberate bug. `break_it(part_class)` returns the broken class, on which the suite's `tests` must fail.
 
-    `name` is a word for the bug, `bug` says what it is in a sentence, as one would in a changelog. `layout` is where
-    it shows. `break_record` is for what is wrong on the record rather than in the class.
+    `name` identifies the bug, and `bug` describes it in one sentence, as a changelog would. The bug shows in `layout`.
+    `break_record` is for bugs in the plugin's record rather than in its class.
     """
 
     name: str
@@ -25,9 +25,9 @@ class Mutant:
     layout: Layout = field(default_factory=Layout)
     break_record: Callable[[Record], Record] = lambda record: record
     applies: Callable[[Mapping[str, Any]], bool] = lambda section: True
-    """Whether it breaks anything in a part with this section, such as one without files."""
+    """Whether the bug can occur in a part with this section. A missing file, for one, needs a part that reads files."""
 
 
 def mutant(name: str, bug: str, *tests: str, layout: Layout | None = None) -> Callable[[Callable[[Any], Any]], Mutant]:
-    """The same as a decorator of `break_it`."""
+    """Decorate `break_it` to make it a `Mutant`."""
     return lambda break_it: Mutant(name, bug, tests, break_it, layout or Layout())

@@ -1,6 +1,7 @@
-"""Parity: the same model, batches and steps on each backend, beside the oracle, in figures.
+"""Parity: compare every backend with the oracle on the same model, batches and steps.
 
-`exam` says what is computed and what the oracle finds, `compare` puts a backend beside it, `update` compares what steps
-did to the weights, `divergence` finds where the two first part, `recorded` and `replay` do it for a recorded step of a
-real run, `report` prints, `command` is the command line's. Importing this package imports no torch.
+`scenario` defines what is computed and the oracle's results, `compare` runs a backend on it, `measurements` and
+`update` measure the differences, `divergence` finds where the two first differ, `recorded_step` and `replay` do the
+same for a recorded step of a real run, `report` prints, and `command` implements `rlframework parity`. Importing this
+package imports no torch.
 """

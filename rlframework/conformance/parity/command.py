@@ -1,4 +1,4 @@
-"""What `rlframework parity` does: who is compared, in what, and with which exit code it ends."""
+"""The command `rlframework parity`: choose candidates and scenarios, compare, print, and return the exit code."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from rlframework.config.policy import PolicyConfig
 from rlframework.conformance import cases
 from rlframework.conformance.layouts import Layout, quick_layouts
 from rlframework.conformance.parity import report
-from rlframework.conformance.parity.compare import examine
-from rlframework.conformance.parity.outcome import Outcome, Subject
+from rlframework.conformance.parity.compare import compare_with_oracle
+from rlframework.conformance.parity.outcome import Candidate, Outcome
 from rlframework.conformance.parity.recorded_step import RecordedStep, read_step
-from rlframework.conformance.parity.reference import LOSSES, Exam, made_exam
-from rlframework.conformance.parity.replay import against_run, exam_of, run_outcome, run_subject
+from rlframework.conformance.parity.replay import against_run, recorded_scenario, run_candidate, run_outcome
+from rlframework.conformance.parity.scenario import LOSSES, Scenario, random_scenario
 from rlframework.conformance.sections import parse_section, section_of
 from rlframework.errors import ConfigError
 from rlframework.files import check_writable
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 KIND = "policy_worker"
 MODES = ("padded", "dynamic", "packed")
 KEYS = re.compile(r"/(?=[\w.]+=)")
-"""What stands before each key of a word; a slash within a value is none."""
+"""Separator before each key of a word; a slash within a value is not one."""
 PRECISIONS: tuple[str, ...] = get_args(PolicyConfig.model_fields["precision"].annotation)
 
 
@@ -50,45 +50,49 @@ def parity(
     json_file: str | None = None,
     manager: PluginManager | None = None,
 ) -> int:
-    """Compare the backends that `words` name, `BACKEND[:LAYOUT][/KEY=VALUE]...`, with the oracle; the exit code.
+    """Compare the backends in `words`, `BACKEND[:LAYOUT][/KEY=VALUE]...`, with the oracle; return the exit code.
 
-    No words: every policy worker that is installed. What cannot be made is told, and the others go on; it makes the
-    command fail where it was named. `model`: a directory; none: a tiny model made here. `modes`: of `policy.batching`;
-    none: padded. `checkpointing`: each once more, with activation checkpointing.
+    Without words, all installed policy workers are compared. A backend that cannot be built is reported and the others
+    continue; the command fails if it was named. `model`: a directory; by default a tiny model is created. `modes`:
+    values of `policy.batching`, padded by default. `checkpointing`: repeat each with activation checkpointing.
     """
     _check(device, json_file, steps=steps, rows=rows)
     variants = list(_variants(modes, checkpointing))
     manager = manager or create_manager()
-    subjects = _subjects(words, _known(precisions or ("float32", "bfloat16")), device, manager, quick=True)
+    candidates = _candidates(words, _known(precisions or ("float32", "bfloat16")), device, manager, quick=True)
     with _folder() as folder:
         path: Path | str = model or cases.model("untied", folder)
         vocabulary = _vocabulary(path) if model else None
-        exams = [made_exam(kind, path, steps=steps, rows=rows, vocabulary=vocabulary) for kind in LOSSES]
-        exams = [exam.varied(variant, keys) for variant, keys in variants for exam in exams]
-        outcomes = list(_examined(exams, subjects, manager, folder))
-        title = (
-            f"beside the oracle: {model or 'a tiny model'}, {_count(steps, 'step')} of {_count(rows, 'row')}, {device}"
-        )
-        settings = {"model": model, "steps": steps, "rows": rows, "lr": exams[0].lr}
-        return _end(outcomes, title, json_file, settings, exams[0].slack)
+        scenarios = [random_scenario(kind, path, steps=steps, rows=rows, vocabulary=vocabulary) for kind in LOSSES]
+        scenarios = [scenario.with_settings(variant, keys) for variant, keys in variants for scenario in scenarios]
+        outcomes = list(_compare_all(scenarios, candidates, manager, folder))
+        size = f"{_count(steps, 'step')} of {_count(rows, 'row')}"
+        title = f"compared with the oracle: {model or 'a tiny model'}, {size}, {device}"
+        settings = {"model": model, "steps": steps, "rows": rows, "lr": scenarios[0].lr}
+        return _end(outcomes, title, json_file, settings, scenarios[0].slack)
 
 
-def _examined(
-    exams: Sequence[Exam], subjects: Sequence[tuple[Subject, bool]], manager: PluginManager, folder: Path
+def _compare_all(
+    scenarios: Sequence[Scenario], candidates: Sequence[tuple[Candidate, bool]], manager: PluginManager, folder: Path
 ) -> Iterator[Outcome]:
-    """Each subject in each exam; a backend that cannot be made in fp32 is told once a layout."""
-    absent: set[tuple[str, str, str]] = set()
-    for subject, named in subjects:
-        unmade: set[str] = set()
-        for exam in exams:
-            if exam.variant in unmade or (subject.backend, subject.how, exam.variant) in absent:
+    """Compare each candidate on each scenario; a backend that cannot be built in fp32 is reported once per layout."""
+    not_built: set[tuple[str, str, str]] = set()
+    for candidate, named in candidates:
+        unavailable: set[str] = set()
+        for scenario in scenarios:
+            if (
+                scenario.variant in unavailable
+                or (candidate.backend, candidate.layout_and_keys, scenario.variant) in not_built
+            ):
                 continue
-            outcome = _told(examine(exam, subject, manager=manager, folder=folder, named=named))
+            outcome = _log_progress(
+                compare_with_oracle(scenario, candidate, manager=manager, folder=folder, named=named)
+            )
             yield outcome
-            if not outcome.made:
-                unmade.add(exam.variant)
-                if subject.precision == "float32":
-                    absent.add((subject.backend, subject.how, exam.variant))
+            if not outcome.built:
+                unavailable.add(scenario.variant)
+                if candidate.precision == "float32":
+                    not_built.add((candidate.backend, candidate.layout_and_keys, scenario.variant))
 
 
 def replay(
@@ -101,36 +105,37 @@ def replay(
     json_file: str | None = None,
     manager: PluginManager | None = None,
 ) -> int:
-    """Compute step `step` of the run in the folder `run` again; print how far all are apart; the exit code.
+    """Replay step `step` of the run in the folder `run`, print all differences, and return the exit code.
 
-    No words: the run's own backend, and each other that can be made, with one worker. No precisions: the run's, and
-    float32.
+    Without words, the run's own backend and every other one that can be built are compared, with one worker. Without
+    precisions, the run's and float32 are used.
     """
     _check(device, json_file, step=step)
     recorded = read_step(Path(run), step)
     manager = manager or create_manager(recorded.config["plugins"])
-    own = run_subject(recorded)
+    own = run_candidate(recorded)
     chosen = _known(precisions or ("float32", own.precision))
-    subjects = _subjects(words, chosen, device, manager, quick=False)
-    if not words:  # the run's own first, and what it could do before is no surprise
-        subjects = sorted(
-            ((subject, subject.backend == own.backend) for subject, _ in subjects), key=lambda entry: not entry[1]
+    candidates = _candidates(words, chosen, device, manager, quick=False)
+    if not words:  # the run's own backend first; only a failure of that one is an error
+        candidates = sorted(
+            ((candidate, candidate.backend == own.backend) for candidate, _ in candidates),
+            key=lambda entry: not entry[1],
         )
     with _folder() as folder:
-        exam = exam_of(recorded)
-        outcomes = [run_outcome(recorded, exam)]
-        for outcome in _examined([exam], subjects, manager, folder):
-            if outcome.seen is not None and outcome.subject.precision == own.precision:
-                outcome = replace(outcome, against_run=against_run(recorded, exam, outcome.seen))
+        scenario = recorded_scenario(recorded)
+        outcomes = [run_outcome(recorded, scenario)]
+        for outcome in _compare_all([scenario], candidates, manager, folder):
+            if outcome.observed is not None and outcome.candidate.precision == own.precision:
+                outcome = replace(outcome, against_run=against_run(recorded, scenario, outcome.observed))
             outcomes.append(outcome)
-        settings = {"run": run, "step": step, "lr": exam.lr, "recorded_with": dict(recorded.versions)}
-        return _end(outcomes, _title(recorded, exam), json_file, settings, exam.slack)
+        settings = {"run": run, "step": step, "lr": scenario.lr, "recorded_with": dict(recorded.versions)}
+        return _end(outcomes, _title(recorded, scenario), json_file, settings, scenario.slack)
 
 
-def _title(recorded: RecordedStep, exam: Exam) -> str:
-    rows, steps = _count(recorded.data.size, "row"), _count(len(exam.batches), "optimizer step")
+def _title(recorded: RecordedStep, scenario: Scenario) -> str:
+    rows, steps = _count(recorded.data.size, "row"), _count(len(scenario.batches), "optimizer step")
     return (
-        f"beside the oracle: step {recorded.step} of {recorded.path.parents[1]}, {rows} in {steps}, "
+        f"compared with the oracle: step {recorded.step} of {recorded.path.parents[1]}, {rows} in {steps}, "
         "with a fresh optimizer (its moments are not recorded)"
     )
 
@@ -156,30 +161,33 @@ def _known(precisions: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(precisions))
 
 
-def _subjects(
+def _candidates(
     words: Sequence[str], precisions: Sequence[str], device: str, manager: PluginManager, *, quick: bool
-) -> list[tuple[Subject, bool]]:
-    """Who is compared, and whether somebody named it. `quick`: a layout of two too, where none is named."""
+) -> list[tuple[Candidate, bool]]:
+    """Return the candidates and whether the user named them. `quick`: add a layout of two workers if none is named."""
     found: list[tuple[str, Layout, tuple[str, ...], bool]] = []
     for word in words or manager.registered(KIND):
         place, *keys = KEYS.split(word)
         name, colon, text = place.partition(":")
         record = manager.select(KIND, name).record
         if colon and not text:
-            raise ConfigError(f"{word!r} names no layout after the colon: write dtensor, or dtensor:data=2")
+            raise ConfigError(f"{word!r} has no layout after the colon: write dtensor or dtensor:data=2")
         if keys:
             section_of(record, parse_section(keys))
         layouts = [Layout.parse(text)] if colon else (quick_layouts(record) if quick else [Layout()])
         found += [(name, layout, tuple(keys), bool(words)) for layout in layouts]
     return [
-        (Subject(name, layout, precision, device, keys=keys), named)
+        (Candidate(name, layout, precision, device, keys=keys), named)
         for name, layout, keys, named in dict.fromkeys(found)
         for precision in precisions
     ]
 
 
 def _variants(modes: Sequence[str], checkpointing: bool) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each way to make microbatches, in words and as keys of `policy`; of few tokens, so that there are several."""
+    """Yield each batching mode as a description and as keys of `policy`.
+
+    The token limit is low, so that there are several microbatches.
+    """
     for mode in modes:
         if mode not in MODES:
             raise ConfigError(f"--batching is {mode!r}; it must be one of {', '.join(MODES)}")
@@ -191,7 +199,7 @@ def _variants(modes: Sequence[str], checkpointing: bool) -> Iterator[tuple[str, 
 
 
 def _vocabulary(model: Path | str) -> int:
-    """Ids below this are of tokens that both the tokenizer and the model have."""
+    """Return the number of token ids that both the tokenizer and the model have."""
     tokens = len(load_tokenizer(str(model)))
     size = model_sizes(str(model))[1]
     return tokens if size is None else min(tokens, size)
@@ -203,10 +211,10 @@ def _folder() -> Iterator[Path]:
         yield Path(folder)
 
 
-def _told(outcome: Outcome) -> Outcome:
-    """Say on stderr who is done, where that is a terminal: a comparison may take minutes."""
+def _log_progress(outcome: Outcome) -> Outcome:
+    """Report a finished comparison on stderr if it is a terminal: a comparison may take minutes."""
     if sys.stderr.isatty():
-        print(f"{outcome.subject}, {outcome.exam}: {outcome.verdict}", file=sys.stderr, flush=True)
+        print(f"{outcome.candidate}, {outcome.scenario}: {outcome.verdict}", file=sys.stderr, flush=True)
     return outcome
 
 
@@ -218,6 +226,6 @@ def _end(
         report.write_json(json_file, report.as_json(outcomes, settings, slack))
         print(f"written to {json_file}")
     if not any(outcome.measurements for outcome in outcomes if not outcome.is_run):
-        print("nothing was compared: no backend gave any figures")
+        print("nothing was compared: no backend produced any figures")
         return 1
     return int(any(outcome.fails for outcome in outcomes))

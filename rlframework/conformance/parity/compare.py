@@ -1,4 +1,4 @@
-"""`examine`: one backend beside the oracle, measured, and searched for the first difference where there is one."""
+"""Run one backend on a scenario, measure it against the oracle, and locate the first difference."""
 
 from __future__ import annotations
 
@@ -9,51 +9,53 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlframework.conformance.parity.divergence import find_divergence
-from rlframework.conformance.parity.measurements import compared, opened, step
-from rlframework.conformance.parity.outcome import Outcome, Seen, Subject
+from rlframework.conformance.parity.measurements import compare_results, open_policy, step
+from rlframework.conformance.parity.outcome import Candidate, Observed, Outcome
 from rlframework.conformance.policies import InspectedPolicy, weights_of
 from rlframework.errors import RLFrameworkError, UserError
 
 if TYPE_CHECKING:
-    from rlframework.conformance.parity.reference import Exam
+    from rlframework.conformance.parity.scenario import Scenario
     from rlframework.plugins.manager import PluginManager
 
 
-def examine(exam: Exam, subject: Subject, *, manager: PluginManager, folder: Path, named: bool) -> Outcome:
-    """Put `subject` through `exam`, and look for where it parts from the oracle if it does.
+def compare_with_oracle(
+    scenario: Scenario, candidate: Candidate, *, manager: PluginManager, folder: Path, named: bool
+) -> Outcome:
+    """Run `candidate` on `scenario` and, if it fails, find where it first diverges from the oracle.
 
-    `named`: somebody asked for this subject, so that it is an error where it cannot be made.
+    `named`: the user named this candidate, so failing to build it is an error.
     """
     started = time.perf_counter()
     with ExitStack() as stack:
         try:
-            policy = stack.enter_context(opened(exam, subject, manager))
+            policy = stack.enter_context(open_policy(scenario, candidate, manager))
         except UserError as error:
-            return Outcome(subject, exam.name, reason=first_line(error), error=named, made=False)
-        except Exception as error:  # noqa: BLE001 - a backend that breaks is told, and the others go on
-            return Outcome(subject, exam.name, reason=first_line(error), error=True)
+            return Outcome(candidate, scenario.name, reason=first_line(error), error=named, built=False)
+        except Exception as error:  # noqa: BLE001 - a broken backend is reported, the others continue
+            return Outcome(candidate, scenario.name, reason=first_line(error), error=True)
         try:
-            outcome = _measured(exam, subject, policy, folder)
-        except Exception as error:  # noqa: BLE001 - as above, and whatever it is: it could be made, so it should work
-            return Outcome(subject, exam.name, reason=first_line(error), error=True)
+            outcome = _measured(scenario, candidate, policy, folder)
+        except Exception as error:  # noqa: BLE001 - as above, also for user errors: it was built, so it must run
+            return Outcome(candidate, scenario.name, reason=first_line(error), error=True)
     if outcome.fails:
-        outcome = replace(outcome, divergence=find_divergence(exam, subject, manager=manager, folder=folder))
+        outcome = replace(outcome, divergence=find_divergence(scenario, candidate, manager=manager, folder=folder))
     return replace(outcome, seconds=time.perf_counter() - started)
 
 
-def _measured(exam: Exam, subject: Subject, policy: InspectedPolicy, folder: Path) -> Outcome:
-    logprobs = [policy.get_logprobs(batch)["logprobs"] for batch in exam.batches]
+def _measured(scenario: Scenario, candidate: Candidate, policy: InspectedPolicy, folder: Path) -> Outcome:
+    logprobs = [policy.get_logprobs(batch)["logprobs"] for batch in scenario.batches]
     policy.prepare_for_training()
-    steps = [step(policy, exam, batch) for batch in exam.batches[:1]]
+    steps = [step(policy, scenario, batch) for batch in scenario.batches[:1]]
     first = last = weights_of(policy, folder / "weights")
-    if later := [step(policy, exam, batch) for batch in exam.batches[1:]]:
+    if later := [step(policy, scenario, batch) for batch in scenario.batches[1:]]:
         steps, last = steps + later, weights_of(policy, folder / "weights")
-    outcome = compared(exam, subject, logprobs, steps, (first, last))
-    return replace(outcome, seen=Seen(logprobs, steps))
+    outcome = compare_results(scenario, candidate, logprobs, steps, (first, last))
+    return replace(outcome, observed=Observed(logprobs, steps))
 
 
 def first_line(error: BaseException) -> str:
-    """The beginning of what an error says; of a worker's, the end of its traceback."""
+    """Return the first line of an error message; for a worker's error, with the end of its traceback."""
     lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
     if not lines:
         return type(error).__name__

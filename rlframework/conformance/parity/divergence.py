@@ -1,7 +1,7 @@
-"""Where a backend first parts from the oracle: in which step, in which quantity, and in which tensor.
+"""Locate the first divergence from the oracle: its step, quantity and tensor.
 
-Both go step by step, and their weights are compared after each. What is compared of a tensor is how far it has moved
-(`update`): an update which is half as large as it should be hardly shows in the weights.
+Backend and oracle run step by step, and their weights are compared after each. Tensors are compared by their update
+(`update`), because an update of half the right size hardly shows in the weights.
 """
 
 from __future__ import annotations
@@ -14,22 +14,30 @@ from typing import TYPE_CHECKING
 from rlframework.conformance import measure
 from rlframework.conformance.contracts import FP32
 from rlframework.conformance.measure import Measurement
-from rlframework.conformance.parity.measurements import logprobs_measured, loss_measured, norm_measured, opened, step
-from rlframework.conformance.parity.outcome import LOADED, LOGPROBS, WEIGHTS, Divergence, Subject
+from rlframework.conformance.parity.measurements import (
+    logprobs_measured,
+    loss_measured,
+    norm_measured,
+    open_policy,
+    step,
+)
+from rlframework.conformance.parity.outcome import LOADED, LOGPROBS, WEIGHTS, Candidate, Divergence
 from rlframework.conformance.policies import InspectedPolicy, weights_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rlframework.conformance.parity.reference import Exam
+    from rlframework.conformance.parity.scenario import Scenario
     from rlframework.plugins.manager import PluginManager
 
 
-def find_divergence(exam: Exam, subject: Subject, *, manager: PluginManager, folder: Path) -> Divergence | None:
-    """Go through `exam` once more, step by step; None where nothing is beyond its tolerance in any step."""
+def find_divergence(
+    scenario: Scenario, candidate: Candidate, *, manager: PluginManager, folder: Path
+) -> Divergence | None:
+    """Run `scenario` again step by step; return None if nothing exceeds its tolerance in any step."""
     first: Divergence | None = None
-    with opened(exam, subject, manager) as policy:
-        for number, found, tensors, of in _events(exam, policy, folder):
+    with open_policy(scenario, candidate, manager) as policy:
+        for number, found, tensors, of in _events(scenario, policy, folder):
             beyond = next((measurement for measurement in found if not measurement.holds), None)
             if first is None and beyond is not None and not (tensors and number == 0):
                 first = Divergence(beyond.quantity, number, beyond)
@@ -48,20 +56,22 @@ def find_divergence(exam: Exam, subject: Subject, *, manager: PluginManager, fol
 
 
 def _events(
-    exam: Exam, policy: InspectedPolicy, folder: Path
+    scenario: Scenario, policy: InspectedPolicy, folder: Path
 ) -> Iterator[tuple[int, list[Measurement], dict[str, Measurement], int]]:
-    """For each step: its number, what was measured in order, the tensors beyond their tolerance, of how many."""
-    oracle = exam.oracle()
-    start = exam.answers.start
+    """Yield for each step its number, the measurements in order, the tensors beyond tolerance, and the number of
+    tensors.
+    """
+    oracle = scenario.oracle()
+    start = scenario.answers.start
     names = len(start.weights)
     loaded = _beyond(_loaded(weights_of(policy, folder / "weights"), start.weights))
-    logprobs = [policy.get_logprobs(batch)["logprobs"] for batch in exam.batches]
-    yield 0, [logprobs_measured(logprobs, exam.answers.logprobs)[LOGPROBS]], loaded, names
+    logprobs = [policy.get_logprobs(batch)["logprobs"] for batch in scenario.batches]
+    yield 0, [logprobs_measured(logprobs, scenario.answers.logprobs)[LOGPROBS]], loaded, names
     policy.prepare_for_training()
-    for number, batch in enumerate(exam.batches, start=1):
-        got, expected = step(policy, exam, batch), exam.take(oracle, batch)
+    for number, batch in enumerate(scenario.batches, start=1):
+        got, expected = step(policy, scenario, batch), scenario.oracle_step(oracle, batch)
         found = [
-            loss_measured(exam, number, got[0], expected[0]),
+            loss_measured(scenario, number, got[0], expected[0]),
             norm_measured(number, got[1], expected[1]),
         ]
         moved = start.tensors(weights_of(policy, folder / "weights"), oracle.weights(), number)
@@ -74,5 +84,5 @@ def _loaded(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[M
 
 
 def _beyond(tensors: Sequence[Measurement]) -> dict[str, Measurement]:
-    """Those that are beyond their tolerance, in the model's order."""
+    """Return the measurements beyond their tolerance, in the model's order."""
     return {found.quantity: found for found in tensors if not found.holds}

@@ -22,11 +22,11 @@ from rlframework.conformance.parity.outcome import (
     TENSOR,
     UPDATE,
     WEIGHTS,
+    Candidate,
     Outcome,
     Steps,
-    Subject,
 )
-from rlframework.conformance.parity.update import says_something
+from rlframework.conformance.parity.update import is_informative
 from rlframework.conformance.policies import DEADLINES, InspectedPolicy, run_config
 from rlframework.conformance.sections import merged, parse_section
 from rlframework.huggingface.tokenizer import load_tokenizer
@@ -34,88 +34,88 @@ from rlframework.huggingface.tokenizer import load_tokenizer
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rlframework.conformance.parity.reference import Exam
+    from rlframework.conformance.parity.scenario import Scenario
     from rlframework.plugins.manager import PluginManager
 
 
 @contextmanager
-def opened(exam: Exam, subject: Subject, manager: PluginManager) -> Iterator[InspectedPolicy]:
-    """The policy of `subject`, on the exam's model with a fresh optimizer."""
-    section = merged(exam.sections.get(subject.backend, {}), parse_section(subject.keys))
+def open_policy(scenario: Scenario, candidate: Candidate, manager: PluginManager) -> Iterator[InspectedPolicy]:
+    """Build the candidate's policy on the scenario's model with a fresh optimizer."""
+    section = merged(scenario.sections.get(candidate.backend, {}), parse_section(candidate.keys))
     settings = {
-        **({subject.backend: section} if section else {}),
-        "train_global_batch_size": exam.batches[0].size,
-        "max_grad_norm": exam.max_grad_norm,
-        **exam.settings,
-        "precision": subject.precision,
-        "optimizer": {"lr": exam.lr, **exam.optimizer},
+        **({candidate.backend: section} if section else {}),
+        "train_global_batch_size": scenario.batches[0].size,
+        "max_grad_norm": scenario.max_grad_norm,
+        **scenario.settings,
+        "precision": candidate.precision,
+        "optimizer": {"lr": scenario.lr, **scenario.optimizer},
     }
     config = run_config(
-        subject.backend,
-        exam.model,
-        subject.layout,
+        candidate.backend,
+        scenario.model,
+        candidate.layout,
         manager=manager,
-        device=subject.device,
-        generation={"temperature": exam.temperature},
+        device=candidate.device,
+        generation={"temperature": scenario.temperature},
         deadlines={**DEADLINES, "call": 1800.0},
         **settings,
     )
-    tokenizer = load_tokenizer(str(exam.model), config.policy.trust_remote_code)
-    count = len(exam.batches)
+    tokenizer = load_tokenizer(str(scenario.model), config.policy.trust_remote_code)
+    count = len(scenario.batches)
     policy = InspectedPolicy(
-        config, tokenizer, manager, device=subject.device, training_calls=count, mutant=subject.mutant
+        config, tokenizer, manager, device=candidate.device, training_calls=count, mutant=candidate.mutant
     )
     with policy:
         yield policy
 
 
-def step(policy: InspectedPolicy, exam: Exam, batch: Any) -> tuple[float, float]:
-    """One optimizer step: the loss before it, and the gradient's norm before clipping."""
-    result = policy.train(batch, exam.loss, gbs=batch.size)
+def step(policy: InspectedPolicy, scenario: Scenario, batch: Any) -> tuple[float, float]:
+    """Take one optimizer step; return the loss before it and the gradient norm before clipping."""
+    result = policy.train(batch, scenario.loss, gbs=batch.size)
     return float(result["loss"]), float(result["grad_norm"][0])
 
 
-def compared(
-    exam: Exam,
-    subject: Subject,
+def compare_results(
+    scenario: Scenario,
+    candidate: Candidate,
     logprobs: Sequence[Tensor],
     steps: Steps,
     weights: tuple[Mapping[str, Tensor], Mapping[str, Tensor]] | None,
 ) -> Outcome:
-    """How far these are from the oracle's answers. Fewer batches or steps than the exam has are its first.
+    """Measure the differences from the oracle's answers; fewer batches or steps than the scenario's are its first.
 
-    `weights`: those after the first step and after all, where they are known.
+    `weights`: those after the first step and after all steps, if known.
     """
-    answers = exam.answers
+    answers = scenario.answers
     pairs = list(enumerate(zip(steps, answers.steps[: len(steps)], strict=True), start=1))
     measurements = {
         **logprobs_measured(logprobs, answers.logprobs[: len(logprobs)]),
-        LOSS: farthest([loss_measured(exam, number, got[0], want[0]) for number, (got, want) in pairs]),
+        LOSS: farthest([loss_measured(scenario, number, got[0], want[0]) for number, (got, want) in pairs]),
         NORM: farthest([norm_measured(number, got[1], want[1]) for number, (got, want) in pairs]),
     }
     if weights is not None:
-        measurements.update(_weights_measured(exam, *weights))
-    return Outcome(subject, exam.name, measurements)
+        measurements.update(_weights_measured(scenario, *weights))
+    return Outcome(candidate, scenario.name, measurements)
 
 
 def _weights_measured(
-    exam: Exam, first: Mapping[str, Tensor], last: Mapping[str, Tensor]
+    scenario: Scenario, first: Mapping[str, Tensor], last: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Measurement]]:
-    answers, after = exam.answers, exam.answers.weights
+    answers, after = scenario.answers, scenario.answers.weights
     measure.require_names("the weights that save_pretrained wrote", last, after)
-    yield WEIGHTS, measure.whole("weights", last, after, WEIGHTS_AFTER_20_STEPS * exam.slack)
+    yield WEIGHTS, measure.whole("weights", last, after, WEIGHTS_AFTER_20_STEPS * scenario.slack)
     updates = [
         *answers.start.tensors(first, answers.first, 1),
-        answers.start.whole(last, after, len(exam.batches)),
+        answers.start.whole(last, after, len(scenario.batches)),
     ]
-    if telling := [found for found in updates if says_something(found)]:
-        yield UPDATE, farthest(telling)
-    allowed = TENSOR_AFTER_20_STEPS * exam.slack
+    if informative := [found for found in updates if is_informative(found)]:
+        yield UPDATE, farthest(informative)
+    allowed = TENSOR_AFTER_20_STEPS * scenario.slack
     yield TENSOR, farthest([measure.norm(name, last[name], after[name], allowed) for name in after])
 
 
 def logprobs_measured(got: Sequence[Tensor], expected: Sequence[Tensor]) -> dict[str, Measurement]:
-    """The farthest of all log-probabilities, and the mean error of those that are of a token."""
+    """Measure the worst log-probability and the mean error over all tokens."""
     pairs = list(zip(got, expected, strict=True))
     errors = torch.cat([_errors(*pair)[pair[1] != 0] for pair in pairs])
     mean = float(errors.mean()) if errors.numel() else 0.0
@@ -130,20 +130,20 @@ def _errors(got: Tensor, expected: Tensor) -> Tensor:
     return (got - expected).abs() / expected.abs().clamp(min=1.0)
 
 
-def loss_measured(exam: Exam, number: int, got: float, expected: float) -> Measurement:
-    """The loss of step `number`."""
-    size = max(abs(expected), exam.floor, 1e-30)
+def loss_measured(scenario: Scenario, number: int, got: float, expected: float) -> Measurement:
+    """Measure the loss of step `number`."""
+    size = max(abs(expected), scenario.floor, 1e-30)
     error = 0.0 if got == expected else abs(got - expected) / size
     tolerance = FP32 if number == 1 else AFTER_STEPS
     return Measurement(LOSS, math.inf if math.isnan(error) else error, tolerance, got, expected, f"step {number}")
 
 
 def norm_measured(number: int, got: float, expected: float) -> Measurement:
-    """The norm of the gradient of step `number`."""
+    """Measure the gradient norm of step `number`."""
     found = measure.scalar(NORM, got, expected, FP32 if number == 1 else AFTER_STEPS)
     return replace(found, place=f"step {number}")
 
 
 def farthest(measurements: Sequence[Measurement]) -> Measurement:
-    """The one with the largest error as a part of its tolerance; the first of several."""
+    """Return the measurement with the largest error relative to its tolerance, the first of several."""
     return max(measurements, key=lambda measurement: measurement.error / measurement.tolerance)

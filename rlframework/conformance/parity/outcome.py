@@ -1,4 +1,4 @@
-"""The subjects of parity and its outcomes; `Divergence` is the first difference beyond tolerance."""
+"""Candidates of a comparison and its outcomes; `Divergence` is the first difference beyond tolerance."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 LOGPROBS, MEAN, LOSS, NORM, WEIGHTS, UPDATE, TENSOR = QUANTITIES = (
     "log-probabilities", "mean of log-probabilities", "loss", "gradient norm", "weights", "update", "tensor",
 )  # fmt: skip
-"""What is measured, in the order of the table. `TENSOR`: the tensor that is farthest off.
+"""Measured quantities, in the order of the report.
 
-`UPDATE`: what a tensor was moved by in the first step, or all together in all steps, whichever is farthest off.
+`TENSOR` is the tensor with the largest error. `UPDATE` is the worst of each tensor's update in the first step and of
+the update of all tensors together over all steps.
 """
 
-
 AFTER_STEPS = 1e-4
-"""fp32: loss and gradient norm of steps after the first, which are of weights that may have parted a little already."""
+"""fp32 tolerance of loss and gradient norm after the first step, when the weights may already differ slightly."""
 
 
 Steps = Sequence[tuple[float, float]]
@@ -31,10 +31,11 @@ LOADED = "weights as loaded"
 
 
 @dataclass(frozen=True)
-class Subject:
-    """A backend in a layout, a precision and on a device. `mutant`: one of the suite's, to try parity itself.
+class Candidate:
+    """A backend with a layout, a precision and a device.
 
-    `keys`: of the backend's own section, as words that `parse_section` reads.
+    `keys`: keys of the backend's own section, in the form read by `parse_section`. `mutant`: a mutant of the
+    conformance suite, to test parity itself.
     """
 
     backend: str
@@ -45,18 +46,18 @@ class Subject:
     keys: tuple[str, ...] = ()
 
     @property
-    def how(self) -> str:
-        """The layout, and the keys behind it, as on the command line."""
+    def layout_and_keys(self) -> str:
+        """The layout and the keys after it, as on the command line."""
         return "/".join((str(self.layout), *self.keys))
 
     def __str__(self) -> str:
         mutant = f" as mutant {self.mutant}" if self.mutant else ""
-        return f"{self.backend}:{self.how} {self.precision}{mutant}"
+        return f"{self.backend}:{self.layout_and_keys} {self.precision}{mutant}"
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What a backend computed: log-probabilities of each batch, then loss and norm of each step."""
+class Observed:
+    """A backend's results: log-probabilities of each batch, then loss and gradient norm of each step."""
 
     logprobs: Sequence[Tensor]
     steps: Steps
@@ -64,9 +65,10 @@ class Seen:
 
 @dataclass(frozen=True)
 class Divergence:
-    """The first thing that is beyond its tolerance, `step` 0 being before the first one, and the first tensor that is.
+    """The first quantity beyond its tolerance and the first tensor beyond its own.
 
-    "First" among tensors is in the model's order. `tensors` of `of` are beyond in that step. No tensor: none was.
+    `step` 0 is before the first step. "First" among tensors is in the model's order; in that step `tensors` of `of`
+    tensors are beyond tolerance. An empty `tensor` means that none is.
     """
 
     quantity: str
@@ -80,19 +82,19 @@ class Divergence:
 
     def __str__(self) -> str:
         if self.quantity in (LOADED, WEIGHTS):
-            return f"the {self.quantity} part first: {self._of_tensor()}"
+            return f"first divergence: {self.quantity}, {self._of_tensor()}"
         found = self.measurement
-        text = f"the {self.quantity} part{'s' * (self.quantity != LOGPROBS)} first, {_when(self.step)}: "
-        text += (
-            f"{found.got:.9g} instead of {found.expected:.9g} (error {found.error:.2g}, allowed {found.tolerance:g})"
+        text = (
+            f"first divergence: {self.quantity} {_when(self.step)}, {found.got:.9g} instead of {found.expected:.9g} "
+            f"(error {found.error:.2g}, allowed {found.tolerance:g})"
         )
-        return f"{text}; the first tensor that parts: {self._of_tensor() if self.tensor else 'none does'}"
+        return f"{text}; first diverging tensor: {self._of_tensor() if self.tensor else 'none'}"
 
     def _of_tensor(self) -> str:
-        what = "what it has moved by" if self.tensor_step else "what was loaded"
+        what = "update" if self.tensor_step else "loaded weight"
         return (
-            f"{self.tensor}, {_when(self.tensor_step)} ({what} is {self.tensor_error:.2g} off; {self.tensors} of "
-            f"{self.of} tensors part there)"
+            f"{self.tensor} {_when(self.tensor_step)} (error of the {what} {self.tensor_error:.2g}; {self.tensors} of "
+            f"{self.of} tensors diverge in this step)"
         )
 
 
@@ -102,42 +104,42 @@ def _when(step: int) -> str:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one subject in one exam. `reason`: why there are no figures, or why they are of no use.
+    """The outcome of one candidate on one scenario.
 
-    `error`: whether that is a failure, rather than something that is not there. `made`: whether there is a backend that
-    could be asked. `against_run`: how far the subject is from what a recorded run itself saw.
+    `reason`: why figures are missing or unusable. `error`: whether that counts as a failure. `built`: whether the
+    backend could be built. `against_run`: differences from a recorded run's own figures.
     """
 
-    subject: Subject
-    exam: str
+    candidate: Candidate
+    scenario: str
     measurements: Mapping[str, Measurement] = field(default_factory=dict)
     reason: str = ""
     error: bool = False
-    made: bool = True
+    built: bool = True
     divergence: Divergence | None = None
     against_run: Mapping[str, Measurement] = field(default_factory=dict)
     seconds: float = 0.0
     is_run: bool = False
-    seen: Seen | None = field(default=None, repr=False, compare=False)
+    observed: Observed | None = field(default=None, repr=False, compare=False)
 
     @property
-    def judged(self) -> tuple[str, ...]:
-        """The quantities that have a verdict."""
-        return tuple(name for name in self.measurements if self.subject.precision == "float32" or name == MEAN)
+    def checked(self) -> tuple[str, ...]:
+        """The quantities that are checked against a tolerance."""
+        return tuple(name for name in self.measurements if self.candidate.precision == "float32" or name == MEAN)
 
     @property
     def beyond(self) -> list[str]:
-        """Those that are beyond their tolerance."""
-        return [name for name in self.judged if not self.measurements[name].holds]
+        """The checked quantities beyond their tolerance."""
+        return [name for name in self.checked if not self.measurements[name].holds]
 
     @property
     def verdict(self) -> str:
-        """In a word or two."""
+        """The verdict in one or two words."""
         if self.reason and not self.measurements:
             return "failed" if self.error else "not available"
         return "beyond" if self.beyond else "agrees"
 
     @property
     def fails(self) -> bool:
-        """Whether it makes the command fail: only fp32 decides, and what breaks."""
-        return self.error or (bool(self.beyond) and self.subject.precision == "float32")
+        """Whether the outcome makes the command fail: a difference in fp32, or an error in any precision."""
+        return self.error or (bool(self.beyond) and self.candidate.precision == "float32")

@@ -1,7 +1,7 @@
-"""Reading what `rlframework.training.recording` wrote: one training step of a run. What is damaged is an error.
+"""Read a training step written by `rlframework.training.recording`; damaged files are an error.
 
-A step names its loss and the modules of its plugins, and these are imported, as for the run itself. Called is nothing
-but the class of a loss, and a pydantic model of its settings.
+A recorded step names its loss and its plugins' modules, which are imported as for the run itself. The only code called
+is a loss class and the pydantic model of its settings.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
     from rlframework.interfaces.loss import LossFunction
 
-HOW = "a run records steps when its configuration says so: recording.steps=[3,10], or recording.every=50"
+HOW = "set recording.steps=[3,10] or recording.every=50 in a run's configuration to record steps"
 
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """A step as it was: `data` went into `policy.train` with `loss`; `logprobs` are the run's own, before the step.
+    """A recorded step: `data` and `loss` were passed to `policy.train`; `logprobs` are the run's, before the step.
 
-    `result` is what `policy.train` returned; None where it failed, and `failure` says how.
+    `result` is the return value of `policy.train`, or None if it failed with `failure`.
     """
 
     path: Path
@@ -49,7 +49,7 @@ class RecordedStep:
 
     @property
     def model(self) -> Path:
-        """The weights before the step."""
+        """Directory of the weights before the step."""
         return self.path / "model"
 
     @property
@@ -60,17 +60,17 @@ class RecordedStep:
 
 
 def read_step(run: Path, step: int) -> RecordedStep:
-    """Step `step` of the run in the folder `run`.
+    """Read step `step` of the run in the folder `run`.
 
-    `DataError` where there is no such run, step or where a file of it is damaged; `NotSupported` for a step that
-    cannot be computed again, with the reason.
+    Raises `DataError` if the run or step does not exist or a file is damaged, and `NotSupported` with the reason if the
+    step cannot be replayed.
     """
     path = _find(run, step)
     try:
         description = json.loads((path / "step.json").read_text(encoding="utf-8"))
         found = description["format"]
         if found != FORMAT:
-            raise DataError(f"{path} is of format {found!r}, and this version of rlframework reads {FORMAT}")
+            raise DataError(f"{path} has format {found!r}; this version of rlframework reads format {FORMAT}")
         _check_files(path, description["files"])
         _check_replayable(path, description)
         return _read(path, description)
@@ -84,13 +84,13 @@ def _damaged(path: Path, why: str) -> DataError:
 
 def _find(run: Path, step: int) -> Path:
     if not (run / "config.yaml").is_file():
-        raise DataError(f"{run} is no folder of a run: there is no config.yaml in it. Give the run's output_dir")
+        raise DataError(f"{run} is not the folder of a run: it contains no config.yaml. Give the run's output_dir")
     path = run / FOLDER / folder_of(step)
     if path.is_dir():
         return path
-    there = sorted(int(found.name.removeprefix("step-")) for found in (run / FOLDER).glob("step-[0-9]*"))
-    told = f"recorded are: {', '.join(map(str, there))}" if there else f"nothing is recorded there; {HOW}"
-    raise DataError(f"step {step} of the run in {run} is not recorded; {told}")
+    recorded = sorted(int(found.name.removeprefix("step-")) for found in (run / FOLDER).glob("step-[0-9]*"))
+    listed = f"recorded steps: {', '.join(map(str, recorded))}" if recorded else f"no step is recorded; {HOW}"
+    raise DataError(f"step {step} of the run in {run} is not recorded; {listed}")
 
 
 def _check_files(path: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
@@ -99,9 +99,9 @@ def _check_files(path: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
         if not file.is_file():
             raise _damaged(path, f"{name} is missing")
         if file.stat().st_size != expected["bytes"]:
-            raise _damaged(path, f"{name} has {file.stat().st_size} bytes, and should have {expected['bytes']}")
+            raise _damaged(path, f"{name} has {file.stat().st_size} bytes instead of {expected['bytes']}")
         if "sha256" in expected and hashlib.sha256(file.read_bytes()).hexdigest() != expected["sha256"]:
-            raise _damaged(path, f"{name} is not what was written")
+            raise _damaged(path, f"{name} has another checksum than when it was written")
 
 
 def _check_replayable(path: Path, description: Mapping[str, Any]) -> None:
@@ -109,11 +109,11 @@ def _check_replayable(path: Path, description: Mapping[str, Any]) -> None:
     if why := description["loss"].get("not_replayable"):
         reasons.append(f"its loss {why}")
     if description["config"]["policy"].get("lora"):
-        reasons.append("it trains LoRA adapters, and the oracle has none")
+        reasons.append("it trains LoRA adapters, which the oracle does not support")
     if description["config"]["policy"].get("trust_remote_code"):
-        reasons.append("its model brings code of its own, which the oracle does not run")
+        reasons.append("its model has custom code, which the oracle does not run")
     if reasons:
-        raise NotSupported(f"the step in {path} cannot be computed again: {'; '.join(reasons)}")
+        raise NotSupported(f"the step in {path} cannot be replayed: {'; '.join(reasons)}")
 
 
 def _read(path: Path, description: Mapping[str, Any]) -> RecordedStep:
@@ -145,26 +145,30 @@ def _loss(path: Path, description: Mapping[str, Any]) -> LossFunction:
     try:
         kind = load_target(target)
         config_kind = None if model is None else load_target(model)
-    except Exception as error:  # whatever it is, it is told with the name of the loss
-        raise _cannot_be_made(path, target, error) from error
-    _refuse_others(path, target, kind, model, config_kind)
+    except Exception as error:  # reported with the name of the loss
+        raise _cannot_create(path, target, error) from error
+    _require_loss_types(path, target, kind, model, config_kind)
     try:
         made: LossFunction = kind() if config_kind is None else kind(config_kind(**description["config"]))
         made_of = made.loss_type, made.input_type
     except Exception as error:  # as above
-        raise _cannot_be_made(path, target, error) from error
+        raise _cannot_create(path, target, error) from error
     if made_of[1] != LossInput.LOGPROBS:
-        raise NotSupported(f"the step in {path} cannot be computed again: its loss {target} reads logits")
+        raise NotSupported(f"the step in {path} cannot be replayed: its loss {target} reads logits")
     return made
 
 
-def _cannot_be_made(path: Path, target: str, error: Exception) -> NotSupported:
-    return NotSupported(f"the loss {target} of the step in {path} cannot be made again: {error}")
+def _cannot_create(path: Path, target: str, error: Exception) -> NotSupported:
+    return NotSupported(f"the loss {target} of the step in {path} cannot be created: {error}")
 
 
-def _refuse_others(path: Path, target: str, kind: Any, model: str | None, config_kind: Any) -> None:
-    """The file may be anybody's: what it names is called only if it is what a recorded step names."""
+def _require_loss_types(path: Path, target: str, kind: Any, model: str | None, config_kind: Any) -> None:
+    """Reject names that are not a loss class or a pydantic model: the file may come from anyone, so nothing else is
+    called.
+    """
     if not is_loss_class(kind):
-        raise DataError(f"the step in {path} names {target} as its loss, which is no class of losses; it is not called")
+        raise DataError(f"the step in {path} names {target} as its loss, which is not a loss class; it is not called")
     if model is not None and not (isinstance(config_kind, type) and issubclass(config_kind, BaseModel)):
-        raise DataError(f"the step in {path} names {model} for its loss, which is no pydantic model; it is not called")
+        raise DataError(
+            f"the step in {path} names {model} for its loss, which is not a pydantic model; it is not called"
+        )

@@ -1,19 +1,20 @@
-"""The update beside the oracle's: how far each tensor has moved from where it started.
+"""Compare a backend's update with the oracle's: the distance each tensor has moved from its start.
 
-Weights hide what a step did: at a learning rate of 1e-6 an update with the wrong sign leaves them 1e-5 apart, and at
-1e-2 rounding alone parts them so far that 2% of an update do not show. So what is compared is what was moved by,
-`|got - expected| / |expected - start|`, in L2 norms.
+Weights alone hide a step: at a learning rate of 1e-6 an update with the wrong sign leaves them 1e-5 apart, and at 1e-2
+rounding alone separates them so far that 2% of an update does not show. So the update itself is compared, `|got -
+expected| / |expected - start|`, in L2 norms.
 
-Not of all elements. AdamW moves an element by about the learning rate, whatever the size of its gradient, in its first
-step by the sign alone: one whose gradient is nothing but rounding goes either way on a sound backend too (the bias of
-attention keys, which softmax does not see, is wholly of this kind). Compared are the elements whose first gradient in
-the oracle is clearly more than rounding: above `CLEAR` of what is typical of its tensor, and above `FAINT` of what is
-typical of the model. An element stays so: Adam divides by the root of all squares so far, of which the first is one.
-Without this choice a sound backend was up to 6e-2 off for a tensor, with it 2e-4, at learning rates of 1e-6 to 1e-2.
-Elements that the first batch does not reach (rows of an embedding) are thus left to the comparison of the weights.
+Some elements are excluded. AdamW moves an element by about the learning rate whatever the size of its gradient, in the
+first step by its sign alone. An element whose gradient is only rounding moves either way on a correct backend too; the
+bias of attention keys, which softmax ignores, consists of such elements. Only elements whose first gradient in the
+oracle is clearly above rounding are compared: above `CLEAR` times the typical gradient of the tensor and `FAINT` times
+that of the model. They stay comparable, because Adam divides by the root of all past squares, including the first.
+Without this selection a correct backend was up to 6e-2 off for a tensor, with it 2e-4, at learning rates from 1e-6 to
+1e-2. Elements without gradient in the first batch (rows of an embedding) are covered by the comparison of weights.
 
-A weight is rounded when it is decayed and when it is moved, by at most half of `EPS` of itself, on both sides: this
-much, relative to the move, is allowed beside `LIMIT`. Rounding of several steps adds up as a random walk does.
+A weight is rounded when it is decayed and when it is moved, each time by at most half of `EPS` of itself, on both
+sides. This much, relative to the update, is allowed in addition to `LIMIT`; over several steps it grows as a random
+walk.
 """
 
 from __future__ import annotations
@@ -33,43 +34,48 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LIMIT = 5e-3
-"""Of how far a tensor has moved, relative to how far it should have, beside rounding; for up to `STEPS` steps."""
+"""Tolerance of an update relative to its size, in addition to rounding, for up to `STEPS` steps."""
 
 STEPS = 20
 
 CLEAR = 100 * FP32
-"""Gradients agree to FP32 of their tensor's norm (contract 3); a hundred times that is no rounding."""
+"""Gradients agree to FP32 of their tensor's norm (contract 3); a hundred times that is not rounding."""
 
 FAINT = FP32
-"""Of a tensor whose gradient is below this part of the model's nothing but rounding may be left."""
+"""A tensor whose gradient is below this fraction of the model's may contain only rounding."""
 
 EPS = torch.finfo(torch.float32).eps
 
 Sums = tuple[float, float, float, float]
-"""Of squares, over the elements that are compared: got - expected, got - start, expected - start, start."""
+"""Sums of squares over the compared elements: got - expected, got - start, expected - start, start."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """The weights before the first step, and the elements of each that are compared, as a mask."""
+    """The weights before the first step, and a mask of the compared elements of each."""
 
     weights: Mapping[str, Tensor]
     compared: Mapping[str, Tensor]
 
     @classmethod
     def of(cls, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> Start:
-        """`gradients`: those of the first step that had any, scaled or not; a tensor that had none is not in it."""
+        """Select the compared elements by `gradients`, those of the first step that had any, at any scale.
+
+        A tensor without a gradient may be missing.
+        """
         known = {name: gradients.get(name, torch.zeros_like(weight)) for name, weight in weights.items()}
         count = sum(gradient.numel() for gradient in known.values())
         typical = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in known.values()) / max(count, 1))
         return cls(weights, {name: _clear(gradient, FAINT * typical) for name, gradient in known.items()})
 
     def tensors(self, got: Mapping[str, Tensor], expected: Mapping[str, Tensor], step: int) -> list[Measurement]:
-        """What each tensor has moved by after `step` steps, in the model's order; without those of rounding alone."""
+        """Measure each tensor's update after `step` steps, in the model's order; tensors with only rounding are
+        skipped.
+        """
         return [_measured(name, sums, step) for name, sums in self._sums(got, expected)]
 
     def whole(self, got: Mapping[str, Tensor], expected: Mapping[str, Tensor], step: int) -> Measurement:
-        """The same of all as one vector."""
+        """Measure the update of all tensors as one vector."""
         columns = zip(*(sums for _, sums in self._sums(got, expected)), strict=True)
         difference, moved, right, start = (sum(column) for column in columns)
         return _measured("all tensors", (difference, moved, right, start), step)
@@ -87,21 +93,21 @@ class Start:
         return _square(found - want), _square(found - start), _square(want - start), _square(start)
 
 
-def says_something(measurement: Measurement) -> bool:
-    """Whether a wrong update would show: not where rounding is as large as the update, which then always "holds"."""
+def is_informative(measurement: Measurement) -> bool:
+    """Return True if a wrong update would show; False if rounding is as large as the update."""
     return measurement.tolerance < 1.0 or not measurement.holds
 
 
 def _measured(name: str, sums: Sums, step: int) -> Measurement:
     difference, moved, right, start = (math.sqrt(square) for square in sums)
-    size = max(right, EPS * start, 1e-30)  # where nothing should move, rounding is what moves are measured by
+    size = max(right, EPS * start, 1e-30)  # if nothing should move, the error is relative to rounding
     allowed = LIMIT * max(1.0, step / STEPS) + 2 * EPS * math.sqrt(step) * start / size
     error = difference / size
     return Measurement(name, math.inf if math.isnan(error) else error, allowed, moved, right, f"moved by, step {step}")
 
 
 def _clear(gradient: Tensor, faint: float) -> Tensor:
-    """The elements that are more than rounding; all where there is no gradient: weight decay alone moves these."""
+    """Return the elements above rounding, or all if there is no gradient: only weight decay moves these."""
     reached = gradient[gradient != 0].double()
     if not reached.numel():
         return torch.ones_like(gradient, dtype=torch.bool)

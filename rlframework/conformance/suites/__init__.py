@@ -1,1 +1,1 @@
-"""The suites: a person who reads only these learns what a part must do."""
+"""The conformance suites. Reading them alone tells you what each kind of plugin must do."""

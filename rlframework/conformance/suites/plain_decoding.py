@@ -1,6 +1,6 @@
-"""Decoding as one would write it in ten lines: a whole forward for each token of each row alone, no cache, no padding.
+"""A ten-line decoder to compare generation engines with: one whole forward per token and row, no cache, no padding.
 
-Torch and transformers only, nothing of rlframework: it is what a generation engine is compared with.
+It uses torch and transformers only, and nothing of rlframework.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 Z_ONE_IN_A_MILLION = 4.7534
-"""The normal distribution exceeds this once in a million times."""
+"""The standard normal distribution exceeds this value with probability 1e-6."""
 _ROUNDING = 1e-9
 
 
 class PlainDecoder:
-    """A causal language model in fp32 on the CPU, from a directory or with other `weights` by name."""
+    """A causal language model in fp32 on the CPU, loaded from a directory, optionally with other `weights` by name."""
 
     def __init__(self, path: str | Path, weights: Mapping[str, Tensor] | None = None) -> None:
         from transformers import AutoModelForCausalLM
@@ -32,12 +32,12 @@ class PlainDecoder:
 
     @torch.no_grad()
     def next(self, ids: Sequence[int], temperature: float = 1.0) -> Tensor:
-        """`[V]` float64: log-probabilities of the token after `ids`."""
+        """Return the log-probabilities of the token after `ids`, `[V]` float64."""
         logits = self.model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0, -1]
         return torch.log_softmax(logits.double() / temperature, dim=-1)
 
     def greedy(self, prompt: Sequence[int], ends: Collection[int], count: int) -> list[int]:
-        """Up to `count` most likely tokens, until one of `ends`."""
+        """Return up to `count` most likely tokens, ending at the first token of `ends`."""
         ids = list(prompt)
         while len(ids) < len(prompt) + count and (len(ids) == len(prompt) or ids[-1] not in ends):
             ids.append(int(self.next(ids).argmax()))
@@ -45,7 +45,7 @@ class PlainDecoder:
 
     @torch.no_grad()
     def logprobs(self, ids: Sequence[int], start: int, temperature: float = 1.0) -> Tensor:
-        """`[len(ids)]` float64: log p(token i | tokens before i) from position `start` on, 0 before it."""
+        """Return log p(token i | tokens before i) from position `start` on and 0 before it, `[len(ids)]` float64."""
         logits = self.model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0].double()
         every = torch.log_softmax(logits / temperature, dim=-1)
         found = torch.zeros(len(ids), dtype=torch.float64)
@@ -54,7 +54,7 @@ class PlainDecoder:
         return found
 
     def two_tokens(self, prompt: Sequence[int], end: int, temperature: float) -> dict[tuple[int, ...], float]:
-        """The probability of each completion of two tokens, or of one where that is `end`."""
+        """Return the probability of each completion of two tokens, or of one token if that is `end`."""
         first = self.next(prompt, temperature).exp().tolist()
         found: dict[tuple[int, ...], float] = {(end,): first[end]}
         for token in (token for token in range(len(first)) if token != end):
@@ -64,10 +64,10 @@ class PlainDecoder:
 
 
 def pearson(counts: Mapping[tuple[int, ...], int], shares: Mapping[tuple[int, ...], float]) -> tuple[float, float]:
-    """Pearson's statistic of `counts` under `shares`, and a bound that it exceeds once in a million times.
+    """Return Pearson's statistic of `counts` under `shares` and the bound that it exceeds with probability 1e-6.
 
-    Outcomes that are expected fewer than 5 times are taken together. The bound is Wilson and Hilferty's (1931) for
-    chi-squared with one degree of freedom less than there are classes.
+    Outcomes expected fewer than 5 times are pooled into one class. The bound is Wilson and Hilferty's (1931)
+    approximation of chi-squared with one degree of freedom less than the number of classes.
     """
     total = sum(counts.values())
     common = [outcome for outcome, share in shares.items() if share * total >= 5]
@@ -75,7 +75,7 @@ def pearson(counts: Mapping[tuple[int, ...], int], shares: Mapping[tuple[int, ..
     observed = [float(counts.get(outcome, 0)) for outcome in common]
     rest = total - sum(expected)
     freedom = len(common) - (rest < _ROUNDING)
-    expected.append(max(rest, _ROUNDING))  # what cannot happen exceeds every bound when it does
+    expected.append(max(rest, _ROUNDING))  # an impossible outcome that occurs exceeds every bound
     observed.append(total - sum(observed))
     statistic = sum((seen - wanted) ** 2 / wanted for seen, wanted in zip(observed, expected, strict=True))
     spread = 2 / (9 * freedom)

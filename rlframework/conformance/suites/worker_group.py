@@ -1,8 +1,8 @@
-"""What a worker group must do: start N workers, call them as one, and leave nothing behind, whatever happens.
+"""Requirements on worker groups: start N workers, call them as one, and always leave nothing behind.
 
-Run with one worker and, where the record declares `DATA_PARALLEL`, with two. What needs several workers needs other
-processes too, so those tests also kill and hang. A group of one in the driver's own process is asked only for what is
-possible there. Not here: GPUs, several nodes.
+The suite runs with one worker and, if the record declares `DATA_PARALLEL`, with two. Tests that need several workers
+also need separate processes, so they may kill and block them. A group of one worker in the driver's own process only
+has to do what is possible there. Not covered: GPUs and several nodes.
 """
 
 from __future__ import annotations
@@ -10,72 +10,74 @@ from __future__ import annotations
 import os
 import threading
 import traceback
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.conformance.rules import Suite, holds
-from rlframework.conformance.suites.worker_group_bench import PATIENCE, PROBE, WorkerGroupBench
+from rlframework.conformance.suites.worker_group_harness import PATIENCE, PROBE, WorkerGroupHarness
 from rlframework.errors import BatchError, DeadlineExceeded, PluginError, WorkerError, WorkerLost
 from rlframework.interfaces.worker_group import WorkerSpec
 
-if TYPE_CHECKING:
-    pass
-
 
 class _Calls:
-    """Who is called with what, and whose answer comes back where."""
+    """Routing of arguments and results."""
 
     @holds(1)
-    def test_every_worker_knows_who_it_is(self, bench: WorkerGroupBench) -> None:
-        """Rank, world size, device, one address for all, and the constructor's arguments."""
-        size = bench.layout.workers
-        answers = bench.ask(bench.group(), "who")
-        bench.equal("ranks", [answer["rank"] for answer in answers], list(range(size)))
-        bench.equal("world sizes", [answer["world_size"] for answer in answers], [size] * size)
-        bench.equal("devices", [answer["device"] for answer in answers], [bench.device] * size)
-        bench.equal("constructor's arguments", [answer["word"] for answer in answers], ["oak"] * size)
-        bench.equal("number of addresses of the process group", len({answer["address"] for answer in answers}), 1)
+    def test_every_worker_knows_who_it_is(self, harness: WorkerGroupHarness) -> None:
+        """Each worker must know its rank, world size, device, a common address and its constructor's arguments."""
+        size = harness.layout.workers
+        answers = harness.ask(harness.group(), "who")
+        harness.equal("ranks", [answer["rank"] for answer in answers], list(range(size)))
+        harness.equal("world sizes", [answer["world_size"] for answer in answers], [size] * size)
+        harness.equal("devices", [answer["device"] for answer in answers], [harness.device] * size)
+        harness.equal("constructor's arguments", [answer["word"] for answer in answers], ["oak"] * size)
+        harness.equal("number of addresses of the process group", len({answer["address"] for answer in answers}), 1)
 
     @holds(1, data_parallel=2)
-    def test_every_worker_has_a_process_of_its_own(self, bench: WorkerGroupBench) -> None:
-        """Else they would share what a process has one of: its random state, its GPU, its process group."""
-        answers = bench.ask(bench.group(), "who")
-        bench.equal("number of processes", len({os.getpid(), *(answer["pid"] for answer in answers)}), len(answers) + 1)
+    def test_every_worker_has_a_process_of_its_own(self, harness: WorkerGroupHarness) -> None:
+        """Each worker must run in its own process.
+
+        Random state, GPU and process group exist once per process and must not be shared.
+        """
+        answers = harness.ask(harness.group(), "who")
+        harness.equal(
+            "number of processes", len({os.getpid(), *(answer["pid"] for answer in answers)}), len(answers) + 1
+        )
         port = answers[0]["address"][1]
-        bench.require(0 < port < 65536, "there is a port for the process group", got=port, expected="1 to 65535")
+        harness.require(0 < port < 65536, "the process group has a valid port", got=port, expected="1 to 65535")
 
     @holds(1, data_parallel=2)
-    def test_results_come_in_the_order_of_ranks_whoever_is_first(self, bench: WorkerGroupBench) -> None:
-        """Rows are put together again by the order of results."""
-        bench.equal("results", bench.ask(bench.group(), "sleep", seconds=[0.4, 0.0]), [0, 1])
+    def test_results_come_in_the_order_of_ranks_whoever_is_first(self, harness: WorkerGroupHarness) -> None:
+        """Results must be in rank order, whichever worker finishes first; rows are reassembled by that order."""
+        harness.equal("results", harness.ask(harness.group(), "sleep", seconds=[0.4, 0.0]), [0, 1])
 
     @holds(1)
-    def test_each_worker_gets_its_share(self, bench: WorkerGroupBench) -> None:
-        """The entry at its coordinate of what is sharded, and all of what is common."""
-        shares = [f"share {rank}" for rank in range(bench.layout.data)]
-        group = bench.group()
+    def test_each_worker_gets_its_share(self, harness: WorkerGroupHarness) -> None:
+        """Each worker must receive its shard of sharded arguments and the whole of common arguments."""
+        shares = [f"share {rank}" for rank in range(harness.layout.data)]
+        group = harness.group()
         future = group.run_all_workers_sharded_data(
             "echo", in_sharded_axes=["data_parallel"], common_kwargs={"common": [1, 2]}, share=shares
         )
         expected = [(rank, {"share": share, "common": [1, 2]}) for rank, share in enumerate(shares)]
-        bench.equal("what the workers got", group.get_all_worker_results(future), expected)
+        harness.equal("arguments the workers received", group.get_all_worker_results(future), expected)
 
     @holds(1, data_parallel=2)
-    def test_workers_on_a_replicated_axis_get_the_same_share(self, bench: WorkerGroupBench) -> None:
-        """Tensor parallel workers hold parts of one model, and see the same rows."""
-        group = bench.group((1, 2))
+    def test_workers_on_a_replicated_axis_get_the_same_share(self, harness: WorkerGroupHarness) -> None:
+        """Workers along a replicated axis must receive the same shard: tensor-parallel ranks see the same rows."""
+        group = harness.group((1, 2))
         future = group.run_all_workers_sharded_data(
             "echo", in_sharded_axes=["data_parallel"], replicate_on_axes=["tensor_parallel"], share=["whole"]
         )
         expected = [(0, {"share": "whole"}), (1, {"share": "whole"})]
-        bench.equal("what the workers got", group.get_all_worker_results(future), expected)
+        harness.equal("arguments the workers received", group.get_all_worker_results(future), expected)
 
     @holds(1, data_parallel=2)
-    def test_a_replicated_output_comes_back_once(self, bench: WorkerGroupBench) -> None:
-        """From coordinate 0; all are called."""
-        group = bench.group((1, 2))
+    def test_a_replicated_output_comes_back_once(self, harness: WorkerGroupHarness) -> None:
+        """A replicated output must come back once, from coordinate 0, although all workers are called."""
+        group = harness.group((1, 2))
         future = group.run_all_workers_sharded_data(
             "echo",
             in_sharded_axes=["data_parallel"],
@@ -83,77 +85,80 @@ class _Calls:
             output_is_replicated=["tensor_parallel"],
             share=["whole"],
         )
-        bench.equal("what came back", group.get_all_worker_results(future), [(0, {"share": "whole"})])
-        bench.equal("calls", bench.ask(group, "calls"), [["echo"], ["echo"]])
+        harness.equal("results", group.get_all_worker_results(future), [(0, {"share": "whole"})])
+        harness.equal("calls", harness.ask(group, "calls"), [["echo"], ["echo"]])
 
     @holds(1, data_parallel=2)
-    def test_a_free_axis_is_called_at_0_only(self, bench: WorkerGroupBench) -> None:
-        """An axis that is neither sharded nor replicated."""
-        group = bench.group()
+    def test_a_free_axis_is_called_at_0_only(self, harness: WorkerGroupHarness) -> None:
+        """Along an axis that is neither sharded nor replicated, only coordinate 0 must be called."""
+        group = harness.group()
         future = group.run_all_workers_sharded_data("echo", value="whole")
-        bench.equal("results", group.get_all_worker_results(future), [(0, {"value": "whole"})])
-        bench.equal("calls", bench.ask(group, "calls"), [["echo"], []])
+        harness.equal("results", group.get_all_worker_results(future), [(0, {"value": "whole"})])
+        harness.equal("calls", harness.ask(group, "calls"), [["echo"], []])
 
     @holds(1, data_parallel=2)
-    def test_dummy_calls_reach_a_free_axis_with_none(self, bench: WorkerGroupBench) -> None:
-        """So that all ranks meet in a collective; what they answer is not kept."""
-        group = bench.group()
+    def test_dummy_calls_reach_a_free_axis_with_none(self, harness: WorkerGroupHarness) -> None:
+        """`make_dummy_calls_to_free_axes` must call the other workers with None and discard their results.
+
+        This lets all ranks meet in a collective.
+        """
+        group = harness.group()
         future = group.run_all_workers_sharded_data("echo", make_dummy_calls_to_free_axes=True, value="whole")
-        bench.equal("results", group.get_all_worker_results(future), [(0, {"value": "whole"})])
-        bench.equal("calls", bench.ask(group, "calls"), [["echo"], ["echo"]])
+        harness.equal("results", group.get_all_worker_results(future), [(0, {"value": "whole"})])
+        harness.equal("calls", harness.ask(group, "calls"), [["echo"], ["echo"]])
 
     @holds(1, data_parallel=2)
-    def test_rank_0_only_axes_skip_the_others(self, bench: WorkerGroupBench) -> None:
-        """`run_rank_0_only_axes`: what one worker writes for all."""
-        group = bench.group()
+    def test_rank_0_only_axes_skip_the_others(self, harness: WorkerGroupHarness) -> None:
+        """`run_rank_0_only_axes` must call only coordinate 0 of these axes."""
+        group = harness.group()
         future = group.run_all_workers_single_data("echo", run_rank_0_only_axes=["data_parallel"], value=1)
-        bench.equal("results", group.get_all_worker_results(future), [(0, {"value": 1})])
-        bench.equal("calls", bench.ask(group, "calls"), [["echo"], []])
+        harness.equal("results", group.get_all_worker_results(future), [(0, {"value": 1})])
+        harness.equal("calls", harness.ask(group, "calls"), [["echo"], []])
 
     @holds(1)
-    def test_a_call_of_one_worker_reaches_that_one_alone(self, bench: WorkerGroupBench) -> None:
-        """By its index, and what comes back is its answer."""
-        group, last = bench.group(), bench.layout.workers - 1
+    def test_a_call_of_one_worker_reaches_that_one_alone(self, harness: WorkerGroupHarness) -> None:
+        """`run_single_worker_single_data` must call only the worker with the given index and return its result."""
+        group, last = harness.group(), harness.layout.workers - 1
         future = group.run_single_worker_single_data("echo", worker_idx=last, value="to one")
-        bench.equal("results", group.get_all_worker_results(future), [(last, {"value": "to one"})])
+        harness.equal("results", group.get_all_worker_results(future), [(last, {"value": "to one"})])
         expected: list[list[str]] = [[] for _ in range(last)]
-        bench.equal("calls", bench.ask(group, "calls"), [*expected, ["echo"]])
+        harness.equal("calls", harness.ask(group, "calls"), [*expected, ["echo"]])
 
     @holds(1)
-    def test_multiple_data_gives_each_worker_its_entry(self, bench: WorkerGroupBench) -> None:
-        """Entry i to worker i, whatever the axes, and to all what is common."""
-        group, size = bench.group(), bench.layout.workers
+    def test_multiple_data_gives_each_worker_its_entry(self, harness: WorkerGroupHarness) -> None:
+        """`run_all_workers_multiple_data` must give entry i to worker i on any axes, and common arguments to all."""
+        group, size = harness.group(), harness.layout.workers
         future = group.run_all_workers_multiple_data(
             "echo", common_kwargs={"common": "x"}, value=[f"entry {rank}" for rank in range(size)]
         )
         expected = [(rank, {"value": f"entry {rank}", "common": "x"}) for rank in range(size)]
-        bench.equal("what the workers got", group.get_all_worker_results(future), expected)
+        harness.equal("arguments the workers received", group.get_all_worker_results(future), expected)
 
     @holds(1, data_parallel=2)
-    def test_multiple_data_skips_who_is_not_at_rank_0(self, bench: WorkerGroupBench) -> None:
-        """`run_rank_0_only_axes`: whoever is skipped takes no entry."""
-        group = bench.group()
+    def test_multiple_data_skips_who_is_not_at_rank_0(self, harness: WorkerGroupHarness) -> None:
+        """A worker skipped by `run_rank_0_only_axes` must not consume an entry."""
+        group = harness.group()
         future = group.run_all_workers_multiple_data("echo", run_rank_0_only_axes=["data_parallel"], value=["only"])
-        bench.equal("results", group.get_all_worker_results(future), [(0, {"value": "only"})])
-        bench.equal("calls", bench.ask(group, "calls"), [["echo"], []])
+        harness.equal("results", group.get_all_worker_results(future), [(0, {"value": "only"})])
+        harness.equal("calls", harness.ask(group, "calls"), [["echo"], []])
 
     @holds(7)
-    def test_futures_may_be_awaited_in_any_order(self, bench: WorkerGroupBench) -> None:
-        """Two calls are on their way, and each future has the results of its own."""
-        group = bench.group()
+    def test_futures_may_be_awaited_in_any_order(self, harness: WorkerGroupHarness) -> None:
+        """With two calls in flight, each future must return the results of its own call in any order of waiting."""
+        group = harness.group()
         first = group.run_all_workers_single_data("give_back", value="first")
         second = group.run_all_workers_single_data("give_back", value="second")
-        size = bench.layout.workers
-        bench.equal("results of the second", group.get_all_worker_results(second), ["second"] * size)
-        bench.equal("results of the first", group.get_all_worker_results(first), ["first"] * size)
+        size = harness.layout.workers
+        harness.equal("results of the second", group.get_all_worker_results(second), ["second"] * size)
+        harness.equal("results of the first", group.get_all_worker_results(first), ["first"] * size)
 
 
 class _Values:
-    """What travels, and what is refused before it does."""
+    """Transport of arguments and results, and rejection of invalid ones."""
 
     @holds(1)
-    def test_a_batch_travels_whole(self, bench: WorkerGroupBench) -> None:
-        """Class, keys in order, dtypes, bits, and what is no tensor: there and back."""
+    def test_a_batch_travels_whole(self, harness: WorkerGroupHarness) -> None:
+        """A batch must survive the round trip: class, key order, dtypes, every bit, and values that are not tensors."""
         sent: BatchedDataDict[Any] = BatchedDataDict(
             ids=torch.tensor([[5, 6, 0], [7, 0, 0]]),
             mask=torch.tensor([[True, True, False], [True, False, False]]),
@@ -163,20 +168,20 @@ class _Values:
             text=["a row", "übrigens"],
             notes=[{"answer": 4}, {}],
         )
-        for rank, got in enumerate(bench.ask(bench.group(), "give_back", value=sent)):
-            bench.equal(f"class of the batch of rank {rank}", type(got), BatchedDataDict)
-            bench.equal(f"its keys (rank {rank})", list(got), list(sent))
+        for rank, got in enumerate(harness.ask(harness.group(), "give_back", value=sent)):
+            harness.equal(f"class of the batch of rank {rank}", type(got), BatchedDataDict)
+            harness.equal(f"its keys (rank {rank})", list(got), list(sent))
             for key, value in sent.items():
                 if isinstance(value, torch.Tensor):
-                    bench.exact(f"{key} of rank {rank}", got[key], value)
+                    harness.exact(f"{key} of rank {rank}", got[key], value)
                 else:
-                    bench.equal(f"{key} of rank {rank}", got[key], value)
+                    harness.equal(f"{key} of rank {rank}", got[key], value)
 
     @holds(7)
-    def test_large_tensors_travel_both_ways_at_once(self, bench: WorkerGroupBench) -> None:
-        """16 MiB, more than buffers hold: two calls on their way, and nobody waits for ever."""
-        size = bench.layout.workers
-        group = bench.group()
+    def test_large_tensors_travel_both_ways_at_once(self, harness: WorkerGroupHarness) -> None:
+        """Two calls with 16 MiB tensors in flight must not deadlock, although they exceed every buffer."""
+        size = harness.layout.workers
+        group = harness.group()
         sent = [torch.arange(4 * 2**20, dtype=torch.int32) + rank for rank in range(size)]
         futures = [
             group.run_all_workers_sharded_data("give_back", in_sharded_axes=["data_parallel"], value=sent)
@@ -184,216 +189,246 @@ class _Values:
         ]
         for future in futures:
             for rank, got in enumerate(group.get_all_worker_results(future)):
-                bench.exact(f"the tensor of rank {rank}", got, sent[rank])
+                harness.exact(f"the tensor of rank {rank}", got, sent[rank])
 
     @holds(1, data_parallel=2)
-    def test_workers_cannot_change_what_the_driver_holds(self, bench: WorkerGroupBench) -> None:
-        """A worker in another process has copies: what it does to its arguments stays there."""
+    def test_workers_cannot_change_what_the_driver_holds(self, harness: WorkerGroupHarness) -> None:
+        """A worker in another process must get copies; modifying its arguments must not affect the driver's."""
         numbers, tensor = [3, 4], torch.tensor([1.5, 2.5])
-        bench.ask(bench.group(), "spoil", numbers=numbers, tensor=tensor)
-        bench.equal("the driver's list", numbers, [3, 4])
-        bench.exact("the driver's tensor", tensor, torch.tensor([1.5, 2.5]))
+        harness.ask(harness.group(), "spoil", numbers=numbers, tensor=tensor)
+        harness.equal("the driver's list", numbers, [3, 4])
+        harness.exact("the driver's tensor", tensor, torch.tensor([1.5, 2.5]))
 
     @holds(1, data_parallel=2)
-    def test_workers_cannot_change_what_other_workers_got(self, bench: WorkerGroupBench) -> None:
-        """16 MiB for all, which a group may store once: what one writes into it, no other sees, nor the next call."""
-        group = bench.group()
+    def test_workers_cannot_change_what_other_workers_got(self, harness: WorkerGroupHarness) -> None:
+        """A worker that writes into a shared argument must not affect other workers or the next call.
+
+        The argument has 16 MiB, which a group may store only once.
+        """
+        group = harness.group()
         tensor = torch.ones(4 * 2**20)
-        sums = bench.ask(group, "spoil_in_turn", tensor=tensor)
-        bench.equal("sums that the workers saw, each before it wrote", sums, [float(4 * 2**20)] * len(sums))
-        bench.equal("sums of the next call", bench.ask(group, "spoil_in_turn", tensor=tensor), sums)
+        sums = harness.ask(group, "spoil_in_turn", tensor=tensor)
+        harness.equal("sums seen by the workers, each before it wrote", sums, [float(4 * 2**20)] * len(sums))
+        harness.equal("sums of the next call", harness.ask(group, "spoil_in_turn", tensor=tensor), sums)
 
     @holds(8)
-    def test_positional_arguments_are_refused(self, bench: WorkerGroupBench) -> None:
-        """Which argument is shared out is said by name; the group goes on."""
-        group: Any = bench.group()
+    def test_positional_arguments_are_refused(self, harness: WorkerGroupHarness) -> None:
+        """Positional arguments must raise a `TypeError`, because sharding goes by name; the group stays usable."""
+        group: Any = harness.group()
         single = group.run_all_workers_single_data
-        bench.refuses(TypeError, lambda: single("give_back", 1), "a positional argument")
+        harness.raises(TypeError, lambda: single("give_back", 1), "a positional argument")
         shared, entries = group.run_all_workers_sharded_data, group.run_all_workers_multiple_data
-        bench.refuses(TypeError, lambda: shared("give_back", [1]), "a positional argument that is shared out")
-        bench.refuses(TypeError, lambda: entries("give_back", [1]), "a positional argument with entries")
+        harness.raises(TypeError, lambda: shared("give_back", [1]), "a positional sharded argument")
+        harness.raises(TypeError, lambda: entries("give_back", [1]), "a positional argument with entries")
         one = group.run_single_worker_single_data
-        bench.refuses(TypeError, lambda: one("give_back", 0, 1), "a positional argument for one worker")
-        size = bench.layout.workers
-        bench.equal("results afterwards", bench.ask(group, "give_back", value=2), [2] * size)
+        harness.raises(TypeError, lambda: one("give_back", 0, 1), "a positional argument for one worker")
+        size = harness.layout.workers
+        harness.equal("results afterwards", harness.ask(group, "give_back", value=2), [2] * size)
 
     @holds(8)
-    def test_a_call_that_cannot_be_shared_out_reaches_nobody(self, bench: WorkerGroupBench) -> None:
-        """Too many shares, no list at all, an axis that is not there: an error, and the group goes on."""
-        group, size = bench.group(), bench.layout.data
+    def test_a_call_that_cannot_be_shared_out_reaches_nobody(self, harness: WorkerGroupHarness) -> None:
+        """A call that cannot be sharded must raise an error before any worker is called; the group stays usable.
 
-        def share(value: Any, axis: str = "data_parallel") -> None:
+        Cases: too many shards, an argument that is not a list, an unknown axis, an unknown worker.
+        """
+        group, size = harness.group(), harness.layout.data
+
+        def send(value: Any, axis: str = "data_parallel") -> None:
             group.get_all_worker_results(
                 group.run_all_workers_sharded_data("echo", in_sharded_axes=[axis], value=value)
             )
 
-        bench.refuses(BatchError, lambda: share(["x"] * (size + 1)), "more shares than workers", says=str(size + 1))
-        bench.refuses(BatchError, lambda: share(7), "a number as shares", says="value")
-        bench.refuses(ValueError, lambda: share(["x"] * size, "time"), "an axis that is not there", says="time")
-        entries, workers = group.run_all_workers_multiple_data, bench.layout.workers
+        harness.raises(BatchError, lambda: send(["x"] * (size + 1)), "more shards than workers", match=str(size + 1))
+        harness.raises(BatchError, lambda: send(7), "a number as a sharded argument", match="value")
+        harness.raises(ValueError, lambda: send(["x"] * size, "time"), "an unknown axis", match="time")
+        entries, workers = group.run_all_workers_multiple_data, harness.layout.workers
         many = ["x"] * (workers + 1)
-        bench.refuses(BatchError, lambda: entries("echo", value=many), "more entries than workers", says="value")
-        bench.refuses(BatchError, lambda: entries("echo", value=7), "a number as entries", says="value")
-        bench.refuses(BatchError, lambda: entries("echo"), "no entries at all")
+        harness.raises(BatchError, lambda: entries("echo", value=many), "more entries than workers", match="value")
+        harness.raises(BatchError, lambda: entries("echo", value=7), "a number as entries", match="value")
+        harness.raises(BatchError, lambda: entries("echo"), "no entries at all")
         one = group.run_single_worker_single_data
-        bench.refuses(IndexError, lambda: one("echo", workers), "a worker that is not there", says=str(workers))
-        bench.refuses(IndexError, lambda: one("echo", -1), "a worker before the first", says="-1")
-        bench.equal("calls", bench.ask(group, "calls"), [[]] * bench.layout.workers)
+        harness.raises(IndexError, lambda: one("echo", workers), "an unknown worker index", match=str(workers))
+        harness.raises(IndexError, lambda: one("echo", -1), "a negative worker index", match="-1")
+        harness.equal("calls", harness.ask(group, "calls"), [[]] * harness.layout.workers)
 
     @holds(8, data_parallel=2)
-    def test_arguments_that_cannot_be_sent_are_refused(self, bench: WorkerGroupBench) -> None:
-        """A lock is nothing that another process could get."""
-        group = bench.group()
-        bench.refuses(
+    def test_arguments_that_cannot_be_sent_are_refused(self, harness: WorkerGroupHarness) -> None:
+        """An argument that cannot be pickled, such as a lock, must raise a `TypeError`."""
+        group = harness.group()
+        harness.raises(
             TypeError,
-            lambda: bench.within(PATIENCE, "a call", lambda: bench.ask(group, "give_back", value=threading.Lock())),
+            lambda: harness.within(PATIENCE, "a call", lambda: harness.ask(group, "give_back", value=threading.Lock())),
             "a lock as an argument",
         )
 
 
 class _Failures:
-    """One failing rank fails the call, nobody hangs, nobody is left."""
+    """One failing rank fails the call, no process hangs and no process is left."""
 
     @holds(7)
-    def test_a_failure_has_the_workers_own_traceback(self, bench: WorkerGroupBench) -> None:
-        """Where it happened in the worker's code, to be found without looking at a log."""
-        group = bench.start(call=PATIENCE)
-        error = bench.refuses(
-            Exception, lambda: bench.ask(group, "fail", rank=0), "a call that fails", says="a nut is loose on rank 0"
-        )
-        told = "".join(traceback.format_exception(error))
-        bench.require("_raise_from_here" in told, "the traceback has the function that raised", got=told[-800:])
-
-    @holds(7)
-    def test_an_error_of_rlframework_comes_back_as_its_own_class(self, bench: WorkerGroupBench) -> None:
-        """A mistake of the user is told as one, whichever process found it."""
-        group = bench.start(call=PATIENCE)
-        says = "the batch has 3 rows, which do not go into 2"
-        bench.refuses(BatchError, lambda: bench.ask(group, "refuse"), "a BatchError of a worker", says=says)
-
-    @holds(7, data_parallel=2)
-    def test_one_failing_rank_fails_the_call_at_once(self, bench: WorkerGroupBench) -> None:
-        """The other rank, which is busy for a minute, is not waited for."""
-        group = bench.start()
-        raised = bench.refuses(
-            WorkerError,
-            lambda: bench.within(PATIENCE, "telling", lambda: bench.ask(group, "fail", rank=1, others_take=60.0)),
-            "a call in which one rank fails",
-            says=r"rank 1\b.*a nut is loose on rank 1",
-        )
-        bench.equal("a failure is the loss of a worker", isinstance(raised, WorkerLost), False)
-        bench.require_nobody_left("a failure")
-
-    @holds(7, data_parallel=2)
-    def test_a_rank_that_dies_fails_the_call_at_once(self, bench: WorkerGroupBench) -> None:
-        """Killed for want of memory, say: noticed without waiting for the deadline, and told as what a run can restart
-        from.
-        """
-        group = bench.start()
-        bench.refuses(
-            WorkerLost,
-            lambda: bench.within(PATIENCE, "telling", lambda: bench.ask(group, "die", rank=1, others_take=60.0)),
-            "a call in which one rank dies",
-            says=r"rank 1\b",
-        )
-        bench.require_nobody_left("the death of a worker")
-
-    @holds(7, data_parallel=2)
-    def test_a_rank_that_hangs_meets_the_deadline(self, bench: WorkerGroupBench) -> None:
-        """`deadlines.call`; the error says who did not answer."""
-        group = bench.start(call=1.0)
-        bench.refuses(
-            DeadlineExceeded,
-            lambda: bench.within(PATIENCE, "giving up", lambda: bench.ask(group, "sleep", seconds=[0.0, 4.0])),
-            "a call in which one rank takes longer than the deadline",
-            says=r"rank 1\b",
-        )
-        bench.require_nobody_left("a deadline")
-
-    @holds(7, data_parallel=2)
-    def test_an_answer_that_cannot_be_sent_fails_the_call(self, bench: WorkerGroupBench) -> None:
-        """With an error, and not by the silence of a worker that broke off."""
-        group = bench.start(call=PATIENCE)
-        bench.refuses(WorkerError, lambda: bench.ask(group, "answer_with_a_lock"), "a lock as an answer")
-
-    @holds(7, data_parallel=2)
-    def test_a_group_is_not_usable_after_a_failure(self, bench: WorkerGroupBench) -> None:
-        """Ranks that stand at different places of a program cannot go on together."""
-        group = bench.start(call=PATIENCE)
-        bench.refuses(Exception, lambda: bench.ask(group, "fail", rank=1), "a call in which one rank fails")
-        bench.refuses(WorkerError, lambda: bench.ask(group, "who"), "a call after a failure")
-
-
-class _Lives:
-    """Starting and ending."""
-
-    @holds(7)
-    def test_a_constructor_that_raises_fails_the_start(self, bench: WorkerGroupBench) -> None:
-        """With its own message; the workers that could be made are ended."""
-        last = bench.layout.workers - 1
-        bench.refuses(
+    def test_a_failure_has_the_workers_own_traceback(self, harness: WorkerGroupHarness) -> None:
+        """The error of a call must contain the worker's traceback, so that no log is needed to find the cause."""
+        group = harness.start(call=PATIENCE)
+        error = harness.raises(
             Exception,
-            lambda: bench.start(word="wood", fail_rank=last, start=60.0),
-            "a worker that cannot be made",
-            says="no worker can be made of wood",
+            lambda: harness.ask(group, "fail", rank=0),
+            "a call that fails",
+            match="a bolt is loose on rank 0",
         )
-        bench.require_nobody_left("a start that failed")
+        report = "".join(traceback.format_exception(error))
+        harness.require("_raise_from_here" in report, "the traceback names the function that raised", got=report[-800:])
+
+    @holds(7)
+    def test_an_error_of_rlframework_comes_back_as_its_own_class(self, harness: WorkerGroupHarness) -> None:
+        """An rlframework error raised in a worker must reach the driver as the same class."""
+        group = harness.start(call=PATIENCE)
+        message = "the batch has 3 rows, which cannot be divided by 2"
+        harness.raises(BatchError, lambda: harness.ask(group, "refuse"), "a BatchError of a worker", match=message)
 
     @holds(7, data_parallel=2)
-    def test_starting_has_a_deadline(self, bench: WorkerGroupBench) -> None:
-        """`deadlines.start`, from the first process to the last constructor."""
-        bench.refuses(
-            DeadlineExceeded,
-            lambda: bench.within(PATIENCE, "giving up", lambda: bench.start(start=1.0, slow_rank=1, slow_seconds=4.0)),
-            "a worker that takes longer to be made than the deadline",
-            says=r"rank (0, )?1\b",
+    def test_one_failing_rank_fails_the_call_at_once(self, harness: WorkerGroupHarness) -> None:
+        """When one rank fails, the call must fail at once, without waiting for the other rank's minute of work."""
+        group = harness.start()
+        raised = harness.raises(
+            WorkerError,
+            lambda: harness.within(
+                PATIENCE, "reporting the failure", lambda: harness.ask(group, "fail", rank=1, others_take=60.0)
+            ),
+            "a call in which one rank fails",
+            match=r"rank 1\b.*a bolt is loose on rank 1",
         )
-        bench.require_nobody_left("a start that took too long")
+        harness.equal("a failure counts as the loss of a worker", isinstance(raised, WorkerLost), False)
+        harness.require_no_process_left("a failure")
+
+    @holds(7, data_parallel=2)
+    def test_a_rank_that_dies_fails_the_call_at_once(self, harness: WorkerGroupHarness) -> None:
+        """When a process dies, for example out of memory, the call must raise `WorkerLost` before the deadline.
+
+        A run can restart after `WorkerLost`.
+        """
+        group = harness.start()
+        harness.raises(
+            WorkerLost,
+            lambda: harness.within(
+                PATIENCE, "reporting the failure", lambda: harness.ask(group, "die", rank=1, others_take=60.0)
+            ),
+            "a call in which one rank dies",
+            match=r"rank 1\b",
+        )
+        harness.require_no_process_left("the death of a worker")
+
+    @holds(7, data_parallel=2)
+    def test_a_rank_that_hangs_meets_the_deadline(self, harness: WorkerGroupHarness) -> None:
+        """A rank that hangs must raise `DeadlineExceeded` after `deadlines.call`; the error names the rank."""
+        group = harness.start(call=1.0)
+        harness.raises(
+            DeadlineExceeded,
+            lambda: harness.within(
+                PATIENCE, "reporting the timeout", lambda: harness.ask(group, "sleep", seconds=[0.0, 4.0])
+            ),
+            "a call in which one rank takes longer than the deadline",
+            match=r"rank 1\b",
+        )
+        harness.require_no_process_left("a deadline")
+
+    @holds(7, data_parallel=2)
+    def test_an_answer_that_cannot_be_sent_fails_the_call(self, harness: WorkerGroupHarness) -> None:
+        """A result that cannot be pickled must fail the call with a `WorkerError`, not leave it waiting."""
+        group = harness.start(call=PATIENCE)
+        harness.raises(WorkerError, lambda: harness.ask(group, "answer_with_a_lock"), "a lock as an answer")
+
+    @holds(7, data_parallel=2)
+    def test_a_group_is_not_usable_after_a_failure(self, harness: WorkerGroupHarness) -> None:
+        """After a failed call the group must reject further calls, because its ranks are at different points of the
+        program.
+        """
+        group = harness.start(call=PATIENCE)
+        harness.raises(Exception, lambda: harness.ask(group, "fail", rank=1), "a call in which one rank fails")
+        harness.raises(WorkerError, lambda: harness.ask(group, "who"), "a call after a failure")
+
+
+class _Lifecycle:
+    """Startup and shutdown."""
+
+    @holds(7)
+    def test_a_constructor_that_raises_fails_the_start(self, harness: WorkerGroupHarness) -> None:
+        """A constructor that raises must fail the start with its own message, and all other workers must be ended."""
+        last = harness.layout.workers - 1
+        harness.raises(
+            Exception,
+            lambda: harness.start(word="wood", fail_rank=last, start=60.0),
+            "a worker whose constructor raises",
+            match="cannot build a worker of wood",
+        )
+        harness.require_no_process_left("a start that failed")
+
+    @holds(7, data_parallel=2)
+    def test_starting_has_a_deadline(self, harness: WorkerGroupHarness) -> None:
+        """Startup must raise `DeadlineExceeded` after `deadlines.start`, counted from the first process to the last
+        constructor.
+        """
+        harness.raises(
+            DeadlineExceeded,
+            lambda: harness.within(
+                PATIENCE, "reporting the timeout", lambda: harness.start(start=1.0, slow_rank=1, slow_seconds=4.0)
+            ),
+            "a constructor that takes longer than the deadline",
+            match=r"rank (0, )?1\b",
+        )
+        harness.require_no_process_left("a start that took too long")
 
     @holds(8)
-    def test_a_class_that_is_not_there_fails_the_start(self, bench: WorkerGroupBench) -> None:
-        """As a `PluginError` that names it."""
+    def test_a_class_that_is_not_there_fails_the_start(self, harness: WorkerGroupHarness) -> None:
+        """A missing worker class must raise a `PluginError` that names it."""
         target = "rlframework.conformance.probe_worker:NoSuchWorker"
-        call = lambda: bench.start(target, start=60.0)  # noqa: E731
-        bench.refuses(PluginError, call, "a class that is not there", says="NoSuchWorker")
+        call = lambda: harness.start(target, start=60.0)  # noqa: E731
+        harness.raises(PluginError, call, "a missing class", match="NoSuchWorker")
 
     @holds(8, data_parallel=2)
-    def test_other_plugins_there_than_here_are_refused(self, bench: WorkerGroupBench) -> None:
-        """A worker that would find another version of a plugin than the driver computes something else."""
+    def test_other_plugins_there_than_here_are_refused(self, harness: WorkerGroupHarness) -> None:
+        """A worker with other plugin versions than the driver must raise a `PluginError`; it would compute something
+        else.
+        """
         versions = {"not-there": ("not-there-dist", "1.2.3")}
-        spec = WorkerSpec(PROBE, {"folder": str(bench.folder)}, fingerprint=versions)
-        bench.refuses(PluginError, lambda: bench.start(spec=spec, start=60.0), "another plugin", says=r"1\.2\.3")
+        spec = WorkerSpec(PROBE, {"folder": str(harness.folder)}, fingerprint=versions)
+        harness.raises(
+            PluginError, lambda: harness.start(spec=spec, start=60.0), "another plugin version", match=r"1\.2\.3"
+        )
 
     @holds(7)
-    def test_shutdown_cleans_up_and_ends_every_worker(self, bench: WorkerGroupBench) -> None:
-        """It says that all ended in peace; doing it again does nothing. No process outlives it."""
-        group = bench.start()
-        bench.equal("what shutdown returns", group.shutdown("tidy_up"), True)
-        bench.require_nobody_left("shutdown")
-        bench.passes("a second shutdown", lambda: group.shutdown("tidy_up"))
-        found = {path.name: path.read_text() for path in bench.folder.glob("tidy-*")}
-        bench.equal("clean-ups", found, {f"tidy-{rank}": "tidied\n" for rank in range(bench.layout.workers)})
-        bench.refuses(WorkerError, lambda: bench.ask(group, "who"), "a call after shutdown")
+    def test_shutdown_cleans_up_and_ends_every_worker(self, harness: WorkerGroupHarness) -> None:
+        """`shutdown` must run the cleanup on every worker, end all processes, return True, and do nothing when
+        repeated.
+        """
+        group = harness.start()
+        harness.equal("return value of shutdown", group.shutdown("clean_up"), True)
+        harness.require_no_process_left("shutdown")
+        harness.must_not_raise("a second shutdown", lambda: group.shutdown("clean_up"))
+        found = {path.name: path.read_text() for path in harness.folder.glob("cleanup-*")}
+        harness.equal("cleanups", found, {f"cleanup-{rank}": "cleaned\n" for rank in range(harness.layout.workers)})
+        harness.raises(WorkerError, lambda: harness.ask(group, "who"), "a call after shutdown")
 
     @holds(7)
-    def test_shutdown_says_that_a_clean_up_failed(self, bench: WorkerGroupBench) -> None:
-        """False, not an exception: whoever shuts down must be able to go on with the rest."""
-        group = bench.start()
-        bench.equal("what shutdown returns", group.shutdown("fail_to_tidy_up"), False)
-        bench.require_nobody_left("shutdown")
+    def test_shutdown_says_that_a_clean_up_failed(self, harness: WorkerGroupHarness) -> None:
+        """If a cleanup fails, `shutdown` must return False instead of raising, so that the caller can continue shutting
+        down.
+        """
+        group = harness.start()
+        harness.equal("return value of shutdown", group.shutdown("fail_to_clean_up"), False)
+        harness.require_no_process_left("shutdown")
 
     @holds(7, data_parallel=2)
-    def test_shutdown_does_not_wait_for_ever(self, bench: WorkerGroupBench) -> None:
-        """`timeout` seconds for the clean-up, then the workers are ended and it returns False."""
-        group = bench.start()
-        ended = bench.within(PATIENCE, "shutdown", lambda: group.shutdown("tidy_up_slowly", timeout=0.5))
-        bench.equal("what shutdown returns", ended, False)
-        bench.require_nobody_left("shutdown")
+    def test_shutdown_does_not_wait_for_ever(self, harness: WorkerGroupHarness) -> None:
+        """`shutdown` must wait at most `timeout` seconds for the cleanup, then end the workers and return False."""
+        group = harness.start()
+        ended = harness.within(PATIENCE, "shutdown", lambda: group.shutdown("clean_up_slowly", timeout=0.5))
+        harness.equal("return value of shutdown", ended, False)
+        harness.require_no_process_left("shutdown")
 
 
-class WorkerGroupSuite(_Calls, _Values, _Failures, _Lives, Suite, sealed=True):
-    """The suite of `rlframework.interfaces.worker_group.WorkerGroup`."""
+class WorkerGroupSuite(_Calls, _Values, _Failures, _Lifecycle, Suite, sealed=True):
+    """The conformance suite of `rlframework.interfaces.worker_group.WorkerGroup`."""
 
     kind = "worker_group"
-    bench_class = WorkerGroupBench
+    harness_class = WorkerGroupHarness
     layouts = True

@@ -1,1 +1,1 @@
-"""Tensor classes in memory-mapped folders: written whole or not at all, checked before they are mapped."""
+"""Tensorclasses in memory-mapped folders: written atomically, and checked before they are mapped."""

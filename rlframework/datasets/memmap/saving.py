@@ -1,4 +1,4 @@
-"""Writing a tensorclass to a folder that is there whole or not at all, while what comes back maps the final files."""
+"""Write a tensorclass to a folder atomically, and return it mapped from the final files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DataT = TypeVar("DataT")
 
 
 def save(data: DataT, prefix: str | Path | None, *, like: bool, copy_existing: bool, num_threads: int) -> DataT:
-    """Write `data` (with `like`, zeros of its shapes) and return it mapped and locked; see `MemmapTensorClass`."""
+    """Write `data` (with `like`, zeros of its shapes), and return it mapped and locked; see `MemmapTensorClass`."""
     _check_savable(data, values=not like)
     where = prefix if prefix is not None or like else folder_of(data)
     base: Any = TensorClass
@@ -25,30 +25,30 @@ def save(data: DataT, prefix: str | Path | None, *, like: bool, copy_existing: b
         return base.memmap_like(data) if like else base.memmap(data)  # type: ignore[no-any-return]
     folder = Path(os.path.realpath(where))
     with memmap_folder.replacing_saved(folder) as new:
-        source = data if like else _with_own_copied(data, folder)
+        source = data if like else _detached_from(data, folder)
         saved = base.memmap_like(source, new, num_threads=num_threads)
         memmap_folder.reserve(new)
         if not like:
             saved = base.memmap(source, new, copy_existing, num_threads=num_threads)
-    _tell_new_place(saved, new, folder)
+    _relocate(saved, new, folder)
     return saved  # type: ignore[no-any-return]
 
 
 def save_in_place(data: DataT, prefix: str | Path | None, *, copy_existing: bool, num_threads: int) -> DataT:
-    """`save`, after which `data` itself is mapped and locked."""
+    """Save like `save`; afterwards `data` itself is mapped and locked."""
     saved: Any = save(data, prefix, like=False, copy_existing=copy_existing, num_threads=num_threads)
     data.__dict__["_tensordict"] = saved._tensordict
     return data
 
 
 def nodes(data: Any) -> Iterator[TensorDict]:
-    """The tensordicts in `data`, from the outside in; a `BatchTypeError` for one that cannot be saved."""
+    """Yield the tensordicts in `data`, outermost first; a `BatchTypeError` for one that cannot be saved."""
     known = is_tensorclass(data) and str(type(data)) in memmap_folder.CLASSES
     inner = data._tensordict if known else data
     if type(inner) is not TensorDict:
         raise BatchTypeError(
             f"a {type(inner).__name__} cannot be saved: fields are dense tensors, TensorDicts of them, and "
-            f"{memmap_folder.class_names()}; pad what is stacked lazily, keep text elsewhere"
+            f"{memmap_folder.class_names()}; pad lazy stacks, and store text elsewhere"
         )
     yield inner
     for value in inner.values():
@@ -57,7 +57,7 @@ def nodes(data: Any) -> Iterator[TensorDict]:
 
 
 def folder_of(data: Any) -> Path | None:
-    """The folder that all of the tensorclass `data` is mapped from."""
+    """The folder that the tensorclass `data` is mapped from, or None."""
     prefix = getattr(data._tensordict, "_memmap_prefix", None)
     return None if prefix is None else Path(prefix).parent
 
@@ -66,22 +66,22 @@ def _check_savable(data: Any, *, values: bool) -> None:
     for node in nodes(data):
         for key, value in node.items():
             if not memmap_folder.is_plain_key(key):
-                raise BatchTypeError(f"a field cannot be saved under the name {key!r}: use letters, digits and _ . ~ -")
+                raise BatchTypeError(f"{key!r} is not a valid name of a saved field: use letters, digits and _ . ~ -")
             if not isinstance(value, torch.Tensor):
                 continue
             if value.layout is not torch.strided or value.is_nested or str(value.dtype) not in memmap_folder.DTYPES:
                 raise BatchTypeError(
-                    f"{key!r} is {value.dtype} of layout {value.layout} and cannot be saved: make it dense, of "
+                    f"{key!r} is {value.dtype} of layout {value.layout} and cannot be saved: make it dense, with dtype "
                     f"{', '.join(memmap_folder.DTYPES)}"
                 )
             if values and value.is_meta:
-                raise BatchTypeError(f"{key!r} is on the meta device and has no values to save; see memmap_like")
+                raise BatchTypeError(f"{key!r} is on the meta device and has no values to save; use memmap_like")
 
 
-def _with_own_copied(data: Any, folder: Path) -> Any:
-    """`data`, with each field that is mapped from its own file in `folder` as a tensor that tensordict will copy.
+def _detached_from(data: Any, folder: Path) -> Any:
+    """`data`, with fields that are mapped from their own file in `folder` as plain tensors, which tensordict copies.
 
-    From the mapping, not the file: another may have been saved there since.
+    Copying reads the mapping, not the file, which may have been replaced since.
     """
 
     def plain(key: str | tuple[str, ...], leaf: Any) -> Any:
@@ -96,8 +96,8 @@ def _with_own_copied(data: Any, folder: Path) -> Any:
     return data.apply(plain, named=True, nested_keys=True)
 
 
-def _tell_new_place(saved: Any, old: Path, new: Path) -> None:
-    """Tell `saved`, which maps files under `old`, that they are now under `new`."""
+def _relocate(saved: Any, old: Path, new: Path) -> None:
+    """Update the paths in `saved`, whose mapped files moved from `old` to `new`."""
     for node in nodes(saved):
         inner: Any = node
         inner._memmap_prefix = new / Path(inner._memmap_prefix).relative_to(old)

@@ -1,1 +1,1 @@
-"""Data sets as rows that are read when asked for: JSON lines, Parquet, Arrow, names on the hub (`opening`)."""
+"""Sources of rows that are read on access: JSON lines, Parquet, Arrow, and data sets on the hub (`opening`)."""

@@ -1,12 +1,11 @@
-"""Opening data sets: JSON lines, Parquet, what `datasets.save_to_disk` wrote, and names on the Hugging Face hub.
+"""Open data sets: JSON lines, Parquet, folders of `datasets.save_to_disk`, and names on the Hugging Face hub.
 
     rows = open_rows("data/*.parquet")
     rows = open_rows("openai/gsm8k", subset="main", split="test")
 
-Whatever looks like a path is never asked of the hub. Files here are read as they are now: nothing is put into a cache
-of the user's, so no row is stale. JSON lines are read in place; Parquet, which cannot be read row by row, is unpacked
-into a nameless temporary file (in `TMPDIR`) that the system frees with the process. Only what comes from the hub lies
-in the cache of the `datasets` library.
+A name that looks like a path is never looked up on the hub. Local files are read directly, without a cache, so no row
+is stale. JSON lines are read in place; Parquet, which has no access by row, is unpacked into an unnamed temporary file
+(in `TMPDIR`) that the system frees with the process. The `datasets` library caches only data from the hub.
 """
 
 from __future__ import annotations
@@ -23,31 +22,30 @@ from rlframework.datasets.sources.jsonl import JsonlRows
 from rlframework.datasets.sources.parquet import read_parquet
 from rlframework.datasets.sources.rows import DAMAGE, ArrowRows, Rows
 from rlframework.errors import DataError
-from rlframework.huggingface.hub import is_path, quiet_hub, tell_of_hub
+from rlframework.huggingface.hub import announce_hub_request, hub_problem, is_path, quiet_hub
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 _KINDS = {".jsonl": "jsonl", ".json": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".pq": "parquet"}
 _REASON = 300
-"""Characters of another library's message that are passed on."""
+"""Characters of another library's message to include in an error."""
 
 _ALLOWED = (
-    "give a JSONL or Parquet file, a directory or glob pattern of them, a directory that datasets.save_to_disk wrote, "
+    "give a JSONL or Parquet file, a directory or glob pattern of them, a directory written by datasets.save_to_disk, "
     "or the name of a data set on the Hugging Face hub"
 )
 
 
 def open_rows(source: str | Path, *, subset: str | None = None, split: str | None = None) -> Rows:
-    """The rows of `source`: lazy, in order, memory-mapped or read in place.
+    """Open the rows of `source` in order, memory-mapped or read in place.
 
-    `source`: a file (.jsonl, .json, .ndjson, .parquet, .pq), a glob pattern of files or a directory with files of one
-    kind, a directory of `datasets.save_to_disk`, or a name on the hub (as text: a `Path` is always something here).
-    `split` goes with the last three, `subset` with a directory of files and a name. Without `split`: `train`, or the
-    only one.
+    `source`: a file (.jsonl, .json, .ndjson, .parquet, .pq), a glob pattern or a directory of files of one kind, a
+    directory of `datasets.save_to_disk`, or a name on the hub (a `str`: a `Path` is always local). `split` applies to
+    the last three, `subset` to a directory of files and a name. `split` defaults to `train`, or the only split.
 
-    A `DataError` says what is wrong: nothing there, no network, no such split (and which there are), a file that is
-    empty, damaged, or of another kind. A JSON line that is broken is told when its row is read.
+    Raises a `DataError` if nothing is found, the hub cannot be reached, the split does not exist (listing those that
+    do), or a file is empty, damaged or of another kind. An invalid JSON line is an error when its row is read.
     """
     name = os.fspath(source)
     if isinstance(source, str) and not is_local(name):
@@ -57,27 +55,27 @@ def open_rows(source: str | Path, *, subset: str | None = None, split: str | Non
         return _from_directory(path, subset, split)
     if split is not None or subset is not None:
         given = "split" if split is not None else "subset"
-        raise DataError(f"{path}: a file has no {given}; leave {given} out, or give a directory or a name with splits")
+        raise DataError(f"{path}: a file has no {given}; remove {given}, or give a directory or a name with splits")
     return _from_files(_matches(path), path.stem)
 
 
 def is_local(name: str) -> bool:
-    """Whether `name` means files here, there or not, and the hub need not be asked for it."""
+    """Return True if `name` can only be local files, existing or not, so that the hub is not asked for it."""
     return is_path(name) or os.path.exists(name) or Path(name).suffix in _KINDS or glob.has_magic(name)
 
 
 def choose_split(splits: Sequence[str], wanted: str | None, where: str) -> str:
-    """`wanted`, or without it `train` or the only one of `splits`; else a `DataError` that lists them."""
+    """Return `wanted`, by default `train` or the only split. Raises a `DataError` that lists `splits`."""
     if wanted is None and len(splits) == 1:
         return splits[0]
     chosen = wanted or "train"
     if chosen not in splits:
-        raise DataError(f"{where}: there is no split {chosen!r}; there are {sorted(splits)}")
+        raise DataError(f"{where}: there is no split {chosen!r}; the splits are {sorted(splits)}")
     return chosen
 
 
 def _matches(path: Path) -> list[Path]:
-    """The file at `path`, or the files that it matches as a pattern, sorted."""
+    """The file at `path`, or the files that match the pattern `path`, sorted."""
     if os.path.lexists(path) or not glob.has_magic(str(path)):
         return [path]
     found = [Path(name) for name in sorted(glob.glob(str(path), recursive=True)) if os.path.isfile(name)]
@@ -89,7 +87,7 @@ def _matches(path: Path) -> list[Path]:
 def _from_files(paths: Sequence[Path], label: str) -> Rows:
     kinds = {_kind(path) for path in paths}
     if len(kinds) > 1:
-        raise DataError(f"{paths[0].parent}: JSONL and Parquet files together; give a pattern for those of one kind")
+        raise DataError(f"{paths[0].parent}: has both JSONL and Parquet files; give a pattern for one kind")
     if kinds == {"jsonl"}:
         return JsonlRows(paths)
     table, rows = read_parquet(paths)
@@ -102,7 +100,7 @@ def _kind(path: Path) -> str:
         return kind
     if not path.exists():
         raise DataError(f"{path}: cannot be read (No such file or directory); {_ALLOWED}")
-    raise DataError(f"{path}: files of the kind {path.suffix!r} are not read, only {sorted(_KINDS)}; convert it")
+    raise DataError(f"{path}: files of type {path.suffix!r} are not supported, only {sorted(_KINDS)}; convert it")
 
 
 def _from_directory(path: Path, subset: str | None, split: str | None) -> Rows:
@@ -114,45 +112,51 @@ def _from_directory(path: Path, subset: str | None, split: str | None) -> Rows:
 
 
 def _saved(path: Path, subset: str | None, split: str | None) -> Rows:
-    """What `save_to_disk` wrote: one data set, or one for each split."""
+    """The rows of a folder of `save_to_disk`: one data set, or one per split."""
     from datasets import Dataset, load_from_disk
 
     if subset is not None:
-        raise DataError(f"{path}: was written by save_to_disk and has no subsets; leave subset out")
-    with _refusals(f"{path}: cannot be read as what datasets.save_to_disk writes"):
+        raise DataError(f"{path}: was written by save_to_disk and has no subsets; remove subset")
+    with _data_errors(f"{path}: cannot be read as a folder of datasets.save_to_disk"):
         saved = load_from_disk(str(path))
     if isinstance(saved, Dataset):
         if split is not None:
-            raise DataError(f"{path}: was written by save_to_disk without splits; leave split out")
+            raise DataError(f"{path}: was written by save_to_disk without splits; remove split")
         return _dataset_rows(saved, str(path), path.name)
     chosen = choose_split(list(saved), split, str(path))
     return _dataset_rows(saved[chosen], f"{path}, split {chosen}", chosen)
 
 
 def _files_by_split(path: Path, subset: str | None) -> Mapping[str, list[str]]:
-    """The files of a directory by split: by their names, or as its README.md says, as on the hub."""
+    """The files of a directory by split, from their names or its README.md, as on the hub."""
     from datasets import load_dataset_builder
 
-    # it makes a lock file in its cache, and reads nothing but names and the README
-    with tempfile.TemporaryDirectory() as cache, _refusals(f"{path}: no data files can be found there", _ALLOWED):
+    # it creates a lock file in its cache, and reads only file names and the README
+    with (
+        tempfile.TemporaryDirectory() as cache,
+        _data_errors(f"{path}: no data files found", _ALLOWED[0].upper() + _ALLOWED[1:]),
+    ):
         builder: Any = load_dataset_builder(str(path), subset, cache_dir=cache)
         return {str(split): [str(name) for name in names] for split, names in builder.config.data_files.items()}
 
 
 def _from_hub(name: str, subset: str | None, split: str | None) -> Rows:
-    from datasets import get_dataset_split_names, load_dataset
+    from datasets import config, get_dataset_split_names, load_dataset
 
-    tell_of_hub(name)
+    announce_hub_request(name)
     where = f"the data set {name!r} (subset {subset!r}, split {split!r}) cannot be loaded"
-    remedy = f"There is no file or directory of that name here. Check the name and the network, or {_ALLOWED}"
-    with quiet_hub(), _refusals(where, remedy):
+    remedy = f"There is no local file or directory of that name. Check the name and the network, or {_ALLOWED}"
+    problem = hub_problem()
+    if problem is not None and not (Path(config.HF_DATASETS_CACHE) / name.replace("/", "___")).is_dir():
+        raise DataError(f"{where}: {problem}. {remedy}")
+    with quiet_hub(), _data_errors(where, remedy):
         if split is None:
             split = choose_split(get_dataset_split_names(name, subset), None, f"the data set {name!r}")
         return _dataset_rows(load_dataset(name, subset, split=split), f"data set {name}, split {split}", split)
 
 
 def _dataset_rows(dataset: Any, where: str, label: str) -> Rows:
-    if dataset._indices is not None:  # a selection of rows that is not written out yet
+    if dataset._indices is not None:  # a selection of rows that is not materialised
         dataset = dataset.flatten_indices(keep_in_memory=True)
     table: pa.Table = dataset.data.table
     if not table.num_rows:
@@ -161,8 +165,8 @@ def _dataset_rows(dataset: Any, where: str, label: str) -> Rows:
 
 
 @contextmanager
-def _refusals(where: str, remedy: str = "") -> Iterator[None]:
-    """Turn what the `datasets` library raises into a `DataError`."""
+def _data_errors(where: str, remedy: str = "") -> Iterator[None]:
+    """Turn exceptions of the `datasets` library into a `DataError`."""
     from datasets.exceptions import DatasetsError
 
     try:

@@ -1,4 +1,4 @@
-"""Parquet files as an Arrow table that lies on disk, so that single rows of data larger than memory can be read."""
+"""Read Parquet files as a memory-mapped Arrow table, for random access to data larger than memory."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 _BATCH = 1024
-"""Rows that are unpacked at a time."""
+"""Number of rows to unpack at a time."""
 
 
 def read_parquet(paths: Sequence[Path]) -> tuple[pa.Table, list[int]]:
-    """The rows of all files in order, memory-mapped, and how many each file has.
+    """Return the rows of all files in order, memory-mapped, and the number of rows of each file.
 
-    They are unpacked into a temporary file without a name, which is gone when the table is. Columns that a file lacks
-    are null there. A file that is missing, damaged, without rows, or whose columns do not fit the others' is a
-    `DataError`.
+    The rows are unpacked into an unnamed temporary file, which is freed with the table. Columns that a file lacks are
+    null in its rows. Raises a `DataError` if a file is missing or damaged, if its columns do not fit the other files',
+    or if there are no rows.
     """
     import pyarrow as pa
 
     schema = _common_schema(paths)
     rows = []
-    with _spooled() as file:
+    with _temporary_file() as file:
         with pa.ipc.new_stream(file, schema) as stream:
             for path in paths:
                 rows.append(0)
@@ -41,7 +41,7 @@ def read_parquet(paths: Sequence[Path]) -> tuple[pa.Table, list[int]]:
         file.flush()
         content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     if not sum(rows):
-        raise DataError(f"{paths[0]}: there are no rows in it; give a file with rows")
+        raise DataError(f"{paths[0]}: the file has no rows; give one with rows")
     return pa.ipc.open_stream(pa.py_buffer(content)).read_all(), rows
 
 
@@ -57,7 +57,7 @@ def _common_schema(paths: Sequence[Path]) -> pa.Schema:
             pa.unify_schemas(schemas, promote_options="permissive")
         except pa.ArrowException as error:
             raise DataError(
-                f"{path}: its columns do not fit those of {paths[0]} ({error}); give files of one kind"
+                f"{path}: its columns do not fit those of {paths[0]} ({error}); give files with the same columns"
             ) from error
     return pa.unify_schemas(schemas, promote_options="permissive")
 
@@ -84,7 +84,7 @@ def _fitted(batch: pa.RecordBatch, schema: pa.Schema, path: Path) -> pa.RecordBa
         except pa.ArrowException as error:
             raise DataError(
                 f"{path}: the column {field.name!r} ({batch[field.name].type}) does not fit the other files' "
-                f"({field.type}): {error}; give files of one kind"
+                f"({field.type}): {error}; give files with the same column types"
             ) from error
     return pa.record_batch(columns, schema=schema)
 
@@ -99,12 +99,12 @@ def _damage(path: Path) -> Iterator[None]:
         if isinstance(error, OSError) and error.errno in (errno.ENOENT, errno.EACCES):
             raise DataError(f"{path}: cannot be read ({error}); check the path") from error
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise DataError(f"{path}: is damaged, or no Parquet file ({reason})") from error
+        raise DataError(f"{path}: is damaged, or not a Parquet file ({reason})") from error
 
 
 @contextmanager
-def _spooled() -> Iterator[BinaryIO]:
-    """A temporary file without a name. Its content stays for as long as it is mapped."""
+def _temporary_file() -> Iterator[BinaryIO]:
+    """Open an unnamed temporary file, whose content exists while it is mapped."""
     try:
         with tempfile.TemporaryFile() as file:
             yield cast("BinaryIO", file)
@@ -112,6 +112,6 @@ def _spooled() -> Iterator[BinaryIO]:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise DataError(
-            f"no space in {tempfile.gettempdir()!r} to unpack the Parquet files into; set TMPDIR to a directory with "
-            "room for several times their size"
+            f"no space left in {tempfile.gettempdir()!r} to unpack the Parquet files; set TMPDIR to a directory with "
+            "space for several times their size"
         ) from error

@@ -1,7 +1,7 @@
-"""Rows of a data set, read when they are asked for: what every source of `sources` comes to.
+"""`Rows`, the interface of every source of data, and `ArrowRows` for memory-mapped Arrow tables.
 
-`Rows` is the interface; `ArrowRows` reads Arrow tables, which lie memory-mapped on disk. JSON lines are in `jsonl`.
-Columns are not decoded into pictures or sound: a row holds plain Python values.
+Rows are read on access. JSON lines are in `jsonl`. Columns are not decoded into images or audio: a row holds plain
+Python values.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ Row = dict[str, Any]
 """One row: plain Python values by column."""
 
 DAMAGE = (ArithmeticError, AttributeError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError)
-"""What pyarrow and `datasets` raise on files that are damaged: their readers trust what they read."""
+"""Exceptions of pyarrow and `datasets` on damaged files, which their readers do not validate."""
 
 
 class Rows(Sequence[Row], ABC):
-    """A sequence of rows that are read one by one. `rows[i]` of a row that is damaged is a `DataError` naming it."""
+    """A sequence of rows that are read on access. Reading a damaged row raises a `DataError` that names it."""
 
     @property
     @abstractmethod
     def columns(self) -> tuple[str, ...]:
-        """The columns there are; of JSON lines, whose rows may differ, those of the first row."""
+        """The column names; for JSON lines, whose rows may differ, those of the first row."""
 
     @abstractmethod
     def where(self, index: int) -> str:
-        """Where row `index` (from 0) stands, for messages: `train.jsonl, line 7`."""
+        """The location of row `index` (from 0) for messages, such as `train.jsonl, line 7`."""
 
     @abstractmethod
     def label(self, index: int) -> str:
@@ -44,11 +44,11 @@ class Rows(Sequence[Row], ABC):
 
     @abstractmethod
     def sizes(self) -> npt.NDArray[np.int64]:
-        """About how many bytes of text each row has, `[n]`, without reading the text: to find the longest rows."""
+        """Approximate bytes of text of each row, `[n]` int64, without reading the text; to find the longest rows."""
 
     @abstractmethod
     def read(self, index: int) -> Row:
-        """Row `index`, with `0 <= index < len(self)`."""
+        """Return row `index`, with `0 <= index < len(self)`."""
 
     @overload
     def __getitem__(self, index: int) -> Row: ...
@@ -61,10 +61,10 @@ class Rows(Sequence[Row], ABC):
 
 
 class ArrowRows(Rows):
-    """The rows of an Arrow table. `parts` names what the table was joined from: a name and a number of rows each.
+    """The rows of an Arrow table. `parts` are the name and number of rows of each file it was joined from.
 
-    With `check`, each record batch is validated when it is first read: damage of a memory-mapped file is then a
-    `DataError`, and not the end of the process.
+    With `check`, each record batch is validated when it is first read, so that a damaged memory-mapped file raises a
+    `DataError` instead of killing the process.
     """
 
     def __init__(self, table: pa.Table, parts: Sequence[tuple[str, int]], label: str, *, check: bool) -> None:
@@ -87,7 +87,7 @@ class ArrowRows(Rows):
         return self._columns
 
     def where(self, index: int) -> str:
-        """The name of the part, and the row in it, from 0."""
+        """The name of the file, and the row in it, from 0."""
         part = bisect_right(self._part_starts, index) - 1
         return f"{self._part_names[part]}, row {index - self._part_starts[part]}"
 
@@ -105,24 +105,24 @@ class ArrowRows(Rows):
                 self._unchecked.discard(number)
             rows: list[Row] = batch.slice(index - self._ends[number], 1).to_pylist()
         except DAMAGE as error:
-            raise DataError(f"{self.where(index)}: cannot be read, the file is damaged ({error})") from error
+            raise DataError(f"{self.where(index)}: cannot be read because the file is damaged ({error})") from error
         return rows[0]
 
     def sizes(self) -> npt.NDArray[np.int64]:
-        """See `Rows.sizes`: lengths of texts from their offsets, lists and structures included."""
+        """See `Rows.sizes`: lengths of texts from their offsets, including those in lists and structs."""
         try:
             found = [sum(map(_bytes, batch.columns), _zeros(batch.num_rows)) for batch in self._batches]
         except DAMAGE as error:
-            raise DataError(f"{self._part_names[0]}: cannot be read, the file is damaged ({error})") from error
+            raise DataError(f"{self._part_names[0]}: cannot be read because the file is damaged ({error})") from error
         return np.concatenate([*found, _zeros(0)])
 
 
 def _validate(table: pa.Table, where: str) -> None:
-    """The cheap part: numbers of rows, and where the buffers lie."""
+    """Run the cheap checks: row counts and buffer positions."""
     try:
         table.validate()
     except DAMAGE as error:
-        raise DataError(f"{where}: cannot be read, the file is damaged ({error})") from error
+        raise DataError(f"{where}: cannot be read because the file is damaged ({error})") from error
 
 
 def _zeros(rows: int) -> npt.NDArray[np.int64]:
@@ -130,7 +130,7 @@ def _zeros(rows: int) -> npt.NDArray[np.int64]:
 
 
 def _bytes(array: pa.Array) -> npt.NDArray[np.int64]:
-    """Bytes of text in each element of `array`, from offsets alone; other values count for nothing."""
+    """Bytes of text in each element of `array`, from offsets alone; other values count as 0."""
     import pyarrow as pa
     import pyarrow.compute as pc
 

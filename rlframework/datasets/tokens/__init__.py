@@ -1,1 +1,1 @@
-"""Data sets rendered once into token ids on disk, memory-mapped: `writing` makes the folder, `reading` maps it."""
+"""Data sets rendered once to token ids on disk: `writing` writes the folder, `reading` memory-maps it."""

@@ -1,14 +1,14 @@
-"""Rows of token ids on disk, memory-mapped: data sets larger than memory, rendered once (`writing`).
+"""Memory-mapped rows of token ids: data sets larger than memory that `writing` rendered once.
 
-A folder:
+A folder holds, little-endian and without headers:
 
-    meta.json     what it is: counts, number type, tokenizer, how rows were rendered, from what, and checksums
-    tokens.bin    the ids of all rows, one after the other: uint16, or uint32 for a vocabulary of more than 65,536
-    mask.bin      for each of them 1 where it is trained on, else 0: uint8
-    offsets.bin   where each row starts, and where the last one ends: int64, rows + 1
+    meta.json     counts, dtype, tokenizer, source and rendering of the rows, and checksums
+    tokens.bin    the concatenated ids of all rows: uint16, or uint32 for a vocabulary of more than 65,536
+    mask.bin      1 for each token that is trained on, else 0: uint8
+    offsets.bin   the start of each row and the end of the last one: int64, rows + 1
 
-all little-endian, without headers. Arrow, which `datasets` maps in the same way, was considered: its record batches
-cost a search and an object for each row, and nothing in its format tells a damaged file from a whole one.
+Arrow, which `datasets` maps in the same way, was considered: its record batches cost a search and an object per row,
+and its format cannot reveal a damaged file.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ META, TOKENS, MASK, OFFSETS = "meta.json", "tokens.bin", "mask.bin", "offsets.bi
 DTYPES: Mapping[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 _COUNTS = ("rows", "tokens", "trained_tokens", "longest", "vocab_size")
 _TEXTS = ("dtype", "tokenizer", "train_on")
-_PIECE = 1 << 20
+_CHUNK = 1 << 20
 
 
 class TokenData(Sequence["Row"]):
-    """The folder `path`, opened for reading. `meta` is what its `meta.json` says.
+    """The token data in the folder `path`. `meta` is the content of its `meta.json`.
 
-    Opening reads the offsets once, 8 bytes a row, and no tokens. A folder that is missing, damaged or half-written is a
-    `DataError`; a changed number in tokens or mask is found by `verify`, and by `rows` where it cannot be right.
+    Opening reads the offsets, 8 bytes per row, and no tokens. Raises a `DataError` if the folder is missing, damaged or
+    incomplete. A changed number in tokens or mask is detected by `verify`, and by `rows` if it is out of range.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -69,23 +69,23 @@ class TokenData(Sequence["Row"]):
 
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
-        """Tokens of each row, `[rows]`; no token is read."""
+        """Number of tokens of each row, `[rows]` int64, without reading tokens."""
         return np.diff(self._offsets)
 
     def row(self, index: int) -> Row:
-        """The ids of row `index`, `[tokens]` int64, and which of them are trained on, `[tokens]` bool."""
+        """The ids of row `index`, `[tokens]` int64, and their mask, `[tokens]` bool, true where trained on."""
         start, end = self._offsets[index], self._offsets[index + 1]
         return self._tokens[start:end].astype(np.int64), self._mask[start:end].astype(np.bool_)
 
     def rows(self, indices: Sequence[int] | npt.NDArray[Any], pad_id: int = 0) -> TokenRows:
-        """The rows of these numbers, in this order, padded on the right with `pad_id` (0 in the mask).
+        """Return the rows `indices`, in this order, padded on the right with `pad_id` (mask 0).
 
-        Row by row, each as one copy of a block, which was seen to take less than half the time of a gather by token. An
-        id that is not in the vocabulary, and a mask that is neither 0 nor 1, is a `DataError`.
+        Copies block by block, which takes less than half the time of a gather by token. Raises a `DataError` for an
+        index out of range, an id outside the vocabulary, and a mask other than 0 and 1.
         """
         numbers = np.asarray(indices, np.int64)
         if numbers.ndim != 1 or not len(numbers) or numbers.min() < 0 or numbers.max() >= len(self):
-            raise DataError(f"{self.path}: rows go from 0 to {len(self) - 1}; asked for {_shown(numbers)}")
+            raise DataError(f"{self.path}: rows are numbered 0 to {len(self) - 1}; requested {_shown(numbers)}")
         starts, ends = self._offsets[numbers], self._offsets[numbers + 1]
         shape = (len(numbers), int((ends - starts).max()))
         ids, mask = np.full(shape, pad_id, np.int64), np.zeros(shape, np.float32)
@@ -93,33 +93,37 @@ class TokenData(Sequence["Row"]):
             ids[row, : end - start] = self._tokens[start:end]
             mask[row, : end - start] = self._mask[start:end]
         if int(ids.max()) >= max(self.meta["vocab_size"], pad_id + 1) or float(mask.max()) > 1.0:
-            raise DataError(f"{self.path}: is damaged, it has numbers that are no tokens; render it again")
+            raise DataError(
+                f"{self.path}: is damaged: it has ids outside the vocabulary or an invalid mask; render it again"
+            )
         return TokenRows(torch.from_numpy(ids), torch.from_numpy(ends - starts), torch.from_numpy(mask))
 
     def verify(self) -> None:
-        """Read everything and compare it with the checksums; a `DataError` where something has changed."""
+        """Read everything and compare the checksums. Raises a `DataError` if a file has changed."""
         for name, expected in self.meta["crc32"].items():
             if checksum(self.path / name) != expected:
-                raise DataError(f"{self.path / name}: is damaged, its checksum is not that of meta.json")
+                raise DataError(
+                    f"{self.path / name}: is damaged: its checksum is not that in meta.json; render it again"
+                )
 
     def _check_offsets(self) -> None:
-        """They go up from 0 to the number of tokens, in steps no longer than the longest row."""
+        """Check that offsets increase from 0 to the number of tokens, in steps of at most the longest row."""
         offsets, longest = self._offsets, self.meta["longest"]
         fine = offsets[0] == 0 and offsets[-1] == self.meta["tokens"]
-        for start in range(0, len(self), _PIECE):
-            steps = np.diff(offsets[start : start + _PIECE + 1])
+        for start in range(0, len(self), _CHUNK):
+            steps = np.diff(offsets[start : start + _CHUNK + 1])
             fine = fine and steps.min() > 0 and steps.max() <= longest
         if not fine:
-            raise DataError(f"{self.path / OFFSETS}: is damaged, its rows do not follow one another; render it again")
+            raise DataError(f"{self.path / OFFSETS}: is damaged: its offsets are inconsistent; render it again")
 
 
 def checksum(path: Path) -> int:
-    """CRC-32 of a file, read in pieces. A file that cannot be read is a `DataError`."""
+    """CRC-32 of a file, read in chunks. Raises a `DataError` if the file cannot be read."""
     value = 0
     try:
         with path.open("rb") as file:
-            while piece := file.read(_PIECE):
-                value = zlib.crc32(piece, value)
+            while chunk := file.read(_CHUNK):
+                value = zlib.crc32(chunk, value)
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror}); render the data again") from error
     return value
@@ -130,15 +134,17 @@ def _read_meta(path: Path) -> Mapping[str, Any]:
         meta = json.loads((path / META).read_bytes())
     except OSError as error:
         raise DataError(
-            f"{path}: no token data there ({META} cannot be read: {error.strerror}); give a folder that `rlframework "
-            "tokenize` wrote"
+            f"{path}: not token data ({META} cannot be read: {error.strerror}); give a folder written by `rlframework "
+            "tokenize`"
         ) from error
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{path / META}: is damaged ({error}); render it again") from error
+        raise DataError(f"{path / META}: is damaged ({error}); render the data again") from error
     if not isinstance(meta, dict) or meta.get("format") != FORMAT:
-        raise DataError(f"{path}: {META} is not that of token data; give a folder that `rlframework tokenize` wrote")
+        raise DataError(f"{path}: {META} does not describe token data; give a folder written by `rlframework tokenize`")
     if meta.get("version") != VERSION:
-        raise DataError(f"{path}: is of version {meta.get('version')!r}, and {VERSION} is read here; render it again")
+        raise DataError(
+            f"{path}: has format version {meta.get('version')!r}, but only {VERSION} is supported; render it again"
+        )
     wrong = [name for name in _COUNTS if type(meta.get(name)) is not int or meta[name] < 1]
     wrong += [name for name in _TEXTS if not isinstance(meta.get(name), str)]
     limit = meta.get("max_tokens")
@@ -147,19 +153,19 @@ def _read_meta(path: Path) -> Mapping[str, Any]:
     if not isinstance(sums, dict) or sums.keys() != {TOKENS, MASK, OFFSETS}:
         wrong.append("crc32")
     if wrong or meta["dtype"] not in DTYPES:
-        raise DataError(f"{path / META}: is damaged, {wrong or ['dtype']} cannot be right; render it again")
+        raise DataError(f"{path / META}: is damaged: invalid {wrong or ['dtype']}; render it again")
     return meta
 
 
 def _mapped(path: Path, dtype: np.dtype[Any], count: int) -> npt.NDArray[Any]:
-    """The numbers of a file, mapped. Its size is checked first: reading behind the end would stop the process."""
+    """Map the numbers of a file. Its size is checked first: reading past the end would kill the process."""
     try:
         size = os.stat(path).st_size
         if size == count * dtype.itemsize:
             return np.asarray(np.memmap(path, dtype, "r", shape=(count,)))
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror}); render the data again") from error
-    raise DataError(f"{path}: is damaged, it has {size:,} bytes instead of {count * dtype.itemsize:,}; render it again")
+    raise DataError(f"{path}: is damaged: it has {size:,} bytes instead of {count * dtype.itemsize:,}; render it again")
 
 
 def _shown(numbers: npt.NDArray[np.int64]) -> str:

@@ -1,4 +1,4 @@
-"""Writing token data (`token_data`) in a stream: what is in memory does not depend on the number of rows."""
+"""Write token data (see `reading`) as a stream, in memory that does not depend on the number of rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rlframework.datasets.rendering import Rendered
 
 _BUFFERED = 1 << 18
-"""Tokens that are gathered before they are written."""
+"""Number of tokens to buffer before writing."""
 
 
 def write_token_data(
@@ -31,11 +31,11 @@ def write_token_data(
     max_tokens: int | None = None,
     source: Mapping[str, Any] | None = None,
 ) -> TokenData:
-    """Write `rows` (ids and mask each) to the folder `path`, all or nothing, and open it.
+    """Write `rows` (ids and mask each) to the folder `path` atomically, and open it.
 
-    `tokenizer` is its fingerprint; `train_on` and `max_tokens` say how the rows were made, `source` of what (JSON's
-    types). What was at `path` is replaced. No rows, a row without tokens, a mask of another length and an id
-    outside the vocabulary are a `DataError`.
+    Recorded in `meta.json`: `tokenizer` (a fingerprint), `train_on` and `max_tokens` (how the rows were rendered), and
+    `source` (JSON values). An existing `path` is replaced. Raises a `DataError` if there are no rows or nothing to
+    train on, for an empty row, a mask of another length, and an id outside the vocabulary.
     """
     dtype = "uint16" if vocab_size <= 2**16 else "uint32"
     with replacing_directory(path) as folder:
@@ -64,7 +64,7 @@ def write_token_data(
 
 
 class _Writer:
-    """Gathers rows, and writes them when there are enough."""
+    """Buffers rows and appends them to the files."""
 
     def __init__(self, tokens: BinaryIO, mask: BinaryIO, offsets: BinaryIO, dtype: np.dtype[Any], vocab: int) -> None:
         self._files = {TOKENS: tokens, MASK: mask, OFFSETS: offsets}
@@ -77,7 +77,9 @@ class _Writer:
 
     def add(self, ids: list[int], trained: list[bool]) -> None:
         if not ids or len(ids) != len(trained):
-            raise DataError(f"row {self._rows} has {len(ids)} tokens and a mask for {len(trained)}; give each row both")
+            raise DataError(
+                f"row {self._rows} has {len(ids)} tokens and a mask of {len(trained)}; both must be equal and above 0"
+            )
         self._ids += ids
         self._trained += trained
         self._rows += 1
@@ -88,12 +90,12 @@ class _Writer:
             self._flush()
 
     def finish(self) -> dict[str, Any]:
-        """Write what is left; the counts and checksums."""
+        """Write the rest of the buffer; return counts and checksums."""
         if not self._rows:
             raise DataError("there are no rows to write")
         self._flush()
         if not self._trained_tokens:
-            raise DataError("no token of any row is trained on: there is nothing to learn")
+            raise DataError("no token of any row is trained on; there is nothing to learn")
         return {
             "rows": self._rows,
             "tokens": self._tokens,
@@ -105,7 +107,9 @@ class _Writer:
     def _flush(self) -> None:
         ids = np.array(self._ids, np.int64)
         if len(ids) and (ids.min() < 0 or ids.max() >= self._vocab):
-            raise DataError(f"there is a token {ids.max()} (least: {ids.min()}), and the vocabulary has {self._vocab}")
+            raise DataError(
+                f"token ids are from {ids.min()} to {ids.max()}, but the vocabulary has {self._vocab} tokens"
+            )
         mask = np.array(self._trained, np.uint8)
         self._trained_tokens += int(mask.sum())
         self._write(TOKENS, ids.astype(self._dtype))

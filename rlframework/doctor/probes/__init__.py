@@ -1,1 +1,1 @@
-"""Programs that look at what might end or hang a process; each prints one line of JSON, the last of its output."""
+"""Programs that test what might crash or hang a process. The last line of their output is JSON."""

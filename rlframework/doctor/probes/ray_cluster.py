@@ -1,4 +1,4 @@
-"""Attaches to the Ray cluster at the address given, as a run does, and says what is there. Imports nothing of ours."""
+"""Attaches to the Ray cluster at a given address, as a run does, and describes it. Does not import rlframework."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any
 
 
 def main() -> None:
-    """Print what was found; `error` where the cluster could not be attached to."""
+    """Print the description; `error` is set if attaching failed."""
     print(json.dumps(look(sys.argv[1])))
 
 
 def look(address: str) -> dict[str, Any]:
-    """Nodes with their resources; what is free; the versions, which Ray compares when it attaches."""
+    """Return nodes with their resources, free resources, and the versions that Ray compares on attaching."""
     import ray
 
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         nodes = [_node(node) for node in ray.nodes()]  # type: ignore[no-untyped-call]
         free = ray.available_resources()  # type: ignore[no-untyped-call]
-    except Exception as error:  # noqa: BLE001 - what was raised is what was asked for
+    except Exception as error:  # noqa: BLE001 - the error is the result
         return {"error": _with_causes(error)}
     finally:
         ray.shutdown()
@@ -42,7 +42,7 @@ def _with_causes(error: BaseException) -> str:
 
 
 def _short(text: str) -> str:
-    """`text` without a traceback that stands in it: what leads to it, and its last line."""
+    """`text` with an embedded traceback reduced to its last line."""
     before, traceback, inside = text.strip().partition("Traceback (most recent call last):")
     return f"{before}{inside.splitlines()[-1]}" if traceback and inside else before
 

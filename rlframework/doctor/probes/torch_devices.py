@@ -1,4 +1,4 @@
-"""Imports torch and says what it can do: CUDA, a kernel on each GPU, NCCL, gloo. It imports nothing of ours."""
+"""Imports torch and tests CUDA, a kernel on each GPU, NCCL and gloo. Does not import rlframework."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def main() -> None:
-    """Print what was found."""
+    """Print the results."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found = look()
@@ -18,7 +18,7 @@ def main() -> None:
 
 
 def look() -> dict[str, Any]:
-    """The facts. Values are None where there is no such thing, and texts under `..._error` where it fails."""
+    """Return the results. Values are None if not available; failures are texts under `..._error`."""
     import torch
     import torch.distributed as dist
 
@@ -50,7 +50,7 @@ def _gpu(torch: Any, index: int) -> dict[str, Any]:
 
 
 def _gloo(dist: Any) -> None:
-    """A group of one: binds the address that gloo would tell other ranks."""
+    """Form a group of one, which binds the address that gloo would announce to other ranks."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     dist.destroy_process_group()
 
@@ -58,7 +58,7 @@ def _gloo(dist: Any) -> None:
 def _error_of(work: Callable[[], object]) -> str | None:
     try:
         work()
-    except Exception as error:  # noqa: BLE001 - what was raised is what was asked for
+    except Exception as error:  # noqa: BLE001 - the error is the result
         return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     return None
 

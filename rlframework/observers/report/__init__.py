@@ -1,9 +1,9 @@
-"""`rlframework report`: one HTML page, and pictures, of what runs leave in their folders.
+"""`rlframework report`: one self-contained HTML page, and figures, from the output directories of runs.
 
     write_report([Path("runs/a"), Path("runs/b")], Path("report.html"))
 
-Reads files only: no model, no plugin and no network, now or when the page is opened. It does not follow a run that is
-going on; made again, the page shows what is there by then.
+Only reads files: neither writing nor opening the page needs a model, a plugin or the network. The page does not follow
+a run in progress; create it again to update it.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ PAGE = "report.html"
 
 
 def default_page(runs: Sequence[Path]) -> Path:
-    """Where the page goes unless told: into the run, or, of several, into the working directory."""
+    """The default path of the page: in the run's directory, or in the working directory for several runs."""
     return runs[0] / PAGE if len(runs) == 1 else Path(PAGE)
 
 
 def write_report(
     runs: Sequence[Path], page: Path | None = None, *, smooth: int | None = None, figures: Path | None = None
 ) -> tuple[Path, list[Path]]:
-    """Write the page of `runs`, and PNGs into the folder `figures`; returns the page's path and the pictures'.
+    """Write the page of `runs`, and PNGs into the folder `figures`; return the path of the page and of the PNGs.
 
-    `smooth` is the span, in steps, of the smoothing that the page opens with; by default a 25th of the longest run, at
-    most 100. Raises `UserError` where a folder is no run, a file cannot be read, or there are no metrics yet; nothing
-    is written then.
+    `smooth` is the initial smoothing span of the page in steps, by default a 25th of the longest run, at most 100.
+    Raises `UserError`, without writing anything, if a folder is not a run, a file cannot be read, or a run has no
+    metrics yet.
     """
     page = page or default_page(runs)
     _check(page, smooth)
@@ -48,8 +48,8 @@ def write_report(
 
 def _check(page: Path, smooth: int | None) -> None:
     if page.suffix.lower() not in (".html", ".htm"):
-        raise UserError(f"--out {page}: the page's name must end in .html, so that no other file is overwritten")
+        raise UserError(f"--out {page}: the file name must end in .html, so that no other file is overwritten")
     if page.is_dir():
-        raise UserError(f"--out {page} is a folder; give a file in it, such as {page / PAGE}")
+        raise UserError(f"--out {page} is a folder: give the path of a file, such as {page / PAGE}")
     if smooth is not None and smooth < 1:
-        raise UserError(f"--smooth {smooth}: the span in steps must be 1 (no smoothing) or more")
+        raise UserError(f"--smooth {smooth}: the span must be at least 1 step (1 means no smoothing)")

@@ -1,4 +1,4 @@
-"""All that the page shows, as plain values for JSON. Numbers are cut to the digits that a picture can show."""
+"""The report page's data as JSON values. Numbers are rounded to the precision visible in a chart."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from rlframework import __version__
 from rlframework.observers.report.facts import facts_of, headline_of
 from rlframework.observers.report.metrics import Chart, arrange, phase_of, split_of
 from rlframework.observers.report.reading import Run
-from rlframework.observers.report.settings import environment_of, flat
+from rlframework.observers.report.settings import environment_of, flatten
 from rlframework.observers.report.thinning import POINTS, Series, thin, thin_samples
 from rlframework.observers.series import seconds_of, series
 
 BUDGET = 600_000
-"""Characters of samples on the page, all runs together."""
+"""Maximum number of characters in samples, over all runs."""
 NUMBERS = 250_000
-"""Numbers in series on the page, all runs together."""
+"""Maximum number of values in series, over all runs."""
 COLUMNS = 160
-"""Columns of a picture of phase times."""
+"""Maximum number of columns in a chart of phase times."""
 LONGEST = 4000
-"""Characters of one prompt or completion."""
+"""Maximum number of characters in one prompt or completion."""
 
 
 def content(runs: Sequence[Run], smooth: int) -> dict[str, Any]:
-    """The page's data; `smooth` is the span of smoothing that it opens with."""
+    """The data of the page; `smooth` is its initial smoothing span in steps."""
     names = list(dict.fromkeys(name for run in runs for row in run.history for name in row))
     groups, listed = arrange(names), len(names) or 1
     points = max(100, min(POINTS, NUMBERS // (len(runs) * listed)))
@@ -43,7 +43,7 @@ def content(runs: Sequence[Run], smooth: int) -> dict[str, Any]:
 
 
 def _group(key: str, title: str, charts: Sequence[Chart], runs: Sequence[Run]) -> dict[str, Any]:
-    """The charts; what never changed, or is another's copy, is no picture but a word each."""
+    """The charts of a group. Constant metrics and copies of another metric are listed as text instead."""
     values = {chart.quantity: _only_value(chart, runs) for chart in charts}
     copies = _copies([chart for chart in charts if values[chart.quantity] is None], runs)
     return {
@@ -56,31 +56,31 @@ def _group(key: str, title: str, charts: Sequence[Chart], runs: Sequence[Run]) -
 
 
 def _copies(charts: Sequence[Chart], runs: Sequence[Run]) -> dict[str, str]:
-    """Titles of charts whose training values are those of an earlier one at every step, and that one's title.
+    """Map the title of each chart whose training values equal those of an earlier chart to that chart's title.
 
-    Not of accuracy, which everybody looks for even where the reward is nothing else.
+    Accuracy is never dropped as a copy: readers look for it even if it equals the reward.
     """
     copies: dict[str, str] = {}
     seen: list[tuple[str, list[float | None]]] = []
     for chart in charts:
-        trained = [name for name in chart.names if split_of(name) != "validation"]
-        values = [row.get(name) for name in trained for run in runs for row in run.history]
-        twin = next((title for title, others in seen if _alike(values, others)), None)
-        if twin is not None and chart.quantity != "accuracy" and len(trained) == len(chart.names):
-            copies[chart.title] = twin
+        training = [name for name in chart.names if split_of(name) != "validation"]
+        values = [row.get(name) for name in training for run in runs for row in run.history]
+        original = next((title for title, others in seen if _nearly_equal(values, others)), None)
+        if original is not None and chart.quantity != "accuracy" and len(training) == len(chart.names):
+            copies[chart.title] = original
         else:
             seen.append((chart.title, values))
     return copies
 
 
-def _alike(ours: Sequence[float | None], others: Sequence[float | None]) -> bool:
-    """Whether no picture could show a difference."""
-    if not ours or len(ours) != len(others):
+def _nearly_equal(values: Sequence[float | None], others: Sequence[float | None]) -> bool:
+    """Whether the two series look the same in a chart."""
+    if not values or len(values) != len(others):
         return False
-    near = 1e-4 * max((abs(value) for value in ours if value is not None and math.isfinite(value)), default=0.0)
+    tolerance = 1e-4 * max((abs(value) for value in values if value is not None and math.isfinite(value)), default=0.0)
     return all(
-        one == other if one is None or other is None else math.isclose(one, other, abs_tol=near)
-        for one, other in zip(ours, others, strict=True)
+        one == other if one is None or other is None else math.isclose(one, other, abs_tol=tolerance)
+        for one, other in zip(values, others, strict=True)
     )
 
 
@@ -104,7 +104,7 @@ def _run(run: Run, points: int, budget: int) -> dict[str, Any]:
         "notes": list(run.notes),
         "clock": [list(clock.at), _rounded(clock.mean)],
         "series": {
-            name: _packed(thin(*series(run.history, name, at), points, points // 2), places)
+            name: _encode_series(thin(*series(run.history, name, at), points, points // 2), places)
             for name in names
             if name not in ("step", "time") and phase_of(name) is None
         },
@@ -112,14 +112,14 @@ def _run(run: Run, points: int, budget: int) -> dict[str, Any]:
         "places": places,
         "phases": phases_of(run),
         "samples": _samples(run, budget),
-        "config": flat(run.config),
+        "config": flatten(run.config),
         "environment": environment_of(run.environment),
     }
 
 
-def _packed(points: Series, places: list[list[float]]) -> list[Any]:
-    """Which of `places` it lies on (added where it is new), means, and least and greatest where there are."""
-    at = [_whole(place) for place in points.at]
+def _encode_series(points: Series, places: list[list[float]]) -> list[Any]:
+    """The index of its positions in `places` (appended if new), means, and minima and maxima if present."""
+    at = [_whole(position) for position in points.at]
     if at not in places:
         places.append(at)
     ends = [] if points.low is None or points.high is None else [_rounded(points.low), _rounded(points.high)]
@@ -131,9 +131,9 @@ def _not_finite(run: Run, name: str) -> list[int]:
 
 
 def phases_of(run: Run, columns: int = COLUMNS) -> dict[str, Any] | None:
-    """Seconds of each phase: means over even stretches of steps, and over the run. None without phases.
+    """Seconds of each phase: means over equal ranges of steps, and totals over the run. None without phases.
 
-    What the phases leave of `time/step` is the last one, `other`.
+    The last phase, `other`, is the remainder of `time/step`.
     """
     rows = [row for row in run.history if any(phase_of(name) for name in row)]
     if not rows:
@@ -164,8 +164,10 @@ def _time(value: float) -> float:
 
 
 def _samples(run: Run, budget: int) -> dict[str, Any]:
-    """`rows` of step, kind, number of the prompt, completion, reward, and what else was written."""
-    short = [{**row, "prompt": _cut(row["prompt"]), "completion": _cut(row["completion"])} for row in run.samples]
+    """The samples as `rows` of step, kind, index of the prompt, completion, reward, and other fields."""
+    short = [
+        {**row, "prompt": _truncate(row["prompt"]), "completion": _truncate(row["completion"])} for row in run.samples
+    ]
     kept = thin_samples(short, budget)
     prompts = {prompt: number for number, prompt in enumerate(dict.fromkeys(row["prompt"] for row in kept))}
     rows = [
@@ -175,19 +177,19 @@ def _samples(run: Run, budget: int) -> dict[str, Any]:
             prompts[row["prompt"]],
             row["completion"],
             _finite_or_none(row["reward"]),
-            _rest(row),
+            _extra_fields(row),
         ]
         for row in kept
     ]
     return {"total": len(run.samples), "prompts": list(prompts), "rows": rows}
 
 
-def _rest(row: Mapping[str, Any]) -> dict[str, str]:
+def _extra_fields(row: Mapping[str, Any]) -> dict[str, str]:
     known = ("run", "step", "kind", "prompt", "completion", "reward")
     return {str(name): str(value)[:500] for name, value in row.items() if name not in known and value is not None}
 
 
-def _cut(text: str) -> str:
+def _truncate(text: str) -> str:
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}\n… {len(text) - LONGEST:,} more characters"
 
 

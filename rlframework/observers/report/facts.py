@@ -1,4 +1,4 @@
-"""The head of the page: what each run was, how far it came, how well it does."""
+"""The summary at the top of the page: each run's settings, progress and results."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlframework.observers.report.reading import Run
 from rlframework.observers.report.settings import lookup
 from rlframework.observers.series import seconds_of
 
-JUDGED = (
+HEADLINE_METRICS = (
     ("validation/accuracy", "held-out accuracy", max),
     ("validation/reward", "held-out reward", max),
     ("validation/loss", "held-out loss", min),
@@ -19,12 +19,12 @@ JUDGED = (
     ("train/reward", "training reward", max),
     ("train/loss", "training loss", min),
 )
-"""What a run is judged by: the first that it has; with the word for it, and which of two is better."""
+"""Metric, label and choice of the better value. A run's headline is the first of these metrics that it has."""
 
 
 def best_and_last(run: Run, name: str) -> tuple[float, int, float, int] | None:
-    """Best value and its step (the first, where several are), last value and its step; None without a finite one."""
-    better = next((choose for metric, _, choose in JUDGED if metric == name), max)
+    """The best value and its first step, and the last value and its step; None without finite values."""
+    better = next((choose for metric, _, choose in HEADLINE_METRICS if metric == name), max)
     points = [(row[name], int(row["step"])) for row in run.history if name in row and math.isfinite(row[name])]
     if not points:
         return None
@@ -33,8 +33,8 @@ def best_and_last(run: Run, name: str) -> tuple[float, int, float, int] | None:
 
 
 def headline_of(run: Run) -> dict[str, Any] | None:
-    """The one number of a run: last and best of the first of `JUDGED` that it has."""
-    for name, word, _ in JUDGED:
+    """The headline of a run: last and best value of the first of `HEADLINE_METRICS` that it has."""
+    for name, word, _ in HEADLINE_METRICS:
         if (found := best_and_last(run, name)) is not None:
             best, best_step, last, last_step = found
             return {"word": word, "metric": name, "last": _value(name, last), "last_step": last_step,
@@ -43,7 +43,7 @@ def headline_of(run: Run) -> dict[str, Any] | None:
 
 
 def facts_of(run: Run) -> list[tuple[str, str]]:
-    """Words and texts for the run's card; what is not known is left out."""
+    """Labels and texts for the run's card, without unknown values."""
     config = run.config
     workers, group = lookup(config, "worker_group.num_workers"), lookup(config, "worker_group.name")
     rows: list[tuple[str, Any]] = [
@@ -54,14 +54,18 @@ def facts_of(run: Run) -> list[tuple[str, str]]:
         ("workers", f"{workers} ({group})" if workers is not None and group else workers),
         ("seed", lookup(config, "seed")),
         ("steps", _steps(run)),
-        *((word, _judgement(run, name)) for name, word, _ in JUDGED if name.startswith("validation/")),
+        *(
+            (word, _best_and_last_text(run, name))
+            for name, word, _ in HEADLINE_METRICS
+            if name.startswith("validation/")
+        ),
         ("training time", duration(seconds_of(run.history)[-1])),
         *_clock(run),
     ]
     return [(word, str(value)) for word, value in rows if value is not None and value != ""]
 
 
-def _judgement(run: Run, name: str) -> str | None:
+def _best_and_last_text(run: Run, name: str) -> str | None:
     found = best_and_last(run, name)
     if found is None:
         return None
@@ -87,7 +91,7 @@ def _state(run: Run) -> str:
 
 
 def _clock(run: Run) -> list[tuple[str, str]]:
-    """When the first line was written, and from then to the last."""
+    """The wall-clock duration of the run, and when its first line was written."""
     times = [row["time"] for row in run.history if "time" in row and 0 < row["time"] < 1e11]
     if not times:
         return []

@@ -1,4 +1,4 @@
-"""The same curves as PNGs, one a group of charts and one of phase times, for slides and places without HTML."""
+"""The charts of the page as PNGs, one per group and one of phase times, for slides and other media than HTML."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ACROSS = 3
 
 
 def draw_figures(runs: Sequence[Run], folder: Path, span: int) -> list[Path]:
-    """Write the PNGs into `folder`, which is made; returns their paths. `span` is that of the smoothing, in steps."""
+    """Write the PNGs into `folder`, creating it; return their paths. `span` is the smoothing span in steps."""
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
@@ -74,7 +74,7 @@ def _sheet(count: int, title: str) -> tuple[Figure, list[Axes]]:
 
 
 def _draw_chart(axes: Axes, chart: Chart, runs: Sequence[Run], span: int) -> None:
-    _dress(axes, chart.title)
+    _style_axes(axes, chart.title)
     for index, run in enumerate(runs):
         at = [float(row["step"]) for row in run.history]
         for name in chart.names:
@@ -113,7 +113,7 @@ def _legend_of_phases(figure: Figure, names: Sequence[str]) -> None:
 def _draw_phases(axes: Axes, run: Run, names: Sequence[str]) -> None:
     phases = phases_of(run)
     assert phases is not None
-    _dress(axes, f"{run.name}: seconds a step")
+    _style_axes(axes, f"{run.name}: seconds per step")
     colours = [_colour_of_phase(name, names) for name in phases["names"]]
     middles = [(first + last) / 2 for first, last in zip(phases["from"], phases["to"], strict=True)]
     axes.stackplot(middles, phases["values"], colors=colours, step="mid")
@@ -129,7 +129,7 @@ def _legend(figure: Figure, runs: Sequence[Run]) -> None:
         figure.legend(keys, names, loc="outside lower left", ncols=4, frameon=False, fontsize=9)
 
 
-def _dress(axes: Axes, title: str) -> None:
+def _style_axes(axes: Axes, title: str) -> None:
     axes.set_title(title.replace("$", r"\$"), loc="left")
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(True, color=GRID, linewidth=0.7)

@@ -1,4 +1,4 @@
-"""Which chart shows which metrics, and under which heading. Metrics that nobody knows get a chart too."""
+"""Arranges metrics into charts and groups of charts. Unknown metrics get a chart too."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GROUPS: Sequence[tuple[str, str, str]] = (
     ("completions", "Completions and batch", r"length|truncated|tok|samples|groups|completion|invalid|failed"),
     ("other", "Other metrics", r""),
 )
-"""Identifier, heading, and what a metric's name must contain; the first that fits."""
+"""Identifier, heading, and pattern of metric names; the first matching group is used."""
 
 ORDER = ("outcome", "optimisation", "policy", "completions", "speed", "other")
 FIRST = (
@@ -23,7 +23,7 @@ FIRST = (
 )  # fmt: skip
 TITLES = {
     "lr": "Learning rate", "kl": "KL to the reference", "grad_norm": "Gradient norm",
-    "memory/rss_mb": "Memory (RSS), MB", "memory/peak_mb": "Peak memory of a worker, MB",
+    "memory/rss_mb": "Memory of the driver (RSS), MiB", "memory/peak_mb": "Peak worker memory, MiB",
     "throughput/tokens_per_second": "Tokens per second", "time/step": "Seconds per step", "ratio": "Probability ratio",
     "generation_kl": "KL, generation to trainer", "global_valid_toks": "Tokens in the loss",
     "generation_logprob_difference": "Log-prob difference, generation to trainer", "tokens": "Tokens per step",
@@ -36,35 +36,35 @@ NOT_METRICS = ("step", "time")
 
 @dataclass(frozen=True)
 class Chart:
-    """One picture: the metrics (`train/x`, `validation/x`) of one quantity."""
+    """A chart of all metrics (`train/x`, `validation/x`) of one quantity."""
 
     quantity: str
     title: str
     names: Sequence[str]
     percent: bool
     planned: bool
-    """Not measured but set, such as the learning rate: smoothing would only blur it."""
+    """True if the quantity is scheduled, not measured, such as the learning rate; it is not smoothed."""
 
 
 def split_of(name: str) -> str:
-    """`train` or `validation`; empty for what is neither, such as `memory/rss_mb`."""
+    """The split of a metric, `train` or `validation`; empty for metrics such as `memory/rss_mb`."""
     head = name.partition("/")[0]
     return head if head in SPLITS else ""
 
 
 def quantity_of(name: str) -> str:
-    """The name without its split."""
+    """The name of a metric without its split."""
     return name.partition("/")[2] if split_of(name) else name
 
 
 def phase_of(name: str) -> str | None:
-    """`generate` of `time/generate`; None for what is no phase of a step."""
+    """The phase of a metric, such as `generate` for `time/generate`; None for all other metrics."""
     head, _, phase = name.partition("/")
     return phase if head == "time" and phase and phase != "step" and "/" not in phase else None
 
 
 def arrange(names: Iterable[str]) -> list[tuple[str, str, list[Chart]]]:
-    """Identifier, heading and charts of each group that has some, in the order of the page."""
+    """Identifier, heading and charts of each non-empty group, in the order of the page."""
     quantities: dict[str, list[str]] = {}
     for name in sorted(names):
         if name not in NOT_METRICS and phase_of(name) is None:

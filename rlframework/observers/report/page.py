@@ -1,8 +1,8 @@
-"""The page as text: our style sheet and scripts, and the runs' data, in one file.
+"""Renders the page: style sheet, scripts and the runs' data in one HTML file.
 
-Completions and configurations are not ours. They are in the page as JSON only, in which `<`, `>` and `&` are written as
-escapes, and the scripts put them on the screen as text, never as HTML. The page's policy lets no other script run, and
-nothing be fetched, should either ever fail.
+Completions and configurations are untrusted. The page contains them only as JSON in which `<`, `>` and `&` are escaped,
+and the scripts display them as text, never as HTML. As a second line of defence, the page's Content-Security-Policy
+blocks all other scripts and all requests.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SCRIPTS = ("base.js", "chart.js", "curves.js", "phases.js", "samples.js", "table
 
 
 def render(data: Mapping[str, Any]) -> str:
-    """The HTML of `data` (see `content`)."""
+    """Render `data` (see `content`) as HTML."""
     style = _asset("page.css")
     script = '"use strict";\n(() => {\n' + "\n".join(_asset(name) for name in SCRIPTS) + "\n})();\n"
     policy = (
@@ -28,16 +28,16 @@ def render(data: Mapping[str, Any]) -> str:
         "base-uri 'none'; form-action 'none'"
     )
     title = html.escape(str(data["title"])).encode("utf-8", "replace").decode()
-    parts = {"policy": policy, "title": title, "style": style, "script": script}
-    pieces = _asset("page.html").split("%%")  # text and names of parts in turn, so that parts are not looked into
+    values = {"policy": policy, "title": title, "style": style, "script": script}
+    fields = _asset("page.html").split("%%")  # alternately text and names; the inserted values are not scanned for %%
     return "".join(
-        piece if index % 2 == 0 else _json(data) if piece == "data" else parts[piece]
-        for index, piece in enumerate(pieces)
+        field if index % 2 == 0 else _json(data) if field == "data" else values[field]
+        for index, field in enumerate(fields)
     )
 
 
 def _json(data: Mapping[str, Any]) -> str:
-    """JSON that no HTML reader takes for markup, and that can be written as UTF-8 whatever a model wrote."""
+    """Encode as JSON without characters that HTML could interpret as markup, and without lone surrogates."""
     text = json.dumps(data, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
     return re.sub(r"[<>&\u2028\u2029\ud800-\udfff]", lambda found: f"\\u{ord(found[0]):04x}", text)
 

@@ -1,6 +1,6 @@
-"""What a run left in its folder, read for the report: metrics, samples, configuration, environment.
+"""Reads a run's directory for the report: metrics, samples, configuration, environment.
 
-Only `metrics.jsonl` must be there. A run that was killed in the middle of a line is read up to that line.
+Only `metrics.jsonl` is required. An incomplete last line, left by a killed run, is ignored.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CONFIG_FILE, MODEL = "config.yaml", "model"
 
 @dataclass(frozen=True)
 class Run:
-    """One run as read. `config` and `environment` are None where the run wrote none."""
+    """The data of one run. `config` and `environment` are None if the run has no such file."""
 
     name: str
     path: Path
@@ -34,28 +34,26 @@ class Run:
 
     @property
     def last_step(self) -> int:
-        """The greatest step with metrics."""
+        """The last step with metrics."""
         return int(self.history[-1]["step"])
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
-    """The runs in `paths`, each once, by names that tell them apart."""
+    """Read the runs in `paths`, without duplicates, under distinct names."""
     unique = list({path.resolve(): path for path in paths})
     if not unique:
-        raise UserError("no run is given; name at least one folder that `rlframework train` wrote (its output_dir)")
+        raise UserError("no run given: give at least one output_dir of `rlframework train`")
     return [read_run(path, name) for path, name in zip(unique, names_of(unique), strict=True)]
 
 
 def read_run(path: Path, name: str) -> Run:
-    """The run in folder `path`, called `name`."""
+    """Read the run in folder `path`, called `name` on the page."""
     _check_folder(path)
     history = read_history(path / METRICS_FILE)
     if not history:
-        raise UserError(
-            f"{path} has no metrics yet: its {METRICS_FILE} is empty. Try again when the first step is done"
-        )
+        raise UserError(f"{path} has no metrics yet: its {METRICS_FILE} is empty. Try again after the first step")
     if not all(math.isfinite(row["step"]) for row in history):
-        raise DataError(f"{path / METRICS_FILE} has a row whose step is not finite; is it damaged?")
+        raise DataError(f"{path / METRICS_FILE} contains a non-finite step; the file may be damaged")
     notes: list[str] = []
     samples = _read_samples(path / SAMPLES_FILE, notes)
     config = _read_mapping(path / CONFIG_FILE)
@@ -64,7 +62,7 @@ def read_run(path: Path, name: str) -> Run:
 
 
 def names_of(paths: Sequence[Path]) -> list[str]:
-    """The shortest ends of `paths`, all of as many parts, that tell them apart."""
+    """Distinct names for `paths`: their shortest suffixes, all with the same number of parts."""
     longest = max(len(path.parts) for path in paths)
     for count in range(1, longest):
         names = ["/".join(path.parts[-count:]) for path in paths]
@@ -75,30 +73,29 @@ def names_of(paths: Sequence[Path]) -> list[str]:
 
 def _check_folder(path: Path) -> None:
     if not path.exists():
-        raise UserError(f"{path} is not there; give the folder that a run wrote into (its output_dir)")
+        raise UserError(f"{path} does not exist: give the output_dir of a run")
     if not path.is_dir():
-        raise UserError(f"{path} is a file; give the folder that a run wrote into (its output_dir)")
+        raise UserError(f"{path} is a file: give the output_dir of a run")
     if (path / METRICS_FILE).exists():
         return
     if (path / CONFIG_FILE).exists():
         raise UserError(
-            f"{path} has no metrics yet: there is no {METRICS_FILE} in it. Try again when the first step is done; with "
-            "observers.jsonl=false a run writes none"
+            f"{path} has no metrics yet: it contains no {METRICS_FILE}. Try again after the first step; a run with "
+            "observers.jsonl=false never writes this file"
         )
     below = sorted(file.parent for level in (1, 2) for file in path.glob("*/" * level + METRICS_FILE))
     if below:
         given = " ".join(str(folder) for folder in below[:6]) + (" ..." if len(below) > 6 else "")
-        raise UserError(f"{path} is no run, but there are {len(below)} below it; give those:\n  {given}")
+        raise UserError(f"{path} is not a run, but contains {len(below)} run(s): give those instead:\n  {given}")
     raise UserError(
-        f"{path} is no run: there is no {METRICS_FILE} in it. Give the folder that `rlframework train` wrote into (its "
-        "output_dir)"
+        f"{path} is not a run: it contains no {METRICS_FILE}. Give the output_dir of a run of `rlframework train`"
     )
 
 
 def _read_samples(path: Path, notes: list[str]) -> list[dict[str, Any]]:
-    """The completions in the order of their steps. Lines that are damaged are counted in `notes`, and left out.
+    """Read the samples in the order of their steps. Invalid lines are skipped, and their number is added to `notes`.
 
-    As with metrics, a run that went on from an earlier step supersedes the rows from there on.
+    As with metrics, rows written after a resume replace earlier rows of the same and later steps.
     """
     if not path.exists():
         return []
@@ -114,7 +111,7 @@ def _read_samples(path: Path, notes: list[str]) -> list[dict[str, Any]]:
                 rows.pop()
         rows.append(row)
     if bad:
-        notes.append(f"{bad} lines of {path.name} cannot be read and are left out")
+        notes.append(f"{bad} lines of {path.name} could not be read and were skipped")
     return rows
 
 
@@ -140,7 +137,7 @@ def _read_mapping(path: Path) -> dict[str, Any] | None:
     except yaml.YAMLError as error:
         raise DataError(f"{path} is not valid: {' '.join(str(error).split())[:200]}") from error
     if not isinstance(values, dict):
-        raise DataError(f"{path} must hold keys and values, and holds {type(values).__name__}; is it damaged?")
+        raise DataError(f"{path} must contain a mapping, not {type(values).__name__}; the file may be damaged")
     return values
 
 

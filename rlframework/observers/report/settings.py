@@ -1,4 +1,4 @@
-"""Configurations and environments as flat keys and short texts, with secrets taken out."""
+"""Flattens configurations and environments to dotted keys and short texts, and hides secrets."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from rlframework.observers.secrets import hide_secrets
 KEYS, LONGEST = 5000, 2000
 
 
-def flat(values: Mapping[str, Any] | None) -> dict[str, str] | None:
-    """`{"a": {"b": 1}}` as `{"a.b": "1"}`; at most `KEYS` keys. None stays None.
+def flatten(values: Mapping[str, Any] | None) -> dict[str, str] | None:
+    """Flatten `{"a": {"b": 1}}` to `{"a.b": "1"}`, at most `KEYS` keys. None stays None.
 
-    Of a list of things with a `name`, each is a key: `{"gpus": [{"name": "x", "cores": 2}]}` is `{"gpus.x": "2"}`.
+    Items with a `name` become keys: `{"gpus": [{"name": "x", "cores": 2}]}` is flattened to `{"gpus.x": "2"}`.
     """
     return None if values is None else dict(islice(_walk(hide_secrets(values), ""), KEYS))
 
 
 def environment_of(values: Mapping[str, Any] | None) -> dict[str, str] | None:
-    """As `flat`; of the machines that the run was on before it went on here, only when."""
+    """Flatten an environment; of the environments before a resume, keep only the start times."""
     if values is None:
         return None
     earlier: Any = values.get("earlier") if _is_list(values.get("earlier")) else ()
     starts = [_text(one.get("started")) for one in earlier if isinstance(one, Mapping)]
-    found = flat({name: value for name, value in values.items() if name != "earlier"}) or {}
+    found = flatten({name: value for name, value in values.items() if name != "earlier"}) or {}
     return {**found, "earlier starts": ", ".join(starts)} if starts else found
 
 
 def lookup(values: Mapping[str, Any] | None, dotted: str) -> Any:
-    """The value under `a.b`; None where there is none."""
+    """The value at a dotted key such as `a.b`; None if there is none."""
     found: Any = values
     for name in dotted.split("."):
         found = found.get(name) if isinstance(found, Mapping) else None

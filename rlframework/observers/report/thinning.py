@@ -1,4 +1,4 @@
-"""Fewer numbers and texts for the page, with what one looks for kept: extremes, ends, and whole steps of samples."""
+"""Thins out series and samples for the page, keeping series' extremes and end points, and complete steps of samples."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 POINTS = 1000
-"""A series of at most so many points stays as it is."""
+"""Series of at most this many points are not thinned."""
 BUCKETS = 500
-"""A longer one becomes at most so many, each with its least and greatest value."""
+"""Longer series are reduced to at most this many buckets, each with its minimum and maximum."""
 
 
 @dataclass(frozen=True)
 class Series:
-    """Points of a metric. `low` and `high` are None where nothing was drawn together."""
+    """Points of a metric. `low` and `high` are the extremes of each bucket; None if the series was not thinned."""
 
     at: Sequence[float]
     mean: Sequence[float]
@@ -24,7 +24,10 @@ class Series:
 
 
 def thin(at: Sequence[float], values: Sequence[float], points: int = POINTS, buckets: int = BUCKETS) -> Series:
-    """`values` (finite) at `at`, as at most `points`; of more, the first and last alone, the others in even buckets."""
+    """Reduce `values` (finite) at positions `at` to equal buckets if there are more than `points`.
+
+    The first and the last value each keep their own bucket.
+    """
     count = len(values)
     if count <= points:
         return Series(at, values)
@@ -40,9 +43,9 @@ def thin(at: Sequence[float], values: Sequence[float], points: int = POINTS, buc
 
 
 def smoothed(at: Sequence[float], values: Sequence[float], span: float) -> list[float]:
-    """Exponential moving mean of about `span` steps, free of the pull of its start; 1 leaves `values` as they are.
+    """Bias-corrected exponential moving average over about `span` steps; 1 leaves `values` unchanged.
 
-    A value that lies `d` steps back counts `((span - 1) / (span + 1)) ** d` times as much as the newest.
+    A value `d` steps back has `((span - 1) / (span + 1)) ** d` times the weight of the newest.
     """
     decay = (span - 1) / (span + 1)
     total = weight = 0.0
@@ -55,7 +58,7 @@ def smoothed(at: Sequence[float], values: Sequence[float], span: float) -> list[
 
 
 def thin_samples(rows: Sequence[Mapping[str, Any]], budget: int) -> list[Mapping[str, Any]]:
-    """Rows of about `budget` characters at most: whole steps, evenly spread for each kind, its last step always."""
+    """Select rows of about `budget` characters: complete steps, evenly spaced per kind, always with the last step."""
     kinds = list(dict.fromkeys(row["kind"] for row in rows))
     kept: set[tuple[str, int]] = set()
     for kind in kinds:
@@ -68,7 +71,7 @@ def thin_samples(rows: Sequence[Mapping[str, Any]], budget: int) -> list[Mapping
 
 
 def _spread(sizes: Mapping[int, int], budget: int) -> list[int]:
-    """Every k-th step, counted back from the last, with the least k that fits; the last in any case."""
+    """Every k-th step counting back from the last, with the smallest k that fits into `budget`."""
     steps = sorted(sizes, reverse=True)
     stride = 1
     while stride < len(steps) and sum(sizes[step] for step in steps[::stride]) > budget:

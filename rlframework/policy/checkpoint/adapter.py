@@ -1,12 +1,12 @@
-"""Adapters on disk: the directory that peft writes and reads, and beside it which base they belong to.
+"""Adapters on disk: a directory in peft's format, plus a description of the base model.
 
     adapter_config.json          rank, alpha, layers, name of the base: peft's own
     adapter_model.safetensors    the matrices in fp32, `base_model.model.LAYER.lora_A.weight` and `lora_B`
-    base.json                    what tells the base's files from others: sizes, and checksums of both their ends
+    base.json                    identifies the base's files: sizes, and checksums of their first and last bytes
     tokenizer files
 
-`peft.PeftModel.from_pretrained(base, path)` reads it; what peft wrote is read here too. Left out: peft's other kinds of
-adapters, biases, ranks that differ from layer to layer.
+`peft.PeftModel.from_pretrained(base, path)` reads it, and `read_adapter` reads adapters written by peft. Not supported:
+peft's other kinds of adapters, biases, ranks that differ between layers.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 PREFIX = "base_model.model."
 CONFIG, WEIGHTS, BASE = "adapter_config.json", "adapter_model.safetensors", "base.json"
 END_BYTES = 1 << 20
-"""How much of each end of a file its checksum is of: a fine-tuned model has other numbers there."""
-KINDS_LEFT_OUT = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save", "lora_bias")
-"""Keys of peft's that ask for something else than plain LoRA."""
+"""Bytes at each end of a file that its checksum covers; a fine-tuned model differs there."""
+UNSUPPORTED_KEYS = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save", "lora_bias")
+"""Keys of peft's configuration that ask for more than plain LoRA."""
 
 
 def write_adapter(
@@ -44,9 +44,9 @@ def write_adapter(
     *,
     checksums: bool = False,
 ) -> None:
-    """Write the directory `path`, all or nothing; `adapters` is drained even on failure, being a collective.
+    """Write the directory `path` atomically; `adapters` is exhausted even on failure, because it is a collective.
 
-    `checksums`: with a manifest of all files.
+    `checksums`: add a manifest of all files.
     """
     from safetensors.torch import save_file
 
@@ -86,10 +86,10 @@ def _write_json(path: Path, value: Any) -> None:
 def read_adapter(
     path: str | Path, specs: Mapping[str, WeightSpec], model_name: str, lora: LoraConfig
 ) -> dict[str, Tensor]:
-    """The matrices in the directory `path`, whole, by the names of `specs`.
+    """Read the matrices in the directory `path`, whole, by the names of `specs`.
 
-    `DataError` for files that are missing, damaged, of other layers or shapes, of another scale, or trained on another
-    base than `model_name` (told where `base.json` is there, which peft does not write).
+    Raises a `DataError` if files are missing or damaged, for other layers, shapes or scales, or if the adapters were
+    trained on another base than `model_name` (checked if `base.json` exists, which peft does not write).
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -98,45 +98,45 @@ def read_adapter(
     _require_scale(folder, _read_json(folder / CONFIG), lora)
     _require_base(folder, model_name)
     try:
-        found = load_file(folder / WEIGHTS)
+        tensors = load_file(folder / WEIGHTS)
     except (SafetensorError, OSError) as error:
         raise DataError(f"{folder / WEIGHTS} is damaged or cannot be read: {error}") from error
-    adapters = {name.removeprefix(PREFIX): tensor for name, tensor in found.items()}
+    adapters = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
     _require_shapes(folder, adapters, specs)
     return adapters
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read, so its directory holds no adapters: {error}") from error
-    if not isinstance(found, dict):
-        raise DataError(f"{path} holds no table of settings")
-    return found
+        raise DataError(f"{path} cannot be read, so its directory is not an adapter: {error}") from error
+    if not isinstance(content, dict):
+        raise DataError(f"{path} is not a JSON object")
+    return content
 
 
 def _require_scale(folder: Path, config: Mapping[str, Any], lora: LoraConfig) -> None:
-    strange = [key for key in KINDS_LEFT_OUT if config.get(key)]
-    if config.get("peft_type") != "LORA" or strange or config.get("bias", "none") != "none":
+    unsupported = [key for key in UNSUPPORTED_KEYS if config.get(key)]
+    if config.get("peft_type") != "LORA" or unsupported or config.get("bias", "none") != "none":
         kind = config.get("peft_type")
-        raise DataError(f"{folder / CONFIG} describes no plain LoRA (peft_type {kind!r}, set: {strange or 'bias'})")
+        raise DataError(f"{folder / CONFIG} is not plain LoRA (peft_type {kind!r}, set: {unsupported or 'bias'})")
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if rank != lora.rank or alpha != lora.alpha:
         raise DataError(
-            f"the adapters in {folder} have rank {rank} and alpha {alpha}, and policy.lora has rank {lora.rank} and "
-            f"alpha {lora.alpha}; set policy.lora.rank and policy.lora.alpha to theirs"
+            f"the adapters in {folder} have rank {rank} and alpha {alpha}, but policy.lora has rank {lora.rank} and "
+            f"alpha {lora.alpha}; set policy.lora.rank and policy.lora.alpha to match"
         )
 
 
 def _require_base(folder: Path, model_name: str) -> None:
     if not (folder / BASE).exists():
         return
-    told = _read_json(folder / BASE)
-    if told.get("files") != base_files(model_name):
+    base = _read_json(folder / BASE)
+    if base.get("files") != base_files(model_name):
         raise DataError(
-            f"the adapters in {folder} were trained on {told.get('model_name')!r}, whose files are not those of "
-            f"policy.model_name={model_name!r}; take the base that they were trained on"
+            f"the adapters in {folder} were trained on {base.get('model_name')!r}, whose files differ from "
+            f"those of policy.model_name={model_name!r}; use the base that they were trained on"
         )
 
 
@@ -144,20 +144,20 @@ def _require_shapes(folder: Path, adapters: Mapping[str, Tensor], specs: Mapping
     missing, extra = sorted(specs.keys() - adapters.keys()), sorted(adapters.keys() - specs.keys())
     if missing or extra:
         raise DataError(
-            f"the adapters in {folder} are of other layers than policy.lora.target_modules says: missing "
-            f"{missing[:3] or 'none'}, not wanted {extra[:3] or 'none'}"
+            f"the adapters in {folder} are for other layers than policy.lora.target_modules: missing "
+            f"{missing[:3] or 'none'}, unexpected {extra[:3] or 'none'}"
         )
     for name, spec in specs.items():
         if tuple(adapters[name].shape) != spec.shape:
             raise DataError(
-                f"{name} in {folder} has shape {tuple(adapters[name].shape)}, and this model's is {spec.shape}"
+                f"{name} in {folder} has shape {tuple(adapters[name].shape)}, but this model needs {spec.shape}"
             )
 
 
 def base_files(model_name: str) -> dict[str, Any]:
-    """Size and checksum of the ends of each weight file of `model_name`, a directory or a name on the hub.
+    """Return size and checksum of the ends of each weight file of `model_name`, a directory or a name on the Hub.
 
-    Local files only: the model has been loaded from them. Empty where there are no safetensors.
+    Reads local files only: the model has been loaded from them. Empty if there are no safetensors files.
     """
     folder = Path(model_name)
     if not folder.is_dir():

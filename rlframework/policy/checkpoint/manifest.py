@@ -1,10 +1,9 @@
-"""`checksums.json`: size and CRC-32 of each file of a directory, so that damage is found before a number is read.
+"""`checksums.json`: size and CRC-32 of each file of a directory, so that damage is found before anything is loaded.
 
     {"files": {"model.safetensors": {"bytes": 1234, "crc32": "cbf43926"}}, "crc32": "414fa339"}
 
-The last one is of the list itself, as JSON without spaces and with sorted keys.
-
-CRC-32 is there against accidents (a truncated copy, a flipped bit), not against whoever means harm.
+The last checksum covers the list itself, as JSON without spaces and with sorted keys. CRC-32 protects against accidents
+(a truncated copy, a flipped bit), not against tampering.
 """
 
 from __future__ import annotations
@@ -22,18 +21,18 @@ _BLOCK = 1 << 20
 
 
 class FileFacts(TypedDict):
-    """What the manifest says of one file: its size, and its CRC-32 in hexadecimal."""
+    """A file's entry in the manifest: its size, and its CRC-32 in hexadecimal."""
 
     bytes: int
     crc32: str
 
 
 Manifest = Mapping[str, FileFacts]
-"""Path of a file, from the directory that it is in or below, to its facts."""
+"""File path relative to the manifest's directory -> its entry."""
 
 
 def describe_file(path: Path) -> FileFacts:
-    """Size and checksum of the file as it is now."""
+    """Return the current size and checksum of the file."""
     checksum = size = 0
     with path.open("rb") as file:
         while block := file.read(_BLOCK):
@@ -43,7 +42,7 @@ def describe_file(path: Path) -> FileFacts:
 
 
 def describe_files(folder: Path, names: Iterable[str] | None = None) -> dict[str, FileFacts]:
-    """Facts of the files `names` in `folder`; by default of all that are there and below but the manifest."""
+    """Describe the files `names` in `folder`; by default all files in it and below, except the manifest."""
     return {name: describe_file(folder / name) for name in (_names(folder) if names is None else names)}
 
 
@@ -53,7 +52,7 @@ def _names(folder: Path) -> list[str]:
 
 
 def write_manifest(folder: Path, known: Manifest | None = None) -> None:
-    """Write `checksums.json` of all files in `folder` and below; those in `known` are taken as told."""
+    """Write `checksums.json` for all files in `folder` and below; entries in `known` are not recomputed."""
     known = known or {}
     facts = {**known, **describe_files(folder, [name for name in _names(folder) if name not in known])}
     text = json.dumps({"files": facts, "crc32": _own_checksum(facts)}, indent=1)
@@ -65,15 +64,15 @@ def _own_checksum(facts: Manifest) -> str:
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """What `checksums.json` in `folder` says, None where there is none; a `DataError` where it cannot be read."""
+    """Read `checksums.json` in `folder`; None if there is none. Raises a `DataError` if it cannot be read."""
     path = folder / MANIFEST
     try:
         whole = json.loads(path.read_text(encoding="utf-8"))
-        found = whole["files"]
-        if whole["crc32"] != _own_checksum(found):
-            raise ValueError("its own checksum is another")
+        files = whole["files"]
+        if whole["crc32"] != _own_checksum(files):
+            raise ValueError("its own checksum does not match")
         return {
-            str(name): {"bytes": int(facts["bytes"]), "crc32": str(facts["crc32"])} for name, facts in found.items()
+            str(name): {"bytes": int(facts["bytes"]), "crc32": str(facts["crc32"])} for name, facts in files.items()
         }
     except FileNotFoundError:
         return None
@@ -82,33 +81,33 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 
 def check_files(folder: str | Path, *, required: bool = False, share: tuple[int, int] = (0, 1)) -> None:
-    """A `DataError` that names the first file in `folder` that is not what its manifest says.
+    """Raise a `DataError` that names the first file in `folder` that differs from its manifest.
 
-    `required`: a folder without a manifest is one too. `share`: of `(rank, ranks)`, each rank looks at all sizes and
-    reads its part of the files.
+    `required`: a folder without a manifest is an error too. `share`: `(rank, ranks)`; each rank checks all sizes and
+    reads its share of the files.
     """
     folder = Path(folder)
     manifest = read_manifest(folder)
     if manifest is None:
         if required:
-            raise DataError(f"{folder} has no {MANIFEST}: it is no checkpoint, or not a whole one")
+            raise DataError(f"{folder} has no {MANIFEST}: it is not a checkpoint, or an incomplete one")
         return
     for name, facts in manifest.items():
         _check_size(folder / name, facts["bytes"])
     rank, ranks = share
     for name in list(manifest)[rank::ranks]:
         if describe_file(folder / name) != manifest[name]:
-            raise DataError(f"{folder / name} is damaged: its bytes are not those that were written. {_REMEDY}")
+            raise DataError(f"{folder / name} is damaged: its contents differ from what was written. {_REMEDY}")
 
 
-_REMEDY = "Take another checkpoint, or copy it again"
+_REMEDY = "Use another checkpoint, or copy this one again"
 
 
 def _check_size(path: Path, wanted: int) -> None:
     try:
-        found = path.stat().st_size
+        size = path.stat().st_size
     except OSError as error:
         raise DataError(f"{path} is missing or cannot be read: {error.strerror}. {_REMEDY}") from error
-    if found != wanted:
-        what = "is truncated" if found < wanted else "is damaged"
-        raise DataError(f"{path} {what}: it has {found} bytes, and {wanted} were written. {_REMEDY}")
+    if size != wanted:
+        damage = "is truncated" if size < wanted else "is damaged"
+        raise DataError(f"{path} {damage}: it has {size} bytes, but {wanted} were written. {_REMEDY}")

@@ -1,15 +1,15 @@
-"""The native form of a checkpoint: files of the engine's own, for the programs that read these.
+"""The native form of a checkpoint: files in the engine's own format, for programs that read it.
 
-    weights_path/                    config.json and tokenizer, as of a Hugging Face directory
-        native.json                  who wrote `engine/`, with how many workers, and whether the optimizer is in it
-        engine/                      what `Engine.save_native` wrote
+    weights_path/                    config.json and tokenizer, as in a Hugging Face directory
+        native.json                  the backend that wrote `engine/`, its workers, and whether it has the optimizer
+        engine/                      written by `Engine.save_native`
         checksums.json               sizes and checksums of all files
     optimizer_path/
-        training.json, random.safetensors, checksums.json     as in the portable form, which moments are not beside
+        training.json, random.safetensors, checksums.json     as in the portable form, without moments
 
-Only a backend that reads its engine's files goes on from it: the forms that every backend reads are `checkpoint.py`
-and `sharded.py`. All workers write into one folder: on several machines it must be on a file system that they share.
-Left out: what the files look like, and whether they are read under another layout, which is the engine's.
+Only the backend that wrote it can resume from it; the forms that every backend reads are `portable.py` and
+`sharded.py`. All workers write into one folder, on a file system that all machines share. The format
+of the engine's files, and whether they can be read under another layout, is up to the engine.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlframework.errors import DataError
-from rlframework.files import Replacement, telling_no_space
-from rlframework.policy.all_ranks import require_shared, together
+from rlframework.files import Replacement, reporting_full_disk
+from rlframework.policy.all_ranks import require_shared_folder, run_on_all_ranks
 from rlframework.policy.checkpoint.manifest import FileFacts, describe_files, write_manifest
 from rlframework.policy.checkpoint.saved import NATIVE
 
@@ -34,9 +34,9 @@ ENGINE = "engine"
 def save_native(
     path: str, context: WorkerContext, *, beside: Callable[[Path], None], write: Callable[[Path], None], facts: object
 ) -> None:
-    """Write the directory `path`, whole or not: `beside` on rank 0, `write` on all ranks together. Collective.
+    """Write the directory `path` atomically: `beside` on rank 0, `write` on all ranks. Collective.
 
-    `write` gets the folder `engine`, made and empty; `facts` become `native.json`.
+    `write` gets the new, empty folder `engine`; `facts` become `native.json`.
     """
     replacement: Replacement | None = None
 
@@ -44,7 +44,7 @@ def save_native(
         nonlocal replacement
         if context.rank:
             return ""
-        with telling_no_space(path):
+        with reporting_full_disk(path):
             replacement = Replacement(path)
             beside(replacement.folder)
             (replacement.folder / ENGINE).mkdir()
@@ -53,17 +53,17 @@ def save_native(
 
     def commit(known: Mapping[str, FileFacts]) -> None:
         if replacement is not None:
-            with telling_no_space(path):
+            with reporting_full_disk(path):
                 write_manifest(replacement.folder, known)
             replacement.commit()
 
     try:
-        folder = Path(together(context, begin)[0])
-        together(context, lambda: require_shared(folder, context, "native"))
-        with telling_no_space(path):
+        folder = Path(run_on_all_ranks(context, begin)[0])
+        run_on_all_ranks(context, lambda: require_shared_folder(folder, context, "native"))
+        with reporting_full_disk(path):
             write(folder / ENGINE)
-        parts = together(context, lambda: _share_of_files(folder, context))
-        together(context, lambda: commit({name: facts for part in parts for name, facts in part.items()}))
+        parts = run_on_all_ranks(context, lambda: _share_of_files(folder, context))
+        run_on_all_ranks(context, lambda: commit({name: facts for part in parts for name, facts in part.items()}))
     except BaseException:
         if replacement is not None:
             replacement.abandon()
@@ -71,15 +71,15 @@ def save_native(
 
 
 def _share_of_files(folder: Path, context: WorkerContext) -> dict[str, FileFacts]:
-    """Each rank reads a part of what was written, for the checksums."""
+    """Describe this rank's share of the files written, so that the ranks compute checksums in parallel."""
     names = sorted(path.relative_to(folder).as_posix() for path in (folder / ENGINE).rglob("*") if path.is_file())
     return describe_files(folder, names[context.rank :: context.world_size])
 
 
 def native_files(path: str, backend: str, *, optimizer: bool) -> Path:
-    """The engine's folder in the directory `path`.
+    """Return the engine's folder in the directory `path`.
 
-    A `DataError` where another backend wrote it, or where the `optimizer` that is asked for is not in it.
+    Raises a `DataError` if another backend wrote it, or if the requested `optimizer` is not in it.
     """
     folder = Path(path)
     try:
@@ -89,9 +89,9 @@ def native_files(path: str, backend: str, *, optimizer: bool) -> Path:
         raise DataError(f"{folder / NATIVE} cannot be read: {type(error).__name__}: {error}") from error
     if writer != backend:
         raise DataError(
-            f"{folder} is a native checkpoint of {writer} ({workers} workers), whose files {backend} does not read. "
-            "Go on under that backend, and save there as portable or sharded, which every backend reads"
+            f"{folder} is a native checkpoint of {writer} ({workers} workers), which {backend} cannot read. "
+            "Resume with that backend, and save in the form portable or sharded, which every backend reads"
         )
     if optimizer and not with_optimizer:
-        raise DataError(f"{folder} was saved without its optimizer; load weights alone, or take another checkpoint")
+        raise DataError(f"{folder} was saved without its optimizer; load the weights only, or use another checkpoint")
     return folder / ENGINE

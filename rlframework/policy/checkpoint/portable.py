@@ -1,16 +1,16 @@
-"""What training goes on from. The portable form: the same whichever backend or layout wrote it.
+"""The portable form of a checkpoint, which is the same for every backend and layout.
 
     weights_path/                    a Hugging Face directory: fp32 weights named as by `save_pretrained`, tokenizer
         checksums.json               sizes and checksums of all files
     optimizer_path/
-        training.json                steps of the optimizer by weight, calls of the schedule, versions
+        training.json                optimizer steps by weight, calls of the schedule, versions
         model*.safetensors           AdamW's moments, `exp_avg.NAME` and `exp_avg_sq.NAME`, whole, fp32
         random.safetensors           random states of the workers, `cpu.RANK` and `cuda.RANK`
         checksums.json
 
-Numbers only, read without unpickling. A directory without checksums, as another program writes it, is read as it is.
-Random states go on where the number of workers is the same. The sharded form is in `sharded.py`; what is read here is
-of either.
+All of it is plain numbers, read without unpickling. A directory without checksums, as written by other programs, is
+read unchecked. Random states are restored if the number of workers is the same. The sharded form is in `sharded.py`;
+`SavedMoments` and `open_saved` read both.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlframework.errors import DataError
 from rlframework.files import replacing_directory
-from rlframework.policy.all_ranks import together
+from rlframework.policy.all_ranks import run_on_all_ranks
 from rlframework.policy.checkpoint.manifest import write_manifest
 from rlframework.policy.checkpoint.pretrained import write_tensors
 from rlframework.policy.checkpoint.reader import open_saved
@@ -43,7 +43,7 @@ FIRST, SECOND = "exp_avg.", "exp_avg_sq."
 
 @dataclass(frozen=True)
 class Progress:
-    """How far training is, apart from tensors: calls of `train`, and steps skipped in a row just now."""
+    """Training progress apart from tensors: calls of `train`, and the current number of consecutive skipped steps."""
 
     train_calls: int
     skipped_in_a_row: int = 0
@@ -57,7 +57,10 @@ def save_optimizer(
     device: torch.device,
     backend: str,
 ) -> None:
-    """Write the directory `path`, all or nothing, from rank 0. Collective; drained on every rank even on failure."""
+    """Write the directory `path` atomically from rank 0. Collective.
+
+    `moments` is exhausted on every rank, even on failure.
+    """
     states = random_states(context, device)
     try:
         if context.rank == 0:
@@ -87,7 +90,7 @@ def _write_optimizer(
 def write_training(
     folder: Path, steps: Mapping[str, int], progress: Progress, states: Mapping[str, Tensor], backend: str
 ) -> None:
-    """Write what is the same in either form: `training.json`, and random states by kind and rank."""
+    """Write the files common to both forms: `training.json`, and random states by kind and rank."""
     import torch
     from safetensors.torch import save_file
 
@@ -98,7 +101,7 @@ def write_training(
 
 
 class SavedMoments(Mapping[str, Moments]):
-    """The moments in an optimizer's directory, of either form, by weight; each is read when it is asked for."""
+    """The moments in an optimizer's directory, of either form, by weight; each is read on access."""
 
     def __init__(self, folder: str | Path) -> None:
         self._tensors = open_saved(folder)
@@ -108,7 +111,9 @@ class SavedMoments(Mapping[str, Moments]):
         tensors = self._tensors.__enter__()
         if {start + name for name in self._steps for start in (FIRST, SECOND)} != set(tensors):
             tensors.__exit__(None, None, None)
-            raise DataError(f"{tensors.folder} is damaged: training.json and the moments beside it name other weights")
+            raise DataError(
+                f"{tensors.folder} is damaged: training.json and the moments next to it name different weights"
+            )
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -117,9 +122,9 @@ class SavedMoments(Mapping[str, Moments]):
     def __getitem__(self, name: str) -> Moments:
         return Moments(self._steps[name], self._tensors[FIRST + name], self._tensors[SECOND + name])
 
-    def part(self, name: str, where: tuple[slice, ...]) -> Moments:
-        """Of the part `where` of the weight `name`; no more is read."""
-        first, second = (self._tensors.part(start + name, where) for start in (FIRST, SECOND))
+    def read_slice(self, name: str, where: tuple[slice, ...]) -> Moments:
+        """Read only `where` of the moments of the weight `name`."""
+        first, second = (self._tensors.read_slice(start + name, where) for start in (FIRST, SECOND))
         return Moments(self._steps[name], first, second)
 
     def __iter__(self) -> Iterator[str]:
@@ -129,27 +134,27 @@ class SavedMoments(Mapping[str, Moments]):
         return len(self._steps)
 
 
-def moments_part(moments: Mapping[str, Moments], name: str, where: tuple[slice, ...]) -> Moments:
-    """The part `where` of `moments[name]`; of what lies in files no more is read than that."""
+def moments_slice(moments: Mapping[str, Moments], name: str, where: tuple[slice, ...]) -> Moments:
+    """Return `where` of `moments[name]`, reading no more than that from files."""
     if isinstance(moments, SavedMoments):
-        return moments.part(name, where)
+        return moments.read_slice(name, where)
     whole = moments[name]
     return Moments(whole.steps, whole.exp_avg[where], whole.exp_avg_sq[where])
 
 
 def require_weights(saved: Saved, specs: Mapping[str, WeightSpec]) -> None:
-    """A `DataError` that names what differs between the weights that were saved and those of the model."""
+    """Raise a `DataError` that names the differences between saved weights and those of the model."""
     missing, extra = sorted(specs.keys() - saved.keys()), sorted(saved.keys() - specs.keys())
     shapes = {name: (saved.shape(name), specs[name].shape) for name in specs.keys() & saved.keys()}
     other = sorted(name for name, (found, wanted) in shapes.items() if found != wanted)
-    parts = [f"lacks {missing[:3]}"] * bool(missing) + [f"has {extra[:3]} besides"] * bool(extra)
-    parts += [f"has {name} of shape {shapes[name][0]} instead of {shapes[name][1]}" for name in other[:3]]
-    if parts:
-        raise DataError(f"the checkpoint {saved.folder} is of another model: it {', '.join(parts)}")
+    differences = [f"lacks {missing[:3]}"] * bool(missing) + [f"has unexpected {extra[:3]}"] * bool(extra)
+    differences += [f"has {name} of shape {shapes[name][0]} instead of {shapes[name][1]}" for name in other[:3]]
+    if differences:
+        raise DataError(f"the checkpoint {saved.folder} is for another model: it {', '.join(differences)}")
 
 
 def read_progress(folder: str | Path) -> Progress:
-    """What `training.json` of an optimizer's directory says of how far training was."""
+    """Read the training progress from `training.json` in an optimizer's directory."""
     facts = _facts(folder)
     return Progress(int(facts["train_calls"]), int(facts["skipped_in_a_row"]))
 
@@ -163,26 +168,26 @@ def _facts(folder: str | Path) -> dict[str, Any]:
     try:
         facts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         _steps(facts), int(facts["train_calls"]), int(facts["skipped_in_a_row"])
-        found = facts["format"]
+        version = facts["format"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{path} cannot be read as the state of a training: {type(error).__name__}: {error}") from error
-    if found != FORMAT:
-        raise DataError(f"{path} is of format {found!r}, and this version reads {FORMAT}")
+        raise DataError(f"{path} cannot be read as training state: {type(error).__name__}: {error}") from error
+    if version != FORMAT:
+        raise DataError(f"{path} has format {version!r}, but this version reads {FORMAT}")
     return facts
 
 
 def random_states(context: WorkerContext, device: torch.device) -> dict[str, Tensor]:
-    """The states of all workers' random number generators, by kind and rank. Collective."""
+    """Gather the random states of all workers, by kind and rank. Collective."""
     import torch
 
     own = {f"cpu.{context.rank}": torch.get_rng_state()}
     if device.type == "cuda":
         own[f"cuda.{context.rank}"] = torch.cuda.get_rng_state(device)
-    return {name: state for part in together(context, lambda: own) for name, state in part.items()}
+    return {name: state for states in run_on_all_ranks(context, lambda: own) for name, state in states.items()}
 
 
 def restore_random_states(folder: str | Path, context: WorkerContext, device: torch.device) -> None:
-    """Go on with the random numbers of this rank, where as many ranks were saved as there are now."""
+    """Restore this rank's random states, if the number of ranks is that of the save."""
     import torch
     from safetensors import SafetensorError
     from safetensors.torch import load_file

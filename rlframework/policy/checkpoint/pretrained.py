@@ -1,7 +1,4 @@
-"""Writing a model as a Hugging Face directory from weights that come one at a time.
-
-Left out: weights for engines in other processes, which `refit` sends.
-"""
+"""Write a model as a Hugging Face directory from weights that arrive one at a time."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from rlframework.files import replacing_directory
 from rlframework.policy.checkpoint.manifest import write_manifest
 
 SHARD_BYTES = 4 << 30
-"""Size in bytes at which a safetensors file is closed and the next begun: the most that is held at once."""
+"""Size in bytes at which a safetensors file is closed and the next one started; bounds the memory in use."""
 
 
 def write_pretrained(
@@ -29,10 +26,10 @@ def write_pretrained(
     *,
     checksums: bool = False,
 ) -> None:
-    """Write `weights`, and configuration and tokenizer of `model_name`, to the directory `path`, all or nothing.
+    """Write `weights`, and the configuration and tokenizer of `model_name`, to the directory `path` atomically.
 
-    `checksums`: with sizes and checksums of the files, as checkpoints have them. `weights` is drained even if writing
-    fails, because on the other ranks it is a collective.
+    `checksums`: add a manifest, as checkpoints have. `weights` is exhausted even if writing fails, because it is a
+    collective.
     """
     try:
         with replacing_directory(path) as folder:
@@ -46,7 +43,7 @@ def write_pretrained(
 
 
 def write_config(folder: Path, model_name: str, tokenizer: Any, trust_remote_code: bool) -> None:
-    """Write what a Hugging Face directory of `model_name` has besides weights; the dtype that it tells is fp32."""
+    """Write the non-weight files of a Hugging Face directory for `model_name`, with fp32 as the dtype."""
     from transformers import AutoConfig, GenerationConfig
 
     config = AutoConfig.from_pretrained(model_name, trust_remote_code=trust_remote_code)
@@ -58,23 +55,23 @@ def write_config(folder: Path, model_name: str, tokenizer: Any, trust_remote_cod
 
 
 def write_tensors(folder: Path, weights: Iterator[tuple[str, Tensor]]) -> None:
-    """Write tensors, which come one at a time, as `model*.safetensors`; with an index where there are several files."""
+    """Write tensors that arrive one at a time as `model*.safetensors`, with an index if there are several files."""
     from safetensors.torch import save_file
 
     shards: list[list[str]] = []
-    held: dict[str, Tensor] = {}
+    pending: dict[str, Tensor] = {}
     size = total = 0
 
     def close() -> None:
-        save_file(held, folder / f"part-{len(shards)}", metadata={"format": "pt"})
-        shards.append(list(held))
-        held.clear()
+        save_file(pending, folder / f"part-{len(shards)}", metadata={"format": "pt"})
+        shards.append(list(pending))
+        pending.clear()
 
     for name, weight in weights:
-        if held and size + weight.nbytes > SHARD_BYTES:
+        if pending and size + weight.nbytes > SHARD_BYTES:
             close()
             size = 0
-        held[name] = weight.detach().cpu().contiguous()
+        pending[name] = weight.detach().cpu().contiguous()
         size += weight.nbytes
         total += weight.nbytes
     close()
@@ -82,7 +79,7 @@ def write_tensors(folder: Path, weights: Iterator[tuple[str, Tensor]]) -> None:
 
 
 def _name_shards(folder: Path, shards: list[list[str]], total: int) -> None:
-    """Give the parts the names that transformers looks for, with an index when there are several."""
+    """Rename the files to the names that transformers expects, with an index if there are several."""
     if len(shards) == 1:
         (folder / "part-0").rename(folder / "model.safetensors")
         return

@@ -1,4 +1,4 @@
-"""Reading a checkpoint's weights in the portable or the sharded form: `open_saved` picks by what is there."""
+"""Read a checkpoint's weights in the portable or the sharded form; `open_saved` detects which."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlframework.errors import DataError
-from rlframework.policy.checkpoint.saved import Saved, is_sharded, require_no_native
+from rlframework.policy.checkpoint.saved import Saved, is_sharded, reject_native
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 class SavedTensors(Saved):
-    """The tensors in the safetensors files of a directory, by name; each is read when it is asked for.
+    """The tensors in the safetensors files of a directory, by name; each is read on access.
 
-    `DataError` for files that are missing or damaged. Use as a context manager.
+    Raises a `DataError` if files are missing or damaged. Use as a context manager.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -30,7 +30,7 @@ class SavedTensors(Saved):
 
         paths = sorted(self.folder.glob("model*.safetensors"))
         if not paths:
-            raise DataError(f"{self.folder} has no model*.safetensors: it is no checkpoint, or not a whole one")
+            raise DataError(f"{self.folder} has no model*.safetensors: it is not a checkpoint, or an incomplete one")
         for path in paths:
             try:
                 file = self._stack.enter_context(safe_open(path, framework="pt"))
@@ -50,9 +50,9 @@ class SavedTensors(Saved):
         """See `Saved.shape`."""
         return tuple(self._files[name].get_slice(name).get_shape())
 
-    def part(self, name: str, where: tuple[slice, ...]) -> Tensor:
-        """See `Saved.part`."""
-        if not where or any(one.start == one.stop for one in where):  # safetensors slices neither
+    def read_slice(self, name: str, where: tuple[slice, ...]) -> Tensor:
+        """See `Saved.read_slice`."""
+        if not where or any(one.start == one.stop for one in where):  # safetensors supports neither
             return self[name][where]
         tensor: Tensor = self._files[name].get_slice(name)[where]
         return tensor
@@ -65,10 +65,10 @@ class SavedTensors(Saved):
 
 
 def open_saved(folder: str | Path) -> Saved:
-    """The tensors of `folder`, in the form that they are there in; a `DataError` for the native one."""
-    require_no_native(folder)
+    """Open the tensors of `folder` in either form; a `DataError` for the native one."""
+    reject_native(folder)
     if is_sharded(folder):
-        from rlframework.policy.checkpoint.sharded_reader import SavedPieces
+        from rlframework.policy.checkpoint.sharded_reader import SavedShards
 
-        return SavedPieces(folder)
+        return SavedShards(folder)
     return SavedTensors(folder)

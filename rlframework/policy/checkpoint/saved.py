@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint as a mapping that reads each one when it is asked for, and which form a directory holds."""
+"""A checkpoint's tensors as a mapping that reads each one on access, and detection of a directory's form."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-INDEX, PIECES = ".metadata", ".distcp"
-"""Of the sharded form: the file that maps shards to files, and the suffix of the files with shards."""
+INDEX, SHARD_SUFFIX = ".metadata", ".distcp"
+"""In the sharded form: the file that maps shards to files, and the suffix of the files that contain them."""
 NATIVE = "native.json"
-"""Of the native form: the file that names the backend that wrote the others."""
+"""In the native form: the file that names the backend that wrote the others."""
 
 
 class Saved(Mapping[str, "Tensor"]):
-    """The tensors of the directory `folder`, by name. Use as a context manager."""
+    """The tensors in the directory `folder`, by name. Use as a context manager."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -37,37 +37,37 @@ class Saved(Mapping[str, "Tensor"]):
 
     @abstractmethod
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of the tensor `name`, which is not read."""
+        """Return the shape of the tensor `name` without reading it."""
 
     def dtype(self, name: str) -> torch.dtype:
-        """Of the tensor `name`, of which one element is read."""
-        return self.part(name, tuple(slice(0, min(size, 1)) for size in self.shape(name))).dtype
+        """Return the dtype of the tensor `name`, reading a single element."""
+        return self.read_slice(name, tuple(slice(0, min(size, 1)) for size in self.shape(name))).dtype
 
     @abstractmethod
-    def part(self, name: str, where: tuple[slice, ...]) -> Tensor:
-        """The part `where` of the tensor `name`, of which no more is read."""
+    def read_slice(self, name: str, where: tuple[slice, ...]) -> Tensor:
+        """Read only `where` of the tensor `name`."""
 
 
 def is_sharded(folder: str | Path) -> bool:
-    """Whether `folder` holds the sharded form, whole or not."""
+    """Return True if `folder` contains the sharded form, complete or not."""
     folder = Path(folder)
-    return (folder / INDEX).exists() or any(folder.glob(f"*{PIECES}"))
+    return (folder / INDEX).exists() or any(folder.glob(f"*{SHARD_SUFFIX}"))
 
 
 def is_native(folder: str | Path) -> bool:
-    """Whether `folder` holds an engine's own files."""
+    """Return True if `folder` contains an engine's own files."""
     return (Path(folder) / NATIVE).exists()
 
 
-def require_no_native(folder: str | Path) -> None:
-    """A `DataError` where `folder` holds an engine's own files."""
+def reject_native(folder: str | Path) -> None:
+    """Raise a `DataError` if `folder` contains an engine's own files."""
     if is_native(folder):
         raise DataError(
-            f"{folder} holds a checkpoint in the format of the engine that wrote it ({NATIVE} says which), which that "
-            "engine alone reads: resume the run with checkpoints.format=portable or sharded, and take what it saves"
+            f"{folder} is a checkpoint in the format of the engine that wrote it (named in {NATIVE}), which only that "
+            "engine reads; resume the run with checkpoints.format=portable or sharded, and use what it saves"
         )
 
 
-def part_of(tensors: Mapping[str, Tensor], name: str, where: tuple[slice, ...]) -> Tensor:
-    """The part `where` of `tensors[name]`; of what lies in files no more is read than that."""
-    return tensors.part(name, where) if isinstance(tensors, Saved) else tensors[name][where]
+def slice_of(tensors: Mapping[str, Tensor], name: str, where: tuple[slice, ...]) -> Tensor:
+    """Return `where` of `tensors[name]`, reading no more than that from files."""
+    return tensors.read_slice(name, where) if isinstance(tensors, Saved) else tensors[name][where]

@@ -1,19 +1,19 @@
-"""The sharded form of a checkpoint: each worker writes its own pieces of weights and moments, with torch's DCP.
+"""The sharded form of a checkpoint: each worker writes its own shards of weights and moments, with torch's DCP.
 
-    weights_path/                    config.json and tokenizer, as of a Hugging Face directory
-        __RANK_0.distcp              pieces of the weights, fp32, named as by `save_pretrained`
-        .metadata                    where each piece lies in the whole
+    weights_path/                    config.json and tokenizer, as in a Hugging Face directory
+        __RANK_0.distcp              shards of the weights, fp32, named as by `save_pretrained`
+        .metadata                    offset and file of each shard
         checksums.json               sizes and checksums of all files
     optimizer_path/
-        __RANK_0.distcp, .metadata   pieces of AdamW's moments, `exp_avg.NAME` and `exp_avg_sq.NAME`
+        __RANK_0.distcp, .metadata   shards of AdamW's moments, `exp_avg.NAME` and `exp_avg_sq.NAME`
         training.json, random.safetensors, checksums.json     as in the portable form
 
-An engine tells its pieces (`Engine.sharded_state`), with the place of each in the whole: torch 2.13 gets the places of
-a DTensor wrong that is cut unevenly twice, so DCP is never shown one. Pieces that several workers hold are written
-once. Planning and finishing are collective; writing is not, so it may go on in a thread while the workers train. All
-workers write into one folder: on several machines it must be on a file system that they share.
+An engine returns its shards with their offsets (`Engine.sharded_state`). DCP never sees a DTensor, because torch 2.13
+computes wrong offsets for one that is sharded unevenly twice. Shards that several workers hold are written once.
+Planning and finishing are collective; writing is not, so it may run in a thread while the workers train. All workers
+write into one folder, on a file system that all machines share.
 
-Reading is in `sharded_reading.py`: what it gives is cut anew to whatever layout asks.
+Reading is in `sharded_reader.py`; it reshards to any layout.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from rlframework.errors import DataError
-from rlframework.files import Replacement, telling_no_space
-from rlframework.policy.all_ranks import require_shared, together
+from rlframework.files import Replacement, reporting_full_disk
+from rlframework.policy.all_ranks import require_shared_folder, run_on_all_ranks
 from rlframework.policy.checkpoint.manifest import FileFacts, describe_files, write_manifest
-from rlframework.policy.model_state import Piece
+from rlframework.policy.model_state import TensorShard
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -43,82 +43,82 @@ if TYPE_CHECKING:
 
 
 class _Planner(DefaultSavePlanner):
-    """DCP's planner over pieces: it lets go of copies and requires that the pieces of each tensor fill it."""
+    """DCP's planner over shards: it drops replicas and requires that the shards of each tensor cover it."""
 
-    def __init__(self, pieces: Iterable[Piece]) -> None:
+    def __init__(self, shards: Iterable[TensorShard]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.pieces = {piece.index: piece for piece in pieces if piece.local.numel() or not any(piece.offset)}
+        self.shards = {shard.index: shard for shard in shards if shard.local.numel() or not any(shard.offset)}
 
     def create_local_plan(self) -> SavePlan:
         """See `SavePlanner`."""
-        self.plan = SavePlan([piece.write_item() for piece in self.pieces.values()])
+        self.plan = SavePlan([shard.write_item() for shard in self.shards.values()])
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
         """See `DefaultSavePlanner`."""
-        return self.pieces[index].value()
+        return self.shards[index].value()
 
     def keep(self, items: Iterable[WriteItem], *, copied: bool) -> None:
-        """Hold no other pieces than `items`; `copied`: as copies on the CPU, which training does not change."""
-        kept = [self.pieces[item.index] for item in items]
+        """Keep only the shards of `items`; `copied`: as copies on the CPU, which training does not change."""
+        kept = [self.shards[item.index] for item in items]
         if copied:
-            kept = [replace(piece, local=piece.local.to("cpu", copy=True)) for piece in kept]
-        self.pieces = {piece.index: piece for piece in kept}
+            kept = [replace(shard, local=shard.local.to("cpu", copy=True)) for shard in kept]
+        self.shards = {shard.index: shard for shard in kept}
 
 
 @dataclass(frozen=True)
 class DirectoryPlan:
-    """What goes into the directory `path`: this rank's pieces, and what rank 0 writes into the folder it is given."""
+    """Contents of the directory `path`: this rank's shards, and a function with which rank 0 writes the other files."""
 
     path: str
-    pieces: Sequence[Piece]
+    shards: Sequence[TensorShard]
     beside: Callable[[Path], None]
     one_file: bool = True
-    """A file a rank, of which all pieces are held until it is written; else a file a piece."""
+    """One file per rank, with all its shards in memory until it is written; otherwise one file per shard."""
 
 
 class DirectorySave:
-    """One directory on its way: `write` this rank's pieces into a folder beside its path, then `finish` together.
+    """A directory being saved: `write` this rank's shards into a temporary folder, then `finish` on all ranks.
 
-    Constructor and `finish` are collective, `write` is not. `copied`: pieces are copied first, so that training may go
-    on while `write` runs in a thread.
+    Constructor and `finish` are collective, `write` is not. `copied`: copy the shards first, so that training may
+    continue while `write` runs in a thread.
     """
 
-    def __init__(self, given: DirectoryPlan, context: WorkerContext, *, copied: bool) -> None:
-        self.path, self._context = Path(given.path), context
+    def __init__(self, plan: DirectoryPlan, context: WorkerContext, *, copied: bool) -> None:
+        self.path, self._context = Path(plan.path), context
         self._replacement: Replacement | None = None
-        self._planner = _Planner(given.pieces)
+        self._planner = _Planner(plan.shards)
         self._checksums: dict[str, FileFacts] = {}
         self._results: Any = []
         try:
-            self._folder = Path(together(context, lambda: self._begin(given))[0])
-            self._writer = FileSystemWriter(self._folder, single_file_per_rank=given.one_file, overwrite=False)
+            self._folder = Path(run_on_all_ranks(context, lambda: self._begin(plan))[0])
+            self._writer = FileSystemWriter(self._folder, single_file_per_rank=plan.one_file, overwrite=False)
             self._plan, self._metadata = self._planned()
-            together(context, lambda: self._planner.keep(self._plan.items, copied=copied))
+            run_on_all_ranks(context, lambda: self._planner.keep(self._plan.items, copied=copied))
         except BaseException:
             self.abandon()
             raise
 
-    def _begin(self, given: DirectoryPlan) -> str:
+    def _begin(self, plan: DirectoryPlan) -> str:
         if self._context.rank:
             return ""
-        with telling_no_space(self.path):
+        with reporting_full_disk(self.path):
             self._replacement = Replacement(self.path)
-            given.beside(self._replacement.folder)
+            plan.beside(self._replacement.folder)
         return str(self._replacement.folder)
 
     def _planned(self) -> tuple[SavePlan, Metadata]:
-        """What this rank writes, and what all of them do. Each rank works it out, from the same pieces."""
-        plans = together(self._context, self._local_plan)
+        """Return this rank's plan and the metadata of all plans. Each rank computes them from the same local plans."""
+        plans = run_on_all_ranks(self._context, self._local_plan)
         try:
             plans, metadata = self._planner.create_global_plan(plans)
         except ValueError as error:
-            raise DataError(f"the workers' pieces do not make up the tensors of {self.path}: {error}") from error
+            raise DataError(f"the workers' shards do not cover the tensors of {self.path}: {error}") from error
         plan = self._writer.prepare_global_plan(plans)[self._context.rank]
         return self._planner.finish_plan(plan), metadata
 
     def _local_plan(self) -> SavePlan:
-        require_shared(self._folder, self._context, "sharded")
+        require_shared_folder(self._folder, self._context, "sharded")
         storage_meta: StorageMeta | None = self._writer.storage_meta()
         coordinator = self._context.rank == 0
         self._planner.set_up_planner({}, storage_meta, coordinator)
@@ -126,24 +126,24 @@ class DirectorySave:
         return self._writer.prepare_local_plan(self._planner.create_local_plan())
 
     def write(self) -> None:
-        """Write this rank's pieces. No collective."""
-        with telling_no_space(self.path):
+        """Write this rank's shards. No collective."""
+        with reporting_full_disk(self.path):
             self._results = self._writer.write_data(self._plan, self._planner).wait()
             names = [path.name for path in self._folder.glob(f"__{self._context.rank}_*.distcp")]
             self._checksums = describe_files(self._folder, names)
         self._planner.keep([], copied=False)
 
     def finish(self, failure: Exception | None = None) -> None:
-        """Put the directory where it belongs, or raise on all ranks what failed on one. `failure`: of this rank."""
+        """Move the directory into place, or raise on all ranks if one failed. `failure`: this rank's."""
 
-        def told() -> tuple[Any, dict[str, FileFacts]]:
+        def outcome() -> tuple[Any, dict[str, FileFacts]]:
             if failure is not None:
                 raise failure
             return self._results, self._checksums
 
         try:
-            written = together(self._context, told)
-            together(self._context, lambda: self._commit(written))
+            written = run_on_all_ranks(self._context, outcome)
+            run_on_all_ranks(self._context, lambda: self._commit(written))
         except BaseException:
             self.abandon()
             raise
@@ -151,20 +151,20 @@ class DirectorySave:
     def _commit(self, written: Sequence[tuple[Any, dict[str, FileFacts]]]) -> None:
         if self._replacement is None:
             return
-        with telling_no_space(self.path):
+        with reporting_full_disk(self.path):
             self._writer.finish(self._metadata, [results for results, _ in written])
             known = {name: facts for _, checksums in written for name, facts in checksums.items()}
             write_manifest(self._replacement.folder, known)
         self._replacement.commit()
 
     def abandon(self) -> None:
-        """Remove what was written, where rank 0 is here."""
+        """Remove what was written, on rank 0."""
         if self._replacement is not None:
             self._replacement.abandon()
 
 
 class CheckpointSave:
-    """Directories that are saved together: written in a thread of each rank (`asynchronous`), or by `finish`.
+    """Directories that are saved together: written by a thread on each rank (`asynchronous`), or by `finish`.
 
     Constructor and `finish` are collective.
     """
@@ -192,11 +192,11 @@ class CheckpointSave:
 
     @property
     def written(self) -> bool:
-        """Whether this rank has written its pieces, or failed to, so that `finish` does not wait for it."""
+        """True if this rank has written its shards or failed, so that `finish` does not wait for it."""
         return self._thread is None or not self._thread.is_alive()
 
     def finish(self) -> None:
-        """Wait until all ranks have written, and put the directories where they belong. Collective."""
+        """Wait until all ranks have written, and move the directories into place. Collective."""
         if self._thread is None:
             self._write()
         else:
@@ -209,7 +209,7 @@ class CheckpointSave:
             raise
 
     def abandon(self) -> None:
-        """Wait for this rank's thread, and remove what is not finished. No collective."""
+        """Wait for this rank's thread and remove unfinished directories. No collective."""
         if self._thread is not None:
             self._thread.join()
         for save in self._saves:

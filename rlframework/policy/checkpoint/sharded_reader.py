@@ -1,7 +1,7 @@
-"""Reading the sharded form, by any number of workers, and without any: see `sharded.py`.
+"""Read the sharded form, with any number of workers or in a single process; see `sharded.py`.
 
-`SavedPieces` is a mapping like `SavedTensors`, so that an engine loads either form by the same lines. DCP keeps its
-index as a pickle; only the classes that an index is made of are let in, so that no file of a checkpoint can run code.
+`SavedShards` is a mapping like `SavedTensors`, so engines load either form with the same code. DCP stores its index as
+a pickle; only the classes that an index consists of are allowed, so that no checkpoint file can run code.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ _ALLOWED = {
     "pathlib": {"Path", "PosixPath", "PurePosixPath"},
     "pathlib._local": {"Path", "PosixPath", "PurePosixPath"},
 }
-"""What an index is made of, besides torch's dtypes: module to names."""
+"""The only names that an index may contain, by module, besides torch's dtypes."""
 
 
 class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        """What `_ALLOWED` has; `UnpicklingError` for all else."""
+        """Return names in `_ALLOWED`; raise `UnpicklingError` for any other."""
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not is_dtype and name not in _ALLOWED.get(module, ()):
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no index of a checkpoint needs")
+            raise pickle.UnpicklingError(f"it contains {module}.{name}, which no checkpoint index needs")
         return super().find_class(module, name)
 
 
@@ -60,7 +60,7 @@ class _Reader(FileSystemReader):
         try:
             with path.open("rb") as file:
                 self.index: Metadata = _IndexUnpickler(file).load()
-            # a pickle can be whole and hold something else
+            # a pickle can be intact and contain something else
             entries = {name: (tuple(entry.size), entry.chunks) for name, entry in self._tensors()}
             self.set_up_storage_reader(self.index, is_coordinator=True)
             assert len(entries) == len(self.index.state_dict_metadata)
@@ -74,7 +74,7 @@ class _Reader(FileSystemReader):
 
 
 class _Planner(DefaultLoadPlanner):
-    """Reads one part of one tensor into `target`."""
+    """Reads one slice of one tensor into `target`."""
 
     def __init__(self, target: Tensor) -> None:
         super().__init__()
@@ -85,13 +85,13 @@ class _Planner(DefaultLoadPlanner):
         return self._target
 
 
-class SavedPieces(Saved):
-    """The tensors of a directory in the sharded form, by name; of each no more is read than is asked for.
+class SavedShards(Saved):
+    """The tensors of a directory in the sharded form, by name; each slice is read on access.
 
-    `DataError` for files that are missing or damaged. Use as a context manager.
+    Raises a `DataError` if files are missing or damaged. Use as a context manager.
     """
 
-    def __enter__(self) -> SavedPieces:
+    def __enter__(self) -> SavedShards:
         self._reader = _Reader(self.folder)
         self._entries = dict(self._reader._tensors())
         return self
@@ -100,14 +100,14 @@ class SavedPieces(Saved):
         self._entries = {}
 
     def __getitem__(self, name: str) -> Tensor:
-        return self.part(name, tuple(slice(0, size) for size in self.shape(name)))
+        return self.read_slice(name, tuple(slice(0, size) for size in self.shape(name)))
 
     def shape(self, name: str) -> tuple[int, ...]:
         """See `Saved.shape`."""
         return tuple(self._entries[name].size)
 
-    def part(self, name: str, where: tuple[slice, ...]) -> Tensor:
-        """See `Saved.part`."""
+    def read_slice(self, name: str, where: tuple[slice, ...]) -> Tensor:
+        """See `Saved.read_slice`."""
         entry = self._entries[name]
         offsets, sizes = [one.start for one in where], [one.stop - one.start for one in where]
         target = torch.empty(sizes, dtype=entry.properties.dtype)
@@ -116,7 +116,7 @@ class SavedPieces(Saved):
         chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
         items = create_read_items_for_chunk_list(name, entry, [chunk])
         if sum(math.prod(item.lengths) for item in items) != target.numel():
-            raise DataError(f"{self.folder / INDEX} is damaged: its pieces of {name} do not make up the whole")
+            raise DataError(f"{self.folder / INDEX} is damaged: its shards of {name} do not cover the whole")
         try:
             self._reader.read_data(LoadPlan(items), _Planner(target)).wait()
         except Exception as error:

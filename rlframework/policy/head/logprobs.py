@@ -1,7 +1,7 @@
-"""Log-probabilities from hidden states, chunk by chunk: fp32 logits `[tokens, vocabulary]` never exist as a whole.
+"""Log-probabilities from hidden states in chunks, without ever materializing all fp32 logits `[tokens, vocabulary]`.
 
-`chunked_logprobs` has a hand-written backward that recomputes the logits of each chunk. Shapes: N wanted tokens, H
-hidden size, V vocabulary. A head that is sharded over the vocabulary: `vocab_parallel`.
+`chunked_logprobs` has a hand-written backward that recomputes the logits of each chunk. Shapes: N requested tokens, H
+hidden size, V vocabulary. For a head sharded over the vocabulary see `vocab_parallel`.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 CHUNK_ELEMENTS = 1 << 23
-"""Most fp32 logits held at once: 32 MiB."""
+"""Maximum number of fp32 logits in memory at once: 32 MiB."""
 
 
 def chunk_rows(vocabulary: int) -> int:
-    """Tokens whose logits are held at once."""
+    """Return the number of tokens per chunk."""
     return max(1, CHUNK_ELEMENTS // vocabulary)
 
 
 def scaled_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    """fp32 logits `[N, V]` of `hidden [N, H]` at `temperature`."""
+    """Return the fp32 logits `[N, V]` of `hidden [N, H]`, divided by `temperature`."""
     logits = torch.nn.functional.linear(hidden, weight, bias).float()
     return logits if temperature == 1.0 else logits.div_(temperature)
 
@@ -44,13 +44,13 @@ class _ChunkedLogprobs(torch.autograd.Function):
         normalizers = torch.empty_like(logprobs)
         entropy = torch.empty_like(logprobs) if wants_entropy else logprobs.new_empty(0)
         for start in range(0, count, rows):
-            part = slice(start, start + rows)
-            logits = scaled_logits(hidden[part], weight, bias, temperature)
+            chunk = slice(start, start + rows)
+            logits = scaled_logits(hidden[chunk], weight, bias, temperature)
             normalizer = logits.logsumexp(-1)
-            normalizers[part] = normalizer
-            logprobs[part] = logits.gather(-1, targets[part, None]).squeeze(-1) - normalizer
+            normalizers[chunk] = normalizer
+            logprobs[chunk] = logits.gather(-1, targets[chunk, None]).squeeze(-1) - normalizer
             if wants_entropy:
-                entropy[part] = entropy_of(logits, normalizer)
+                entropy[chunk] = entropy_of(logits, normalizer)
         ctx.save_for_backward(hidden, weight, bias, targets, normalizers)
         ctx.temperature = temperature
         ctx.mark_non_differentiable(entropy)
@@ -65,19 +65,19 @@ class _ChunkedLogprobs(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if ctx.needs_input_grad[2] else None
         for start in range(0, hidden.shape[0], rows):
-            part = slice(start, start + rows)
-            scale = grad[part, None] / ctx.temperature
-            logits = scaled_logits(hidden[part], weight, bias, ctx.temperature)
+            chunk = slice(start, start + rows)
+            scale = grad[chunk, None] / ctx.temperature
+            logits = scaled_logits(hidden[chunk], weight, bias, ctx.temperature)
             # d logprob / d logits = onehot(target) - softmax: -softmax * scale, and + scale at the target
-            slope = logits.sub_(normalizers[part, None]).exp_().mul_(-scale)
-            slope.scatter_add_(1, targets[part, None], scale)
+            slope = logits.sub_(normalizers[chunk, None]).exp_().mul_(-scale)
+            slope.scatter_add_(1, targets[chunk, None], scale)
             if grad_bias is not None:
                 grad_bias += slope.sum(0)
             slope = slope.to(weight.dtype)
             if grad_hidden is not None:
-                grad_hidden[part] = slope @ weight
+                grad_hidden[chunk] = slope @ weight
             if grad_weight is not None:
-                grad_weight += slope.T @ hidden[part]
+                grad_weight += slope.T @ hidden[chunk]
         return (
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
@@ -89,7 +89,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
 
 def entropy_of(logits: Tensor, normalizer: Tensor) -> Tensor:
-    """Entropy `[N]` in nats of the softmax of `logits [N, V]` whose logsumexp is `normalizer [N]`."""
+    """Return the entropy `[N]` in nats of the softmax of `logits [N, V]`, whose logsumexp is `normalizer [N]`."""
     probabilities = (logits - normalizer[:, None]).exp_()
     mean_logit: Tensor = torch.linalg.vecdot(probabilities, logits)
     return normalizer - mean_logit
@@ -104,14 +104,12 @@ def chunked_logprobs(
     temperature: float = 1.0,
     wants_entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """log p(target) of each row, and the entropy of its distribution if asked for.
+    """Return log p(target) of each row and, on request, the entropy of its distribution.
 
-    `hidden [N, H]`, `weight [V, H]`, `bias [V]`, `targets [N]` int64; returns `[N]` fp32 each. The gradient flows
-    through the log-probabilities to `hidden`, `weight` and `bias`; the entropy has none.
+    `hidden [N, H]`, `weight [V, H]`, `bias [V]`, `targets [N]` int64; returns `[N]` fp32 each. Gradients flow through
+    the log-probabilities to `hidden`, `weight` and `bias`; the entropy has none.
     """
-    if hidden.shape[0] <= chunk_rows(
-        weight.shape[0]
-    ):  # one chunk: the fused kernel, which saves what we would recompute
+    if hidden.shape[0] <= chunk_rows(weight.shape[0]):  # one chunk: the fused kernel, without recomputation
         logits = scaled_logits(hidden, weight, bias, temperature)
         logprobs = -torch.nn.functional.cross_entropy(logits, targets, reduction="none")
         entropy = None

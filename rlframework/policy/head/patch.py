@@ -1,6 +1,7 @@
-"""`HeadPatch`: makes a model's forward return head values at chosen positions instead of logits.
+"""`HeadPatch`: a model's forward returns head values at selected positions instead of logits.
 
-It replaces `lm_head.forward`: under FSDP2 and ZeRO-3 the head's weight is whole only inside the model's forward.
+It replaces `lm_head.forward`, because under FSDP2 and ZeRO-3 the head's weight is whole only inside the model's
+forward.
 """
 
 from __future__ import annotations
@@ -19,18 +20,21 @@ from rlframework.policy.head.top_k import top_logits
 from rlframework.policy.head.vocab_parallel import VocabularyShard, parallel_logits, parallel_logprobs
 
 
-def own_rows(weight: Any) -> Any:
-    """The rows of a `DTensor` that are on this rank; any other tensor as it is, and None."""
+def local_tensor(weight: Any) -> Any:
+    """Return this rank's shard of a `DTensor`; any other tensor, and None, unchanged."""
     return weight.to_local() if hasattr(weight, "to_local") else weight
 
 
 def output_head(model: Any) -> Any:
-    """The linear module that ends `model`: of a language model, or `score` of a reward model; else `NotSupported`."""
+    """Return the final linear module of `model`: a language model's head, or `score` of a reward model.
+
+    Raises `NotSupported` if there is none.
+    """
     head = getattr(model, "get_output_embeddings", lambda: None)()
     head = getattr(model, "score", None) if head is None else head
     if head is None or not hasattr(head, "weight"):
         raise NotSupported(
-            f"{type(model).__name__} has no linear output head; take a causal language model, or a reward model"
+            f"{type(model).__name__} has no linear output head; use a causal language model or a reward model"
         )
     return head
 
@@ -38,16 +42,16 @@ def output_head(model: Any) -> Any:
 class HeadPatch:
     """Replaces `lm_head.forward`: inside `computing(...)` the model returns the head's values instead of logits.
 
-    Outside it the head is the ordinary one, so that generation and anything else can use the model as it is.
+    Outside that context the head is unchanged, so that generation and other code can use the model as usual.
     """
 
     def __init__(self, model: torch.nn.Module, shard: VocabularyShard | None = None) -> None:
-        """`model`: see `output_head` and, for language models, `require_plain_head`.
+        """Patch the head of `model`; see `output_head` and, for language models, `require_plain_head`.
 
-        `shard`: which rows of the head's weight are here, where a group of ranks holds them together.
+        `shard`: this rank's rows of the head's weight, if a group of ranks shards it.
         """
         head = output_head(model)
-        self._ordinary = head.forward
+        self._original_forward = head.forward
         self._head = head
         self._shard = shard
         self._request: HeadRequest | None = None
@@ -57,7 +61,7 @@ class HeadPatch:
 
     @contextmanager
     def computing(self, request: HeadRequest, positions: Tensor, targets: Tensor) -> Iterator[None]:
-        """Within it, forwards compute `request` at flat `positions [N]` of the input for `targets [N]`."""
+        """Context manager: forwards compute `request` at the flat input `positions [N]`, for `targets [N]`."""
         self._request, self._positions, self._targets = request, positions, targets
         try:
             yield
@@ -66,10 +70,10 @@ class HeadPatch:
 
     def _forward(self, hidden: Tensor) -> Tensor:
         if self._request is None or self._positions is None or self._targets is None:
-            logits: Tensor = self._ordinary(hidden)
+            logits: Tensor = self._original_forward(hidden)
             return logits
         rows = hidden.reshape(-1, hidden.shape[-1]).index_select(0, self._positions)
-        weight, bias = own_rows(self._head.weight), own_rows(getattr(self._head, "bias", None))
+        weight, bias = local_tensor(self._head.weight), local_tensor(getattr(self._head, "bias", None))
         return self._values(self._request, rows, weight, bias, self._targets)
 
     def _values(
@@ -92,16 +96,16 @@ class HeadPatch:
             logprobs, entropy = chunked_logprobs(
                 rows, weight, bias, targets, temperature=temperature, wants_entropy=wants_entropy
             )
-        # a new tensor, not a view: FSDP2 hangs its hook for the backward on what the model returns
+        # a new tensor, not a view: FSDP2 attaches its backward hook to the model's output
         return torch.stack((logprobs,) if entropy is None else (logprobs, entropy), dim=1)
 
 
 @torch.no_grad()
 def require_plain_head(model: Any) -> None:
-    """`NotSupported` when `model` changes its logits after its head (soft-capping, a scale).
+    """Raise `NotSupported` if `model` changes its logits after the head (soft-capping, a scale).
 
-    Replacing the head would then give wrong log-probabilities without an error. Tried on a few tokens, because the
-    names of such settings differ from model to model. `model` is whole and lies on one device.
+    Patching the head would then give wrong log-probabilities without an error. Checked by running a few tokens, because
+    the settings' names differ between models. `model` must be whole and on one device.
     """
     seen: list[Tensor] = []
     handle = model.get_output_embeddings().register_forward_hook(lambda module, inputs, output: seen.append(output))
@@ -112,11 +116,11 @@ def require_plain_head(model: Any) -> None:
     if len(seen) != 1 or seen[0].shape != logits.shape or not torch.equal(seen[0], logits):
         raise NotSupported(
             f"{type(model).__name__} changes its logits after the output head, which is not supported yet; "
-            "take a model whose logits are the head's"
+            "use a model that returns the head's output as logits"
         )
 
 
 def probe_ids(model: Any) -> Tensor:
-    """A few different token ids `[6]` that `model` knows, on its device."""
+    """Return a few different token ids `[6]` from the vocabulary of `model`, on its device."""
     embedding = model.get_input_embeddings().weight
     return torch.linspace(0, embedding.shape[0] - 1, 6, device=embedding.device).long()

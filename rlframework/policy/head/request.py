@@ -1,4 +1,4 @@
-"""The request to a model's output head and what comes back: log-probabilities, entropies, top-k, logits or scores."""
+"""Requests to a model's output head, and its results: log-probabilities, entropies, top-k, logits or scores."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class HeadRequest:
-    """What the head computes in each forward: `wants` holds "logprobs" and "entropy", or alone "topk", "logits" or
-    "scores" (of a reward model's head).
+    """The values that the head computes in each forward.
 
-    `top_k`: how many of the likeliest tokens.
+    `wants`: "logprobs" and optionally "entropy"; or exactly one of "topk", "logits" and "scores" (a reward model's
+    head). `top_k`: number of most likely tokens, for "topk".
     """
 
     wants: frozenset[str] = frozenset({"logprobs"})
@@ -22,12 +22,12 @@ class HeadRequest:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Order of the columns in what the patched head returns."""
+        """The columns of the patched head's output, in order."""
         return ("logprobs", "entropy") if "entropy" in self.wants else ("logprobs",)
 
     @property
     def results(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape of one token's value, and dtype, by the names in `HeadOutput.results`."""
+        """Shape and dtype of one token's value, by the names of `HeadOutput.results`."""
         if "topk" in self.wants:
             return {"topk_logits": ((self.top_k,), torch.float32), "topk_indices": ((self.top_k,), torch.int64)}
         if "scores" in self.wants:
@@ -37,9 +37,9 @@ class HeadRequest:
 
 @dataclass
 class HeadOutput:
-    """What the head computed at the `N` head positions of a microbatch: `[N]` fp32 each, `logits [N, V]`.
+    """The head's results at the `N` head positions of a microbatch: `[N]` fp32 each, `logits [N, V]`.
 
-    `topk_logits [N, k]` fp32, largest first, and `topk_indices [N, k]` int64, the tokens that they are of.
+    `topk_logits [N, k]` fp32 in descending order, and `topk_indices [N, k]` int64, their token ids.
     """
 
     logprobs: Tensor | None = None
@@ -50,16 +50,16 @@ class HeadOutput:
     scores: Tensor | None = None
 
     def results(self) -> dict[str, Tensor]:
-        """What is there, by name."""
+        """Return the results that are not None, by name."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
 
 def read_head_output(values: Tensor, request: HeadRequest) -> HeadOutput:
-    """Name the columns of what a patched model returned as its logits, `[N, ...]`."""
+    """Split the output of a patched model, returned as its logits `[N, ...]`, into named results."""
     if values.ndim != 2:
         raise RuntimeError(
-            f"values of shape {list(values.shape)} are not the head's, which are a row for each position: the model "
-            "ran outside HeadPatch.computing, or its head is not under HeadPatch"
+            f"values of shape {list(values.shape)} are not head values, which have one row per position: the model "
+            "ran outside HeadPatch.computing, or its head is not patched"
         )
     if "logits" in request.wants:
         return HeadOutput(logits=values)

@@ -1,4 +1,4 @@
-"""The likeliest tokens of a head, chunk by chunk, as for distillation. Without gradient."""
+"""The k most likely tokens and their logits, computed chunk by chunk without gradients, for distillation."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from rlframework.policy.head.vocab_parallel import VocabularyShard, parallel_log
 def top_logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, shard: VocabularyShard | None, k: int, temperature: float
 ) -> Tensor:
-    """`[N, 2 k]` fp32: the k largest logits of `hidden [N, H]` at `temperature`, then the tokens that they are of.
+    """Return `[N, 2 k]` fp32: the k largest logits of `hidden [N, H]` at `temperature`, then their token ids.
 
-    fp32 holds every id below 2**24. `weight`: this rank's rows, where `shard` says that there are others.
+    fp32 represents every id below 2**24 exactly. `weight`: this rank's rows, if `shard` is given. Raises a `BatchError`
+    if k exceeds the vocabulary.
     """
-    parts = []
+    chunks = []
     for rows in hidden.split(chunk_rows(weight.shape[0])):
         if shard is None:
             logits = scaled_logits(rows, weight, bias, temperature)
         else:
             logits = parallel_logits(rows, weight, bias, shard, temperature=temperature)
         if k > logits.shape[1]:
-            raise BatchError(f"the {k} likeliest tokens were asked for, and the model has {logits.shape[1]}")
+            raise BatchError(f"k is {k}, but the model has {logits.shape[1]} tokens")
         values, tokens = logits.topk(k, -1)
-        parts.append(torch.cat((values, tokens.to(values.dtype)), 1))
-    return torch.cat(parts)
+        chunks.append(torch.cat((values, tokens.to(values.dtype)), 1))
+    return torch.cat(chunks)

@@ -1,1 +1,1 @@
-"""What a run will need of memory, disk and tokens, reckoned from its configuration before a worker starts."""
+"""Estimates of memory, disk and tokens, made from a run's configuration before workers start."""

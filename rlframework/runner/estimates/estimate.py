@@ -1,4 +1,4 @@
-"""The estimate of a run: memory of a worker, disk, tokens of a step, and what of it does not fit this machine."""
+"""Estimate a run's memory per worker, disk and tokens per step, and warn of what does not fit this machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from rlframework.configure import resolve_device
 from rlframework.errors import DataError
 from rlframework.observers.host import Gpu, available_memory, free_disk, gpus
-from rlframework.runner.estimates.memory import Part, Place, peak, worker_memory
+from rlframework.runner.estimates.memory import MemoryUse, Place, peak, worker_memory
 from rlframework.runner.estimates.model import model_size
 from rlframework.runner.estimates.rows import Rows, rows_of
 
@@ -22,16 +22,15 @@ if TYPE_CHECKING:
     from rlframework.config.sections import RunConfig
 
 CHECKPOINT_BYTES = 12
-"""Of one parameter in a checkpoint: weight and two moments in fp32."""
-
+"""Bytes per parameter in a checkpoint: weight and two moments in fp32."""
 
 MARGIN = 1.1
-"""Memory is warned of where so many times the estimate does not fit: it was that far below what was measured."""
+"""Factor on the memory estimate before it is compared with free memory: measured peaks exceed it by up to this."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What there is, in bytes; None where nobody tells."""
+    """Free memory and disk in bytes; None if unknown."""
 
     memory: int | None
     disk: int | None
@@ -39,30 +38,31 @@ class Machine:
 
     @classmethod
     def here(cls, output_dir: Path, device: str) -> Machine:
-        """This machine, now."""
+        """The current state of this machine."""
         return cls(available_memory(), free_disk(output_dir), gpus() if device == "cuda" else ())
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """See the module. `disk`: purpose to bytes."""
+    """The estimate of a run. `disk`: bytes by purpose; `output_dir_problem`: why the run cannot start there."""
 
     parameters: int
     workers: int
     device: str
-    memory: list[Part]
+    memory: list[MemoryUse]
     disk: dict[str, int]
     rows: Rows
     machine: Machine
     output_dir: Path
+    output_dir_problem: str | None = None
 
     @property
     def host_bytes(self) -> int:
-        """Memory of all workers on this machine, at its peak."""
+        """Peak memory in bytes of all workers on this machine."""
         return self.workers * peak(self.memory, "host")
 
     def lines(self) -> list[str]:
-        """What is said when a run starts."""
+        """The lines that a run prints at its start."""
         place: Place = "host" if self.device == "cpu" else "device"
         parts = ", ".join(f"{part.name} {gib(part.bytes)}" for part in self.memory if part.place == place)
         most = gib(peak(self.memory, place))
@@ -76,11 +76,12 @@ class Estimate:
         ]
 
     def warnings(self) -> list[str]:
-        """What does not fit; nothing where it does."""
-        return [*self._memory_warnings(), *self._disk_warnings()]
+        """One line per problem; empty if everything fits."""
+        folder = [] if self.output_dir_problem is None else [f"warning: {self.output_dir_problem}"]
+        return [*self._memory_warnings(), *self._disk_warnings(), *folder]
 
     def table(self) -> Table:
-        """All figures, for `--dry-run`."""
+        """All figures as a table, for `--dry-run`."""
         from rich.table import Table
 
         table = Table(title="Estimate", title_justify="left")
@@ -101,42 +102,42 @@ class Estimate:
                 yield f"{where} of a worker, at its peak", "", gib(peak(self.memory, place))
         memory, disk = self.machine.memory, self.machine.disk
         yield f"RAM of all {self.workers} workers", "peak", gib(self.host_bytes)
-        yield "RAM that is free", "now", "?" if memory is None else gib(memory)
+        yield "RAM, free", "now", "?" if memory is None else gib(memory)
         for number, gpu in enumerate(self.machine.gpus):
             yield f"GPU {number} ({gpu.name}), free", "now", gib(gpu.free_bytes)
         for name, size in self.disk.items():
             yield f"disk: {name}", "", gib(size)
-        yield "disk that is free", "now", "?" if disk is None else gib(disk)
-        yield "tokens that a step generates, at most", f"{self.rows.generated:,}", ""
-        yield "tokens that a step trains on", f"{self.rows.trained:,}", ""
+        yield "disk, free", "now", "?" if disk is None else gib(disk)
+        yield "tokens generated per step, at most", f"{self.rows.generated:,}", ""
+        yield "tokens trained on per step", f"{self.rows.trained:,}", ""
 
     def _memory_warnings(self) -> Iterator[str]:
-        remedy = "Take fewer tokens in a microbatch (policy.batching.tokens) or a smaller model"
+        remedy = "Reduce the tokens of a microbatch (policy.batching.tokens) or the model"
         memory = self.machine.memory
         if memory is not None and MARGIN * self.host_bytes > memory:
             yield (
                 f"warning: the run may need {gib(self.host_bytes)} GiB of memory, and {gib(memory)} GiB are free. "
-                f"{remedy}, or generation.batch_size, or fewer worker_group.num_workers"
+                f"{remedy}, or generation.batch_size, or worker_group.num_workers"
             )
         needed, free = peak(self.memory, "device"), min((gpu.free_bytes for gpu in self.machine.gpus), default=None)
         if free is not None and MARGIN * needed > free:
             yield (
                 f"warning: a worker may need {gib(needed)} GiB of its GPU, and {gib(free)} GiB are free. {remedy}, "
-                "policy.activation_checkpointing=true, or more workers"
+                "set policy.activation_checkpointing=true, or use more workers"
             )
 
     def _disk_warnings(self) -> Iterator[str]:
-        needed, there = sum(self.disk.values()), self.machine.disk
-        if there is not None and needed > there:
+        needed, free = sum(self.disk.values()), self.machine.disk
+        if free is not None and needed > free:
             yield (
-                f"warning: the run may write {gib(needed)} GiB, and {gib(there)} GiB are free at output_dir="
-                f"{str(self.output_dir)!r}. Free some, write somewhere else, or keep fewer checkpoints "
+                f"warning: the run may write {gib(needed)} GiB, and {gib(free)} GiB are free at output_dir="
+                f"{str(self.output_dir)!r}. Free some space, write somewhere else, or keep fewer checkpoints "
                 "(checkpoints.keep_last)"
             )
 
 
 def estimate(parts: Parts, reference: bool, machine: Machine | None = None) -> Estimate:
-    """The estimate of the run of `parts`, whose workers need not be there; `reference`: it keeps a reference policy."""
+    """Estimate the run of `parts`, which needs no workers. `reference`: the run keeps a reference policy."""
     config = parts.config
     device, model, rows = resolve_device(config.device), model_size(config.policy), rows_of(parts)
     return Estimate(
@@ -151,17 +152,17 @@ def estimate(parts: Parts, reference: bool, machine: Machine | None = None) -> E
     )
 
 
-def tell_estimate(parts: Parts, reference: bool) -> None:
-    """Say on stdout what the run needs (with `observers.console`), and on stderr what does not fit.
+def print_estimate(parts: Parts, reference: bool) -> None:
+    """Print the estimate on stdout (with `observers.console`) and its warnings on stderr.
 
-    A model whose sizes cannot be found out is no reason not to train it: then that is what is said. Data that cannot be
-    used is the algorithm's to tell, which checks all of it.
+    A model whose sizes cannot be determined does not prevent training; a line on stderr says so. For invalid data it
+    prints nothing, because the algorithm checks all data and reports the error.
     """
     try:
         found = estimate(parts, reference)
     except DataError:
         return
-    except Exception as error:  # noqa: BLE001 - the configurations of models are without number
+    except Exception as error:  # noqa: BLE001 - model configurations vary without limit
         print(f"no estimate of memory and disk: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         return
     if parts.config.observers.console:
@@ -171,9 +172,10 @@ def tell_estimate(parts: Parts, reference: bool) -> None:
 
 
 def disk(config: RunConfig, parameters: int, trained: int | None = None) -> dict[str, int]:
-    """What the run leaves on disk, in bytes, with a checkpoint more while one is written.
+    """The most bytes that the run has on disk at once, by purpose.
 
-    `trained`: parameters that checkpoints hold; None: all.
+    Includes the checkpoint being written, besides those that are kept. `trained` is the number of parameters in a
+    checkpoint (None: all).
     """
     found = {"trained model": 4 * parameters}
     checkpoints = _checkpoints(config)
@@ -187,13 +189,13 @@ def disk(config: RunConfig, parameters: int, trained: int | None = None) -> dict
 
 
 def gib(size: int) -> str:
-    """Bytes in GiB, with as many digits as say something."""
+    """Format bytes in GiB with two or three significant digits."""
     value = size / 2**30
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 1 else f"{value:.2f}"
 
 
 def _checkpoints(config: RunConfig) -> int:
-    """The most that lie there at once: those that are kept, and the one being written. None without `every`."""
+    """The most checkpoints on disk at once: those kept and the one being written; 0 without `every`."""
     section = config.checkpoints
     if not section.every:
         return 0

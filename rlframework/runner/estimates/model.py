@@ -1,11 +1,11 @@
-"""The sizes of a model from its configuration: parameters are counted on the meta device, and nothing is loaded."""
+"""Determine the sizes of a model from its configuration, on the meta device, without loading weights."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rlframework.huggingface.hub import is_path, quiet_hub
+from rlframework.huggingface.hub import local_files_only, quiet_hub
 from rlframework.huggingface.model_directories import quiet_transformers
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Numbers of a model; widths are of one token. `trained`: parameters with a gradient."""
+    """Sizes of a model: parameters, those with a gradient (`trained`), layers, and widths per token."""
 
     parameters: int
     trained: int
@@ -26,21 +26,21 @@ class ModelSize:
     vocabulary: int
 
     def activation_bytes(self, width: int) -> int:
-        """What the backward of one layer keeps of one token, in bytes, with numbers of `width` bytes.
+        """Bytes that one layer saves for the backward of one token, with `width` bytes per number.
 
-        Counted on the layer of a Llama: both norms keep what goes in and two stages of it (these in fp32), attention
-        its query, output and their copy for the projection, and keys and values; the feed-forward part four widths.
+        Counted for a Llama layer: both norms save their input and two fp32 intermediates; attention saves query,
+        output, the copy of the output for the projection, keys and values; the MLP saves four intermediate widths.
         """
         norms = 4 * self.hidden * 4 + 2 * self.hidden * width
         return norms + (3 * self.hidden + 2 * self.key_value + 4 * self.intermediate) * width
 
 
 def model_size(config: PolicyConfig) -> ModelSize:
-    """The sizes of the model that `policy.model_name` names. The process's random states are left as they were."""
+    """The sizes of the model `policy.model_name`. Leaves the process's random states unchanged."""
     import torch
     from transformers import AutoConfig
 
-    local = is_path(config.model_name)
+    local = local_files_only(config.model_name)
     with quiet_hub():
         found = AutoConfig.from_pretrained(
             config.model_name, trust_remote_code=config.trust_remote_code, local_files_only=local
@@ -65,7 +65,7 @@ def model_size(config: PolicyConfig) -> ModelSize:
 
 
 def _auto_class(config: Any) -> Any:
-    """The class of transformers that makes a model that writes text of `config`."""
+    """The Auto class of transformers that builds a text-generating model from `config`."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
     own_code = getattr(config, "auto_map", None) or {}
@@ -74,19 +74,19 @@ def _auto_class(config: Any) -> Any:
 
 
 def _intermediate(text: Any) -> int:
-    """Width of the feed-forward part that one token goes through; of a mixture, of the experts that it is given."""
+    """The MLP width that one token passes through; for a mixture of experts, the total over its top-k experts."""
     experts, each = _first(text, "num_experts_per_tok"), _first(text, "moe_intermediate_size")
     return experts * each if experts and each else _first(text, "intermediate_size", "n_inner")
 
 
 def _first(config: Any, *names: str) -> int:
-    """The first of `names` that `config` holds a positive number for; else 0."""
+    """The first positive integer in `config` among `names`; else 0."""
     values = (getattr(config, name, None) for name in names)
     return next((value for value in values if isinstance(value, int) and value > 0), 0)
 
 
 def _largest_block(model: Any) -> int:
-    """Parameters of the largest part that an engine which shards weights makes whole at once: a layer, or the ends."""
+    """The most parameters that a sharding engine gathers at once: a layer's, or those of embedding and head."""
     from torch.nn import ModuleList
 
     lists = [module for module in model.modules() if isinstance(module, ModuleList)]

@@ -1,4 +1,4 @@
-"""How long a run's rows are, from some of its data, and with that how many tokens a step takes."""
+"""Estimate row lengths from a sample of the data, and from these the tokens of a step."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ if TYPE_CHECKING:
     from rlframework.config.algorithms import TrainOn
     from rlframework.interfaces.environment import Sample
 
-LOOKED_AT = 256
-"""So many samples at even distances are rendered, and of lists the longest by characters besides."""
+RENDERED = 256
+"""Number of evenly spaced samples that are rendered."""
 
 LONGEST = 16
+"""Number of samples with the most characters that are rendered as well, if the samples are a list."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of one step, and tokens of each: on average, and of the longest that was seen; with answers at their limit.
+    """The number of rows of a step, and the mean and maximum of their tokens if every answer reaches its limit.
 
-    `generated`: the most tokens that a step generates, 0 where it generates none. `prompts`: different prompts.
+    `generated`: the most tokens that a step generates.
     """
 
     count: int
@@ -36,12 +37,12 @@ class Rows:
 
     @property
     def trained(self) -> int:
-        """Tokens that a step trains on, prompts included."""
+        """Tokens of all rows of a step, including prompts."""
         return round(self.count * self.mean)
 
 
 def rows_of(parts: Parts) -> Rows:
-    """The rows of a step of the run of `parts`; an algorithm that has `prompts_per_step` generates its rows."""
+    """Estimate the rows of a step. An algorithm whose configuration has `prompts_per_step` generates its rows."""
     algorithm, policy = parts.config.algorithm, parts.config.policy
     prompts = getattr(algorithm, "prompts_per_step", None)
     if prompts is not None:
@@ -55,25 +56,25 @@ def rows_of(parts: Parts) -> Rows:
 
 
 def _generated(parts: Parts, count: int) -> Rows:
-    lengths = [len(render_prompt(parts.tokenizer, sample.messages)) for sample in _some(parts)]
+    lengths = [len(render_prompt(parts.tokenizer, sample.messages)) for sample in _selected(parts)]
     policy, answer = parts.config.policy, parts.config.generation.max_new_tokens
-    most = model_positions(policy.model_name, policy.trust_remote_code) or max(lengths) + answer
-    rows = [min(length + answer, most) for length in lengths]
+    limit = model_positions(policy.model_name, policy.trust_remote_code) or max(lengths) + answer
+    rows = [min(length + answer, limit) for length in lengths]
     return Rows(count, sum(rows) / len(rows), max(rows), generated=count * answer)
 
 
 def _rendered(parts: Parts) -> list[int]:
     algorithm: Any = parts.config.algorithm
     train_on: TrainOn = getattr(algorithm, "train_on", "all")
-    most = getattr(algorithm, "max_tokens", None)
-    return [len(ids) for ids, _ in render_samples(parts.tokenizer, _some(parts), train_on, most)]
+    limit = getattr(algorithm, "max_tokens", None)
+    return [len(ids) for ids, _ in render_samples(parts.tokenizer, _selected(parts), train_on, limit)]
 
 
-def _some(parts: Parts) -> list[Sample]:
+def _selected(parts: Parts) -> list[Sample]:
     samples = parts.environment.samples("train")
     if not len(samples):
-        raise DataError("there are no train samples")
-    step = max(1, -(-len(samples) // LOOKED_AT))
+        raise DataError("the environment has no train samples")
+    step = max(1, -(-len(samples) // RENDERED))
     chosen = [samples[number] for number in range(0, len(samples), step)]
     if isinstance(samples, (list, tuple)):
         chosen += sorted(samples, key=_characters, reverse=True)[:LONGEST]

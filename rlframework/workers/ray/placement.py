@@ -1,5 +1,6 @@
-"""Where the workers of a virtual cluster go: what is too much for the machines, which machine takes which group of
-bundles, and in what order the bundles are ranks. Pure decisions over numbers; nothing here knows of Ray.
+"""Placement of a virtual cluster: checks capacity, assigns groups of bundles to machines, and orders bundles as ranks.
+
+Pure functions of numbers, without Ray.
 """
 
 from __future__ import annotations
@@ -8,12 +9,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 Resources = Mapping[str, float]
-"""Amounts by name, such as `{"CPU": 8, "GPU": 4}`."""
+"""Resource amounts by name, such as `{"CPU": 8, "GPU": 4}`."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A node: its id, its address, what it has in all, and what of that is free now."""
+    """A node: its id, its address, its total resources, and those that are free now."""
 
     node_id: str
     address: str
@@ -23,9 +24,9 @@ class Machine:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where one rank stands: `bundle` of placement group number `group`, on the machine `node_id` at `address`.
+    """The placement of one rank: `bundle` of placement group number `group`, on the machine `node_id` at `address`.
 
-    `node_rank` counts the nodes from 0 in the order of ranks, `local_rank` the ranks of one node.
+    `node_rank` numbers the nodes from 0 in rank order, `local_rank` the ranks of a node.
     """
 
     group: int
@@ -36,45 +37,47 @@ class Placement:
     local_rank: int
 
 
-def lacking(bundle_counts: Sequence[int], bundle: Resources, machines: Sequence[Machine], *, unified: bool) -> str:
-    """Why these machines can never hold the bundles, whatever runs on them now; empty where nothing speaks against it.
+def capacity_shortfall(
+    bundle_counts: Sequence[int], bundle: Resources, machines: Sequence[Machine], *, unified: bool
+) -> str:
+    """Explain why these machines could not hold the bundles even if all were idle; return an empty text if they could.
 
-    A group of bundles goes on one machine, unless all are `unified`: then each bundle may go anywhere.
+    All bundles of a group must fit on one machine, unless they are `unified`: then each bundle may go anywhere.
     """
-    total, places = sum(bundle_counts), sum(_fits(bundle, machine.total) for machine in machines)
-    if total > places:
-        return f"{total} bundle(s) are needed, and there is room for {places}"
+    needed, capacity = sum(bundle_counts), sum(_fits(bundle, machine.total) for machine in machines)
+    if needed > capacity:
+        return f"{needed} bundle(s) are needed, but there is only room for {capacity}"
     for size in () if unified else sorted(set(bundle_counts) - {0}, reverse=True):
-        asked = sum(other >= size for other in bundle_counts)
+        nodes = sum(other >= size for other in bundle_counts)
         room = sum(_fits(bundle, machine.total) // size for machine in machines)
-        if asked > room:
-            return f"{asked} node(s) with room for {size} bundles are needed, and there is room for {room}"
+        if nodes > room:
+            return f"{nodes} node(s) with room for {size} bundles are needed, but there are only {room}"
     return ""
 
 
 def assign(bundle_counts: Sequence[int], bundle: Resources, machines: Sequence[Machine]) -> list[str] | None:
-    """The id of the machine for each group of bundles, by what is free now; None where it does not all fit at once.
+    """The machine id for each group of bundles, given the free resources; None if not all groups fit now.
 
-    The largest groups choose first, each the machine with the most room among those that have no group yet; machines
-    are shared only when all are taken.
+    Groups are assigned from the largest to the smallest, each to the machine with the most room among those without a
+    group; machines are shared only once each has one.
     """
     chosen: dict[int, str] = {}
     room = {machine.node_id: _fits(bundle, machine.free) for machine in machines}
     for index in sorted(range(len(bundle_counts)), key=lambda index: -bundle_counts[index]):
-        able = [node for node in room if room[node] >= bundle_counts[index]]
-        if not able:
+        candidates = [node for node in room if room[node] >= bundle_counts[index]]
+        if not candidates:
             return None
-        node = min(able, key=lambda node: (node in chosen.values(), -room[node]))
+        node = min(candidates, key=lambda node: (node in chosen.values(), -room[node]))
         room[node] -= bundle_counts[index]
         chosen[index] = node
     return [chosen[index] for index in range(len(bundle_counts))]
 
 
-def in_rank_order(nodes: Sequence[Sequence[str]], addresses: Mapping[str, str]) -> list[Placement]:
+def rank_placements(nodes: Sequence[Sequence[str]], addresses: Mapping[str, str]) -> list[Placement]:
     """The placement of each rank, given the machine of each bundle of each group.
 
-    Several groups: a group is a node, and ranks follow the groups. One group that spreads over machines: the machines
-    are the nodes, in the order in which the bundles name them, and the ranks of one machine follow each other.
+    With several groups, each group is a node and ranks follow the order of the groups. With one group spread over
+    machines, the machines are the nodes, in order of first appearance, and the ranks of a machine are consecutive.
     """
     if len(nodes) > 1:
         return [
@@ -93,20 +96,20 @@ def in_rank_order(nodes: Sequence[Sequence[str]], addresses: Mapping[str, str]) 
 
 
 def describe(resources: Resources) -> str:
-    """`CPU 2, GPU 1`: the amounts, as messages have them."""
+    """The amounts as text for messages: `CPU 2, GPU 1`."""
     return ", ".join(f"{name} {amount:g}" for name, amount in resources.items())
 
 
 def describe_machines(machines: Iterable[Machine], names: Sequence[str]) -> str:
-    """One line a machine: its address, the start of its id, and what it has and has free of these resources."""
+    """One line per machine: its address, the start of its id, and its total and free amounts of these resources."""
     lines = [
         f"  node {machine.address} ({machine.node_id[:8]}): "
         + ", ".join(f"{name} {machine.total.get(name, 0):g} ({machine.free.get(name, 0):g} free)" for name in names)
         for machine in machines
     ]
-    return "\n".join(lines) or "  no node at all"
+    return "\n".join(lines) or "  no nodes"
 
 
 def _fits(bundle: Resources, room: Resources) -> int:
-    """How many bundles `room` holds."""
+    """The number of bundles that fit into `room`."""
     return min((int((room.get(name, 0) + 1e-6) // amount) for name, amount in bundle.items() if amount), default=0)

@@ -1,9 +1,9 @@
-"""Private views of a file in memory that others fill: read where it is, copied page by page where it is written to.
+"""Private copy-on-write views of a shared-memory file that other processes fill.
 
-A mapping costs a fault for each page that is first touched, as much time as a copy. So there is one mapping for the
-whole file, whose pages stay, and who reads a part of it gets a window. Pages that were written to are copies, this
-process's own: they are thrown away when the last view of the window goes, because others may fill that part of the file
-anew afterwards. Windows never share a page: a part that is being looked at already gets a mapping of its own.
+A new mapping costs a page fault for every page on first access, which takes as long as a copy. So the whole file is
+mapped once, its pages stay mapped, and readers of a range get a window into that mapping. Pages that were written to
+are private copies of this process: they are discarded when the last view of the window is gone, because others may then
+refill that range of the file. Windows never share a page: a range that overlaps an open window gets its own mapping.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ _FILE_PAGE, _SWAPPED, _PRESENT = 61, 62, 63
 """Bits of an entry of `/proc/self/pagemap`."""
 
 _MAPPINGS: dict[int, _Mapping | None] = {}
-_LOCK = threading.RLock()  # a window may end in the middle of the beginning of another, in the same thread
+_LOCK = threading.RLock()  # a window may be closed while another is being opened in the same thread
 
 
 class _Mapping:
-    """All of a file, privately."""
+    """A private mapping of a whole file."""
 
     def __init__(self, file: int) -> None:
         self.memory = _map(file, os.fstat(file).st_size, 0)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
         self.open: dict[int, tuple[int, int]] = {}
-        """Windows: first byte and the one after the last, in whole pages."""
+        """The page-aligned byte range `[start, end)` of each open window."""
 
     def is_free(self, start: int, end: int) -> bool:
-        """Whether no window has a page of this part."""
+        """Whether no window overlaps this range."""
         return all(end <= first or last <= start for first, last in list(self.open.values()))
 
-    def forget(self, start: int, end: int) -> None:
-        """Throw away what was written to in this part."""
+    def discard_writes(self, start: int, end: int) -> None:
+        """Discard the pages of this range that were written to."""
         first, last = _written(self.address + start, end - start)
         if first < last:
             self.memory.madvise(mmap.MADV_DONTNEED, start + first, last - first)
 
 
-def window(file: int, offset: int, size: int, keep: Any) -> memoryview | None:
-    """`size` bytes of the open `file` from `offset` on, writable and private; None where there is no memory for it.
+def window(file: int, offset: int, size: int, owner: Any) -> memoryview | None:
+    """A writable private view of `size` bytes of the open `file` from `offset`; None if it cannot be mapped.
 
-    The file must not change there for as long as `keep` lives, which is until the last view of the window is gone.
+    `owner` is kept alive until the last view of the window is gone, and must prevent changes to this range meanwhile.
     """
     start, end = offset // _PAGE * _PAGE, -(-(offset + size) // _PAGE) * _PAGE
     try:
@@ -56,15 +56,15 @@ def window(file: int, offset: int, size: int, keep: Any) -> memoryview | None:
             mapping = _mapping(file)
             if mapping is None or not mapping.is_free(start, end):
                 own = _map(file, offset + size - start, start)
-                part = (ctypes.c_ubyte * size).from_buffer(own, offset - start)
-                weakref.finalize(part, _nothing, keep).atexit = False
+                view = (ctypes.c_ubyte * size).from_buffer(own, offset - start)
+                weakref.finalize(view, _drop_owner, owner).atexit = False
             else:
-                part = (ctypes.c_ubyte * size).from_buffer(mapping.memory, offset)
-                mapping.open[id(part)] = (start, end)
-                weakref.finalize(part, _close, mapping, id(part), keep).atexit = False
-    except (OSError, ValueError):  # too many mappings, or no promise of memory for what might be written
+                view = (ctypes.c_ubyte * size).from_buffer(mapping.memory, offset)
+                mapping.open[id(view)] = (start, end)
+                weakref.finalize(view, _close, mapping, id(view), owner).atexit = False
+    except (OSError, ValueError):  # too many mappings, or no memory can be committed for possible writes
         return None
-    return memoryview(part).cast("B")
+    return memoryview(view).cast("B")
 
 
 def _mapping(file: int) -> _Mapping | None:
@@ -80,18 +80,18 @@ def _map(file: int, size: int, offset: int) -> mmap.mmap:
     return mmap.mmap(file, size, flags=private, prot=writable, offset=offset)
 
 
-def _close(mapping: _Mapping, key: int, keep: Any) -> None:
+def _close(mapping: _Mapping, key: int, owner: Any) -> None:
     with _LOCK:
-        mapping.forget(*mapping.open[key])
+        mapping.discard_writes(*mapping.open[key])
         del mapping.open[key]
 
 
-def _nothing(keep: Any) -> None:
-    """What was kept may go: the mapping goes with the window."""
+def _drop_owner(owner: Any) -> None:
+    """Do nothing but release the reference to `owner`; the mapping is freed with its window."""
 
 
 def _written(address: int, size: int) -> tuple[int, int]:
-    """From the first to behind the last of the bytes at `address` that are no longer the file's; all where unknown."""
+    """The range `[first, end)` of private bytes at `address`, as offsets in whole pages; everything if unknown."""
     import numpy as np
 
     pages = size // _PAGE
@@ -103,6 +103,6 @@ def _written(address: int, size: int) -> tuple[int, int]:
         return 0, size
     if len(entries) != pages:
         return 0, size
-    there = (entries >> np.uint64(_PRESENT) | entries >> np.uint64(_SWAPPED)) & np.uint64(1)
-    own = np.flatnonzero(there & ~(entries >> np.uint64(_FILE_PAGE)) & np.uint64(1))
-    return (int(own[0]) * _PAGE, (int(own[-1]) + 1) * _PAGE) if len(own) else (0, 0)
+    allocated = (entries >> np.uint64(_PRESENT) | entries >> np.uint64(_SWAPPED)) & np.uint64(1)
+    private = np.flatnonzero(allocated & ~(entries >> np.uint64(_FILE_PAGE)) & np.uint64(1))
+    return (int(private[0]) * _PAGE, (int(private[-1]) + 1) * _PAGE) if len(private) else (0, 0)

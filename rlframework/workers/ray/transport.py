@@ -1,14 +1,14 @@
-"""Values on their way through Ray's object store: stored with one copy, read with none.
+"""Transport of values through Ray's object store: one copy to store them, none to read them.
 
-Ray keeps what is pickled with protocol 5 as a head and buffers, and gives a reader the buffers where they lie, in
-memory that all processes of the machine share. A tensor made there would be everybody's: writing into it changes the
-stored object. So a reader, worker or driver, looks at that memory through a private mapping (`private_memory`): what it
-reads are the stored bytes themselves, and the system copies a page (4 KiB) at the moment in which the reader first
-writes into it. Arguments and results stay what the interface says, the reader's own, and nothing is copied that is only
+Ray stores a value pickled with protocol 5 as a header and buffers, and passes readers the buffers in place, in memory
+shared by all processes of the machine. A tensor on top of that memory would be shared too: writing to it would change
+the stored object. A reader (worker or driver) therefore accesses the memory through a private mapping
+(`private_memory`): it reads the stored bytes directly, and the system copies a page (4 KiB) when the reader first
+writes to it. Readers thus own their arguments and results, as the interface promises, and nothing is copied just to be
 read.
 
-Where memory cannot be mapped (another system than Linux, a raylet of another user) a large value is copied, as small
-ones always are. The object stays in the store for as long as somebody holds a tensor of it.
+If the memory cannot be mapped (not Linux, or a raylet of another user), a large value is copied, as small values always
+are. An object stays in the store as long as a tensor of it is alive.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from rlframework.workers.dispatch import is_small
 from rlframework.workers.ray import private_memory
 
 MAPPED_FROM = 1 << 20
-"""Bytes of a value from which it is mapped: below, a copy takes less time than finding the memory."""
+"""Minimum size in bytes of a value to be mapped; copying a smaller one is faster than looking up its memory."""
 
 _STORES: dict[tuple[int, int], int | None] = {}
-"""Open files of object stores by device and inode; None: it cannot be opened."""
+"""File descriptors of object stores by device and inode; None for a store that cannot be opened."""
 
 
 def is_worth_packing(value: Any) -> bool:
-    """Whether there may be tensors or arrays in `value`: a mapping, one of them, or a list of such."""
+    """Whether `value` may contain tensors or arrays: True for anything but scalars and lists of them."""
     if isinstance(value, (list, tuple)):
         return any(is_worth_packing(item) for item in value)
     return not is_small(value)
 
 
 class Packed:
-    """A value, pickled once, that is itself again where Ray unpickles it.
+    """A value that is pickled once; Ray unpickles this as the value itself.
 
-    CPU tensors and arrays, also views, are not copied until Ray stores them, and only their own elements are. They must
-    not change before that. A `TypeError` where something in it cannot be pickled.
+    CPU tensors and arrays, including views, are copied only when Ray stores them, and only their own elements; they
+    must not change before. Raises `TypeError` if something in the value cannot be pickled.
     """
 
     __slots__ = ("_buffers", "_head")
@@ -55,7 +55,7 @@ class Packed:
             self._head = _pickled(value, self._buffers.append)
         except Exception as error:
             raise TypeError(
-                f"what goes to worker processes must be picklable: {type(error).__name__}: {error}"
+                f"values sent to worker processes must be picklable: {type(error).__name__}: {error}"
             ) from error
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -65,14 +65,15 @@ class Packed:
 def call_arguments(
     method_name: str, wants_result: Any, names: Sequence[str | None], values: Sequence[Any]
 ) -> tuple[Any, ...]:
-    """A call of a worker as arguments of its actor: one packed, for Ray takes its time with each, and what is stored
-    already, which must be an argument alone.
+    """The arguments with which to call a worker's actor: one `Packed` call, then the values already in Ray's store.
+
+    Arguments are packed together because each argument costs Ray time; an `ObjectRef` must be a separate argument.
     """
     import ray
 
-    stored = {place: value for place, value in enumerate(values) if isinstance(value, ray.ObjectRef)}
-    own = [None if place in stored else value for place, value in enumerate(values)]
-    return Packed((method_name, wants_result, names, own, list(stored))), *stored.values()
+    stored = {position: value for position, value in enumerate(values) if isinstance(value, ray.ObjectRef)}
+    unstored = [None if position in stored else value for position, value in enumerate(values)]
+    return Packed((method_name, wants_result, names, unstored, list(stored))), *stored.values()
 
 
 def _pickled(value: Any, keep: Callable[[pickle.PickleBuffer], Any]) -> bytes:
@@ -85,21 +86,21 @@ def _pickled(value: Any, keep: Callable[[pickle.PickleBuffer], Any]) -> bytes:
 
 @cache
 def _pickler() -> Any:
-    """Ray's own, which also takes functions and classes of the driver's program, with tensors as buffers."""
+    """Ray's pickler, which supports functions and classes of the driver's program, extended with tensors as buffers."""
     from ray import cloudpickle
 
     class Pickler(cloudpickle.Pickler):
-        """Tensors go as `rlframework.batch.tensor_parcel` has it."""
+        """Pickles tensors as `rlframework.batch.tensor_pickling` does."""
 
         def reducer_override(self, value: Any) -> Any:
             """See `pickle.Pickler.reducer_override`."""
             torch = sys.modules.get("torch")
             if torch is None or type(value) is not torch.Tensor or value.requires_grad:
                 return super().reducer_override(value)  # type: ignore[no-untyped-call]
-            from rlframework.batch.tensor_parcel import Parcel, parcel
+            from rlframework.batch.tensor_pickling import PickledTensors, picklable
 
-            sent = parcel(value)
-            return sent.__reduce_ex__(5) if isinstance(sent, Parcel) else NotImplemented
+            sent = picklable(value)
+            return sent.__reduce_ex__(5) if isinstance(sent, PickledTensors) else NotImplemented
 
     return Pickler
 
@@ -112,7 +113,7 @@ def _unpacked(head: bytes, buffers: Sequence[Any]) -> Any:
 
 @dataclass(frozen=True)
 class _Region:
-    """A line of `/proc/self/maps`."""
+    """A memory region: a line of `/proc/self/maps`."""
 
     start: int
     end: int
@@ -121,20 +122,20 @@ class _Region:
 
 
 def _mapped(views: Sequence[memoryview]) -> list[memoryview] | None:
-    """The same bytes in private memory, or None where that cannot be."""
-    places = [_address(view) for view in views]
-    start = min(place for place, view in zip(places, views, strict=True) if view.nbytes)
-    size = max(place + view.nbytes for place, view in zip(places, views, strict=True)) - start
+    """The same bytes in private memory, or None if they cannot be mapped."""
+    addresses = [_address(view) for view in views]
+    start = min(address for address, view in zip(addresses, views, strict=True) if view.nbytes)
+    size = max(address + view.nbytes for address, view in zip(addresses, views, strict=True)) - start
     region = _region(start, size)
     file = None if region is None else _store(region.store)
     if region is None or file is None:
         return None
-    whole = private_memory.window(file, region.offset + start - region.start, size, keep=views)
+    whole = private_memory.window(file, region.offset + start - region.start, size, owner=views)
     if whole is None:
         return None
     return [
-        whole[place - start : place - start + view.nbytes] if view.nbytes else memoryview(bytearray())
-        for place, view in zip(places, views, strict=True)
+        whole[address - start : address - start + view.nbytes] if view.nbytes else memoryview(bytearray())
+        for address, view in zip(addresses, views, strict=True)
     ]
 
 
@@ -145,7 +146,7 @@ def _address(view: memoryview) -> int:
 
 
 def _region(start: int, size: int) -> _Region | None:
-    """The shared mapping of this process that has all of the `size` bytes at `start`."""
+    """The shared mapping of this process that contains all `size` bytes at `start`."""
     with suppress(OSError), open("/proc/self/maps") as maps:
         for line in maps:
             bounds, _, rest = line.partition(" ")
@@ -165,7 +166,7 @@ def _region(start: int, size: int) -> _Region | None:
 
 
 def _store(store: tuple[int, int]) -> int | None:
-    """The file of an object store: it has no name any more, but the raylet of this machine has it open."""
+    """A file descriptor of an object store, whose file is unlinked but still open in this machine's raylet."""
     if store not in _STORES:
         found = (_open_of(process, store) for process in _raylets())
         _STORES[store] = next((file for file in found if file is not None), None)
@@ -173,7 +174,7 @@ def _store(store: tuple[int, int]) -> int | None:
 
 
 def _raylets() -> Iterator[int]:
-    """The raylet that started this process, in a worker; then all that there are."""
+    """Process ids of raylets: in a worker, first the one that started it; then all on this machine."""
     own = os.environ.get("RAY_RAYLET_PID", "")
     if own.isdigit():
         yield int(own)

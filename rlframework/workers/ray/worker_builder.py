@@ -1,7 +1,7 @@
-"""`RayWorkerBuilder`: makes workers from an import path, so that the driver never imports their module.
+"""`RayWorkerBuilder`: creates workers from an import path, so that the driver never imports their module.
 
-Names and meaning follow NeMo-RL. Options of a worker, from weak to strong: those of its class's `ray.remote`, the
-caller's, those of its `configure_worker`, its place.
+Names and semantics follow NeMo-RL. A worker's options, in increasing order of precedence, come from its class's
+`ray.remote`, the caller, its `configure_worker`, and its placement.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def recursive_merge_options(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Both dictionaries in a new one, at every depth; where both have a value, that of `above`."""
+    """Merge both dictionaries recursively into a new one; values of `above` take precedence."""
     merged = {key: _copied(value) for key, value in below.items()}
     for key, value in above.items():
         both = isinstance(value, Mapping) and isinstance(merged.get(key), dict)
@@ -37,14 +37,14 @@ def worker_options(
     placement_group: PlacementGroup,
     bundle: int,
 ) -> dict[str, Any]:
-    """The options with which Ray starts a worker; nothing that is passed is changed."""
+    """The options with which Ray starts a worker. Leaves its arguments unchanged."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     options = recursive_merge_options(described.options, asked)
     wanted = recursive_merge_options({"env_vars": configured.environment}, configured.runtime_env)
     options = recursive_merge_options(options, {"runtime_env": wanted})
     runtime_env = options["runtime_env"]
-    if "_nsight" in runtime_env:  # what Ray makes of `nsight` when it reads the options of a class
+    if "_nsight" in runtime_env:  # Ray renames `nsight` when it reads the options of a class
         runtime_env["nsight"] = runtime_env.pop("_nsight")
     options = recursive_merge_options(options, {"num_gpus": num_gpus, **configured.resources})
     options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
@@ -54,22 +54,22 @@ def worker_options(
 
 
 def start_actor(options: Mapping[str, Any], *recipe: Any, is_async: bool) -> Any:
-    """A `WorkerActor` of its own process, made with `recipe`; Ray's handle of it, at once."""
+    """Start a `WorkerActor` with the constructor arguments `recipe`; return Ray's handle without waiting."""
     import ray
 
     return ray.remote(AsyncWorkerActor if is_async else WorkerActor).options(**options).remote(*recipe)
 
 
 class RayWorkerBuilder:
-    """The recipe of a worker: the import path of its class (`module:Class` or `module.Class`), and its arguments.
+    """How to create a worker: the import path of its class (`module:Class` or `module.Class`) and its arguments.
 
-    The class is a plain one, or one that `ray.remote` decorates. It may have a `configure_worker(num_gpus,
-    bundle_indices)`, static or of the class, that returns `(resources, env_vars, init_kwargs)`; one that also takes
-    `num_gpus_per_node` may return a runtime environment as fourth.
+    The class is a plain class or one decorated with `ray.remote`. It may have a static or class method
+    `configure_worker(num_gpus, bundle_indices)` that returns `(resources, env_vars, init_kwargs)`; if it also takes
+    `num_gpus_per_node`, it may return a runtime environment as the fourth value.
     """
 
     class IsolatedWorkerInitializer:
-        """Makes workers in their own Python environment. An actor; what it has made ends with it."""
+        """Creates workers in their own Python environment. An actor; the workers it has created end with it."""
 
         def __init__(self, ray_actor_class_fqn: str, *init_args: Any, **init_kwargs: Any) -> None:
             self.ray_actor_class_fqn = ray_actor_class_fqn
@@ -85,8 +85,8 @@ class RayWorkerBuilder:
             num_gpus_per_node: int = 8,
             **extra_options: Any,
         ) -> Any:
-            """Start a worker at its place; its handle, on its way. What its constructor raises, every call raises."""
-            from rlframework.workers.ray.worker_handle import Carried
+            """Start a worker on its bundle; return its pickled handle. An error in its constructor fails every call."""
+            from rlframework.workers.ray.worker_handle import PickledHandle
 
             path = self.ray_actor_class_fqn
             described = describe(path)
@@ -102,7 +102,7 @@ class RayWorkerBuilder:
             names = [None] * len(self.init_args) + list(self.init_kwargs)
             recipe = (path, dict(configured.init_kwargs), names, *self.init_args, *self.init_kwargs.values())
             actor = start_actor(options, *recipe, is_async=described.is_async)
-            return Carried(actor, described)
+            return PickledHandle(actor, described)
 
     def __init__(self, ray_actor_class_fqn: str, *args: Any, **kwargs: Any) -> None:
         split_path(ray_actor_class_fqn)
@@ -118,11 +118,11 @@ class RayWorkerBuilder:
         bundle_indices: tuple[int, list[int]] | None = None,
         **extra_options: Any,
     ) -> tuple[ray.ObjectRef[Any], ActorHandle[Any]]:
-        """Begin to make a worker: a reference to its handle, and its initializer, which must be kept for as long.
+        """Start creating a worker; return a reference to its handle, and its initializer.
 
-        `extra_options` are options of Ray, with what the worker's environment is in `runtime_env` (`py_executable`,
-        `env_vars`). What this names is passed on, and what `machine.worker_environment` names; the worker has both from
-        its initializer. They are not changed.
+        The caller must keep the initializer for as long as the worker. `extra_options` are Ray options, with the
+        worker's environment in `runtime_env` (`py_executable`, `env_vars`); they are not modified. The worker inherits
+        that environment, and the variables of `machine.worker_environment`, from its initializer.
         """
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -153,7 +153,7 @@ class RayWorkerBuilder:
         bundle_indices: tuple[int, list[int]] | None = None,
         **extra_options: Any,
     ) -> ActorHandle[Any]:
-        """Make a worker, and wait for its handle, which keeps the initializer."""
+        """Create a worker and wait for its handle, which keeps the initializer alive."""
         import ray
 
         created, initializer = self.create_worker_async(
@@ -166,5 +166,5 @@ class RayWorkerBuilder:
 
 
 def _copied(value: Any) -> Any:
-    """A copy of the dictionaries in it, as plain ones."""
+    """Copy `value`, with all mappings in it as plain dictionaries."""
     return {key: _copied(each) for key, each in value.items()} if isinstance(value, Mapping) else value

@@ -1,6 +1,6 @@
-"""The class of a worker, looked at in the process that may import it: where it is, and what the driver must know of it.
+"""Inspection of a worker's class, in a process that may import it, and the description sent to the driver.
 
-Light, and Ray is not imported here: the module of the worker is, by `find_class`.
+Does not import Ray. `find_class` imports the worker's module.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from rlframework.errors import ConfigError
 
 
 class WorkerClassError(ConfigError, ValueError):
-    """What was named as a worker's class is none."""
+    """The import path of a worker's class is invalid, or does not name a usable class."""
 
 
 @dataclass(frozen=True)
 class Method:
-    """How a method of the worker is called: whether it yields, and the options that `ray.method` gave it."""
+    """How to call a method of the worker: whether it yields, and its options from `ray.method`."""
 
     yields: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -29,7 +29,7 @@ class Method:
 
 @dataclass(frozen=True)
 class Configuration:
-    """What `configure_worker` wants for one worker."""
+    """The return values of `configure_worker` for one worker."""
 
     resources: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -39,9 +39,9 @@ class Configuration:
 
 @dataclass(frozen=True)
 class Description:
-    """What the driver must know of a worker's class, which it does not import.
+    """Describes a worker's class to the driver, which does not import it.
 
-    `options` are those of its `ray.remote`. `configures`: it has a `configure_worker`.
+    `options` are those of its `ray.remote`; `configures` says whether it has a `configure_worker`.
     """
 
     name: str
@@ -52,17 +52,15 @@ class Description:
 
 
 def split_path(path: str) -> tuple[str, str]:
-    """Module and class of `module:Class` or `module.Class`; a `WorkerClassError` for anything else."""
+    """Split `module:Class` or `module.Class` into module and class; raise `WorkerClassError` for anything else."""
     module, separator, name = path.partition(":") if ":" in path else path.rpartition(".")
     if not separator or not all(part.isidentifier() for part in f"{module}.{name}".split(".")):
-        raise WorkerClassError(
-            f"{path!r} is not the import path of a worker's class: write module:Class or module.Class"
-        )
+        raise WorkerClassError(f"{path!r} is not the import path of a worker class: write module:Class or module.Class")
     return module, name
 
 
 def find_class(path: str) -> tuple[type, dict[str, Any]]:
-    """The plain class that `path` names, and the options of its `ray.remote`. Its module is imported here."""
+    """Import the class at `path`; return it undecorated, and the options of its `ray.remote`."""
     module, name = split_path(path)
     imported = importlib.import_module(module)
     try:
@@ -78,7 +76,7 @@ def find_class(path: str) -> tuple[type, dict[str, Any]]:
 
 
 def describe(path: str) -> Description:
-    """What the driver must know of the class."""
+    """Describe the class at `path`."""
     plain, options = find_class(path)
     members = {
         name: member for name, member in inspect.getmembers(plain, inspect.isroutine) if not name.startswith("__")
@@ -91,7 +89,7 @@ def describe(path: str) -> Description:
 def configuration(
     path: str, num_gpus: float, bundle_indices: tuple[int, list[int]] | None, num_gpus_per_node: int
 ) -> Configuration:
-    """The answer of the class's `configure_worker`; nothing where it has none."""
+    """Call the class's `configure_worker`; an empty configuration if it has none."""
     plain, _ = find_class(path)
     configure = getattr(plain, "configure_worker", None)
     if configure is None:
@@ -102,8 +100,8 @@ def configuration(
     answer = tuple(configure(**known))
     if len(answer) not in (3, 4):
         raise WorkerClassError(
-            f"{path!r}: configure_worker must return (resources, env_vars, init_kwargs) and, if it likes, "
-            f"runtime_env; it returned {len(answer)} values"
+            f"{path!r}: configure_worker must return (resources, env_vars, init_kwargs) and optionally runtime_env; it "
+            f"returned {len(answer)} values"
         )
     return Configuration(*(part or {} for part in answer))
 

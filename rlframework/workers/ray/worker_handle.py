@@ -1,7 +1,7 @@
-"""`WorkerHandle`: a handle of Ray to a `WorkerActor` that has the methods of the worker inside.
+"""`WorkerHandle`: a Ray handle of a `WorkerActor` that exposes the methods of the worker inside.
 
-It is what Ray would give for the worker's own class (`handle.method.remote(...)`, `ray.kill(handle)`), without that
-class being known here.
+It behaves like Ray's handle of the worker's own class (`handle.method.remote(...)`, `ray.kill(handle)`), but does not
+need that class.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ from rlframework.workers.ray.worker_class import Description
 
 @dataclass(frozen=True)
 class BoundMethod:
-    """`handle.method`: call it with `remote`."""
+    """`handle.method`, called with `remote`."""
 
     actor: Any
     name: str
     yields: bool
-    chosen: Mapping[str, Any] = field(default_factory=dict)
+    ray_options: Mapping[str, Any] = field(default_factory=dict)
 
     def options(self, **options: Any) -> BoundMethod:
-        """The same method with options of Ray, such as `name` or `num_returns`."""
-        return BoundMethod(self.actor, self.name, self.yields, {**self.chosen, **options})
+        """The same method with additional Ray options, such as `name` or `num_returns`."""
+        return BoundMethod(self.actor, self.name, self.yields, {**self.ray_options, **options})
 
     def remote(self, *args: Any, **kwargs: Any) -> Any:
-        """Call it; an `ObjectRef`, or a generator of them where the method yields."""
+        """Call the method; returns an `ObjectRef`, or a generator of them if the method yields."""
         return self.send(True, [None] * len(args) + list(kwargs), *args, *kwargs.values())
 
     def send(self, wants_result: bool, names: Sequence[str | None], *values: Any) -> Any:
-        """The same in the form in which `WorkerActor` takes it: one argument, and what is in Ray's store already."""
+        """Call the method with `names` and `values` of its arguments (name None: positional)."""
         method = self.actor.stream if self.yields else self.actor.call
-        if self.chosen:
-            method = method.options(**self.chosen)
-        wanted = BARE if "num_returns" in self.chosen else wants_result
+        if self.ray_options:
+            method = method.options(**self.ray_options)
+        wanted = BARE if "num_returns" in self.ray_options else wants_result
         return method.remote(*call_arguments(self.name, wanted, names, values))
 
 
-class Carried:
-    """A `WorkerHandle` on its way: where Ray unpickles this, it is one."""
+class PickledHandle:
+    """Sends a `WorkerHandle` through Ray: unpickles as a `WorkerHandle`."""
 
     def __init__(self, actor: Any, described: Description) -> None:
         self._parts = (actor, described)
@@ -54,10 +54,10 @@ class Carried:
 
 
 class WorkerHandle(ActorHandle):  # type: ignore[type-arg]
-    """The handle of one worker. The actor lives at least as long as it.
+    """The handle of one worker, which keeps the actor alive.
 
-    It keeps the worker's methods wherever it is pickled. Ray itself pickles no handle that is an argument or a result
-    of its own (`task.remote(handle)`): inside a list or a dictionary it does.
+    Pickling preserves the worker's methods. Ray does not pickle a handle that is itself an argument or a result
+    (`task.remote(handle)`); put it in a list or a dictionary instead.
     """
 
     def __init__(self, actor: Any, described: Description) -> None:
@@ -75,7 +75,7 @@ class WorkerHandle(ActorHandle):  # type: ignore[type-arg]
         raise AttributeError(f"the worker {described.name if described else ''} has no method {name!r}")
 
     def __del__(self) -> None:
-        """The actor is counted by the handle inside."""
+        """Do nothing: the wrapped handle keeps the reference count of the actor."""
 
     def __repr__(self) -> str:
         return f"WorkerHandle({self._rlframework_described.name}, {self._actor_id.hex()})"

@@ -1,4 +1,4 @@
-"""`balanced`: never more bins than modified first fit decreasing, like costs, dealt by cost."""
+"""`balanced`: never more bins than modified first fit decreasing, similar costs, assigned by cost."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rlframework.batch.packing import ModifiedFirstFitDecreasingPacker, TokenCost, get_packer
 from rlframework.batch.packing.balanced import least_bins, split
-from rlframework.batch.packing.sorted_rows import Rows
+from rlframework.batch.packing.row_pool import SortedRows
 from rlframework.errors import BatchError, BatchTypeError
 
 MANY = settings(deadline=None, max_examples=100)
@@ -37,9 +37,9 @@ SHAPES = {
 }
 
 
-def sums_of(dealt, costs):
+def sums_of(assigned, costs):
     """`[shard, step]` costs."""
-    return np.array([[costs[rows].sum() for rows in bins] for bins in dealt])
+    return np.array([[costs[rows].sum() for rows in bins] for bins in assigned])
 
 
 def check(bins, lengths, capacity):
@@ -56,7 +56,7 @@ def check(bins, lengths, capacity):
     st.integers(1, 8),
     st.floats(0, 0.2),
 )
-def test_small_batches_hold_the_cap_and_need_no_more_bins(lengths, capacity, least, multiple, attention):
+def test_small_batches_respect_the_cap_and_need_no_more_bins(lengths, capacity, least, multiple, attention):
     options = {"min_bin_count": least, "bin_count_multiple": multiple}
     packer = get_packer("balanced", capacity, cost=TokenCost(1.0, attention), **options)
     positive = [length for length in lengths if length]
@@ -81,7 +81,7 @@ def test_small_batches_hold_the_cap_and_need_no_more_bins(lengths, capacity, lea
 
 @settings(deadline=None, max_examples=60)
 @given(st.sampled_from(sorted(SHAPES)), st.integers(513, 1500), st.integers(0, 10**6), st.sampled_from([1, 2, 8, 48]))
-def test_large_batches_hold_the_cap_and_need_no_more_bins(shape, rows, seed, multiple):
+def test_large_batches_respect_the_cap_and_need_no_more_bins(shape, rows, seed, multiple):
     rng = np.random.default_rng(seed)
     lengths = np.clip(SHAPES[shape](rng, rows), 0 if shape == "some empty" else 1, 8192).astype(int)
     capacity = int(rng.choice([8192, 8192, 10_000, 16_384, 65_536, 400_000]))
@@ -94,13 +94,13 @@ def test_large_batches_hold_the_cap_and_need_no_more_bins(shape, rows, seed, mul
     check(bins, lengths.tolist(), capacity)
     assert len(bins) <= known
     assert len(bins) % multiple == 0
-    dealt = packer.deal(bins, lengths, multiple)
-    assert sorted(map(tuple, (rows for steps in dealt for rows in steps))) == sorted(map(tuple, bins))
+    assigned = packer.assign_to_shards(bins, lengths, multiple)
+    assert sorted(map(tuple, (rows for steps in assigned for rows in steps))) == sorted(map(tuple, bins))
 
 
-def test_where_first_fit_is_not_the_best_its_modification_is_taken():
-    # First fit: 120 of 502 + 254, 40 of three 252, 60 of four 246. Its modification: 120 of 502 + 252 + 246, and what
-    # is left: 40 of three 254, 30 of four 246
+def test_modified_first_fit_is_used_where_it_needs_fewer_bins():
+    # First fit: 120 of 502 + 254, 40 of three 252, 60 of four 246. Modified: 120 of 502 + 252 + 246, and of the rows
+    # that remain 40 of three 254 and 30 of four 246
     lengths = ([502] * 6 + [254] * 6 + [252] * 6 + [246] * 12) * 20
     counts = {
         name: len(get_packer(name, 1000).pack(lengths))
@@ -112,17 +112,17 @@ def test_where_first_fit_is_not_the_best_its_modification_is_taken():
 
 @MANY
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=40), st.integers(100, 250))
-def test_no_packing_goes_below_the_bound(lengths, capacity):
-    bound = least_bins(Rows(np.array(lengths), LINEAR), capacity)
+def test_no_packing_has_fewer_bins_than_the_bound(lengths, capacity):
+    bound = least_bins(SortedRows(np.array(lengths), LINEAR), capacity)
     assert bound >= -(-sum(lengths) // capacity)
     for name in ("first_fit_decreasing", "modified_first_fit_decreasing", "concatenative"):
         assert bound <= len(get_packer(name, capacity).pack(lengths))
 
 
-def test_the_bound_knows_that_long_rows_do_not_share_a_bin():
-    assert least_bins(Rows(np.array([6, 6, 6]), LINEAR), 10) == 3
-    assert least_bins(Rows(np.array([5, 5, 5]), LINEAR), 10) == 2
-    assert least_bins(Rows(np.array([4, 4, 4, 4, 4]), LINEAR), 10) == 3  # two a bin, though the sum would fit into 2
+def test_the_bound_counts_long_rows_that_cannot_share_a_bin():
+    assert least_bins(SortedRows(np.array([6, 6, 6]), LINEAR), 10) == 3
+    assert least_bins(SortedRows(np.array([5, 5, 5]), LINEAR), 10) == 2
+    assert least_bins(SortedRows(np.array([4, 4, 4, 4, 4]), LINEAR), 10) == 3  # the sum would fit into 2
 
 
 def test_one_bin_a_rank_of_equal_cost():
@@ -132,7 +132,7 @@ def test_one_bin_a_rank_of_equal_cost():
 
 
 def test_the_rounded_up_number_of_bins_shares_the_work():
-    # One bin of 12 would do; three bins are wanted: 4 each, where moving single rows would leave 10, 1, 1
+    # One bin of 12 would suffice; three bins are wanted: 4 each, where moving single rows would leave 10, 1, 1
     bins = get_packer("balanced", 12, bin_count_multiple=3, cost=LINEAR).pack([1] * 12)
     assert [len(rows) for rows in bins] == [4, 4, 4]
     bins = get_packer("balanced", 12, min_bin_count=2, bin_count_multiple=3, cost=LINEAR).pack([3, 3, 2, 2, 1, 1])
@@ -146,17 +146,17 @@ def test_attention_makes_a_long_row_cost_more_than_its_tokens():
     assert sorted(map(sorted, packer.pack(lengths))) == [[0], [1, 2, 3, 4, 5, 6]]
 
 
-def test_beside_a_dominating_row_bins_are_filled_and_later_steps_get_less():
-    # Two ranks, two steps. Four bins as even as can be are 10, 6, 6, 6: 16 in two steps. The row of 10 makes its step
+def test_bins_beside_a_dominating_row_are_filled_and_later_steps_get_less():
+    # Two ranks, two steps. The four most even bins are 10, 6, 6, 6: 16 in two steps. The row of 10 makes its step
     # 10 long; ten of the rows of 1 in the bin beside it leave 4 and 4 for the second step: 14.
     lengths = [10] + [1] * 18
     packer = get_packer("balanced", 10, min_bin_count=4, bin_count_multiple=2, cost=LINEAR)
-    dealt = packer.deal(packer.pack(lengths), lengths, 2)
-    assert sorted(sums_of(dealt, np.array(lengths)).ravel()) == [4, 4, 10, 10]
+    assigned = packer.assign_to_shards(packer.pack(lengths), lengths, 2)
+    assert sorted(sums_of(assigned, np.array(lengths)).ravel()) == [4, 4, 10, 10]
 
 
-def test_no_bin_is_empty_even_where_no_step_is_left_to_fill():
-    # Beside the row of 16 could go sixteen rows of 1, but each of the four other bins needs one: 16 + 1 + 1
+def test_no_bin_is_empty_even_if_one_step_could_take_all_rows():
+    # The bin beside the row of 16 could take sixteen rows of 1, but each of the four other bins needs one: 16 + 1 + 1
     lengths = [16] + [1] * 18
     packer = get_packer("balanced", 20, min_bin_count=6, bin_count_multiple=2, cost=LINEAR)
     bins = packer.pack(lengths)
@@ -164,14 +164,14 @@ def test_no_bin_is_empty_even_where_no_step_is_left_to_fill():
     assert sorted(len(rows) for rows in bins) == [1, 1, 1, 1, 1, 14]
 
 
-def test_rows_of_length_0_are_spread_and_can_make_bins_of_their_own():
+def test_rows_of_length_0_are_spread_and_can_form_bins_of_their_own():
     packer = get_packer("balanced", 10, bin_count_multiple=3)
     bins = packer.pack([0, 9, 0, 0, 8, 0, 0])
     check(bins, [0, 9, 0, 0, 8, 0, 0], 10)
     assert sorted(map(len, bins)) == [2, 2, 3]
     assert sorted(map(sorted, packer.pack([0, 0, 0]))) == [[0], [1], [2]]
     assert get_packer("balanced", 10).pack([0, 0]) == [[1, 0]]
-    assert packer.deal(packer.pack([0, 0, 0]), [0, 0, 0], 3) in [
+    assert packer.assign_to_shards(packer.pack([0, 0, 0]), [0, 0, 0], 3) in [
         [[[a]], [[b]], [[c]]] for a, b, c in ((2, 1, 0), (0, 1, 2))
     ]
     with pytest.raises(BatchError, match="Cannot create 3 bins with only 2 sequences"):
@@ -180,8 +180,8 @@ def test_rows_of_length_0_are_spread_and_can_make_bins_of_their_own():
 
 def test_split_halves_the_costliest():
     lengths = np.array([6, 5, 4, 3, 9, 1])
-    assert split([[0, 1, 2, 3], [4], [5]], 4, Rows(lengths, LINEAR)) == [[0, 3], [4], [5], [1, 2]]
-    assert split([[0, 1, 2, 3], [4], [5]], 9, Rows(lengths, LINEAR)) == [[0], [4], [5], [1], [3], [2]]
+    assert split([[0, 1, 2, 3], [4], [5]], 4, SortedRows(lengths, LINEAR)) == [[0, 3], [4], [5], [1, 2]]
+    assert split([[0, 1, 2, 3], [4], [5]], 9, SortedRows(lengths, LINEAR)) == [[0], [4], [5], [1], [3], [2]]
 
 
 @pytest.mark.parametrize("rows", [4096, 16_384])
@@ -190,8 +190,8 @@ def test_eight_ranks_differ_by_under_two_per_cent_and_wait_for_under_five(rows):
     packer = get_packer("balanced", 8192, bin_count_multiple=8)
     bins = packer.pack(lengths)
     assert max(sum(lengths[row] for row in rows) for rows in bins) <= 8192
-    assert len(bins) == -(-sum(lengths) // (8192 * 8)) * 8  # what no packing can go below
-    costs = sums_of(packer.deal(bins, lengths, 8), TokenCost().of_rows(lengths))
+    assert len(bins) == -(-sum(lengths) // (8192 * 8)) * 8  # the lower bound of any packing
+    costs = sums_of(packer.assign_to_shards(bins, lengths, 8), TokenCost().of_rows(lengths))
     ranks = costs.sum(axis=1)
     assert (ranks.max() - ranks.min()) / ranks.mean() < 0.02
     assert costs.max(axis=0).sum() / ranks.mean() < 1.05
@@ -204,45 +204,47 @@ def test_a_small_batch_waits_less_than_round_robin(seed):
     waits = {}
     for name in ("balanced", "first_fit_decreasing"):
         packer = get_packer(name, 8192, bin_count_multiple=8)
-        costs = sums_of(packer.deal(packer.pack(lengths), lengths, 8), TokenCost().of_rows(lengths))
+        costs = sums_of(packer.assign_to_shards(packer.pack(lengths), lengths, 8), TokenCost().of_rows(lengths))
         waits[name] = costs.max(axis=0).sum() / costs.sum(axis=1).mean()
     assert waits["balanced"] < min(1.25, waits["first_fit_decreasing"])
 
 
-def test_deal_by_hand():
+def test_assignment_by_cost_by_hand():
     # Costs 9 8 | 5 3 | 2 1. The 9 goes to shard 0; the 5 to shard 1, which has less (12 and 13 now); the 2 to shard 0
     lengths = [1, 9, 3, 8, 5, 2]
     packer = get_packer("balanced", 9, cost=LINEAR)
-    assert packer.deal([[0], [1], [2], [3], [4], [5]], lengths, 2) == [[[1], [2], [5]], [[3], [4], [0]]]
-    assert packer.deal([], [], 2) == [[], []]
+    assert packer.assign_to_shards([[0], [1], [2], [3], [4], [5]], lengths, 2) == [[[1], [2], [5]], [[3], [4], [0]]]
+    assert packer.assign_to_shards([], [], 2) == [[], []]
 
 
 @pytest.mark.parametrize(
-    ("bins", "lengths", "shards", "error", "told"),
+    ("bins", "lengths", "shards", "error", "message"),
     [
-        ([[0], [1], [0]], [1, 2], 2, BatchError, "3 bins cannot be dealt to 2 shards"),
+        ([[0], [1], [0]], [1, 2], 2, BatchError, "3 bins do not divide evenly among 2 shards"),
         ([[0], [2]], [1, 2], 2, BatchError, "there are 2 lengths"),
         ([[0], [-1]], [1, 2], 2, BatchError, "bins name rows -1..0"),
-        ([[0], ["a"]], [1, 2], 2, BatchTypeError, "lists of row numbers"),
-        ([[0], 5], [1, 2], 2, BatchTypeError, "lists of row numbers"),
+        ([[0], ["a"]], [1, 2], 2, BatchTypeError, "lists of row indices"),
+        ([[0], 5], [1, 2], 2, BatchTypeError, "lists of row indices"),
         ([[0], [1]], [1, 2.5], 2, BatchTypeError, "integers"),
         ([[0], [1]], [1, 2], True, BatchTypeError, "shards must be an integer"),
         ([[0], [1]], [1, 2], -2, BatchError, "shards must be at least 1"),
     ],
 )
-def test_bad_deals_are_told(bins, lengths, shards, error, told):
-    with pytest.raises(error, match=told):
-        get_packer("balanced", 9).deal(bins, lengths, shards)
+def test_bad_assignments_are_rejected(bins, lengths, shards, error, message):
+    with pytest.raises(error, match=message):
+        get_packer("balanced", 9).assign_to_shards(bins, lengths, shards)
 
 
 @MANY
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=60), st.integers(1, 6))
-def test_a_deal_gives_every_bin_once_and_equal_steps(lengths, shards):
+def test_every_bin_is_assigned_once_and_all_shards_get_equally_many(lengths, shards):
     lengths = lengths[: len(lengths) // shards * shards]
     packer = get_packer("balanced", 50)
-    dealt = packer.deal([[row] for row in range(len(lengths))], torch.tensor(lengths, dtype=torch.int64), shards)
-    assert [len(steps) for steps in dealt] == [len(lengths) // shards] * shards
-    assert sorted(row for steps in dealt for (row,) in steps) == list(range(len(lengths)))
+    bins = [[row] for row in range(len(lengths))]
+    assigned = packer.assign_to_shards(bins, torch.tensor(lengths, dtype=torch.int64), shards)
+    assert [len(steps) for steps in assigned] == [len(lengths) // shards] * shards
+    assert sorted(row for steps in assigned for (row,) in steps) == list(range(len(lengths)))
     ordered = sorted(lengths, reverse=True)
-    for step in range(len(lengths) // shards):  # each step has neighbours by cost
-        assert sorted((lengths[steps[step][0]] for steps in dealt), reverse=True) == ordered[step * shards :][:shards]
+    for step in range(len(lengths) // shards):  # each step gets bins of neighbouring cost
+        in_step = sorted((lengths[steps[step][0]] for steps in assigned), reverse=True)
+        assert in_step == ordered[step * shards :][:shards]

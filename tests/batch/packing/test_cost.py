@@ -1,4 +1,4 @@
-"""What rows cost."""
+"""Costs of rows."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ def test_attention_by_the_hidden_size():
 
 
 @pytest.mark.parametrize(
-    ("linear", "attention", "error", "told"),
+    ("linear", "attention", "error", "message"),
     [
         (-1.0, 0.0, BatchError, "linear must be a finite number"),
         (1.0, float("nan"), BatchError, "attention must be a finite number"),
         (float("inf"), 0.0, BatchError, "linear must be a finite number"),
-        (0.0, 0.0, BatchError, "above 0"),
+        (0.0, 0.0, BatchError, "at least one must be positive"),
         ("1", 0.0, BatchTypeError, "linear must be a number"),
         (True, 0.0, BatchTypeError, "linear must be a number"),
     ],
 )
-def test_bad_costs_are_told(linear, attention, error, told):
-    with pytest.raises(error, match=told):
+def test_bad_costs_are_rejected(linear, attention, error, message):
+    with pytest.raises(error, match=message):
         TokenCost(linear, attention)

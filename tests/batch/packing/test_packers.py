@@ -1,4 +1,4 @@
-"""The known packers: by hand, against naive versions of the same rules, and what holds for any input."""
+"""The established packers: by hand, against naive versions of the same rules, and properties of any input."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rlframework.batch.packing import (
 from rlframework.errors import BatchError, BatchTypeError
 
 NAMES = [algorithm.name for algorithm in PackingAlgorithm]
-KNOWN = NAMES[:-1]
+ESTABLISHED = NAMES[:-1]
 MANY = settings(deadline=None, max_examples=100)
 
 
@@ -97,7 +97,7 @@ def test_first_fit_decreasing_by_hand():
     assert get_packer("first_fit_decreasing", 10).pack([2, 5, 4, 7, 1, 3, 6, 3]) == [[3, 7], [6, 2], [1, 5, 0], [4]]
 
 
-def test_of_equal_rows_the_last_comes_first():
+def test_of_equal_rows_the_last_is_placed_first():
     assert get_packer("first_fit_decreasing", 2).pack([1, 1, 1]) == [[2, 1], [0]]
 
 
@@ -116,7 +116,7 @@ def test_modified_first_fit_pairs_rows_above_a_sixth_before_it_is_greedy():
     assert as_lengths(bins, lengths) == [[11, 12, 35], [11, 40]]
 
 
-def test_what_modified_first_fit_has_left_goes_to_the_emptiest_new_bin():
+def test_modified_first_fit_puts_remaining_rows_into_the_emptiest_new_bin():
     # no row above 50: 40 | 40 (80) | 30 opens a bin | 30 (60) | 30 (90) | 20 beside the two of 40
     bins = get_packer("modified_first_fit_decreasing", 100).pack([40, 40, 30, 30, 30, 20])
     assert [sorted(rows) for rows in bins] == [[0, 1, 5], [2, 3, 4]]
@@ -147,7 +147,7 @@ def test_first_fit_shuffle_is_first_fit_of_the_shuffled_rows(problem, seed):
     packer = FirstFitShufflePacker(capacity, seed=seed)
     assert [sorted(rows) for rows in packer.pack(lengths)] == expected
     assert packer.pack(lengths) == packer.pack(lengths)
-    random.seed(seed)  # without a seed of its own: Python's generator, once more as shuffled above
+    random.seed(seed)  # without a seed: Python's generator, seeded as above
     assert [sorted(rows) for rows in get_packer("first_fit_shuffle", capacity).pack(lengths)] == expected
 
 
@@ -161,7 +161,7 @@ def test_modified_first_fit_decreasing_follows_its_rules(problem):
 
 @MANY
 @given(problems(), st.sampled_from(NAMES), st.integers(0, 12), st.integers(1, 5))
-def test_every_row_once_no_bin_over_the_cap_and_the_count_as_asked(problem, name, least, multiple):
+def test_every_row_is_packed_once_within_the_cap_into_the_requested_number_of_bins(problem, name, least, multiple):
     lengths, capacity = problem
     plain = get_packer(name, capacity, seed=1).pack(lengths)
     wanted = -(-max(len(plain), least) // multiple) * multiple
@@ -178,7 +178,7 @@ def test_every_row_once_no_bin_over_the_cap_and_the_count_as_asked(problem, name
         assert all(lengths[a] >= lengths[b] for rows in bins for a, b in itertools.pairwise(rows))
 
 
-def test_missing_bins_get_the_last_row_of_the_bins_with_most_rows():
+def test_added_bins_get_the_last_row_of_the_bins_with_most_rows():
     # [0 1 2] [3 4] [5]: two more bins wanted; 2 goes, then the first of the bins with two rows gives its last
     packer = get_packer("concatenative", 3, min_bin_count=5)
     assert packer.pack([1, 1, 1, 1, 2, 2]) == [[0], [3, 4], [5], [2], [1]]
@@ -197,7 +197,7 @@ def test_lengths_come_as_list_tuple_array_or_tensor(name):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
-    ("lengths", "error", "told"),
+    ("lengths", "error", "message"),
     [
         ([3, 11], BatchError, "row 1 of 2 has 11 tokens, but bin_capacity is 10"),
         ([3, -1], BatchError, "row 1 of 2 has length -1"),
@@ -219,14 +219,14 @@ def test_lengths_come_as_list_tuple_array_or_tensor(name):
     ],
     ids=str,
 )
-def test_bad_lengths_are_told(name, lengths, error, told):
-    with pytest.raises(error, match=told) as caught:
+def test_bad_lengths_are_rejected(name, lengths, error, message):
+    with pytest.raises(error, match=message) as caught:
         get_packer(name, 10).pack(lengths)
     assert isinstance(caught.value, (ValueError, AssertionError))
 
 
-@pytest.mark.parametrize("name", KNOWN)
-def test_the_known_packers_refuse_rows_without_tokens(name):
+@pytest.mark.parametrize("name", ESTABLISHED)
+def test_established_packers_reject_rows_without_tokens(name):
     with pytest.raises(BatchError, match="length 0, but it must be at least 1; only the algorithm BALANCED"):
         get_packer(name, 10).pack([3, 0])
 
@@ -238,14 +238,14 @@ def test_packers_are_found_by_name():
         BatchError, match=r"'first_fit_decr'.*Did you mean 'FIRST_FIT_DECREASING'.*CONCATENATIVE, FIRST"
     ):
         get_packer("first_fit_decr", 4)
-    with pytest.raises(BatchError, match=r"no packing algorithm 'zzz'\. Take one of"):
+    with pytest.raises(BatchError, match=r"unknown packing algorithm 'zzz'\. Use one of"):
         get_packer("zzz", 4)
     with pytest.raises(BatchTypeError, match="got a int"):
         get_packer(3, 4)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "told"),
+    ("arguments", "error", "message"),
     [
         ({"bin_capacity": 0}, BatchError, "bin_capacity must be at least 1, got 0"),
         ({"bin_capacity": 2.5}, BatchTypeError, "bin_capacity must be an integer"),
@@ -256,24 +256,24 @@ def test_packers_are_found_by_name():
     ],
 )
 @pytest.mark.parametrize("name", NAMES)
-def test_bad_arguments_are_told(name, arguments, error, told):
-    with pytest.raises(error, match=told):
+def test_bad_arguments_are_rejected(name, arguments, error, message):
+    with pytest.raises(error, match=message):
         get_packer(name, **arguments)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_capacity_without_end_is_one_bin(name):
+def test_an_unlimited_capacity_gives_one_bin(name):
     assert [sorted(rows) for rows in get_packer(name, 10**30).pack([2**40, 2**40, 7])] == [[0, 1, 2]]
 
 
-@pytest.mark.parametrize("name", KNOWN)
-def test_the_known_packers_deal_round_robin(name):
+@pytest.mark.parametrize("name", ESTABLISHED)
+def test_established_packers_assign_bins_round_robin(name):
     bins = [[0], [1], [2], [3], [4], [5]]
-    assert get_packer(name, 9).deal(bins, [9, 1, 8, 2, 7, 3], 2) == [[[0], [2], [4]], [[1], [3], [5]]]
-    with pytest.raises(BatchError, match="6 bins cannot be dealt to 4 shards evenly"):
-        get_packer(name, 9).deal(bins, [1] * 6, 4)
+    assert get_packer(name, 9).assign_to_shards(bins, [9, 1, 8, 2, 7, 3], 2) == [[[0], [2], [4]], [[1], [3], [5]]]
+    with pytest.raises(BatchError, match="6 bins do not divide evenly among 4 shards"):
+        get_packer(name, 9).assign_to_shards(bins, [1] * 6, 4)
     with pytest.raises(BatchError, match="shards must be at least 1"):
-        get_packer(name, 9).deal(bins, [1] * 6, 0)
+        get_packer(name, 9).assign_to_shards(bins, [1] * 6, 0)
 
 
 def test_metrics_by_hand():

@@ -1,4 +1,4 @@
-"""The benchmark runs, at a size that a test can bear, and checks what it measures."""
+"""The benchmark of packing, run at a small size."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SCRIPT = ROOT / "benchmarks" / "packing.py"
 
 
 @pytest.mark.slow
-def test_the_benchmark_measures_every_packer_and_both_deals(tmp_path):
+def test_the_benchmark_measures_every_packer_and_both_assignments(tmp_path):
     words = [SCRIPT, "--small", "--pairs", 1, "--gsm8k", ROOT / "tests/fixtures/gsm8k_train.jsonl"]
     files = ["--json", tmp_path / "found.json", "--plot", tmp_path / "costs.png"]
     done = run_program(*words, *files)
@@ -25,7 +25,7 @@ def test_the_benchmark_measures_every_packer_and_both_deals(tmp_path):
     found = json.loads((tmp_path / "found.json").read_text())
     assert found.keys() == {"machine", "sets", "small", "growth"}
     packing = found["sets"]["512 lengths"]["packing"]
-    assert len(packing) == 6  # five packers, and both deals of balanced
+    assert len(packing) == 6  # five packers, and both assignments of balanced
     assert all(record["bins"] >= record["bound"] for record in packing)
     assert (tmp_path / "costs.png").read_bytes().startswith(b"\x89PNG")
 

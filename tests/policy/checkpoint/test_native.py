@@ -1,11 +1,11 @@
-"""The native form, apart from any engine: whole or not at all, and told from the forms that everybody reads."""
+"""The native form without an engine: written atomically, and distinguished from the forms that every backend reads."""
 
 import json
 
 import pytest
 
 from rlframework.errors import DataError, UserError
-from rlframework.evaluation.run_or_model import find_subject
+from rlframework.evaluation.plan import find_model
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.policy.checkpoint.manifest import check_files, read_manifest
 from rlframework.policy.checkpoint.native import native_files, save_native
@@ -60,15 +60,15 @@ def test_a_failed_write_leaves_what_was_there(tmp_path):
     check_files(path, required=True)
 
 
-def test_a_place_that_cannot_be_written_is_told(tmp_path):
+def test_an_unwritable_path_is_reported(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="a part of the path is a file"):
+    with pytest.raises(UserError, match="a component of the path is a file"):
         saved(tmp_path / "file" / "model")
 
 
-def test_another_backends_files_and_a_missing_optimizer_are_refused(tmp_path):
+def test_another_backends_files_and_a_missing_optimizer_are_rejected(tmp_path):
     path = saved(tmp_path / "model")
-    with pytest.raises(DataError, match=r"a native checkpoint of Mine \(1 workers\), whose files Yours does not read"):
+    with pytest.raises(DataError, match=r"a native checkpoint of Mine \(1 workers\), which Yours cannot read"):
         native_files(str(path), "Yours", optimizer=False)
     with pytest.raises(DataError, match="saved without its optimizer"):
         native_files(str(path), "Mine", optimizer=True)
@@ -77,8 +77,8 @@ def test_another_backends_files_and_a_missing_optimizer_are_refused(tmp_path):
         native_files(str(path), "Mine", optimizer=False)
 
 
-@pytest.mark.parametrize("reader", [open_saved, find_source, find_subject])
-def test_what_reads_every_backends_files_tells_that_these_are_not_among_them(tmp_path, reader):
+@pytest.mark.parametrize("reader", [open_saved, find_source, find_model])
+def test_portable_readers_reject_the_native_form(tmp_path, reader):
     path = saved(tmp_path / "model")
     with pytest.raises(DataError, match="in the format of the engine that wrote it"):
         reader(str(path))

@@ -15,7 +15,7 @@ from rlframework.policy.head.request import HeadRequest, read_head_output
 
 
 def plain(hidden, weight, bias, targets, temperature):
-    """The formula as one writes it on paper, in float64."""
+    """The textbook formula, in float64."""
     logits = (hidden @ weight.T + (0 if bias is None else bias)) / temperature
     probabilities = logits.exp() / logits.exp().sum(-1, keepdim=True)
     chosen = probabilities[torch.arange(len(targets)), targets]
@@ -31,7 +31,7 @@ def plain(hidden, weight, bias, targets, temperature):
     with_bias=st.booleans(),
     seed=st.integers(0, 1000),
 )
-def test_values_and_gradients_are_those_of_the_formula(count, vocabulary, rows, temperature, with_bias, seed):
+def test_values_and_gradients_match_the_formula(count, vocabulary, rows, temperature, with_bias, seed):
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.randn(count, 5, generator=generator, requires_grad=True)
     weight = torch.randn(vocabulary, 5, generator=generator, requires_grad=True)
@@ -80,7 +80,7 @@ def test_no_chunk_holds_more_logits_than_the_limit(monkeypatch):
 
 
 class TinyModel(torch.nn.Module):
-    """What `HeadPatch` needs of a transformers model."""
+    """The parts of a transformers model that `HeadPatch` needs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class TinyModel(torch.nn.Module):
         return self.lm_head(hidden)
 
 
-def test_patched_head_gives_columns_inside_and_logits_outside():
+def test_patched_head_returns_columns_inside_and_logits_outside():
     model = TinyModel()
     hidden = torch.randn(2, 4, 3)
     ordinary = model(hidden)
@@ -109,7 +109,7 @@ def test_patched_head_gives_columns_inside_and_logits_outside():
     torch.testing.assert_close(model(hidden), ordinary)
 
 
-def test_patched_head_is_ordinary_again_after_an_error():
+def test_patched_head_is_restored_after_an_error():
     model = TinyModel()
     patch = HeadPatch(model)
     hidden = torch.randn(1, 2, 3)
@@ -132,14 +132,14 @@ def test_logits_on_request_at_the_temperature():
 
 
 @pytest.mark.parametrize("wanted", ["logprobs", "logits", "topk", "scores"])
-def test_logits_of_a_model_that_ran_outside_are_no_values_of_the_head(wanted):
+def test_logits_from_outside_the_context_are_rejected(wanted):
     model = TinyModel()
     HeadPatch(model)
     with pytest.raises(RuntimeError, match=r"\[2, 4, 5\].*ran outside HeadPatch\.computing"):
         read_head_output(model(torch.randn(2, 4, 3)), HeadRequest(frozenset({wanted}), top_k=2))
 
 
-def test_a_model_that_changes_its_logits_is_refused():
+def test_a_model_that_changes_its_logits_is_rejected():
     from transformers import Gemma2Config, Gemma2ForCausalLM, GraniteConfig, GraniteForCausalLM, LlamaForCausalLM
 
     small = {"vocab_size": 30, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8}

@@ -1,4 +1,4 @@
-"""The likeliest tokens of a head, against sorting all logits."""
+"""The k most likely tokens, compared with sorting all logits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rlframework.policy.head.top_k import top_logits
     with_bias=st.booleans(),
     seed=st.integers(0, 1000),
 )
-def test_they_are_the_first_of_all_sorted(count, vocabulary, rows, k, temperature, with_bias, seed):
+def test_top_k_matches_sorting_all_logits(count, vocabulary, rows, k, temperature, with_bias, seed):
     generator = torch.Generator().manual_seed(seed)
     hidden, weight = torch.randn(count, 5, generator=generator), torch.randn(vocabulary, 5, generator=generator)
     bias = torch.randn(vocabulary, generator=generator) if with_bias else None
@@ -41,12 +41,12 @@ def test_they_are_the_first_of_all_sorted(count, vocabulary, rows, k, temperatur
     assert found.topk_indices.dtype == torch.int64
 
 
-def test_more_than_there_are_is_an_error():
-    with pytest.raises(BatchError, match="the 4 likeliest tokens were asked for, and the model has 3"):
+def test_k_above_the_vocabulary_is_an_error():
+    with pytest.raises(BatchError, match="k is 4, but the model has 3 tokens"):
         top_logits(torch.zeros(1, 2), torch.zeros(3, 2), None, None, 4, 1.0)
 
 
-def test_a_patched_model_gives_them_at_the_wanted_positions():
+def test_a_patched_model_returns_top_k_at_the_requested_positions():
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)

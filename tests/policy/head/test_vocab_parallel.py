@@ -1,6 +1,6 @@
-"""The head that several ranks hold together against the plain formula over the whole vocabulary.
+"""The vocabulary-parallel head against the plain formula over the whole vocabulary.
 
-The ranks are threads of this process: torch's own tests of distributed code run so.
+The ranks are threads of this process, as in torch's own distributed tests.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rlframework.policy.head.vocab_parallel import VocabularyShard, parallel_log
 
 
 def on_ranks(ranks, work):
-    """What `work(rank)` gave in each of so many threads that are the ranks of the default group."""
+    """Return the results of `work(rank)` in `ranks` threads that are the ranks of the default group."""
     results, errors = {}, []
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     threaded._install_threaded_pg()
@@ -50,15 +50,15 @@ def on_ranks(ranks, work):
 
 
 def plain(hidden, weight, bias, targets, temperature):
-    """The formula as one writes it on paper, in float64."""
+    """The textbook formula, in float64."""
     logits = (hidden @ weight.T + (0 if bias is None else bias)) / temperature
     probabilities = logits.exp() / logits.exp().sum(-1, keepdim=True)
     return probabilities[torch.arange(len(targets)), targets].log(), -(probabilities * probabilities.log()).sum(-1)
 
 
-def leaves_of(rank, cuts, padding, hidden, weight, bias):
-    """This rank's leaves: the hidden states and its rows, with rows below them that are no part of the vocabulary."""
-    rows = slice(cuts[rank], cuts[rank + 1])
+def leaves_of(rank, bounds, padding, hidden, weight, bias):
+    """This rank's leaves: the hidden states and its rows, followed by rows that only pad the vocabulary."""
+    rows = slice(bounds[rank], bounds[rank + 1])
     below = torch.full((padding, weight.shape[1]), 9.0)  # would win every softmax
     own = [hidden, torch.cat((weight[rows], below))]
     own += [] if bias is None else [torch.cat((bias[rows], torch.full((padding,), 9.0)))]
@@ -75,19 +75,17 @@ def leaves_of(rank, cuts, padding, hidden, weight, bias):
     with_bias=st.booleans(),
     seed=st.integers(0, 1000),
 )
-def test_values_and_gradients_are_those_of_the_whole_vocabulary(
-    count, sizes, padding, chunk, temperature, with_bias, seed
-):
-    cuts = [sum(sizes[:rank]) for rank in range(len(sizes) + 1)]
+def test_values_and_gradients_match_the_whole_vocabulary(count, sizes, padding, chunk, temperature, with_bias, seed):
+    bounds = [sum(sizes[:rank]) for rank in range(len(sizes) + 1)]
     generator = torch.Generator().manual_seed(seed)
-    hidden, weight = torch.randn(count, 5, generator=generator), torch.randn(cuts[-1], 5, generator=generator)
-    bias = torch.randn(cuts[-1], generator=generator) if with_bias else None
-    targets = torch.randint(0, cuts[-1], (count,), generator=generator)
+    hidden, weight = torch.randn(count, 5, generator=generator), torch.randn(bounds[-1], 5, generator=generator)
+    bias = torch.randn(bounds[-1], generator=generator) if with_bias else None
+    targets = torch.randint(0, bounds[-1], (count,), generator=generator)
     upstream = torch.randn(count, generator=generator)
 
     def work(rank):
-        leaves = leaves_of(rank, cuts, padding, hidden, weight, bias)
-        shard = VocabularyShard(dist.group.WORLD, cuts[rank], sizes[rank])
+        leaves = leaves_of(rank, bounds, padding, hidden, weight, bias)
+        shard = VocabularyShard(dist.group.WORLD, bounds[rank], sizes[rank])
         own_bias = leaves[2] if with_bias else None
         logprobs, entropy = parallel_logprobs(
             leaves[0], leaves[1], own_bias, targets, shard, temperature=temperature, wants_entropy=True
@@ -106,12 +104,12 @@ def test_values_and_gradients_are_those_of_the_whole_vocabulary(
         torch.testing.assert_close(entropy.double(), expected_entropy, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(gradients[0].double(), wanted[0], rtol=1e-4, atol=1e-5)
         for gradient, whole in zip(gradients[1:], wanted[1:], strict=True):
-            rows = whole[cuts[rank] : cuts[rank + 1]]
+            rows = whole[bounds[rank] : bounds[rank + 1]]
             padded = torch.cat((rows, rows.new_zeros(padding, *rows.shape[1:])))
             torch.testing.assert_close(gradient.double(), padded, rtol=1e-4, atol=1e-5)
 
 
-def test_whole_logits_are_put_together_and_their_gradient_taken_apart():
+def test_whole_logits_are_gathered_and_their_gradient_sharded():
     hidden, weight = torch.tensor([[1.0, 2.0]]), torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
     upstream = torch.tensor([[1.0, 10.0, 100.0]])
 

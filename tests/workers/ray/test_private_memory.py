@@ -1,4 +1,4 @@
-"""Windows into a file that others fill: what they hold is what was there, whoever writes where."""
+"""Private windows into a file that others fill: they show the stored bytes, regardless of other writers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PAGE = mmap.PAGESIZE
 
 
 class Store:
-    """A file in memory, and the ranges of it that somebody still reads."""
+    """A file in memory, and the ranges of it that still have readers."""
 
     def __init__(self):
         self.file = os.memfd_create("store")
@@ -33,14 +33,14 @@ def store(monkeypatch):
 
 
 class Keep:
-    """Stands for the hold that a reader has on what is stored."""
+    """Represents a reader's reference to a stored object."""
 
 
 def open_windows(store):
     return private_memory._MAPPINGS[store.file].open
 
 
-def test_a_window_holds_what_is_stored_and_writing_stays_in_it(store):
+def test_a_window_shows_the_stored_bytes_and_its_writes_are_private(store):
     store.memory[100:200] = bytes(range(100))
     view = private_memory.window(store.file, 100, 100, Keep())
     assert bytes(view) == bytes(range(100))
@@ -49,7 +49,7 @@ def test_a_window_holds_what_is_stored_and_writing_stays_in_it(store):
     assert view[0] == 99
 
 
-def test_what_was_written_is_forgotten_when_the_window_closes(store):
+def test_writes_are_discarded_when_the_window_closes(store):
     view = private_memory.window(store.file, 0, 3 * PAGE, Keep())
     view[5] = view[2 * PAGE] = 7
     part = view[:10]
@@ -64,7 +64,7 @@ def test_what_was_written_is_forgotten_when_the_window_closes(store):
     assert (again[5], again[2 * PAGE]) == (1, 2)
 
 
-def test_what_is_kept_lives_as_long_as_a_view(store):
+def test_the_owner_lives_as_long_as_a_view(store):
     gone = []
 
     class Told(Keep):
@@ -81,7 +81,7 @@ def test_what_is_kept_lives_as_long_as_a_view(store):
     assert gone == [True]
 
 
-def test_two_windows_of_one_part_do_not_see_each_other(store):
+def test_overlapping_windows_are_independent(store):
     store.memory[:PAGE] = b"x" * PAGE
     first, second = (private_memory.window(store.file, 10, 100, Keep()) for _ in range(2))
     neighbour = private_memory.window(store.file, 200, 100, Keep())  # another part of the same page
@@ -92,7 +92,7 @@ def test_two_windows_of_one_part_do_not_see_each_other(store):
     assert len(open_windows(store)) == 1
 
 
-def test_where_there_is_no_pagemap_everything_is_forgotten(store, monkeypatch):
+def test_without_pagemap_the_whole_range_is_discarded(store, monkeypatch):
     monkeypatch.setattr(private_memory, "open", lambda *args, **kwargs: (_ for _ in ()).throw(OSError()), raising=False)
     view = private_memory.window(store.file, 0, PAGE, Keep())
     view[0] = 5
@@ -103,7 +103,7 @@ def test_where_there_is_no_pagemap_everything_is_forgotten(store, monkeypatch):
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_any_order_of_filling_reading_writing_and_letting_go(store, seed):
+def test_any_order_of_filling_reading_writing_and_closing(store, seed):
     """Ranges that nobody reads are filled anew, as a store does it; whatever is held stays as its holder left it."""
     dice = random.Random(seed)
     held = []  # [view, bytes expected, start, size]

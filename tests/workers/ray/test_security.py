@@ -1,4 +1,4 @@
-"""What others can see of the Ray that a run starts: nothing from another machine, and no secret of the driver."""
+"""Isolation of the Ray that a run starts: unreachable from other machines, and without the driver's secrets."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.xdist_group("ray"),
     pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc"),
     pytest.mark.timeout(200),
@@ -21,8 +22,8 @@ NAMED = {"NAMED_TOKEN": "hunter5-hunter5"}
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
-    """What the program saw. It has a Ray, and so a process, of its own."""
-    program = Path(__file__).parent / "probe_security.py"
+    """The program's observations. It needs its own Ray, and so its own process."""
+    program = Path(__file__).parents[1] / "probe_security.py"
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | SECRETS | NAMED
     environment["HOME"] = str(tmp_path_factory.mktemp("home"))  # where Ray has no token yet
     done = subprocess.run(
@@ -33,12 +34,12 @@ def seen(tmp_path_factory):
     return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
 
 
-def test_everything_listens_on_loopback(seen):
+def test_all_ports_listen_on_loopback(seen):
     assert set(seen["listening"]) <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
     assert seen["listening"]  # there is something to be seen
 
 
-def test_secrets_of_the_driver_are_in_no_other_process(seen):
+def test_secrets_of_the_driver_reach_no_other_process(seen):
     assert len(seen["variables"]) > 3
     for process, variables in seen["variables"].items():
         text = "\n".join(variables)
@@ -46,30 +47,30 @@ def test_secrets_of_the_driver_are_in_no_other_process(seen):
     assert not set(seen["worker"]) & set(SECRETS)
 
 
-def test_a_secret_that_is_named_reaches_the_worker_and_no_other_process(seen):
+def test_a_named_secret_reaches_only_the_worker(seen):
     assert seen["worker"]["NAMED_TOKEN"] == NAMED["NAMED_TOKEN"]
     holders = [process for process, variables in seen["variables"].items() if "NAMED_TOKEN" in "\n".join(variables)]
     assert all("RayWorkerHost" in process for process in holders)
 
 
-def test_no_log_of_ray_has_a_secret(seen):
+def test_ray_logs_contain_no_secret(seen):
     assert seen["logs"] == []
     assert seen["files"] > 5
 
 
-def test_the_environment_of_the_driver_is_as_it_was(seen):
+def test_the_environment_of_the_driver_is_unchanged(seen):
     by_ray = {"RAY_AUTH_MODE", "PYTHONBREAKPOINT"}
     after = {name: value for name, value in seen["after"].items() if name not in by_ray}
     assert after == {name: value for name, value in seen["before"].items() if name not in by_ray}
 
 
-def test_token_authentication_is_on_and_keeps_others_out(seen):
+def test_token_authentication_rejects_others(seen):
     assert seen["mode"] == "token"
     assert seen["token"] == "0o600"
     assert seen["answers"] == {"none": "UNAUTHENTICATED", "wrong": "UNAUTHENTICATED", "right": "1 node"}
 
 
-def test_after_shutdown_no_process_and_no_port_is_left(seen):
+def test_shutdown_leaves_no_process_and_no_port(seen):
     assert seen["ended"] is True
     assert seen["left"] == []
     assert seen["still listening"] == []

@@ -12,12 +12,12 @@ import pytest
 
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.slow, pytest.mark.timeout(300)]
 
-FOLDER = Path(__file__).parent
+FOLDER = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
 def seen():
-    """What each scenario returned, by name."""
+    """The result of each scenario, by name."""
     path = os.pathsep.join([str(FOLDER), str(FOLDER.parent.parent)])
     ran = subprocess.run(
         [sys.executable, str(FOLDER / "several_nodes.py")],
@@ -34,7 +34,7 @@ def seen():
 
 @pytest.fixture
 def of(seen):
-    """`of(scenario)`: what it returned; it fails with the scenario's own traceback."""
+    """`of(scenario)`: its result; fails with the scenario's own traceback."""
 
     def returned(name):
         assert "traceback" not in seen[name], seen[name]["traceback"]
@@ -43,7 +43,7 @@ def of(seen):
     return returned
 
 
-def test_each_node_has_the_workers_that_were_asked_and_ranks_follow_nodes(of):
+def test_each_node_has_the_requested_workers_and_ranks_follow_nodes(of):
     told = of("one_group_a_node")
     first, second, third = told["nodes"][0], told["nodes"][2], told["nodes"][4]
     assert told["nodes"] == [first, first, second, second, third]
@@ -54,12 +54,12 @@ def test_each_node_has_the_workers_that_were_asked_and_ranks_follow_nodes(of):
     assert [each["name"] for each in told["metadata"]] == ["-0-0", "-0-1", "-1-0", "-1-1", "-2-0"]
 
 
-def test_a_node_without_bundles_counts_for_nothing(of):
+def test_a_node_without_bundles_is_ignored(of):
     told = of("one_group_a_node")
     assert (told["node_count"], told["world_size"], told["groups"]) == (3, 5, 3)
 
 
-def test_workers_on_several_nodes_meet_at_an_address_of_the_first(of):
+def test_workers_on_several_nodes_rendezvous_on_the_first(of):
     assert of("one_group_a_node")["address"].startswith("127.0.0.")
     assert of("one_group_a_node")["address"] != "127.0.0.1"  # which each node takes for itself
 
@@ -71,7 +71,7 @@ def test_nothing_is_left_after_shutdown(of):
     assert told["all_free"]
 
 
-def test_one_placement_group_for_all_spreads_and_its_ranks_follow_the_nodes(of):
+def test_a_unified_placement_group_spreads_and_ranks_follow_nodes(of):
     bundles, nodes, node_ranks, local_ranks = zip(*of("one_group_for_all"), strict=True)
     assert sorted(bundles) == [0, 1, 2, 3]
     assert len(set(nodes)) == 3
@@ -82,18 +82,18 @@ def test_one_placement_group_for_all_spreads_and_its_ranks_follow_the_nodes(of):
         assert ranks == list(range(len(ranks)))
 
 
-def test_too_few_resources_are_told_at_once_node_by_node(of):
+def test_insufficient_resources_are_reported_per_node(of):
     told = of("too_few_resources")
     for error in (told["nodes"], told["all"]):
         assert error["classes"][:3] == ["ResourceInsufficientError", "ConfigError", "UserError"]
         assert error["seconds"] < 1
         assert all(f"node 127.0.0.{last} (" in error["message"] for last in (2, 3, 4))
-    assert "(node 0: 3, node 1: 3), in all CPU 6" in told["nodes"]["message"]
-    assert "2 node(s) with room for 3 bundles are needed, and there is room for 0" in told["nodes"]["message"]
-    assert "18 bundle(s) are needed, and there is room for 6" in told["all"]["message"]
+    assert "(node 0: 3, node 1: 3), in total CPU 6" in told["nodes"]["message"]
+    assert "2 node(s) with room for 3 bundles are needed, but there are only 0" in told["nodes"]["message"]
+    assert "18 bundle(s) are needed, but there is only room for 6" in told["all"]["message"]
 
 
-def test_what_others_have_is_waited_for_and_given_up(of):
+def test_waiting_for_resources_in_use_times_out(of):
     error = of("too_few_resources")["busy"]
     assert "TimeoutError" in error["classes"]
     assert "CPU 2 (0 free)" in error["message"]
@@ -101,17 +101,17 @@ def test_what_others_have_is_waited_for_and_given_up(of):
     assert of("too_few_resources")["all_free"]
 
 
-def test_a_cluster_that_grows_in_time_is_large_enough(of):
+def test_a_cluster_may_grow_while_waiting(of):
     assert of("the_cluster_grows") == 3  # two are left of the three, and one came
 
 
-def test_two_groups_share_the_bundles_and_a_third_is_refused(of):
+def test_two_groups_share_the_bundles_and_a_third_is_rejected(of):
     told = of("two_groups_share")
     one, two = told["nodes"]
     assert one == two
     assert len(set(one)) == 2
     assert told["free"] == 2.0  # of six: two bundles of two are taken, once
-    assert "is for 2 worker group(s)" in told["third"]["message"]
+    assert "already has all 2 worker group(s)" in told["third"]["message"]
     assert told["third"]["seconds"] < 1
 
 
@@ -122,7 +122,7 @@ def test_a_node_that_leaves_fails_the_call_with_rank_and_node(of):
     assert f"rank {told['rank']} of 2" in error["message"]
     assert told["lost"][:8] in error["message"]
     assert error["seconds"] < 30
-    assert "not usable any more" in told["after"]["message"]
+    assert "no longer usable" in told["after"]["message"]
     assert told["running"] == []
     assert told["peaceful"]
     assert told["groups_left"] == []

@@ -1,4 +1,4 @@
-"""Large arguments of Ray workers: stored once, read where they are stored, and the worker's own all the same."""
+"""Large arguments of Ray workers: stored once, read in place, and still private to the worker."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rlframework.config.sections import RayGroupConfig
 from rlframework.interfaces.named_sharding import NamedSharding
 from rlframework.interfaces.worker_group import WorkerSpec
 from rlframework.workers.ray import transport
-from rlframework.workers.ray.hosted_group import RayHostedGroup
+from rlframework.workers.ray.remote_group import RayRemoteWorkerGroup
 
 pytestmark = pytest.mark.xdist_group("ray")
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="memory is mapped on Linux only")
@@ -27,7 +27,7 @@ ROWS = 512
 def group(ray_session):
     spec = WorkerSpec("probe_memory:Memory", {})
     sharding = NamedSharding([[0, 1]], ["data_parallel", "tensor_parallel"])
-    group = RayHostedGroup(spec, RayGroupConfig(name="ray", num_workers=2), sharding=sharding, device="cpu")
+    group = RayRemoteWorkerGroup(spec, RayGroupConfig(name="ray", num_workers=2), sharding=sharding, device="cpu")
     yield group
     assert group.shutdown()
 
@@ -46,7 +46,7 @@ def make_batch():
 
 
 @on_linux
-def test_workers_read_a_batch_where_it_is_stored(group):
+def test_workers_read_a_batch_in_place(group):
     batch = make_batch()
     expected = {"ids": float(batch["ids"].sum()), "logprobs": ROWS * 1024.0}
     for told in ask(group, "look", value=batch):
@@ -72,21 +72,21 @@ def test_plain_dictionaries_of_tensors_are_read_in_place_too(group, kind):
 
 
 @on_linux
-def test_a_worker_may_write_into_what_it_got_and_nobody_sees_it(group):
+def test_writes_of_a_worker_are_private(group):
     import ray
 
     batch = make_batch()
     stored = ray.put(transport.Packed(batch))  # as `_shared` does, but held here, to look at it afterwards
-    refs = [group._ask(rank, "call", "spoil", True, ("value",), stored) for rank in (0, 1)]
+    refs = [group._send(rank, "call", "spoil", True, ("value",), stored) for rank in (0, 1)]
     for copied in (ray.get(ref) for ref in refs):
         assert 0 < copied <= 8  # the page that was written to, not the megabytes
     assert int(batch["ids"][0, 0]) == 0
     assert torch.equal(ray.get(stored)["ids"], batch["ids"])
-    first = ray.get(group._ask(0, "call", "look", True, ("value",), stored))
+    first = ray.get(group._send(0, "call", "look", True, ("value",), stored))
     assert first["ids"]["sum"] == float(batch["ids"].sum())
 
 
-def test_what_a_worker_keeps_stays_as_it_was(group):
+def test_arguments_kept_by_a_worker_do_not_change(group):
     batch = make_batch()
     ask(group, "keep", value=batch)
     for _ in range(8):  # room that was given back would be used again
@@ -107,7 +107,7 @@ def test_a_replicated_batch_is_stored_once(group):
 
 
 def store_bytes():
-    """Bytes that were ever put into the object store, as the raylet counts them."""
+    """The total number of bytes ever put into the object store, as counted by the raylet."""
     import ray
     from ray._private import internal_api
 
@@ -116,7 +116,7 @@ def store_bytes():
     return stats.store_stats.cumulative_created_bytes
 
 
-def test_results_are_the_drivers_own(group):
+def test_the_driver_owns_results(group):
     for rank, result in enumerate(ask(group, "zeros", size=1 << 20)):
         assert result["rank"] == rank
         result["own"].add_(1)
@@ -134,20 +134,20 @@ def test_results_are_read_in_place_too(group):
     assert lines["Anonymous"] == 0
 
 
-def test_functions_of_the_drivers_program_go_along(group):
+def test_functions_of_the_drivers_program_can_be_sent(group):
     factor = 7
     assert ask(group, "calls_of_a_class", value=lambda rank: rank * factor) == [0, 7]
 
 
 def through(value):
-    """There and back as in Ray: buffers apart, read-only at the other end."""
+    """A round trip as in Ray: with separate buffers, read-only at the receiver."""
     buffers = []
     head = pickle.dumps(transport.Packed(value), protocol=5, buffer_callback=buffers.append)
     return pickle.loads(head, buffers=[bytes(buffer.raw()) for buffer in buffers])  # noqa: S301 - written here
 
 
 @pytest.mark.parametrize("rows", [1, 2048], ids=["small", "large"])
-def test_where_memory_cannot_be_mapped_it_is_copied(rows):
+def test_memory_that_cannot_be_mapped_is_copied(rows):
     sent = {
         "plain": torch.arange(rows * 512).reshape(rows, 512),
         "part": torch.arange(rows * 1024).reshape(rows, 1024)[:, 3:5],
@@ -170,19 +170,19 @@ def test_where_memory_cannot_be_mapped_it_is_copied(rows):
     assert got["none"] is None
 
 
-def test_one_tensor_in_two_places_stays_one():
+def test_a_tensor_referenced_twice_stays_one_tensor():
     tensor = torch.zeros(4)
     got = through({"a": tensor, "b": [tensor]})
     assert got["a"] is got["b"][0]
 
 
-def test_gradients_and_parameters_go_torchs_own_way():
+def test_gradients_and_parameters_are_pickled_by_torch():
     got = through({"leaf": torch.ones(2, requires_grad=True), "weight": torch.nn.Parameter(torch.ones(3))})
     assert got["leaf"].requires_grad
     assert type(got["weight"]) is torch.nn.Parameter
 
 
-def test_what_cannot_be_pickled_is_told_as_a_mistake_in_the_call():
+def test_unpicklable_values_raise_a_type_error():
     import threading
 
     with pytest.raises(TypeError, match=r"must be picklable: .*lock"):

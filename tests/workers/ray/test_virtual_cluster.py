@@ -1,4 +1,4 @@
-"""Virtual clusters: what is asked and refused, where bundles go, and what is given back."""
+"""Virtual clusters: validation, placement of bundles, and release of resources."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ray.util.placement_group import placement_group_table
 
 from rlframework.errors import UserError
-from rlframework.workers.ports import keep_port
+from rlframework.workers.ports import reserve_port
 from rlframework.workers.ray import placement
 from rlframework.workers.ray.placement import Machine, Placement
 from rlframework.workers.ray.virtual_cluster import (
@@ -22,6 +22,8 @@ from rlframework.workers.ray.virtual_cluster import (
     ResourceInsufficientError,
     init_ray,
 )
+
+pytestmark = pytest.mark.slow
 
 on_ray = [pytest.mark.xdist_group("ray"), pytest.mark.usefixtures("ray_session")]
 CPU = {"CPU": 1.0}
@@ -33,7 +35,7 @@ def machine(name, cpus, free=None):
 
 @pytest.fixture
 def cluster():
-    """`cluster(...)`: a virtual cluster on CPU, given back afterwards."""
+    """`cluster(...)`: a virtual cluster on CPU, released afterwards."""
     made = []
 
     def make(*args, **kwargs):
@@ -49,7 +51,7 @@ def cluster():
 
 
 @pytest.mark.parametrize("counts", [[], [0, 0], [1, -1], [1.0], "12", [True]])
-def test_a_list_that_says_no_number_of_bundles_is_refused(counts):
+def test_invalid_bundle_counts_are_rejected(counts):
     with pytest.raises(ClusterArgumentError, match="bundle_ct_per_node_list"):
         RayVirtualCluster(counts)
 
@@ -63,7 +65,7 @@ def test_a_list_that_says_no_number_of_bundles_is_refused(counts):
         ({"max_retries": 0}, "max_retries=0"),
     ],
 )
-def test_what_makes_no_sense_is_also_an_assertion_error(wrong, message):
+def test_invalid_arguments_are_also_assertion_errors(wrong, message):
     with pytest.raises(AssertionError, match=message) as told:
         RayVirtualCluster([1], **wrong)
     assert isinstance(told.value, UserError)
@@ -93,18 +95,18 @@ def test_counting_needs_no_ray():
 # -- where bundles go -------------------------------------------------------------------------------------------------
 
 
-def test_what_the_machines_lack_is_told():
+def test_a_capacity_shortfall_is_explained():
     machines = [machine("a", 4), machine("b", 2)]
-    assert placement.lacking([4, 2], CPU, machines, unified=False) == ""
-    assert placement.lacking([2, 2, 2], CPU, machines, unified=False) == ""
-    assert "room for 6" in placement.lacking([4, 3], CPU, machines, unified=False)
-    assert "1 node(s) with room for 5" in placement.lacking([5], CPU, machines, unified=False)
-    assert "2 node(s) with room for 3" in placement.lacking([3, 3], CPU, machines, unified=False)
-    assert placement.lacking([3, 3], CPU, machines, unified=True) == ""
-    assert "room for 0" in placement.lacking([1], {"CPU": 1, "GPU": 1}, machines, unified=False)
+    assert placement.capacity_shortfall([4, 2], CPU, machines, unified=False) == ""
+    assert placement.capacity_shortfall([2, 2, 2], CPU, machines, unified=False) == ""
+    assert "room for 6" in placement.capacity_shortfall([4, 3], CPU, machines, unified=False)
+    assert "1 node(s) with room for 5" in placement.capacity_shortfall([5], CPU, machines, unified=False)
+    assert "2 node(s) with room for 3" in placement.capacity_shortfall([3, 3], CPU, machines, unified=False)
+    assert placement.capacity_shortfall([3, 3], CPU, machines, unified=True) == ""
+    assert "room for 0" in placement.capacity_shortfall([1], {"CPU": 1, "GPU": 1}, machines, unified=False)
 
 
-def test_groups_go_to_different_machines_as_long_as_there_are_any():
+def test_groups_go_to_different_machines_while_any_are_free():
     machines = [machine("a", 8), machine("b", 2), machine("c", 4, free=1)]
     assert placement.assign([2, 2], CPU, machines) == ["a", "b"]
     assert placement.assign([1, 2, 2], CPU, machines) == ["c", "a", "b"]
@@ -116,24 +118,24 @@ def test_groups_go_to_different_machines_as_long_as_there_are_any():
     counts=st.lists(st.integers(1, 4), min_size=1, max_size=5),
     cpus=st.lists(st.integers(0, 6), min_size=1, max_size=4),
 )
-def test_an_assignment_fits_and_what_fits_is_never_refused(counts, cpus):
+def test_an_assignment_fits_and_is_found_if_one_exists(counts, cpus):
     machines = [machine(str(index), amount) for index, amount in enumerate(cpus)]
     chosen = placement.assign(counts, CPU, machines)
     if chosen is None:
         return
     for index, amount in enumerate(cpus):
         assert sum(count for count, node in zip(counts, chosen, strict=True) if node == str(index)) <= amount
-    assert placement.lacking(counts, CPU, machines, unified=False) == ""
+    assert placement.capacity_shortfall(counts, CPU, machines, unified=False) == ""
 
 
 def test_groups_are_nodes_and_the_machines_of_one_group_too():
     addresses = {"x": "10.0.0.1", "y": "10.0.0.2"}
-    assert placement.in_rank_order([["y", "y"], ["x"]], addresses) == [
+    assert placement.rank_placements([["y", "y"], ["x"]], addresses) == [
         Placement(0, 0, "y", "10.0.0.2", 0, 0),
         Placement(0, 1, "y", "10.0.0.2", 0, 1),
         Placement(1, 0, "x", "10.0.0.1", 1, 0),
     ]
-    assert placement.in_rank_order([["x", "y", "x"]], addresses) == [
+    assert placement.rank_placements([["x", "y", "x"]], addresses) == [
         Placement(0, 0, "x", "10.0.0.1", 0, 0),
         Placement(0, 2, "x", "10.0.0.1", 0, 1),
         Placement(0, 1, "y", "10.0.0.2", 1, 0),
@@ -143,8 +145,8 @@ def test_groups_are_nodes_and_the_machines_of_one_group_too():
 # -- ports ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_kept_port_is_for_who_asks_for_it_and_nobody_else():
-    kept = keep_port("127.0.0.1")
+def test_a_reserved_port_can_only_be_bound_with_reuse():
+    kept = reserve_port("127.0.0.1")
     address = kept.getsockname()
     with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
         stranger.bind(address)
@@ -164,13 +166,13 @@ class TestOnRay:
 
     pytestmark = on_ray
 
-    def test_nothing_is_reserved_before_it_is_asked_for(self, cluster):
+    def test_nothing_is_reserved_before_it_is_needed(self, cluster):
         made = cluster([1])
         assert made._placement_groups == []
         assert len(made.get_placement_groups()) == 1
         assert made.get_placement_groups() == made.get_placement_groups()
 
-    def test_one_placement_group_a_node_on_one_machine(self, cluster):
+    def test_one_placement_group_per_node(self, cluster):
         made = cluster([1, 0, 1])
         assert len(made.get_placement_groups()) == 2
         assert [place.node_rank for place in made.placements()] == [0, 1]
@@ -185,14 +187,14 @@ class TestOnRay:
         with pytest.raises(ClusterArgumentError, match="FAR"):
             cluster([1])._init_placement_groups(strategy="FAR")
 
-    def test_too_much_is_told_with_what_is_there_and_what_was_asked(self, cluster):
+    def test_insufficient_resources_are_reported_with_the_request(self, cluster):
         cpus = int(ray.cluster_resources()["CPU"])
         with pytest.raises(ResourceInsufficientError) as told:
             cluster([1, cpus], name="mine").get_placement_groups()
-        for part in ("'mine'", "node 0: 1", f"node 1: {cpus}", f"in all CPU {cpus + 1}", f"CPU {cpus} ("):
+        for part in ("'mine'", "node 0: 1", f"node 1: {cpus}", f"in total CPU {cpus + 1}", f"CPU {cpus} ("):
             assert part in str(told.value)
 
-    def test_gpus_that_are_not_there_are_told(self, cluster):
+    def test_missing_gpus_are_reported(self, cluster):
         if ray.cluster_resources().get("GPU"):
             pytest.skip("there are GPUs")
         with pytest.raises(ResourceInsufficientError, match="GPU 0"):
@@ -204,9 +206,9 @@ class TestOnRay:
         with pytest.raises(ResourceInsufficientError, match=r"retries reached \(4\)"):
             cluster([999], max_retries=4).get_placement_groups()
         assert pauses == [1, 2, 4]
-        assert "looking again in 4 s" in caplog.text
+        assert "checking again in 4 s" in caplog.text
 
-    def test_what_stays_taken_is_a_timeout_and_nothing_stays_reserved(self, cluster):
+    def test_resources_in_use_raise_a_timeout_and_nothing_stays_reserved(self, cluster):
         cpus = int(ray.cluster_resources()["CPU"])
         cluster([cpus]).get_placement_groups()
         late = cluster([1], ready_timeout=0.5)
@@ -216,7 +218,7 @@ class TestOnRay:
         mine = [each for each in placement_group_table().values() if each["state"] == "PENDING"]
         assert mine == []
 
-    def test_the_master_address_is_loopback_on_one_machine_and_its_port_is_kept(self, cluster):
+    def test_the_master_address_is_loopback_on_one_machine_and_its_port_is_reserved(self, cluster):
         made = cluster([1])
         address, port = made.get_master_address_and_port()
         assert address == "127.0.0.1"
@@ -229,27 +231,27 @@ class TestOnRay:
         with socket.socket() as free:
             _bind_soon(free, (address, port))
 
-    def test_shutdown_gives_everything_back_and_can_be_repeated(self, cluster):
+    def test_shutdown_releases_everything_and_is_idempotent(self, cluster):
         made = cluster([1])
         group = made.get_placement_groups()[0]
         assert made.shutdown()
         assert made.shutdown()
         assert placement_group_table(group)["state"] == "REMOVED"
 
-    def test_a_cluster_that_is_dropped_gives_everything_back(self):
+    def test_a_garbage_collected_cluster_releases_everything(self):
         made = RayVirtualCluster([1], use_gpus=False)
         group = made.get_placement_groups()[0]
         del made
         assert placement_group_table(group)["state"] == "REMOVED"
 
-    def test_init_ray_takes_the_ray_that_is_there(self):
+    def test_init_ray_uses_an_existing_connection(self):
         before = ray.get_runtime_context().get_node_id()
         init_ray()
         assert ray.get_runtime_context().get_node_id() == before
 
 
 def _bind_soon(free, address, seconds=5.0):
-    """The process that kept the port is being killed."""
+    """The process that reserved the port is being killed."""
     until = time.monotonic() + seconds
     while True:
         try:

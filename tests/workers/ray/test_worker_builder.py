@@ -1,4 +1,4 @@
-"""Workers from an import path: how the class is found, which options win, and single workers on Ray."""
+"""Workers from an import path: finding the class, precedence of options, and single workers on Ray."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from rlframework.workers.ray.worker_actor import FAILURE, WorkerActor, portable
 from rlframework.workers.ray.worker_builder import RayWorkerBuilder, recursive_merge_options, worker_options
 from rlframework.workers.ray.worker_class import Configuration, Description, WorkerClassError, find_class, split_path
 
+pytestmark = pytest.mark.slow
+
 PLACE = {"num_gpus": 0.5, "placement_group": object(), "bundle": 3}
 """Where the worker of the tests without Ray goes; its options are only looked at."""
 
@@ -27,17 +29,17 @@ def described(**options):
 
 
 @pytest.mark.parametrize("path", ["a.b.C", "a.b:C"])
-def test_both_ways_to_write_an_import_path_mean_the_same(path):
+def test_both_forms_of_import_path_are_equivalent(path):
     assert split_path(path) == ("a.b", "C")
 
 
 @pytest.mark.parametrize("path", ["C", "", "a:", ":C", "a b.C", "a..C"])
-def test_what_is_no_import_path_is_told_in_the_driver(path):
+def test_an_invalid_import_path_is_rejected_in_the_driver(path):
     with pytest.raises(WorkerClassError, match="write module:Class"):
         RayWorkerBuilder(path)
 
 
-def test_a_class_of_ray_remote_is_the_plain_one_and_its_options():
+def test_a_decorated_class_yields_the_plain_class_and_its_options():
     plain, options = find_class("probe_options:Remote")
     assert plain().answer() == 42
     assert options == {"num_cpus": 2, "runtime_env": {"env_vars": {"A": "1"}}}
@@ -47,7 +49,7 @@ def test_a_class_of_ray_remote_is_the_plain_one_and_its_options():
 @pytest.mark.parametrize(
     ("path", "message"), [("probe_options:Nobody", "has no 'Nobody'"), ("probe_options:OUTER", "name a class")]
 )
-def test_what_is_no_class_is_told(path, message):
+def test_an_import_path_must_name_a_class(path, message):
     with pytest.raises(WorkerClassError, match=message):
         find_class(path)
 
@@ -55,7 +57,7 @@ def test_what_is_no_class_is_told(path, message):
 # -- options ----------------------------------------------------------------------------------------------------------
 
 
-def test_options_are_merged_at_every_depth_and_neither_side_is_changed():
+def test_options_are_merged_recursively_into_a_copy():
     below, above = {"a": {"x": 1, "y": {"z": 2}}, "b": 3}, {"a": {"y": {"w": 4}}, "b": {"c": 5}}
     before = copy.deepcopy((below, above))
     merged = recursive_merge_options(below, above)
@@ -64,7 +66,7 @@ def test_options_are_merged_at_every_depth_and_neither_side_is_changed():
     assert (below, above) == before
 
 
-def test_the_class_yields_to_the_caller_and_the_caller_to_configure_worker():
+def test_configure_worker_overrides_the_caller_who_overrides_the_class():
     names = {"class": "1", "caller": "1", "configured": "1"}
     of_class = described(num_cpus=1, max_restarts=2, runtime_env={"env_vars": dict(names), "py_executable": "a"})
     asked = {"num_cpus": 2, "runtime_env": {"env_vars": {"caller": "2", "configured": "2"}, "py_executable": "b"}}
@@ -85,18 +87,18 @@ def test_the_class_yields_to_the_caller_and_the_caller_to_configure_worker():
     assert place.placement_group_capture_child_tasks
 
 
-def test_the_place_of_a_worker_is_not_for_its_class_or_its_caller_to_choose():
+def test_the_placement_cannot_be_overridden():
     options = worker_options(described(num_gpus=8), {"scheduling_strategy": "SPREAD"}, Configuration(), **PLACE)
     assert options["num_gpus"] == 0.5
     assert options["scheduling_strategy"].placement_group_bundle_index == 3
 
 
-def test_configure_worker_may_take_another_share_of_the_gpu():
+def test_configure_worker_may_set_its_gpu_fraction():
     options = worker_options(described(), {}, Configuration({"num_gpus": 0}), **PLACE)
     assert options["num_gpus"] == 0
 
 
-def test_what_ray_made_of_nsight_is_undone():
+def test_the_renaming_of_nsight_is_undone():
     options = worker_options(described(runtime_env={"_nsight": "default"}), {}, Configuration(), **PLACE)
     assert options["runtime_env"] == {"nsight": "default", "env_vars": {}}
 
@@ -105,19 +107,19 @@ def test_what_ray_made_of_nsight_is_undone():
 
 
 def raised(error):
-    """What the driver gets of `error`, raised."""
+    """The exception that the driver gets if a worker raises `error`."""
     try:
         raise error
     except Exception as caught:  # noqa: BLE001 - it is what is looked at
         return portable(caught)
 
 
-def test_an_error_that_every_process_knows_stays_itself():
+def test_a_portable_error_is_unchanged():
     for error in (ValueError("rows"), BatchError("rows"), KeyError("x")):
         assert raised(error) is error
 
 
-def test_an_error_of_a_module_becomes_the_nearest_that_every_process_knows():
+def test_an_error_of_a_module_becomes_its_nearest_portable_base():
     from probe_options import Mine
 
     got = raised(Mine("rows", 3))
@@ -127,14 +129,14 @@ def test_an_error_of_a_module_becomes_the_nearest_that_every_process_knows():
     assert getattr(got, FAILURE).classes[0] == ("probe_options", "Mine")
 
 
-def test_an_error_that_cannot_be_sent_is_told_in_words():
+def test_an_error_that_cannot_be_pickled_is_described_as_text():
     got = raised(ValueError(lambda: 0))
     assert type(got) is ValueError
     assert "lambda" in str(got)
     assert type(raised(UnicodeDecodeError("utf-8", b"x", 0, 1, "odd"))) is UnicodeDecodeError
 
 
-def test_after_a_constructor_that_failed_every_call_fails_with_its_error():
+def test_every_call_raises_the_error_of_a_failed_constructor():
     actor = WorkerActor()
     actor.load("probe_options:Plain", {})
     with pytest.raises(TypeError):
@@ -156,9 +158,9 @@ def place(ray_session):
 
 @pytest.mark.xdist_group("ray")
 class TestOnRay:
-    """Single workers, each made by an initializer of its own."""
+    """Single workers, each created by its own initializer."""
 
-    def test_a_worker_is_made_without_importing_its_module_and_gets_what_is_named(self, place, monkeypatch):
+    def test_the_driver_does_not_import_the_workers_module(self, place, monkeypatch):
         monkeypatch.setenv("SECRET_OF_THE_DRIVER", "x")
         options = {"runtime_env": {"env_vars": {"RANK": "5", "GIVEN": "yes"}}}
         before = copy.deepcopy(options)
@@ -174,7 +176,7 @@ class TestOnRay:
             worker.nothing.remote()
         ray.kill(worker)
 
-    def test_the_handle_comes_later_and_its_initializer_with_it(self, place):
+    def test_the_asynchronous_form_returns_a_reference_and_the_initializer(self, place):
         created, initializer = RayWorkerBuilder("probe_group_workers:Decorated").create_worker_async(
             place, 0, 0, runtime_env={"env_vars": {"FROM_BOTH": "caller"}}
         )
@@ -186,7 +188,7 @@ class TestOnRay:
         ray.kill(worker)
         ray.kill(initializer)
 
-    def test_a_handle_keeps_its_methods_on_the_way_to_another_worker(self, place):
+    def test_a_handle_keeps_its_methods_when_sent_to_a_worker(self, place):
         env = {"env_vars": {"RANK": "0"}}
         worker = RayWorkerBuilder("probe_group_workers:Plain")(place, 0, 0, runtime_env=env)
         call = ray.remote(lambda handles: ray.get(handles[0].echo.remote(value=1)))

@@ -19,7 +19,7 @@ from rlframework.workers.ray import runtime
 from rlframework.workers.ray.virtual_cluster import RayVirtualCluster
 from rlframework.workers.ray.worker_group import MultiWorkerFuture, RayWorkerBuilder, RayWorkerGroup
 
-pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.usefixtures("ray_session")]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray"), pytest.mark.usefixtures("ray_session")]
 
 PLAIN = "probe_group_workers:Plain"
 DATA = NamedSharding([0, 1], ["data_parallel"])
@@ -27,7 +27,7 @@ TENSOR = NamedSharding([[0, 1]], ["data_parallel", "tensor_parallel"])
 
 
 class Keeper:
-    """Keeps one group on one cluster; makes another where a test wants it, or has ended it."""
+    """Keeps one group on one cluster; creates another if a test needs its own or has ended the shared one."""
 
     def __init__(self):
         self.cluster = RayVirtualCluster([2], use_gpus=False, name="tests")
@@ -35,7 +35,7 @@ class Keeper:
         self.shared = False
 
     def give(self):
-        """The group that all tests share."""
+        """The group shared by all tests."""
         if not self.shared or not self.group.workers:
             self.make(PLAIN, "a word", more=1)
             self.shared = True
@@ -43,7 +43,7 @@ class Keeper:
         return self.group
 
     def make(self, path, *args, options=None, **kwargs):
-        """A group of its own, with `options` of the group."""
+        """Create a separate group with `options`."""
         self.end()
         builder = RayWorkerBuilder(path, *args, **kwargs)
         self.group = RayWorkerGroup(self.cluster, builder, **{"sharding_annotations": DATA, **(options or {})})
@@ -77,7 +77,7 @@ def make(keeper):
 
 @pytest.fixture
 def puts(monkeypatch):
-    """What is put into the object store."""
+    """The values put into the object store."""
     put, values = ray.put, []
     monkeypatch.setattr(ray, "put", lambda value: values.append(value) or put(value))
     return values
@@ -94,7 +94,7 @@ def running(pids):
 # -- who they are -----------------------------------------------------------------------------------------------------
 
 
-def test_workers_know_who_they_are_and_the_driver_has_not_imported_them(group):
+def test_workers_get_their_ranks_and_the_driver_does_not_import_them(group):
     zero, one = ray.get(group.run_all_workers_single_data("who"))
     assert [(w["RANK"], w["LOCAL_RANK"], w["NODE_RANK"], w["WORLD_SIZE"]) for w in (zero, one)] == [
         ("0", "0", "0", "2"),
@@ -109,7 +109,7 @@ def test_workers_know_who_they_are_and_the_driver_has_not_imported_them(group):
     assert "probe_group_workers" not in sys.modules
 
 
-def test_the_master_port_is_kept_for_the_workers(group):
+def test_the_master_port_is_reserved_for_the_workers(group):
     who = ray.get(group.run_single_worker_single_data("who", 0))
     address = (who["MASTER_ADDR"], int(who["MASTER_PORT"]))
     with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
@@ -117,7 +117,7 @@ def test_the_master_port_is_kept_for_the_workers(group):
     assert ray.get(group.run_single_worker_single_data("bind_master", 0))
 
 
-def test_metadata_tell_of_each_worker(group):
+def test_metadata_describe_each_worker(group):
     assert group.worker_metadata == [
         {
             "node_idx": 0,
@@ -135,7 +135,7 @@ def test_metadata_tell_of_each_worker(group):
             group.get_dp_leader_worker_idx(wrong)
 
 
-def test_handles_are_those_of_ray(group):
+def test_handles_behave_like_rays_handles(group):
     assert len(group.workers) == 2
     assert ray.get([worker.echo.remote(value=3) for worker in group.workers]) == [(0, {"value": 3}), (1, {"value": 3})]
     assert ray.get(group.workers[1]._private.remote()) == "private"
@@ -151,11 +151,11 @@ def test_one_worker_is_called_alone(group):
         group.run_single_worker_single_data("echo", 2, value=5)
 
 
-def test_all_are_called_with_the_same(group):
+def test_all_workers_get_the_same_arguments(group):
     assert ray.get(group.run_all_workers_single_data("echo", value=5)) == [(0, {"value": 5}), (1, {"value": 5})]
 
 
-def test_each_is_called_with_its_own(group):
+def test_each_worker_gets_its_own_arguments(group):
     refs = group.run_all_workers_multiple_data("echo", value=[5, 6], common_kwargs={"same": 7})
     assert ray.get(refs) == [(0, {"value": 5, "same": 7}), (1, {"value": 6, "same": 7})]
 
@@ -167,7 +167,7 @@ def test_lists_of_another_length_are_also_an_assertion_error(group, wrong):
     assert isinstance(told.value, BatchError)
 
 
-def test_workers_off_the_first_coordinate_are_left_out_and_use_up_no_data(make):
+def test_workers_off_coordinate_0_are_skipped_and_take_no_entry(make):
     group = make(PLAIN, options={"sharding_annotations": TENSOR})
     only = {"run_rank_0_only_axes": ["tensor_parallel"]}
     assert ray.get(group.run_all_workers_multiple_data("echo", value=[5], **only)) == [(0, {"value": 5})]
@@ -188,7 +188,7 @@ def test_workers_off_the_first_coordinate_are_left_out_and_use_up_no_data(make):
     assert (once.called_workers, once.return_from_workers) == ([0, 1], [0])
 
 
-def test_shares_go_to_their_workers(group):
+def test_shards_go_to_their_workers(group):
     future = group.run_all_workers_sharded_data("echo", in_sharded_axes=["data_parallel"], value=["x", "y"])
     assert group.get_all_worker_results(future) == [(0, {"value": "x"}), (1, {"value": "y"})]
     with pytest.raises(ValueError, match="both sharded and replicated"):
@@ -227,13 +227,13 @@ def test_an_unknown_method_reaches_no_worker(group):
         group.run_all_workers_single_data("ecko")
 
 
-def test_what_cannot_be_sent_reaches_no_worker(group):
+def test_an_unpicklable_argument_reaches_no_worker(group):
     with pytest.raises(TypeError, match="picklable"):
         group.run_all_workers_single_data("echo", value=(each for each in ()))
     assert len(pids_of(group)) == 2
 
 
-def test_a_value_that_several_workers_get_is_stored_once(group, puts):
+def test_a_shared_value_is_stored_once(group, puts):
     rows = np.arange(300_000.0)
     assert [first for first, _ in ray.get(group.run_all_workers_single_data("first", value=rows))] == [0.0, 0.0]
     assert len(puts) == 1
@@ -243,12 +243,12 @@ def test_a_value_that_several_workers_get_is_stored_once(group, puts):
     assert len(puts) == 2  # each goes to one
 
 
-def test_a_reference_arrives_as_what_it_stands_for(group):
+def test_a_reference_arrives_as_its_object(group):
     stored = ray.put(np.arange(3.0))
     assert [first for first, _ in ray.get(group.run_all_workers_single_data("first", value=stored))] == [0.0, 0.0]
 
 
-def test_a_method_that_yields_gives_all_that_all_workers_gave(group):
+def test_items_of_generators_are_concatenated(group):
     future = MultiWorkerFuture(group.run_all_workers_single_data("count", to=2))
     assert future.get_results(group) == [(0, 0), (0, 1), (1, 0), (1, 1)]
     with_filter = MultiWorkerFuture(group.run_all_workers_single_data("count", to=1), [1], [0, 1])
@@ -258,7 +258,7 @@ def test_a_method_that_yields_gives_all_that_all_workers_gave(group):
     assert [ray.get(ref) for ref in proxy] == [(1, 0), (1, 1)]
 
 
-def test_results_come_from_the_workers_that_are_asked_for_in_that_order(group):
+def test_results_are_those_of_return_from_workers_in_order(group):
     refs = group.run_all_workers_multiple_data("echo", value=[5, 6])
     future = MultiWorkerFuture(refs, return_from_workers=[1, 0, 7], called_workers=[0, 1])
     assert future.get_results(group) == [(1, {"value": 6}), (0, {"value": 5})]
@@ -268,7 +268,7 @@ def test_results_come_from_the_workers_that_are_asked_for_in_that_order(group):
 # -- environment and options ------------------------------------------------------------------------------------------
 
 
-def test_only_what_is_named_reaches_a_worker_and_no_dictionary_is_changed(make, monkeypatch, tmp_path):
+def test_only_named_variables_reach_a_worker_and_dictionaries_are_unchanged(make, monkeypatch, tmp_path):
     monkeypatch.setenv("SECRET_OF_THE_DRIVER", "x")
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nexport OF_THE_PYTHON=yes\nexec {sys.executable} "$@"\n')
@@ -288,14 +288,14 @@ def test_only_what_is_named_reaches_a_worker_and_no_dictionary_is_changed(make, 
     assert runtime_env == {"py_executable": str(python), "env_vars": {"BESIDE": "this"}}
 
 
-def test_options_of_a_decorated_class_count_less_than_the_callers(make):
+def test_the_callers_options_override_those_of_a_decorated_class(make):
     group = make("probe_group_workers.Decorated", options={"env_vars": {"FROM_BOTH": "caller"}})
     answers = ray.get(group.run_all_workers_single_data("variables", names=["FROM_CLASS", "FROM_BOTH"]))
     assert answers == [{"FROM_CLASS": "class", "FROM_BOTH": "caller"}] * 2
     assert ray.get(group.workers[0].two.remote()) == [1, 2]
 
 
-def test_configure_worker_counts_more_than_the_caller_and_is_told_of_tied_bundles(make):
+def test_configure_worker_overrides_the_caller_and_gets_tied_bundles(make):
     tied = {"bundle_indices_list": [(0, [1, 0])], "env_vars": {"FROM_CALLER": "caller"}, "name_prefix": "tied"}
     group = make("probe_group_workers:Configured", options=tied)
     leader, led = ray.get(group.run_all_workers_single_data("tell"))
@@ -315,12 +315,12 @@ def test_configure_worker_counts_more_than_the_caller_and_is_told_of_tied_bundle
     assert ray.get(ray.get_actor("tied-grp0-0").__ray_ready__.remote())
 
 
-def test_configure_worker_may_know_the_node_and_give_a_runtime_environment(make):
+def test_configure_worker_may_return_a_runtime_environment(make):
     group = make("probe_group_workers:WithRuntime", options={"workers_per_node": 1, "sharding_annotations": None})
     assert ray.get(group.run_all_workers_single_data("tell")) == [(8, "yes")]
 
 
-def test_coroutines_of_a_worker_run_side_by_side(make):
+def test_coroutines_of_a_worker_run_concurrently(make):
     group = make("probe_group_workers:Coroutines", options={"workers_per_node": [1], "sharding_annotations": None})
     waiting = group.run_single_worker_single_data("wait", 0)
     ray.get(group.run_single_worker_single_data("bring", 0))
@@ -336,12 +336,12 @@ def test_coroutines_of_a_worker_run_side_by_side(make):
         ({"workers_per_node": [1, 1]}, "nodes have"),
         ({"workers_per_node": "all"}, "a number, a list"),
         ({"workers_per_node": True}, "a number, a list"),
-        ({"workers_per_node": 0}, "without workers"),
+        ({"workers_per_node": 0}, "at least one worker"),
         ({"bundle_indices_list": [(0, [2])]}, "no bundle 2 on node 0"),
         ({"sharding_annotations": NamedSharding([0, 1, 2], ["x"])}, r"ranks 0\.\.1"),
     ],
 )
-def test_what_does_not_fit_the_cluster_starts_nothing(keeper, options, message):
+def test_an_invalid_selection_of_bundles_starts_nothing(keeper, options, message):
     keeper.end()
     with pytest.raises(ValueError, match=message) as told:
         RayWorkerGroup(keeper.cluster, RayWorkerBuilder(PLAIN), **options)
@@ -352,7 +352,7 @@ def test_what_does_not_fit_the_cluster_starts_nothing(keeper, options, message):
 
 
 def fails(group, method, expected=WorkerError, /, **kwargs):
-    """The error of a call to all workers, and how long it took to come."""
+    """The error of a call to all workers, and the seconds until it was raised."""
     refs = group.run_all_workers_single_data(method, **kwargs)
     begun = time.monotonic()
     with pytest.raises(expected) as told:
@@ -362,7 +362,7 @@ def fails(group, method, expected=WorkerError, /, **kwargs):
 
 def ended(group, pids):
     """Whether a group is unusable and its processes are gone."""
-    with pytest.raises(WorkerError, match="not usable any more"):
+    with pytest.raises(WorkerError, match="no longer usable"):
         group.run_all_workers_single_data("who")
     return running(pids) == [] and group.workers == []
 
@@ -392,13 +392,13 @@ def test_an_error_comes_with_rank_node_and_the_workers_own_traceback(group, kind
     assert "probe_group_workers" not in sys.modules
 
 
-def test_an_error_on_the_way_of_a_stream_is_told_too(group):
+def test_an_error_of_a_generator_is_reported(group):
     error, _ = fails(group, "count", to=4)
     assert "one too many" in str(error)
     assert isinstance(error, KeyError)
 
 
-def test_ray_get_raises_the_error_as_ray_does_and_ends_nothing(group):
+def test_ray_get_raises_rays_error_and_does_not_end_the_group(group):
     with pytest.raises(ValueError, match="bad thing"):
         ray.get(group.run_single_worker_single_data("fail", 0))
     with pytest.raises(ray.exceptions.RayTaskError):
@@ -424,7 +424,7 @@ def test_a_worker_that_hangs_past_the_deadline_fails_the_call(make):
         (PLAIN, {"fail_rank": 1}, ("rank 1 of 2 on node", "cannot build rank 1", "__init__")),
     ],
 )
-def test_a_worker_that_cannot_be_made_is_told_with_its_traceback(keeper, path, kwargs, parts):
+def test_a_failed_constructor_is_reported_with_its_traceback(keeper, path, kwargs, parts):
     keeper.end()
     before = len(runtime._OWNED_BY)
     with pytest.raises((WorkerError, UserError)) as told:
@@ -438,7 +438,7 @@ def test_a_worker_that_cannot_be_made_is_told_with_its_traceback(keeper, path, k
 # -- the end ----------------------------------------------------------------------------------------------------------
 
 
-def test_after_shutdown_no_process_no_placement_group_and_no_port_is_left(keeper, tmp_path):
+def test_shutdown_leaves_no_process_placement_group_or_port(keeper, tmp_path):
     group = keeper.give()
     who = ray.get(group.run_all_workers_single_data("who"))
     placement_group = keeper.cluster.get_placement_groups()[0]
@@ -451,14 +451,14 @@ def test_after_shutdown_no_process_no_placement_group_and_no_port_is_left(keeper
     assert placement_group_table(placement_group)["state"] == "REMOVED"
 
 
-def test_cleaning_up_is_called_on_all_once_and_its_failure_is_told_in_the_answer(make, tmp_path):
+def test_cleanup_is_called_once_on_all_workers_and_its_failure_is_returned(make, tmp_path):
     group = make(PLAIN)
     assert group.shutdown("who")
     assert group.shutdown("fail")  # not called: they are gone
     assert not make(PLAIN).shutdown("fail")
 
 
-def test_cleaning_up_that_takes_too_long_is_cut_short_and_force_does_without(make):
+def test_slow_cleanup_is_interrupted_and_force_skips_it(make):
     group = make(PLAIN)
     begun = time.monotonic()
     assert not group.shutdown("block", timeout=0.5)

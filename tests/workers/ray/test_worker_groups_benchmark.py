@@ -1,4 +1,4 @@
-"""The benchmark of worker groups runs: it checks that all sides of each line give the same, and writes its figures."""
+"""The benchmark of worker groups runs, checks that all variants give the same results, and writes its figures."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "worker_groups.py"
+pytestmark = pytest.mark.slow
+
+SCRIPT = Path(__file__).parents[3] / "benchmarks" / "worker_groups.py"
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.xdist_group("ray")
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is mapped, and looked at, on Linux only")

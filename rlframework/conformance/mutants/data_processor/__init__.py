@@ -1,4 +1,4 @@
-"""Broken data processors: each changes what goes into the sound one, or what comes out of it."""
+"""Broken data processors: each changes the input or the output of the sound one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ways to break a data processor: change what goes into the sound one, or what comes out of it."""
+"""Helpers that break a data processor by changing its input or its output."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def broken_global_batch(change: Callable[..., dict[str, Any]]) -> Callable[[type], type]:
-    """A class whose `process_global_batch` is `change(sound, data, loss_fn, dp_group, **where)`."""
+    """Break `process_global_batch`: it returns `change(sound, data, loss_fn, dp_group, **where)`."""
 
     def break_it(part: Any) -> type:
         class Broken(part):  # type: ignore[misc]
@@ -20,7 +20,7 @@ def broken_global_batch(change: Callable[..., dict[str, Any]]) -> Callable[[type
 
 
 def broken_microbatches(change: Callable[..., Any]) -> Callable[[type], type]:
-    """A class whose `microbatches` is `change(sound, data, plan, rule, positions, device)`."""
+    """Break `microbatches`: it returns `change(sound, data, plan, rule, positions, device)`."""
 
     def break_it(part: Any) -> type:
         class Broken(part):  # type: ignore[misc]
@@ -38,12 +38,12 @@ def broken_microbatches(change: Callable[..., Any]) -> Callable[[type], type]:
 
 
 def broken_each(change: Callable[[Any, Any], Any]) -> Callable[[type], type]:
-    """A class each of whose microbatches is `change(microbatch, data)`."""
+    """Break each microbatch: it becomes `change(microbatch, data)`."""
     return broken_microbatches(lambda make, data, *how: [change(each, data) for each in make(data, *how)])
 
 
 def batch_with(data: Any, **values: Any) -> Any:
-    """A batch like `data` with other `values` and the same plan."""
+    """Return a copy of `data` with `values` replaced and the same microbatch plan."""
     changed = type(data)({**data, **values})
     changed.__dict__.update({name: value for name, value in data.__dict__.items() if name != "data"})
     return changed

@@ -1,4 +1,4 @@
-"""Mutants of what the model and the head get of a microbatch."""
+"""Mutants of the contents of a microbatch: what the model and the head receive."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ def _inputs(microbatch: Any, **values: Any) -> Any:
     return replace(microbatch, processed_inputs=replace(microbatch.processed_inputs, **values))
 
 
-def _as_wide_as_the_batch(microbatch: Any, data: Any) -> Any:
+def _padded_to_the_batch_width(microbatch: Any, data: Any) -> Any:
     inputs, width = microbatch.processed_inputs, data["input_ids"].shape[1]
-    more = width - inputs.seq_len
-    if microbatch.cu_seqlens is not None or more <= 0:
+    padding = width - inputs.seq_len
+    if microbatch.cu_seqlens is not None or padding <= 0:
         return microbatch
-    places = microbatch.head_positions // inputs.seq_len * width + microbatch.head_positions % inputs.seq_len
-    ids = torch.nn.functional.pad(inputs.input_ids, (0, more))
-    return replace(_inputs(microbatch, input_ids=ids, seq_len=width, position_ids=None), head_positions=places)
+    positions = microbatch.head_positions // inputs.seq_len * width + microbatch.head_positions % inputs.seq_len
+    ids = torch.nn.functional.pad(inputs.input_ids, (0, padding))
+    return replace(_inputs(microbatch, input_ids=ids, seq_len=width, position_ids=None), head_positions=positions)
 
 
-def _positions_run_through(microbatch: Any, data: Any) -> Any:
+def _positions_not_restarted(microbatch: Any, data: Any) -> Any:
     positions = microbatch.processed_inputs.position_ids
     if microbatch.cu_seqlens is None:
         return microbatch
     return _inputs(microbatch, position_ids=torch.arange(positions.shape[1], device=positions.device)[None])
 
 
-def _packed_backwards(microbatch: Any, data: Any) -> Any:
+def _packed_in_reverse(microbatch: Any, data: Any) -> Any:
     if microbatch.cu_seqlens is None:
         return microbatch
     bounds = microbatch.cu_seqlens.tolist()
     ids = microbatch.processed_inputs.input_ids[0]
-    parts = [ids[start:end] for start, end in pairwise(bounds)]
-    return _inputs(microbatch, input_ids=torch.cat(parts[::-1])[None])
+    sequences = [ids[start:end] for start, end in pairwise(bounds)]
+    return _inputs(microbatch, input_ids=torch.cat(sequences[::-1])[None])
 
 
 def _bounds_one_off(microbatch: Any, data: Any) -> Any:
@@ -77,55 +77,55 @@ def _scatter_at_the_position(microbatch: Any, data: Any) -> Any:
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "rows_in_bin_order",
-        "`rows` is in another order than the rows of the microbatch",
+        "`rows` lists the rows in another order than the microbatch holds them.",
         ("test_rows_say_where_each_row_stands",),
         broken_each(_bin_order),
     ),
     Mutant(
         "as_wide_as_the_batch",
-        "microbatches are padded to the longest row of the batch",
+        "Microbatches are padded to the longest row of the whole batch.",
         ("test_padded_rows_stand_under_each_other_with_padding_on_the_right",),
-        broken_each(_as_wide_as_the_batch),
+        broken_each(_padded_to_the_batch_width),
     ),
     Mutant(
         "positions_run_through",
-        "position ids run through packed sequences",
+        "Position ids do not restart at 0 for each packed sequence.",
         ("test_positions_start_again_with_each_packed_sequence",),
-        broken_each(_positions_run_through),
+        broken_each(_positions_not_restarted),
     ),
     Mutant(
         "packed_backwards",
-        "sequences are packed in another order than `rows` and the bounds say",
+        "Sequences are packed in another order than `rows` and `cu_seqlens` state.",
         ("test_packed_sequences_follow_each_other",),
-        broken_each(_packed_backwards),
+        broken_each(_packed_in_reverse),
     ),
     Mutant(
         "bounds_one_off",
-        "the bounds of packed sequences are one too low: each sequence sees the last token of the one before",
+        "`cu_seqlens` is one too low, so each sequence sees the last token of the previous one.",
         ("test_bounds_of_packed_sequences_are_their_ends",),
         broken_each(_bounds_one_off),
     ),
     Mutant(
         "last_bound_missing",
-        "the last packed sequence has no end",
+        "`cu_seqlens` lacks the end of the last packed sequence.",
         ("test_bounds_of_packed_sequences_are_their_ends",),
         broken_each(_last_bound_missing),
     ),
     Mutant(
         "targets_off_by_one",
-        "the head is asked for the token that it stands at",
+        "The target at each position is the token at that position, not the next one.",
         (_HEAD, _MASKED_HEAD, "test_padding_is_no_target"),
         broken_each(_targets_off_by_one),
     ),
     Mutant(
         "head_at_the_target",
-        "the head runs at the target and so sees it",
+        "The head runs at the target's own position and so sees the target.",
         (_HEAD, _MASKED_HEAD, _LAST),
         broken_each(_head_at_the_target),
     ),
     Mutant(
         "scatter_at_the_position",
-        "log-probabilities stand one position too far left",
+        "Log-probabilities are placed one position too far left.",
         (_HEAD, _MASKED_HEAD, _LAST),
         broken_each(_scatter_at_the_position),
     ),

@@ -1,4 +1,4 @@
-"""Mutants of global batches: the wrong rows, the wrong counts."""
+"""Mutants of global batches: wrong rows and wrong counts."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from rlframework.conformance.mutants.data_processor.base import batch_with, brok
 from rlframework.conformance.mutants.mutant import Mutant
 
 
-def _first_again(sound: Any, *args: Any, batch_idx: int, **where: Any) -> dict[str, Any]:
+def _always_first_batch(sound: Any, *args: Any, batch_idx: int, **where: Any) -> dict[str, Any]:
     found: dict[str, Any] = sound(*args, batch_idx=0, **where)
     return found
 
 
-def _by_batch_size(sound: Any, data: Any, *args: Any, **where: Any) -> dict[str, Any]:
+def _sliced_by_batch_size(sound: Any, data: Any, *args: Any, **where: Any) -> dict[str, Any]:
     plain = batch_with(data)
     plain.elem_counts_per_gb = plain.micro_batch_indices = plain.micro_batch_lengths = None
     found: dict[str, Any] = sound(plain, *args, **where)
@@ -43,12 +43,12 @@ def _never_zero(sound: Any, *args: Any, **where: Any) -> dict[str, Any]:
     return {name: value.clamp(min=1) if name.startswith("global_valid") else value for name, value in found.items()}
 
 
-def _integers(sound: Any, *args: Any, **where: Any) -> dict[str, Any]:
+def _integer_counts(sound: Any, *args: Any, **where: Any) -> dict[str, Any]:
     found = sound(*args, **where)
     return {name: value.long() if name.startswith("global_valid") else value for name, value in found.items()}
 
 
-def _masks_made_up(sound: Any, data: Any, *args: Any, **where: Any) -> dict[str, Any]:
+def _missing_mask_is_ones(sound: Any, data: Any, *args: Any, **where: Any) -> dict[str, Any]:
     ones = {} if "sample_mask" in data else {"sample_mask": torch.ones(len(data["input_ids"]))}
     found: dict[str, Any] = sound(batch_with(data, **ones), *args, **where)
     return found
@@ -57,50 +57,50 @@ def _masks_made_up(sound: Any, data: Any, *args: Any, **where: Any) -> dict[str,
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "first_batch_again",
-        "every global batch is the first one",
+        "Every global batch is the first one.",
         ("test_a_global_batch_is_its_own_rows_in_their_order", "test_a_global_batch_is_as_long_as_the_driver_dealt_it"),
-        broken_global_batch(_first_again),
+        broken_global_batch(_always_first_batch),
     ),
     Mutant(
         "dealt_batches_cut_evenly",
-        "shards that hold uneven numbers of rows of each global batch are cut by the batch size",
+        "Shards with uneven numbers of rows per global batch are sliced by the batch size.",
         ("test_a_global_batch_is_as_long_as_the_driver_dealt_it",),
-        broken_global_batch(_by_batch_size),
+        broken_global_batch(_sliced_by_batch_size),
     ),
     Mutant(
         "first_token_counted",
-        "the first token of a row counts, although nothing predicts it",
+        "The first token of a row is counted, although nothing predicts it.",
         ("test_targets_of_rows_that_count_are_counted",),
         broken_global_batch(_first_token_counted),
     ),
     Mutant(
         "masked_rows_counted",
-        "tokens of rows whose sample_mask is 0 count",
+        "Tokens of rows whose `sample_mask` is 0 are counted.",
         ("test_targets_of_rows_that_count_are_counted", "test_counts_of_nothing_are_zero"),
         broken_global_batch(_masked_rows_counted),
     ),
     Mutant(
         "counts_of_this_rank",
-        "each rank divides by the counts of its own rows",
+        "Each rank divides by the counts of its own rows.",
         ("test_counts_are_summed_over_ranks",),
         broken_global_batch(_this_rank_only),
     ),
     Mutant(
         "counts_never_zero",
-        "a batch in which nothing counts counts one, so that the optimizer steps on nothing",
+        "A batch without valid tokens has a count of 1, so the optimizer steps on an empty batch.",
         ("test_counts_of_nothing_are_zero",),
         broken_global_batch(_never_zero),
     ),
     Mutant(
         "counts_are_integers",
-        "the counts are int64",
+        "The counts are int64.",
         ("test_counts_are_scalars_in_fp32",),
-        broken_global_batch(_integers),
+        broken_global_batch(_integer_counts),
     ),
     Mutant(
         "masks_made_up",
-        "without sample_mask all rows count",
+        "A missing `sample_mask` is replaced by ones.",
         ("test_masks_that_are_missing_or_do_not_fit_are_refused",),
-        broken_global_batch(_masks_made_up),
+        broken_global_batch(_missing_mask_is_ones),
     ),
 )

@@ -1,4 +1,4 @@
-"""Mutants of microbatches that are given the wrong rows, limits or masks."""
+"""Mutants of microbatches that are built from the wrong rows, limits or masks."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def _one_row_more(make: Any, data: Any, plan: Any, *how: Any) -> list[Any]:
     return made
 
 
-def _limit_before_padding(make: Any, data: Any, plan: Any, *how: Any) -> list[Any]:
-    """As if the limit were looked at before the last row is added, not after."""
+def _limit_checked_too_early(make: Any, data: Any, plan: Any, *how: Any) -> list[Any]:
+    """Check the limit before the last row is added, not after."""
     made: list[Any] = make(data, replace(plan, tokens=plan.tokens + int(data["input_lengths"].max())), *how)
     return made
 
@@ -38,7 +38,7 @@ def _plan_ignored(make: Any, data: Any, *how: Any) -> list[Any]:
     return made
 
 
-def _cut_to_the_limit(make: Any, data: Any, plan: Any, *how: Any) -> list[Any]:
+def _truncated_to_the_limit(make: Any, data: Any, plan: Any, *how: Any) -> list[Any]:
     if plan.mode != "padded":
         data = batch_with(data, input_lengths=data["input_lengths"].clamp(max=plan.tokens))
     made: list[Any] = make(data, plan, *how)
@@ -66,7 +66,7 @@ def _multiple_ignored(make: Any, data: Any, plan: Any, rule: Any, *how: Any) -> 
     return made
 
 
-def _padding_is_real(make: Any, data: Any, *how: Any) -> list[Any]:
+def _padding_as_tokens(make: Any, data: Any, *how: Any) -> list[Any]:
     width = data["input_ids"].shape[1]
     made: list[Any] = make(batch_with(data, input_lengths=torch.full_like(data["input_lengths"], width)), *how)
     return made
@@ -87,73 +87,73 @@ def _changed_in_place(make: Any, data: Any, *how: Any) -> list[Any]:
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "last_partial_batch_dropped",
-        "the last microbatch is dropped where it has fewer rows than others",
+        "The last microbatch is dropped when it has fewer rows than the others.",
         ("test_every_row_with_a_target_is_in_one_microbatch",),
         broken_microbatches(_last_dropped),
     ),
     Mutant(
         "token_limit_exceeded",
-        "a row is added to a microbatch before the limit is looked at",
+        "The token limit is checked before a row is added to a microbatch, not after.",
         ("test_no_microbatch_exceeds_the_token_limit", "test_a_row_over_the_token_limit_is_refused"),
-        broken_microbatches(_limit_before_padding),
+        broken_microbatches(_limit_checked_too_early),
     ),
     Mutant(
         "one_row_more",
-        "padded microbatches have one row more than the plan says",
+        "Padded microbatches have one row more than planned.",
         ("test_padded_microbatches_have_at_most_the_rows_of_the_plan",),
         broken_microbatches(_one_row_more),
     ),
     Mutant(
         "plan_of_the_driver_ignored",
-        "the worker makes its own microbatches where the driver has planned them",
+        "The worker makes its own microbatches where the driver has planned them.",
         ("test_microbatches_that_the_driver_planned_are_kept",),
         broken_microbatches(_plan_ignored),
     ),
     Mutant(
         "long_rows_cut",
-        "a row that is too long is cut to the limit in silence",
+        "Rows over the token limit are silently truncated.",
         ("test_a_row_over_the_token_limit_is_refused",),
-        broken_microbatches(_cut_to_the_limit),
+        broken_microbatches(_truncated_to_the_limit),
     ),
     Mutant(
         "unknown_positions_mean_all",
-        "a misspelt `positions` means all",
+        "A misspelled `positions` selects all positions.",
         ("test_unknown_positions_are_refused",),
         broken_microbatches(_unknown_means_all),
     ),
     Mutant(
         "masked_rows_scored",
-        "rows whose sample_mask is 0 go through the model in training",
+        "Rows whose `sample_mask` is 0 go through the model in training.",
         ("test_rows_without_wanted_targets_are_left_out", _MASKED_HEAD),
         broken_microbatches(_masked_rows_kept),
     ),
     Mutant(
         "token_mask_ignored",
-        "the head runs at every token",
+        "The head runs at every token, regardless of `token_mask`.",
         ("test_rows_without_wanted_targets_are_left_out", _MASKED_HEAD),
         broken_microbatches(_token_mask_ignored),
     ),
     Mutant(
         "multiple_ignored",
-        "lengths are not padded to the engine's multiple",
+        "Lengths are not padded to the engine's multiple.",
         ("test_lengths_are_padded_to_the_multiple_of_the_engine",),
         broken_microbatches(_multiple_ignored),
     ),
     Mutant(
         "padding_is_real",
-        "rows are as long as the batch is wide: padding is packed, and is a target",
+        "Every row is as long as the batch is wide: padding is packed and predicted.",
         ("test_padding_is_no_target", "test_packed_sequences_follow_each_other", _HEAD),
-        broken_microbatches(_padding_is_real),
+        broken_microbatches(_padding_as_tokens),
     ),
     Mutant(
         "one_token_is_two",
-        "a row of one token or none gets a target all the same",
+        "A row of zero or one token has a target.",
         ("test_a_row_of_one_token_or_none_has_no_target",),
         broken_microbatches(_one_token_is_two),
     ),
     Mutant(
         "changed_in_place",
-        "the padding of the caller's rows is overwritten",
+        "The padding in the caller's batch is overwritten.",
         ("test_the_batch_itself_is_not_changed",),
         broken_microbatches(_changed_in_place),
     ),

@@ -1,6 +1,6 @@
-"""Broken generation engines: each changes what the sound one is given, or what it gives back.
+"""Broken generation engines: each changes the input or the output of the sound one.
 
-A mutant remembers the module that was attached or the weights that were loaded, and nothing else of the sound engine.
+Mutants know the attached module or the loaded weights, and nothing else of the sound engine.
 """
 
 from __future__ import annotations

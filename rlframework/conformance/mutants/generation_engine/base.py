@@ -1,4 +1,4 @@
-"""Ways to break a generation engine: change what it is given, or what it gives back."""
+"""Helpers that break a generation engine by changing its input or its output."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rlframework.conformance.mutants.mutant import Mutant
 
 
 def broken_settings(change: Callable[[Any], dict[str, Any]]) -> Callable[[type], type]:
-    """An engine that is made with settings changed by `change(config)`."""
+    """Break the settings: the configuration is updated with `change(config)`."""
 
     def break_it(part: Any) -> type:
         class Broken(part):  # type: ignore[misc]
@@ -23,13 +23,13 @@ def broken_settings(change: Callable[[Any], dict[str, Any]]) -> Callable[[type],
 
 
 def broken_generate(change: Callable[..., Any]) -> Callable[[type], type]:
-    """An engine whose `generate` is `change(self, sound, data, greedy)`; `self` knows settings and module."""
+    """Break `generate`: it returns `change(self, sound, data, greedy)`; `self` has `settings` and `module`."""
 
     def break_it(part: Any) -> type:
         class Broken(part):  # type: ignore[misc]
             def __init__(self, config: Any, tokenizer: Any, **place: Any) -> None:
                 super().__init__(config, tokenizer, **place)
-                self.settings, self.pad_id, self.end_id = config, tokenizer.pad_token_id, tokenizer.eos_token_id
+                self.settings, self.pad_id = config, tokenizer.pad_token_id
 
             def attach(self, model: Any) -> None:
                 super().attach(model)
@@ -44,7 +44,7 @@ def broken_generate(change: Callable[..., Any]) -> Callable[[type], type]:
 
 
 def broken_output(change: Callable[[Any, Any, Any], dict[str, Any]]) -> Callable[[type], type]:
-    """An engine whose output is updated by `change(self, output, greedy)`."""
+    """Break the output: it is updated with `change(self, output, greedy)`."""
 
     def generate(engine: Any, sound: Any, data: Any, greedy: bool) -> Any:
         output = sound(data, greedy=greedy)
@@ -55,7 +55,7 @@ def broken_output(change: Callable[[Any, Any, Any], dict[str, Any]]) -> Callable
 
 
 def broken_input(change: Callable[[Any], dict[str, Any]]) -> Callable[[type], type]:
-    """An engine that completes a batch updated by `change(data)`."""
+    """Break the input: the batch is updated with `change(data)`."""
 
     def generate(engine: Any, sound: Any, data: Any, greedy: bool) -> Any:
         return sound(type(data)({**data, **change(data)}), greedy=greedy)
@@ -64,7 +64,7 @@ def broken_input(change: Callable[[Any], dict[str, Any]]) -> Callable[[type], ty
 
 
 def broken_weights(change: Callable[..., None]) -> Callable[[type], type]:
-    """An engine whose `load_weights` is `change(self, sound, weights)`; `self.loaded` are those of the call before."""
+    """Break `load_weights`: it calls `change(self, sound, weights)`, which may keep weights in `self.loaded`."""
 
     def break_it(part: Any) -> type:
         class Broken(part):  # type: ignore[misc]
@@ -84,18 +84,18 @@ def broken_weights(change: Callable[..., None]) -> Callable[[type], type]:
 
 @contextmanager
 def in_mode(module: Any, *, training: bool) -> Iterator[None]:
-    """`module` in training or evaluation mode, and then as it was."""
-    modes = [(part, part.training) for part in module.modules()]
+    """Put `module` in training or evaluation mode inside the context."""
+    modes = [(submodule, submodule.training) for submodule in module.modules()]
     module.train(training)
     try:
         yield
     finally:
-        for part, mode in modes:
-            part.training = mode
+        for submodule, mode in modes:
+            submodule.training = mode
 
 
 def broken_forward(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Callable[[type], type]:
-    """An engine whose module gets keyword arguments updated by `change`."""
+    """Break the forward: the keyword arguments of the module are updated with `change(kwargs)`."""
 
     def generate(engine: Any, sound: Any, data: Any, greedy: bool) -> Any:
         handle = engine.module.register_forward_pre_hook(
@@ -110,5 +110,5 @@ def broken_forward(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Callab
 
 
 def mutant(name: str, bug: str, break_it: Callable[[type], type], *tests: str) -> Mutant:
-    """A `Mutant` with its tests last."""
+    """Return a `Mutant`, with its tests as the last arguments."""
     return Mutant(name, bug, tests, break_it)

@@ -1,4 +1,4 @@
-"""Mutants of where rows end and how they stand in the output."""
+"""Mutants of the output layout: padding, lengths, stop conditions and the order of rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _GREEDY = "test_greedy_answers_are_those_of_plain_decoding"
 _LAYOUT = "test_rows_are_prompt_and_completion_padded_on_the_right"
 _LENGTHS = "test_lengths_count_the_stop_token_and_add_up"
 _BESIDE = "test_a_row_does_not_depend_on_the_rows_beside_it"
-_PAD_IS_END = "test_ends_are_told_by_position_where_pad_is_the_end_token"
+_PAD_IS_EOS = "test_ends_are_told_by_position_where_pad_is_the_end_token"
 
 
 def _rows(output: Any) -> list[list[int]]:
@@ -27,12 +27,12 @@ def _rows(output: Any) -> list[list[int]]:
     return [ids[:end] for ids, end in zip(output["output_ids"].tolist(), ends, strict=True)]
 
 
-def _pad_0(engine: Any, output: Any, greedy: bool) -> dict[str, Any]:
+def _padded_with_0(engine: Any, output: Any, greedy: bool) -> dict[str, Any]:
     padding = torch.arange(output["output_ids"].shape[1]) >= output["unpadded_sequence_lengths"][:, None]
     return {"output_ids": output["output_ids"].masked_fill(padding, 0)}
 
 
-def _on_the_left(engine: Any, output: Any, greedy: bool) -> dict[str, Any]:
+def _padded_on_the_left(engine: Any, output: Any, greedy: bool) -> dict[str, Any]:
     width = output["output_ids"].shape[1]
     return {"output_ids": torch.tensor([[engine.pad_id] * (width - len(ids)) + ids for ids in _rows(output)])}
 
@@ -48,8 +48,8 @@ def _width_as_length(engine: Any, output: Any, greedy: bool) -> dict[str, Any]:
 
 
 def _lengths_by_pad(engine: Any, output: Any, greedy: bool) -> dict[str, Any]:
-    lost = torch.tensor([sum(token == engine.pad_id for token in ids) for ids in _rows(output)])
-    return {name: output[name] - lost for name in ("generation_lengths", "unpadded_sequence_lengths")}
+    pad_ids = torch.tensor([sum(token == engine.pad_id for token in ids) for ids in _rows(output)])
+    return {name: output[name] - pad_ids for name in ("generation_lengths", "unpadded_sequence_lengths")}
 
 
 def _never_truncated(engine: Any, output: Any, greedy: bool) -> dict[str, Any]:
@@ -64,21 +64,21 @@ def _sorted_by_length(engine: Any, sound: Any, data: Any, greedy: bool) -> Any:
     return sound(data.select_indices(data["input_lengths"].argsort(stable=True)), greedy=greedy)
 
 
-def _cut_at_pad(engine: Any, sound: Any, data: Any, greedy: bool) -> Any:
-    """A prompt ends at its first pad id, though that may be the end token."""
+def _truncated_at_pad(engine: Any, sound: Any, data: Any, greedy: bool) -> Any:
+    """Truncate each prompt at its first pad id, which may be the end-of-sequence token."""
     is_pad = data["input_ids"] == engine.pad_id
     ends = torch.where(is_pad.any(1), is_pad.int().argmax(1), data["input_lengths"])
     lengths = torch.minimum(ends, data["input_lengths"]).clamp(min=1)
     return sound(type(data)({**data, "input_lengths": lengths}), greedy=greedy)
 
 
-def _seeds_moved_on(engine: Any, sound: Any, data: Any, greedy: bool) -> Any:
+def _seeds_incremented(engine: Any, sound: Any, data: Any, greedy: bool) -> Any:
     output = sound(data, greedy=greedy)
     data["seeds"] += 1
     return output
 
 
-def _ends_of_the_model_ignored(part: Any) -> type:
+def _model_eos_ignored(part: Any) -> type:
     class Broken(part):  # type: ignore[misc]
         def attach(self, model: Any) -> None:
             model.generation_config.eos_token_id = None
@@ -87,14 +87,14 @@ def _ends_of_the_model_ignored(part: Any) -> type:
     return Broken
 
 
-def _seeds_made_up(data: Any) -> dict[str, Any]:
+def _default_seeds(data: Any) -> dict[str, Any]:
     return {"seeds": data.get("seeds", torch.arange(len(data["input_ids"])))}
 
 
 MUTANTS: tuple[Mutant, ...] = (
     mutant(
         "sorted_by_length",
-        "results come back in the order in which rows were decoded",
+        "Results come back in decoding order, not in the order of the rows.",
         broken_generate(_sorted_by_length),
         _BESIDE,
         _LAYOUT,
@@ -102,88 +102,88 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     mutant(
         "padded_with_0",
-        "outputs are padded with id 0",
-        broken_output(_pad_0),
+        "Outputs are padded with id 0.",
+        broken_output(_padded_with_0),
         _LAYOUT,
     ),
     mutant(
         "padded_on_the_left",
-        "outputs are padded on the left",
-        broken_output(_on_the_left),
+        "Outputs are padded on the left.",
+        broken_output(_padded_on_the_left),
         _LAYOUT,
     ),
     mutant(
         "stop_not_counted",
-        "the stop token is not counted as part of the completion",
+        "The stop token is not counted as part of the completion.",
         broken_output(_stop_not_counted),
         _LENGTHS,
     ),
     mutant(
         "seeds_moved_on",
-        "the caller's seeds are counted up in place",
-        broken_generate(_seeds_moved_on),
+        "The caller's seeds are incremented in place.",
+        broken_generate(_seeds_incremented),
         "test_the_batch_itself_is_not_changed",
     ),
     mutant(
         "width_as_length",
-        "the length of a row is the width of the output",
+        "The reported length of a row is the width of the output.",
         broken_output(_width_as_length),
         _LENGTHS,
     ),
     mutant(
         "pad_taken_for_stop",
-        "rows are measured by counting what is not the pad id, which may be the end token",
+        "Lengths exclude every pad id in a row, although the pad id may be the end-of-sequence token.",
         broken_output(_lengths_by_pad),
-        _PAD_IS_END,
+        _PAD_IS_EOS,
     ),
     mutant(
         "prompts_cut_at_pad",
-        "a prompt ends at the first pad id in it, which may be the end token",
-        broken_generate(_cut_at_pad),
-        _PAD_IS_END,
+        "Prompts are truncated at their first pad id, which may be the end-of-sequence token.",
+        broken_generate(_truncated_at_pad),
+        _PAD_IS_EOS,
     ),
     mutant(
         "stop_tokens_ignored",
-        "stop_token_ids do nothing",
+        "`stop_token_ids` has no effect.",
         broken_settings(lambda config: {"stop_token_ids": ()}),
         "test_stop_tokens_and_stop_strings_end_a_row",
         "test_stops_that_are_no_token_are_refused_at_once",
     ),
     mutant(
         "stop_strings_ignored",
-        "stop_strings do nothing",
+        "`stop_strings` has no effect.",
         broken_settings(lambda config: {"stop_strings": ()}),
         "test_stop_tokens_and_stop_strings_end_a_row",
         "test_stops_that_are_no_token_are_refused_at_once",
     ),
     mutant(
         "ends_of_the_model_ignored",
-        "the model's own end tokens do nothing",
-        _ends_of_the_model_ignored,
+        "The model's own end-of-sequence tokens have no effect.",
+        _model_eos_ignored,
         "test_end_tokens_of_the_model_end_a_row",
     ),
     mutant(
         "never_truncated",
-        "no row is ever truncated",
+        "No row is ever reported as truncated.",
         broken_output(_never_truncated),
         "test_truncated_are_the_rows_that_found_no_end",
     ),
     mutant(
         "truncated_by_length",
-        "a row that ends with its last allowed token counts as truncated",
+        "A row that stops at its last allowed token is reported as truncated.",
         broken_output(_truncated_by_length),
         "test_truncated_are_the_rows_that_found_no_end",
     ),
     mutant(
         "one_token_too_many",
-        "rows get one token more than max_new_tokens",
+        "Rows get one token more than `max_new_tokens`.",
         broken_settings(lambda config: {"max_new_tokens": config.max_new_tokens + 1}),
         "test_no_row_gets_more_than_max_new_tokens",
     ),
     mutant(
         "seeds_made_up",
-        "rows without seeds get some",
-        broken_input(_seeds_made_up),
+        "Rows without seeds get default seeds.",
+        broken_input(_default_seeds),
         "test_bad_batches_are_refused",
     ),
 )

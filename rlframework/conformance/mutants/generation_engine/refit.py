@@ -12,12 +12,12 @@ from rlframework.conformance.mutants.generation_engine.base import mutant
 from rlframework.conformance.mutants.mutant import Mutant
 from rlframework.errors import UserError
 from rlframework.weight_sync.buffers import checksum
-from rlframework.weight_sync.ipc import GroupHandles, Inbox, Room
+from rlframework.weight_sync.ipc import GroupHandles, IpcReceiver, ReceiveBuffer
 
 _HANDLES = "test_weights_come_through_handles"
 _OFFER = "test_weights_come_into_memory_that_the_engine_offers"
 _GROUP = "test_weights_come_over_a_process_group"
-_HALF = "test_half_of_a_refit_does_not_generate"
+_MID_REFIT = "test_half_of_a_refit_does_not_generate"
 _DAMAGE = "test_damage_on_the_way_is_told_by_name"
 _SAME_SHAPE = "model.layers.0.mlp.up_proj.weight", "model.layers.1.mlp.up_proj.weight"
 
@@ -36,12 +36,12 @@ def _first_refit_only(part: Any) -> type:
             kept = None if self.refits == 0 else getattr(self, "module", None)
             self.refits += 1
             before = None if kept is None else {name: value.clone() for name, value in kept.state_dict().items()}
-            taken = bool(super().update_weights_from_collective())
+            updated = bool(super().update_weights_from_collective())
             if before is not None:
                 with torch.no_grad():
                     for name, value in self.module.state_dict().items():
                         value.copy_(before[name])
-            return taken
+            return updated
 
         def attach(self, model: Any) -> None:
             super().attach(model)
@@ -54,16 +54,16 @@ def _checksums_not_compared(part: Any) -> type:
     class Broken(part):  # type: ignore[misc]
         def update_weights_from_ipc_handles(self, ipc_handles: Mapping[str, Any]) -> bool:
             ((device, group),) = ipc_handles.items()
-            return bool(super().update_weights_from_ipc_handles({device: self._as_it_came(group)}))
+            return bool(super().update_weights_from_ipc_handles({device: self._with_own_checksums(group)}))
 
-        def _as_it_came(self, group: GroupHandles) -> GroupHandles:
-            raw = (self._refit_inbox or Inbox()).open(group, self.refit_device)
+        def _with_own_checksums(self, group: GroupHandles) -> GroupHandles:
+            raw = (self._refit_receiver or IpcReceiver()).open(group, self.refit_device)
             return replace(group, checksums=tuple(checksum(slot.of(raw)) for slot in group.slots))
 
     return Broken
 
 
-def _half_borne(part: Any) -> type:
+def _generates_mid_refit(part: Any) -> type:
     class Broken(part):  # type: ignore[misc]
         module: Any = None
 
@@ -84,7 +84,7 @@ def _half_borne(part: Any) -> type:
     return Broken
 
 
-def _offer_left(part: Any) -> type:
+def _offered_memory_unused(part: Any) -> type:
     class Broken(part):  # type: ignore[misc]
         module: Any = None
 
@@ -93,44 +93,65 @@ def _offer_left(part: Any) -> type:
             self.module = model
 
         def offer_refit_memory(self) -> dict[str, Any]:
-            rooms: dict[str, Any] = super().offer_refit_memory()
-            if rooms:
+            buffers: dict[str, Any] = super().offer_refit_memory()
+            if buffers:
                 for parameter in self.module.parameters():
                     parameter.data = parameter.data.clone()
-            return rooms
+            return buffers
 
     return Broken
 
 
-def _rooms_swapped(part: Any) -> type:
+def _offsets_swapped(part: Any) -> type:
     class Broken(part):  # type: ignore[misc]
         def offer_refit_memory(self) -> dict[str, Any]:
-            return {device: self._swapped(room) for device, room in super().offer_refit_memory().items()}
+            return {device: self._swapped(buffer) for device, buffer in super().offer_refit_memory().items()}
 
-        def _swapped(self, room: Room) -> Room:
+        def _swapped(self, buffer: ReceiveBuffer) -> ReceiveBuffer:
             one, other = _SAME_SHAPE
-            swapped = {one: room.offsets[other], other: room.offsets[one]}
-            return replace(room, offsets={**room.offsets, **swapped})
+            swapped = {one: buffer.offsets[other], other: buffer.offsets[one]}
+            return replace(buffer, offsets={**buffer.offsets, **swapped})
 
     return Broken
 
 
-def _offer_of_nothing_begun(part: Any) -> type:
+def _offer_without_refit(part: Any) -> type:
     class Broken(part):  # type: ignore[misc]
         def offer_refit_memory(self) -> dict[str, Any]:
             kept = vars(self).copy()
-            rooms: dict[str, Any] = super().offer_refit_memory()
+            buffers: dict[str, Any] = super().offer_refit_memory()
             self.__dict__.update({name: kept.get(name) for name in ("_refit_now", "_model")})
-            return rooms
+            return buffers
 
     return Broken
 
 
 MUTANTS: tuple[Mutant, ...] = (
-    mutant("first_refit_only", "refits after the first are not taken", _first_refit_only, _HANDLES, _GROUP),
-    mutant("checksums_not_compared", "bytes are taken as they come", _checksums_not_compared, _DAMAGE, _OFFER),
-    mutant("offered_memory_left", "its module lies elsewhere than the memory it offers", _offer_left, _OFFER),
-    mutant("rooms_swapped", "it offers two weights each other's place", _rooms_swapped, _OFFER),
-    mutant("offer_is_no_begin", "it generates while its memory is written", _offer_of_nothing_begun, _OFFER),
-    mutant("half_a_refit_borne", "it generates with what it has in the middle of a refit", _half_borne, _HALF),
+    mutant("first_refit_only", "Refits after the first are ignored.", _first_refit_only, _HANDLES, _GROUP),
+    mutant(
+        "checksums_not_compared",
+        "Checksums of the received bytes are not verified.",
+        _checksums_not_compared,
+        _DAMAGE,
+        _OFFER,
+    ),
+    mutant(
+        "offered_memory_left",
+        "The module does not use the memory that the engine offered.",
+        _offered_memory_unused,
+        _OFFER,
+    ),
+    mutant("rooms_swapped", "The engine offers two weights each other's memory.", _offsets_swapped, _OFFER),
+    mutant(
+        "offer_is_no_begin",
+        "The engine generates while its weights are being written.",
+        _offer_without_refit,
+        _OFFER,
+    ),
+    mutant(
+        "half_a_refit_borne",
+        "The engine generates in the middle of a refit, with partly updated weights.",
+        _generates_mid_refit,
+        _MID_REFIT,
+    ),
 )

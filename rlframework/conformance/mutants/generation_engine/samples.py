@@ -1,4 +1,4 @@
-"""Mutants that draw the wrong tokens, or let them depend on what they must not."""
+"""Mutants that sample the wrong tokens, or make samples depend on unrelated state."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BESIDE = "test_a_row_does_not_depend_on_the_rows_beside_it"
 
 
 def _same_draw(engine: Any, sound: Any, data: Any, greedy: bool) -> Any:
-    """Two tokens, the second of which uses the random number of the first."""
+    """Generate two tokens, and draw the second with the random number of the first."""
     whole = sound(data, greedy=greedy)
     if greedy or engine.settings.max_new_tokens != 2:
         return whole
@@ -30,23 +30,23 @@ def _same_draw(engine: Any, sound: Any, data: Any, greedy: bool) -> Any:
         {**data, "input_ids": whole["output_ids"][:, : int(lengths.max()) + 1], "input_lengths": lengths + 1}
     )
     again = sound(first, greedy=False)
-    going_on = ends == lengths + 2
-    whole["output_ids"][going_on, lengths[going_on] + 1] = again["output_ids"][going_on, lengths[going_on] + 1]
+    unfinished = ends == lengths + 2
+    whole["output_ids"][unfinished, lengths[unfinished] + 1] = again["output_ids"][unfinished, lengths[unfinished] + 1]
     return whole
 
 
-def _always_new(engine: Any, sound: Any, data: Any, greedy: bool) -> Any:
+def _reseeded_each_call(engine: Any, sound: Any, data: Any, greedy: bool) -> Any:
     engine.calls = getattr(engine, "calls", 0) + 1
     return sound(type(data)({**data, "seeds": data["seeds"] + 1000 * engine.calls}), greedy=greedy)
 
 
-def _one_batch_one_seed(engine: Any, sound: Any, data: Any, greedy: bool) -> Any:
-    """Seeds of rows depend on how rows are split, as with one generator for each batch of rows."""
+def _seeded_by_batch(engine: Any, sound: Any, data: Any, greedy: bool) -> Any:
+    """Make seeds depend on how rows are split, as with one generator per decoding batch."""
     rows = torch.arange(len(data["seeds"])) % engine.settings.batch_size
     return sound(type(data)({**data, "seeds": data["seeds"] + rows}), greedy=greedy)
 
 
-def _greedily(engine: Any, sound: Any, data: Any, greedy: bool) -> Any:
+def _always_greedy(engine: Any, sound: Any, data: Any, greedy: bool) -> Any:
     return sound(data, greedy=True)
 
 
@@ -54,7 +54,7 @@ def _greedy_ignored(engine: Any, sound: Any, data: Any, greedy: bool) -> Any:
     return sound(data, greedy=False)
 
 
-def _no_mask(kwargs: dict[str, Any]) -> dict[str, Any]:
+def _without_mask(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {"attention_mask": None}
 
 
@@ -62,8 +62,8 @@ def _positions_with_padding(kwargs: dict[str, Any]) -> dict[str, Any]:
     mask, ids = kwargs["attention_mask"], kwargs["input_ids"]
     if mask is None:
         return {}
-    places = torch.arange(mask.shape[1] - ids.shape[1], mask.shape[1], device=ids.device)
-    return {"position_ids": places.expand(ids.shape)}
+    positions = torch.arange(mask.shape[1] - ids.shape[1], mask.shape[1], device=ids.device)
+    return {"position_ids": positions.expand(ids.shape)}
 
 
 def _in_training_mode(engine: Any, sound: Any, data: Any, greedy: bool) -> Any:
@@ -81,77 +81,77 @@ def _in_training_mode(engine: Any, sound: Any, data: Any, greedy: bool) -> Any:
 MUTANTS: tuple[Mutant, ...] = (
     mutant(
         "greedy_ignored",
-        "greedy answers are sampled",
+        "Greedy completions are sampled.",
         broken_generate(_greedy_ignored),
         _GREEDY,
     ),
     mutant(
         "samples_are_greedy",
-        "samples are the most likely tokens",
-        broken_generate(_greedily),
+        "Sampling always picks the most likely token.",
+        broken_generate(_always_greedy),
         "test_samples_are_as_frequent_as_the_model_says",
         "test_the_seed_decides",
     ),
     mutant(
         "one_draw_a_row",
-        "all tokens of a row are drawn with one random number",
+        "All tokens of a row are drawn with the same random number.",
         broken_generate(_same_draw),
         "test_samples_are_as_frequent_as_the_model_says",
     ),
     mutant(
         "top_k_one_too_many",
-        "one token more than top_k is left",
+        "Top-k sampling keeps one token too many.",
         broken_settings(lambda config: {"top_k": config.top_k and config.top_k + 1}),
         "test_top_k_leaves_the_k_most_likely_tokens",
     ),
     mutant(
         "top_p_ignored",
-        "top_p does nothing",
+        "`top_p` has no effect.",
         broken_settings(lambda config: {"top_p": 1.0}),
         "test_top_p_leaves_the_nucleus",
     ),
     mutant(
         "seed_by_row_number",
-        "a row is seeded by its number in the batch",
+        "A row is seeded by its index in the batch.",
         broken_input(lambda data: {"seeds": torch.arange(len(data["seeds"]))}),
         _BESIDE,
         "test_the_seed_decides",
     ),
     mutant(
         "seeds_of_32_bits",
-        "only 32 bits of a seed count",
+        "Only the low 32 bits of a seed are used.",
         broken_input(lambda data: {"seeds": data["seeds"] & 0xFFFFFFFF}),
         "test_the_seed_decides",
     ),
     mutant(
         "always_new",
-        "the same seeds give other samples the next time",
-        broken_generate(_always_new),
+        "The same seeds give different samples on each call.",
+        broken_generate(_reseeded_each_call),
         "test_the_seed_decides",
     ),
     mutant(
         "seed_by_place_in_the_split",
-        "samples depend on how rows are split for decoding",
-        broken_generate(_one_batch_one_seed),
+        "Samples depend on how rows are split into decoding batches.",
+        broken_generate(_seeded_by_batch),
         "test_a_row_does_not_depend_on_how_rows_are_split",
         _BESIDE,
     ),
     mutant(
         "padding_attended_to",
-        "tokens see the padding of shorter prompts",
-        broken_forward(_no_mask),
+        "Tokens attend to the padding of shorter prompts.",
+        broken_forward(_without_mask),
         _GREEDY,
         _BESIDE,
     ),
     mutant(
         "padding_has_positions",
-        "the positions of a prompt begin with its padding",
+        "The positions of a prompt start at its padding.",
         broken_forward(_positions_with_padding),
         "test_positions_are_told_from_the_prompts_own_start",
     ),
     mutant(
         "dropout_left_on",
-        "the module stays in training mode while generating",
+        "The module stays in training mode while generating.",
         broken_generate(_in_training_mode),
         "test_dropout_is_off_while_generating",
     ),

@@ -1,4 +1,4 @@
-"""Mutants that score completions wrongly."""
+"""Mutants that compute the wrong log-probabilities."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TRUNCATED = "test_logprobs_are_those_before_top_k_and_top_p"
 
 
 def _rescored(engine: Any, output: Any, temperature: float, top_k: int | None = None) -> dict[str, Any]:
-    """Log-probabilities of the completions at another temperature, or of the `top_k` alone."""
+    """Recompute `logprobs` at `temperature`, over the `top_k` most likely tokens if given."""
     logprobs = torch.zeros_like(output["logprobs"])
     for row, ids in enumerate(output["output_ids"]):
         end = int(output["unpadded_sequence_lengths"][row])
@@ -23,8 +23,8 @@ def _rescored(engine: Any, output: Any, temperature: float, top_k: int | None = 
             logits = engine.module(input_ids=ids[None, :end].to(engine.module.device)).logits[0].cpu() / temperature
         if top_k is not None:
             logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
-        every = torch.log_softmax(logits, -1)
-        logprobs[row, start:end] = every[start - 1 : end - 1].gather(1, ids[start:end, None])[:, 0]
+        scored = torch.log_softmax(logits, -1)
+        logprobs[row, start:end] = scored[start - 1 : end - 1].gather(1, ids[start:end, None])[:, 0]
     return {"logprobs": logprobs}
 
 
@@ -41,18 +41,18 @@ def _after_top_k(engine: Any, output: Any, greedy: bool) -> dict[str, Any]:
     return {} if greedy or not settings.top_k else _rescored(engine, output, settings.temperature, settings.top_k)
 
 
-def _one_too_early(engine: Any, output: Any, greedy: bool) -> dict[str, Any]:
+def _shifted_left(engine: Any, output: Any, greedy: bool) -> dict[str, Any]:
     return {"logprobs": output["logprobs"].roll(-1, dims=1)}
 
 
-def _half_precision(engine: Any, output: Any, greedy: bool) -> dict[str, Any]:
+def _in_bfloat16(engine: Any, output: Any, greedy: bool) -> dict[str, Any]:
     return {"logprobs": output["logprobs"].bfloat16()}
 
 
 MUTANTS: tuple[Mutant, ...] = (
     mutant(
         "temperature_ignored",
-        "samples are drawn, and scored, at temperature 1",
+        "Samples are drawn and scored at temperature 1.",
         broken_settings(lambda config: {"temperature": 1.0}),
         "test_samples_are_as_frequent_as_the_model_says",
         "test_a_temperature_of_zero_is_greedy",
@@ -60,35 +60,35 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     mutant(
         "temperature_on_one_side",
-        "samples are drawn at the temperature and scored at 1",
+        "Samples are drawn at the configured temperature but scored at temperature 1.",
         broken_output(_at_temperature_one),
         _SAMPLED,
         _TRUNCATED,
     ),
     mutant(
         "greedy_scored_at_temperature",
-        "greedy answers are scored at the sampling temperature",
+        "Greedy completions are scored at the sampling temperature.",
         broken_output(_greedy_at_temperature),
         "test_greedy_logprobs_are_at_temperature_one",
     ),
     mutant(
         "scored_after_top_k",
-        "log-probabilities are those of the k most likely tokens alone",
+        "Log-probabilities are renormalized over the k most likely tokens.",
         broken_output(_after_top_k),
         _TRUNCATED,
     ),
     mutant(
         "logprobs_off_by_one",
-        "log-probabilities stand one position too early",
-        broken_output(_one_too_early),
+        "Log-probabilities are shifted one position to the left.",
+        broken_output(_shifted_left),
         _SAMPLED,
         _TRUNCATED,
         "test_greedy_logprobs_are_at_temperature_one",
     ),
     mutant(
         "logprobs_in_bfloat16",
-        "log-probabilities come back in bfloat16",
-        broken_output(_half_precision),
+        "Log-probabilities come back in bfloat16.",
+        broken_output(_in_bfloat16),
         "test_results_have_their_types_and_are_on_the_cpu",
         _SAMPLED,
     ),

@@ -1,4 +1,4 @@
-"""Mutants that sample with the wrong weights, or leave the module changed."""
+"""Mutants that sample with the wrong weights, or change the state of the module."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlframework.errors import NotSupported
 _LIVE = "test_attached_weights_are_live"
 _LAST_REFIT = "test_the_weights_of_the_last_refit_count"
 _ONE_BY_ONE = "test_weights_may_come_one_by_one_and_be_reused_by_the_sender"
-_GOES_ON = "test_generation_goes_on_after_it_was_finished"
+_CONTINUES = "test_generation_goes_on_after_it_was_finished"
 
 
 def _left_in_evaluation(engine: Any, sound: Any, data: Any, greedy: bool) -> Any:
@@ -78,7 +78,7 @@ def _saved(directory: str) -> dict[str, Tensor]:
     return load_file(f"{directory}/model.safetensors")
 
 
-def _begins_with_saved(part: Any) -> type:
+def _starts_with_saved(part: Any) -> type:
     class Broken(part):  # type: ignore[misc]
         given = False
 
@@ -98,7 +98,7 @@ def _begins_with_saved(part: Any) -> type:
     return Broken
 
 
-def _gone_when_finished(part: Any) -> type:
+def _finish_returns_none(part: Any) -> type:
     class Broken(part):  # type: ignore[misc]
         def finish_generation(self, *args: Any, **kwargs: Any) -> None:
             super().finish_generation(*args, **kwargs)
@@ -106,10 +106,10 @@ def _gone_when_finished(part: Any) -> type:
     return Broken
 
 
-def _refit_pretended(part: Any) -> type:
+def _refit_ignored(part: Any) -> type:
     class Broken(part):  # type: ignore[misc]
         def init_collective(self, *_: Any, **__: Any) -> None:
-            raise NotSupported("it does not receive weights")
+            raise NotSupported("this engine does not receive weights")
 
         prepare_refit_info = update_weights_from_ipc_handles = init_collective
 
@@ -122,71 +122,71 @@ def _refit_pretended(part: Any) -> type:
 MUTANTS: tuple[Mutant, ...] = (
     mutant(
         "left_in_evaluation",
-        "the module is in evaluation mode afterwards, so that training goes on without dropout",
+        "Generation leaves the module in evaluation mode, so training continues without dropout.",
         broken_generate(_left_in_evaluation),
         "test_generating_leaves_the_module_as_it_was",
     ),
     mutant(
         "copied_at_attach",
-        "the attached module is copied, so that training does not reach the samples",
+        "The attached module is copied, so training does not change the samples.",
         _copied_at_attach,
         _LIVE,
     ),
     mutant(
         "first_module_kept",
-        "a module that is attached where there was one is not used",
+        "Attaching a second module has no effect.",
         _first_attached_kept,
         "test_weights_given_last_count_however_they_came",
     ),
     mutant(
         "stale_after_refit",
-        "only the first refit is taken",
+        "Only the first refit takes effect.",
         broken_weights(_first_refit_only),
         _LAST_REFIT,
         "test_every_tensor_of_a_refit_arrives",
     ),
     mutant(
         "one_tensor_skipped",
-        "one tensor of a refit stays as it was",
+        "One tensor is not updated by a refit.",
         broken_weights(_one_skipped),
         "test_every_tensor_of_a_refit_arrives",
     ),
     mutant(
         "references_kept",
-        "tensors of a refit are used after the sender has overwritten them",
+        "The engine keeps references to the sender's tensors, which the sender overwrites.",
         broken_weights(_references_kept),
         _ONE_BY_ONE,
     ),
     mutant(
         "missing_from_disk",
-        "names that are missing from a refit are taken from the model's directory",
+        "Weights missing from a refit are read from the model directory.",
         broken_weights(_missing_from_disk),
         "test_missing_weights_are_refused_by_name",
     ),
     mutant(
         "given_weights_ignored",
-        "a refit loads the model's directory",
+        "A refit loads the weights in the model directory instead of the given ones.",
         broken_weights(_given_ignored),
         "test_loaded_weights_are_sampled_with",
         _LAST_REFIT,
     ),
     mutant(
         "begins_with_saved_weights",
-        "without weights the model's directory is loaded in silence",
-        _begins_with_saved,
+        "Without weights, the engine silently loads those in the model directory.",
+        _starts_with_saved,
         "test_generating_without_weights_is_refused",
     ),
     mutant(
         "finish_says_nothing",
-        "finish_generation returns None, which reads as not ready",
-        _gone_when_finished,
-        _GOES_ON,
+        "`finish_generation` returns None, which reads as not ready.",
+        _finish_returns_none,
+        _CONTINUES,
     ),
     Mutant(
         "refit_pretended",
-        "a refit over a process group that is not declared does nothing and says that all is well",
+        "An unsupported refit over a process group does nothing and reports success.",
         ("test_refit_that_is_not_declared_is_refused",),
-        _refit_pretended,
+        _refit_ignored,
         break_record=lambda record: replace(record, capabilities=frozenset()),
     ),
 )

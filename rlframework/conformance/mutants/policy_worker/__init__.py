@@ -1,4 +1,4 @@
-"""Broken training engines: mixins over any worker that derives from `PolicyWorkerBase`. One part a contract."""
+"""Broken training engines: subclasses of any worker that derives from `PolicyWorkerBase`, one module per contract."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rlframework.conformance.mutants.policy_worker import (
 
 MUTANTS: tuple[Mutant, ...] = tuple(
     value
-    for part in (
+    for module in (
         conventions,
         grouping,
         context,
@@ -42,7 +42,7 @@ MUTANTS: tuple[Mutant, ...] = tuple(
         native,
         failures,
     )
-    for value in vars(part).values()
+    for value in vars(module).values()
     if isinstance(value, Mutant)
 )
-"""All of them."""
+"""All policy-worker mutants."""

@@ -1,4 +1,4 @@
-"""Bugs of LoRA: the base is trained, adapters are left on or out, or merged, begun and saved wrongly."""
+"""LoRA: the base is trained, adapters are on or off at the wrong time, or initialized, merged or saved wrongly."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ TWENTY = "test_twenty_steps_of_adapters_end_at_the_oracles"
 GRADIENTS = "test_gradients_of_adapters_are_the_oracles"
 REFERENCE = "test_the_base_is_the_reference_without_a_copy"
 SAVED = "test_a_saved_model_is_merged_and_adapters_are_saved_as_they_are"
-GOES_ON = "test_training_of_adapters_goes_on_to_the_bit"
+RESUMES = "test_training_of_adapters_goes_on_to_the_bit"
 GENERATES = "test_generation_has_the_adapters"
 
 
 def _after_building(change: Any) -> Any:
-    """A worker that calls `change(worker)` when its model is built, where it has adapters."""
+    """Call `change(worker)` after `build`, when the model has its adapters."""
 
     def break_it(worker_class: Any) -> Any:
         class Broken(worker_class):  # type: ignore[misc]
@@ -36,9 +36,9 @@ def _after_building(change: Any) -> Any:
     return break_it
 
 
-@mutant("lora_scale_forgotten", "what adapters add is not multiplied by alpha / rank", TWENTY, GRADIENTS, SAVED)
+@mutant("lora_scale_forgotten", "The adapters' output is not scaled by alpha / rank.", TWENTY, GRADIENTS, SAVED)
 def scale_forgotten(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
         def build(self, *, init_optimizer: bool) -> None:
@@ -54,42 +54,43 @@ def scale_forgotten(worker_class: Any) -> Any:
 
 @contextmanager
 def _unscaled(worker: Any) -> Any:
-    """Inside, the worker thinks that its scale is 1."""
-    told = worker.config
-    worker.config = told.model_copy(update={"lora": told.lora.model_copy(update={"alpha": float(told.lora.rank)})})
+    """Set the scale of the adapters, alpha / rank, to 1 inside the context."""
+    config = worker.config
+    lora = config.lora.model_copy(update={"alpha": float(config.lora.rank)})
+    worker.config = config.model_copy(update={"lora": lora})
     try:
         yield
     finally:
-        worker.config = told
+        worker.config = config
 
 
-def _drawn(worker: Any, change: Any) -> None:
+def _change_adapters(worker: Any, change: Any) -> None:
     found = dict(worker.gather_adapters(worker.adapter_specs()))
     worker.take_adapters({name: change(name, matrix) for name, matrix in found.items()})
 
 
-def _begin_with_b(worker: Any) -> None:
+def _initialize_b_randomly(worker: Any) -> None:
     generator = torch.Generator().manual_seed(7)
-    _drawn(
+    _change_adapters(
         worker, lambda name, matrix: torch.randn(matrix.shape, generator=generator) if ".lora_B." in name else matrix
     )
 
 
-b_not_zero = mutant("lora_b_not_zero", "B starts with random numbers, and the model is not its base", REFERENCE)(
-    _after_building(_begin_with_b)
-)
+b_not_zero = mutant(
+    "lora_b_not_zero", "B is initialized randomly, so the initial model differs from its base.", REFERENCE
+)(_after_building(_initialize_b_randomly))
 
 
-def _begin_by_the_process(worker: Any) -> None:
+def _initialize_a_by_rank(worker: Any) -> None:
     generator = torch.Generator().manual_seed(100 + worker.context.rank)
-    _drawn(
+    _change_adapters(
         worker, lambda name, matrix: torch.randn(matrix.shape, generator=generator) if ".lora_A." in name else matrix
     )
 
 
 a_by_rank = mutant(
-    "lora_a_by_rank", "each rank draws its part of A from a generator of its own", REFERENCE, layout=Layout(data=2)
-)(_after_building(_begin_by_the_process))
+    "lora_a_by_rank", "Each rank initializes A from a generator of its own.", REFERENCE, layout=Layout(data=2)
+)(_after_building(_initialize_a_by_rank))
 
 
 def _train_the_base(worker: Any) -> None:
@@ -100,27 +101,27 @@ def _train_the_base(worker: Any) -> None:
 
 
 base_trained = mutant(
-    "lora_trains_the_base", "the norms of the base are trained beside the adapters", TWENTY, GRADIENTS
+    "lora_trains_the_base", "The norms of the base model are trained along with the adapters.", TWENTY, GRADIENTS
 )(_after_building(_train_the_base))
 
 
-@mutant("lora_decays_the_base", "weight decay shrinks the frozen weights too", TWENTY)
+@mutant("lora_decays_the_base", "Weight decay shrinks the frozen weights too.", TWENTY)
 def decays_the_base(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
         def clip_and_step(self, max_grad_norm: Any, lr: float) -> Any:
             done = super().clip_and_step(max_grad_norm, lr)
-            left = 1 - lr * self.config.optimizer.weight_decay
-            held = self.snapshot()
-            self.restore({name: weight if is_adapter(name) else weight * left for name, weight in held.items()})
+            factor = 1 - lr * self.config.optimizer.weight_decay
+            weights = self.snapshot()
+            self.restore({name: weight if is_adapter(name) else weight * factor for name, weight in weights.items()})
             return done
 
     return Broken
 
 
 def _gradients(change: Any) -> Any:
-    """A worker that calls `change(name, gradient)` of each gradient before its step."""
+    """Call `change(name, gradient)` for each gradient before each step."""
 
     def break_it(worker_class: Any) -> Any:
         class Broken(worker_class):  # type: ignore[misc]
@@ -135,14 +136,14 @@ def _gradients(change: Any) -> Any:
     return break_it
 
 
-a_not_trained = mutant("lora_a_not_trained", "A gets no gradient, and stays what it was", GRADIENTS, TWENTY)(
+a_not_trained = mutant("lora_a_not_trained", "A gets no gradient and keeps its initial value.", GRADIENTS, TWENTY)(
     _gradients(lambda name, gradient: gradient.zero_() if "lora_A" in name else None)
 )
 
 
-@mutant("lora_on_in_reference", "adapters stay on while the reference is asked", REFERENCE)
+@mutant("lora_on_in_reference", "Adapters stay on while the reference model is scored.", REFERENCE)
 def on_in_reference(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
         @contextmanager
@@ -152,30 +153,32 @@ def on_in_reference(worker_class: Any) -> Any:
     return Broken
 
 
-@mutant("lora_off_after_reference", "adapters stay off when the reference has been asked", REFERENCE)
+@mutant("lora_off_after_reference", "Adapters stay off after the reference model is scored.", REFERENCE)
 def off_after_reference(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
         def build(self, *, init_optimizer: bool) -> None:
-            self.left_at_the_end = ExitStack()
+            self.disabled = ExitStack()
             super().build(init_optimizer=init_optimizer)
 
         @contextmanager
         def without_adapters(self) -> Any:
-            self.left_at_the_end.enter_context(super().without_adapters())
+            self.disabled.enter_context(super().without_adapters())
             yield
 
         def close(self) -> None:
-            self.left_at_the_end.close()
+            self.disabled.close()
             super().close()
 
     return Broken
 
 
-@mutant("lora_frozen_after_reference", "the optimizer has lost the adapters after the reference", REFERENCE)
+@mutant(
+    "lora_frozen_after_reference", "The optimizer loses the adapters after the reference model is scored.", REFERENCE
+)
 def frozen_after_reference(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
         @contextmanager
@@ -188,9 +191,9 @@ def frozen_after_reference(worker_class: Any) -> Any:
     return Broken
 
 
-@mutant("lora_copies_the_reference", "a copy of the base is kept for the reference", REFERENCE)
+@mutant("lora_copies_the_reference", "A copy of the base is kept for the reference model.", REFERENCE)
 def copies_the_reference(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -200,8 +203,8 @@ def copies_the_reference(worker_class: Any) -> Any:
     return Broken
 
 
-def _merging(change: Any) -> Any:
-    """A worker whose merged weights are `base + change(what adapters add)`."""
+def _broken_merge(change: Any) -> Any:
+    """Break merging: merged weights become `base + change(merged - base)`."""
 
     def break_it(worker_class: Any) -> Any:
         class Broken(worker_class):  # type: ignore[misc]
@@ -217,23 +220,25 @@ def _merging(change: Any) -> Any:
     return break_it
 
 
-merged_with_the_wrong_sign = mutant("lora_merged_with_the_wrong_sign", "adapters are subtracted", SAVED)(
-    _merging(lambda added: -added)
+merged_with_the_wrong_sign = mutant("lora_merged_with_the_wrong_sign", "Merging subtracts the adapters.", SAVED)(
+    _broken_merge(lambda added: -added)
 )
 
 
-def _turned(added: Tensor) -> Tensor:
+def _transposed(added: Tensor) -> Tensor:
     return added.T if added.ndim == 2 and added.shape[0] == added.shape[1] else added
 
 
-merged_transposed = mutant("lora_merged_transposed", "square layers are merged with (B A) transposed", SAVED)(
-    _merging(_turned)
+merged_transposed = mutant("lora_merged_transposed", "Square layers are merged with (B A) transposed.", SAVED)(
+    _broken_merge(_transposed)
 )
-not_merged = mutant("lora_not_merged", "what is saved is the base alone", SAVED)(_merging(torch.zeros_like))
+not_merged = mutant("lora_not_merged", "The base model is saved without the adapters.", SAVED)(
+    _broken_merge(torch.zeros_like)
+)
 
 
-def _gathered(change: Any) -> Any:
-    """A worker whose adapters, when gathered, are what `change` makes of them."""
+def _broken_adapters(change: Any) -> Any:
+    """Break `gather_adapters`: each matrix becomes `change(matrix)`."""
 
     def break_it(worker_class: Any) -> Any:
         class Broken(worker_class):  # type: ignore[misc]
@@ -246,17 +251,17 @@ def _gathered(change: Any) -> Any:
     return break_it
 
 
-adapters_not_saved = mutant("lora_adapters_not_saved", "the files hold zeros", SAVED, GRADIENTS)(
-    _gathered(torch.zeros_like)
+adapters_not_saved = mutant("lora_adapters_not_saved", "The adapter files contain zeros.", SAVED, GRADIENTS)(
+    _broken_adapters(torch.zeros_like)
 )
-adapters_in_bfloat16 = mutant("lora_adapters_in_bfloat16", "adapters are saved in bfloat16", SAVED, GOES_ON)(
-    _gathered(to_bfloat16)
+adapters_in_bfloat16 = mutant("lora_adapters_in_bfloat16", "Adapters are saved in bfloat16.", SAVED, RESUMES)(
+    _broken_adapters(to_bfloat16)
 )
 
 
-@mutant("lora_misfits_taken", "adapters that do not fit are left out without a word", SAVED)
+@mutant("lora_misfits_taken", "Adapters that do not fit the model are silently skipped.", SAVED)
 def misfits_taken(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
         def load_adapter(self, path: str) -> None:
@@ -268,9 +273,9 @@ def misfits_taken(worker_class: Any) -> Any:
     return Broken
 
 
-@mutant("lora_checkpoint_without_moments", "adapters go on without their moments", GOES_ON)
+@mutant("lora_checkpoint_without_moments", "Resuming drops the optimizer moments of the adapters.", RESUMES)
 def checkpoint_without_moments(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
         def load_moments(self, moments: Any) -> None:
@@ -279,9 +284,9 @@ def checkpoint_without_moments(worker_class: Any) -> Any:
     return Broken
 
 
-@mutant("lora_checkpoint_with_the_base", "each checkpoint holds the base too", GOES_ON)
+@mutant("lora_checkpoint_with_the_base", "Each checkpoint contains the base model too.", RESUMES)
 def checkpoint_with_the_base(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
         def _write_trained(self, path: str) -> None:
@@ -294,9 +299,9 @@ def checkpoint_with_the_base(worker_class: Any) -> Any:
     return Broken
 
 
-@mutant("lora_generates_with_the_base", "samples are drawn from the base", GENERATES)
+@mutant("lora_generates_with_the_base", "Samples are drawn from the base model without the adapters.", GENERATES)
 def generates_with_the_base(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
         def generate(self, *args: Any, **kwargs: Any) -> Any:

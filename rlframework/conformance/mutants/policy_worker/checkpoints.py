@@ -1,4 +1,4 @@
-"""Bugs against contract 5: training that does not go on where it was."""
+"""Violations of contract 5: training does not resume from the same state."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from rlframework.conformance.mutants.mutant import mutant
 from rlframework.conformance.mutants.policy_worker.engine_access import change_weights, to_bfloat16
 from rlframework.errors import DataError
 
-GOES_ON = "test_training_goes_on_to_the_bit"
+RESUMES = "test_training_goes_on_to_the_bit"
 FROM_ANOTHER = "test_a_checkpoint_that_another_program_wrote_goes_on"
 
 
 def _after_loading(change: Callable[[Any], None]) -> Any:
-    """A worker that calls `change(worker)` when it has loaded a checkpoint."""
+    """Call `change(worker)` after a checkpoint is loaded."""
 
     def break_it(worker_class: Any) -> Any:
         class Broken(worker_class):  # type: ignore[misc]
@@ -31,8 +31,8 @@ def _after_loading(change: Callable[[Any], None]) -> Any:
     return break_it
 
 
-def _moments(change: Callable[[Any], Any], *, loading: bool) -> Any:
-    """A worker that loads, or saves, what `change` makes of the moments of each weight."""
+def _broken_moments(change: Callable[[Any], Any], *, loading: bool) -> Any:
+    """Break loading or saving of moments: those of each weight become `change(moments)`."""
 
     def break_it(worker_class: Any) -> Any:
         class Broken(worker_class):  # type: ignore[misc]
@@ -61,32 +61,36 @@ def _forget_skips(worker: Any) -> None:
     worker._skipped_in_a_row = 0
 
 
-without_schedule = mutant("checkpoint_without_schedule", "the schedule starts again", GOES_ON)(
-    _after_loading(_forget_schedule)
-)
+without_schedule = mutant(
+    "checkpoint_without_schedule", "The learning-rate schedule restarts after resuming.", RESUMES
+)(_after_loading(_forget_schedule))
 without_skips = mutant(
-    "checkpoint_without_skips", "skipped steps are counted from 0 again", "test_skipped_steps_in_a_row_go_on"
+    "checkpoint_without_skips",
+    "The count of consecutive skipped steps restarts at 0 after resuming.",
+    "test_skipped_steps_in_a_row_go_on",
 )(_after_loading(_forget_skips))
 without_random_state = mutant(
-    "checkpoint_without_random_state", "workers draw other random numbers", "test_random_numbers_go_on"
+    "checkpoint_without_random_state",
+    "Workers draw different random numbers after resuming.",
+    "test_random_numbers_go_on",
 )(_after_loading(_reseed))
 without_second_moments = mutant(
     "checkpoint_without_second_moments",
-    "the second moments are not saved",
-    GOES_ON,
+    "The second moments are not saved.",
+    RESUMES,
     "test_moments_are_the_oracles",
-)(_moments(lambda saved: replace(saved, exp_avg_sq=torch.zeros_like(saved.exp_avg_sq)), loading=False))
-without_steps = mutant("checkpoint_without_steps", "the bias correction starts again", GOES_ON, FROM_ANOTHER)(
-    _moments(lambda saved: replace(saved, steps=0), loading=True)
-)
+)(_broken_moments(lambda saved: replace(saved, exp_avg_sq=torch.zeros_like(saved.exp_avg_sq)), loading=False))
+without_steps = mutant(
+    "checkpoint_without_steps", "The optimizer's bias correction restarts after resuming.", RESUMES, FROM_ANOTHER
+)(_broken_moments(lambda saved: replace(saved, steps=0), loading=True))
 moments_in_bfloat16 = mutant(
-    "moments_in_bfloat16", "moments are saved in bfloat16", GOES_ON, "test_moments_are_the_oracles"
-)(_moments(lambda saved: replace(saved, exp_avg=to_bfloat16(saved.exp_avg)), loading=False))
+    "moments_in_bfloat16", "The first moments are saved in bfloat16.", RESUMES, "test_moments_are_the_oracles"
+)(_broken_moments(lambda saved: replace(saved, exp_avg=to_bfloat16(saved.exp_avg)), loading=False))
 
 
-@mutant("rank_zero_loads", "only rank 0 loads the weights", GOES_ON, FROM_ANOTHER, layout=Layout(data=2))
+@mutant("rank_zero_loads", "Only rank 0 loads the weights.", RESUMES, FROM_ANOTHER, layout=Layout(data=2))
 def rank_zero_loads(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
         def load_weights(self, weights: Any) -> None:
@@ -96,9 +100,9 @@ def rank_zero_loads(worker_class: Any) -> Any:
     return Broken
 
 
-@mutant("weights_only", "a checkpoint is the weights alone", GOES_ON, FROM_ANOTHER)
+@mutant("weights_only", "Resuming loads the weights but no optimizer state.", RESUMES, FROM_ANOTHER)
 def weights_only(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
         def load_checkpoint(self, weights_path: str, optimizer_path: str | None = None) -> None:
@@ -109,11 +113,11 @@ def weights_only(worker_class: Any) -> Any:
 
 @mutant(
     "checkpoint_rounds_weights",
-    "saving a checkpoint casts the live weights",
+    "Saving a checkpoint rounds the live weights to bfloat16.",
     "test_saving_a_checkpoint_changes_nothing",
 )
 def checkpoint_rounds_weights(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
         def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
@@ -125,11 +129,11 @@ def checkpoint_rounds_weights(worker_class: Any) -> Any:
 
 @mutant(
     "reference_from_the_checkpoint",
-    "the reference is taken from the checkpoint",
+    "The reference model is loaded from the checkpoint.",
     "test_the_reference_is_not_the_checkpoint",
 )
 def reference_from_the_checkpoint(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
         def load_checkpoint(self, *args: Any, **kwargs: Any) -> None:
@@ -139,9 +143,9 @@ def reference_from_the_checkpoint(worker_class: Any) -> Any:
     return Broken
 
 
-@mutant("damage_borne", "a checkpoint that cannot be read is left out", "test_damaged_checkpoints_are_refused")
+@mutant("damage_borne", "A checkpoint that cannot be read is silently skipped.", "test_damaged_checkpoints_are_refused")
 def damage_borne(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
         def load_checkpoint(self, *args: Any, **kwargs: Any) -> None:

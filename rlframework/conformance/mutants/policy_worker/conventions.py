@@ -1,4 +1,4 @@
-"""Bugs against contract 1: conventions of what goes in and comes out."""
+"""Violations of contract 1: the conventions of inputs and outputs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from rlframework.conformance.mutants.mutant import mutant
 from rlframework.conformance.mutants.policy_worker.engine_access import module_of
 
 
-def _scored(change: Any) -> Any:
-    """A worker whose log-probabilities `[B, S]` are what `change(logprobs, data)` makes of them."""
+def _broken_logprobs(change: Any) -> Any:
+    """Break scoring: the log-probabilities `[B, S]` become `change(logprobs, data)`."""
 
     def break_it(worker_class: Any) -> Any:
         class Broken(worker_class):  # type: ignore[misc]
@@ -29,26 +29,26 @@ def _scored(change: Any) -> Any:
 
 off_by_one = mutant(
     "logprobs_off_by_one",
-    "log-probabilities stand one position too early, at the token that predicts",
+    "Log-probabilities are one position too early, at the token that predicts them.",
     "test_logprobs_are_those_of_the_oracle",
     "test_only_asked_positions_are_scored",
-)(_scored(lambda logprobs, data: logprobs.roll(-1, dims=1)))
+)(_broken_logprobs(lambda logprobs, data: logprobs.roll(-1, dims=1)))
 
 padding_scored = mutant(
     "padding_scored",
-    "padding gets the log-probabilities of the ids that stand there",
+    "Padding gets log-probabilities instead of zeros.",
     "test_first_position_and_padding_are_zero",
     "test_padding_changes_nothing",
-)(_scored(lambda logprobs, data: logprobs.where(logprobs != 0, torch.full_like(logprobs, -3.0))))
+)(_broken_logprobs(lambda logprobs, data: logprobs.where(logprobs != 0, torch.full_like(logprobs, -3.0))))
 
 
 @mutant(
     "scored_entropy_in_bits",
-    "entropies are in bits, not in nats",
+    "Entropies from scoring are in bits instead of nats.",
     "test_entropies_come_with_log_probabilities",
 )
 def scored_entropy_in_bits(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
         def get_logprobs(self, *args: Any, **kwargs: Any) -> Any:
@@ -60,11 +60,11 @@ def scored_entropy_in_bits(worker_class: Any) -> Any:
 
 @mutant(
     "next_top_tokens",
-    "the likeliest tokens stand at the position that predicts them, as logits do",
+    "The top-k tokens are stored at the position that predicts them, as logits are.",
     "test_the_likeliest_tokens_are_those_of_the_oracle",
 )
 def next_top_tokens(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
         def get_topk_logits(self, *args: Any, **kwargs: Any) -> Any:
@@ -76,31 +76,31 @@ def next_top_tokens(worker_class: Any) -> Any:
 
 half_results = mutant(
     "half_results",
-    "results come back in the precision of the forward",
+    "Results come back in half precision.",
     "test_results_are_fp32_on_the_cpu",
-)(_scored(lambda logprobs, data: logprobs.half()))
+)(_broken_logprobs(lambda logprobs, data: logprobs.half()))
 
 bin_order = mutant(
     "results_in_bin_order",
-    "results come back in the order in which rows were grouped, longest first",
+    "Results come back grouped by length, longest row first.",
     "test_results_come_in_the_order_of_the_rows",
     "test_packed_results_come_in_the_order_of_the_rows",
-)(_scored(lambda logprobs, data: logprobs[data["input_lengths"].argsort(descending=True)]))
+)(_broken_logprobs(lambda logprobs, data: logprobs[data["input_lengths"].argsort(descending=True)]))
 
 partial_batch_unscored = mutant(
     "partial_batch_unscored",
-    "rows that do not fill a microbatch are not scored",
+    "Rows that do not fill a microbatch are not scored.",
     "test_a_batch_may_have_any_number_of_rows_when_scored",
-)(_scored(lambda logprobs, data: logprobs * (torch.arange(data.size) < data.size // 3 * 3)[:, None]))
+)(_broken_logprobs(lambda logprobs, data: logprobs * (torch.arange(data.size) < data.size // 3 * 3)[:, None]))
 
 
 @mutant(
     "positions_ignored",
-    "all positions are scored, whichever were asked for",
+    "All positions are scored, whichever were requested.",
     "test_only_asked_positions_are_scored",
 )
 def positions_ignored(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
         def get_logprobs(self, data: Any, micro_batch_size: Any = None, positions: str = "all") -> Any:
@@ -109,8 +109,8 @@ def positions_ignored(worker_class: Any) -> Any:
     return Broken
 
 
-def _temperature(scoring: float | None, training: float | None) -> Any:
-    """A worker that scores and trains at fixed temperatures; None: as it should."""
+def _fixed_temperature(scoring: float | None, training: float | None) -> Any:
+    """Fix the temperature of scoring or training; None leaves it as configured."""
 
     def break_it(worker_class: Any) -> Any:
         class Broken(worker_class):  # type: ignore[misc]
@@ -126,24 +126,24 @@ def _temperature(scoring: float | None, training: float | None) -> Any:
 
 temperature_in_training_only = mutant(
     "temperature_in_training_only",
-    "scores are of the distribution at temperature 1, samples and loss of the other",
+    "Scores are computed at temperature 1; the loss uses the sampling temperature.",
     "test_scoring_and_training_are_at_the_temperature_of_sampling",
-)(_temperature(1.0, None))
+)(_fixed_temperature(1.0, None))
 
 temperature_in_scoring_only = mutant(
     "temperature_in_scoring_only",
-    "the loss is of the distribution at temperature 1, samples and scores of the other",
+    "The loss is computed at temperature 1; scores use the sampling temperature.",
     "test_scoring_and_training_are_at_the_temperature_of_sampling",
-)(_temperature(None, 1.0))
+)(_fixed_temperature(None, 1.0))
 
 
 @mutant(
     "temperature_in_every_loss",
-    "the supervised loss is taken at the temperature of sampling too",
+    "The supervised loss uses the sampling temperature too.",
     "test_supervised_loss_is_at_temperature_one",
 )
 def temperature_in_every_loss(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
         def _head_request(self, loss_fn: Any) -> Any:
@@ -152,9 +152,9 @@ def temperature_in_every_loss(worker_class: Any) -> Any:
     return Broken
 
 
-@mutant("dropout_left_on", "dropout is on while scoring", "test_dropout_is_off", "test_scoring_changes_nothing")
+@mutant("dropout_left_on", "Dropout is active while scoring.", "test_dropout_is_off", "test_scoring_changes_nothing")
 def dropout_left_on(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
         def forward_backward(self, microbatches: Any, head: Any, step: Any, *, forward_only: bool) -> Any:
@@ -172,12 +172,12 @@ def dropout_left_on(worker_class: Any) -> Any:
 
 @mutant(
     "padded_vocabulary_in_softmax",
-    "the head is padded to a round number of tokens, and its rows of zeros take part in the softmax",
+    "The head is padded with rows of zeros, and they take part in the softmax.",
     "test_logprobs_are_those_of_the_oracle",
     "test_first_step_is_that_of_the_oracle",
 )
 def padded_vocabulary(worker_class: Any) -> Any:
-    """See its `bug`. The rows appear in forwards only, so that names and shapes stay."""
+    """See the mutant's `bug`. The rows exist only during forwards, so saved names and shapes do not change."""
 
     class Broken(worker_class):  # type: ignore[misc]
         def forward_backward(self, *args: Any, **kwargs: Any) -> Any:
@@ -197,11 +197,11 @@ def padded_vocabulary(worker_class: Any) -> Any:
 
 @mutant(
     "loss_scale_left_in",
-    "the loss of a low precision is scaled against underflow, and the gradient is not scaled back",
+    "The loss is scaled up in low precision and the gradient is never scaled back.",
     "test_bfloat16_is_near_fp32",
 )
 def loss_scale_left_in(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
         def forward_backward(self, microbatches: Any, head: Any, step: Any, *, forward_only: bool) -> Any:
@@ -216,9 +216,9 @@ def loss_scale_left_in(worker_class: Any) -> Any:
     return Broken
 
 
-@mutant("stays_on_the_cpu", "the model is never moved to the device", "test_the_model_lies_on_the_gpu")
+@mutant("stays_on_the_cpu", "The model is never moved to the device.", "test_the_model_lies_on_the_gpu")
 def stays_on_the_cpu(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
         def build(self, *, init_optimizer: bool) -> None:
@@ -229,9 +229,9 @@ def stays_on_the_cpu(worker_class: Any) -> Any:
     return Broken
 
 
-@mutant("rank_one_everywhere", "each worker says that it is rank 1", "test_workers_tell_who_they_are")
+@mutant("rank_one_everywhere", "Every worker reports rank 1.", "test_workers_tell_who_they_are")
 def rank_one_everywhere(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
         def get_info(self) -> Any:

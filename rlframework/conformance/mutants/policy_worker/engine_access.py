@@ -1,4 +1,4 @@
-"""How mutants get at what engines hold: the module, its gradients, the optimizer, the shards of the weights."""
+"""Access to the internals of an engine: the module, its gradients, the optimizer and the shards of the weights."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from rlframework.policy.head.patch import HeadPatch
 
 
 def module_of(worker: Any) -> nn.Module:
-    """The model that the worker trains."""
+    """Return the model that the worker trains."""
     return next(value for value in vars(worker).values() if isinstance(value, nn.Module))
 
 
 def head_of(worker: Any) -> Any:
-    """What it computes log-probabilities with, a `HeadPatch`; untyped, since mutants reach into it."""
+    """Return the worker's `HeadPatch`; untyped, since mutants change its private attributes."""
     return next(value for value in vars(worker).values() if isinstance(value, HeadPatch))
 
 
 def optimizer_of(worker: Any) -> torch.optim.Optimizer:
-    """Its optimizer."""
+    """Return the worker's optimizer."""
     return next(value for value in vars(worker).values() if isinstance(value, torch.optim.Optimizer))
 
 
 def gradients_of(worker: Any) -> Iterator[Tensor]:
-    """The gradients that it holds, or this rank's shards of them."""
+    """Yield the gradients of the model, or this rank's shards of them."""
     for parameter in module_of(worker).parameters():
         if parameter.grad is not None:
             gradient = parameter.grad
@@ -35,10 +35,10 @@ def gradients_of(worker: Any) -> Iterator[Tensor]:
 
 
 def change_weights(worker: Any, change: Callable[[Tensor], Tensor]) -> None:
-    """Replace each shard of the weights by what `change` makes of it."""
+    """Replace each shard of the weights by `change(shard)`."""
     worker.restore({name: change(weight) for name, weight in worker.snapshot().items()})
 
 
 def to_bfloat16(weight: Tensor) -> Tensor:
-    """`weight` as it is after a round trip through bfloat16."""
+    """Return `weight` rounded to bfloat16, in its own dtype."""
     return weight.to(torch.bfloat16).to(weight.dtype)

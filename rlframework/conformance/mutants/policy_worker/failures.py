@@ -1,4 +1,4 @@
-"""Bugs against contracts 7 and 8: what fails in silence."""
+"""Violations of contracts 7 and 8: silent failures."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from rlframework.errors import UserError
 
 @mutant(
     "failures_swallowed",
-    "an exception in a step is logged, and training goes on",
+    "An exception in a training step is swallowed, and training continues.",
     "test_a_failing_worker_fails_the_call",
 )
 def failures_swallowed(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
         def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -30,60 +30,64 @@ def failures_swallowed(worker_class: Any) -> Any:
     return Broken
 
 
-@mutant("shutdown_fails", "the engine cannot let go of what it holds", "test_shutdown_ends_in_peace_and_twice")
+@mutant(
+    "shutdown_fails", "The engine fails to release its resources at shutdown.", "test_shutdown_ends_in_peace_and_twice"
+)
 def shutdown_fails(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
         def shutdown(self) -> None:
             super().shutdown()
-            raise RuntimeError("something is left")
+            raise RuntimeError("resources were not released")
 
     return Broken
 
 
 @mutant(
     "state_left_behind",
-    "what the first model left in the engine's globals is used for the second",
+    "A second model uses state that the first one left in the engine's globals.",
     "test_one_policy_after_another",
 )
 def state_left_behind(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
         def build(self, *, init_optimizer: bool) -> None:
             super().build(init_optimizer=init_optimizer)
-            if _LEFT_BEHIND:
+            if _BUILT_BEFORE:
                 self.restore({name: 0.9 * weight for name, weight in self.snapshot().items()})
-            _LEFT_BEHIND.append(True)
+            _BUILT_BEFORE.append(True)
 
     return Broken
 
 
-_LEFT_BEHIND: list[bool] = []
+_BUILT_BEFORE: list[bool] = []
 
 
-@mutant("input_not_checked", "a worker trusts what it is given", "test_bad_batches_are_refused_and_nothing_is_done")
+@mutant(
+    "input_not_checked", "The worker does not validate its input.", "test_bad_batches_are_refused_and_nothing_is_done"
+)
 def input_not_checked(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
         def train(self, *args: Any, **kwargs: Any) -> Any:
             try:
                 return super().train(*args, **kwargs)
             except UserError as error:
-                raise RuntimeError(f"somewhere deep inside: {error}") from error
+                raise RuntimeError(f"internal error: {error}") from error
 
     return Broken
 
 
 @mutant(
     "rest_of_rows_dropped",
-    "rows beyond the last whole global batch are dropped",
+    "Rows beyond the last whole global batch are dropped.",
     "test_workers_refuse_rows_that_do_not_divide",
 )
 def rest_of_rows_dropped(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
         def _global_batches(self, data: Any, global_batch_size: int) -> Any:
@@ -93,9 +97,9 @@ def rest_of_rows_dropped(worker_class: Any) -> Any:
     return Broken
 
 
-@mutant("undeclared_ignored", "a call that is not supported does nothing", "test_what_is_not_declared_is_refused")
+@mutant("undeclared_ignored", "An unsupported call silently does nothing.", "test_what_is_not_declared_is_refused")
 def undeclared_ignored(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
         def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
@@ -116,9 +120,13 @@ def undeclared_ignored(worker_class: Any) -> Any:
     return Broken
 
 
-@mutant("fresh_weights", "weights that cannot be loaded are made up", "test_a_model_that_is_not_there_is_an_error")
+@mutant(
+    "fresh_weights",
+    "Weights that cannot be loaded are replaced by random ones.",
+    "test_a_model_that_is_not_there_is_an_error",
+)
 def fresh_weights(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
         def build(self, *, init_optimizer: bool) -> None:
@@ -136,16 +144,16 @@ def fresh_weights(worker_class: Any) -> Any:
     return Broken
 
 
-class _Anything(BaseModel):
-    """A section that takes whatever it is given."""
+class _AnySection(BaseModel):
+    """A section that accepts any keys."""
 
     model_config = ConfigDict(extra="allow")
 
 
 unknown_keys_taken = Mutant(
     "unknown_keys_taken",
-    "the backend's own section takes keys that mean nothing",
+    "The backend's own section accepts unknown keys.",
     ("test_an_unknown_key_of_its_own_section_is_refused",),
     lambda worker_class: worker_class,
-    break_record=lambda record: replace(record, config_model=_Anything),
+    break_record=lambda record: replace(record, config_model=_AnySection),
 )

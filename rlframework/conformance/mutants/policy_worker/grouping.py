@@ -1,4 +1,4 @@
-"""Bugs against contract 2: what depends on how rows are grouped, ordered, padded or shared."""
+"""Violations of contract 2: results depend on how rows are grouped, ordered, padded or sharded."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from rlframework.conformance.layouts import Layout
 from rlframework.conformance.mutants.mutant import mutant
 
-TWO = Layout(data=2)
+DATA = Layout(data=2)
 
 
-def _counted(change: Callable[[Any, dict[str, Any]], dict[str, Any]]) -> Any:
-    """A worker whose processor's global batch is what `change(worker, found)` makes of it."""
+def _broken_global_batch(change: Callable[[Any, dict[str, Any]], dict[str, Any]]) -> Any:
+    """Break the global batch: it becomes `change(worker, global_batch)`."""
 
     def break_it(worker_class: Any) -> Any:
         class Broken(worker_class):  # type: ignore[misc]
@@ -41,8 +41,8 @@ def _counted(change: Callable[[Any, dict[str, Any]], dict[str, Any]]) -> Any:
     return break_it
 
 
-def stepped(change: Callable[..., Any]) -> Any:
-    """A worker whose step in training is `change(worker, step, output, microbatch)`."""
+def broken_step(change: Callable[..., Any]) -> Any:
+    """Break the training step: it becomes `change(worker, step, output, microbatch)`."""
 
     def break_it(worker_class: Any) -> Any:
         class Broken(worker_class):  # type: ignore[misc]
@@ -61,8 +61,8 @@ def stepped(change: Callable[..., Any]) -> Any:
     return break_it
 
 
-def _grouped(change: Callable[[Any, list[Any]], list[Any]]) -> Any:
-    """A worker whose microbatches in training are what `change(worker, microbatches)` makes of them."""
+def _broken_microbatches(change: Callable[[Any, list[Any]], list[Any]]) -> Any:
+    """Break the training microbatches: they become `change(worker, microbatches)`."""
 
     def break_it(worker_class: Any) -> Any:
         class Broken(worker_class):  # type: ignore[misc]
@@ -81,11 +81,11 @@ def _padding_counted(worker: Any, found: dict[str, Any]) -> dict[str, Any]:
 
 mean_over_padding = mutant(
     "mean_over_padding",
-    "the loss is the mean over all positions, padding too",
+    "The loss is averaged over all positions, including padding.",
     "test_first_step_is_that_of_the_oracle",
     "test_supervised_step_is_that_of_the_oracle",
     "test_padding_changes_nothing",
-)(_counted(_padding_counted))
+)(_broken_global_batch(_padding_counted))
 
 
 def _masked_counted(worker: Any, found: dict[str, Any]) -> dict[str, Any]:
@@ -95,13 +95,13 @@ def _masked_counted(worker: Any, found: dict[str, Any]) -> dict[str, Any]:
 
 masked_rows_counted = mutant(
     "masked_rows_counted",
-    "rows whose sample_mask is 0 count in the denominator",
+    "Rows whose `sample_mask` is 0 count in the denominator.",
     "test_masked_rows_count_for_nothing",
     "test_counts_are_of_the_whole_global_batch",
-)(_counted(_masked_counted))
+)(_broken_global_batch(_masked_counted))
 
 
-def _own_counts(worker: Any, found: dict[str, Any]) -> dict[str, Any]:
+def _local_counts(worker: Any, found: dict[str, Any]) -> dict[str, Any]:
     batch = found["batch"]
     mask = (batch["token_mask"] * batch["sample_mask"][:, None])[:, 1:]
     return {
@@ -113,22 +113,22 @@ def _own_counts(worker: Any, found: dict[str, Any]) -> dict[str, Any]:
 
 local_counts = mutant(
     "local_counts",
-    "each worker divides by the counts of its own rows",
+    "Each worker divides by the counts of its own rows.",
     "test_counts_are_of_the_whole_global_batch",
     "test_workers_with_unequal_work_agree",
     "test_order_of_rows_changes_nothing",
-    layout=TWO,
-)(_counted(_own_counts))
+    layout=DATA,
+)(_broken_global_batch(_local_counts))
 
 tokens_for_sequences = mutant(
     "tokens_for_sequences",
-    "the sequence-level loss divides by the number of tokens",
+    "The sequence-level loss divides by the number of tokens.",
     "test_sequence_level_loss_averages_over_sequences",
-)(_counted(lambda worker, found: {**found, "global_valid_seqs": found["global_valid_toks"]}))
+)(_broken_global_batch(lambda worker, found: {**found, "global_valid_seqs": found["global_valid_toks"]}))
 
 
 def scaled(factor: float, step: Any, output: Any, microbatch: Any) -> Any:
-    """What `step` gives, its loss times `factor`."""
+    """Run `step` and multiply its loss by `factor`."""
     result = step(output, microbatch)
     result.loss = result.loss * factor
     return result
@@ -136,31 +136,31 @@ def scaled(factor: float, step: Any, output: Any, microbatch: Any) -> Any:
 
 loss_averaged_per_microbatch = mutant(
     "loss_averaged_per_microbatch",
-    "gradients are averaged over microbatches where they must be summed",
+    "Gradients are averaged over microbatches instead of summed.",
     "test_microbatch_size_changes_nothing",
     "test_first_step_is_that_of_the_oracle",
     "test_packed_equals_padded",
     "test_dynamic_equals_padded",
-)(stepped(lambda worker, *args: scaled(1 / worker.microbatch_count, *args)))
+)(broken_step(lambda worker, *args: scaled(1 / worker.microbatch_count, *args)))
 
 gradient_averaged_over_ranks = mutant(
     "gradient_averaged_over_ranks",
-    "gradients are averaged over data-parallel ranks where they must be summed",
+    "Gradients are averaged over data-parallel ranks instead of summed.",
     "test_first_step_is_that_of_the_oracle",
     "test_workers_with_unequal_work_agree",
-    layout=TWO,
-)(stepped(lambda worker, *args: scaled(1 / worker.data_parallel_size(), *args)))
+    layout=DATA,
+)(broken_step(lambda worker, *args: scaled(1 / worker.data_parallel_size(), *args)))
 
 missing_all_reduce = mutant(
     "missing_all_reduce",
-    "a rank's gradient is its own rows' alone",
+    "Each rank uses the gradient of its own rows only.",
     "test_first_step_is_that_of_the_oracle",
     "test_workers_with_unequal_work_agree",
-    layout=TWO,
-)(stepped(lambda worker, *args: scaled(0.0 if worker.context.rank else 2.0, *args)))
+    layout=DATA,
+)(broken_step(lambda worker, *args: scaled(0.0 if worker.context.rank else 2.0, *args)))
 
 
-def _dummy_as_real(worker: Any, step: Any, output: Any, microbatch: Any) -> Any:
+def _dummy_as_regular(worker: Any, step: Any, output: Any, microbatch: Any) -> Any:
     if microbatch.is_dummy:
         microbatch.is_dummy = False
         microbatch.data_dict["sample_mask"] = torch.ones_like(microbatch.data_dict["sample_mask"])
@@ -170,13 +170,13 @@ def _dummy_as_real(worker: Any, step: Any, output: Any, microbatch: Any) -> Any:
 
 dummy_counted = mutant(
     "dummy_counted",
-    "microbatches that only keep ranks in step are learnt from",
+    "Dummy microbatches, which only keep ranks in step, contribute to the loss.",
     "test_workers_with_unequal_work_agree",
-    layout=TWO,
-)(stepped(_dummy_as_real))
+    layout=DATA,
+)(broken_step(_dummy_as_regular))
 
 
-def _last_metrics(worker: Any, step: Any, output: Any, microbatch: Any) -> Any:
+def _first_metrics(worker: Any, step: Any, output: Any, microbatch: Any) -> Any:
     result = step(output, microbatch)
     loss = result.outputs.get("loss")
     if int(microbatch.rows.min()) != 0:
@@ -186,9 +186,9 @@ def _last_metrics(worker: Any, step: Any, output: Any, microbatch: Any) -> Any:
 
 metrics_of_one_microbatch = mutant(
     "metrics_of_one_microbatch",
-    "metrics are those of the first microbatch",
+    "The reported metrics cover only the first microbatch.",
     "test_metrics_are_of_the_whole_global_batch",
-)(stepped(_last_metrics))
+)(broken_step(_first_metrics))
 
 
 def _without_partial(worker: Any, made: list[Any]) -> list[Any]:
@@ -198,11 +198,11 @@ def _without_partial(worker: Any, made: list[Any]) -> list[Any]:
 
 last_partial_batch_dropped = mutant(
     "last_partial_batch_dropped",
-    "rows that do not fill a microbatch are not learnt from",
+    "Rows that do not fill a microbatch are not trained on.",
     "test_first_step_is_that_of_the_oracle",
     "test_supervised_step_is_that_of_the_oracle",
     "test_order_of_rows_changes_nothing",
-)(_grouped(_without_partial))
+)(_broken_microbatches(_without_partial))
 
 
 def _without_last_dynamic(worker: Any, made: list[Any]) -> list[Any]:
@@ -211,12 +211,12 @@ def _without_last_dynamic(worker: Any, made: list[Any]) -> list[Any]:
 
 last_dynamic_batch_dropped = mutant(
     "last_dynamic_batch_dropped",
-    "the last dynamic microbatch, which is not full, is lost",
+    "The last dynamic microbatch is dropped.",
     "test_dynamic_equals_padded",
-)(_grouped(_without_last_dynamic))
+)(_broken_microbatches(_without_last_dynamic))
 
 
-def _one_segment(worker: Any, made: list[Any]) -> list[Any]:
+def _one_sequence(worker: Any, made: list[Any]) -> list[Any]:
     for microbatch in made:
         if microbatch.cu_seqlens is not None:
             microbatch.cu_seqlens = microbatch.cu_seqlens[[0, -1]]
@@ -225,12 +225,12 @@ def _one_segment(worker: Any, made: list[Any]) -> list[Any]:
 
 attention_across_sequences = mutant(
     "attention_across_packed_sequences",
-    "sequences in a packed row see those before them",
+    "Sequences in a packed row attend to the sequences before them.",
     "test_packed_equals_padded",
-)(_grouped(_one_segment))
+)(_broken_microbatches(_one_sequence))
 
 
-def _running_positions(worker: Any, made: list[Any]) -> list[Any]:
+def _positions_not_restarted(worker: Any, made: list[Any]) -> list[Any]:
     for microbatch in made:
         inputs = microbatch.processed_inputs
         if microbatch.cu_seqlens is not None:
@@ -240,19 +240,19 @@ def _running_positions(worker: Any, made: list[Any]) -> list[Any]:
 
 positions_run_through = mutant(
     "positions_run_through",
-    "positions do not start again with each sequence of a packed row; rotary positions hide it",
+    "Positions do not restart with each packed sequence, which rotary embeddings hide.",
     "test_positions_start_again_in_packed_rows",
-)(_grouped(_running_positions))
+)(_broken_microbatches(_positions_not_restarted))
 
 
 @mutant(
     "one_step_for_all",
-    "all rows of a call are one global batch, whatever its size should be",
+    "All rows of a call form one global batch, regardless of the batch size.",
     "test_several_global_batches_are_several_steps",
     "test_the_schedule_moves_once_a_call",
 )
 def one_step_for_all(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
         def train(self, data: Any, loss_fn: Any, eval_mode: bool = False, gbs: Any = None, mbs: Any = None) -> Any:
@@ -263,11 +263,11 @@ def one_step_for_all(worker_class: Any) -> Any:
 
 @mutant(
     "sizes_of_calls_ignored",
-    "global batches have the configured size, whatever the call says",
+    "The batch size given with a call is ignored in favor of the configured one.",
     "test_sizes_may_be_given_with_the_call",
 )
 def sizes_of_calls_ignored(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
         def train(self, data: Any, loss_fn: Any, eval_mode: bool = False, gbs: Any = None, mbs: Any = None) -> Any:
@@ -279,11 +279,11 @@ def sizes_of_calls_ignored(worker_class: Any) -> Any:
 
 @mutant(
     "metrics_summed_over_batches",
-    "metrics of several global batches are added up",
+    "Metrics are summed over global batches.",
     "test_metrics_are_of_the_whole_global_batch",
 )
 def metrics_summed_over_batches(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
         def _summary(self, batches: Any, *args: Any) -> Any:
@@ -296,11 +296,11 @@ def metrics_summed_over_batches(worker_class: Any) -> Any:
 
 @mutant(
     "evaluates_the_first_batch",
-    "an evaluation gives the loss of the first global batch for all",
+    "Evaluation reports the loss of the first global batch for all of them.",
     "test_several_global_batches_are_evaluated_one_by_one",
 )
 def evaluates_the_first_batch(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
         def train(self, data: Any, loss_fn: Any, eval_mode: bool = False, gbs: Any = None, mbs: Any = None) -> Any:

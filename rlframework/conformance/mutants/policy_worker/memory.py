@@ -1,4 +1,4 @@
-"""Bugs of moving to CPU memory and back, and of going without an optimizer, against contracts 2 and 4."""
+"""Offloading, onloading and running without an optimizer: violations of contracts 2 and 4."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from rlframework.conformance.mutants.policy_worker.engine_access import optimize
 _MOVING = "test_moving_away_and_back_changes_nothing"
 
 
-@mutant("moments_left_behind", "the optimizer's state does not come back from CPU memory", _MOVING)
+@mutant("moments_left_behind", "The optimizer's state is not onloaded again.", _MOVING)
 def moments_left_behind(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
         def offload_after_refit(self) -> Any:
@@ -23,9 +23,9 @@ def moments_left_behind(worker_class: Any) -> Any:
     return Broken
 
 
-@mutant("weights_of_before_come_back", "what comes back is the copy that was made the first time", _MOVING)
+@mutant("weights_of_before_come_back", "Onloading restores the copy made by the first offload.", _MOVING)
 def weights_of_before_come_back(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
         def offload_after_refit(self) -> Any:
@@ -37,9 +37,9 @@ def weights_of_before_come_back(worker_class: Any) -> Any:
     return Broken
 
 
-@mutant("moved_bytes_not_told", "the transitions say nothing of what they moved", _MOVING)
+@mutant("moved_bytes_not_told", "The transitions do not report how many bytes they moved.", _MOVING)
 def moved_bytes_not_told(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
         def _move(self, part: str, device: Any) -> Any:
@@ -51,11 +51,11 @@ def moved_bytes_not_told(worker_class: Any) -> Any:
 
 @mutant(
     "offloaded_weights_stay",
-    "the step is made on a copy on the device, and the weights in CPU memory stay",
+    "The step updates a copy on the device; the weights in CPU memory stay unchanged.",
     "test_what_lies_in_cpu_memory_learns_alike",
 )
 def offloaded_weights_stay(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
         def clip_and_step(self, max_grad_norm: float | None, lr: float) -> Any:
@@ -70,11 +70,11 @@ def offloaded_weights_stay(worker_class: Any) -> Any:
 
 @mutant(
     "evaluation_wants_an_optimizer",
-    "the learning rate is read from the optimizer, also to evaluate",
+    "Evaluation reads the learning rate from the optimizer and so requires one.",
     "test_evaluating_needs_no_optimizer",
 )
 def evaluation_wants_an_optimizer(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
         def train(self, *args: Any, **kwargs: Any) -> Any:

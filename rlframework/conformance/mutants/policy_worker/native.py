@@ -1,4 +1,4 @@
-"""Bugs against contract 5 in checkpoints of the engine's own format."""
+"""Violations of contract 5 in checkpoints in the engine's native format."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from rlframework.conformance.mutants.mutant import mutant
 
-GOES_ON = "test_training_goes_on_to_the_bit_from_native_files"
+RESUMES = "test_training_goes_on_to_the_bit_from_native_files"
 WEIGHTS = "test_native_weights_are_those_that_are_saved"
 WHOLE = "test_native_files_are_whole_or_refused"
 
@@ -17,9 +17,9 @@ def _copied(moments: Any) -> Any:
     return replace(moments, exp_avg=moments.exp_avg.clone(), exp_avg_sq=moments.exp_avg_sq.clone())
 
 
-@mutant("native_without_optimizer", "the engine's files are read without its optimizer", GOES_ON)
+@mutant("native_without_optimizer", "The optimizer state in native files is not loaded.", RESUMES)
 def native_without_optimizer(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
         def load_native(self, folder: Path, *, optimizer: bool) -> None:
@@ -31,9 +31,9 @@ def native_without_optimizer(worker_class: Any) -> Any:
     return Broken
 
 
-@mutant("native_without_progress", "the calls of the schedule start anew from native files", GOES_ON)
+@mutant("native_without_progress", "The schedule restarts after resuming from native files.", RESUMES)
 def native_without_progress(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
         def load_checkpoint(self, weights_path: str, optimizer_path: str | None = None) -> None:
@@ -43,9 +43,9 @@ def native_without_progress(worker_class: Any) -> Any:
     return Broken
 
 
-@mutant("native_stays_as_built", "weights alone are not taken from native files", WEIGHTS)
+@mutant("native_stays_as_built", "Loading only the weights from native files has no effect.", WEIGHTS)
 def native_stays_as_built(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
         def load_native(self, folder: Path, *, optimizer: bool) -> None:
@@ -57,9 +57,9 @@ def native_stays_as_built(worker_class: Any) -> Any:
     return Broken
 
 
-@mutant("native_unchecked", "no checksum of the engine's files is looked at", WHOLE)
+@mutant("native_unchecked", "The checksums of native files are not verified.", WHOLE)
 def native_unchecked(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
         def _check(self, *folders: str | None) -> None:

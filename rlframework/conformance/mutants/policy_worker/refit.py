@@ -1,4 +1,4 @@
-"""Bugs of refits to engines in other processes, against contract 6: what is sent is not what the trainer has."""
+"""Refits of engines in other processes, violating contract 6: the sent weights differ from the trainer's."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ SQUARE = "model.layers.0.self_attn.q_proj.weight"
 OTHER = "model.layers.1.self_attn.q_proj.weight"
 
 
-def _sent(change: Callable[[Any, str, Tensor], Tensor]) -> Callable[[Any], Any]:
-    """A worker that sends what `change(worker, name, weight)` makes of each weight, and is right otherwise."""
+def _broken_sending(change: Callable[[Any, str, Tensor], Tensor]) -> Callable[[Any], Any]:
+    """Break sending only: each sent weight becomes `change(worker, name, weight)`."""
 
     def break_it(worker_class: Any) -> Any:
         class Broken(worker_class):  # type: ignore[misc]
@@ -47,13 +47,13 @@ def _sent(change: Callable[[Any, str, Tensor], Tensor]) -> Callable[[Any], Any]:
     return break_it
 
 
-def _of_the_start(worker: Any, name: str, weight: Tensor) -> Tensor:
+def _of_the_first_refit(worker: Any, name: str, weight: Tensor) -> Tensor:
     kept: dict[str, Tensor] = worker.__dict__.setdefault("sent_first", {})
     return kept.setdefault(name, weight.clone())
 
 
-def _of_another(worker: Any, name: str, weight: Tensor) -> Tensor:
-    """Two weights of one shape under each other's names."""
+def _of_the_other_name(worker: Any, name: str, weight: Tensor) -> Tensor:
+    """Exchange two weights of the same shape."""
     names = {SQUARE: OTHER, OTHER: SQUARE}
     if name not in names:
         return weight
@@ -61,36 +61,40 @@ def _of_another(worker: Any, name: str, weight: Tensor) -> Tensor:
 
 
 weights_of_the_first_refit = mutant(
-    "weights_of_the_first_refit", "every refit sends the weights of the first", IPC, COLLECTIVE
-)(_sent(_of_the_start))
+    "weights_of_the_first_refit", "Every refit sends the weights of the first one.", IPC, COLLECTIVE
+)(_broken_sending(_of_the_first_refit))
 
-one_weight_stale = mutant("one_weight_stale", "a norm is sent as it was at the first refit", IPC, COLLECTIVE)(
-    _sent(lambda worker, name, weight: _of_the_start(worker, name, weight) if "layernorm" in name else weight)
+one_weight_stale = mutant(
+    "one_weight_stale", "The norms are always sent as they were at the first refit.", IPC, COLLECTIVE
+)(
+    _broken_sending(
+        lambda worker, name, weight: _of_the_first_refit(worker, name, weight) if "layernorm" in name else weight
+    )
 )
 
-names_swapped = mutant("names_swapped", "two weights of one shape are sent under each other's names", IPC, COLLECTIVE)(
-    _sent(_of_another)
+names_swapped = mutant(
+    "names_swapped", "Two weights of the same shape are sent under each other's names.", IPC, COLLECTIVE
+)(_broken_sending(_of_the_other_name))
+
+sent_transposed = mutant("sent_transposed", "A square matrix is sent transposed.", IPC, COLLECTIVE)(
+    _broken_sending(lambda worker, name, weight: weight.t().contiguous() if name == SQUARE else weight)
 )
 
-sent_transposed = mutant("sent_transposed", "a square matrix is sent transposed", IPC, COLLECTIVE)(
-    _sent(lambda worker, name, weight: weight.t().contiguous() if name == SQUARE else weight)
-)
-
-rounded_on_the_way = mutant("rounded_on_the_way", "weights pass through float16 on their way", IPC, COLLECTIVE)(
-    _sent(lambda worker, name, weight: weight.to(torch.float16).to(weight.dtype))
+rounded_on_the_way = mutant("rounded_on_the_way", "Weights are rounded to float16 in transit.", IPC, COLLECTIVE)(
+    _broken_sending(lambda worker, name, weight: weight.to(torch.float16).to(weight.dtype))
 )
 
 part_sent_as_whole = mutant(
     "part_sent_as_whole",
-    "half of a matrix that is split over two ranks is sent twice",
+    "One shard of a matrix sharded over two ranks is sent twice.",
     IPC,
     layout=Layout(tensor=2),
-)(_sent(lambda worker, name, weight: torch.cat([weight.chunk(2)[0]] * 2) if name == SQUARE else weight))
+)(_broken_sending(lambda worker, name, weight: torch.cat([weight.chunk(2)[0]] * 2) if name == SQUARE else weight))
 
 
-@mutant("last_weight_not_sent", "the last weight of each group is left out", IPC)
+@mutant("last_weight_not_sent", "The last weight of each group is not sent.", IPC)
 def last_weight_not_sent(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
         def get_weights_ipc_handles(self, keys: Iterable[str]) -> Any:
@@ -99,31 +103,33 @@ def last_weight_not_sent(worker_class: Any) -> Any:
     return Broken
 
 
-@mutant("one_buffer", "a group of weights is written over the one before it, which is not read yet", IPC)
+@mutant("one_buffer", "A group of weights overwrites the previous one before it has been read.", IPC)
 def one_buffer(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
         def get_weights_ipc_handles(self, keys: Iterable[str]) -> Any:
             names = list(keys)
             handles = super().get_weights_ipc_handles(names)
-            for group in handles.values():  # it is over before anybody could have read it
-                group.slots[-1].of(self._outbox.written(group)).zero_()
+            for group in handles.values():  # overwritten before any receiver can read it
+                group.slots[-1].of(self._ipc_sender.written(group)).zero_()
             return handles
 
     return Broken
 
 
-@mutant("room_not_written", "what an engine offered room for is not there when it is told that it is", IPC)
+@mutant(
+    "room_not_written", "Weights are reported as written into the engine's memory, but one of them is missing.", IPC
+)
 def room_not_written(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
         def get_weights_ipc_handles(self, keys: Iterable[str]) -> Any:
             handles = super().get_weights_ipc_handles(keys)
             for group in handles.values():
-                if self._outbox._room is not None:
-                    group.slots[-1].of(self._outbox.written(group)).zero_()
+                if self._ipc_sender._receive_buffer is not None:
+                    group.slots[-1].of(self._ipc_sender.written(group)).zero_()
             return handles
 
     return Broken
@@ -131,11 +137,11 @@ def room_not_written(worker_class: Any) -> Any:
 
 @mutant(
     "announced_in_fp32",
-    "weights are announced as the trainer keeps them",
+    "Weights are announced in fp32 instead of the transfer dtype.",
     "test_what_is_announced_is_what_the_trainer_has",
 )
 def announced_in_fp32(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
         def _transfer_dtype(self) -> torch.dtype:
@@ -145,12 +151,31 @@ def announced_in_fp32(worker_class: Any) -> Any:
 
 
 @mutant(
+    "trainer_rounded",
+    "A refit rounds the trainer's own weights to the transfer dtype.",
+    "test_a_refit_leaves_the_trainer_as_it_was",
+)
+def trainer_rounded(worker_class: Any) -> Any:
+    """See the mutant's `bug`."""
+
+    class Broken(worker_class):  # type: ignore[misc]
+        def prepare_info_for_collective(self) -> Any:
+            info = super().prepare_info_for_collective()
+            if torch.bfloat16 in {dtype for _, dtype in info.values()}:
+                rounded = {name: weight.bfloat16().to(weight.dtype) for name, weight in self.snapshot().items()}
+                self.restore(rounded)
+            return info
+
+    return Broken
+
+
+@mutant(
     "nothing_to_prepare",
-    "handles are given of whatever there is",
+    "Handles are returned without a refit having been prepared.",
     "test_weights_are_asked_for_after_a_refit_was_begun",
 )
 def nothing_to_prepare(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
         def get_weights_ipc_handles(self, keys: Iterable[str]) -> Any:
@@ -162,11 +187,11 @@ def nothing_to_prepare(worker_class: Any) -> Any:
 
 @mutant(
     "lost_engines_borne",
-    "weights that nobody took are taken for sent",
+    "Weights that no engine received are reported as sent.",
     "test_an_engine_that_is_late_or_gone_is_told_and_the_trainer_goes_on",
 )
 def lost_engines_borne(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
         def broadcast_weights_for_collective(self) -> None:

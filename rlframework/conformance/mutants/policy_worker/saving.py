@@ -1,4 +1,4 @@
-"""Bugs against contracts 5 and 6: what is saved or generated with is not what was trained."""
+"""Violations of contracts 5 and 6: the saved or generating weights are not the trained ones."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from rlframework.conformance.mutants.mutant import mutant
 from rlframework.conformance.mutants.policy_worker.engine_access import change_weights, to_bfloat16
 from rlframework.errors import UserError
 
-TWO = Layout(data=2)
+DATA = Layout(data=2)
 
 
-def _gathered(change: Any) -> Any:
-    """A worker whose `gather_weights` yields what `change(worker, name, weight)` makes of each; None: left out."""
+def _broken_weights(change: Any) -> Any:
+    """Break `gather_weights`: each weight becomes `change(worker, name, weight)`; None omits it."""
 
     def break_it(worker_class: Any) -> Any:
         class Broken(worker_class):  # type: ignore[misc]
@@ -33,7 +33,7 @@ def _gathered(change: Any) -> Any:
 
 
 def _kept_from_the_start(worker: Any, name: str, weight: torch.Tensor, only: str) -> torch.Tensor:
-    """The weight as it was when it was first gathered, for names with `only` in them."""
+    """Return the weight as it was when first gathered, if its name contains `only`."""
     kept = worker.__dict__.setdefault("kept", {})
     if only not in name:
         return weight
@@ -42,12 +42,12 @@ def _kept_from_the_start(worker: Any, name: str, weight: torch.Tensor, only: str
 
 @mutant(
     "saves_the_weights_of_the_start",
-    "what is saved is what was loaded",
+    "Saving writes the initial weights instead of the trained ones.",
     "test_a_saved_model_is_the_trained_one",
     "test_a_saved_model_goes_on",
 )
 def saves_the_weights_of_the_start(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -63,24 +63,24 @@ def saves_the_weights_of_the_start(worker_class: Any) -> Any:
     return Broken
 
 
-names_of_its_own = mutant(
+one_tensor_not_saved = mutant(
     "one_tensor_not_saved",
-    "the last norm is missing from what is saved",
+    "The final norm is missing from the saved model.",
     "test_saved_names_shapes_and_dtypes_are_those_of_the_model",
     "test_a_saved_model_is_the_trained_one",
-)(_gathered(lambda worker, name, weight: None if name == "model.norm.weight" else weight))
+)(_broken_weights(lambda worker, name, weight: None if name == "model.norm.weight" else weight))
 
 saved_in_bfloat16 = mutant(
     "saved_in_bfloat16",
-    "weights are saved in bfloat16",
+    "Weights are saved in bfloat16.",
     "test_saved_names_shapes_and_dtypes_are_those_of_the_model",
     "test_a_saved_model_goes_on",
-)(_gathered(lambda worker, name, weight: weight.to(torch.bfloat16)))
+)(_broken_weights(lambda worker, name, weight: weight.to(torch.bfloat16)))
 
 
-@mutant("saving_rounds_weights", "saving casts the live weights", "test_saving_changes_nothing")
+@mutant("saving_rounds_weights", "Saving rounds the live weights to bfloat16.", "test_saving_changes_nothing")
 def saving_rounds_weights(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
         def save_pretrained(self, path: str) -> None:
@@ -92,29 +92,29 @@ def saving_rounds_weights(worker_class: Any) -> Any:
 
 stale_weights = mutant(
     "stale_weights_after_refit",
-    "after the first refit the engine keeps what it has",
+    "The engine keeps the weights of the first refit.",
     "test_generation_uses_the_weights_of_now",
-    layout=TWO,
-)(_gathered(lambda worker, name, weight: _kept_from_the_start(worker, name, weight, "")))
+    layout=DATA,
+)(_broken_weights(lambda worker, name, weight: _kept_from_the_start(worker, name, weight, "")))
 
 one_tensor_stale = mutant(
     "one_tensor_skipped_in_refit",
-    "one norm is left behind when the engine is refitted",
+    "A refit does not update one of the norms.",
     "test_generation_uses_the_weights_of_now",
-    layout=TWO,
-)(_gathered(lambda worker, name, weight: _kept_from_the_start(worker, name, weight, "layers.0.input_layernorm")))
+    layout=DATA,
+)(_broken_weights(lambda worker, name, weight: _kept_from_the_start(worker, name, weight, "layers.0.input_layernorm")))
 
 
 @mutant(
     "reference_left_for_generation",
-    "the policy's weights come back only when they are next trained or scored",
+    "The policy's weights are restored only at the next training or scoring call.",
     "test_generation_after_the_reference_uses_the_policys_weights",
 )
 def reference_left_for_generation(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
-        waiting: Any = None
+        policy_weights: Any = None
         inside = False
 
         @contextmanager
@@ -123,27 +123,29 @@ def reference_left_for_generation(worker_class: Any) -> Any:
             self.restore(self._reference)
             self.inside = True
             yield
-            self.waiting, self.inside = current, False
+            self.policy_weights, self.inside = current, False
 
-        def _come_back(self) -> None:
-            if self.waiting is not None and not self.inside:
-                self.restore(self.waiting)
-                self.waiting = None
+        def _restore_policy(self) -> None:
+            if self.policy_weights is not None and not self.inside:
+                self.restore(self.policy_weights)
+                self.policy_weights = None
 
         def train(self, *args: Any, **kwargs: Any) -> Any:
-            self._come_back()
+            self._restore_policy()
             return super().train(*args, **kwargs)
 
         def get_logprobs(self, *args: Any, **kwargs: Any) -> Any:
-            self._come_back()
+            self._restore_policy()
             return super().get_logprobs(*args, **kwargs)
 
     return Broken
 
 
-@mutant("generating_rounds_weights", "the engine casts the live weights", "test_generating_changes_nothing")
+@mutant(
+    "generating_rounds_weights", "Generation rounds the live weights to bfloat16.", "test_generating_changes_nothing"
+)
 def generating_rounds_weights(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
         def generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -156,11 +158,11 @@ def generating_rounds_weights(worker_class: Any) -> Any:
 
 @mutant(
     "seeds_by_place",
-    "samples are drawn by the place of a row, not by its seed",
+    "Samples are drawn by row index instead of by seed.",
     "test_generation_is_the_same_however_rows_are_shared",
 )
 def seeds_by_place(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
         def generate(self, data: Any, greedy: bool = False) -> Any:
@@ -169,11 +171,9 @@ def seeds_by_place(worker_class: Any) -> Any:
     return Broken
 
 
-@mutant(
-    "saving_fails_in_silence", "a model that cannot be saved is a warning", "test_saving_where_it_cannot_is_an_error"
-)
+@mutant("saving_fails_in_silence", "A failed save raises no error.", "test_saving_where_it_cannot_is_an_error")
 def saving_fails_in_silence(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
         def save_pretrained(self, path: str) -> None:
@@ -185,9 +185,9 @@ def saving_fails_in_silence(worker_class: Any) -> Any:
     return Broken
 
 
-@mutant("greedy_samples", "greedy answers are drawn like others", "test_greedy_generation_takes_the_likeliest_tokens")
+@mutant("greedy_samples", "Greedy generation samples.", "test_greedy_generation_takes_the_likeliest_tokens")
 def greedy_samples(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
         def generate(self, data: Any, greedy: bool = False) -> Any:

@@ -1,4 +1,4 @@
-"""Bugs of reward models, against contracts 2, 3 and 8."""
+"""Reward models: violations of contracts 2, 3 and 8."""
 
 from __future__ import annotations
 
@@ -16,9 +16,15 @@ _GROUPED = "test_scores_do_not_hang_on_the_grouping"
 _PACKED = "test_scores_of_packed_rows_are_the_same"
 
 
-@mutant("score_of_the_padding", "the end of a row is where the batch ends", _SCORES, _GROUPED, _PACKED)
+@mutant(
+    "score_of_the_padding",
+    "Scores are read at the width of the batch instead of the end of each row.",
+    _SCORES,
+    _GROUPED,
+    _PACKED,
+)
 def score_of_the_padding(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
         def score(self, data: Any, micro_batch_size: int | None = None) -> Any:
@@ -28,9 +34,9 @@ def score_of_the_padding(worker_class: Any) -> Any:
     return Broken
 
 
-@mutant("score_before_the_end", "the score is read one token early, as log-probabilities are", _SCORES, _GROUPED)
+@mutant("score_before_the_end", "Scores are read one token early, as log-probabilities are.", _SCORES, _GROUPED)
 def score_before_the_end(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
         def score(self, data: Any, micro_batch_size: int | None = None) -> Any:
@@ -40,9 +46,9 @@ def score_before_the_end(worker_class: Any) -> Any:
     return Broken
 
 
-@mutant("scores_in_bfloat16", "scores come back rounded", _SCORES, _PACKED)
+@mutant("scores_in_bfloat16", "Scores are rounded to bfloat16.", _SCORES, _PACKED)
 def scores_in_bfloat16(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
         def score(self, data: Any, micro_batch_size: int | None = None) -> Any:
@@ -52,9 +58,11 @@ def scores_in_bfloat16(worker_class: Any) -> Any:
     return Broken
 
 
-@mutant("scores_made_up", "a language model answers with its likeliest logit", "test_a_head_does_what_it_is_for_only")
+@mutant(
+    "scores_made_up", "A language model returns its highest logit as a score.", "test_a_head_does_what_it_is_for_only"
+)
 def scores_made_up(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
         def score(self, data: Any, micro_batch_size: int | None = None) -> Any:
@@ -62,7 +70,7 @@ def scores_made_up(worker_class: Any) -> Any:
                 return super().score(data, micro_batch_size)
             except NotSupported:
                 request = HeadRequest(frozenset({"topk"}), 1.0, 1)
-                found = self._looked_at(data, request, micro_batch_size, "last")
+                found = self._score_rows(data, request, micro_batch_size, "last")
                 return BatchedDataDict({"scores": found["topk_logits"].sum((1, 2))})
 
     return Broken

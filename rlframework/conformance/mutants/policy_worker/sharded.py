@@ -1,4 +1,4 @@
-"""Bugs against contract 5 in checkpoints of pieces, and in those of other layouts."""
+"""Violations of contract 5 in sharded checkpoints, and in checkpoints of other layouts."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from rlframework.conformance.layouts import Layout
 from rlframework.conformance.mutants.mutant import mutant
 from rlframework.errors import UserError
 
-GOES_ON = "test_training_goes_on_to_the_bit_from_pieces"
+RESUMES = "test_training_goes_on_to_the_bit_from_pieces"
 SAME = "test_both_forms_hold_the_same_numbers"
 BESIDE = "test_saving_beside_training_is_saving_before_it"
 
 
-def _state(change: Callable[[Any], Any]) -> Any:
-    """A worker that tells what `change` makes of its pieces."""
+def _broken_sharded_state(change: Callable[[Any], Any]) -> Any:
+    """Break `sharded_state`: it returns `change(state)`."""
 
     def break_it(worker_class: Any) -> Any:
         class Broken(worker_class):  # type: ignore[misc]
@@ -33,37 +33,42 @@ def _state(change: Callable[[Any], Any]) -> Any:
 
 def _without_second_moments(state: Any) -> Any:
     moments = [
-        replace(piece, local=torch.zeros_like(piece.local)) if piece.name.startswith("exp_avg_sq.") else piece
-        for piece in state.moments
+        replace(shard, local=torch.zeros_like(shard.local)) if shard.name.startswith("exp_avg_sq.") else shard
+        for shard in state.moments
     ]
     return replace(state, moments=moments)
 
 
-def _elsewhere(state: Any) -> Any:
-    """Halves in the place of each other: pieces fill the whole as before."""
+def _with_exchanged_offsets(state: Any) -> Any:
+    """Exchange the offsets of the two halves of each weight, so the shards still cover it."""
 
-    def moved(piece: Any) -> Any:
-        if not piece.shape or 2 * piece.local.shape[0] != piece.shape[0]:
-            return piece
-        return replace(piece, offset=(0 if piece.offset[0] else piece.local.shape[0], *piece.offset[1:]))
+    def moved(shard: Any) -> Any:
+        if not shard.shape or 2 * shard.local.shape[0] != shard.shape[0]:
+            return shard
+        return replace(shard, offset=(0 if shard.offset[0] else shard.local.shape[0], *shard.offset[1:]))
 
-    return replace(state, weights=[moved(piece) for piece in state.weights])
+    return replace(state, weights=[moved(shard) for shard in state.weights])
 
 
-pieces_without_second_moments = mutant(
-    "pieces_without_second_moments", "the pieces of the second moments are zeros", GOES_ON, SAME
-)(_state(_without_second_moments))
-pieces_without_steps = mutant("pieces_without_steps", "pieces come with 0 steps of the optimizer", GOES_ON, SAME)(
-    _state(lambda state: replace(state, steps=dict.fromkeys(state.steps, 0)))
+shards_without_second_moments = mutant(
+    "pieces_without_second_moments", "The shards of the second moments are saved as zeros.", RESUMES, SAME
+)(_broken_sharded_state(_without_second_moments))
+shards_without_steps = mutant(
+    "pieces_without_steps", "The shards are saved with an optimizer step count of 0.", RESUMES, SAME
+)(_broken_sharded_state(lambda state: replace(state, steps=dict.fromkeys(state.steps, 0))))
+shards_elsewhere = mutant(
+    "pieces_elsewhere", "The shards are saved with each other's offsets.", SAME, layout=Layout(data=2)
+)(_broken_sharded_state(_with_exchanged_offsets))
+
+
+@mutant(
+    "asynchronous_is_later",
+    "An asynchronous save writes the state at the time it finishes, not at the call.",
+    RESUMES,
+    BESIDE,
 )
-pieces_elsewhere = mutant("pieces_elsewhere", "pieces are told in each other's places", SAME, layout=Layout(data=2))(
-    _state(_elsewhere)
-)
-
-
-@mutant("asynchronous_is_later", "an asynchronous save writes what is there when it is finished", GOES_ON, BESIDE)
 def asynchronous_is_later(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
         later: tuple[str, ...] = ()
@@ -85,11 +90,11 @@ def asynchronous_is_later(worker_class: Any) -> Any:
 
 @mutant(
     "moments_of_one_layout",
-    "the optimizer is left behind when the number of workers is another",
+    "Resuming with another number of workers drops the optimizer state.",
     "test_checkpoints_go_on_under_other_layouts",
 )
 def moments_of_one_layout(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
         def load_checkpoint(self, weights_path: str, optimizer_path: str | None = None) -> None:
@@ -104,9 +109,9 @@ def moments_of_one_layout(worker_class: Any) -> Any:
     return Broken
 
 
-@mutant("without_checksums", "no checksum is looked at", "test_damaged_pieces_are_refused")
+@mutant("without_checksums", "The checksums of a checkpoint are not verified.", "test_damaged_pieces_are_refused")
 def without_checksums(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
         def _check(self, *folders: str | None) -> None:
@@ -115,9 +120,11 @@ def without_checksums(worker_class: Any) -> Any:
     return Broken
 
 
-@mutant("failed_save_is_silent", "a save that fails is left out", "test_a_save_that_cannot_be_written_is_told")
+@mutant(
+    "failed_save_is_silent", "A failed checkpoint save raises no error.", "test_a_save_that_cannot_be_written_is_told"
+)
 def failed_save_is_silent(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
         def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""Bugs against contract 4: looking that leaves a trace."""
+"""Violations of contract 4: read-only operations that change state."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from rlframework.conformance.mutants.policy_worker.engine_access import change_w
 
 
 @mutant(
-    "evaluation_steps", "an evaluation takes an optimizer step", "test_evaluating_gives_the_loss_and_changes_nothing"
+    "evaluation_steps", "An evaluation takes an optimizer step.", "test_evaluating_gives_the_loss_and_changes_nothing"
 )
 def evaluation_steps(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
         def train(self, data: Any, loss_fn: Any, eval_mode: bool = False, gbs: Any = None, mbs: Any = None) -> Any:
@@ -27,11 +27,11 @@ def evaluation_steps(worker_class: Any) -> Any:
 
 @mutant(
     "evaluation_moves_the_schedule",
-    "an evaluation counts as a call of the schedule",
+    "An evaluation advances the learning-rate schedule.",
     "test_evaluating_gives_the_loss_and_changes_nothing",
 )
 def evaluation_moves_the_schedule(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
         def train(self, data: Any, loss_fn: Any, eval_mode: bool = False, gbs: Any = None, mbs: Any = None) -> Any:
@@ -44,12 +44,12 @@ def evaluation_moves_the_schedule(worker_class: Any) -> Any:
 
 @mutant(
     "scoring_rounds_weights",
-    "weights that were moved for scoring come back through bfloat16",
+    "Scoring rounds the weights to bfloat16.",
     "test_scoring_changes_nothing",
     "test_scoring_is_with_the_weights_of_now",
 )
 def scoring_rounds_weights(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
         def get_logprobs(self, *args: Any, **kwargs: Any) -> Any:
@@ -62,11 +62,11 @@ def scoring_rounds_weights(worker_class: Any) -> Any:
 
 @mutant(
     "scores_from_a_cache",
-    "the same batch gets the scores that it got before the step",
+    "Scoring returns cached log-probabilities from before the last step.",
     "test_scoring_is_with_the_weights_of_now",
 )
 def scores_from_a_cache(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
         def get_logprobs(self, *args: Any, **kwargs: Any) -> Any:
@@ -77,9 +77,9 @@ def scores_from_a_cache(worker_class: Any) -> Any:
     return Broken
 
 
-@mutant("data_changed_in_place", "masks of the caller's batch are cleared while training", "test_data_is_not_changed")
+@mutant("data_changed_in_place", "Training clears the masks of the caller's batch.", "test_data_is_not_changed")
 def data_changed_in_place(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
         def train(self, data: Any, *args: Any, **kwargs: Any) -> Any:
@@ -92,11 +92,11 @@ def data_changed_in_place(worker_class: Any) -> Any:
 
 @mutant(
     "reference_follows",
-    "the reference is taken anew at each step",
+    "The reference model is updated at each step.",
     "test_the_reference_is_the_model_of_the_start",
 )
 def reference_follows(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
         def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -109,11 +109,11 @@ def reference_follows(worker_class: Any) -> Any:
 
 @mutant(
     "reference_stays_after_an_exception",
-    "an exception inside use_reference_model leaves the reference weights in place",
+    "An exception inside `use_reference_model` leaves the reference weights in place.",
     "test_the_reference_gives_way_after_an_exception",
 )
 def reference_stays_after_an_exception(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
         @contextmanager
@@ -128,11 +128,11 @@ def reference_stays_after_an_exception(worker_class: Any) -> Any:
 
 @mutant(
     "swap_forgets_moments",
-    "putting the reference in throws the optimizer's moments away",
+    "Switching to the reference model discards the optimizer's moments.",
     "test_training_goes_on_after_the_reference",
 )
 def swap_forgets_moments(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
         @contextmanager
@@ -144,9 +144,9 @@ def swap_forgets_moments(worker_class: Any) -> Any:
     return Broken
 
 
-@mutant("reseeds", "the engine seeds the process's random state", "test_random_state_of_the_caller_is_left_alone")
+@mutant("reseeds", "The engine seeds the process-wide random state.", "test_random_state_of_the_caller_is_left_alone")
 def reseeds(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
         def build(self, *, init_optimizer: bool) -> None:
@@ -156,9 +156,13 @@ def reseeds(worker_class: Any) -> Any:
     return Broken
 
 
-@mutant("preparing_rounds_weights", "moving to the device and back casts weights", "test_preparing_changes_nothing")
+@mutant(
+    "preparing_rounds_weights",
+    "`prepare_for_training` rounds the weights to bfloat16.",
+    "test_preparing_changes_nothing",
+)
 def preparing_rounds_weights(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
         def prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
@@ -171,25 +175,25 @@ def preparing_rounds_weights(worker_class: Any) -> Any:
 
 @mutant(
     "reference_at_temperature_one",
-    "the reference is scored at temperature 1, the policy at that of sampling",
+    "The reference is scored at temperature 1, the policy at the sampling temperature.",
     "test_the_reference_is_scored_like_the_policy",
 )
 def reference_at_temperature_one(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
-        cold = False
+        in_reference = False
 
         @contextmanager
         def use_reference_model(self) -> Any:
             with super().use_reference_model():
-                self.cold = True
+                self.in_reference = True
                 try:
                     yield
                 finally:
-                    self.cold = False
+                    self.in_reference = False
 
         def _temperature(self) -> Any:
-            return 1.0 if self.cold else super()._temperature()
+            return 1.0 if self.in_reference else super()._temperature()
 
     return Broken

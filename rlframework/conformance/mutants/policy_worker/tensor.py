@@ -1,4 +1,4 @@
-"""Bugs of tensor and sequence parallelism, against contracts 2 and 3: each rank has a part of the weights."""
+"""Tensor and sequence parallelism, where each rank has a shard of the weights: violations of contracts 2 and 3."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from rlframework.conformance.mutants.policy_worker import training
 from rlframework.conformance.mutants.policy_worker.engine_access import head_of, module_of
 from rlframework.policy.head import vocab_parallel
 
-HALVES = Layout(tensor=2)
-ALONG = Layout(tensor=2, sequence=True)
+TENSOR = Layout(tensor=2)
+SEQUENCE = Layout(tensor=2, sequence=True)
 
 
-def _copied_gradients(worker: Any) -> Iterator[tuple[str, Tensor]]:
-    """The gradients, by name, of weights that every rank has whole."""
+def _replicated_gradients(worker: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the gradients, by name, of weights that are replicated on every rank."""
     shapes = {name: spec.shape for name, spec in worker.weight_specs().items()}
     for name, parameter in module_of(worker).named_parameters():
         if (gradient := parameter.grad) is not None:
-            part: Tensor = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-            if part.numel() == math.prod(shapes[name]):
-                yield name, part
+            local: Tensor = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+            if local.numel() == math.prod(shapes[name]):
+                yield name, local
 
 
 def _with_gradients(change: Any) -> Any:
-    """A worker that calls `change(worker)` before each step, its gradients there."""
+    """Call `change(worker)` before each step, when the gradients exist."""
 
     def break_it(worker_class: Any) -> Any:
         class Broken(worker_class):  # type: ignore[misc]
@@ -46,7 +46,7 @@ def _with_gradients(change: Any) -> Any:
 
 
 def _with_head(change: Any) -> Any:
-    """A worker that calls `change(head)` with its head patch once it is built."""
+    """Call `change(head)` with the head patch after `build`."""
 
     def break_it(worker_class: Any) -> Any:
         class Broken(worker_class):  # type: ignore[misc]
@@ -60,58 +60,58 @@ def _with_head(change: Any) -> Any:
 
 
 def _pad_the_vocabulary(head: Any) -> None:
-    """The last rank has a row of zeros below its own, as where a vocabulary is filled up to divide by the ranks."""
-    shard, ordinary = head._shard, head._values
+    """Append a row of zeros on the last rank, as when a vocabulary is padded to a multiple of the ranks."""
+    shard, sound_values = head._shard, head._values
     if dist.get_rank(shard.group) < dist.get_world_size(shard.group) - 1:
         return
     head._shard = replace(shard, rows=shard.rows + 1)
 
     def values(request: Any, rows: Tensor, weight: Tensor, *others: Any) -> Any:
-        return ordinary(request, rows, torch.cat((weight, weight.new_zeros(1, weight.shape[1]))), *others)
+        return sound_values(request, rows, torch.cat((weight, weight.new_zeros(1, weight.shape[1]))), *others)
 
     head._values = values
 
 
 padded_vocabulary_in_the_softmax = mutant(
     "padded_vocabulary_in_the_softmax",
-    "rows that fill the vocabulary up to divide by the ranks have a share of the probability",
+    "Rows that pad the vocabulary to a multiple of the ranks take part in the softmax.",
     "test_logprobs_are_those_of_the_oracle",
     "test_first_step_is_that_of_the_oracle",
     "test_losses_may_ask_for_entropy",
-    layout=HALVES,
+    layout=TENSOR,
 )(_with_head(_pad_the_vocabulary))
 
 
-def _forget_the_others(head: Any) -> None:
+def _skip_all_reduce(head: Any) -> None:
     vocab_parallel._summed = lambda hidden, shard: hidden
 
 
 head_gradient_of_own_rows = mutant(
     "head_gradient_of_own_rows",
-    "hidden states get the gradient from this rank's rows of the head alone",
+    "Hidden states get the gradient of this rank's rows of the head only.",
     "test_first_step_is_that_of_the_oracle",
     "test_losses_may_ask_for_logits",
-    layout=HALVES,
-)(_with_head(_forget_the_others))
+    layout=TENSOR,
+)(_with_head(_skip_all_reduce))
 
 
 @mutant(
     "copied_weights_counted_twice",
-    "the gradient norm counts weights that every rank has whole once for each rank",
+    "The gradient norm counts replicated weights once per rank.",
     "test_first_step_is_that_of_the_oracle",
     "test_clipping_is_of_the_whole_gradient",
-    layout=HALVES,
+    layout=TENSOR,
 )
 def copied_weights_counted_twice(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
         def clip_and_step(self, max_grad_norm: Any, lr: float) -> Any:
-            extra = sum(float(gradient.square().sum()) for _, gradient in _copied_gradients(self))
+            extra = sum(float(gradient.square().sum()) for _, gradient in _replicated_gradients(self))
             own = sum(_square(parameter.grad) for parameter in module_of(self).parameters())
-            cut = torch.tensor(own - extra)
-            dist.all_reduce(cut)
-            right, wrong = math.sqrt(cut.item() + extra), math.sqrt(cut.item() + 2 * extra)
+            sharded = torch.tensor(own - extra)
+            dist.all_reduce(sharded)
+            right, wrong = math.sqrt(sharded.item() + extra), math.sqrt(sharded.item() + 2 * extra)
             limit = None if max_grad_norm is None or not right else max_grad_norm * right / wrong
             norm, skipped = super().clip_and_step(limit, lr)
             return norm * wrong / right if right else norm, skipped
@@ -127,12 +127,12 @@ def _square(gradient: Any) -> float:
 
 @mutant(
     "norm_of_own_part",
-    "each rank clips by the norm of its part of the weights",
+    "Each rank clips by the norm of its own shard of the weights.",
     "test_clipping_is_of_the_whole_gradient",
-    layout=HALVES,
+    layout=TENSOR,
 )
 def norm_of_own_part(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
         def clip_and_step(self, max_grad_norm: Any, lr: float) -> Any:
@@ -146,70 +146,72 @@ def norm_of_own_part(worker_class: Any) -> Any:
     return Broken
 
 
-def _average_norms(worker: Any) -> None:
-    for _, gradient in _copied_gradients(worker):
+def _halve_replicated(worker: Any) -> None:
+    for _, gradient in _replicated_gradients(worker):
         gradient.mul_(0.5)
 
 
 norms_averaged_along_the_sequence = mutant(
     "norms_averaged_along_the_sequence",
-    "the gradient of a norm is the mean over the parts of the sequence",
+    "The gradient of a norm is averaged over the shards of the sequence, not summed.",
     "test_first_step_is_that_of_the_oracle",
     "test_twenty_steps_end_at_the_oracles_weights",
-    layout=ALONG,
-)(_with_gradients(_average_norms))
+    layout=SEQUENCE,
+)(_with_gradients(_halve_replicated))
 
 
-def _one_rank_of_norms(worker: Any) -> None:
-    for name, gradient in _copied_gradients(worker):
+def _halve_head_norms(worker: Any) -> None:
+    for name, gradient in _replicated_gradients(worker):
         if "q_norm" in name or "k_norm" in name:
             gradient.mul_(0.5)
 
 
 norms_of_own_heads = mutant(
     "norms_of_own_heads",
-    "the gradient of a norm that all heads share is that of a rank's own heads",
+    "The gradient of a norm shared by all attention heads covers only one rank's heads.",
     "test_norms_that_heads_share_are_learnt_from_all",
-    layout=HALVES,
-)(_with_gradients(_one_rank_of_norms))
+    layout=TENSOR,
+)(_with_gradients(_halve_head_norms))
 
 tied_head_untied_when_split = mutant(
     "tied_head_untied_when_split",
-    "splitting the head makes a weight of its own of a tied one",
+    "Sharding the head unties it from the embedding.",
     "test_saved_names_shapes_and_dtypes_are_those_of_the_model",
-    layout=HALVES,
+    layout=TENSOR,
 )(training.tied_head_untied.break_it)
 
 
 @mutant(
     "tied_head_learns_nothing",
-    "the rows of a tied head get no gradient from the head, only from the embedding",
+    "A tied weight gets a gradient from the embedding but not from the head.",
     "test_a_tied_head_stays_tied",
-    layout=HALVES,
+    layout=TENSOR,
 )
 def tied_head_learns_nothing(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
         def build(self, *, init_optimizer: bool) -> None:
             super().build(init_optimizer=init_optimizer)
             head = head_of(self)
-            ordinary = head._values
+            sound_values = head._values
             if "lm_head.weight" not in self.weight_specs():
-                head._values = lambda request, rows, weight, *others: ordinary(request, rows, weight.detach(), *others)
+                head._values = lambda request, rows, weight, *others: sound_values(
+                    request, rows, weight.detach(), *others
+                )
 
     return Broken
 
 
 @mutant(
     "part_saved_as_whole",
-    "the saved weights of a split matrix repeat one rank's part",
+    "A sharded matrix is saved as repeated copies of one rank's shard.",
     "test_a_saved_model_is_the_trained_one",
     "test_saved_names_shapes_and_dtypes_are_those_of_the_model",
-    layout=HALVES,
+    layout=TENSOR,
 )
 def part_saved_as_whole(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
         def gather_weights(self, names: Any) -> Iterator[tuple[str, Tensor]]:

@@ -1,4 +1,4 @@
-"""Bugs against contract 3: training that is not what a plain AdamW program does."""
+"""Violations of contract 3: training that differs from a plain AdamW loop."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rlframework.conformance.mutants.policy_worker.engine_access import (
 
 
 def _before_the_step(change: Any) -> Any:
-    """A worker that calls `change(worker, max_grad_norm)` with its gradients there; it may give another limit."""
+    """Call `change(worker, max_grad_norm)` before each step; it may modify gradients and returns the clipping limit."""
 
     def break_it(worker_class: Any) -> Any:
         class Broken(worker_class):  # type: ignore[misc]
@@ -40,7 +40,7 @@ def _norm(worker: Any) -> float:
     return math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients_of(worker)))
 
 
-def _learning_rate(factor: float) -> Any:
+def _scaled_learning_rate(factor: float) -> Any:
     def break_it(worker_class: Any) -> Any:
         class Broken(worker_class):  # type: ignore[misc]
             def clip_and_step(self, max_grad_norm: Any, lr: float) -> Any:
@@ -53,28 +53,28 @@ def _learning_rate(factor: float) -> Any:
 
 update_too_small = mutant(
     "update_too_small",
-    "each update is 2% too small",
+    "Each update is 2% too small.",
     "test_twenty_steps_end_at_the_oracles_weights",
     "test_updates_go_against_the_gradient_at_the_learning_rate",
-)(_learning_rate(0.98))
+)(_scaled_learning_rate(0.98))
 
 
-def _turn(worker: Any, limit: Any) -> Any:
+def _negate_gradients(worker: Any, limit: Any) -> Any:
     _scale_gradients(worker, -1.0)
     return limit
 
 
 update_sign = mutant(
     "update_sign",
-    "updates go with the gradient",
+    "Updates follow the gradient instead of opposing it.",
     "test_updates_go_against_the_gradient_at_the_learning_rate",
     "test_twenty_steps_end_at_the_oracles_weights",
     "test_first_step_is_that_of_the_oracle",
-)(_before_the_step(_turn))
+)(_before_the_step(_negate_gradients))
 
-clipping_left_out = mutant(
+clipping_omitted = mutant(
     "clipping_left_out",
-    "the gradient is never clipped",
+    "The gradient is never clipped.",
     "test_clipping_is_of_the_whole_gradient",
 )(_before_the_step(lambda worker, limit: None))
 
@@ -87,13 +87,13 @@ def _clip_shards(worker: Any, limit: Any) -> Any:
 
 clip_per_rank = mutant(
     "clip_per_rank",
-    "each rank clips its shard of the gradient by that shard's norm",
+    "Each rank clips its shard of the gradient by the norm of that shard.",
     "test_clipping_is_of_the_whole_gradient",
     layout=Layout(data=2),
 )(_before_the_step(_clip_shards))
 
 
-def _always_to_the_limit(worker: Any, limit: Any) -> Any:
+def _rescale_to_the_limit(worker: Any, limit: Any) -> Any:
     if limit is not None and (norm := _norm(worker)):
         _scale_gradients(worker, limit / norm)
     return limit
@@ -101,19 +101,19 @@ def _always_to_the_limit(worker: Any, limit: Any) -> Any:
 
 gradient_scaled_up = mutant(
     "gradient_scaled_up",
-    "gradients are brought to the limit, small ones too",
+    "Gradients are rescaled to the clipping limit even when they are smaller.",
     "test_a_gradient_within_the_limit_is_left_alone",
-)(_before_the_step(_always_to_the_limit))
+)(_before_the_step(_rescale_to_the_limit))
 
 
 @mutant(
     "norm_after_clipping",
-    "the norm that is told is the one after clipping",
+    "The reported gradient norm is the one after clipping.",
     "test_clipping_is_of_the_whole_gradient",
     "test_twenty_steps_end_at_the_oracles_weights",
 )
 def norm_after_clipping(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
         def clip_and_step(self, max_grad_norm: Any, lr: float) -> Any:
@@ -123,8 +123,8 @@ def norm_after_clipping(worker_class: Any) -> Any:
     return Broken
 
 
-def _optimizer(**settings: Any) -> Any:
-    """A worker whose optimizer has these settings in all its groups."""
+def _optimizer_settings(**settings: Any) -> Any:
+    """Override `settings` in all groups of the optimizer."""
 
     def break_it(worker_class: Any) -> Any:
         class Broken(worker_class):  # type: ignore[misc]
@@ -140,12 +140,12 @@ def _optimizer(**settings: Any) -> Any:
 
 @mutant(
     "decay_on_everything",
-    "weight decay is applied to norms and biases too",
+    "Weight decay is applied to norms and biases too.",
     "test_weight_decay_spares_parameters_of_one_dimension",
     "test_betas_and_epsilon_are_the_configured_ones",
 )
 def decay_on_everything(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
         def build(self, *, init_optimizer: bool) -> None:
@@ -158,25 +158,25 @@ def decay_on_everything(worker_class: Any) -> Any:
 
 default_betas = mutant(
     "default_betas",
-    "the engine's own betas are used, whatever the configuration says",
+    "The optimizer uses default betas and ignores the configured ones.",
     "test_betas_and_epsilon_are_the_configured_ones",
-)(_optimizer(betas=(0.9, 0.999)))
+)(_optimizer_settings(betas=(0.9, 0.999)))
 
 default_epsilon = mutant(
     "default_epsilon",
-    "the engine's own epsilon is used, whatever the configuration says",
+    "The optimizer uses the default epsilon and ignores the configured one.",
     "test_betas_and_epsilon_are_the_configured_ones",
     "test_first_step_is_that_of_the_oracle",
-)(_optimizer(eps=1e-8))
+)(_optimizer_settings(eps=1e-8))
 
 
 @mutant(
     "schedule_ignored",
-    "the learning rate is always that of the configuration",
+    "The learning rate is constant, regardless of the schedule.",
     "test_the_schedule_moves_once_a_call",
 )
 def schedule_ignored(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
         def clip_and_step(self, max_grad_norm: Any, lr: float) -> Any:
@@ -187,11 +187,11 @@ def schedule_ignored(worker_class: Any) -> Any:
 
 @mutant(
     "schedule_moves_each_step",
-    "the schedule moves with each optimizer step of a call",
+    "The schedule advances with each optimizer step instead of each call.",
     "test_the_schedule_moves_once_a_call",
 )
 def schedule_moves_each_step(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
         def _after_step(self, *args: Any) -> Any:
@@ -203,12 +203,12 @@ def schedule_moves_each_step(worker_class: Any) -> Any:
 
 @mutant(
     "tied_head_untied",
-    "a tied head becomes a weight of its own when the model is split",
+    "A tied head becomes a parameter of its own when the model is sharded.",
     "test_a_tied_head_stays_tied",
     "test_saved_names_shapes_and_dtypes_are_those_of_the_model",
 )
 def tied_head_untied(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
         def build(self, *, init_optimizer: bool) -> None:
@@ -221,7 +221,7 @@ def tied_head_untied(worker_class: Any) -> Any:
     return Broken
 
 
-def _no_nan(worker: Any, limit: Any) -> Any:
+def _replace_nan_by_0(worker: Any, limit: Any) -> Any:
     for gradient in gradients_of(worker):
         gradient.nan_to_num_(0.0)
     return limit
@@ -229,19 +229,19 @@ def _no_nan(worker: Any, limit: Any) -> Any:
 
 not_finite_steps = mutant(
     "not_finite_steps",
-    "a gradient that is not finite becomes 0, and the step follows old momentum",
+    "A non-finite gradient is set to 0, and the step follows the old momentum.",
     "test_a_gradient_that_is_not_finite_is_skipped",
     "test_too_many_gradients_that_are_not_finite_end_the_run",
-)(_before_the_step(_no_nan))
+)(_before_the_step(_replace_nan_by_0))
 
 
 @mutant(
     "skips_for_ever",
-    "steps whose gradient is not finite are skipped without an end",
+    "Steps with non-finite gradients are skipped without limit.",
     "test_too_many_gradients_that_are_not_finite_end_the_run",
 )
 def skips_for_ever(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
         def _after_step(self, norm: Any, skipped: bool) -> None:
@@ -252,11 +252,11 @@ def skips_for_ever(worker_class: Any) -> Any:
 
 @mutant(
     "steps_on_nothing",
-    "a batch without a valid token takes an optimizer step with a gradient of 0",
+    "A batch without valid tokens takes an optimizer step with a zero gradient.",
     "test_a_batch_without_a_valid_token_takes_no_step",
 )
 def steps_on_nothing(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
         def _global_batch(self, data: Any, *args: Any, **kwargs: Any) -> Any:
@@ -270,8 +270,8 @@ def steps_on_nothing(worker_class: Any) -> Any:
     return Broken
 
 
-def _head_values(name: str, change: Any) -> Any:
-    """A worker whose head gives `change(value)` for `name`."""
+def _broken_head_value(name: str, change: Any) -> Any:
+    """Break the value `name` of the head's output: it becomes `change(value)`."""
 
     def break_it(worker_class: Any) -> Any:
         class Broken(worker_class):  # type: ignore[misc]
@@ -290,16 +290,16 @@ def _head_values(name: str, change: Any) -> Any:
 
 logits_of_the_wrong_token = mutant(
     "logits_of_the_wrong_token",
-    "logits are those one token later",
+    "The logits passed to the loss are shifted by one token.",
     "test_losses_may_ask_for_logits",
-)(_head_values("logits", lambda logits: logits.roll(1, dims=0)))
+)(_broken_head_value("logits", lambda logits: logits.roll(1, dims=0)))
 
-entropy_in_bits = mutant("entropy_in_bits", "entropy is told in bits", "test_losses_may_ask_for_entropy")(
-    _head_values("entropy", lambda entropy: entropy / math.log(2))
-)
+entropy_in_bits = mutant(
+    "entropy_in_bits", "The entropy passed to the loss is in bits instead of nats.", "test_losses_may_ask_for_entropy"
+)(_broken_head_value("entropy", lambda entropy: entropy / math.log(2)))
 
 
-def _lose_one(worker: Any, limit: Any) -> Any:
+def _zero_first_gradient(worker: Any, limit: Any) -> Any:
     if worker.config.activation_checkpointing:
         next(gradients_of(worker)).zero_()
     return limit
@@ -307,18 +307,18 @@ def _lose_one(worker: Any, limit: Any) -> Any:
 
 checkpointing_loses_a_gradient = mutant(
     "checkpointing_loses_a_gradient",
-    "with activation checkpointing the first weight gets no gradient",
+    "With activation checkpointing, the first weight gets no gradient.",
     "test_activation_checkpointing_changes_nothing",
-)(_before_the_step(_lose_one))
+)(_before_the_step(_zero_first_gradient))
 
 
 @mutant(
     "weights_in_bfloat16",
-    "weights are kept in the precision of the forward, and small updates are lost",
+    "Weights are kept in bfloat16, so small updates are lost.",
     "test_small_updates_are_not_lost_in_bfloat16",
 )
 def weights_in_bfloat16(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
         def clip_and_step(self, max_grad_norm: Any, lr: float) -> Any:
@@ -332,11 +332,11 @@ def weights_in_bfloat16(worker_class: Any) -> Any:
 
 @mutant(
     "learns_the_padding_token",
-    "the embedding of the padding token is learnt where a row holds it",
+    "The embedding of the padding token is trained where a row contains it.",
     "test_a_padding_token_inside_a_row_is_learnt_as_in_the_model",
 )
 def learns_the_padding_token(worker_class: Any) -> Any:
-    """See its `bug`."""
+    """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
         def build(self, *, init_optimizer: bool) -> None:

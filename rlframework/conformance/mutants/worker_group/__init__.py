@@ -1,6 +1,6 @@
-"""Broken worker groups: each changes one thing of a sound one, so they work on any class that can have two workers.
+"""Broken worker groups: each changes one method of a sound class, which must support two workers.
 
-None leaves a process: what it does not end, the bench of the suite ends.
+They leak no processes: the harness of the suite ends those that a mutant leaves running.
 """
 
 from __future__ import annotations

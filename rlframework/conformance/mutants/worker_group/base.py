@@ -1,4 +1,4 @@
-"""What breaks worker groups with one line: a sound class with another method, or with changed keywords of a call."""
+"""Helpers that break a worker group in one line, by replacing a method or changing the keywords of a call."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ TWO = Layout(data=2)
 
 
 def with_methods(part: type, **methods: Any) -> type:
-    """`part` with other methods."""
+    """Return a subclass of `part` with `methods` replaced."""
     return type(part)(f"Broken{part.__name__}", (part,), methods)
 
 
 def starting(change: Callable[..., tuple[Any, Any]]) -> Break:
-    """It is started with what `change(spec, config)` gives."""
+    """Break the start: the group is created from `change(spec, config)`."""
 
     def break_it(part: Any) -> type:
         def init(self: Any, spec: Any, config: Any, **given: Any) -> None:
@@ -29,10 +29,10 @@ def starting(change: Callable[..., tuple[Any, Any]]) -> Break:
 
 
 def values(change: Callable[[Any], Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Keywords whose values are changed, one by one."""
+    """Return a function that applies `change` to the value of each keyword."""
     return lambda given: {name: change(value) for name, value in given.items()}
 
 
 def without(*names: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Keywords without those of `names`."""
+    """Return a function that drops the keywords in `names`."""
     return lambda given: {name: value for name, value in given.items() if name not in names}

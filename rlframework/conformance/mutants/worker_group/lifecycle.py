@@ -1,6 +1,6 @@
-"""Broken worker groups: how workers start, what they know of themselves, and how they end.
+"""Broken worker groups: start-up, the context of each worker, and shutdown.
 
-What goes wrong inside workers, such as a wrong rank, is done by starting a subclass of the suite's worker, from here.
+Bugs inside workers, such as a wrong rank, start a subclass of the suite's worker that this module defines.
 """
 
 from __future__ import annotations
@@ -17,44 +17,44 @@ from rlframework.errors import RLFrameworkError, WorkerError
 from rlframework.interfaces.worker_group import WorkerContext
 
 
-def probe(name: str) -> Break:
-    """A worker of this module is started where the suite's is asked for."""
+def launching(name: str) -> Break:
+    """Break the start: launch the worker class `name` of this module instead of the suite's `ProbeWorker`."""
     target = f"{__name__}:{name}"
     return starting(
         lambda spec, config: (replace(spec, target=target) if spec.target.endswith(":ProbeWorker") else spec, config)
     )
 
 
-def deadlines(config: Any) -> Any:
-    """A configuration with the deadlines that one has without any."""
+def default_deadlines(config: Any) -> Any:
+    """Return `config` with the default deadlines."""
     return config.model_copy(update={"deadlines": DeadlinesConfig()})
 
 
-def _misinformed(**changes: Any) -> type:
-    class Misinformed(ProbeWorker):
-        """It is told something wrong about itself."""
+def _with_context(**changes: Any) -> type:
+    class WrongContext(ProbeWorker):
+        """A worker with a wrong context."""
 
         def __init__(self, context: WorkerContext, **kwargs: Any) -> None:
             super().__init__(replace(context, **changes), **kwargs)
 
-    return Misinformed
+    return WrongContext
 
 
-AlwaysRank0 = _misinformed(rank=0)
-AloneInTheWorld = _misinformed(world_size=1)
-OnAnotherDevice = _misinformed(device="meta")
-NoPort = _misinformed(master_port=0)
+AlwaysRank0 = _with_context(rank=0)
+WorldSizeOne = _with_context(world_size=1)
+WrongDevice = _with_context(device="meta")
+NoPort = _with_context(master_port=0)
 
 
 class OwnAddress(ProbeWorker):
-    """Each thinks that it is the one that the others connect to."""
+    """Each worker gets a port of its own for the process group."""
 
     def __init__(self, context: WorkerContext, **kwargs: Any) -> None:
         super().__init__(replace(context, master_port=context.master_port + context.rank), **kwargs)
 
 
-class OneMemoryForAll(ProbeWorker):
-    """What the first writes into a large argument reaches the others through a file, as shared memory would do it."""
+class SharedMemory(ProbeWorker):
+    """Rank 0's write to a large argument reaches the other ranks, through a file, as with shared memory."""
 
     def spoil_in_turn(self, tensor: Any) -> float:
         """See `ProbeWorker`."""
@@ -66,8 +66,8 @@ class OneMemoryForAll(ProbeWorker):
         return total
 
 
-def one_process(part: Any) -> type:
-    """All answers come from the first worker's process."""
+def one_process_id(part: Any) -> type:
+    """All results report the process id of the first worker."""
 
     def get(self: Any, future: Any) -> list[Any]:
         results = part.get_all_worker_results(self, future)
@@ -79,29 +79,29 @@ def one_process(part: Any) -> type:
 
 
 def spare_workers(part: Any) -> type:
-    """Spare workers are started too, and forgotten when a call or the start fails, or the clean-up does."""
+    """Start spare workers too, and leave them running if the start, a call or the clean-up fails."""
 
     def init(self: Any, spec: Any, config: Any, **given: Any) -> None:
         sound = {name: value for name, value in spec.kwargs.items() if name == "folder"}
-        self.spare = part(replace(spec, kwargs=sound), deadlines(config), **given)
+        self.spare = part(replace(spec, kwargs=sound), default_deadlines(config), **given)
         part.__init__(self, spec, config, **given)
 
     def end(self: Any, cleanup_method: str | None = None, timeout: float | None = None) -> bool:
-        peaceful = bool(part.shutdown(self, cleanup_method, timeout))
-        if peaceful:
+        clean = bool(part.shutdown(self, cleanup_method, timeout))
+        if clean:
             self.spare.shutdown()
-        return peaceful
+        return clean
 
     return with_methods(part, __init__=init, shutdown=end)
 
 
 def left_running(part: Any) -> type:
-    """The first shutdown cleans up and leaves the processes to themselves."""
+    """The first shutdown cleans up but leaves the processes running."""
 
     def end(self: Any, cleanup_method: str | None = None, timeout: float | None = None) -> bool:
-        if getattr(self, "asked_before", False):
+        if getattr(self, "shut_down_once", False):
             return bool(part.shutdown(self, cleanup_method, timeout))
-        self.asked_before = True
+        self.shut_down_once = True
         if cleanup_method is not None:
             self.get_all_worker_results(self.run_all_workers_single_data(cleanup_method))
         return True
@@ -109,8 +109,8 @@ def left_running(part: Any) -> type:
     return with_methods(part, shutdown=end)
 
 
-def ending(change: Callable[..., Any]) -> Break:
-    """Shutting down gives what `change(end, cleanup_method, timeout)` gives, where `end` does it rightly."""
+def broken_shutdown(change: Callable[..., Any]) -> Break:
+    """Break `shutdown`: it returns `change(end, cleanup_method, timeout)`, where `end` is the sound one."""
 
     def break_it(part: Any) -> type:
         def end(self: Any, cleanup_method: str | None = None, timeout: float | None = None) -> Any:
@@ -121,20 +121,20 @@ def ending(change: Callable[..., Any]) -> Break:
     return break_it
 
 
-def twice(part: Any) -> type:
-    """A second shutdown is taken for a mistake."""
+def second_shutdown_raises(part: Any) -> type:
+    """A second shutdown raises."""
 
     def end(self: Any, cleanup_method: str | None = None, timeout: float | None = None) -> Any:
-        if getattr(self, "ended_before", False):
-            raise WorkerError("the group was shut down before")
-        self.ended_before = True
+        if getattr(self, "shut_down_once", False):
+            raise WorkerError("the group is already shut down")
+        self.shut_down_once = True
         return part.shutdown(self, cleanup_method, timeout)
 
     return with_methods(part, shutdown=end)
 
 
-def hopeful(part: Any) -> type:
-    """A start that fails is tried again without what failed."""
+def retried_start(part: Any) -> type:
+    """Repeat a failed start without the argument that made it fail."""
 
     def init(self: Any, spec: Any, config: Any, **given: Any) -> None:
         try:
@@ -146,8 +146,8 @@ def hopeful(part: Any) -> type:
     return with_methods(part, __init__=init)
 
 
-def start_is_a_worker_error(part: Any) -> type:
-    """What goes wrong at the start loses its class."""
+def start_as_worker_error(part: Any) -> type:
+    """Raise every error at the start as a WorkerError."""
 
     def init(self: Any, *args: Any, **given: Any) -> None:
         try:
@@ -158,8 +158,8 @@ def start_is_a_worker_error(part: Any) -> type:
     return with_methods(part, __init__=init)
 
 
-def always_true(end: Callable[..., Any], cleanup_method: str | None, timeout: float | None) -> bool:
-    """Ends the group and says that all is well."""
+def always_successful(end: Callable[..., Any], cleanup_method: str | None, timeout: float | None) -> bool:
+    """Shut down and report success."""
     end(cleanup_method, timeout)
     return True
 
@@ -167,82 +167,88 @@ def always_true(end: Callable[..., Any], cleanup_method: str | None, timeout: fl
 MUTANTS = (
     Mutant(
         "one_memory_for_all_workers",
-        "what one worker writes into a large argument, the others see",
+        "A worker's writes to a large argument are visible to the other workers.",
         ("test_workers_cannot_change_what_other_workers_got",),
-        probe("OneMemoryForAll"),
+        launching("SharedMemory"),
         TWO,
     ),
     Mutant(
         "deadlines_ignored",
-        "the deadlines of the configuration are not looked at",
+        "The configured deadlines are ignored.",
         ("test_a_rank_that_hangs_meets_the_deadline", "test_starting_has_a_deadline"),
-        starting(lambda spec, config: (spec, deadlines(config))),
+        starting(lambda spec, config: (spec, default_deadlines(config))),
         TWO,
     ),
     Mutant(
         "always_rank_0",
-        "each is told that it is rank 0",
+        "Every worker believes that it is rank 0.",
         ("test_every_worker_knows_who_it_is",),
-        probe("AlwaysRank0"),
+        launching("AlwaysRank0"),
         TWO,
     ),
     Mutant(
         "world_of_one",
-        "each thinks it is alone",
+        "Every worker believes that the world size is 1.",
         ("test_every_worker_knows_who_it_is",),
-        probe("AloneInTheWorld"),
+        launching("WorldSizeOne"),
         TWO,
     ),
     Mutant(
         "wrong_device",
-        "a worker is told another device",
+        "Workers are assigned the wrong device.",
         ("test_every_worker_knows_who_it_is",),
-        probe("OnAnotherDevice"),
+        launching("WrongDevice"),
     ),
     Mutant(
         "addresses_differ",
-        "each is told an address of its own for the process group",
+        "Each worker gets a different address for the process group.",
         ("test_every_worker_knows_who_it_is",),
-        probe("OwnAddress"),
+        launching("OwnAddress"),
         TWO,
     ),
     Mutant(
         "constructor_arguments_lost",
-        "workers are made without the arguments that were given",
+        "Workers are constructed without their arguments.",
         ("test_every_worker_knows_who_it_is",),
         starting(lambda spec, config: (replace(spec, kwargs=without("word")(dict(spec.kwargs))), config)),
     ),
-    Mutant("no_port", "nobody reserves a port", ("test_every_worker_has_a_process_of_its_own",), probe("NoPort"), TWO),
+    Mutant(
+        "no_port",
+        "No port is reserved for the process group.",
+        ("test_every_worker_has_a_process_of_its_own",),
+        launching("NoPort"),
+        TWO,
+    ),
     Mutant(
         "one_process_for_all",
-        "all workers live in one process",
+        "All workers run in one process.",
         ("test_every_worker_has_a_process_of_its_own",),
-        one_process,
+        one_process_id,
         TWO,
     ),
     Mutant(
         "failed_start_tried_again",
-        "a worker that cannot be made is made without what failed",
+        "A failed start is repeated without the argument that made it fail.",
         ("test_a_constructor_that_raises_fails_the_start",),
-        hopeful,
+        retried_start,
     ),
     Mutant(
         "start_errors_lose_their_class",
-        "a mistake of the user at the start is told as a failure of a worker",
+        "A user error at start-up is raised as a WorkerError.",
         ("test_a_class_that_is_not_there_fails_the_start", "test_other_plugins_there_than_here_are_refused"),
-        start_is_a_worker_error,
+        start_as_worker_error,
         TWO,
     ),
     Mutant(
         "plugins_not_compared",
-        "workers do not compare their plugins with the driver's",
+        "Workers do not compare their plugins with the driver's.",
         ("test_other_plugins_there_than_here_are_refused",),
         starting(lambda spec, config: (replace(spec, fingerprint=None), config)),
         TWO,
     ),
     Mutant(
         "left_after_a_failure",
-        "of the processes some are left when a call or a start fails",
+        "Processes are left running after a failed call or start.",
         (
             "test_one_failing_rank_fails_the_call_at_once",
             "test_a_constructor_that_raises_fails_the_start",
@@ -254,34 +260,34 @@ MUTANTS = (
     ),
     Mutant(
         "left_after_shutdown",
-        "shutting down cleans up and ends no process",
+        "Shutdown runs the clean-up but leaves the processes running.",
         ("test_shutdown_cleans_up_and_ends_every_worker",),
         left_running,
     ),
     Mutant(
         "no_clean_up",
-        "shutting down does not call the clean-up",
+        "Shutdown does not call the clean-up method.",
         ("test_shutdown_cleans_up_and_ends_every_worker", "test_shutdown_says_that_a_clean_up_failed"),
-        ending(lambda end, cleanup_method, timeout: end(None, timeout)),
+        broken_shutdown(lambda end, cleanup_method, timeout: end(None, timeout)),
     ),
     Mutant(
         "second_shutdown_raises",
-        "shutting down twice is an error",
+        "A second shutdown raises an error.",
         ("test_shutdown_cleans_up_and_ends_every_worker",),
-        twice,
+        second_shutdown_raises,
     ),
     Mutant(
         "always_in_peace",
-        "shutting down always says that all ended in peace",
+        "Shutdown always reports success.",
         ("test_shutdown_says_that_a_clean_up_failed", "test_shutdown_does_not_wait_for_ever"),
-        ending(always_true),
+        broken_shutdown(always_successful),
         TWO,
     ),
     Mutant(
         "shutdown_waits",
-        "the timeout of shutdown is not looked at",
+        "Shutdown ignores its timeout.",
         ("test_shutdown_does_not_wait_for_ever",),
-        ending(lambda end, cleanup_method, timeout: end(cleanup_method, 60.0)),
+        broken_shutdown(lambda end, cleanup_method, timeout: end(cleanup_method, 60.0)),
         TWO,
     ),
 )

@@ -1,4 +1,4 @@
-"""Broken worker groups: what comes back, and how failures are told."""
+"""Broken worker groups: wrong results, and wrong reports of failures."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from rlframework.conformance.mutants.worker_group.base import TWO, Break, with_m
 from rlframework.errors import DeadlineExceeded, RLFrameworkError, WorkerError, WorkerLost
 
 
-def awaiting(change: Callable[[Any, Callable[[], list[Any]]], list[Any]]) -> Break:
-    """Results are what `change(group, wait)` gives, where `wait()` gives the right ones."""
+def broken_results(change: Callable[[Any, Callable[[], list[Any]]], list[Any]]) -> Break:
+    """Break `get_all_worker_results`: it returns `change(group, wait)`, where `wait()` returns the correct results."""
 
     def break_it(part: Any) -> type:
         def get(self: Any, future: Any) -> list[Any]:
@@ -22,16 +22,16 @@ def awaiting(change: Callable[[Any, Callable[[], list[Any]]], list[Any]]) -> Bre
     return break_it
 
 
-def swallowed(group: Any, wait: Callable[[], list[Any]]) -> list[Any]:
-    """None for the results of a call that failed."""
+def failures_as_none(group: Any, wait: Callable[[], list[Any]]) -> list[Any]:
+    """Return None for each result of a failed call."""
     try:
         return wait()
-    except Exception:  # noqa: BLE001 - this is the bug
+    except Exception:  # noqa: BLE001 - the bug
         return [None] * group.sharding.size
 
 
 def first_line_only(group: Any, wait: Callable[[], list[Any]]) -> list[Any]:
-    """A failure without the rest of its message."""
+    """Keep only the first line of the error message, without the traceback."""
     try:
         return wait()
     except WorkerError as error:
@@ -39,8 +39,8 @@ def first_line_only(group: Any, wait: Callable[[], list[Any]]) -> list[Any]:
     raise WorkerError(message)
 
 
-def all_worker_errors(group: Any, wait: Callable[[], list[Any]]) -> list[Any]:
-    """Errors without their class."""
+def all_as_worker_errors(group: Any, wait: Callable[[], list[Any]]) -> list[Any]:
+    """Raise every error as a WorkerError."""
     try:
         return wait()
     except RLFrameworkError as error:
@@ -48,15 +48,15 @@ def all_worker_errors(group: Any, wait: Callable[[], list[Any]]) -> list[Any]:
 
 
 def wrong_rank(group: Any, wait: Callable[[], list[Any]]) -> list[Any]:
-    """Failures of rank 1 are told as those of rank 0."""
+    """Attribute failures of rank 1 to rank 0."""
     try:
         return wait()
     except RLFrameworkError as error:
         raise type(error)(str(error).replace("rank 1", "rank 0")) from None
 
 
-def deaths_as_silence(group: Any, wait: Callable[[], list[Any]]) -> list[Any]:
-    """A death is told as a deadline."""
+def deaths_as_missed_deadlines(group: Any, wait: Callable[[], list[Any]]) -> list[Any]:
+    """Report the death of a worker as a missed deadline."""
     try:
         return wait()
     except WorkerError as error:
@@ -66,7 +66,7 @@ def deaths_as_silence(group: Any, wait: Callable[[], list[Any]]) -> list[Any]:
 
 
 def deaths_as_failures(group: Any, wait: Callable[[], list[Any]]) -> list[Any]:
-    """A death is told as any other failure."""
+    """Report the death of a worker as an ordinary failure."""
     try:
         return wait()
     except WorkerLost as error:
@@ -74,15 +74,15 @@ def deaths_as_failures(group: Any, wait: Callable[[], list[Any]]) -> list[Any]:
 
 
 def failures_as_deaths(group: Any, wait: Callable[[], list[Any]]) -> list[Any]:
-    """What a worker raises is told as its death."""
+    """Report an exception in a worker as its death."""
     try:
         return wait()
     except WorkerError as error:
         raise WorkerLost(str(error)) from None
 
 
-def one_slot(part: Any) -> type:
-    """The answers of the last call, whichever future is awaited."""
+def only_last_results(part: Any) -> type:
+    """Return the results of the last call for any future."""
 
     def single(self: Any, method_name: str, **given: Any) -> Any:
         self.last, self.results = part.run_all_workers_single_data(self, method_name, **given), None
@@ -97,17 +97,17 @@ def one_slot(part: Any) -> type:
 
 
 def restarting(part: Any) -> type:
-    """After a failure it starts new workers in silence."""
+    """Silently start new workers after a failure."""
 
     def init(self: Any, *args: Any, **given: Any) -> None:
-        self.begun = (args, given)
+        self.start_arguments = (args, given)
         part.__init__(self, *args, **given)
 
     def get(self: Any, future: Any) -> list[Any]:
         try:
             return list(part.get_all_worker_results(self, future))
         except WorkerError:
-            part.__init__(self, *self.begun[0], **self.begun[1])
+            part.__init__(self, *self.start_arguments[0], **self.start_arguments[1])
             raise
 
     return with_methods(part, __init__=init, get_all_worker_results=get)
@@ -116,75 +116,75 @@ def restarting(part: Any) -> type:
 MUTANTS = (
     Mutant(
         "order_of_completion",
-        "results come in another order than ranks",
+        "Results do not come back in rank order.",
         ("test_results_come_in_the_order_of_ranks_whoever_is_first",),
-        awaiting(lambda group, wait: wait()[::-1]),
+        broken_results(lambda group, wait: wait()[::-1]),
         TWO,
     ),
     Mutant(
         "one_slot_for_answers",
-        "a second call overwrites the answers of the first",
+        "A second call overwrites the results of the first.",
         ("test_futures_may_be_awaited_in_any_order",),
-        one_slot,
+        only_last_results,
     ),
     Mutant(
         "failure_swallowed",
-        "a failed call gives None for its results",
+        "A failed call returns None for every result.",
         (
             "test_one_failing_rank_fails_the_call_at_once",
             "test_an_answer_that_cannot_be_sent_fails_the_call",
             "test_a_group_is_not_usable_after_a_failure",
         ),
-        awaiting(swallowed),
+        broken_results(failures_as_none),
         TWO,
     ),
     Mutant(
         "no_traceback",
-        "a failure is told without the worker's traceback",
+        "The error of a failed call lacks the worker's traceback.",
         ("test_a_failure_has_the_workers_own_traceback",),
-        awaiting(first_line_only),
+        broken_results(first_line_only),
     ),
     Mutant(
         "error_class_lost",
-        "an error of rlframework's comes back as a WorkerError",
+        "An RLFrameworkError raised by a worker comes back as a WorkerError.",
         ("test_an_error_of_rlframework_comes_back_as_its_own_class",),
-        awaiting(all_worker_errors),
+        broken_results(all_as_worker_errors),
     ),
     Mutant(
         "wrong_rank_blamed",
-        "a failure is told as that of rank 0, whoever failed",
+        "Every failure is attributed to rank 0.",
         (
             "test_one_failing_rank_fails_the_call_at_once",
             "test_a_rank_that_dies_fails_the_call_at_once",
             "test_a_rank_that_hangs_meets_the_deadline",
         ),
-        awaiting(wrong_rank),
+        broken_results(wrong_rank),
         TWO,
     ),
     Mutant(
         "death_is_silence",
-        "a worker that died counts as one that has not answered yet",
+        "A worker that died is reported as one that has not answered yet.",
         ("test_a_rank_that_dies_fails_the_call_at_once",),
-        awaiting(deaths_as_silence),
+        broken_results(deaths_as_missed_deadlines),
         TWO,
     ),
     Mutant(
         "death_is_a_failure",
-        "a worker that died is no WorkerLost, so that no run goes on after it",
+        "The death of a worker does not raise WorkerLost, so no run restarts after it.",
         ("test_a_rank_that_dies_fails_the_call_at_once",),
-        awaiting(deaths_as_failures),
+        broken_results(deaths_as_failures),
         TWO,
     ),
     Mutant(
         "failure_is_a_death",
-        "what a worker raises is a WorkerLost, so that a run tries again what will fail again",
+        "An exception in a worker raises WorkerLost, so the run retries what will fail again.",
         ("test_one_failing_rank_fails_the_call_at_once",),
-        awaiting(failures_as_deaths),
+        broken_results(failures_as_deaths),
         TWO,
     ),
     Mutant(
         "restarts_in_silence",
-        "after a failure the group goes on with new workers",
+        "After a failure the group silently starts new workers.",
         ("test_a_group_is_not_usable_after_a_failure",),
         restarting,
         TWO,

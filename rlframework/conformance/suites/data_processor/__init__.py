@@ -1,8 +1,8 @@
-"""What a data processor must do: global batches with the counts that losses divide by, and microbatches for the model.
+"""Requirements on data processors: global batches with the counts losses divide by, and microbatches for the model.
 
-The specification is `rlframework.interfaces.data_processor`. Every expectation is worked out row by row in plain Python
-(`rows`), never by index arithmetic on tensors. Left out: images beside the text, and what a worker adds so that all
-ranks run as many forwards (dummies).
+The specification is `rlframework.interfaces.data_processor`. Every expectation is computed row by row in plain Python
+(`rows`), never by index arithmetic on tensors. Not covered: images, and the dummy microbatches a worker adds so that
+all ranks run the same number of forwards.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from typing import ClassVar
 
 from rlframework.conformance.suites.data_processor.counts import GlobalBatches
 from rlframework.conformance.suites.data_processor.grouping import Grouping
+from rlframework.conformance.suites.data_processor.harness import ProcessorHarness
 from rlframework.conformance.suites.data_processor.head import HeadPlaces
 from rlframework.conformance.suites.data_processor.inputs import ModelInputs
-from rlframework.conformance.suites.data_processor.workbench import ProcessorBench
 
 __all__ = ["DataProcessorSuite"]
 
 
 class DataProcessorSuite(GlobalBatches, Grouping, ModelInputs, HeadPlaces, sealed=True):
-    """For the class that a `DataProcessorRecord` names."""
+    """The conformance suite of the class named by a `DataProcessorRecord`."""
 
     kind: ClassVar[str] = "data_processor"
-    bench_class = ProcessorBench
+    harness_class = ProcessorHarness

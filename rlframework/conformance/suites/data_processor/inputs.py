@@ -1,4 +1,4 @@
-"""What the model gets: padded rows, or packed ones with their bounds and positions."""
+"""The model's inputs: padded rows, or packed sequences with boundaries and positions."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from rlframework.conformance.rules import Suite, holds
+from rlframework.conformance.suites.data_processor.harness import ProcessorHarness
 from rlframework.conformance.suites.data_processor.rows import (
     DYNAMIC,
     PACKED,
@@ -17,7 +18,6 @@ from rlframework.conformance.suites.data_processor.rows import (
     ragged_batches,
     round_up,
 )
-from rlframework.conformance.suites.data_processor.workbench import ProcessorBench
 
 _MULTIPLES = (1, 4)
 
@@ -26,99 +26,104 @@ class ModelInputs(Suite):
     """`ProcessedInputs` of each microbatch."""
 
     @holds(1)
-    def test_padded_rows_stand_under_each_other_with_padding_on_the_right(self, bench: ProcessorBench) -> None:
-        """As wide as the longest of them (padded to the multiple) and no wider: padding is work for nothing."""
+    def test_padded_rows_stand_under_each_other_with_padding_on_the_right(self, harness: ProcessorHarness) -> None:
+        """Padded rows must be as wide as the longest row, rounded up to the multiple, and no wider."""
         for case, data in enumerate(ragged_batches()):
             for plan in (PADDED, DYNAMIC):
                 for multiple in _MULTIPLES:
-                    for made in bench.microbatches(data, plan, pad_multiple=multiple):
-                        _padded_rows(bench, f"batch {case}, {plan.mode}, padded to {multiple}", data, made, multiple)
+                    for made in harness.microbatches(data, plan, pad_multiple=multiple):
+                        _padded_rows(harness, f"batch {case}, {plan.mode}, padded to {multiple}", data, made, multiple)
 
     @holds(1)
-    def test_packed_sequences_follow_each_other(self, bench: ProcessorBench) -> None:
-        """One row of all tokens, in the order of `rows`, and no padding but the tail up to the multiple."""
+    def test_packed_sequences_follow_each_other(self, harness: ProcessorHarness) -> None:
+        """Packed sequences must follow each other in the order of `rows`, with padding only at the end."""
         for case, data in enumerate(ragged_batches()):
             for multiple in _MULTIPLES:
-                for made in bench.microbatches(data, PACKED, pad_multiple=multiple):
+                for made in harness.microbatches(data, PACKED, pad_multiple=multiple):
                     what = f"batch {case}, padded to {multiple}"
                     rows, inputs = made.rows.tolist(), made.processed_inputs
                     ids = data["input_ids"].tolist()
                     joined = [token for row in rows for token in ids[row][: lengths_of(data)[row]]]
                     width = round_up(len(joined), multiple)
-                    bench.equal(f"the shape of a packed row ({what})", tuple(inputs.input_ids.shape), (1, width))
-                    bench.equal(f"seq_len ({what})", inputs.seq_len, width)
-                    bench.equal(f"the packed tokens ({what})", inputs.input_ids[0, : len(joined)].tolist(), joined)
+                    harness.equal(f"the shape of a packed row ({what})", tuple(inputs.input_ids.shape), (1, width))
+                    harness.equal(f"seq_len ({what})", inputs.seq_len, width)
+                    harness.equal(f"the packed tokens ({what})", inputs.input_ids[0, : len(joined)].tolist(), joined)
 
     @holds(1)
-    def test_positions_start_again_with_each_packed_sequence(self, bench: ProcessorBench) -> None:
-        """Otherwise a sequence is scored as if it stood behind those packed before it."""
+    def test_positions_start_again_with_each_packed_sequence(self, harness: ProcessorHarness) -> None:
+        """Position ids must restart at 0 for each packed sequence."""
         for case, data in enumerate(ragged_batches()):
-            for made in bench.microbatches(data, PACKED):
+            for made in harness.microbatches(data, PACKED):
                 lengths = lengths_of(data, made.rows.tolist())
                 positions = made.processed_inputs.position_ids
-                bench.require(positions is not None, f"a packed row has position_ids (batch {case})")
+                harness.require(positions is not None, f"a packed row has position_ids (batch {case})")
                 expected = [position for length in lengths for position in range(length)]
                 got = [] if positions is None else positions[0].tolist()
-                bench.equal(f"position_ids of sequences of {lengths} tokens (batch {case})", got, expected)
+                harness.equal(f"position_ids of sequences of {lengths} tokens (batch {case})", got, expected)
 
     @holds(1)
-    def test_bounds_of_packed_sequences_are_their_ends(self, bench: ProcessorBench) -> None:
-        """Attention keeps sequences apart by them: [0, a, a + b, ...], int32 and on the CPU. A tail may be one more."""
+    def test_bounds_of_packed_sequences_are_their_ends(self, harness: ProcessorHarness) -> None:
+        """`cu_seqlens` must be [0, a, a + b, ...] in int32 on the CPU, plus one entry if there is padding.
+
+        Attention separates sequences by it.
+        """
         for case, data in enumerate(ragged_batches()):
             for multiple in _MULTIPLES:
-                for made in bench.microbatches(data, PACKED, pad_multiple=multiple):
-                    _bounds(bench, f"batch {case}, padded to {multiple}", data, made)
-            for made in bench.microbatches(data, PADDED):
-                bench.require(made.cu_seqlens is None, "padded rows have no cu_seqlens", got=made.cu_seqlens)
+                for made in harness.microbatches(data, PACKED, pad_multiple=multiple):
+                    _bounds(harness, f"batch {case}, padded to {multiple}", data, made)
+            for made in harness.microbatches(data, PADDED):
+                harness.require(made.cu_seqlens is None, "padded rows have no cu_seqlens", got=made.cu_seqlens)
 
     @holds(2)
-    def test_lengths_are_padded_to_the_multiple_of_the_engine(self, bench: ProcessorBench) -> None:
-        """Context and sequence parallelism cut the sequence into equal parts."""
+    def test_lengths_are_padded_to_the_multiple_of_the_engine(self, harness: ProcessorHarness) -> None:
+        """Widths must be divisible by the engine's multiple: context and sequence parallelism need equal shards."""
         for multiple in (2, 8):
             for plan in PLANS:
-                for made in bench.microbatches(batch_of([3, 5, 7, 2, 9]), plan, pad_multiple=multiple):
+                for made in harness.microbatches(batch_of([3, 5, 7, 2, 9]), plan, pad_multiple=multiple):
                     width = made.processed_inputs.input_ids.shape[1]
-                    bench.equal(f"{plan.mode}: {width} tokens over the multiple {multiple}", width % multiple, 0)
+                    harness.equal(f"{plan.mode}: {width} tokens over the multiple {multiple}", width % multiple, 0)
 
     @holds(2)
-    def test_the_batch_itself_is_not_changed(self, bench: ProcessorBench) -> None:
-        """The same rows are scored, trained on and scored again."""
+    def test_the_batch_itself_is_not_changed(self, harness: ProcessorHarness) -> None:
+        """The processor must not modify the batch, which is scored, trained on and scored again."""
         for plan in PLANS:
             data, untouched = batch_of([3, 5, 0, 1, 4], width=7), batch_of([3, 5, 0, 1, 4], width=7)
-            bench.global_batch(data)
+            harness.global_batch(data)
             for positions in ("all", "token_mask", "loss"):
-                bench.microbatches(data, plan, positions, pad_multiple=4)
-            bench.equal("the keys of the batch", sorted(data), sorted(untouched))
+                harness.microbatches(data, plan, positions, pad_multiple=4)
+            harness.equal("the keys of the batch", sorted(data), sorted(untouched))
             for key, value in untouched.items():
                 if isinstance(value, torch.Tensor):
-                    bench.exact(f"{key} of the batch after {plan.mode} microbatches", data[key], value)
+                    harness.exact(f"{key} of the batch after {plan.mode} microbatches", data[key], value)
                 else:
-                    bench.equal(f"{key} of the batch after {plan.mode} microbatches", data[key], value)
+                    harness.equal(f"{key} of the batch after {plan.mode} microbatches", data[key], value)
 
 
-def _padded_rows(bench: ProcessorBench, what: str, data: Any, made: Any, multiple: int) -> None:
+def _padded_rows(harness: ProcessorHarness, what: str, data: Any, made: Any, multiple: int) -> None:
     rows, inputs = made.rows.tolist(), made.processed_inputs
     lengths = lengths_of(data, rows)
     width = round_up(max(lengths), multiple)
-    bench.equal(f"the shape of padded rows ({what})", tuple(inputs.input_ids.shape), (len(rows), width))
-    bench.equal(f"the dtype of input_ids ({what})", inputs.input_ids.dtype, torch.int64)
-    bench.equal(f"seq_len ({what})", inputs.seq_len, width)
+    harness.equal(f"the shape of padded rows ({what})", tuple(inputs.input_ids.shape), (len(rows), width))
+    harness.equal(f"the dtype of input_ids ({what})", inputs.input_ids.dtype, torch.int64)
+    harness.equal(f"seq_len ({what})", inputs.seq_len, width)
     for place, (row, length) in enumerate(zip(rows, lengths, strict=True)):
-        bench.exact(
+        harness.exact(
             f"tokens of row {row} ({what})", inputs.input_ids[place, :length].cpu(), data["input_ids"][row, :length]
         )
         if inputs.position_ids is not None:
             got = inputs.position_ids[place, :length].tolist()
-            bench.equal(f"position_ids of row {row} ({what})", got, list(range(length)))
+            harness.equal(f"position_ids of row {row} ({what})", got, list(range(length)))
 
 
-def _bounds(bench: ProcessorBench, what: str, data: Any, made: Any) -> None:
+def _bounds(harness: ProcessorHarness, what: str, data: Any, made: Any) -> None:
     bounds = made.cu_seqlens
-    bench.require(bounds is not None, f"a packed row has cu_seqlens ({what})")
-    bench.equal(f"dtype and device of cu_seqlens ({what})", (bounds.dtype, bounds.device.type), (torch.int32, "cpu"))
+    harness.require(bounds is not None, f"a packed row has cu_seqlens ({what})")
+    harness.equal(f"dtype and device of cu_seqlens ({what})", (bounds.dtype, bounds.device.type), (torch.int32, "cpu"))
     expected = [0]
     for length in lengths_of(data, made.rows.tolist()):
         expected.append(expected[-1] + length)
     got, width = bounds.tolist(), made.processed_inputs.seq_len
     with_tail = [*expected, width] if width > expected[-1] else expected
-    bench.require(got in (expected, with_tail), f"cu_seqlens are the bounds ({what})", got=got, expected=with_tail)
+    harness.require(
+        got in (expected, with_tail), f"cu_seqlens are the boundaries ({what})", got=got, expected=with_tail
+    )

@@ -1,6 +1,6 @@
-"""Batches whose every token is known, and what follows from them, worked out row by row in plain Python.
+"""Batches whose every token is known, and expectations computed row by row in plain Python.
 
-Token c of row r is 100 r + c + 1, so a token tells where it stands; what stands in the padding is a token of no row.
+Token c of row r is 100 r + c + 1, so a token identifies its place; padding holds a token that no row has.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rlframework.interfaces.data_processor import BatchPlan
 PADDING = 99_999
 PADDED, DYNAMIC, PACKED = BatchPlan("padded", 3, 0), BatchPlan("dynamic", 1, 24), BatchPlan("packed", 1, 24)
 PLANS = (PADDED, DYNAMIC, PACKED)
-"""One plan a mode; no row of `ragged_batches` is longer than these take, padded to 8 included."""
+"""One plan per mode; no row of `ragged_batches` exceeds their limits, even when padded to a multiple of 8."""
 
 
 def batch_of(
@@ -27,7 +27,7 @@ def batch_of(
     token_mask: Sequence[Sequence[int]] | None = None,
     sample_mask: Sequence[int] | None = None,
 ) -> BatchedDataDict[Any]:
-    """Rows of `lengths` tokens, with a list, one value a token and one value a row beside them. Masks: ones."""
+    """Return rows with the given lengths, plus a list, a per-token and a per-row field. Masks default to ones."""
     width = max(lengths) if width is None else width
     real = [[column < length for column in range(width)] for length in lengths]
     ids = [[100 * r + c + 1 if here else PADDING for c, here in enumerate(row)] for r, row in enumerate(real)]
@@ -46,7 +46,7 @@ def batch_of(
 
 
 def ragged_batches(count: int = 24) -> Iterator[BatchedDataDict[Any]]:
-    """Up to 9 rows of 0 to 12 tokens with masks at random; the same ones each time."""
+    """Yield batches of up to 9 rows of 0 to 12 tokens with random masks, the same ones on every call."""
     dice = random.Random(20)
     for _ in range(count):
         lengths = [dice.randint(0, 12) for _ in range(dice.randint(1, 9))]
@@ -56,13 +56,13 @@ def ragged_batches(count: int = 24) -> Iterator[BatchedDataDict[Any]]:
 
 
 def lengths_of(data: BatchedDataDict[Any], rows: Sequence[int] | None = None) -> list[int]:
-    """Tokens of each row, or of `rows`."""
+    """Return the lengths of all rows, or of `rows`."""
     lengths: list[int] = data["input_lengths"].tolist()
     return lengths if rows is None else [lengths[row] for row in rows]
 
 
 def targets_of(data: BatchedDataDict[Any], row: int, positions: str) -> list[int]:
-    """Columns of `row` whose token is a target: nothing predicts the first, and padding is no token."""
+    """Return the columns of `row` that are targets: never the first token, never padding."""
     columns = range(1, lengths_of(data)[row])
     if positions == "all":
         return list(columns)
@@ -73,10 +73,10 @@ def targets_of(data: BatchedDataDict[Any], row: int, positions: str) -> list[int
 
 
 def rows_with_targets(data: BatchedDataDict[Any], positions: str) -> list[int]:
-    """The rows that are any work."""
+    """Return the rows that have at least one target."""
     return [row for row in range(data.size) if targets_of(data, row, positions)]
 
 
 def round_up(length: int, multiple: int) -> int:
-    """The least multiple of `multiple` that is not below `length`."""
+    """Return the smallest multiple of `multiple` that is at least `length`."""
     return -(-length // multiple) * multiple

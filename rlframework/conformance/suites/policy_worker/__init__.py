@@ -1,4 +1,4 @@
-"""The suite of training engines: see `rlframework.interfaces.policy_worker`. One part a contract."""
+"""The conformance suite of training engines, one module per topic; see `rlframework.interfaces.policy_worker`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from rlframework.conformance.suites.policy_worker.conventions import Conventions
 from rlframework.conformance.suites.policy_worker.experts import Experts
 from rlframework.conformance.suites.policy_worker.failures import Failures
 from rlframework.conformance.suites.policy_worker.grouping import Grouping
+from rlframework.conformance.suites.policy_worker.harness import PolicyHarness
 from rlframework.conformance.suites.policy_worker.native import Native
 from rlframework.conformance.suites.policy_worker.refit import Refit
 from rlframework.conformance.suites.policy_worker.saving import Saving
@@ -15,7 +16,6 @@ from rlframework.conformance.suites.policy_worker.scores import Scores
 from rlframework.conformance.suites.policy_worker.sharded import Sharded
 from rlframework.conformance.suites.policy_worker.state import State
 from rlframework.conformance.suites.policy_worker.training import Training
-from rlframework.conformance.suites.policy_worker.workbench import PolicyBench
 
 
 class PolicyWorkerSuite(
@@ -34,8 +34,8 @@ class PolicyWorkerSuite(
     Failures,
     sealed=True,
 ):
-    """What a backend must do to be chosen by `policy.backend`. It runs once a layout that the backend declares."""
+    """Requirements on a backend selected by `policy.backend`. Runs once per layout that the backend declares."""
 
     kind = "policy_worker"
-    bench_class = PolicyBench
+    harness_class = PolicyHarness
     layouts = True

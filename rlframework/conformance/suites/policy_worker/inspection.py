@@ -1,4 +1,4 @@
-"""What the suite does inside a worker's process: called by `InspectedPolicy.inspect` with the worker."""
+"""Functions that the suite runs inside a worker's process; `InspectedPolicy.inspect` calls them with the worker."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class Intended(Exception):
 
 
 def raise_inside_reference(worker: Any) -> str:
-    """Raise while the worker holds its reference weights, and catch it outside."""
+    """Raise while the worker holds its reference weights, and catch the exception outside."""
     try:
         with worker.use_reference_model():
             raise Intended
@@ -19,38 +19,38 @@ def raise_inside_reference(worker: Any) -> str:
 
 
 def call(worker: Any, method: str, arguments: dict[str, Any]) -> str:
-    """Call a method of the worker itself; the name of the class of what it raised, with its bases, or `nothing`."""
+    """Call a method of the worker; return the class names of its exception and bases, or `nothing`."""
     try:
         getattr(worker, method)(**arguments)
-    except Exception as error:  # noqa: BLE001 - told to the suite, which judges it
+    except Exception as error:  # noqa: BLE001 - reported to the suite, which checks it
         return " ".join(kind.__name__ for kind in type(error).__mro__)
     return "nothing"
 
 
 def held_weights(worker: Any) -> dict[str, Any]:
-    """What the engine of a generation worker generates with, by name."""
+    """Return the weights that a generation worker's engine generates with, by name."""
     return {name: tensor.detach().cpu().clone() for name, tensor in worker.engine._model.state_dict().items()}
 
 
 def gathered_weights(worker: Any) -> dict[str, Any]:
-    """What a policy worker trains, whole, by name."""
+    """Return the full weights that a policy worker trains, by name."""
     return {name: weight.detach().cpu().clone() for name, weight in worker.gather_weights(worker.weight_specs())}
 
 
 def attempt_to_broadcast(worker: Any) -> str:
-    """Send the weights over the process group of a refit; what went wrong, or nothing."""
-    told: str = worker.attempt("broadcast_weights_for_collective", {})[1]
-    return told
+    """Send the weights over a refit's process group; return the error message, or an empty string."""
+    error: str = worker.attempt("broadcast_weights_for_collective", {})[1]
+    return error
 
 
 def draw(worker: Any) -> list[float]:
-    """The next numbers of the process's random state."""
+    """Return the next numbers from the process's random state."""
     import torch
 
     return torch.rand(3).tolist()
 
 
 def reference_bytes(worker: Any) -> int:
-    """Bytes of the weights that the worker keeps for its reference, beside its model."""
+    """Return the bytes of reference weights that the worker keeps in addition to its model."""
     kept = getattr(worker, "_reference", None) or {}
     return sum(weight.nbytes for weight in kept.values())

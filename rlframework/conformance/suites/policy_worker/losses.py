@@ -1,4 +1,4 @@
-"""Losses that only the suite has: with metrics that are known, from logits, without a finite gradient, or raising."""
+"""Losses used only by the suite: with known metrics, on logits, with a non-finite gradient, or raising."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Batch = BatchedDataDict[Any]
 Result = tuple[Tensor, dict[str, Any]]
 
 
-class TellingLoss(NLLLoss):
-    """With metrics whose value for the whole batch is known."""
+class MetricsLoss(NLLLoss):
+    """Negative log-likelihood with metrics whose values for the whole batch are known."""
 
     def __call__(
         self, next_token_logprobs: Tensor, data: Batch, global_valid_seqs: Tensor, global_valid_toks: Tensor
@@ -34,7 +34,7 @@ class TellingLoss(NLLLoss):
 
 
 class LogitsLoss(NLLLoss):
-    """From logits: the first argument is `[B, S-1, V]`."""
+    """Negative log-likelihood computed from logits; the first argument is `[B, S-1, V]`."""
 
     input_type = LossInput.LOGITS
 
@@ -48,7 +48,7 @@ class LogitsLoss(NLLLoss):
 
 
 class NotFiniteLoss(NLLLoss):
-    """Its gradient is not a number."""
+    """A loss whose gradient is NaN."""
 
     def __call__(
         self, next_token_logprobs: Tensor, data: Batch, global_valid_seqs: Tensor, global_valid_toks: Tensor
@@ -59,7 +59,7 @@ class NotFiniteLoss(NLLLoss):
 
 
 class FailingLoss(NLLLoss):
-    """Raises where it sees the row whose entry in `data["row"]` is `failing_row`."""
+    """Raises when the batch contains the row whose entry in `data["row"]` is `failing_row`."""
 
     class Failed(RuntimeError):
         """Raised on purpose."""

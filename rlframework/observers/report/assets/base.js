@@ -1,11 +1,11 @@
-// What all parts share: the data, the state of the controls, and making elements. Text from runs is only ever set as
-// text (textContent, attributes that hold no code); nothing here makes HTML of a string.
+// Shared by all sections: the data, the state of the controls, and functions that create elements. Text from runs is
+// only set as text (textContent, attributes without code); no string is ever parsed as HTML.
 const data = JSON.parse(document.getElementById("data").textContent);
 const COLOURS = 8;
 const SHAPES = ["circle", "square", "triangle", "diamond"];
 const state = { shown: data.runs.map(() => true), span: data.smooth, along: "step", robust: false, zoom: null, hover: null };
 const listeners = { draw: [], hover: [], runs: [] };
-const tell = (what) => listeners[what].forEach((listener) => listener());
+const notify = (what) => listeners[what].forEach((listener) => listener());
 const $ = (id) => document.getElementById(id);
 
 function el(tag, attributes = {}, ...children) {
@@ -37,7 +37,7 @@ function shapePath(shape, x, y, r) {
 
 const shapeOf = (run) => SHAPES[run % SHAPES.length];
 
-/** A run's colour and shape, so that runs can be told apart without colour. `open`: as held-out values are drawn. */
+/** A run's colour and shape; the shape distinguishes runs without colour. `open` is the style of held-out values. */
 function runKey(run, open = false) {
   const path = svg("path", { d: shapePath(shapeOf(run), 7, 7, 4.4), stroke: "currentColor", "stroke-width": 1.8, fill: open ? "none" : "currentColor" });
   return el("span", { class: `key ${colour(run)}`, "aria-hidden": "true" }, svg("svg", { viewBox: "0 0 14 14", width: 14, height: 14 }, path));
@@ -48,7 +48,7 @@ function runName(run, open = false) {
   return el("span", { class: `name${name.length > 24 ? " long-name" : ""}` }, runKey(run, open), el("span", {}, name));
 }
 
-/** A number in few characters: 0.853, 1,234, 6.2e-5. */
+/** Format a number in a few characters: 0.853, 1,234, 6.2e-5. */
 function number(value, percent = false) {
   if (value === null || value === undefined) return "–";
   if (percent) return `${(100 * value).toFixed(1)}%`;
@@ -66,7 +66,7 @@ function seconds(value) {
   return minutes < 100 ? `${minutes.toFixed(minutes < 10 ? 1 : 0)} min` : `${(minutes / 60).toFixed(1)} h`;
 }
 
-/** Ticks at 1, 2 or 5 times a power of ten, about `count` of them, within the range. */
+/** About `count` ticks within the range, at multiples of 1, 2 or 5 times a power of ten. */
 function ticks(low, high, count, whole = false) {
   const rough = (high - low) / Math.max(count, 1);
   const power = 10 ** Math.floor(Math.log10(rough));
@@ -77,7 +77,7 @@ function ticks(low, high, count, whole = false) {
   return Array.from({ length: Math.max(0, last - first + 1) }, (_, i) => (first + i) * step);
 }
 
-/** The last index whose place is `x` or before (-1: none); `places` go up. */
+/** The last index with a position of at most `x` (-1 if none) in the ascending `places`. */
 function indexBefore(places, x) {
   let [low, high] = [0, places.length];
   while (low < high) {
@@ -93,7 +93,7 @@ function nearest(places, x) {
   return before + 1 < places.length && places[before + 1] - x < x - places[before] ? before + 1 : before;
 }
 
-/** A step's place on the horizontal axis: itself, or the seconds of training until its end. */
+/** A step's position on the horizontal axis: the step itself, or the seconds of training until its end. */
 function placeOf(run, step) {
   if (state.along === "step") return step;
   const [steps, clock] = data.runs[run].clock;
@@ -104,7 +104,7 @@ function placeOf(run, step) {
   return clock[before] + share * (clock[before + 1] - clock[before]);
 }
 
-/** Exponential moving mean of about `span` steps, without the pull of its start. */
+/** Bias-corrected exponential moving average over about `span` steps. */
 function smoothed(at, values, span) {
   const decay = (span - 1) / (span + 1);
   let [total, weight] = [0, 0];

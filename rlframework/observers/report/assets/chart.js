@@ -1,4 +1,4 @@
-// One chart: all metrics of a quantity, of all runs that are shown.
+// A chart of all metrics of one quantity, for all visible runs.
 const [HEIGHT, TALL] = [210, 400];
 const MARGIN = { left: 50, right: 12, top: 8, bottom: 22 };
 
@@ -20,7 +20,7 @@ class Chart {
     return button;
   }
 
-  /** What can be drawn: a series of each run and metric, with places along the axis and smoothed values. */
+  /** Collect the series to draw, one per run and metric, with positions on the axis and smoothed values. */
   collect() {
     this.lines = [];
     data.runs.forEach((run, index) => {
@@ -50,7 +50,7 @@ class Chart {
     this.setLabel();
     if (!this.lines.length) {
       this.plot.append(svg("text", { x: this.width / 2, y: this.height / 2, "text-anchor": "middle" }));
-      this.plot.lastChild.textContent = "no values in the runs that are shown";
+      this.plot.lastChild.textContent = "no values in the visible runs";
       this.readout.replaceChildren();
       return;
     }
@@ -66,8 +66,8 @@ class Chart {
   }
 
   setLabel() {
-    const told = this.lines.map((line) => `${data.runs[line.run].name} ${line.name}: last ${number(line.mean.at(-1), this.spec.percent)}`);
-    this.plot.setAttribute("aria-label", `${this.spec.title}. ${told.join("; ")}`);
+    const values = this.lines.map((line) => `${data.runs[line.run].name} ${line.name}: last ${number(line.mean.at(-1), this.spec.percent)}`);
+    this.plot.setAttribute("aria-label", `${this.spec.title}. ${values.join("; ")}`);
   }
 
   setRange() {
@@ -157,7 +157,7 @@ class Chart {
     return text;
   }
 
-  /** What was measured, faint, under all lines; of points that were drawn together, from least to greatest. */
+  /** Draw the raw values faintly behind all lines; for a thinned series, the band from minimum to maximum. */
   drawRaw(group, line) {
     if (line.held || line.x.length === 1) return;
     const c = colour(line.run);
@@ -185,7 +185,7 @@ class Chart {
     }
   }
 
-  /** A mark on each held-out value, or as many as have room; the last always. */
+  /** Draw a mark on held-out values, as many as fit, always including the last. */
   drawMarks(group, line) {
     let before = Infinity;
     for (let i = line.x.length - 1; i >= 0; i--) {
@@ -196,7 +196,7 @@ class Chart {
     }
   }
 
-  /** The crosshair with its place, and the values there (without a pointer: the last ones). */
+  /** Draw the crosshair with its position, and show the values there (without a pointer, the last values). */
   drawHover() {
     if (!this.overlay || !this.lines.length) return;
     this.overlay.replaceChildren();
@@ -249,7 +249,7 @@ class Chart {
       const share = (x - MARGIN.left) / (this.width - MARGIN.left - MARGIN.right);
       return this.xRange[0] + Math.max(0, Math.min(1, share)) * (this.xRange[1] - this.xRange[0]);
     };
-    const hover = (at) => { state.hover = at === null ? null : state.along === "step" ? Math.round(at) : at; tell("hover"); };
+    const hover = (at) => { state.hover = at === null ? null : state.along === "step" ? Math.round(at) : at; notify("hover"); };
     let from = null;
     this.plot.addEventListener("pointerdown", (event) => {
       if (event.pointerType === "mouse" && event.button === 0) { from = place(event); this.plot.setPointerCapture(event.pointerId); }
@@ -285,7 +285,7 @@ class Chart {
 
 const charts = [];
 
-/** From the first to the last place of the runs that are shown: the same for all charts, so that they line up. */
+/** The full horizontal range of the visible runs, the same for all charts, so that they are aligned. */
 function wholeRange() {
   const ends = data.runs.flatMap((run, i) => (state.shown[i] ? [run.clock[0][0], run.clock[0].at(-1)].map((step) => placeOf(i, step)) : []));
   return ends.length ? [Math.min(...ends), Math.max(...ends)] : [0, 1];
@@ -294,5 +294,5 @@ function wholeRange() {
 function zoom(range) {
   state.zoom = range;
   $("unzoom").hidden = range === null;
-  tell("draw");
+  notify("draw");
 }

@@ -1,4 +1,4 @@
-// The section of curves: a chart for each quantity, drawn when it comes into view.
+// The section of curves: one chart per quantity, drawn when it scrolls into view.
 function curves() {
   const seen = new IntersectionObserver((entries) => {
     for (const entry of entries) {
@@ -22,7 +22,7 @@ function curves() {
   let before = 0;
   new ResizeObserver(() => {
     const width = document.documentElement.clientWidth;
-    if (width !== before) { before = width; tell("draw"); }
+    if (width !== before) { before = width; notify("draw"); }
   }).observe(document.documentElement);
   addEventListener("beforeprint", () => charts.forEach((chart) => { chart.visible = true; chart.draw(); }));
   return el("section", { id: "curves" }, el("h2", {}, "Curves"), howToRead(), parts.flat());
@@ -33,12 +33,12 @@ function howToRead() {
   const key = (cls, mark, words) => el("span", { class: "small-key c0" }, sample(cls, mark), words);
   const any = Object.values(data.splits).includes("validation");
   return el("p", { class: "note how" }, key("raw", null, "as measured"), key("smooth", null, "smoothed"), any ? key("held", "mark", "held out") : null,
-    el("span", {}, "Point at a curve for its values; drag across to zoom, double-click to go back."));
+    el("span", {}, "Hover over a curve for its values; drag to zoom, double-click to reset."));
 }
 
 function constants(group) {
   if (!group.constant.length && !group.same.length) return null;
   const words = group.constant.flatMap(([title, value], i) => [i ? " · " : "", `${title} `, el("b", {}, number(value))]);
-  const same = group.same.map(([title, other]) => el("span", {}, `${title}: the same values as ${other}. `));
-  return el("p", { class: "constants" }, ...same, ...(words.length ? ["The same at every step: ", ...words] : []));
+  const same = group.same.map(([title, other]) => el("span", {}, `${title}: same values as ${other}. `));
+  return el("p", { class: "constants" }, ...same, ...(words.length ? ["Constant: ", ...words] : []));
 }

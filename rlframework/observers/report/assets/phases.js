@@ -1,4 +1,4 @@
-// Where the time of a step goes: stacked over the steps of each run, and as shares of the whole.
+// The time of each phase of a step: stacked over the steps of each run, and as shares of the total.
 function phases() {
   const runs = data.runs.map((run, index) => ({ run, index })).filter(({ run }) => run.phases);
   if (!runs.length) return null;
@@ -23,13 +23,13 @@ function phaseCard(run, index, paint) {
     el("td", { class: "n" }, `${(100 * totals[n] / sum).toFixed(1)}%`), el("td", { class: "n" }, seconds(totals[n]))));
   const show = (i) => {
     const steps = run.phases;
-    head.textContent = i === null ? "mean a step" : steps.from[i] === steps.to[i] ? `step ${steps.from[i]}` : `steps ${steps.from[i]}–${steps.to[i]}`;
+    head.textContent = i === null ? "mean per step" : steps.from[i] === steps.to[i] ? `step ${steps.from[i]}` : `steps ${steps.from[i]}–${steps.to[i]}`;
     values.forEach((list, n) => { cells[n].textContent = seconds(i === null ? meanOf(run.phases, n) : list[i]); });
   };
   show(null);
   const alone = data.runs.length === 1;
   const plot = phasePlot(run, paint, show, innerWidth < 760 ? [330, 180] : alone ? [720, 230] : [400, 190]);
-  const table = el("table", { class: "phases" }, el("thead", {}, el("tr", {}, el("th", {}, "phase"), head, el("th", { class: "n" }, "share"), el("th", { class: "n" }, "in all"))), el("tbody", {}, rows));
+  const table = el("table", { class: "phases" }, el("thead", {}, el("tr", {}, el("th", {}, "phase"), head, el("th", { class: "n" }, "share"), el("th", { class: "n" }, "total"))), el("tbody", {}, rows));
   const title = el("h4", {}, data.runs.length > 1 ? runName(index) : run.name);
   return el("article", { class: `card chart${alone ? " wide alone" : ""}` }, el("header", {}, title), plot, el("div", { class: "scroll" }, share, table));
 }
@@ -41,7 +41,7 @@ function meanOf({ from, to, values }, n) {
 
 function phasePlot(run, paint, show, [width, height]) {
   const { names, values, from, to } = run.phases;
-  const plot = svg("svg", { class: "plot", viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `Seconds of each phase over the steps of ${run.name}; the table below has the means` });
+  const plot = svg("svg", { class: "plot", viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `Seconds of each phase over the steps of ${run.name}; the table below shows the means` });
   const sums = from.map((_, i) => values.reduce((sum, list) => sum + list[i], 0));
   const sorted = [...sums].sort((a, b) => a - b);
   const usual = sorted[Math.floor(0.98 * (sorted.length - 1))];

@@ -1,20 +1,20 @@
-// Completions over time. What models wrote is set as text only.
+// Samples over time. Prompts and completions are only set as text.
 const PAGE_SIZE = innerWidth < 760 ? 10 : 20;
 
 function samples() {
   const all = data.runs.flatMap((run, index) => run.samples.rows.map(([step, kind, prompt, completion, reward, extra]) => ({ run: index, step, kind, prompt: run.samples.prompts[prompt], completion, reward, extra })));
-  if (!all.length) return el("section", { id: "samples" }, el("h2", {}, "Samples"), el("p", { class: "note" }, "No completions were kept: observers.samples was 0, or the run has not come to any yet."));
+  if (!all.length) return el("section", { id: "samples" }, el("h2", {}, "Samples"), el("p", { class: "note" }, "No samples were recorded: observers.samples is 0, or the run has not produced any yet."));
   const rewards = all.map((row) => row.reward).filter((value) => value !== null);
   const range = [rewards.reduce((a, b) => Math.min(a, b), 0), rewards.reduce((a, b) => Math.max(a, b), -Infinity)];
   const kinds = [...new Set(all.map((row) => row.kind))];
   const view = { kind: kinds.includes("validation") ? "validation" : "", step: null, search: "", prompt: null, order: "new", count: PAGE_SIZE };
   const body = el("tbody");
-  const told = el("p", { class: "note", role: "status" });
+  const status = el("p", { class: "note", role: "status" });
   const more = el("button", { type: "button", class: "plain more", onclick: () => { view.count += PAGE_SIZE; show(); } }, "Show more");
   const slider = el("input", { type: "range", min: 0, step: 1, "aria-label": "Step of the samples" });
   const word = el("output");
   const allSteps = el("button", { type: "button", class: "plain", onclick: () => { view.step = view.step === null ? stepsOf().at(-1) ?? null : null; renew(); } }, "all steps");
-  const prompt = el("button", { type: "button", class: "plain", hidden: true, title: "Show all prompts again", onclick: () => { view.prompt = null; renew(); } });
+  const prompt = el("button", { type: "button", class: "plain", hidden: true, title: "Show all prompts", onclick: () => { view.prompt = null; renew(); } });
   const choose = (label, options, change, value) => el("label", {}, label, el("select", { onchange: (event) => { change(event.target.value); renew(); } }, options.map(([key, text]) => el("option", { value: key, selected: key === value }, text))));
   const fits = (row) => state.shown[row.run] && (!view.kind || row.kind === view.kind) && (view.prompt === null || row.prompt === view.prompt);
   const stepsOf = () => [...new Set(all.filter(fits).map((row) => row.step))].sort((a, b) => a - b);
@@ -42,7 +42,7 @@ function samples() {
     body.replaceChildren(...found.slice(0, view.count).map((row) => sampleRow(row, range, one)));
     more.hidden = found.length <= view.count;
     const mean = found.filter((row) => row.reward !== null);
-    told.textContent = `${found.length.toLocaleString("en")} completions${mean.length ? `, mean reward ${number(mean.reduce((sum, row) => sum + row.reward, 0) / mean.length)}` : ""}${found.length > view.count ? `; the first ${view.count} are shown` : ""}`;
+    status.textContent = `${found.length.toLocaleString("en")} samples${mean.length ? `, mean reward ${number(mean.reduce((sum, row) => sum + row.reward, 0) / mean.length)}` : ""}${found.length > view.count ? `; the first ${view.count} are shown` : ""}`;
   }
 
   function one(text) {
@@ -56,19 +56,19 @@ function samples() {
   const filters = el("div", { class: "filters" },
     kinds.length > 1 ? choose("From", [["", "all"], ...kinds.map((kind) => [kind, { train: "training", validation: "held out" }[kind] ?? kind])], (value) => { view.kind = value; }, view.kind) : null,
     el("label", { class: "steps" }, "Step", slider, word), allSteps, order,
-    el("label", {}, el("input", { type: "search", placeholder: "find in texts", "aria-label": "Find in prompts and completions", oninput: (event) => { view.search = event.target.value; show(); } })), prompt);
+    el("label", {}, el("input", { type: "search", placeholder: "search texts", "aria-label": "Search prompts and completions", oninput: (event) => { view.search = event.target.value; show(); } })), prompt);
   const head = el("tr", {}, ["step", ...(data.runs.length > 1 ? ["run"] : []), "from", "prompt", "completion"].map((text) => el("th", { class: { step: "n", prompt: "long", completion: "long" }[text] ?? null }, text)), el("th", {}, "reward"));
   const table = el("div", { class: "scroll" }, el("table", { class: "samples" }, el("thead", {}, head), body));
   const left = data.runs.reduce((sum, run) => sum + run.samples.total - run.samples.rows.length, 0);
-  const thinned = left ? el("p", { class: "note" }, `So that this page stays small, it holds whole steps evenly spread, and leaves out ${left.toLocaleString("en")} completions; samples.jsonl has all.`) : null;
-  const section = el("section", { id: "samples" }, el("h2", {}, "Samples"), el("div", { class: "card long-card" }, filters, told, table, more), thinned);
+  const thinned = left ? el("p", { class: "note" }, `To keep this page small, ${left.toLocaleString("en")} samples are omitted; it shows complete, evenly spaced steps. samples.jsonl contains all samples.`) : null;
+  const section = el("section", { id: "samples" }, el("h2", {}, "Samples"), el("div", { class: "card long-card" }, filters, status, table, more), thinned);
   listeners.runs.push(renew);
   renew();
   return section;
 }
 
 function sampleRow(row, range, one) {
-  const again = el("button", { type: "button", class: "link fold", title: "This prompt at all steps", onclick: () => one(row.prompt) }, "over time");
+  const again = el("button", { type: "button", class: "link fold", title: "Show this prompt at all steps", onclick: () => one(row.prompt) }, "over time");
   const extra = Object.entries(row.extra).map(([name, value]) => el("div", { class: "extra" }, `${name}: ${value}`));
   return el("tr", {},
     el("td", { class: "n", "data-word": "step" }, row.step.toLocaleString("en")),

@@ -1,4 +1,4 @@
-// The head of the page, the configurations, and what the runs ran on.
+// The summary at the top of the page, the configurations, and the environments of the runs.
 const CARDS = 4;
 
 function summary() {
@@ -13,7 +13,7 @@ function summary() {
   return el("section", { id: "summary" }, el("h1", {}, data.title), el("div", { class: data.runs.length === 1 ? "runs single" : "runs" }, cards));
 }
 
-/** Many runs: a row each. */
+/** A table with one row per run, for many runs. */
 function overview() {
   const words = [...new Set(data.runs.flatMap((run) => run.facts.map(([word]) => word)))];
   const rows = data.runs.map((run, index) => {
@@ -26,14 +26,14 @@ function overview() {
 }
 
 function configuration() {
-  return settings("configuration", "Configuration", "config", "This run wrote no config.yaml.");
+  return settings("configuration", "Configuration", "config", "This run has no config.yaml.");
 }
 
 function environment() {
   return settings("environment", "Environment", "environment", null);
 }
 
-/** Flat keys of each run: blocks for one run; for several a table that says where they differ. */
+/** The flattened keys of each run: blocks for a single run, a table of differences for several. */
 function settings(id, title, key, missing) {
   const given = data.runs.map((run) => run[key]);
   if (given.every((values) => !values)) return missing ? el("section", { id }, el("h2", {}, title), el("p", { class: "note" }, missing)) : null;
@@ -55,19 +55,19 @@ function compared(given) {
   const keys = [...new Set(given.flatMap((values) => Object.keys(values ?? {})))];
   const differs = (key) => new Set(given.map((values, i) => (state.shown[i] && values ? values[key] ?? "" : null)).filter((value) => value !== null)).size > 1;
   const view = { all: false, search: "" };
-  const [head, body, told] = [el("tr"), el("tbody"), el("p", { class: "note", role: "status" })];
+  const [head, body, status] = [el("tr"), el("tbody"), el("p", { class: "note", role: "status" })];
   const show = () => {
     const runs = data.runs.map((_, i) => i).filter((i) => state.shown[i]);
     const found = keys.filter((key) => (view.all || differs(key)) && (!view.search || `${key} ${given.map((values) => values?.[key] ?? "").join(" ")}`.toLowerCase().includes(view.search)));
     head.replaceChildren(el("th", {}, "key"), ...runs.map((i) => el("th", {}, runName(i))));
-    body.replaceChildren(...found.map((key) => el("tr", { class: differs(key) && view.all ? "differs" : null }, el("td", { class: "key-name mono" }, key), runs.map((i) => el("td", { class: "mono" }, given[i] ? given[i][key] ?? "–" : "(none written)")))));
+    body.replaceChildren(...found.map((key) => el("tr", { class: differs(key) && view.all ? "differs" : null }, el("td", { class: "key-name mono" }, key), runs.map((i) => el("td", { class: "mono" }, given[i] ? given[i][key] ?? "–" : "(none)")))));
     const count = keys.filter(differs).length;
-    told.textContent = view.all ? `${found.length} keys; ${count} differ, in bold` : `${count} of ${keys.length} keys differ between the runs that are shown`;
+    status.textContent = view.all ? `${found.length} keys; ${count} differ, in bold` : `${count} of ${keys.length} keys differ between the visible runs`;
   };
   listeners.runs.push(show);
   show();
   const filters = el("div", { class: "filters" },
     el("label", {}, el("input", { type: "checkbox", onchange: (event) => { view.all = event.target.checked; show(); } }), "all keys"),
-    el("label", {}, el("input", { type: "search", placeholder: "find a key or value", "aria-label": "Find a key or value", oninput: (event) => { view.search = event.target.value.toLowerCase(); show(); } })));
-  return el("div", { class: "card long-card" }, filters, told, el("div", { class: "scroll" }, el("table", {}, el("thead", {}, head), body)));
+    el("label", {}, el("input", { type: "search", placeholder: "search keys and values", "aria-label": "Search keys and values", oninput: (event) => { view.search = event.target.value.toLowerCase(); show(); } })));
+  return el("div", { class: "card long-card" }, filters, status, el("div", { class: "scroll" }, el("table", {}, el("thead", {}, head), body)));
 }

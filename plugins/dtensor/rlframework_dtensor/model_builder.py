@@ -1,0 +1,189 @@
+"""Build the model of a worker: construct it, shard it over the mesh, load its weights.
+
+A single process in fp32 keeps the plain module: there is nothing to shard or cast, and generation can share it.
+Unsupported combinations are rejected before any weight is loaded.
+
+Otherwise the model is constructed with parameters on the meta device and real buffers, sharded, and then loaded
+(`load_pretrained_weights`): each rank reads its shard of each weight from memory-mapped safetensors files and casts it
+to fp32, so no process holds a whole model. Checkpoints whose weight names differ from the model's, quantized
+checkpoints, and formats other than safetensors require a whole copy in every process, which is logged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from rlframework.config.policy import LoraConfig, PolicyConfig
+from rlframework.errors import NotSupported
+from rlframework.interfaces.worker_group import WorkerContext
+from rlframework.models import adapters, attention, context_parallel
+from rlframework.models.adapters import external_name, is_adapter_parameter
+from rlframework.models.context_limits import require_splittable
+from rlframework.models.files import read_weights, weights_folder
+from rlframework.models.layers import checkpoint_activations, decoder_layers
+from rlframework.models.loading import (
+    empty_model,
+    is_multimodal,
+    load_config,
+    load_model,
+    load_whole,
+    require_vocabulary,
+)
+from rlframework.models.probing import probe_packing
+from rlframework.policy.head.patch import HeadPatch
+from rlframework.workers import process_groups
+from rlframework_dtensor import experts
+from rlframework_dtensor.config import DTensorConfig
+from rlframework_dtensor.mesh import Mesh, Sizes
+from rlframework_dtensor.offload import move_buffers
+from rlframework_dtensor.shards import copy_into_shard, local_shard
+from rlframework_dtensor.tensor_parallel import apply_tensor_parallel, require_divisible
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass
+class BuiltModel:
+    """A model on its device, with the patched head and the mesh (None: a plain module in a single process)."""
+
+    model: Any
+    head: HeadPatch
+    mesh: Mesh | None
+    packs: bool
+
+
+def build_model(
+    config: PolicyConfig,
+    section: DTensorConfig,
+    context: WorkerContext,
+    sizes: Sizes,
+    tokenizer: Any,
+    device: torch.device,
+) -> BuiltModel:
+    """Build, shard and load the model that `config` names. Collective with more than one worker."""
+    attention.register()
+    context_parallel.register()
+    model_config = load_config(config)
+    if sizes.context > 1:
+        require_splittable(model_config)
+    require_divisible(model_config, sizes.tensor)
+    experts.require_experts(model_config, sizes.expert, config.router_aux_loss_coef > 0)
+    can_pack = probe_packing(config, model_config, device, section.attention)
+    choice = None if section.attention == "auto" else section.attention
+    if context.world_size == 1 and config.precision == "float32" and not config.offload.parameters:
+        model = load_model(config, choice)
+        _prepare(model, config, section, tokenizer, sizes)
+        if config.lora is not None:
+            adapters.initialize(model, config.lora, copy_into_shard)
+        model = model.to(device)
+        return BuiltModel(model, HeadPatch(model), None, can_pack)
+    model = empty_model(config, model_config, choice)
+    _prepare(model, config, section, tokenizer, sizes)
+    process_groups.join(context, device)
+    mesh = Mesh(sizes, device.type)
+    head_rows = None
+    if sizes.tensor > 1:
+        head_rows = apply_tensor_parallel(
+            model, mesh.tensor, sequence=config.parallelism.sequence, custom_plan=section.custom_parallel_plan
+        )
+    if sizes.expert > 1:
+        experts.shard_experts(model, mesh.expert)
+    if config.lora is not None:
+        adapters.freeze(model)
+    head = HeadPatch(model, head_rows)
+    apply_fsdp(model, mesh, config, section.reshard_after_forward)
+    load_pretrained_weights(model, config, choice, device)
+    if config.lora is not None:
+        adapters.initialize(model, config.lora, copy_into_shard)
+    return BuiltModel(model, head, mesh, can_pack)
+
+
+def _prepare(model: Any, config: PolicyConfig, section: DTensorConfig, tokenizer: Any, sizes: Sizes) -> None:
+    """Check the model and apply everything that has to happen before it is sharded."""
+    require_vocabulary(model, tokenizer)
+    if sizes.tensor > 1 and is_multimodal(model):
+        raise NotSupported(
+            f"{type(model).__name__} is multimodal, which tensor parallelism does not support; "
+            "set policy.parallelism.tensor to 1"
+        )
+    if config.lora is not None:
+        _inject_adapters(model, config.lora)
+    if config.activation_checkpointing:
+        checkpoint_activations(model)
+    if section.compile:
+        compile_blocks(model)
+
+
+def _inject_adapters(model: Any, section: LoraConfig) -> None:
+    if is_multimodal(model):
+        raise NotSupported(f"{type(model).__name__} is multimodal, which LoRA does not support; unset policy.lora")
+    adapters.inject(model, section)
+
+
+def compile_blocks(model: nn.Module, compiler: str = "inductor") -> None:
+    """Compile each decoder block of `model` separately, on its first forward; call this before `fully_shard`.
+
+    `compiler` is the backend of `torch.compile`. Shapes are dynamic, so one compilation serves any number of rows and
+    tokens. The framework's attention functions are excluded, because they loop over a varying number of sequences of
+    varying lengths. The embedding and the head are not compiled, and CUDA graphs are not used.
+    """
+    from transformers import AttentionInterface
+
+    attention_functions: dict[str, Callable[..., Any]] = {
+        attention.SEGMENTS: attention.segment_attention,
+        context_parallel.CONTEXT: context_parallel.context_attention,
+    }
+    for name, function in attention_functions.items():
+        AttentionInterface.register(name, torch.compiler.disable(function))
+    for layer in decoder_layers(model):
+        layer.compile(dynamic=True, backend=compiler)
+
+
+def apply_fsdp(model: nn.Module, mesh: Mesh, config: PolicyConfig, reshard_after_forward: bool) -> nn.Module:
+    """Apply `fully_shard` to each decoder block and then to the root, in CPU memory with `policy.offload.parameters`.
+
+    The forward runs in `policy.precision`; gradients are reduced in fp32. With expert parallelism, experts are sharded
+    as units of their own, over the ranks that hold the same experts.
+    """
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+    layer_policy = MixedPrecisionPolicy(param_dtype=DTYPES[config.precision], reduce_dtype=torch.float32)
+    on_cpu: dict[str, Any] = {}
+    if config.offload.parameters:
+        on_cpu["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.fsdp.device_type == "cuda")
+    settings = {"mp_policy": layer_policy, "reshard_after_forward": reshard_after_forward, **on_cpu}
+    for module in experts.experts_of(model) if mesh.sizes.expert > 1 else ():
+        fully_shard(module, mesh=mesh.expert_fsdp, **settings)
+    for layer in decoder_layers(model):
+        fully_shard(layer, mesh=mesh.fsdp, **settings)
+    root_policy = replace(layer_policy, output_dtype=torch.float32)
+    # the backward needs the root again at once, and the head's weight must stay unsharded until then
+    fully_shard(model, mesh=mesh.fsdp, mp_policy=root_policy, reshard_after_forward=False, **on_cpu)
+    return model
+
+
+@torch.no_grad()
+def load_pretrained_weights(model: Any, config: PolicyConfig, attention: str | None, device: torch.device) -> None:
+    """Materialize `model`, sharded and on the meta device, on `device` and load the weights of `config.model_name`.
+
+    With `policy.offload.parameters` the weights are allocated in CPU memory, and only the buffers on `device`.
+    """
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    model.to_empty(device="cpu" if config.offload.parameters else device)
+    for name, buffer in model.named_buffers():
+        buffer.copy_(buffers[name])
+    move_buffers(model, device)
+    saved = set(model.state_dict())
+    tensors = dict(model.named_parameters()) | {name: b for name, b in model.named_buffers() if name in saved}
+    wanted = {external_name(name): tensor for name, tensor in tensors.items() if not is_adapter_parameter(name)}
+    folder = weights_folder(config.model_name) if not getattr(model.config, "quantization_config", None) else None
+    if folder is None or not read_weights(wanted, folder, model, local_shard):
+        whole = load_whole(config, attention)
+        values = dict(whole.named_parameters()) | dict(whole.named_buffers())
+        for name, weight in wanted.items():
+            copy_into_shard(weight, values[name])

@@ -1,0 +1,230 @@
+"""Turn the arguments of `rlframework evaluate` and `generate` into configurations.
+
+RUN_OR_MODEL is a run's `output_dir`, with its `config.yaml` and trained model, or a Hugging Face model. Models that are
+compared share environment, generation settings and seed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlframework.config.load import compose, escape_interpolation
+from rlframework.configure import load_config
+from rlframework.errors import ConfigError, UserError
+from rlframework.huggingface.hub import is_path, require_available
+from rlframework.policy.checkpoint.saved import is_sharded, reject_native
+
+if TYPE_CHECKING:
+    from rlframework.config.sections import RunConfig
+    from rlframework.evaluation.evaluate import EvaluationSettings
+    from rlframework.interfaces.environment import Split
+
+ALONE: Mapping[str, Any] = {
+    "generation": {"max_new_tokens": 256},
+    "observers": {"console": False, "jsonl": False, "tensorboard": False, "curve": False, "samples": 0},
+}
+"""Changes to the default configuration for a model that belongs to no run."""
+
+_OVERRIDE = re.compile(r"~[\w-]+(\.[\w-]+)*(=.*)?|[\w-]+(\.[\w-]+)*=.*", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model to evaluate or generate with. `run`: the directory of the run that trained it; None if there is none."""
+
+    name: str
+    model: str
+    run: Path | None
+
+
+@dataclass(frozen=True)
+class EvaluationPlan:
+    """The work of `rlframework evaluate`: the `models` with a configuration each, and the output folder."""
+
+    models: list[ModelSource]
+    configs: list[RunConfig]
+    settings: EvaluationSettings
+    out: Path
+
+    def folder(self, number: int) -> Path:
+        """The folder for the completions and summary of model `number`: `out` for one model, else a folder in it."""
+        if len(self.models) == 1:
+            return self.out
+        return self.out / f"{number + 1}-{Path(self.models[number].name).name}"
+
+
+def plan_evaluation(
+    words: Sequence[str],
+    *,
+    config: str | None = None,
+    samples: int | None = None,
+    attempts: int | None = None,
+    k: str = "",
+    temperature: float | None = None,
+    split: str = "validation",
+    out: str | None = None,
+) -> EvaluationPlan:
+    """Build the plan from the arguments and options of the command line. Invalid ones raise `UserError`."""
+    names, overrides = split_words(words)
+    if not names:
+        raise UserError("no model given; give the output_dir of a run, or a Hugging Face model directory or name")
+    if len(set(names)) < len(names):
+        raise UserError(f"{', '.join(names)}: a model is given more than once; give different ones to compare")
+    if split not in ("train", "validation"):
+        raise UserError(f"--split {split}: it must be train or validation")
+    chosen: Split = "train" if split == "train" else "validation"
+    models = [find_model(name) for name in names]
+    if temperature is not None:
+        overrides = [*overrides, f"generation.temperature={temperature}"]
+    configs = configurations(models, overrides, config=config)
+    from rlframework.evaluation.evaluate import check_out, evaluation_settings  # imports torch
+
+    sampled = any(override.startswith("generation.temperature=") for override in overrides)
+    settings = evaluation_settings(
+        configs[0], split=chosen, samples=samples, attempts=attempts, ks=_numbers(k), sampled=sampled
+    )
+    folder = Path(out) if out is not None else _new_folder(models)
+    check_out(folder)
+    return EvaluationPlan(models, configs, settings, folder)
+
+
+def generation_config(
+    name: str,
+    *,
+    overrides: Sequence[str] = (),
+    samples: int = 1,
+    temperature: float | None = None,
+    max_new_tokens: int | None = None,
+    greedy: bool = False,
+    seed: int | None = None,
+) -> RunConfig:
+    """The configuration of `rlframework generate NAME`. Options that contradict each other raise `UserError`."""
+    if greedy and temperature:
+        raise UserError(f"--greedy and --temperature {temperature} contradict each other; give one of them")
+    temperature = 0.0 if greedy else temperature
+    given = {"generation.temperature": temperature, "generation.max_new_tokens": max_new_tokens, "seed": seed}
+    changes = [*overrides, *(f"{key}={value}" for key, value in given.items() if value is not None)]
+    alone = {**ALONE, "environment": {"name": "addition"}}  # no data is read
+    config = configurations([find_model(name)], changes, alone=alone)[0]
+    if samples > 1 and config.generation.temperature == 0.0:
+        raise UserError(
+            f"--samples {samples}: all greedy completions of a prompt are the same; give --temperature, such as 1"
+        )
+    return config
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(word) for word in text.split(",") if word.strip()]
+    except ValueError as error:
+        raise UserError(f"--k {text}: give numbers of attempts separated by commas, such as 1,4,8") from error
+
+
+def _new_folder(models: Sequence[ModelSource]) -> Path:
+    """An unused path named after the time: in the run's directory for a single run, else in the working directory."""
+    run = models[0].run if len(models) == 1 else None
+    name = datetime.now().strftime("%Y%m%d-%H%M%S")
+    parent = Path("evaluations") if run is None else run / "evaluations"
+    names = [name, *(f"{name}-{number}" for number in range(2, 1000))]
+    return next(parent / name for name in names if not (parent / name).exists())
+
+
+def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split `words` into models and overrides (`a.b=value`, `~a.b`). The name of a directory is always a model."""
+    overrides = [word for word in words if _OVERRIDE.fullmatch(word) and not os.path.isdir(word)]
+    return [word for word in words if word not in overrides], overrides
+
+
+def find_model(name: str) -> ModelSource:
+    """Find the run, checkpoint or model called `name`. A directory that is none of them raises `UserError`."""
+    path = Path(name)
+    for folder in (path, path / "model"):
+        reject_native(folder)
+        if is_sharded(folder):
+            raise UserError(
+                f"{folder} holds a sharded checkpoint, which is not a model directory; convert it first: "
+                f"rlframework convert {name} NEW_FOLDER --to huggingface"
+            )
+        if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+            raise UserError(
+                f"{folder} holds LoRA adapters without their base model; give the run itself, which saves the merged "
+                "model at its end, or merge them with peft's merge_and_unload"
+            )
+    if (path / "config.json").is_file():
+        return ModelSource(name, name, None)
+    is_run, has_model = (path / "config.yaml").is_file(), (path / "model" / "config.json").is_file()
+    if is_run and not has_model:
+        raise _unfinished(path)
+    if is_run:
+        return ModelSource(name, str(path / "model"), path)
+    if has_model:  # RUN/checkpoints/step-NNNNNN
+        run = path.absolute().parent.parent
+        return ModelSource(name, str(path / "model"), run if (run / "config.yaml").is_file() else None)
+    if path.is_dir():
+        raise UserError(
+            f"{name} is neither a run (it has no config.yaml) nor a model (it has no config.json); give the output_dir "
+            "of a run, or a Hugging Face model directory or name"
+        )
+    if is_path(name) or path.exists():
+        raise UserError(f"there is no directory {name}; give the output_dir of a run, or a model directory or name")
+    require_available(name, "RUN_OR_MODEL")
+    return ModelSource(name, name, None)
+
+
+def _unfinished(run: Path) -> UserError:
+    from rlframework.training.checkpoints import checkpoints_in  # imports torch
+
+    found = checkpoints_in(run)
+    instead = f"take its newest checkpoint ({found[-1]})" if found else "give the directory of a model"
+    return UserError(f"{run} holds a run without a trained model, so it has not finished. Wait for it, or {instead}")
+
+
+def configurations(
+    models: Sequence[ModelSource],
+    overrides: Sequence[str] = (),
+    *,
+    config: str | None = None,
+    alone: Mapping[str, Any] = ALONE,
+) -> list[RunConfig]:
+    """The validated configuration of each model.
+
+    All derive from `config` (a YAML file) if given, else from the first model that belongs to a run, else from `alone`.
+    Each uses the model's own tokenizer and chat template. `overrides` come last.
+    """
+    if any(re.match(r"~?policy\.model_name\b", override) for override in overrides):
+        raise ConfigError("policy.model_name cannot be overridden: the model is RUN_OR_MODEL")
+    runs = [model.run for model in models if model.run is not None]
+    source: str | Path | Mapping[str, Any] = config or (runs[0] / "config.yaml" if runs else alone)
+    if config is None and len(runs) > 1:
+        print(
+            f"all models use the environment, generation settings and seed of {runs[0]}; --config FILE uses others",
+            file=sys.stderr,
+            flush=True,
+        )
+    return [_without_training(source, [*_with_model(model), *overrides]) for model in models]
+
+
+def _without_training(source: str | Path | Mapping[str, Any], overrides: Sequence[str]) -> RunConfig:
+    """Load the configuration with default training sections, as their errors must not prevent generation."""
+    values = compose(source, overrides).values
+    policy = values.get("policy")  # `lora` too: the adapters are already merged
+    for section, key in ((values, "recording"), (values, "profiler"), (policy, "scheduler"), (policy, "lora")):
+        if isinstance(section, dict):
+            section.pop(key, None)
+    return load_config(escape_interpolation({**values, "algorithm": {"name": "sft"}}))
+
+
+def _with_model(source: ModelSource) -> list[str]:
+    return [
+        f"policy.model_name={json.dumps(escape_interpolation(source.model))}",
+        "policy.tokenizer_name=null",
+        "policy.chat_template=null",
+    ]

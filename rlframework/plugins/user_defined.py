@@ -1,0 +1,189 @@
+"""Loads user-defined environments, losses and reward functions from import paths `module:name`, without a plugin.
+
+The current directory is importable, as it is for `plugins:`. Any problem with a path is a `ConfigError` that says what
+to write. Nothing is called except the import of the module and the constructor of a loss.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlframework.errors import ConfigError, PluginError
+from rlframework.plugins.loading import make_current_directory_importable
+from rlframework.plugins.reading import check_model
+from rlframework.plugins.types import API_VERSION, EnvironmentRecord
+
+SINGULAR = ("sample", "prompt", "completion", "answer")
+"""Parameter names of a reward function that scores one completion; with an "s" appended, it scores a batch."""
+
+ACCEPTED_FORMS = (
+    "A reward function, sync or async, takes any of (samples, prompts, completions, answers), including completions, "
+    "and returns a list; or any of (sample, prompt, completion, answer), including completion, and returns one value. "
+    "Examples: `def score(samples, completions): ...`, `def score(prompt, completion, answer): ...`. A function with "
+    "TRL's signature, `def score(prompts, completions, **columns)`, gets the columns of the rows by name"
+)
+
+_LOSS_ATTRIBUTES = ("loss_type", "input_type", "wants_entropy", "at_sampling_temperature")
+_LOSS_FORM = (
+    "A loss is callable and has " + ", ".join(_LOSS_ATTRIBUTES) + " (rlframework.interfaces.loss.LossFunction); give "
+    "the path of one, or of a class or function that creates one from the section's other keys"
+)
+
+
+@dataclass(frozen=True)
+class RewardForm:
+    """The calling convention of a reward function: `batched` or one completion per call, and async or not.
+
+    `names` are its parameter names; `place` is its file and line. `columns`: TRL's convention, with `prompts`,
+    `completions` and each column of the rows as keyword arguments.
+    """
+
+    batched: bool
+    names: tuple[str, ...]
+    is_async: bool
+    place: str
+    columns: bool = False
+
+
+def load_import_path(path: str) -> Any:
+    """Return the object at the import path `path`. Raises `ConfigError` if there is none."""
+    module_name, _, name = path.partition(":")
+    if not name or not all(part.isidentifier() for part in [*module_name.split("."), *name.split(".")]):
+        raise ConfigError(
+            f"{path!r} is not an import path: write module:name, such as my_rewards:score for my_rewards.py"
+        )
+    make_current_directory_importable()
+    try:
+        found = module = importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:
+        raise ConfigError(_import_error(path, module_name, error)) from error
+    for part in name.split("."):
+        try:
+            found = getattr(found, part)
+        except AttributeError as error:
+            file = getattr(module, "__file__", None) or "no file"
+            hint = "; objects defined in a script must be moved to a module" if module_name == "__main__" else ""
+            raise ConfigError(f"{path!r}: module {module_name!r} ({file}) has no {name!r}{hint}") from error
+    return found
+
+
+def environment_record(path: str) -> EnvironmentRecord:
+    """Return a record of the environment class at `path`. Its attribute `config_model`, if any, types its section."""
+    try:
+        target = load_import_path(path)
+    except ConfigError as error:
+        raise PluginError(f"environment.name: {error}") from error
+    interface = "rlframework.interfaces.environment"
+    base = getattr(sys.modules.get(interface), "Environment", ())  # a subclass has imported it
+    if not isinstance(target, type) or not issubclass(target, base):
+        raise PluginError(f"environment.name: {path!r} must be a class derived from {interface}.Environment")
+    if missing := sorted(getattr(target, "__abstractmethods__", ())):
+        raise PluginError(f"environment.name: {path!r} does not implement {', '.join(missing)}")
+    model = getattr(target, "config_model", None)
+    record = EnvironmentRecord(path, path, API_VERSION, summary="your own", config_model=model)
+    check_model(record)
+    return record
+
+
+def load_loss(path: str, keys: Mapping[str, Any]) -> Any:
+    """Return the loss at `path`: the object itself, or the result of calling the class or function with `keys`.
+
+    Raises `ConfigError` if it is not an `rlframework.interfaces.loss.LossFunction`, or if the call raises.
+    """
+    found = load_import_path(path)
+    if not isinstance(found, type) and _is_loss(found):
+        if keys:
+            raise ConfigError(f"{path!r} is a loss instance and takes no keys, but {sorted(keys)} are given")
+        return found
+    if not callable(found):
+        raise ConfigError(f"{path!r} is not a loss or callable, but {type(found).__name__}. {_LOSS_FORM}")
+    try:
+        loss = found(**keys)
+    except (Exception, SystemExit) as error:
+        raise ConfigError(
+            f"{path!r} ({_place(found)}) raised {type(error).__name__} when called with {dict(keys)}: {error}. "
+            f"{_LOSS_FORM}"
+        ) from error
+    if not _is_loss(loss):
+        raise ConfigError(f"{path!r} returned {type(loss).__name__}, which is not a loss. {_LOSS_FORM}")
+    return loss
+
+
+def _is_loss(found: Any) -> bool:
+    return callable(found) and all(hasattr(found, name) for name in _LOSS_ATTRIBUTES)
+
+
+def load_reward(path: str) -> tuple[Callable[..., Any], RewardForm]:
+    """Return the reward function at `path` and its calling convention. Raises `ConfigError` if it is not usable."""
+    function = load_import_path(path)
+    if isinstance(function, type):
+        raise ConfigError(f"{path!r} is a class; give a function or a callable object instead. {ACCEPTED_FORMS}")
+    if not callable(function):
+        raise ConfigError(f"{path!r} is not callable, but {type(function).__name__}. {ACCEPTED_FORMS}")
+    return function, reward_form(path, function)
+
+
+def reward_form(path: str, function: Callable[..., Any]) -> RewardForm:
+    """Return the calling convention of `function`. Raises `ConfigError` if its parameters do not fit any."""
+    place = _place(function)
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{path!r} has no readable signature ({error}). {ACCEPTED_FORMS}") from error
+    if _takes_columns(list(parameters)):
+        return RewardForm(True, ("prompts", "completions"), _is_async(function), place, columns=True)
+    names = tuple(parameter.name for parameter in parameters if _is_asked_for(parameter))
+    batched = "completions" in names
+    known = [f"{name}s" for name in SINGULAR] if batched else SINGULAR
+    strange = [name for name in names if name not in known]
+    by_place = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and _is_asked_for(p)]
+    if strange or by_place or ("completion" not in names and not batched):
+        signature = f"({', '.join(str(parameter) for parameter in parameters)})"
+        raise ConfigError(f"{path!r} ({place}) has the unsupported parameters {signature}. {ACCEPTED_FORMS}")
+    return RewardForm(batched, names, _is_async(function), place)
+
+
+def _takes_columns(parameters: Sequence[inspect.Parameter]) -> bool:
+    """Whether the function follows TRL: `completions` and `**columns`, and neither `samples` nor `answers`."""
+    named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    open_ended = [p.kind for p in parameters if p.name not in named] == [inspect.Parameter.VAR_KEYWORD]
+    return open_ended and "completions" in named and not named & {"samples", "answers"}
+
+
+def _is_asked_for(parameter: inspect.Parameter) -> bool:
+    """Whether the parameter is passed a value: all without a default, and those with a known name."""
+    if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+        return True
+    known = {*SINGULAR, *(f"{name}s" for name in SINGULAR)}
+    return parameter.default is parameter.empty or parameter.name in known
+
+
+def _is_async(function: Callable[..., Any]) -> bool:
+    kind: Any = type(function)
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(kind.__call__)
+
+
+def _place(function: Callable[..., Any]) -> str:
+    plain: Any = inspect.unwrap(function)
+    plain = getattr(plain, "func", plain)  # what a functools.partial calls
+    kind: Any = type(plain)
+    code = getattr(plain, "__code__", None) or getattr(kind.__call__, "__code__", None)
+    return f"{code.co_filename}, line {code.co_firstlineno}" if code else "no Python file"
+
+
+def _import_error(path: str, module: str, error: BaseException) -> str:
+    if isinstance(error, ModuleNotFoundError) and error.name and f"{module}.".startswith(f"{error.name}."):
+        return (
+            f"{path!r}: there is no module {error.name!r} in the current directory ({sys.path[-1]}) or among the "
+            f"installed "
+            "packages"
+        )
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
+    place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if len(frames) > 1 else ""
+    return f"{path!r}: the import of {module!r} raised {type(error).__name__}: {error}{place}"
