@@ -89,7 +89,7 @@ def test_supported_configurations_have_no_problems(problems_of):
         (LLAMA, 2, {"parallelism": {"expert": 2}}, "policy.parallelism.expert", "no experts"),
         (LLAMA, 1, {"router_aux_loss_coef": 0.1}, "policy.router_aux_loss_coef", "no experts"),
         (MIXTURE | {"num_experts": 3}, 2, {"parallelism": {"expert": 2}}, "policy.parallelism.expert", "3 experts"),
-        (MIXTURE, 3, {"parallelism": {"expert": 2}}, "policy.parallelism.expert", "3 workers"),
+        (MIXTURE, 3, {"parallelism": {"expert": 2}}, "policy.parallelism.expert", "3 data-parallel workers"),
         (MIXTURE, 2, {"parallelism": {"tensor": 2}}, "policy.parallelism.sequence", "mixtures of experts"),
         (
             LLAMA,

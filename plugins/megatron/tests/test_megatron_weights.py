@@ -213,7 +213,7 @@ def test_files_may_have_other_names_and_dtypes(folders, tmp_path, kind, change):
         ),
         (
             lambda files: {name: one[:1] for name, one in files.items()},
-            r"shape \(1, 16\), and its config.json .* \(41,",
+            r"shape \(1, 16\), but its config.json .* \(41,",
         ),
     ],
     ids=["missing", "shape"],
