@@ -190,7 +190,8 @@ def test_without_pytest_the_extra_is_named(monkeypatch):
         command.run(Request("addition"))
 
 
-def test_the_list_runs_nothing(capsys):
+def test_the_list_runs_nothing(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")  # wide enough for the longest name
     assert called("addition", "--list") == 0
     assert TEST in capsys.readouterr().out
 

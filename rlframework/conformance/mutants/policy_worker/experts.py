@@ -70,13 +70,13 @@ def router_loss_of_a_microbatch(worker_class: Any) -> Any:
             super().build(init_optimizer=init_optimizer)
             routers = self._router_loss
             if routers is not None:
-                whole = routers.balance
+                whole = routers.measure_load
 
-                def balance(microbatches: Any, forward: Any) -> Any:
+                def measure_load(microbatches: Any, forward: Any) -> Any:
                     first, all_ = whole(microbatches[:1], forward), whole(microbatches, forward)
-                    return type(all_)(first.share, all_.tokens)
+                    return type(all_)(first.load, all_.tokens)
 
-                routers.balance = balance
+                routers.measure_load = measure_load
 
     return Broken
 
