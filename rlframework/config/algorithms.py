@@ -159,7 +159,6 @@ class GRPOConfig(AlgorithmConfig):
         if bound is not None and bound <= above:
             raise ValueError(
                 f"loss.ratio_clip_c is {bound}, but must be greater than 1 + ratio_clip_max = {above}, the clipped "
-                f"ratio "
-                "that it bounds"
+                "ratio that it bounds"
             )
         return self

@@ -105,8 +105,7 @@ class Gsm8kConfig(EnvironmentConfig):
         if (not files and self.dataset is None) or (self.train_path is not None and self.dataset is not None):
             raise ValueError(
                 "set either train_path (a JSONL or Parquet file) or dataset (a Hugging Face name); evaluation needs "
-                "only "
-                "validation_path"
+                "only validation_path"
             )
         if self.dataset is not None and self.validation_path is not None:
             raise ValueError("validation_path is used with train_path; with dataset, set validation_split instead")

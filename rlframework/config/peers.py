@@ -177,8 +177,7 @@ WITHOUT_COUNTERPART: Mapping[str, str] = {
     ),
     "max_prompt_length": (
         "rlframework has no such limit: a prompt that leaves no room for `generation.max_new_tokens` tokens is an "
-        "error "
-        "before training starts."
+        "error before training starts."
     ),
     "num_train_epochs": "rlframework counts steps: set `algorithm.num_steps`.",
     "num_episodes": "rlframework counts steps: set `algorithm.num_steps`.",

@@ -121,8 +121,7 @@ class LoraConfig(Section):
         if dropout:
             raise ValueError(
                 "must be 0: training and scoring must compute the same function, so the model's own dropout is "
-                "disabled "
-                "too"
+                "disabled too"
             )
         return dropout
 

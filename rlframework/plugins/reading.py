@@ -101,14 +101,12 @@ def _check_record(record: Record) -> None:
     if record.api_version != API_VERSION:
         raise PluginError(
             f"its {record.kind} {record.name!r} is written for version {record.api_version} of the plugin API, but "
-            f"this "
-            f"rlframework-core has version {API_VERSION}; install compatible versions of the two"
+            f"this rlframework-core has version {API_VERSION}; install compatible versions of the two"
         )
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", record.name):
         raise PluginError(
             f"the {record.kind} name {record.name!r} is invalid: use letters, digits, '-' and '_', starting with a "
-            f"letter "
-            "or digit"
+            "letter or digit"
         )
     if record.kind == "policy_worker" and record.name in PolicyConfig.model_fields:
         raise PluginError(

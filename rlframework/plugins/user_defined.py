@@ -181,8 +181,7 @@ def _import_error(path: str, module: str, error: BaseException) -> str:
     if isinstance(error, ModuleNotFoundError) and error.name and f"{module}.".startswith(f"{error.name}."):
         return (
             f"{path!r}: there is no module {error.name!r} in the current directory ({sys.path[-1]}) or among the "
-            f"installed "
-            "packages"
+            "installed packages"
         )
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
     place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if len(frames) > 1 else ""
