@@ -48,7 +48,6 @@ conformance: $(VENV)/.installed-dev  ## all parts in all their layouts; writes d
 		--conformance-layout all --conformance-json $(VENV)/conformance.json; status=$$?; \
 	test -f $(VENV)/conformance.json || { echo "nothing was run, so docs/results is as it was" >&2; exit $$status; }; \
 	$(BIN)/python -m rlframework.conformance.markdown --shorten $(VENV)/conformance.json docs/results/conformance.json && \
-	rm -f docs/results/conformance_engines.json && \
 	$(BIN)/python -m rlframework.conformance.markdown docs/results/conformance.json docs/results/conformance.md && \
 	exit $$status
 
