@@ -120,6 +120,6 @@ def new_backend(
     folder = write_backend(name, directory)
     print(f"created {folder}. Next steps:\n\n{next_commands(name, folder)}\n")
     print(
-        f"Then implement {folder.name}/rlframework_{name}/worker.py method by method, following "
+        f"Then implement {folder.name}/rlframework_{name}/engine.py method by method, following "
         f"docs/write_a_backend.md."
     )

@@ -108,11 +108,12 @@ class InspectedPolicy(Policy):
 
     def everywhere(self, method: str, **kwargs: Any) -> list[Any]:
         """Return the result of the worker's `method` on each rank."""
-        return self._run_on_all_workers(method, **kwargs)
+        group = self.worker_group
+        return group.get_all_worker_results(group.run_all_workers_single_data(method, **kwargs))
 
     def inspect(self, function: str, **kwargs: Any) -> list[Any]:
         """Return the result of `module:function`, called with the worker, on each rank."""
-        return self._run_on_all_workers("inspect", function=function, arguments=kwargs)
+        return self.everywhere("inspect", function=function, arguments=kwargs)
 
 
 class InspectedEngines(RemoteGeneration):

@@ -1,7 +1,7 @@
 """The policy-worker interface: one process of the model being trained.
 
 Names follow NeMo-RL's workers. `rlframework.policy.worker.PolicyWorkerBase` implements everything that does not depend
-on the engine; a backend derives from it and supplies the primitives of `rlframework.policy.engine.Engine`.
+on the engine, around the primitives of a backend's `rlframework.policy.engine.Engine`.
 """
 
 from __future__ import annotations
@@ -9,13 +9,79 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 from rlframework.errors import NotSupported
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
     from rlframework.batch.batched_data_dict import BatchedDataDict
     from rlframework.interfaces.loss import LossFunction
+
+
+class TrainResult(TypedDict):
+    """The result of `PolicyWorker.train`.
+
+    - `global_loss`: CPU tensor, one value per global batch, the same on all ranks;
+    - `grad_norm`: CPU tensor, one value per global batch, before clipping; None in eval mode;
+    - `metrics`: the loss's metrics over all ranks, averaged over global batches. Within a global batch, metrics whose
+      names end in `_min` or `_max` are reduced to the extreme over microbatches and ranks, all others to the sum;
+    - `skipped`: the number of steps skipped for a non-finite gradient; `times`: seconds by phase.
+    """
+
+    global_loss: Tensor
+    grad_norm: Tensor | None
+    metrics: dict[str, float]
+    lr: float
+    skipped: int
+    global_valid_seqs: float
+    global_valid_toks: float
+    rank: int
+    times: dict[str, float]
+
+
+class BytesMoved(TypedDict):
+    """Bytes that a transition moved between the device and CPU memory."""
+
+    model: int
+    optimizer: int
+
+
+class WorkerInfo(TypedDict):
+    """A worker's description of itself; `versions` are those of the engine's packages.
+
+    `memory_bytes` now and `peak_memory_bytes` since the worker was built or `reset_peak_memory_stats`, on a CPU of the
+    whole process. The driver plans microbatches for all ranks from `batching` (padded, dynamic or packed; default
+    padded), `preferred_tokens` (tokens of a microbatch if the configuration sets none) and `pad_multiple`, to which
+    lengths are padded.
+    """
+
+    rank: int
+    pid: int
+    device: str
+    memory_bytes: int
+    threads: int
+    versions: dict[str, str]
+    world_size: NotRequired[int]
+    device_name: NotRequired[str]
+    peak_memory_bytes: NotRequired[int]
+    batching: NotRequired[str]
+    preferred_tokens: NotRequired[int]
+    pad_multiple: NotRequired[int]
+
+
+class RefitState(TypedDict):
+    """A worker's state before a refit.
+
+    `version`: how often the weights have changed; `device`: the device for IPC; `joined`: whether `init_collective` was
+    called and no failure has closed the group since.
+    """
+
+    version: int
+    device: str
+    joined: bool
 
 
 class PolicyWorker(ABC):
@@ -39,23 +105,13 @@ class PolicyWorker(ABC):
         eval_mode: bool = False,
         gbs: int | None = None,
         mbs: int | None = None,
-    ) -> dict[str, Any]:
+    ) -> TrainResult:
         """Take one optimizer step for each global batch of `gbs` rows over all ranks; with `eval_mode`, only evaluate.
 
         Evaluation changes no state. Each worker independently raises `BatchError` for a batch without masks or with
         rows that do not divide into global batches. A global batch without valid tokens takes no step. One with a
         non-finite gradient is skipped; `non_finite_gradients.stop_after` skips in a row raise `NonFiniteGradients`.
         Losses with `wants_entropy` find `entropy` in their data.
-
-        The result has these entries:
-
-        - `global_loss`: CPU tensor, one value per global batch, the same on all ranks;
-        - `grad_norm`: CPU tensor, one value per global batch, before clipping; None in eval mode;
-        - `metrics`: name to float, the loss's metrics over all ranks, averaged over global batches. Within a global
-          batch, metrics whose names end in `_min` or `_max` are reduced to the extreme over microbatches and ranks, all
-          others to the sum;
-        - `lr`; `skipped`, the number of steps skipped for a non-finite gradient; `global_valid_seqs`;
-          `global_valid_toks`; `rank`; `times`, seconds by phase.
         """
 
     @abstractmethod
@@ -112,15 +168,14 @@ class PolicyWorker(ABC):
         """
 
     @abstractmethod
-    def prepare_for_training(self, *args: Any, **kwargs: Any) -> dict[str, int]:
+    def prepare_for_training(self, *args: Any, **kwargs: Any) -> BytesMoved:
         """Onload model and optimizer to the device; called before `train`.
 
-        Each of these transitions returns the bytes it moved of the `model` and of the `optimizer`. Transitions never
-        change results, in any order of calls; a call that needs offloaded state onloads it.
+        Transitions never change results, in any order of calls; a call that needs offloaded state onloads it.
         """
 
     @abstractmethod
-    def prepare_for_lp_inference(self) -> dict[str, int]:
+    def prepare_for_lp_inference(self) -> BytesMoved:
         """Onload the model and, with `policy.offload.optimizer`, offload the optimizer; called before scoring."""
 
     @abstractmethod
@@ -128,16 +183,8 @@ class PolicyWorker(ABC):
         """Return True, which shows that the worker responds."""
 
     @abstractmethod
-    def get_info(self) -> dict[str, Any]:
-        """Return `rank`, `pid`, `device`, `memory_bytes`, `threads`, and `versions` of the engine's packages.
-
-        Also `peak_memory_bytes`, the peak since the worker was built or since `reset_peak_memory_stats`, if the worker
-        can measure it.
-
-        The driver plans microbatches for all ranks from these optional keys: `batching` (padded, dynamic or packed;
-        padded if absent), `preferred_tokens` (tokens of a microbatch if the configuration sets none), and
-        `pad_multiple`, to which lengths are padded.
-        """
+    def get_info(self) -> WorkerInfo:
+        """Describe the worker."""
 
     @abstractmethod
     def shutdown(self) -> None:
@@ -190,6 +237,16 @@ class PolicyWorker(ABC):
     def stop_gpu_profiling(self) -> None:
         """End the range that `start_gpu_profiling` began."""
         raise NotSupported(f"{type(self).__name__} has no profiler")
+
+    # Offloading around a refit, optional for a backend.
+
+    def offload_before_refit(self) -> BytesMoved:
+        """Offload the optimizer to CPU memory, to make room for a generation engine on the same device."""
+        raise NotSupported(_undeclared(self, "offload its optimizer", "cpu_offload"))
+
+    def offload_after_refit(self) -> BytesMoved:
+        """Offload model and optimizer to CPU memory."""
+        raise NotSupported(_undeclared(self, "offload its model", "cpu_offload"))
 
     # Optional capabilities: each method raises `NotSupported` unless the backend declares its capability.
 
@@ -248,6 +305,22 @@ class PolicyWorker(ABC):
         """
         raise NotSupported(_undeclared(self, "load adapters", "lora"))
 
+    def get_refit_state(self) -> RefitState:
+        """Return the state that the driver needs before a refit. Capabilities `collective_refit`, `ipc_refit`."""
+        raise NotSupported(_undeclared(self, "send weights", "collective_refit or ipc_refit"))
+
+    def attempt(self, method: str, arguments: Mapping[str, Any]) -> tuple[Any, str]:
+        """Call `method` and return its result and an empty string, or None and the message of a `RefitError`.
+
+        An exception would stop the worker group. A failure of the receiver leaves the trainer intact, so its message
+        is returned instead.
+        """
+        raise NotSupported(_undeclared(self, "send weights", "collective_refit or ipc_refit"))
+
+    def reserve_refit_address(self) -> tuple[str, int]:
+        """Return this machine's address and a port reserved for `init_collective`. Called on rank 0 only."""
+        raise NotSupported(_undeclared(self, "send weights over a process group", "collective_refit"))
+
     def init_collective(self, ip: str, port: int, world_size: int) -> None:
         """Form the process group for refits of engines in other processes. Capability `collective_refit`.
 
@@ -256,7 +329,7 @@ class PolicyWorker(ABC):
         """
         raise NotSupported(_undeclared(self, "send weights over a process group", "collective_refit"))
 
-    def prepare_info_for_collective(self) -> dict[str, Any]:
+    def prepare_info_for_collective(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
         """Return name to (shape, dtype) of the weights that either transport sends, in order.
 
         Names and unsharded shapes are those of `save_pretrained`. Floating-point weights are sent in

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from rlframework.config.policy import LoraConfig
 from rlframework.errors import ConfigError
-from rlframework.policy.lora import Adapters
+from rlframework.policy.engine import Engine, no_adapters
 from rlframework.policy.lora_math import A, B, initial_a, is_adapter, merge
 from rlframework.policy.model_state import WeightSpec
 
@@ -118,8 +118,8 @@ def set_adapters_enabled(model: nn.Module, enabled: bool) -> None:
         layer.enable_adapters(enabled)
 
 
-class ModelAdapters(Adapters, ABC):
-    """The primitives of `rlframework.policy.lora.Adapters`, for a worker whose model went through `inject`."""
+class ModelAdapters(Engine, ABC):
+    """The primitives of `Engine` that concern adapters, for a `model` that went through `inject`."""
 
     model: Any
     _adapters_disabled: bool = False
@@ -139,28 +139,28 @@ class ModelAdapters(Adapters, ABC):
 
     def _adapters(self) -> dict[str, Tensor]:
         if self.config.lora is None:
-            self._no_adapters()
+            raise no_adapters(self)
         return {name: tensor for name, tensor in self._named_tensors().items() if is_adapter(name)}
 
     def adapter_specs(self) -> dict[str, WeightSpec]:
-        """See `Adapters.adapter_specs`."""
+        """See `Engine.adapter_specs`."""
         return {name: WeightSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in self._adapters().items()}
 
     def gather_adapters(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """See `Adapters.gather_adapters`."""
+        """See `Engine.gather_adapters`."""
         adapters = self._adapters()
         for name in names:
             yield name, self._gather_tensor(adapters[name])
 
     @torch.no_grad()
     def take_adapters(self, adapters: Mapping[str, Tensor]) -> None:
-        """See `Adapters.take_adapters`."""
+        """See `Engine.take_adapters`."""
         for name, tensor in self._adapters().items():
             self._write_tensor(tensor, adapters[name])
 
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
-        """See `Adapters.without_adapters`."""
+        """See `Engine.without_adapters`."""
         if self._adapters_disabled:
             yield
             return

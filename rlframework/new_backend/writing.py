@@ -26,6 +26,7 @@ FILES = {
     "$package/py.typed": "py.typed.txt",
     "$package/plugin.py": "plugin.py.txt",
     "$package/config.py": "config.py.txt",
+    "$package/engine.py": "engine.py.txt",
     "$package/worker.py": "worker.py.txt",
     "tests/test_conformance.py": "test_conformance.py.txt",
     "tests/test_plugin.py": "test_plugin.py.txt",

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rlframework.batch.batched_data_dict import BatchedDataDict
+from rlframework.batch.batched_data_dict import BatchedDataDict, SlicedDataDict
 from rlframework.batch.packing import TokenCost
 from rlframework.config.policy import PolicyConfig
 from rlframework.errors import BatchError, BatchTypeError, NotSupported
 from rlframework.huggingface.model_directories import model_sizes
 from rlframework.interfaces.named_sharding import policy_sharding
+from rlframework.interfaces.policy_worker import BytesMoved, PolicyWorker, WorkerInfo
 from rlframework.interfaces.worker_group import WorkerGroup, WorkerSpec
 from rlframework.plugins.types import CAPABILITY_OF_FORM, Capability, Record
 from rlframework.policy.balancer import BatchBalancer
 from rlframework.policy.optimization import resolve_total_steps
+from rlframework.workers.calls import WorkerCalls
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -26,8 +28,7 @@ if TYPE_CHECKING:
     from rlframework.interfaces.loss import LossFunction
     from rlframework.plugins.manager import PluginManager
 
-DATA_AXES = ("data_parallel",)
-MODEL_AXES = ("pipeline_parallel", "context_parallel", "tensor_parallel")
+Rows = BatchedDataDict[Any]
 
 
 def worker_spec(
@@ -89,6 +90,11 @@ def _require_positive(**sizes: int | None) -> None:
             raise BatchError(f"{name} is {size}; it must be at least 1, or None for the configured value")
 
 
+def _total(moved: list[BytesMoved]) -> BytesMoved:
+    """Sum over workers."""
+    return {"model": sum(each["model"] for each in moved), "optimizer": sum(each["optimizer"] for each in moved)}
+
+
 class Policy:
     """The driver's handle of the model being trained, on the configured worker group and backend."""
 
@@ -128,6 +134,7 @@ class Policy:
         )
         sharding = policy_sharding(config.worker_group.num_workers, config.policy.parallelism)
         self.worker_group: WorkerGroup = group(spec, config.worker_group, sharding=sharding, device=device)
+        self._calls = WorkerCalls(self.worker_group)
 
     def _choose_group_class(self, chosen: type[WorkerGroup]) -> type[WorkerGroup]:
         """Return the class of the worker group; subclasses may replace the configured one."""
@@ -159,7 +166,7 @@ class Policy:
 
     def train(
         self,
-        data: BatchedDataDict[Any],
+        data: Rows,
         loss_fn: LossFunction,
         eval_mode: bool = False,
         gbs: int | None = None,
@@ -184,146 +191,178 @@ class Policy:
         shards, _ = self._balancer.shard(
             data, batch_size=gbs, positions="loss", tokens=self.config.policy.batching.tokens
         )
-        result = self._run_sharded(
-            "train", {"data": shards}, {"loss_fn": loss_fn, "eval_mode": eval_mode, "gbs": gbs, "mbs": mbs}
-        )[0]
+        result, *_ = self._calls.on_shards(
+            PolicyWorker.train, shards, loss_fn=loss_fn, eval_mode=eval_mode, gbs=gbs, mbs=mbs
+        )
         return {**result, "loss": float(result["global_loss"].mean())}
 
     def get_logprobs(
         self,
-        data: BatchedDataDict[Any],
+        data: Rows,
         micro_batch_size: int | None = None,
         positions: str = "all",
         entropy: bool = False,
-    ) -> BatchedDataDict[Any]:
+    ) -> Rows:
         """Return `logprobs [B, S]`, in row order, and optionally `entropy`: see `PolicyWorker.get_logprobs`."""
-        return self._score("get_logprobs", data, micro_batch_size, positions, **({"entropy": True} if entropy else {}))
+        shards, restore = self._shard_for_scoring("get_logprobs", data, micro_batch_size, positions)
+        options: Any = {"entropy": True} if entropy else {}
+        return restore(
+            self._calls.on_shards(
+                PolicyWorker.get_logprobs, shards, micro_batch_size=micro_batch_size, positions=positions, **options
+            )
+        )
 
-    def get_topk_logits(
-        self, data: BatchedDataDict[Any], k: int, micro_batch_size: int | None = None, positions: str = "all"
-    ) -> BatchedDataDict[Any]:
+    def get_topk_logits(self, data: Rows, k: int, micro_batch_size: int | None = None, positions: str = "all") -> Rows:
         """Return `topk_logits [B, S, k]` and `topk_indices [B, S, k]`, in order: see `PolicyWorker.get_topk_logits`."""
         _require_positive(k=k)
-        return self._score("get_topk_logits", data, micro_batch_size, positions, k=k)
+        shards, restore = self._shard_for_scoring("get_topk_logits", data, micro_batch_size, positions)
+        return restore(
+            self._calls.on_shards(
+                PolicyWorker.get_topk_logits, shards, k=k, micro_batch_size=micro_batch_size, positions=positions
+            )
+        )
 
-    def score(self, data: BatchedDataDict[Any], micro_batch_size: int | None = None) -> BatchedDataDict[Any]:
+    def score(self, data: Rows, micro_batch_size: int | None = None) -> Rows:
         """Return `scores [B]` of a reward model, in order: see `PolicyWorker.score`."""
         require(self.record, Capability.SCORING, "score was called")
-        return self._score("score", data, micro_batch_size, "last")
+        shards, restore = self._shard_for_scoring("score", data, micro_batch_size, "last")
+        return restore(self._calls.on_shards(PolicyWorker.score, shards, micro_batch_size=micro_batch_size))
 
     def get_reference_policy_logprobs(
-        self, data: BatchedDataDict[Any], micro_batch_size: int | None = None, positions: str = "all"
-    ) -> BatchedDataDict[Any]:
+        self, data: Rows, micro_batch_size: int | None = None, positions: str = "all"
+    ) -> Rows:
         """Return `reference_logprobs [B, S]`: log-probabilities under the weights that the policy started with."""
-        return self._score("get_reference_policy_logprobs", data, micro_batch_size, positions)
+        shards, restore = self._shard_for_scoring("get_reference_policy_logprobs", data, micro_batch_size, positions)
+        return restore(
+            self._calls.on_shards(
+                PolicyWorker.get_reference_policy_logprobs,
+                shards,
+                micro_batch_size=micro_batch_size,
+                positions=positions,
+            )
+        )
 
-    def _score(
-        self, method: str, data: BatchedDataDict[Any], micro_batch_size: int | None, positions: str, **wanted: Any
-    ) -> BatchedDataDict[Any]:
+    def _shard_for_scoring(
+        self, method: str, data: Rows, micro_batch_size: int | None, positions: str
+    ) -> tuple[list[SlicedDataDict[Any]], Callable[[list[Rows]], Rows]]:
+        """Shard what scoring reads of `data`; also return the function that joins the results in row order."""
         _require_batch(method, data)
         _require_positive(micro_batch_size=micro_batch_size)
         rows, ranks = data.size, self.data_parallel_size
         keys = [key for key in ("input_ids", "input_lengths", "token_mask", "sample_mask") if key in data]
-        inputs: BatchedDataDict[Any] = BatchedDataDict({key: data[key] for key in keys} | data.get_multimodal_dict())
+        inputs: Rows = BatchedDataDict({key: data[key] for key in keys} | data.get_multimodal_dict())
         if rows % ranks:  # repeat the first rows: every worker needs the same number
-            filled = torch.arange(rows + -rows % ranks) % rows
-            inputs = inputs.select_indices(filled)
+            inputs = inputs.select_indices(torch.arange(rows + -rows % ranks) % rows)
         batching = self.config.policy.batching
         shards, order = self._balancer.shard(
             inputs, batch_size=None, positions=positions, tokens=batching.logprob_tokens or batching.tokens
         )
-        if positions != "last":
-            wanted["positions"] = positions
-        results = self._run_sharded(method, {"data": shards}, {"micro_batch_size": micro_batch_size, **wanted})
-        scored: BatchedDataDict[Any] = BatchedDataDict.from_batches(results)
-        if order is not None:
-            scored.reorder_data(order)
-        return scored.slice(0, rows)
+
+        def restore(results: list[Rows]) -> Rows:
+            scored: Rows = BatchedDataDict.from_batches(results)
+            if order is not None:
+                scored.reorder_data(order)
+            return scored.slice(0, rows)
+
+        return shards, restore
 
     def save_pretrained(self, path: str) -> None:
         """Write weights, configuration and tokenizer as a Hugging Face directory, atomically."""
-        self._run_on_all_workers("save_pretrained", path=path)
+        self._calls.on_all(PolicyWorker.save_pretrained, path=path)
 
     def save_adapter(self, path: str) -> None:
         """Write only the LoRA adapters, as a directory that peft reads, atomically."""
-        self._run_on_all_workers("save_adapter", path=path)
+        self._calls.on_all(PolicyWorker.save_adapter, path=path)
 
     def load_adapter(self, path: str) -> None:
         """Load adapters for the same base, rank and alpha, written by `save_adapter` or peft."""
-        self._run_on_all_workers("load_adapter", path=path)
+        self._calls.on_all(PolicyWorker.load_adapter, path=path)
 
     def save_checkpoint(
         self, weights_path: str, optimizer_path: str | None, *, form: str = "portable", asynchronous: bool = False
     ) -> None:
         """Write the state that training resumes from; `form`, `asynchronous`: see `PolicyWorker.save_checkpoint`."""
-        options = {"form": form, "asynchronous": asynchronous}
         if form in CAPABILITY_OF_FORM:
             require(self.record, CAPABILITY_OF_FORM[form], f"a {form} checkpoint was requested")
-        self._run_on_all_workers("save_checkpoint", weights_path=weights_path, optimizer_path=optimizer_path, **options)
+        self._calls.on_all(
+            PolicyWorker.save_checkpoint,
+            weights_path=weights_path,
+            optimizer_path=optimizer_path,
+            form=form,
+            asynchronous=asynchronous,
+        )
 
     def checkpoint_written(self) -> bool:
         """Return True if all workers have written their shards, so that `finish_checkpoint` does not wait."""
-        return all(self._run_on_all_workers("checkpoint_written"))
+        return all(self._calls.on_all(PolicyWorker.checkpoint_written))
 
     def finish_checkpoint(self) -> None:
         """Wait for the last save and move it to its final path; raise its error if it failed."""
-        self._run_on_all_workers("finish_checkpoint")
+        self._calls.on_all(PolicyWorker.finish_checkpoint)
 
     def load_checkpoint(self, weights_path: str, optimizer_path: str | None = None) -> None:
         """Resume from the output of `save_checkpoint`, possibly of another backend or layout."""
-        self._run_on_all_workers("load_checkpoint", weights_path=weights_path, optimizer_path=optimizer_path)
+        self._calls.on_all(PolicyWorker.load_checkpoint, weights_path=weights_path, optimizer_path=optimizer_path)
 
-    def prepare_for_training(self) -> dict[str, int]:
+    def prepare_for_training(self) -> BytesMoved:
         """Onload model and optimizer; return the bytes moved of each, summed over all workers."""
-        return self._transition("prepare_for_training")
+        return _total(self._calls.on_all(PolicyWorker.prepare_for_training))
 
-    def prepare_for_lp_inference(self) -> dict[str, int]:
+    def prepare_for_lp_inference(self) -> BytesMoved:
         """Onload the model for scoring; see `PolicyWorker.prepare_for_lp_inference`."""
-        return self._transition("prepare_for_lp_inference")
+        return _total(self._calls.on_all(PolicyWorker.prepare_for_lp_inference))
 
-    def offload_before_refit(self) -> dict[str, int]:
+    def offload_before_refit(self) -> BytesMoved:
         """Offload the optimizer to CPU memory; return the bytes moved, summed over all workers."""
-        return self._transition("offload_before_refit")
+        return _total(self._calls.on_all(PolicyWorker.offload_before_refit))
 
-    def offload_after_refit(self) -> dict[str, int]:
+    def offload_after_refit(self) -> BytesMoved:
         """Offload model and optimizer to CPU memory; return the bytes moved of each, summed over all workers."""
-        return self._transition("offload_after_refit")
+        return _total(self._calls.on_all(PolicyWorker.offload_after_refit))
 
-    def _transition(self, transition: str) -> dict[str, int]:
-        workers = self._run_on_all_workers(transition)
-        return {part: sum(worker[part] for worker in workers) for part in ("model", "optimizer")}
-
-    def get_info(self) -> list[dict[str, Any]]:
+    def get_info(self) -> list[WorkerInfo]:
         """Return each worker's description of itself, by rank: device, memory, threads, versions."""
-        return self._run_on_all_workers("get_info")
+        return self._calls.on_all(PolicyWorker.get_info)
 
     def get_gpu_info(self) -> list[dict[str, Any]]:
         """Return the hardware of each worker, by rank: see `PolicyWorker.get_gpu_info`."""
-        return self._run_on_all_workers("get_gpu_info")
+        return self._calls.on_all(PolicyWorker.get_gpu_info)
 
     def report_device_ids(self) -> list[str]:
         """Return the device of each worker, by rank: see `PolicyWorker.report_device_id`."""
-        return self._run_on_all_workers("report_device_id")
+        return self._calls.on_all(PolicyWorker.report_device_id)
 
     def reset_peak_memory_stats(self) -> None:
         """Reset the peak memory statistics of each worker."""
-        self._run_on_all_workers("reset_peak_memory_stats")
+        self._calls.on_all(PolicyWorker.reset_peak_memory_stats)
 
-    def start_profiling(self, **wanted: Any) -> None:
+    def start_profiling(
+        self,
+        ranks: tuple[int, ...] | None = None,
+        with_stack: bool = False,
+        record_shapes: bool = False,
+        memory: bool = False,
+    ) -> None:
         """Start the torch profiler of the workers: see `PolicyWorker.start_profiling`."""
-        self._run_on_all_workers("start_profiling", **wanted)
+        self._calls.on_all(
+            PolicyWorker.start_profiling,
+            ranks=ranks,
+            with_stack=with_stack,
+            record_shapes=record_shapes,
+            memory=memory,
+        )
 
     def stop_profiling(self, folder: str | None) -> list[str]:
         """Write the traces to `folder`, shared by workers and driver, and return their paths, by rank."""
-        return [path for path in self._run_on_all_workers("stop_profiling", folder=folder) if path is not None]
+        return [path for path in self._calls.on_all(PolicyWorker.stop_profiling, folder=folder) if path is not None]
 
     def start_gpu_profiling(self) -> None:
         """Start a range of the CUDA profiler on each worker."""
-        self._run_on_all_workers("start_gpu_profiling")
+        self._calls.on_all(PolicyWorker.start_gpu_profiling)
 
     def stop_gpu_profiling(self) -> None:
         """End the range of the CUDA profiler on each worker."""
-        self._run_on_all_workers("stop_gpu_profiling")
+        self._calls.on_all(PolicyWorker.stop_gpu_profiling)
 
     def shutdown(self) -> bool:
         """Stop the workers; return False if one did not shut down cleanly."""
@@ -334,19 +373,3 @@ class Policy:
 
     def __exit__(self, *exception: object) -> None:
         self.shutdown()
-
-    def _run_on_all_workers(self, method: str, **kwargs: Any) -> list[Any]:
-        group = self.worker_group
-        return group.get_all_worker_results(group.run_all_workers_single_data(method, **kwargs))
-
-    def _run_sharded(self, method: str, sharded: Mapping[str, Any], common: Mapping[str, Any]) -> list[Any]:
-        """Call `method` with sharded arguments; one result per data-parallel rank, in order."""
-        future = self.worker_group.run_all_workers_sharded_data(
-            method,
-            in_sharded_axes=DATA_AXES,
-            replicate_on_axes=MODEL_AXES,
-            output_is_replicated=MODEL_AXES,
-            common_kwargs=common,
-            **sharded,
-        )
-        return self.worker_group.get_all_worker_results(future)

@@ -1,16 +1,17 @@
-"""The primitives that a training engine supplies to `PolicyWorkerBase`: exactly what differs between engines.
+"""The primitives of a training engine: exactly what differs between engines.
 
-Each primitive is called on all ranks of the worker group at the same time.
+A policy worker has an engine, and calls each primitive on all ranks of the worker group at the same time.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from rlframework.config.base import Section
 from rlframework.errors import NotSupported
 from rlframework.interfaces.data_processor import MicrobatchRule
 
@@ -19,8 +20,12 @@ if TYPE_CHECKING:
 
     import torch
     from torch import Tensor
+    from torch.distributed import ProcessGroup
+    from transformers import PreTrainedTokenizerBase
 
+    from rlframework.config.policy import PolicyConfig
     from rlframework.interfaces.data_processor import Microbatch
+    from rlframework.interfaces.worker_group import WorkerContext
     from rlframework.policy.head.request import HeadOutput, HeadRequest
     from rlframework.policy.model_state import Moments, ShardedState, WeightSpec
 
@@ -43,8 +48,37 @@ def _not_implemented(engine: Engine, does: str, capability: str, method: str) ->
     )
 
 
+def no_adapters(engine: Engine) -> NotSupported:
+    """Return the error of a call that needs adapters, of an engine that has none."""
+    return NotSupported(f"{type(engine).__name__} has no adapters: policy.lora is not set, or its backend has no LoRA")
+
+
 class Engine(ABC):
-    """The primitives of a training engine. Backends subclass `PolicyWorkerBase`, which derives from this class."""
+    """One rank of a model in training. A backend subclasses it and names it in its `PolicyWorkerBase.engine_class`.
+
+    `config` are the backend-neutral keys of `policy`, `backend_config` is the backend's own section.
+    """
+
+    backend_config_model: ClassVar[type[Section]] = Section
+    """Model of the backend's own configuration section, `policy.<backend>`."""
+
+    transports: ClassVar[frozenset[str]] = frozenset({"ipc", "collective"})
+    """Transports of weight sync. One that a backend removes must not be declared on its record."""
+
+    def __init__(
+        self,
+        config: PolicyConfig,
+        backend_config: Section,
+        tokenizer: PreTrainedTokenizerBase,
+        context: WorkerContext,
+        device: torch.device,
+    ) -> None:
+        """Keep the arguments; `build` builds the model on `device`."""
+        self.config = config
+        self.backend_config = backend_config
+        self.tokenizer = tokenizer
+        self.context = context
+        self.device = device
 
     @abstractmethod
     def build(self, *, init_optimizer: bool) -> None:
@@ -136,6 +170,32 @@ class Engine(ABC):
         """
         raise _not_implemented(self, "has no native checkpoint format", "native_checkpoints", "load_native")
 
+    # LoRA. From outside, the model is the merged one under the base's names (`weight_specs`, `gather_weights`).
+
+    def adapter_specs(self) -> dict[str, WeightSpec]:
+        """Return the specs of the adapters' matrices, two per layer, by layer path plus `A` or `B`. No collective."""
+        raise no_adapters(self)
+
+    def gather_adapters(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        """Yield whole matrices in fp32, one at a time, on every rank.
+
+        Collective: all ranks must request the same names and exhaust the iterator.
+        """
+        raise no_adapters(self)
+
+    def take_adapters(self, adapters: Mapping[str, Tensor]) -> None:
+        """Load whole matrices, for all names in `adapter_specs`: each rank copies its shards. No collective."""
+        raise no_adapters(self)
+
+    def without_adapters(self) -> AbstractContextManager[None]:
+        """Context manager: disable the adapters, so that the model equals its base bit for bit.
+
+        They are enabled again on exit, also after an exception.
+        """
+        raise no_adapters(self)
+
+    # Microbatches, placement, generation, process groups.
+
     def microbatch_rule(self) -> MicrobatchRule:
         """Return the engine's constraints on microbatches."""
         return MicrobatchRule()
@@ -145,8 +205,8 @@ class Engine(ABC):
         return "padded"
 
     def preferred_tokens(self) -> int:
-        """Return the default tokens per dynamic or packed microbatch on this device."""
-        return 8192
+        """Return the default tokens per dynamic or packed microbatch: on a CPU few, which fit its caches."""
+        return 1024 if self.device.type == "cpu" else 8192
 
     def move(self, device: torch.device, *, model: bool = False, optimizer: bool = False) -> int:
         """Move this rank's weights and buffers, or its optimizer state, to `device`.
@@ -159,11 +219,17 @@ class Engine(ABC):
         """Return the live module if a single rank can call it with whole parameters; otherwise None."""
         return None
 
-    def generating(self) -> AbstractContextManager[None]:
-        """Return the context in which `whole_model` is used for generation."""
-        return nullcontext()
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        """Context in which `whole_model` is used for generation: in evaluation mode.
 
-    def data_parallel_group(self) -> Any:
+        In training mode, activation checkpointing would disable the key-value cache.
+        """
+        if (model := self.whole_model()) is not None:
+            model.eval()
+        yield
+
+    def data_parallel_group(self) -> ProcessGroup | None:
         """Return the process group that batches are sharded over; None for a single rank."""
         return None
 

@@ -1,66 +1,53 @@
 """Offloading: model and optimizer are on the device or in CPU memory, depending on the phase of a step.
 
-`PolicyWorkerBase` derives from `Memory`. A call that needs an offloaded part onloads it first; the four transitions
-make the moves explicit and return the bytes moved. On a CPU nothing moves: 0 bytes. Not supported: offloading to disk.
+A call that needs an offloaded part onloads it first; the transitions make the moves explicit. On a CPU nothing moves.
+Not supported: offloading to disk.
 """
 
 from __future__ import annotations
 
-from abc import ABC
-from typing import Any
+from collections.abc import Iterable
+from typing import Literal
 
 import torch
 
-from rlframework.config.policy import PolicyConfig
-from rlframework.interfaces.policy_worker import PolicyWorker
+from rlframework.interfaces.policy_worker import BytesMoved
 from rlframework.policy.engine import Engine
 
+Part = Literal["model", "optimizer"]
 CPU = torch.device("cpu")
-PARTS = ("model", "optimizer")
 
 
-class Memory(Engine, PolicyWorker, ABC):
-    """The transitions between phases, on the primitive `Engine.move`."""
+class Residency:
+    """Where the model and the optimizer of an engine are. The methods return the bytes that they moved."""
 
-    config: PolicyConfig
-    device: torch.device
-    _offloaded: set[str]
-    """The members of `PARTS` that are in CPU memory."""
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._offloaded: set[Part] = set()
 
-    def prepare_for_training(self, *args: Any, **kwargs: Any) -> dict[str, int]:
-        """See `PolicyWorker.prepare_for_training`."""
-        return self._onload(*PARTS)
-
-    def prepare_for_lp_inference(self) -> dict[str, int]:
-        """See `PolicyWorker.prepare_for_lp_inference`."""
-        offloaded = self._offload("optimizer") if self.config.offload.optimizer else {}
-        return _add(offloaded, self._onload("model"))
-
-    def offload_before_refit(self) -> dict[str, int]:
-        """Offload the optimizer; return the bytes moved by part."""
-        return self._offload("optimizer")
-
-    def offload_after_refit(self) -> dict[str, int]:
-        """Offload model and optimizer; return the bytes moved by part."""
-        return self._offload(*PARTS)
-
-    def _onload(self, *parts: str) -> dict[str, int]:
-        """Onload those of `parts` that are offloaded; return the bytes moved by part."""
-        moved = _add(*[self._move(part, self.device) for part in parts if part in self._offloaded])
+    def onload(self, *parts: Part) -> BytesMoved:
+        """Onload those of `parts` that are offloaded."""
+        moved = self._move([part for part in parts if part in self._offloaded], self._engine.device)
         self._offloaded -= set(parts)
         return moved
 
-    def _offload(self, *parts: str) -> dict[str, int]:
-        moved = _add(*[self._move(part, CPU) for part in parts])
+    def offload(self, *parts: Part) -> BytesMoved:
+        """Move `parts` to CPU memory."""
+        moved = self._move(parts, CPU)
         self._offloaded |= set(parts)
-        if self.device.type == "cuda":
+        if self._engine.device.type == "cuda":
             torch.cuda.empty_cache()  # for other processes on the device
         return moved
 
-    def _move(self, part: str, device: torch.device) -> dict[str, int]:
-        return {part: self.move(device, model=part == "model", optimizer=part == "optimizer")}
+    def prepare_for_lp_inference(self) -> BytesMoved:
+        """Onload the model and, with `policy.offload.optimizer`, offload the optimizer."""
+        moved = self.onload("model")
+        if self._engine.config.offload.optimizer:
+            moved["optimizer"] = self.offload("optimizer")["optimizer"]
+        return moved
 
-
-def _add(*parts: dict[str, int]) -> dict[str, int]:
-    """Sum bytes by part."""
-    return {name: sum(part.get(name, 0) for part in parts) for name in PARTS}
+    def _move(self, parts: Iterable[Part], device: torch.device) -> BytesMoved:
+        moved: BytesMoved = {"model": 0, "optimizer": 0}
+        for part in parts:
+            moved[part] = self._engine.move(device, model=part == "model", optimizer=part == "optimizer")
+        return moved

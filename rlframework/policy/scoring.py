@@ -1,118 +1,108 @@
-"""Scoring rows without training: log-probabilities, entropies, top-k tokens, reward-model scores.
-
-`PolicyWorkerBase` derives from `Scoring`.
-"""
+"""Scoring rows without training: log-probabilities, entropies, top-k tokens, reward-model scores."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 from rlframework.batch.batched_data_dict import BatchedDataDict
-from rlframework.config.policy import PolicyConfig
 from rlframework.errors import BatchError, NotSupported
-from rlframework.interfaces.data_processor import Microbatch
-from rlframework.interfaces.policy_worker import PolicyWorker
 from rlframework.microbatches.row_checks import check_rows
 from rlframework.policy.engine import Engine
 from rlframework.policy.head.request import HeadRequest
+from rlframework.policy.microbatching import Microbatching
+from rlframework.policy.residency import Residency
 from rlframework.policy.step_functions import require_results, values_step
 
 Rows = BatchedDataDict[Any]
 
 
-class Scoring(Engine, PolicyWorker, ABC):
-    """Calls that score rows, on the primitives of an engine."""
+class Reference(Protocol):
+    """The weights that a worker was built with."""
 
-    config: PolicyConfig
-    _reference: dict[str, Tensor] | None
+    def use(self) -> AbstractContextManager[None]:
+        """Context manager: swap in the reference; restore the policy on exit, also after an exception."""
 
-    @abstractmethod
-    def _microbatches(self, data: Rows, positions: str, rows: int, tokens: int | None) -> list[Microbatch]:
-        """This rank's microbatches of `data`, followed by dummies."""
 
-    @abstractmethod
-    def _onload(self, *parts: str) -> dict[str, int]:
-        """Onload those of `parts` ("model", "optimizer") that are offloaded."""
+class SnapshotReference:
+    """A copy of the weights, in CPU memory."""
 
-    @abstractmethod
-    def _temperature(self) -> float:
-        """The sampling temperature."""
+    def __init__(self, engine: Engine) -> None:
+        """Copy the current weights of `engine`."""
+        self._engine = engine
+        self.weights = engine.snapshot()
 
-    def get_logprobs(
+    @contextmanager
+    def use(self) -> Iterator[None]:
+        """See `Reference.use`."""
+        current = self._engine.snapshot()
+        self._engine.restore(self.weights)
+        try:
+            yield
+        finally:
+            self._engine.restore(current)
+
+
+class Scoring:
+    """Scores rows with the weights of an engine, or with its reference."""
+
+    def __init__(
         self,
-        data: Rows,
-        micro_batch_size: int | None = None,
-        positions: str = "all",
-        entropy: bool = False,
-    ) -> Rows:
-        """See `PolicyWorker.get_logprobs`."""
-        self._require_head("language", "get_logprobs")
-        wants = {"logprobs", "entropy"} if entropy else {"logprobs"}
-        return self._score_rows(data, HeadRequest(frozenset(wants), self._temperature()), micro_batch_size, positions)
+        engine: Engine,
+        microbatching: Microbatching,
+        residency: Residency,
+        temperature: float,
+        reference: Reference | None,
+    ) -> None:
+        """`temperature`: the sampling temperature, which log-probabilities are divided by."""
+        self.engine = engine
+        self.microbatching = microbatching
+        self.residency = residency
+        self.temperature = temperature
+        self.reference = reference
 
-    def get_topk_logits(self, data: Rows, k: int, micro_batch_size: int | None = None, positions: str = "all") -> Rows:
+    def get_logprobs(self, data: Rows, micro_batch_size: int | None, positions: str, entropy: bool) -> Rows:
+        """See `PolicyWorker.get_logprobs`."""
+        wants = {"logprobs", "entropy"} if entropy else {"logprobs"}
+        return self.score_rows(data, HeadRequest(frozenset(wants), self.temperature), micro_batch_size, positions)
+
+    def get_topk_logits(self, data: Rows, k: int, micro_batch_size: int | None, positions: str) -> Rows:
         """See `PolicyWorker.get_topk_logits`."""
         if k < 1:
             raise BatchError(f"k is {k}; it must be at least 1")
-        self._require_head("language", "get_topk_logits")
-        head = HeadRequest(frozenset({"topk"}), self._temperature(), k)
-        return self._score_rows(data, head, micro_batch_size, positions)
+        head = HeadRequest(frozenset({"topk"}), self.temperature, k)
+        return self.score_rows(data, head, micro_batch_size, positions)
 
-    def score(self, data: Rows, micro_batch_size: int | None = None) -> Rows:
+    def score(self, data: Rows, micro_batch_size: int | None) -> Rows:
         """See `PolicyWorker.score`."""
-        self._require_head("score", "score")
-        scored = self._score_rows(data, HeadRequest(frozenset({"scores"})), micro_batch_size, "last")
+        scored = self.score_rows(data, HeadRequest(frozenset({"scores"})), micro_batch_size, "last")
         return BatchedDataDict({"scores": scored["scores"].sum(1)})  # at most one per row
 
-    def _require_head(self, head: str, method: str) -> None:
-        if self.config.head != head:
-            raise NotSupported(
-                f"{method} needs policy.head={head}, but policy.model_name={self.config.model_name!r} was loaded "
-                f"with policy.head={self.config.head}"
-            )
+    def use_reference_model(self) -> AbstractContextManager[None]:
+        """See `PolicyWorker.use_reference_model`."""
+        if self.reference is None:
+            raise NotSupported("this worker keeps no reference weights; build it with init_reference_model=True")
+        return self.reference.use()
 
-    def get_reference_policy_logprobs(
-        self, data: Rows, micro_batch_size: int | None = None, positions: str = "all"
-    ) -> Rows:
-        """See `PolicyWorker.get_reference_policy_logprobs`."""
-        with self.use_reference_model():
-            logprobs = self.get_logprobs(data, micro_batch_size, positions)
-        return BatchedDataDict({"reference_logprobs": logprobs["logprobs"]})
-
-    def _score_rows(self, data: Rows, head: HeadRequest, micro_batch_size: int | None, positions: str) -> Rows:
-        """The head's results at each token, `[B, S, ...]` on the CPU; 0 at positions that were not requested."""
+    def score_rows(self, data: Rows, head: HeadRequest, micro_batch_size: int | None, positions: str) -> Rows:
+        """Return the head's results at each token, `[B, S, ...]` on the CPU; 0 at positions that were not requested."""
         check_rows(data)
-        self._onload("model")
-        batching = self.config.batching
-        tokens = batching.logprob_tokens or batching.tokens
-        microbatches = self._microbatches(data, positions, micro_batch_size or self.config.logprob_batch_size, tokens)
+        self.residency.onload("model")
+        config = self.engine.config
+        tokens = config.batching.logprob_tokens or config.batching.tokens
+        microbatches = self.microbatching.split(data, positions, micro_batch_size or config.logprob_batch_size, tokens)
         scored = {
             name: torch.zeros((*data["input_ids"].shape, *shape), dtype=dtype)
             for name, (shape, dtype) in head.results.items()
         }
         if not microbatches:
             return BatchedDataDict(scored)
-        results = self.forward_backward(microbatches, head, values_step, forward_only=True)
+        results = self.engine.forward_backward(microbatches, head, values_step, forward_only=True)
         require_results(results, microbatches)
         for result, microbatch in zip(results, microbatches, strict=True):
             for name, values in result.outputs.items() if not microbatch.is_dummy else ():
                 scored[name][microbatch.rows, : values.shape[1]] = values.cpu()
         return BatchedDataDict(scored)
-
-    @contextmanager
-    def use_reference_model(self) -> Iterator[None]:
-        """See `PolicyWorker.use_reference_model`."""
-        if self._reference is None:
-            raise NotSupported("this worker keeps no reference weights; build it with init_reference_model=True")
-        current = self.snapshot()
-        self.restore(self._reference)
-        try:
-            yield
-        finally:
-            self.restore(current)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.interfaces.data_processor import Microbatch
 from rlframework.interfaces.loss import LossFunction
 from rlframework.policy.engine import Step, StepResult
@@ -62,7 +63,7 @@ def loss_step(loss_fn: LossFunction, global_valid_seqs: Tensor, global_valid_tok
             return StepResult(loss=values.sum() * 0.0)
         data = microbatch.data_dict
         if output.entropy is not None:
-            data["entropy"] = _dense(output.entropy, microbatch)[:, 1:]
+            data = BatchedDataDict({**data, "entropy": _dense(output.entropy, microbatch)[:, 1:]})
         with trace_span(LOSS):
             loss, metrics = loss_fn(_dense(values, microbatch)[:, 1:], data, global_valid_seqs, global_valid_toks)
         return StepResult(loss=loss, outputs={**metrics, "loss": loss.detach()})

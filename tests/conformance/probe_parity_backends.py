@@ -7,12 +7,13 @@ import torch
 from rlframework.errors import BatchError
 from rlframework.plugins.hookspec import hookimpl
 from rlframework.plugins.types import Capability, PolicyWorkerRecord, Problem
+from rlframework_dtensor.engine import DTensorEngine
 from rlframework_dtensor.worker import DTensorPolicyWorker
 
 TENSOR = "model.layers.1.mlp.up_proj.weight"
 
 
-class SmallUpdate(DTensorPolicyWorker):
+class SmallUpdate(DTensorEngine):
     """The update of one tensor is half as large as it should be, from the second step on."""
 
     _steps = 0
@@ -28,7 +29,7 @@ class SmallUpdate(DTensorPolicyWorker):
         return result
 
 
-class Misloaded(DTensorPolicyWorker):
+class Misloaded(DTensorEngine):
     """One tensor is not what the model's directory says."""
 
     def build(self, *, init_optimizer):
@@ -37,7 +38,7 @@ class Misloaded(DTensorPolicyWorker):
             dict(self.model.named_parameters())[TENSOR][3, 2] += 0.1
 
 
-class DoubleGradient(DTensorPolicyWorker):
+class DoubleGradient(DTensorEngine):
     """The gradient is twice what it should be: the norm shows it, and clipping hides it in the weights."""
 
     def clip_and_step(self, max_grad_norm, lr):
@@ -46,7 +47,7 @@ class DoubleGradient(DTensorPolicyWorker):
         return super().clip_and_step(max_grad_norm, lr)
 
 
-class Dies(DTensorPolicyWorker):
+class Dies(DTensorEngine):
     """It cannot be made."""
 
     def build(self, *, init_optimizer):
@@ -60,6 +61,22 @@ class Refuses(DTensorPolicyWorker):
         raise BatchError("I like none of it")
 
 
+class SmallUpdateWorker(DTensorPolicyWorker):
+    engine_class = SmallUpdate
+
+
+class MisloadedWorker(DTensorPolicyWorker):
+    engine_class = Misloaded
+
+
+class DoubleGradientWorker(DTensorPolicyWorker):
+    engine_class = DoubleGradient
+
+
+class DiesWorker(DTensorPolicyWorker):
+    engine_class = Dies
+
+
 def not_yet(config, device):
     """The error of a backend that has only registered its name."""
     return [Problem("policy.backend", "tomorrow comes with a later release", "use another")]
@@ -68,14 +85,16 @@ def not_yet(config, device):
 @hookimpl
 def rlframework_policy_workers():
     declared = frozenset({Capability.DATA_PARALLEL, Capability.PACKING, Capability.DYNAMIC_BATCHING})
-    tomorrow = PolicyWorkerRecord("tomorrow", "probe_parity_backends:Dies", 1, capabilities=declared, check=not_yet)
+    tomorrow = PolicyWorkerRecord(
+        "tomorrow", "probe_parity_backends:DiesWorker", 1, capabilities=declared, check=not_yet
+    )
     return [tomorrow] + [
         PolicyWorkerRecord(name, f"probe_parity_backends:{kind.__name__}", 1, capabilities=declared)
         for name, kind in {
-            "small_update": SmallUpdate,
-            "misloaded": Misloaded,
-            "double_gradient": DoubleGradient,
-            "dies": Dies,
+            "small_update": SmallUpdateWorker,
+            "misloaded": MisloadedWorker,
+            "double_gradient": DoubleGradientWorker,
+            "dies": DiesWorker,
             "refuses": Refuses,
         }.items()
     ]

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "ddp_backend"
 PAGE = (ROOT / "docs" / "write_a_backend.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r'^```(\w*)(?: title="([^"]+)")?\n(.*?)^```$', PAGE, re.MULTILINE | re.DOTALL)
-WORKER = "rlframework_ddp/worker.py"
+ENGINE = "rlframework_ddp/engine.py"
 
 
 def renamed(text: str) -> str:
@@ -45,7 +45,7 @@ def methods(text: str) -> dict[str, str]:
     return found
 
 
-def worker_so_far(shown: str, template: str) -> str:
+def engine_so_far(shown: str, template: str) -> str:
     """The reader's file: the methods that the page has `shown` so far, and the template's for the rest."""
     left = [text for name, text in methods(template).items() if name not in methods(shown)]
     page = next(line for line in template.splitlines() if line.startswith("PAGE = "))
@@ -61,11 +61,11 @@ class Reader:
         self.template = self.shown = self.printed = ""
 
     def take(self, language: str, title: str, text: str) -> None:
-        if title == WORKER:
+        if title == ENGINE:
             path = self.project / renamed(title)
             self.template = self.template or path.read_text()
             self.shown = f"{self.shown}\n{text}" if self.shown else text
-            path.write_text(worker_so_far(renamed(self.shown), self.template))
+            path.write_text(engine_so_far(renamed(self.shown), self.template))
         elif title:
             (self.project / renamed(title)).write_text(renamed(text))
         elif language == "shell":
@@ -111,7 +111,7 @@ def test_the_page_leads_from_nothing_to_a_backend(tmp_path):
     reader.run("pytest -q tests/test_plugin.py && ruff check . && ruff format --check rlframework_zzp/[cp]*.py")
 
 
-@pytest.mark.parametrize("path", ["plugin.py", "config.py", "worker.py"])
+@pytest.mark.parametrize("path", ["plugin.py", "config.py", "engine.py"])
 def test_the_code_of_the_page_is_that_of_the_example(path):
     name = f"rlframework_ddp/{path}"
     shown = "\n".join(text for _, title, text in BLOCKS if title == name)

@@ -74,7 +74,7 @@ def test_nothing_of_the_template_is_left_to_fill_in():
 
 
 def test_every_primitive_is_there_and_says_what_to_write_and_where_the_page_tells_it():
-    written = methods(backend_files(Names("mine"))["rlframework_mine/worker.py"])
+    written = methods(backend_files(Names("mine"))["rlframework_mine/engine.py"])
     assert set(Engine.__abstractmethods__) | PORTABLE <= set(written)
     assert all(hasattr(Engine, name) for name in written)
     chapters = re.findall(r"^#+ (.*)$", (ROOT / "docs/write_a_backend.md").read_text(), re.MULTILINE)
@@ -182,7 +182,7 @@ def test_the_core_that_it_asks_for_ends_before_what_may_break_it(version, expect
 def test_the_example_was_made_with_it():
     """The parts that the example did not fill in equal the current template, and its methods are in the same order."""
     template = backend_files(Names("ddp"))
-    filled = {"README.md", "pyproject.toml", *(f"rlframework_ddp/{name}.py" for name in ("plugin", "config", "worker"))}
+    filled = {"README.md", "pyproject.toml", *(f"rlframework_ddp/{name}.py" for name in ("plugin", "config", "engine"))}
     for path, text in template.items():
         if path not in filled:
             assert (EXAMPLE / path).read_text() == text, path
@@ -190,6 +190,6 @@ def test_the_example_was_made_with_it():
     blank = tomllib.loads(template["pyproject.toml"])
     assert ours["project"].pop("description") != blank["project"].pop("description")
     assert ours == blank
-    names = list(methods((EXAMPLE / "rlframework_ddp/worker.py").read_text()))
-    shown = [name for name in methods(template["rlframework_ddp/worker.py"]) if name in names]
+    names = list(methods((EXAMPLE / "rlframework_ddp/engine.py").read_text()))
+    shown = [name for name in methods(template["rlframework_ddp/engine.py"]) if name in names]
     assert [name for name in names if name in shown] == shown

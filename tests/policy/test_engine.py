@@ -24,7 +24,7 @@ CALLS = {
 
 @pytest.mark.parametrize("method", CALLS)
 def test_error_names_the_missing_capability_and_method(method):
-    thin = type("Thin", (Engine,), {name: lambda self: None for name in Engine.__abstractmethods__})()
+    thin = type("Thin", (Engine,), {name: lambda self: None for name in Engine.__abstractmethods__})(*[None] * 5)
     capability, call = CALLS[method]
     assert capability in {one.value for one in Capability}
     message = f"Thin .*: its backend does not declare {capability}, or declares it without implementing `{method}`"

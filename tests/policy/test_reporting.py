@@ -48,7 +48,7 @@ def test_a_worker_reports_what_it_runs_on(worker, monkeypatch):
     assert reported == {"CUDA_MADE_UP": "1", "RANK": "0"}
     assert all(name.startswith("CUDA") or name == "RANK" for name in info["env_vars"])
     sample = info["parameter_sample"]
-    weight = dict(worker.model.named_parameters())[sample["name"]]
+    weight = dict(worker.engine.model.named_parameters())[sample["name"]]
     assert sample | {"name": ""} == {"name": "", "device": "cpu", "shape": list(weight.shape), "dtype": "torch.float32"}
     assert worker.report_device_id() == info["global_device_id"] == f"CPU-{socket.gethostname()}-{os.getpid()}"
     assert repr(worker) == "DTensorPolicyWorker[rank=0]"

@@ -54,13 +54,13 @@ def train(made, seeds):
 
 
 def weights(made):
-    return {name: weight.clone() for name, weight in made.gather_weights(made.weight_specs())}
+    return {name: weight.clone() for name, weight in made.engine.gather_weights(made.engine.weight_specs())}
 
 
 def moments(made):
     return {
         name: torch.cat((one.exp_avg.flatten(), one.exp_avg_sq.flatten(), torch.tensor([float(one.steps)])))
-        for name, one in made.gather_moments()
+        for name, one in made.engine.gather_moments()
     }
 
 
@@ -70,7 +70,7 @@ def same(left, right):
 
 def saved(made, folder, *, optimizer=True):
     folder.mkdir()
-    made.save_native(folder, optimizer=optimizer)
+    made.engine.save_native(folder, optimizer=optimizer)
     return folder
 
 
@@ -137,7 +137,7 @@ def test_training_goes_on_to_the_bit(worker, tmp_path, stage, model, precision):
     wanted = train(first, range(2, 4)), weights(first), moments(first)
     second = worker(stage, model=model, precision=precision)
     for made in (first, second):
-        made.load_native(folder, optimizer=True)
+        made.engine.load_native(folder, optimizer=True)
         got = train(made, range(2, 4)), weights(made), moments(made)
         assert got[0] == wanted[0]
         assert same(got[1], wanted[1])
@@ -153,8 +153,8 @@ def test_a_plain_program_goes_on_from_a_worker_and_a_worker_from_it(worker, plai
     assert loop.train(2) == pytest.approx(*train(made, [2]), rel=1e-5)
     loop.engine.save_checkpoint(str(tmp_path / "theirs"))
     second = worker(stage)
-    second.load_native(tmp_path / "theirs", optimizer=True)
-    assert {one.steps for _, one in second.gather_moments()} == {3}
+    second.engine.load_native(tmp_path / "theirs", optimizer=True)
+    assert {one.steps for _, one in second.engine.gather_moments()} == {3}
     assert loop.train(3) == pytest.approx(*train(second, [3]), rel=1e-5)
     train(made, [3])
     torch.testing.assert_close(weights(second), weights(made), rtol=1e-4, atol=1e-5)
@@ -187,7 +187,7 @@ def test_weights_alone_are_taken_under_any_stage(worker, tmp_path, capfd, stage,
     train(second, [2])
     before = moments(second)
     capfd.readouterr()
-    second.load_native(folder, optimizer=False)
+    second.engine.load_native(folder, optimizer=False)
     assert capfd.readouterr() == ("", "")
     assert same(weights(second), weights(first))
     assert same(moments(second), before)
@@ -198,10 +198,10 @@ def test_weights_are_taken_by_a_worker_without_an_optimizer_which_writes_none(wo
     first = worker(2)
     train(first, [0])
     second = worker(3, init_optimizer=False)
-    second.load_native(saved(first, tmp_path / "saved"), optimizer=False)
+    second.engine.load_native(saved(first, tmp_path / "saved"), optimizer=False)
     assert same(weights(second), weights(first))
     with pytest.raises(NotSupported, match="without"):
-        second.save_native(tmp_path, optimizer=False)
+        second.engine.save_native(tmp_path, optimizer=False)
 
 
 def test_hyperparameters_are_those_of_the_configuration(worker, tmp_path):
@@ -210,9 +210,9 @@ def test_hyperparameters_are_those_of_the_configuration(worker, tmp_path):
     train(first, [0])
     folder, own = saved(first, tmp_path / "saved"), {"optimizer": {"lr": LR, "weight_decay": 0.5, "betas": [0.5, 0.9]}}
     second, right = worker(2, **own), worker(2, **own)
-    second.load_native(folder, optimizer=True)
-    right.load_weights(weights(first))
-    right.load_moments(dict(first.gather_moments()))
+    second.engine.load_native(folder, optimizer=True)
+    right.engine.load_weights(weights(first))
+    right.engine.load_moments(dict(first.engine.gather_moments()))
     for made in (second, right):
         train(made, [1])
     assert same(weights(second), weights(right))
@@ -221,7 +221,7 @@ def test_hyperparameters_are_those_of_the_configuration(worker, tmp_path):
 def test_stages_1_and_2_have_the_same_files(worker, tmp_path):
     first, second = worker(1), worker(2)
     train(first, [0])
-    second.load_native(saved(first, tmp_path / "saved"), optimizer=True)
+    second.engine.load_native(saved(first, tmp_path / "saved"), optimizer=True)
     assert same(moments(second), moments(first))
 
 
@@ -243,14 +243,14 @@ def test_what_deepspeed_cannot_go_on_from_is_told_and_changes_nothing(worker, tm
     second = worker(stage, **config)
     before = weights(second)
     with pytest.raises(DataError, match=said):
-        second.load_native(saved(first, tmp_path / "saved"), optimizer=True)
+        second.engine.load_native(saved(first, tmp_path / "saved"), optimizer=True)
     assert same(weights(second), before)
 
 
 def test_weights_of_another_model_are_told(worker, tmp_path):
     folder = saved(worker(2, model="tied"), tmp_path / "saved")
     with pytest.raises(DataError, match=r"for another model: it lacks \['transformer\."):
-        worker(2, model="learned_positions").load_native(folder, optimizer=False)
+        worker(2, model="learned_positions").engine.load_native(folder, optimizer=False)
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
@@ -261,8 +261,8 @@ def test_an_optimizer_with_other_groups_is_told(worker, plain, tmp_path, stage):
     loop.train(0)
     loop.engine.save_checkpoint(str(tmp_path / "theirs"))
     with pytest.raises(DataError, match="other groups"):
-        made.load_native(tmp_path / "theirs", optimizer=True)
-    made.load_native(tmp_path / "theirs", optimizer=False)
+        made.engine.load_native(tmp_path / "theirs", optimizer=True)
+    made.engine.load_native(tmp_path / "theirs", optimizer=False)
     loop.train(1)
     right = worker(stage)
     train(right, [0])
@@ -282,13 +282,13 @@ def test_damaged_files_are_told(worker, tmp_path):
         folder = Path(shutil.copytree(whole, tmp_path / "damaged"))
         damage(folder)
         with pytest.raises(DataError, match=said):
-            made.load_native(folder, optimizer=True)
+            made.engine.load_native(folder, optimizer=True)
         shutil.rmtree(folder)
 
 
 def test_adapters_are_not_written(worker, tmp_path):
     made = worker(2, lora={"rank": 2})
-    for call in (made.save_native, made.load_native):
+    for call in (made.engine.save_native, made.engine.load_native):
         with pytest.raises(NotSupported, match="portable"):
             call(tmp_path, optimizer=True)
 

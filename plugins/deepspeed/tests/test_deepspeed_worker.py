@@ -116,9 +116,9 @@ def test_the_first_step_is_the_first(worker, model_path, stage, precision):
     """Without ZeRO DeepSpeed takes one by itself in half precision, after which AdamW's first update is smaller."""
     made = worker(stage, precision=precision, optimizer={"lr": 1e-3, "weight_decay": 0.0})
     made.train(batch(), NLLLoss())
-    assert {moments.steps for _, moments in made.gather_moments()} == {1}
+    assert {moments.steps for _, moments in made.engine.gather_moments()} == {1}
     before, name = read_weights(model_path), "model.layers.0.self_attn.q_proj.weight"
-    [(_, after)] = made.gather_weights([name])
+    [(_, after)] = made.engine.gather_weights([name])
     assert float((after - before[name]).abs().mean()) == pytest.approx(1e-3, rel=1e-3)
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from rlframework.policy.progress import TrainingProgress
 from rlframework_dtensor.offload import move_buffers, move_model
 from rlframework_dtensor.shards import local_slices, local_tensor, reshard
 
@@ -64,15 +65,15 @@ def get_cpu_state_dict(state_generator: Iterable[tuple[str, Tensor]], pin_memory
 class NeMoRLMethods:
     """Methods of NeMo-RL's DTensor worker that have no counterpart in `PolicyWorker`."""
 
-    model: Any
-    _weights_version: int
+    engine: Any
+    progress: TrainingProgress
 
     # -- state --------------------------------------------------------------------------------------------------------
 
     def return_state_dict(self) -> dict[str, Any]:
         """Return the module's own state dict: live tensors, sharded (`DTensor`) unless a single process holds them."""
-        reshard(self.model)
-        state: dict[str, Any] = self.model.state_dict()
+        reshard(self.engine.model)
+        state: dict[str, Any] = self.engine.model.state_dict()
         return state
 
     @torch.no_grad()
@@ -82,11 +83,12 @@ class NeMoRLMethods:
         The noise depends on the parameter's name and the weight version only, so replicas stay equal and the process's
         random state is untouched. Gradients and the optimizer's state do not change. No collective.
         """
-        reshard(self.model)
-        self._weights_version += 1
-        for name, parameter in self.model.named_parameters():
+        model, progress = self.engine.model, self.progress
+        reshard(model)
+        progress.weights_version += 1
+        for name, parameter in model.named_parameters():
             if parameter.requires_grad:
-                digest = hashlib.sha256(f"noise:{self._weights_version}:{name}".encode()).digest()
+                digest = hashlib.sha256(f"noise:{progress.weights_version}:{name}".encode()).digest()
                 generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
                 noise = torch.empty(parameter.shape).normal_(0.0, NOISE_STD, generator=generator)
                 local = local_tensor(parameter)

@@ -18,7 +18,6 @@ from rlframework.models.file_names import by_source, file_weights, gathered
 from rlframework.models.named_tensors import named_tensors
 from rlframework.policy.checkpoint.portable import FIRST, SECOND
 from rlframework.policy.checkpoint.saved import slice_of
-from rlframework.policy.engine import Engine
 from rlframework.policy.lora_math import is_adapter
 from rlframework.policy.model_state import Moments, ShardedState, TensorShard, WeightSpec
 from rlframework.policy.profiling import GATHER, trace_span
@@ -33,7 +32,7 @@ from rlframework_dtensor.shards import (
 )
 
 
-class ModelState(adapters.ModelAdapters, Engine, ABC):
+class ModelState(adapters.ModelAdapters, ABC):
     """The primitives of `Engine` that read and write weights and moments."""
 
     _optimizer: torch.optim.Optimizer | None

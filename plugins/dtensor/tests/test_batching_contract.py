@@ -15,13 +15,14 @@ from hypothesis import strategies as st
 from rlframework.algorithms.losses import ClippedPGLoss, NLLLoss
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.algorithms import ClippedPGLossConfig
+from rlframework_dtensor.engine import DTensorEngine
 from rlframework_dtensor.worker import DTensorPolicyWorker
 
 MODES = ("padded", "dynamic", "packed")
 WIDTH = 20
 
 
-class Recorder(DTensorPolicyWorker):
+class RecordingEngine(DTensorEngine):
     """Keeps the gradients where a step would be taken, and takes none."""
 
     gradients: dict[str, torch.Tensor]
@@ -32,9 +33,14 @@ class Recorder(DTensorPolicyWorker):
         self.model.zero_grad(set_to_none=True)
         return float(norm), False
 
+
+class Recorder(DTensorPolicyWorker):
+    engine_class = RecordingEngine
+
     def set(self, **keys: Any) -> Recorder:
         """This worker with other keys of `policy`."""
-        self.config = type(self.config).model_validate(self.config.model_dump() | keys)
+        config = self.engine.config
+        self.engine.config = type(config).model_validate(config.model_dump() | keys)
         return self
 
 
@@ -123,7 +129,7 @@ def test_losses_and_gradients_do_not_depend_on_microbatches_order_or_padding(
     loss, gradients = expected(plain, batch, weights)
     if not policy_gradient:
         assert float(result["global_loss"][0]) == pytest.approx(loss, rel=1e-5, abs=1e-6)
-    assert distance(worker.gradients, gradients) < 1e-5
+    assert distance(worker.engine.gradients, gradients) < 1e-5
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -183,7 +183,7 @@ def test_qwen2_moe_training_matches_the_oracle(tmp_path):
     assert float(result["global_loss"]) == pytest.approx(right.loss, rel=1e-5)
     assert float(result["grad_norm"]) == pytest.approx(right.grad_norm, rel=1e-5)
     assert result["metrics"]["router_aux_loss"] == pytest.approx(loss, rel=1e-5)
-    saved = dict(worker.gather_weights(worker.weight_specs()))
+    saved = dict(worker.engine.gather_weights(worker.engine.weight_specs()))
     assert saved.keys() == read_weights(tmp_path).keys()
     for name, weight in oracle.weights().items():
         assert (saved[name] - weight).norm() <= 2e-4 * weight.norm(), name

@@ -8,6 +8,7 @@ them.
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from rlframework.config.policy import ParallelismConfig
 from rlframework.errors import ConfigError
 from rlframework.interfaces.named_sharding import policy_sharding
+from rlframework.policy.progress import TrainingProgress
 from rlframework_dtensor.mesh import Mesh, Sizes
 from rlframework_dtensor.nemo_rl import NeMoRLMethods
 from rlframework_dtensor.shards import copy_into_shard, local_slices, local_tensor
@@ -145,7 +147,7 @@ def test_noise_covers_each_weight_and_is_equal_on_replicas(on_rank, layout):
             shard_parameter(module, "copied", mesh.tensor, Replicate())
         fully_shard(module, mesh=mesh.fsdp)
         worker = NeMoRLMethods()
-        worker.model, worker._weights_version = module, 0
+        worker.engine, worker.progress = SimpleNamespace(model=module), TrainingProgress()
         worker._add_noise_to_weights()
         for name, parameter in module.named_parameters():
             place, noise = local_slices(parameter), local_tensor(parameter)

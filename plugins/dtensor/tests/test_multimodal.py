@@ -17,6 +17,7 @@ from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.batch.packed_tensor import PackedTensor
 from rlframework.errors import BatchError, DataError
 from rlframework.huggingface.tokenizer import character_tokenizer
+from rlframework_dtensor.engine import DTensorEngine
 from rlframework_dtensor.worker import DTensorPolicyWorker
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("multimodal")]  # the two ranks are started once for all tests
@@ -57,7 +58,7 @@ def rows(family):
     return made
 
 
-class Recorder(DTensorPolicyWorker):
+class RecordingEngine(DTensorEngine):
     """Keeps the whole gradients where a step would be taken, and takes none."""
 
     gradients: dict[str, torch.Tensor]
@@ -68,6 +69,10 @@ class Recorder(DTensorPolicyWorker):
             k: (g.full_tensor() if hasattr(g, "full_tensor") else g).clone() for k, g in with_gradient.items()
         }
         return super().clip_and_step(max_grad_norm, lr=0.0)
+
+
+class Recorder(DTensorPolicyWorker):
+    engine_class = RecordingEngine
 
 
 @pytest.fixture
@@ -134,7 +139,7 @@ def test_loss_and_gradients_match_each_row_alone(worker, plain, rows, mode):
         made = worker(mode, activation_checkpointing=checkpointing)
         result = made.train(rows, NLLLoss())
         assert float(result["global_loss"][0]) == pytest.approx(loss, rel=1e-5)
-        assert_gradients(made.gradients, gradients)
+        assert_gradients(made.engine.gradients, gradients)
 
 
 def test_rows_of_text_are_packed(family, worker, plain, rows):
@@ -148,7 +153,7 @@ def test_rows_of_text_are_packed(family, worker, plain, rows):
     torch.testing.assert_close(made.get_logprobs(text)["logprobs"], expected, rtol=1e-5, atol=1e-5)
     loss, gradients = expected_step(plain, text)
     assert float(made.train(text, NLLLoss(), gbs=3)["global_loss"][0]) == pytest.approx(loss, rel=1e-5)
-    assert_gradients(made.gradients, gradients)  # and none for the vision tower
+    assert_gradients(made.engine.gradients, gradients)  # and none for the vision tower
 
 
 def test_packing_images_is_rejected(worker, rows):
@@ -236,7 +241,7 @@ for family in families:
             shard = tests.batch_of(family, name).slice(4 * rank, 4 * rank + 4)
             logprobs = worker.get_logprobs(shard)["logprobs"]
             loss = worker.train(shard, NLLLoss())["global_loss"].item()
-            found[f"{name}, {mode} {size}"] = logprobs, loss, worker.gradients
+            found[f"{name}, {mode} {size}"] = logprobs, loss, worker.engine.gradients
         worker.shutdown()
     torch.save(found, folder / f"{family}-{rank}.pt")
 dist.barrier()

@@ -78,7 +78,7 @@ def test_large_models_are_saved_in_several_files(worker, tmp_path, monkeypatch):
     made.save_pretrained(str(tmp_path / "saved"))
     assert len(list((tmp_path / "saved").glob("model-*.safetensors"))) > 1
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
-    for name, weight in made.gather_weights(made.weight_specs()):
+    for name, weight in made.engine.gather_weights(made.engine.weight_specs()):
         assert torch.equal(dict(loaded.named_parameters())[name], weight)
 
 
@@ -120,7 +120,7 @@ def test_calls_onload_what_they_gather(worker, tmp_path, monkeypatch):
     made = worker()
     moved = []
     monkeypatch.setattr(
-        made, "move", lambda device, *, model=False, optimizer=False: moved.append((model, optimizer)) or 0
+        made.engine, "move", lambda device, *, model=False, optimizer=False: moved.append((model, optimizer)) or 0
     )
 
     def called(method, *paths):
@@ -145,56 +145,58 @@ def test_state_dict_is_the_modules_own(worker, precision):
     """Live tensors in fp32: a plain module in one process, DTensors as soon as FSDP shards it."""
     made = worker(precision=precision)
     state = made.return_state_dict()
-    assert state.keys() == made.model.state_dict().keys()
+    assert state.keys() == made.engine.model.state_dict().keys()
     name, weight = next((name, weight) for name, weight in state.items() if name.endswith("q_proj.weight"))
     assert isinstance(weight, DTensor) == (precision == "bfloat16")
     assert weight.dtype == torch.float32
     local_tensor(weight).fill_(0.5)
-    assert torch.equal(dict(made.gather_weights([name]))[name], torch.full(weight.shape, 0.5))
+    assert torch.equal(dict(made.engine.gather_weights([name]))[name], torch.full(weight.shape, 0.5))
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_noise_has_the_stated_distribution_and_changes_the_next_forward(worker, batch, precision):
     """The scoring beforehand leaves FSDP2's root unsharded; noise behind that copy would not reach the embedding."""
     made = worker(precision=precision, optimizer={"lr": 0.0})
-    before = {name: weight.clone() for name, weight in made.gather_weights(made.weight_specs())}
+    before = {name: weight.clone() for name, weight in made.engine.gather_weights(made.engine.weight_specs())}
     scores = made.get_logprobs(batch)["logprobs"]
     made._add_noise_to_weights()
     found = made.get_logprobs(batch)["logprobs"]  # before anything else reshards the root
-    after = {name: weight.clone() for name, weight in made.gather_weights(made.weight_specs())}
+    after = {name: weight.clone() for name, weight in made.engine.gather_weights(made.engine.weight_specs())}
     noise = torch.cat([(after[name] - before[name]).flatten() for name in before])
     count = len(noise)
     assert abs(float(noise.mean())) < 5 * 0.01 / count**0.5  # five standard errors
     assert abs(float(noise.std()) / 0.01 - 1) < 5 / (2 * count) ** 0.5
     assert all(not torch.equal(after[name], before[name]) for name in before)
     assert not torch.equal(found, scores)
-    made.load_weights(after)  # the same numbers by another path
+    made.engine.load_weights(after)  # the same numbers by another path
     assert torch.equal(made.get_logprobs(batch)["logprobs"], found)
     made._add_noise_to_weights()
-    again = dict(made.gather_weights(made.weight_specs()))
+    again = dict(made.engine.gather_weights(made.engine.weight_specs()))
     assert all(not torch.equal(again[name] - after[name], after[name] - before[name]) for name in before)
 
 
 def test_noise_leaves_gradients_the_optimizer_and_random_numbers_alone(worker, batch):
     made = worker(optimizer={"lr": 1e-3})
     made.train(batch, NLLLoss())
-    for parameter in made.model.parameters():
+    for parameter in made.engine.model.parameters():
         parameter.grad = torch.ones_like(parameter)
-    moments = {name: (state.steps, state.exp_avg.clone()) for name, state in made.gather_moments()}
+    moments = {name: (state.steps, state.exp_avg.clone()) for name, state in made.engine.gather_moments()}
     random_state = torch.get_rng_state()
     made._add_noise_to_weights()
     assert torch.equal(torch.get_rng_state(), random_state)
-    assert all(bool((parameter.grad == 1).all()) for parameter in made.model.parameters())
-    for name, state in made.gather_moments():
+    assert all(bool((parameter.grad == 1).all()) for parameter in made.engine.model.parameters())
+    for name, state in made.engine.gather_moments():
         assert state.steps == moments[name][0]
         assert torch.equal(state.exp_avg, moments[name][1])
 
 
 def test_noise_reaches_trainable_parameters_only(worker):
     made = worker(lora={"rank": 2})
-    before = {name: parameter.clone() for name, parameter in made.model.named_parameters()}
+    before = {name: parameter.clone() for name, parameter in made.engine.model.named_parameters()}
     made._add_noise_to_weights()
-    changed = {name for name, parameter in made.model.named_parameters() if not torch.equal(parameter, before[name])}
+    changed = {
+        name for name, parameter in made.engine.model.named_parameters() if not torch.equal(parameter, before[name])
+    }
     assert changed == {name for name in before if "lora_" in name}
 
 
@@ -227,12 +229,12 @@ def test_unsharding_a_model_lasts_for_the_context_also_after_an_error(worker):
     made.return_state_dict()  # everything is sharded
 
     def unsharded():
-        return {not isinstance(parameter, DTensor) for parameter in made.model.parameters()}
+        return {not isinstance(parameter, DTensor) for parameter in made.engine.model.parameters()}
 
     assert unsharded() == {False}
-    with unshard_fsdp2_model(made.model):
+    with unshard_fsdp2_model(made.engine.model):
         assert unsharded() == {True}
     assert unsharded() == {False}
-    with pytest.raises(RuntimeError, match="inside"), unshard_fsdp2_model(made.model):
+    with pytest.raises(RuntimeError, match="inside"), unshard_fsdp2_model(made.engine.model):
         raise RuntimeError("inside")
     assert unsharded() == {False}

@@ -56,8 +56,8 @@ def train(worker: MegatronPolicyWorker, layout: str, seed: int, rank: int = 0) -
 
 def told(worker: MegatronPolicyWorker) -> Told:
     """Weights and moments by name, and steps. Collective."""
-    weights = {name: weight.clone() for name, weight in worker.gather_weights(worker.weight_specs())}
-    moments = {name: (m.exp_avg.clone(), m.exp_avg_sq.clone(), m.steps) for name, m in worker.gather_moments()}
+    weights = {name: weight.clone() for name, weight in worker.engine.gather_weights(worker.engine.weight_specs())}
+    moments = {name: (m.exp_avg.clone(), m.exp_avg_sq.clone(), m.steps) for name, m in worker.engine.gather_moments()}
     return {
         "weights": weights,
         "first": {name: one for name, (one, _, _) in moments.items()},
@@ -80,7 +80,7 @@ def check(folder: Path, model: str, word: str, rank: int) -> list[str]:
     """The complaints of this rank."""
     source, layout, optimizer = word.split(":")
     worker = make_worker(model, layout, optimizer, rank)
-    worker.load_native(folder / source, optimizer=True)
+    worker.engine.load_native(folder / source, optimizer=True)
     complaints = [f"loaded: {what}" for what in differences(told(worker), torch.load(folder / f"{source}.pt"))]
     train(worker, layout, 2, rank)
     saved = told(worker)
@@ -88,7 +88,7 @@ def check(folder: Path, model: str, word: str, rank: int) -> list[str]:
         (folder / word).mkdir()
         torch.save(saved, folder / f"{word}.pt")
     dist.barrier()
-    worker.save_native(folder / word, optimizer=True)
+    worker.engine.save_native(folder / word, optimizer=True)
     train(worker, layout, 3, rank)
     wanted = told(worker)
     worker.shutdown()

@@ -91,7 +91,7 @@ def test_layers_of_transformer_engine_compute_what_those_of_megatron_core_do(tmp
     for wanted in ("true", "false"):
         worker = make_worker(path, {"transformer_engine": wanted}, precision=precision)
         try:
-            assert any("transformer_engine" in type(one).__module__ for one in worker.chunks[0].modules()) == (
+            assert any("transformer_engine" in type(one).__module__ for one in worker.engine.chunks[0].modules()) == (
                 wanted == "true"
             )
             weights.append({name: weight.clone() for name, weight in weights_of(worker)})
@@ -132,7 +132,7 @@ def test_a_checkpoint_goes_on_at_a_worker_on_the_cpu(path, tmp_path, section):
 def test_what_moves_to_cpu_memory_is_freed_and_comes_back_to_the_bit(path, section, precision):
     """Weights, two moments and, in bfloat16, fp32 weights; buffers of gradients are freed without a copy."""
     stays, leaves = (make_worker(path, section, precision=precision, init_reference_model=False) for _ in range(2))
-    numbers = sum(parameter.numel() for parameter in leaves.chunks[0].parameters())
+    numbers = sum(parameter.numel() for parameter in leaves.engine.chunks[0].parameters())
     bytes_each = 4 if precision == "float32" else 2
     copies = 2 if precision == "float32" else 3
     try:
@@ -159,7 +159,7 @@ def test_what_moves_to_cpu_memory_is_freed_and_comes_back_to_the_bit(path, secti
 
 
 def weights_of(worker):
-    return worker.gather_weights(worker.weight_specs())
+    return worker.engine.gather_weights(worker.engine.weight_specs())
 
 
 @pytest.mark.parametrize("section", [{}, DISTRIBUTED], ids=["plain", "distributed"])
@@ -170,8 +170,8 @@ def test_a_native_checkpoint_of_a_gpu_goes_on_at_a_worker_on_the_cpu(path, tmp_p
     try:
         worker.train(cases.batch(), NLLLoss())
         worker.offload_after_refit()
-        worker.save_native(tmp_path / "native", optimizer=True)
-        wanted = {name: (one.exp_avg.cpu(), one.exp_avg_sq.cpu()) for name, one in worker.gather_moments()}
+        worker.engine.save_native(tmp_path / "native", optimizer=True)
+        wanted = {name: (one.exp_avg.cpu(), one.exp_avg_sq.cpu()) for name, one in worker.engine.gather_moments()}
         weights = {name: weight.cpu() for name, weight in weights_of(worker)}
     finally:
         worker.shutdown()

@@ -50,7 +50,7 @@ def written(folder, model):
             train(worker, "data=1", seed)
         made[optimizer] = folder / f"start-{optimizer}"
         made[optimizer].mkdir()
-        worker.save_native(made[optimizer], optimizer=True)
+        worker.engine.save_native(made[optimizer], optimizer=True)
         torch.save(told(worker), folder / f"start-{optimizer}.pt")
         worker.shutdown()
     return made
@@ -72,9 +72,9 @@ def worker_of(model):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_one_worker_resumes_to_the_bit(written, worker_of, optimizer, tmp_path):
     worker, other = worker_of(optimizer), worker_of(optimizer)
-    worker.load_native(written[optimizer], optimizer=True)
+    worker.engine.load_native(written[optimizer], optimizer=True)
     assert not differences(told(worker), torch.load(f"{written[optimizer]}.pt"))
-    worker.save_native(tmp_path, optimizer=True)
+    worker.engine.save_native(tmp_path, optimizer=True)
     other.load_native(tmp_path, optimizer=True)
     for one in (worker, other):
         train(one, "data=1", 2)
@@ -83,7 +83,7 @@ def test_one_worker_resumes_to_the_bit(written, worker_of, optimizer, tmp_path):
 
 def test_before_the_first_step_moments_are_zeros(worker_of, tmp_path):
     worker, other = worker_of(), worker_of()
-    worker.save_native(tmp_path, optimizer=True)
+    worker.engine.save_native(tmp_path, optimizer=True)
     train(other, "data=1", 0)
     other.load_native(tmp_path, optimizer=True)
     assert not any(moments.steps or moments.exp_avg.any() for _, moments in other.gather_moments())
@@ -94,18 +94,18 @@ def test_before_the_first_step_moments_are_zeros(worker_of, tmp_path):
 
 def test_settings_are_those_of_the_policy_that_reads(written, worker_of):
     worker = worker_of()
-    before = [{**group, "params": None} for group in worker._optimizer.inner.param_groups]
-    for group in worker._optimizer.inner.param_groups:
+    before = [{**group, "params": None} for group in worker.engine._optimizer.inner.param_groups]
+    for group in worker.engine._optimizer.inner.param_groups:
         group["weight_decay"], group["betas"] = 0.75, (0.5, 0.5)
-    worker.load_native(written["plain"], optimizer=True)
-    after = worker._optimizer.inner.param_groups
+    worker.engine.load_native(written["plain"], optimizer=True)
+    after = worker.engine._optimizer.inner.param_groups
     assert [(group["weight_decay"], group["betas"]) for group in after] == [(0.75, (0.5, 0.5))] * len(before)
 
 
 def test_weights_alone_go_into_a_worker_with_or_without_an_optimizer(written, worker_of):
     wanted = torch.load(f"{written['plain']}.pt")["weights"]
     worker = worker_of()
-    worker.load_native(written["plain"], optimizer=False)
+    worker.engine.load_native(written["plain"], optimizer=False)
     found = told(worker)
     assert not differences({"weights": found["weights"]}, {"weights": wanted})
     assert not any(found["steps"].values())
@@ -113,9 +113,9 @@ def test_weights_alone_go_into_a_worker_with_or_without_an_optimizer(written, wo
 
 def test_bfloat16_weights_that_are_loaded_alone_are_the_fp32_weights_too(written, worker_of):
     worker = worker_of("distributed-bf16")
-    worker.load_native(written["distributed-bf16"], optimizer=False)
+    worker.engine.load_native(written["distributed-bf16"], optimizer=False)
     wanted = torch.load(f"{written['distributed-bf16']}.pt")["weights"]
-    for name, weight in worker.gather_weights(worker.weight_specs()):
+    for name, weight in worker.engine.gather_weights(worker.engine.weight_specs()):
         assert torch.equal(weight, wanted[name].bfloat16().float()), name
 
 
@@ -125,7 +125,7 @@ def test_two_ranks_resume_under_other_layouts_and_one_after_them(folder, model, 
     assert complaints(PROGRAM, str(folder), model, *CASES, seconds=240) == {case: {} for case in CASES}
     for case in CASES:
         worker = worker_of(case.rsplit(":")[-1])
-        worker.load_native(folder / case, optimizer=True)
+        worker.engine.load_native(folder / case, optimizer=True)
         assert not differences(told(worker), torch.load(folder / f"{case}.pt")), case
 
 
@@ -137,8 +137,8 @@ def test_a_plain_program_of_megatron_core_reads_it(written, worker_of):
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     worker, data = worker_of(), cases.batch()
-    worker.load_native(written["plain"], optimizer=True)
-    with worker._megatron(), torch.no_grad():
+    worker.engine.load_native(written["plain"], optimizer=True)
+    with worker.engine._megatron(), torch.no_grad():
         plain = GPTModel(
             TransformerConfig(
                 num_layers=2,
@@ -180,14 +180,14 @@ def test_incompatible_checkpoints_are_rejected(folder, written, worker_of, tmp_p
     before = told(worker)
     for other in ("distributed", "plain-bf16"):
         with pytest.raises(DataError, match=r"distributed_optimizer and policy\.precision"):
-            worker.load_native(written[other], optimizer=True)
+            worker.engine.load_native(written[other], optimizer=True)
     with pytest.raises(DataError, match="not a megatron-core checkpoint"):
-        worker.load_native(tmp_path, optimizer=True)
+        worker.engine.load_native(tmp_path, optimizer=True)
     alone = tmp_path / "alone"
     alone.mkdir()
-    worker.save_native(alone, optimizer=False)
+    worker.engine.save_native(alone, optimizer=False)
     with pytest.raises(DataError, match="without the optimizer's state"):
-        worker.load_native(alone, optimizer=True)
+        worker.engine.load_native(alone, optimizer=True)
     assert not differences(told(worker), before)
     with pytest.raises(DataError, match="not a megatron-core checkpoint of this model"):
         worker_of(of=str(cases.model("norms_of_heads", folder))).load_native(written["plain"], optimizer=True)
@@ -196,8 +196,10 @@ def test_incompatible_checkpoints_are_rejected(folder, written, worker_of, tmp_p
 def test_different_step_counts_are_rejected(worker_of, tmp_path):
     """Another backend's checkpoint may have different step counts."""
     worker = worker_of()
-    zeros = {name: torch.zeros(spec.shape) for name, spec in worker.weight_specs().items()}
-    worker.load_moments({name: Moments(number % 2, zero, zero) for number, (name, zero) in enumerate(zeros.items())})
+    zeros = {name: torch.zeros(spec.shape) for name, spec in worker.engine.weight_specs().items()}
+    worker.engine.load_moments(
+        {name: Moments(number % 2, zero, zero) for number, (name, zero) in enumerate(zeros.items())}
+    )
     with pytest.raises(NotSupported, match=r"one count of optimizer steps.*\[0, 1\]"):
-        worker.save_native(tmp_path, optimizer=True)
+        worker.engine.save_native(tmp_path, optimizer=True)
     assert not list(tmp_path.iterdir())

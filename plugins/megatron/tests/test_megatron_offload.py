@@ -45,7 +45,7 @@ def make_worker(path):
 
 
 def weights_of(worker):
-    return {name: weight.clone() for name, weight in worker.gather_weights(worker.weight_specs())}
+    return {name: weight.clone() for name, weight in worker.engine.gather_weights(worker.engine.weight_specs())}
 
 
 def test_offloaded_memory_is_restored_under_every_view():
@@ -73,10 +73,10 @@ def test_training_continues_to_the_bit_after_offloading(make_worker, section, pr
     for seed in range(2):
         for worker in (stays, leaves):
             worker.train(cases.batch(seed=seed), NLLLoss())
-        moves, memory = leaves._offloader, OffloadableMemory()
+        moves, memory = leaves.engine._offloader, OffloadableMemory()
         held, gradients = storages(moves.weights()), storages(moves.gradients())
         size = sum(one.nbytes() for one in held)
-        assert size >= sum(parameter.nbytes for parameter in leaves.chunks[0].parameters())
+        assert size >= sum(parameter.nbytes for parameter in leaves.engine.chunks[0].parameters())
         assert memory.offload(moves.weights(), moves.gradients()) == size
         assert sum(one.nbytes() for one in (*held, *gradients)) == 0
         assert memory.onload() == size
@@ -92,8 +92,8 @@ def test_the_optimizer_has_moments_and_the_fp32_weights_that_are_no_memory_of_th
     """Two moments per weight; in bfloat16 also fp32 weights. 'meta' stands for another device."""
     worker = make_worker(section, precision=precision)
     worker.train(cases.batch(), NLLLoss())
-    (optimizer,), weights = worker._optimizer.optimizers, storages(worker._offloader.weights())
-    numbers = sum(parameter.numel() for parameter in worker.chunks[0].parameters())
+    (optimizer,), weights = worker.engine._optimizer.optimizers, storages(worker.engine._offloader.weights())
+    numbers = sum(parameter.numel() for parameter in worker.engine.chunks[0].parameters())
     own = main_weights(optimizer.optimizer, weights)
     assert sum(main.numel() for main in own) == (numbers if precision == "bfloat16" else 0)
     # a `meta` tensor cannot replace another's data, so the fp32 weights are counted as the model's
@@ -106,5 +106,5 @@ def test_on_a_cpu_nothing_moves(make_worker):
     worker = make_worker(DISTRIBUTED)
     worker.train(cases.batch(), NLLLoss())
     assert worker.offload_after_refit() == {"model": 0, "optimizer": 0}
-    assert all(one.nbytes() for one in storages(worker._offloader.weights()))
+    assert all(one.nbytes() for one in storages(worker.engine._offloader.weights()))
     assert worker.prepare_for_training() == {"model": 0, "optimizer": 0}

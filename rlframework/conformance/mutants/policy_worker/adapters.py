@@ -10,9 +10,10 @@ from torch import Tensor
 
 from rlframework.conformance.layouts import Layout
 from rlframework.conformance.mutants.mutant import mutant
-from rlframework.conformance.mutants.policy_worker.engine_access import module_of, optimizer_of, to_bfloat16
+from rlframework.conformance.mutants.policy_worker.engine_access import in_engine, module_of, optimizer_of, to_bfloat16
 from rlframework.errors import DataError
 from rlframework.policy.lora_math import is_adapter
+from rlframework.policy.scoring import SnapshotReference
 
 TWENTY = "test_twenty_steps_of_adapters_end_at_the_oracles"
 GRADIENTS = "test_gradients_of_adapters_are_the_oracles"
@@ -25,8 +26,9 @@ GENERATES = "test_generation_has_the_adapters"
 def _after_building(change: Any) -> Any:
     """Call `change(worker)` after `build`, when the model has its adapters."""
 
-    def break_it(worker_class: Any) -> Any:
-        class Broken(worker_class):  # type: ignore[misc]
+    @in_engine
+    def break_it(engine_class: Any) -> Any:
+        class Broken(engine_class):  # type: ignore[misc]
             def build(self, *, init_optimizer: bool) -> None:
                 super().build(init_optimizer=init_optimizer)
                 change(self)
@@ -37,10 +39,11 @@ def _after_building(change: Any) -> Any:
 
 
 @mutant("lora_scale_forgotten", "The adapters' output is not scaled by alpha / rank.", TWENTY, GRADIENTS, SAVED)
-def scale_forgotten(worker_class: Any) -> Any:
+@in_engine
+def scale_forgotten(engine_class: Any) -> Any:
     """See the mutant's `bug`."""
 
-    class Broken(worker_class):  # type: ignore[misc]
+    class Broken(engine_class):  # type: ignore[misc]
         def build(self, *, init_optimizer: bool) -> None:
             with _unscaled(self):
                 super().build(init_optimizer=init_optimizer)
@@ -106,10 +109,11 @@ base_trained = mutant(
 
 
 @mutant("lora_decays_the_base", "Weight decay shrinks the frozen weights too.", TWENTY)
-def decays_the_base(worker_class: Any) -> Any:
+@in_engine
+def decays_the_base(engine_class: Any) -> Any:
     """See the mutant's `bug`."""
 
-    class Broken(worker_class):  # type: ignore[misc]
+    class Broken(engine_class):  # type: ignore[misc]
         def clip_and_step(self, max_grad_norm: Any, lr: float) -> Any:
             done = super().clip_and_step(max_grad_norm, lr)
             factor = 1 - lr * self.config.optimizer.weight_decay
@@ -123,8 +127,9 @@ def decays_the_base(worker_class: Any) -> Any:
 def _gradients(change: Any) -> Any:
     """Call `change(name, gradient)` for each gradient before each step."""
 
-    def break_it(worker_class: Any) -> Any:
-        class Broken(worker_class):  # type: ignore[misc]
+    @in_engine
+    def break_it(engine_class: Any) -> Any:
+        class Broken(engine_class):  # type: ignore[misc]
             def clip_and_step(self, max_grad_norm: Any, lr: float) -> Any:
                 for name, parameter in module_of(self).named_parameters():
                     if parameter.grad is not None:
@@ -142,10 +147,11 @@ a_not_trained = mutant("lora_a_not_trained", "A gets no gradient and keeps its i
 
 
 @mutant("lora_on_in_reference", "Adapters stay on while the reference model is scored.", REFERENCE)
-def on_in_reference(worker_class: Any) -> Any:
+@in_engine
+def on_in_reference(engine_class: Any) -> Any:
     """See the mutant's `bug`."""
 
-    class Broken(worker_class):  # type: ignore[misc]
+    class Broken(engine_class):  # type: ignore[misc]
         @contextmanager
         def without_adapters(self) -> Any:
             yield
@@ -154,10 +160,11 @@ def on_in_reference(worker_class: Any) -> Any:
 
 
 @mutant("lora_off_after_reference", "Adapters stay off after the reference model is scored.", REFERENCE)
-def off_after_reference(worker_class: Any) -> Any:
+@in_engine
+def off_after_reference(engine_class: Any) -> Any:
     """See the mutant's `bug`."""
 
-    class Broken(worker_class):  # type: ignore[misc]
+    class Broken(engine_class):  # type: ignore[misc]
         def build(self, *, init_optimizer: bool) -> None:
             self.disabled = ExitStack()
             super().build(init_optimizer=init_optimizer)
@@ -177,10 +184,11 @@ def off_after_reference(worker_class: Any) -> Any:
 @mutant(
     "lora_frozen_after_reference", "The optimizer loses the adapters after the reference model is scored.", REFERENCE
 )
-def frozen_after_reference(worker_class: Any) -> Any:
+@in_engine
+def frozen_after_reference(engine_class: Any) -> Any:
     """See the mutant's `bug`."""
 
-    class Broken(worker_class):  # type: ignore[misc]
+    class Broken(engine_class):  # type: ignore[misc]
         @contextmanager
         def without_adapters(self) -> Any:
             with super().without_adapters():
@@ -198,7 +206,7 @@ def copies_the_reference(worker_class: Any) -> Any:
     class Broken(worker_class):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            self._reference = self.snapshot()
+            self.scoring.reference = SnapshotReference(self.engine)
 
     return Broken
 
@@ -206,8 +214,9 @@ def copies_the_reference(worker_class: Any) -> Any:
 def _broken_merge(change: Any) -> Any:
     """Break merging: merged weights become `base + change(merged - base)`."""
 
-    def break_it(worker_class: Any) -> Any:
-        class Broken(worker_class):  # type: ignore[misc]
+    @in_engine
+    def break_it(engine_class: Any) -> Any:
+        class Broken(engine_class):  # type: ignore[misc]
             def gather_weights(self, names: Any) -> Any:
                 names = list(names)
                 with self.without_adapters():
@@ -240,8 +249,9 @@ not_merged = mutant("lora_not_merged", "The base model is saved without the adap
 def _broken_adapters(change: Any) -> Any:
     """Break `gather_adapters`: each matrix becomes `change(matrix)`."""
 
-    def break_it(worker_class: Any) -> Any:
-        class Broken(worker_class):  # type: ignore[misc]
+    @in_engine
+    def break_it(engine_class: Any) -> Any:
+        class Broken(engine_class):  # type: ignore[misc]
             def gather_adapters(self, names: Any) -> Any:
                 for name, matrix in super().gather_adapters(names):
                     yield name, change(matrix)
@@ -274,10 +284,11 @@ def misfits_taken(worker_class: Any) -> Any:
 
 
 @mutant("lora_checkpoint_without_moments", "Resuming drops the optimizer moments of the adapters.", RESUMES)
-def checkpoint_without_moments(worker_class: Any) -> Any:
+@in_engine
+def checkpoint_without_moments(engine_class: Any) -> Any:
     """See the mutant's `bug`."""
 
-    class Broken(worker_class):  # type: ignore[misc]
+    class Broken(engine_class):  # type: ignore[misc]
         def load_moments(self, moments: Any) -> None:
             return
 
@@ -289,12 +300,11 @@ def checkpoint_with_the_base(worker_class: Any) -> Any:
     """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
-        def _write_trained(self, path: str) -> None:
-            super()._write_trained(path)
-            if self.config.lora is not None:
-                from safetensors.torch import save_file
+        def save_checkpoint(self, weights_path: str, *args: Any, **kwargs: Any) -> None:
+            from safetensors.torch import save_file
 
-                save_file(dict(self.gather_weights(self.weight_specs())), f"{path}/base.safetensors")
+            super().save_checkpoint(weights_path, *args, **kwargs)
+            save_file(dict(self.engine.gather_weights(self.engine.weight_specs())), f"{weights_path}/base.safetensors")
 
     return Broken
 
@@ -305,7 +315,7 @@ def generates_with_the_base(worker_class: Any) -> Any:
 
     class Broken(worker_class):  # type: ignore[misc]
         def generate(self, *args: Any, **kwargs: Any) -> Any:
-            with self.without_adapters():
+            with self.engine.without_adapters():
                 return super().generate(*args, **kwargs)
 
     return Broken

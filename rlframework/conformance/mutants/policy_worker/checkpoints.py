@@ -10,8 +10,9 @@ import torch
 
 from rlframework.conformance.layouts import Layout
 from rlframework.conformance.mutants.mutant import mutant
-from rlframework.conformance.mutants.policy_worker.engine_access import change_weights, to_bfloat16
+from rlframework.conformance.mutants.policy_worker.engine_access import change_weights, in_engine, to_bfloat16
 from rlframework.errors import DataError
+from rlframework.policy.scoring import SnapshotReference
 
 RESUMES = "test_training_goes_on_to_the_bit"
 FROM_ANOTHER = "test_a_checkpoint_that_another_program_wrote_goes_on"
@@ -34,8 +35,9 @@ def _after_loading(change: Callable[[Any], None]) -> Any:
 def _broken_moments(change: Callable[[Any], Any], *, loading: bool) -> Any:
     """Break loading or saving of moments: those of each weight become `change(moments)`."""
 
-    def break_it(worker_class: Any) -> Any:
-        class Broken(worker_class):  # type: ignore[misc]
+    @in_engine
+    def break_it(engine_class: Any) -> Any:
+        class Broken(engine_class):  # type: ignore[misc]
             def load_moments(self, moments: Any) -> None:
                 changed = {name: change(moments[name]) for name in moments} if loading else moments
                 super().load_moments(changed)
@@ -50,7 +52,7 @@ def _broken_moments(change: Callable[[Any], Any], *, loading: bool) -> Any:
 
 
 def _forget_schedule(worker: Any) -> None:
-    worker._train_calls = 0
+    worker.progress.train_calls = 0
 
 
 def _reseed(worker: Any) -> None:
@@ -58,7 +60,7 @@ def _reseed(worker: Any) -> None:
 
 
 def _forget_skips(worker: Any) -> None:
-    worker._skipped_in_a_row = 0
+    worker.progress.skipped_in_a_row = 0
 
 
 without_schedule = mutant(
@@ -89,10 +91,11 @@ moments_in_bfloat16 = mutant(
 
 
 @mutant("rank_zero_loads", "Only rank 0 loads the weights.", RESUMES, FROM_ANOTHER, layout=Layout(data=2))
-def rank_zero_loads(worker_class: Any) -> Any:
+@in_engine
+def rank_zero_loads(engine_class: Any) -> Any:
     """See the mutant's `bug`."""
 
-    class Broken(worker_class):  # type: ignore[misc]
+    class Broken(engine_class):  # type: ignore[misc]
         def load_weights(self, weights: Any) -> None:
             if self.context.rank == 0:
                 super().load_weights(weights)
@@ -122,7 +125,7 @@ def checkpoint_rounds_weights(worker_class: Any) -> Any:
     class Broken(worker_class):  # type: ignore[misc]
         def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
             super().save_checkpoint(*args, **kwargs)
-            change_weights(self, to_bfloat16)
+            change_weights(self.engine, to_bfloat16)
 
     return Broken
 
@@ -138,7 +141,7 @@ def reference_from_the_checkpoint(worker_class: Any) -> Any:
     class Broken(worker_class):  # type: ignore[misc]
         def load_checkpoint(self, *args: Any, **kwargs: Any) -> None:
             super().load_checkpoint(*args, **kwargs)
-            self._reference = self.snapshot()
+            self.scoring.reference = SnapshotReference(self.engine)
 
     return Broken
 

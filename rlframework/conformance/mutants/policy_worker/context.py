@@ -9,7 +9,7 @@ import torch
 
 from rlframework.conformance.layouts import Layout
 from rlframework.conformance.mutants.mutant import mutant
-from rlframework.conformance.mutants.policy_worker.engine_access import head_of, module_of
+from rlframework.conformance.mutants.policy_worker.engine_access import head_of, in_engine, module_of
 from rlframework.conformance.mutants.policy_worker.grouping import broken_step, scaled
 
 CONTEXT = Layout(context=2)
@@ -18,8 +18,9 @@ CONTEXT = Layout(context=2)
 def _broken_forward(change: Callable[[Any, dict[str, Any]], dict[str, Any]]) -> Any:
     """Break each forward: the model gets the keyword arguments `change(worker, keywords)`."""
 
-    def break_it(worker_class: Any) -> Any:
-        class Broken(worker_class):  # type: ignore[misc]
+    @in_engine
+    def break_it(engine_class: Any) -> Any:
+        class Broken(engine_class):  # type: ignore[misc]
             def forward_backward(self, *args: Any, **kwargs: Any) -> Any:
                 handle = module_of(self).register_forward_pre_hook(
                     lambda module, given, keywords: (given, change(self, keywords)), with_kwargs=True

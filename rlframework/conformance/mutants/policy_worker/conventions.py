@@ -10,7 +10,7 @@ import torch
 
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.conformance.mutants.mutant import mutant
-from rlframework.conformance.mutants.policy_worker.engine_access import module_of
+from rlframework.conformance.mutants.policy_worker.engine_access import in_engine, in_service, module_of
 
 
 def _broken_logprobs(change: Any) -> Any:
@@ -112,8 +112,9 @@ def positions_ignored(worker_class: Any) -> Any:
 def _fixed_temperature(scoring: float | None, training: float | None) -> Any:
     """Fix the temperature of scoring or training; None leaves it as configured."""
 
-    def break_it(worker_class: Any) -> Any:
-        class Broken(worker_class):  # type: ignore[misc]
+    @in_engine
+    def break_it(engine_class: Any) -> Any:
+        class Broken(engine_class):  # type: ignore[misc]
             def forward_backward(self, microbatches: Any, head: Any, step: Any, *, forward_only: bool) -> Any:
                 fixed = scoring if forward_only else training
                 head = head if fixed is None else replace(head, temperature=fixed)
@@ -142,21 +143,23 @@ temperature_in_scoring_only = mutant(
     "The supervised loss uses the sampling temperature too.",
     "test_supervised_loss_is_at_temperature_one",
 )
-def temperature_in_every_loss(worker_class: Any) -> Any:
+@in_service("training_class")
+def temperature_in_every_loss(training_class: Any) -> Any:
     """See the mutant's `bug`."""
 
-    class Broken(worker_class):  # type: ignore[misc]
-        def _head_request(self, loss_fn: Any) -> Any:
-            return replace(super()._head_request(loss_fn), temperature=self._temperature())
+    class Broken(training_class):  # type: ignore[misc]
+        def head_request(self, loss_fn: Any) -> Any:
+            return replace(super().head_request(loss_fn), temperature=self.temperature)
 
     return Broken
 
 
 @mutant("dropout_left_on", "Dropout is active while scoring.", "test_dropout_is_off", "test_scoring_changes_nothing")
-def dropout_left_on(worker_class: Any) -> Any:
+@in_engine
+def dropout_left_on(engine_class: Any) -> Any:
     """See the mutant's `bug`."""
 
-    class Broken(worker_class):  # type: ignore[misc]
+    class Broken(engine_class):  # type: ignore[misc]
         def forward_backward(self, microbatches: Any, head: Any, step: Any, *, forward_only: bool) -> Any:
             def drop(module: Any, inputs: Any, output: Any) -> Any:
                 return torch.nn.functional.dropout(output, 0.1, training=forward_only)
@@ -176,10 +179,11 @@ def dropout_left_on(worker_class: Any) -> Any:
     "test_logprobs_are_those_of_the_oracle",
     "test_first_step_is_that_of_the_oracle",
 )
-def padded_vocabulary(worker_class: Any) -> Any:
+@in_engine
+def padded_vocabulary(engine_class: Any) -> Any:
     """See the mutant's `bug`. The rows exist only during forwards, so saved names and shapes do not change."""
 
-    class Broken(worker_class):  # type: ignore[misc]
+    class Broken(engine_class):  # type: ignore[misc]
         def forward_backward(self, *args: Any, **kwargs: Any) -> Any:
             head = module_of(self).get_output_embeddings()  # type: ignore[operator]
             weight = head.weight
@@ -200,10 +204,11 @@ def padded_vocabulary(worker_class: Any) -> Any:
     "The loss is scaled up in low precision and the gradient is never scaled back.",
     "test_bfloat16_is_near_fp32",
 )
-def loss_scale_left_in(worker_class: Any) -> Any:
+@in_engine
+def loss_scale_left_in(engine_class: Any) -> Any:
     """See the mutant's `bug`."""
 
-    class Broken(worker_class):  # type: ignore[misc]
+    class Broken(engine_class):  # type: ignore[misc]
         def forward_backward(self, microbatches: Any, head: Any, step: Any, *, forward_only: bool) -> Any:
             def scaled(output: Any, microbatch: Any) -> Any:
                 result = step(output, microbatch)
@@ -217,10 +222,11 @@ def loss_scale_left_in(worker_class: Any) -> Any:
 
 
 @mutant("stays_on_the_cpu", "The model is never moved to the device.", "test_the_model_lies_on_the_gpu")
-def stays_on_the_cpu(worker_class: Any) -> Any:
+@in_engine
+def stays_on_the_cpu(engine_class: Any) -> Any:
     """See the mutant's `bug`."""
 
-    class Broken(worker_class):  # type: ignore[misc]
+    class Broken(engine_class):  # type: ignore[misc]
         def build(self, *, init_optimizer: bool) -> None:
             super().build(init_optimizer=False)
             module_of(self).cpu()

@@ -1,4 +1,4 @@
-"""Access to the internals of an engine: the module, its gradients, the optimizer and the shards of the weights."""
+"""Breaking the engine or a service of a policy worker, and access to an engine's module, gradients and optimizer."""
 
 from __future__ import annotations
 
@@ -11,32 +11,48 @@ from torch import Tensor, nn
 from rlframework.policy.head.patch import HeadPatch
 
 
-def module_of(worker: Any) -> nn.Module:
-    """Return the model that the worker trains."""
-    return next(value for value in vars(worker).values() if isinstance(value, nn.Module))
+def in_service(attribute: str) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
+    """Decorate `break_service(service_class)`: break the class that the worker names as `attribute`."""
+
+    def decorate(break_service: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def break_it(worker_class: Any) -> Any:
+            return type("Broken", (worker_class,), {attribute: break_service(getattr(worker_class, attribute))})
+
+        return break_it
+
+    return decorate
 
 
-def head_of(worker: Any) -> Any:
-    """Return the worker's `HeadPatch`; untyped, since mutants change its private attributes."""
-    return next(value for value in vars(worker).values() if isinstance(value, HeadPatch))
+in_engine = in_service("engine_class")
+"""Decorate `break_engine(engine_class)`, which returns a broken `Engine`."""
 
 
-def optimizer_of(worker: Any) -> torch.optim.Optimizer:
-    """Return the worker's optimizer."""
-    return next(value for value in vars(worker).values() if isinstance(value, torch.optim.Optimizer))
+def module_of(engine: Any) -> nn.Module:
+    """Return the model that the engine trains."""
+    return next(value for value in vars(engine).values() if isinstance(value, nn.Module))
 
 
-def gradients_of(worker: Any) -> Iterator[Tensor]:
+def head_of(engine: Any) -> Any:
+    """Return the engine's `HeadPatch`; untyped, since mutants change its private attributes."""
+    return next(value for value in vars(engine).values() if isinstance(value, HeadPatch))
+
+
+def optimizer_of(engine: Any) -> torch.optim.Optimizer:
+    """Return the engine's optimizer."""
+    return next(value for value in vars(engine).values() if isinstance(value, torch.optim.Optimizer))
+
+
+def gradients_of(engine: Any) -> Iterator[Tensor]:
     """Yield the gradients of the model, or this rank's shards of them."""
-    for parameter in module_of(worker).parameters():
+    for parameter in module_of(engine).parameters():
         if parameter.grad is not None:
             gradient = parameter.grad
             yield gradient.to_local() if hasattr(gradient, "to_local") else gradient
 
 
-def change_weights(worker: Any, change: Callable[[Tensor], Tensor]) -> None:
+def change_weights(engine: Any, change: Callable[[Tensor], Tensor]) -> None:
     """Replace each shard of the weights by `change(shard)`."""
-    worker.restore({name: change(weight) for name, weight in worker.snapshot().items()})
+    engine.restore({name: change(weight) for name, weight in engine.snapshot().items()})
 
 
 def to_bfloat16(weight: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 
 from rlframework.conformance.layouts import Layout
 from rlframework.conformance.mutants.mutant import mutant
-from rlframework.conformance.mutants.policy_worker.engine_access import module_of
+from rlframework.conformance.mutants.policy_worker.engine_access import in_engine, module_of
 
 EXPERTS = Layout(data=2, expert=2)
 LEARN = "test_experts_learn_as_the_oracles"
@@ -19,8 +19,9 @@ RESUMES = "test_experts_go_on_from_a_checkpoint"
 def _scaled_gradients(fragment: str, factor: float) -> Any:
     """Multiply the gradients of parameters whose name contains `fragment` by `factor`."""
 
-    def break_it(worker_class: Any) -> Any:
-        class Broken(worker_class):  # type: ignore[misc]
+    @in_engine
+    def break_it(engine_class: Any) -> Any:
+        class Broken(engine_class):  # type: ignore[misc]
             def clip_and_step(self, max_grad_norm: Any, lr: float) -> Any:
                 for name, parameter in module_of(self).named_parameters():
                     if fragment in name and parameter.grad is not None:
@@ -45,13 +46,14 @@ routers_that_do_not_learn = mutant(
 
 
 @mutant("router_loss_left_out", "The configured weight of the load-balancing loss is ignored.", ROUTERS)
-def router_loss_left_out(worker_class: Any) -> Any:
+@in_engine
+def router_loss_left_out(engine_class: Any) -> Any:
     """See the mutant's `bug`."""
 
-    class Broken(worker_class):  # type: ignore[misc]
+    class Broken(engine_class):  # type: ignore[misc]
         def build(self, *, init_optimizer: bool) -> None:
-            worker: Any = self
-            worker.config = worker.config.model_copy(update={"router_aux_loss_coef": 0.0})
+            engine: Any = self
+            engine.config = engine.config.model_copy(update={"router_aux_loss_coef": 0.0})
             super().build(init_optimizer=init_optimizer)
 
     return Broken
@@ -62,13 +64,14 @@ def router_loss_left_out(worker_class: Any) -> Any:
     "The load-balancing loss uses the expert shares of the first microbatch only.",
     ROUTERS,
 )
-def router_loss_of_a_microbatch(worker_class: Any) -> Any:
+@in_engine
+def router_loss_of_a_microbatch(engine_class: Any) -> Any:
     """See the mutant's `bug`."""
 
-    class Broken(worker_class):  # type: ignore[misc]
+    class Broken(engine_class):  # type: ignore[misc]
         def build(self, *, init_optimizer: bool) -> None:
             super().build(init_optimizer=init_optimizer)
-            routers = self._router_loss
+            routers = self.router_loss
             if routers is not None:
                 whole = routers.measure_load
 
@@ -91,10 +94,11 @@ def _exchanged(name: str) -> str:
 
 
 @mutant("gate_and_up_exchanged", "The gate and up projections of experts are saved under each other's names.", NAMES)
-def gate_and_up_exchanged(worker_class: Any) -> Any:
+@in_engine
+def gate_and_up_exchanged(engine_class: Any) -> Any:
     """See the mutant's `bug`."""
 
-    class Broken(worker_class):  # type: ignore[misc]
+    class Broken(engine_class):  # type: ignore[misc]
         def gather_weights(self, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
             for name, weight in super().gather_weights([_exchanged(name) for name in names]):
                 yield _exchanged(name), weight
@@ -107,10 +111,11 @@ def gate_and_up_exchanged(worker_class: Any) -> Any:
     "The moments of an expert's gate and up projections are saved under each other's names.",
     RESUMES,
 )
-def moments_of_another_half(worker_class: Any) -> Any:
+@in_engine
+def moments_of_another_half(engine_class: Any) -> Any:
     """See the mutant's `bug`."""
 
-    class Broken(worker_class):  # type: ignore[misc]
+    class Broken(engine_class):  # type: ignore[misc]
         def gather_moments(self) -> Iterator[tuple[str, Any]]:
             for name, moments in super().gather_moments():
                 yield _exchanged(name), moments

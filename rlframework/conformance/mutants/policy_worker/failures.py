@@ -9,6 +9,7 @@ import torch
 from pydantic import BaseModel, ConfigDict
 
 from rlframework.conformance.mutants.mutant import Mutant, mutant
+from rlframework.conformance.mutants.policy_worker.engine_access import in_engine, in_service
 from rlframework.errors import UserError
 
 
@@ -49,10 +50,11 @@ def shutdown_fails(worker_class: Any) -> Any:
     "A second model uses state that the first one left in the engine's globals.",
     "test_one_policy_after_another",
 )
-def state_left_behind(worker_class: Any) -> Any:
+@in_engine
+def state_left_behind(engine_class: Any) -> Any:
     """See the mutant's `bug`."""
 
-    class Broken(worker_class):  # type: ignore[misc]
+    class Broken(engine_class):  # type: ignore[misc]
         def build(self, *, init_optimizer: bool) -> None:
             super().build(init_optimizer=init_optimizer)
             if _BUILT_BEFORE:
@@ -86,13 +88,14 @@ def input_not_checked(worker_class: Any) -> Any:
     "Rows beyond the last whole global batch are dropped.",
     "test_workers_refuse_rows_that_do_not_divide",
 )
-def rest_of_rows_dropped(worker_class: Any) -> Any:
+@in_service("training_class")
+def rest_of_rows_dropped(training_class: Any) -> Any:
     """See the mutant's `bug`."""
 
-    class Broken(worker_class):  # type: ignore[misc]
-        def _global_batches(self, data: Any, global_batch_size: int) -> Any:
-            local = global_batch_size // self.data_parallel_size()
-            return super()._global_batches(data.slice(0, data.size // local * local), global_batch_size)
+    class Broken(training_class):  # type: ignore[misc]
+        def global_batches(self, data: Any, global_batch_size: int) -> Any:
+            local = global_batch_size // self.engine.data_parallel_size()
+            return super().global_batches(data.slice(0, data.size // local * local), global_batch_size)
 
     return Broken
 
@@ -125,10 +128,11 @@ def undeclared_ignored(worker_class: Any) -> Any:
     "Weights that cannot be loaded are replaced by random ones.",
     "test_a_model_that_is_not_there_is_an_error",
 )
-def fresh_weights(worker_class: Any) -> Any:
+@in_engine
+def fresh_weights(engine_class: Any) -> Any:
     """See the mutant's `bug`."""
 
-    class Broken(worker_class):  # type: ignore[misc]
+    class Broken(engine_class):  # type: ignore[misc]
         def build(self, *, init_optimizer: bool) -> None:
             try:
                 super().build(init_optimizer=init_optimizer)

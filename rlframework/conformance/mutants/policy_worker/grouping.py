@@ -9,32 +9,19 @@ import torch
 
 from rlframework.conformance.layouts import Layout
 from rlframework.conformance.mutants.mutant import mutant
+from rlframework.conformance.mutants.policy_worker.engine_access import in_engine, in_service
 
 DATA = Layout(data=2)
 
 
 def _broken_global_batch(change: Callable[[Any, dict[str, Any]], dict[str, Any]]) -> Any:
-    """Break the global batch: it becomes `change(worker, global_batch)`."""
+    """Break the global batch: it becomes `change(engine, global_batch)`."""
 
-    def break_it(worker_class: Any) -> Any:
-        class Broken(worker_class):  # type: ignore[misc]
-            _processor: Any
-
-            def _global_batch(self, *args: Any, **kwargs: Any) -> Any:
-                sound = self._processor
-
-                class Processor:
-                    microbatches = sound.microbatches
-
-                    @staticmethod
-                    def process_global_batch(*args: Any, **kwargs: Any) -> Any:
-                        return change(self, sound.process_global_batch(*args, **kwargs))
-
-                self._processor = Processor
-                try:
-                    return super()._global_batch(*args, **kwargs)
-                finally:
-                    self._processor = sound
+    @in_service("microbatching_class")
+    def break_it(microbatching_class: Any) -> Any:
+        class Broken(microbatching_class):  # type: ignore[misc]
+            def global_batch(self, *args: Any, **kwargs: Any) -> Any:
+                return change(self.engine, super().global_batch(*args, **kwargs))
 
         return Broken
 
@@ -42,10 +29,11 @@ def _broken_global_batch(change: Callable[[Any, dict[str, Any]], dict[str, Any]]
 
 
 def broken_step(change: Callable[..., Any]) -> Any:
-    """Break the training step: it becomes `change(worker, step, output, microbatch)`."""
+    """Break the training step: it becomes `change(engine, step, output, microbatch)`."""
 
-    def break_it(worker_class: Any) -> Any:
-        class Broken(worker_class):  # type: ignore[misc]
+    @in_engine
+    def break_it(engine_class: Any) -> Any:
+        class Broken(engine_class):  # type: ignore[misc]
             def forward_backward(self, microbatches: Any, head: Any, step: Any, *, forward_only: bool) -> Any:
                 self.microbatch_count = len(microbatches)
 
@@ -62,20 +50,21 @@ def broken_step(change: Callable[..., Any]) -> Any:
 
 
 def _broken_microbatches(change: Callable[[Any, list[Any]], list[Any]]) -> Any:
-    """Break the training microbatches: they become `change(worker, microbatches)`."""
+    """Break the training microbatches: they become `change(engine, microbatches)`."""
 
-    def break_it(worker_class: Any) -> Any:
-        class Broken(worker_class):  # type: ignore[misc]
-            def _microbatches(self, data: Any, positions: str, *args: Any) -> Any:
-                made = super()._microbatches(data, positions, *args)
-                return change(self, made) if positions == "loss" else made
+    @in_service("microbatching_class")
+    def break_it(microbatching_class: Any) -> Any:
+        class Broken(microbatching_class):  # type: ignore[misc]
+            def split(self, data: Any, positions: str, *args: Any) -> Any:
+                made = super().split(data, positions, *args)
+                return change(self.engine, made) if positions == "loss" else made
 
         return Broken
 
     return break_it
 
 
-def _padding_counted(worker: Any, found: dict[str, Any]) -> dict[str, Any]:
+def _padding_counted(engine: Any, found: dict[str, Any]) -> dict[str, Any]:
     return {**found, "global_valid_toks": torch.tensor(float(found["batch"]["input_ids"].numel()))}
 
 
@@ -88,7 +77,7 @@ mean_over_padding = mutant(
 )(_broken_global_batch(_padding_counted))
 
 
-def _masked_counted(worker: Any, found: dict[str, Any]) -> dict[str, Any]:
+def _masked_counted(engine: Any, found: dict[str, Any]) -> dict[str, Any]:
     toks = found["batch"]["token_mask"][:, 1:].sum()
     return {**found, "global_valid_toks": toks, "global_valid_seqs": torch.tensor(float(found["batch"].size))}
 
@@ -101,7 +90,7 @@ masked_rows_counted = mutant(
 )(_broken_global_batch(_masked_counted))
 
 
-def _local_counts(worker: Any, found: dict[str, Any]) -> dict[str, Any]:
+def _local_counts(engine: Any, found: dict[str, Any]) -> dict[str, Any]:
     batch = found["batch"]
     mask = (batch["token_mask"] * batch["sample_mask"][:, None])[:, 1:]
     return {
@@ -113,7 +102,7 @@ def _local_counts(worker: Any, found: dict[str, Any]) -> dict[str, Any]:
 
 local_counts = mutant(
     "local_counts",
-    "Each worker divides by the counts of its own rows.",
+    "Each engine divides by the counts of its own rows.",
     "test_counts_are_of_the_whole_global_batch",
     "test_workers_with_unequal_work_agree",
     "test_order_of_rows_changes_nothing",
@@ -124,7 +113,7 @@ tokens_for_sequences = mutant(
     "tokens_for_sequences",
     "The sequence-level loss divides by the number of tokens.",
     "test_sequence_level_loss_averages_over_sequences",
-)(_broken_global_batch(lambda worker, found: {**found, "global_valid_seqs": found["global_valid_toks"]}))
+)(_broken_global_batch(lambda engine, found: {**found, "global_valid_seqs": found["global_valid_toks"]}))
 
 
 def scaled(factor: float, step: Any, output: Any, microbatch: Any) -> Any:
@@ -141,7 +130,7 @@ loss_averaged_per_microbatch = mutant(
     "test_first_step_is_that_of_the_oracle",
     "test_packed_equals_padded",
     "test_dynamic_equals_padded",
-)(broken_step(lambda worker, *args: scaled(1 / worker.microbatch_count, *args)))
+)(broken_step(lambda engine, *args: scaled(1 / engine.microbatch_count, *args)))
 
 gradient_averaged_over_ranks = mutant(
     "gradient_averaged_over_ranks",
@@ -149,7 +138,7 @@ gradient_averaged_over_ranks = mutant(
     "test_first_step_is_that_of_the_oracle",
     "test_workers_with_unequal_work_agree",
     layout=DATA,
-)(broken_step(lambda worker, *args: scaled(1 / worker.data_parallel_size(), *args)))
+)(broken_step(lambda engine, *args: scaled(1 / engine.data_parallel_size(), *args)))
 
 missing_all_reduce = mutant(
     "missing_all_reduce",
@@ -157,10 +146,10 @@ missing_all_reduce = mutant(
     "test_first_step_is_that_of_the_oracle",
     "test_workers_with_unequal_work_agree",
     layout=DATA,
-)(broken_step(lambda worker, *args: scaled(0.0 if worker.context.rank else 2.0, *args)))
+)(broken_step(lambda engine, *args: scaled(0.0 if engine.context.rank else 2.0, *args)))
 
 
-def _dummy_as_regular(worker: Any, step: Any, output: Any, microbatch: Any) -> Any:
+def _dummy_as_regular(engine: Any, step: Any, output: Any, microbatch: Any) -> Any:
     if microbatch.is_dummy:
         microbatch.is_dummy = False
         microbatch.data_dict["sample_mask"] = torch.ones_like(microbatch.data_dict["sample_mask"])
@@ -176,7 +165,7 @@ dummy_counted = mutant(
 )(broken_step(_dummy_as_regular))
 
 
-def _first_metrics(worker: Any, step: Any, output: Any, microbatch: Any) -> Any:
+def _first_metrics(engine: Any, step: Any, output: Any, microbatch: Any) -> Any:
     result = step(output, microbatch)
     loss = result.outputs.get("loss")
     if int(microbatch.rows.min()) != 0:
@@ -191,7 +180,7 @@ metrics_of_one_microbatch = mutant(
 )(broken_step(_first_metrics))
 
 
-def _without_partial(worker: Any, made: list[Any]) -> list[Any]:
+def _without_partial(engine: Any, made: list[Any]) -> list[Any]:
     most = max(len(microbatch.rows) for microbatch in made)
     return [microbatch for microbatch in made if len(microbatch.rows) == most]
 
@@ -205,8 +194,8 @@ last_partial_batch_dropped = mutant(
 )(_broken_microbatches(_without_partial))
 
 
-def _without_last_dynamic(worker: Any, made: list[Any]) -> list[Any]:
-    return made[:-1] if worker.config.batching.mode == "dynamic" else made
+def _without_last_dynamic(engine: Any, made: list[Any]) -> list[Any]:
+    return made[:-1] if engine.config.batching.mode == "dynamic" else made
 
 
 last_dynamic_batch_dropped = mutant(
@@ -216,7 +205,7 @@ last_dynamic_batch_dropped = mutant(
 )(_broken_microbatches(_without_last_dynamic))
 
 
-def _one_sequence(worker: Any, made: list[Any]) -> list[Any]:
+def _one_sequence(engine: Any, made: list[Any]) -> list[Any]:
     for microbatch in made:
         if microbatch.cu_seqlens is not None:
             microbatch.cu_seqlens = microbatch.cu_seqlens[[0, -1]]
@@ -230,7 +219,7 @@ attention_across_sequences = mutant(
 )(_broken_microbatches(_one_sequence))
 
 
-def _positions_not_restarted(worker: Any, made: list[Any]) -> list[Any]:
+def _positions_not_restarted(engine: Any, made: list[Any]) -> list[Any]:
     for microbatch in made:
         inputs = microbatch.processed_inputs
         if microbatch.cu_seqlens is not None:
@@ -256,7 +245,7 @@ def one_step_for_all(worker_class: Any) -> Any:
 
     class Broken(worker_class):  # type: ignore[misc]
         def train(self, data: Any, loss_fn: Any, eval_mode: bool = False, gbs: Any = None, mbs: Any = None) -> Any:
-            return super().train(data, loss_fn, eval_mode, data.size * self.data_parallel_size(), mbs)
+            return super().train(data, loss_fn, eval_mode, data.size * self.engine.data_parallel_size(), mbs)
 
     return Broken
 
@@ -272,7 +261,7 @@ def sizes_of_calls_ignored(worker_class: Any) -> Any:
     class Broken(worker_class):  # type: ignore[misc]
         def train(self, data: Any, loss_fn: Any, eval_mode: bool = False, gbs: Any = None, mbs: Any = None) -> Any:
             data.elem_counts_per_gb = None
-            return super().train(data, loss_fn, eval_mode, self.config.train_global_batch_size, mbs)
+            return super().train(data, loss_fn, eval_mode, self.engine.config.train_global_batch_size, mbs)
 
     return Broken
 
@@ -282,12 +271,13 @@ def sizes_of_calls_ignored(worker_class: Any) -> Any:
     "Metrics are summed over global batches.",
     "test_metrics_are_of_the_whole_global_batch",
 )
-def metrics_summed_over_batches(worker_class: Any) -> Any:
+@in_service("training_class")
+def metrics_summed_over_batches(training_class: Any) -> Any:
     """See the mutant's `bug`."""
 
-    class Broken(worker_class):  # type: ignore[misc]
-        def _summary(self, batches: Any, *args: Any) -> Any:
-            summary = super()._summary(batches, *args)
+    class Broken(training_class):  # type: ignore[misc]
+        def summary(self, batches: Any, *args: Any) -> Any:
+            summary = super().summary(batches, *args)
             summary["metrics"] = {name: value * len(batches) for name, value in summary["metrics"].items()}
             return summary
 

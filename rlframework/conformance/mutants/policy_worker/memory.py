@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rlframework.conformance.mutants.mutant import mutant
-from rlframework.conformance.mutants.policy_worker.engine_access import optimizer_of
+from rlframework.conformance.mutants.policy_worker.engine_access import in_engine, optimizer_of
 
 _MOVING = "test_moving_away_and_back_changes_nothing"
 
@@ -17,7 +17,7 @@ def moments_left_behind(worker_class: Any) -> Any:
     class Broken(worker_class):  # type: ignore[misc]
         def offload_after_refit(self) -> Any:
             moved = super().offload_after_refit()
-            optimizer_of(self).state.clear()
+            optimizer_of(self.engine).state.clear()
             return moved
 
     return Broken
@@ -29,22 +29,23 @@ def weights_of_before_come_back(worker_class: Any) -> Any:
 
     class Broken(worker_class):  # type: ignore[misc]
         def offload_after_refit(self) -> Any:
-            self.__dict__.setdefault("copy", self.snapshot())
+            self.__dict__.setdefault("copy", self.engine.snapshot())
             moved = super().offload_after_refit()
-            self.restore(self.copy)
+            self.engine.restore(self.copy)
             return moved
 
     return Broken
 
 
 @mutant("moved_bytes_not_told", "The transitions do not report how many bytes they moved.", _MOVING)
-def moved_bytes_not_told(worker_class: Any) -> Any:
+@in_engine
+def moved_bytes_not_told(engine_class: Any) -> Any:
     """See the mutant's `bug`."""
 
-    class Broken(worker_class):  # type: ignore[misc]
-        def _move(self, part: str, device: Any) -> Any:
-            super()._move(part, device)
-            return {part: -1}
+    class Broken(engine_class):  # type: ignore[misc]
+        def move(self, *args: Any, **kwargs: Any) -> int:
+            super().move(*args, **kwargs)
+            return -1
 
     return Broken
 
@@ -54,10 +55,11 @@ def moved_bytes_not_told(worker_class: Any) -> Any:
     "The step updates a copy on the device; the weights in CPU memory stay unchanged.",
     "test_what_lies_in_cpu_memory_learns_alike",
 )
-def offloaded_weights_stay(worker_class: Any) -> Any:
+@in_engine
+def offloaded_weights_stay(engine_class: Any) -> Any:
     """See the mutant's `bug`."""
 
-    class Broken(worker_class):  # type: ignore[misc]
+    class Broken(engine_class):  # type: ignore[misc]
         def clip_and_step(self, max_grad_norm: float | None, lr: float) -> Any:
             before = self.snapshot()
             found = super().clip_and_step(max_grad_norm, lr)
@@ -78,7 +80,7 @@ def evaluation_wants_an_optimizer(worker_class: Any) -> Any:
 
     class Broken(worker_class):  # type: ignore[misc]
         def train(self, *args: Any, **kwargs: Any) -> Any:
-            optimizer_of(self)
+            optimizer_of(self.engine)
             return super().train(*args, **kwargs)
 
     return Broken

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlframework.conformance.mutants.mutant import mutant
+from rlframework.conformance.mutants.policy_worker.engine_access import in_engine, in_service
 
 RESUMES = "test_training_goes_on_to_the_bit_from_native_files"
 WEIGHTS = "test_native_weights_are_those_that_are_saved"
@@ -18,10 +19,11 @@ def _copied(moments: Any) -> Any:
 
 
 @mutant("native_without_optimizer", "The optimizer state in native files is not loaded.", RESUMES)
-def native_without_optimizer(worker_class: Any) -> Any:
+@in_engine
+def native_without_optimizer(engine_class: Any) -> Any:
     """See the mutant's `bug`."""
 
-    class Broken(worker_class):  # type: ignore[misc]
+    class Broken(engine_class):  # type: ignore[misc]
         def load_native(self, folder: Path, *, optimizer: bool) -> None:
             fresh = {name: _copied(moments) for name, moments in self.gather_moments()} if optimizer else {}
             super().load_native(folder, optimizer=optimizer)
@@ -38,16 +40,17 @@ def native_without_progress(worker_class: Any) -> Any:
     class Broken(worker_class):  # type: ignore[misc]
         def load_checkpoint(self, weights_path: str, optimizer_path: str | None = None) -> None:
             super().load_checkpoint(weights_path, optimizer_path)
-            self._train_calls = 0
+            self.progress.train_calls = 0
 
     return Broken
 
 
 @mutant("native_stays_as_built", "Loading only the weights from native files has no effect.", WEIGHTS)
-def native_stays_as_built(worker_class: Any) -> Any:
+@in_engine
+def native_stays_as_built(engine_class: Any) -> Any:
     """See the mutant's `bug`."""
 
-    class Broken(worker_class):  # type: ignore[misc]
+    class Broken(engine_class):  # type: ignore[misc]
         def load_native(self, folder: Path, *, optimizer: bool) -> None:
             before = self.snapshot()
             super().load_native(folder, optimizer=optimizer)
@@ -58,11 +61,12 @@ def native_stays_as_built(worker_class: Any) -> Any:
 
 
 @mutant("native_unchecked", "The checksums of native files are not verified.", WHOLE)
-def native_unchecked(worker_class: Any) -> Any:
+@in_service("checkpoints_class")
+def native_unchecked(checkpoints_class: Any) -> Any:
     """See the mutant's `bug`."""
 
-    class Broken(worker_class):  # type: ignore[misc]
-        def _check(self, *folders: str | None) -> None:
+    class Broken(checkpoints_class):  # type: ignore[misc]
+        def check(self, *folders: str | None) -> None:
             return
 
     return Broken

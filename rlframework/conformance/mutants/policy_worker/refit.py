@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rlframework.conformance.layouts import Layout
 from rlframework.conformance.mutants.mutant import mutant
+from rlframework.conformance.mutants.policy_worker.engine_access import in_service
 from rlframework.errors import RefitError
 
 IPC = "test_ipc_brings_the_trainers_weights_to_an_engine_in_another_process"
@@ -19,45 +20,31 @@ OTHER = "model.layers.1.self_attn.q_proj.weight"
 
 
 def _broken_sending(change: Callable[[Any, str, Tensor], Tensor]) -> Callable[[Any], Any]:
-    """Break sending only: each sent weight becomes `change(worker, name, weight)`."""
+    """Break sending only: each sent weight becomes `change(engine, name, weight)`."""
 
-    def break_it(worker_class: Any) -> Any:
-        class Broken(worker_class):  # type: ignore[misc]
-            sending = False
-
-            def get_weights_ipc_handles(self, keys: Iterable[str]) -> Any:
-                return self._sending(super().get_weights_ipc_handles, keys)
-
-            def broadcast_weights_for_collective(self) -> None:
-                self._sending(super().broadcast_weights_for_collective)
-
-            def _sending(self, call: Any, *arguments: Any) -> Any:
-                self.sending = True
-                try:
-                    return call(*arguments)
-                finally:
-                    self.sending = False
-
-            def gather_weights(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-                for name, weight in super().gather_weights(names):
-                    yield name, change(self, name, weight) if self.sending else weight
+    @in_service("weights_class")
+    def break_it(weights_class: Any) -> Any:
+        class Broken(weights_class):  # type: ignore[misc]
+            def gather(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+                for name, weight in super().gather(names):
+                    yield name, change(self.engine, name, weight)
 
         return Broken
 
     return break_it
 
 
-def _of_the_first_refit(worker: Any, name: str, weight: Tensor) -> Tensor:
-    kept: dict[str, Tensor] = worker.__dict__.setdefault("sent_first", {})
+def _of_the_first_refit(engine: Any, name: str, weight: Tensor) -> Tensor:
+    kept: dict[str, Tensor] = engine.__dict__.setdefault("sent_first", {})
     return kept.setdefault(name, weight.clone())
 
 
-def _of_the_other_name(worker: Any, name: str, weight: Tensor) -> Tensor:
+def _of_the_other_name(engine: Any, name: str, weight: Tensor) -> Tensor:
     """Exchange two weights of the same shape."""
     names = {SQUARE: OTHER, OTHER: SQUARE}
     if name not in names:
         return weight
-    return worker.snapshot()[names[name]].to(weight.device)  # type: ignore[no-any-return]
+    return engine.snapshot()[names[name]].to(weight.device)  # type: ignore[no-any-return]
 
 
 weights_of_the_first_refit = mutant(
@@ -68,7 +55,7 @@ one_weight_stale = mutant(
     "one_weight_stale", "The norms are always sent as they were at the first refit.", IPC, COLLECTIVE
 )(
     _broken_sending(
-        lambda worker, name, weight: _of_the_first_refit(worker, name, weight) if "layernorm" in name else weight
+        lambda engine, name, weight: _of_the_first_refit(engine, name, weight) if "layernorm" in name else weight
     )
 )
 
@@ -77,11 +64,11 @@ names_swapped = mutant(
 )(_broken_sending(_of_the_other_name))
 
 sent_transposed = mutant("sent_transposed", "A square matrix is sent transposed.", IPC, COLLECTIVE)(
-    _broken_sending(lambda worker, name, weight: weight.t().contiguous() if name == SQUARE else weight)
+    _broken_sending(lambda engine, name, weight: weight.t().contiguous() if name == SQUARE else weight)
 )
 
 rounded_on_the_way = mutant("rounded_on_the_way", "Weights are rounded to float16 in transit.", IPC, COLLECTIVE)(
-    _broken_sending(lambda worker, name, weight: weight.to(torch.float16).to(weight.dtype))
+    _broken_sending(lambda engine, name, weight: weight.to(torch.float16).to(weight.dtype))
 )
 
 part_sent_as_whole = mutant(
@@ -89,7 +76,7 @@ part_sent_as_whole = mutant(
     "One shard of a matrix sharded over two ranks is sent twice.",
     IPC,
     layout=Layout(tensor=2),
-)(_broken_sending(lambda worker, name, weight: torch.cat([weight.chunk(2)[0]] * 2) if name == SQUARE else weight))
+)(_broken_sending(lambda engine, name, weight: torch.cat([weight.chunk(2)[0]] * 2) if name == SQUARE else weight))
 
 
 @mutant("last_weight_not_sent", "The last weight of each group is not sent.", IPC)
@@ -112,7 +99,7 @@ def one_buffer(worker_class: Any) -> Any:
             names = list(keys)
             handles = super().get_weights_ipc_handles(names)
             for group in handles.values():  # overwritten before any receiver can read it
-                group.slots[-1].of(self._ipc_sender.written(group)).zero_()
+                group.slots[-1].of(self.sender.ipc.written(group)).zero_()
             return handles
 
     return Broken
@@ -128,8 +115,8 @@ def room_not_written(worker_class: Any) -> Any:
         def get_weights_ipc_handles(self, keys: Iterable[str]) -> Any:
             handles = super().get_weights_ipc_handles(keys)
             for group in handles.values():
-                if self._ipc_sender._receive_buffer is not None:
-                    group.slots[-1].of(self._ipc_sender.written(group)).zero_()
+                if self.sender.ipc._receive_buffer is not None:
+                    group.slots[-1].of(self.sender.ipc.written(group)).zero_()
             return handles
 
     return Broken
@@ -140,11 +127,12 @@ def room_not_written(worker_class: Any) -> Any:
     "Weights are announced in fp32 instead of the transfer dtype.",
     "test_what_is_announced_is_what_the_trainer_has",
 )
-def announced_in_fp32(worker_class: Any) -> Any:
+@in_service("weights_class")
+def announced_in_fp32(weights_class: Any) -> Any:
     """See the mutant's `bug`."""
 
-    class Broken(worker_class):  # type: ignore[misc]
-        def _transfer_dtype(self) -> torch.dtype:
+    class Broken(weights_class):  # type: ignore[misc]
+        def transfer_dtype(self) -> torch.dtype:
             return torch.float32
 
     return Broken
@@ -162,8 +150,8 @@ def trainer_rounded(worker_class: Any) -> Any:
         def prepare_info_for_collective(self) -> Any:
             info = super().prepare_info_for_collective()
             if torch.bfloat16 in {dtype for _, dtype in info.values()}:
-                rounded = {name: weight.bfloat16().to(weight.dtype) for name, weight in self.snapshot().items()}
-                self.restore(rounded)
+                rounded = {name: weight.bfloat16().to(weight.dtype) for name, weight in self.engine.snapshot().items()}
+                self.engine.restore(rounded)
             return info
 
     return Broken

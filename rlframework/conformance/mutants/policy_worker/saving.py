@@ -10,7 +10,7 @@ import torch
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.conformance.layouts import Layout
 from rlframework.conformance.mutants.mutant import mutant
-from rlframework.conformance.mutants.policy_worker.engine_access import change_weights, to_bfloat16
+from rlframework.conformance.mutants.policy_worker.engine_access import change_weights, in_engine, to_bfloat16
 from rlframework.errors import UserError
 
 DATA = Layout(data=2)
@@ -19,8 +19,9 @@ DATA = Layout(data=2)
 def _broken_weights(change: Any) -> Any:
     """Break `gather_weights`: each weight becomes `change(worker, name, weight)`; None omits it."""
 
-    def break_it(worker_class: Any) -> Any:
-        class Broken(worker_class):  # type: ignore[misc]
+    @in_engine
+    def break_it(engine_class: Any) -> Any:
+        class Broken(engine_class):  # type: ignore[misc]
             def gather_weights(self, names: Any) -> Any:
                 for name, weight in super().gather_weights(names):
                     changed = change(self, name, weight)
@@ -52,13 +53,14 @@ def saves_the_weights_of_the_start(worker_class: Any) -> Any:
     class Broken(worker_class):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            self.start = {name: weight.clone() for name, weight in self.gather_weights(self.weight_specs())}
+            weights = self.engine.gather_weights(self.engine.weight_specs())
+            self.start = {name: weight.clone() for name, weight in weights}
 
         def save_pretrained(self, path: str) -> None:
-            current = self.snapshot()
-            self.restore(self.start)
+            current = self.engine.snapshot()
+            self.engine.restore(self.start)
             super().save_pretrained(path)
-            self.restore(current)
+            self.engine.restore(current)
 
     return Broken
 
@@ -85,7 +87,7 @@ def saving_rounds_weights(worker_class: Any) -> Any:
     class Broken(worker_class):  # type: ignore[misc]
         def save_pretrained(self, path: str) -> None:
             super().save_pretrained(path)
-            change_weights(self, to_bfloat16)
+            change_weights(self.engine, to_bfloat16)
 
     return Broken
 
@@ -119,15 +121,15 @@ def reference_left_for_generation(worker_class: Any) -> Any:
 
         @contextmanager
         def use_reference_model(self) -> Any:
-            current = self.snapshot()
-            self.restore(self._reference)
+            current = self.engine.snapshot()
+            self.engine.restore(self.scoring.reference.weights)
             self.inside = True
             yield
             self.policy_weights, self.inside = current, False
 
         def _restore_policy(self) -> None:
             if self.policy_weights is not None and not self.inside:
-                self.restore(self.policy_weights)
+                self.engine.restore(self.policy_weights)
                 self.policy_weights = None
 
         def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -150,7 +152,7 @@ def generating_rounds_weights(worker_class: Any) -> Any:
     class Broken(worker_class):  # type: ignore[misc]
         def generate(self, *args: Any, **kwargs: Any) -> Any:
             output = super().generate(*args, **kwargs)
-            change_weights(self, to_bfloat16)
+            change_weights(self.engine, to_bfloat16)
             return output
 
     return Broken

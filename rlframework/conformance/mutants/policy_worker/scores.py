@@ -70,7 +70,7 @@ def scores_made_up(worker_class: Any) -> Any:
                 return super().score(data, micro_batch_size)
             except NotSupported:
                 request = HeadRequest(frozenset({"topk"}), 1.0, 1)
-                found = self._score_rows(data, request, micro_batch_size, "last")
+                found = self.scoring.score_rows(data, request, micro_batch_size, "last")
                 return BatchedDataDict({"scores": found["topk_logits"].sum((1, 2))})
 
     return Broken

@@ -11,6 +11,7 @@ import torch
 
 from rlframework.conformance.layouts import Layout
 from rlframework.conformance.mutants.mutant import mutant
+from rlframework.conformance.mutants.policy_worker.engine_access import in_engine, in_service
 from rlframework.errors import UserError
 
 RESUMES = "test_training_goes_on_to_the_bit_from_pieces"
@@ -21,8 +22,9 @@ BESIDE = "test_saving_beside_training_is_saving_before_it"
 def _broken_sharded_state(change: Callable[[Any], Any]) -> Any:
     """Break `sharded_state`: it returns `change(state)`."""
 
-    def break_it(worker_class: Any) -> Any:
-        class Broken(worker_class):  # type: ignore[misc]
+    @in_engine
+    def break_it(engine_class: Any) -> Any:
+        class Broken(engine_class):  # type: ignore[misc]
             def sharded_state(self) -> Any:
                 return change(super().sharded_state())
 
@@ -102,7 +104,7 @@ def moments_of_one_layout(worker_class: Any) -> Any:
 
             if optimizer_path is not None:
                 states = load_file(Path(optimizer_path) / "random.safetensors")
-                if sum(name.startswith("cpu.") for name in states) != self.context.world_size:
+                if sum(name.startswith("cpu.") for name in states) != self.engine.context.world_size:
                     optimizer_path = None
             super().load_checkpoint(weights_path, optimizer_path)
 
@@ -110,11 +112,12 @@ def moments_of_one_layout(worker_class: Any) -> Any:
 
 
 @mutant("without_checksums", "The checksums of a checkpoint are not verified.", "test_damaged_pieces_are_refused")
-def without_checksums(worker_class: Any) -> Any:
+@in_service("checkpoints_class")
+def without_checksums(checkpoints_class: Any) -> Any:
     """See the mutant's `bug`."""
 
-    class Broken(worker_class):  # type: ignore[misc]
-        def _check(self, *folders: str | None) -> None:
+    class Broken(checkpoints_class):  # type: ignore[misc]
+        def check(self, *folders: str | None) -> None:
             return
 
     return Broken

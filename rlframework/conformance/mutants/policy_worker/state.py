@@ -8,7 +8,13 @@ from typing import Any
 import torch
 
 from rlframework.conformance.mutants.mutant import mutant
-from rlframework.conformance.mutants.policy_worker.engine_access import change_weights, optimizer_of, to_bfloat16
+from rlframework.conformance.mutants.policy_worker.engine_access import (
+    change_weights,
+    in_engine,
+    optimizer_of,
+    to_bfloat16,
+)
+from rlframework.policy.scoring import SnapshotReference
 
 
 @mutant(
@@ -36,7 +42,7 @@ def evaluation_moves_the_schedule(worker_class: Any) -> Any:
     class Broken(worker_class):  # type: ignore[misc]
         def train(self, data: Any, loss_fn: Any, eval_mode: bool = False, gbs: Any = None, mbs: Any = None) -> Any:
             result = super().train(data, loss_fn, eval_mode, gbs, mbs)
-            self._train_calls += eval_mode
+            self.progress.train_calls += eval_mode
             return result
 
     return Broken
@@ -54,7 +60,7 @@ def scoring_rounds_weights(worker_class: Any) -> Any:
     class Broken(worker_class):  # type: ignore[misc]
         def get_logprobs(self, *args: Any, **kwargs: Any) -> Any:
             scored = super().get_logprobs(*args, **kwargs)
-            change_weights(self, to_bfloat16)
+            change_weights(self.engine, to_bfloat16)
             return scored
 
     return Broken
@@ -101,7 +107,7 @@ def reference_follows(worker_class: Any) -> Any:
     class Broken(worker_class):  # type: ignore[misc]
         def train(self, *args: Any, **kwargs: Any) -> Any:
             result = super().train(*args, **kwargs)
-            self._reference = self.snapshot()
+            self.scoring.reference = SnapshotReference(self.engine)
             return result
 
     return Broken
@@ -118,10 +124,10 @@ def reference_stays_after_an_exception(worker_class: Any) -> Any:
     class Broken(worker_class):  # type: ignore[misc]
         @contextmanager
         def use_reference_model(self) -> Any:
-            current = self.snapshot()
-            self.restore(self._reference)
+            current = self.engine.snapshot()
+            self.engine.restore(self.scoring.reference.weights)
             yield
-            self.restore(current)
+            self.engine.restore(current)
 
     return Broken
 
@@ -139,16 +145,17 @@ def swap_forgets_moments(worker_class: Any) -> Any:
         def use_reference_model(self) -> Any:
             with super().use_reference_model():
                 yield
-            optimizer_of(self).state.clear()
+            optimizer_of(self.engine).state.clear()
 
     return Broken
 
 
 @mutant("reseeds", "The engine seeds the process-wide random state.", "test_random_state_of_the_caller_is_left_alone")
-def reseeds(worker_class: Any) -> Any:
+@in_engine
+def reseeds(engine_class: Any) -> Any:
     """See the mutant's `bug`."""
 
-    class Broken(worker_class):  # type: ignore[misc]
+    class Broken(engine_class):  # type: ignore[misc]
         def build(self, *, init_optimizer: bool) -> None:
             torch.manual_seed(0)
             super().build(init_optimizer=init_optimizer)
@@ -167,7 +174,7 @@ def preparing_rounds_weights(worker_class: Any) -> Any:
     class Broken(worker_class):  # type: ignore[misc]
         def prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
             moved = super().prepare_for_training(*args, **kwargs)
-            change_weights(self, to_bfloat16)
+            change_weights(self.engine, to_bfloat16)
             return moved
 
     return Broken
@@ -182,18 +189,13 @@ def reference_at_temperature_one(worker_class: Any) -> Any:
     """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
-        in_reference = False
-
         @contextmanager
         def use_reference_model(self) -> Any:
             with super().use_reference_model():
-                self.in_reference = True
+                configured, self.scoring.temperature = self.scoring.temperature, 1.0
                 try:
                     yield
                 finally:
-                    self.in_reference = False
-
-        def _temperature(self) -> Any:
-            return 1.0 if self.in_reference else super()._temperature()
+                    self.scoring.temperature = configured
 
     return Broken

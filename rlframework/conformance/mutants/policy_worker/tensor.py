@@ -14,7 +14,7 @@ from torch import Tensor
 from rlframework.conformance.layouts import Layout
 from rlframework.conformance.mutants.mutant import mutant
 from rlframework.conformance.mutants.policy_worker import training
-from rlframework.conformance.mutants.policy_worker.engine_access import head_of, module_of
+from rlframework.conformance.mutants.policy_worker.engine_access import head_of, in_engine, module_of
 from rlframework.policy.head import vocab_parallel
 
 TENSOR = Layout(tensor=2)
@@ -34,8 +34,9 @@ def _replicated_gradients(worker: Any) -> Iterator[tuple[str, Tensor]]:
 def _with_gradients(change: Any) -> Any:
     """Call `change(worker)` before each step, when the gradients exist."""
 
-    def break_it(worker_class: Any) -> Any:
-        class Broken(worker_class):  # type: ignore[misc]
+    @in_engine
+    def break_it(engine_class: Any) -> Any:
+        class Broken(engine_class):  # type: ignore[misc]
             def clip_and_step(self, max_grad_norm: Any, lr: float) -> Any:
                 change(self)
                 return super().clip_and_step(max_grad_norm, lr)
@@ -48,8 +49,9 @@ def _with_gradients(change: Any) -> Any:
 def _with_head(change: Any) -> Any:
     """Call `change(head)` with the head patch after `build`."""
 
-    def break_it(worker_class: Any) -> Any:
-        class Broken(worker_class):  # type: ignore[misc]
+    @in_engine
+    def break_it(engine_class: Any) -> Any:
+        class Broken(engine_class):  # type: ignore[misc]
             def build(self, *, init_optimizer: bool) -> None:
                 super().build(init_optimizer=init_optimizer)
                 change(head_of(self))
@@ -102,10 +104,11 @@ head_gradient_of_own_rows = mutant(
     "test_clipping_is_of_the_whole_gradient",
     layout=TENSOR,
 )
-def copied_weights_counted_twice(worker_class: Any) -> Any:
+@in_engine
+def copied_weights_counted_twice(engine_class: Any) -> Any:
     """See the mutant's `bug`."""
 
-    class Broken(worker_class):  # type: ignore[misc]
+    class Broken(engine_class):  # type: ignore[misc]
         def clip_and_step(self, max_grad_norm: Any, lr: float) -> Any:
             extra = sum(float(gradient.square().sum()) for _, gradient in _replicated_gradients(self))
             own = sum(_square(parameter.grad) for parameter in module_of(self).parameters())
@@ -131,10 +134,11 @@ def _square(gradient: Any) -> float:
     "test_clipping_is_of_the_whole_gradient",
     layout=TENSOR,
 )
-def norm_of_own_part(worker_class: Any) -> Any:
+@in_engine
+def norm_of_own_part(engine_class: Any) -> Any:
     """See the mutant's `bug`."""
 
-    class Broken(worker_class):  # type: ignore[misc]
+    class Broken(engine_class):  # type: ignore[misc]
         def clip_and_step(self, max_grad_norm: Any, lr: float) -> Any:
             norm = math.sqrt(sum(_square(parameter.grad) for parameter in module_of(self).parameters()))
             if max_grad_norm is not None and norm > max_grad_norm:
@@ -187,10 +191,11 @@ tied_head_untied_when_split = mutant(
     "test_a_tied_head_stays_tied",
     layout=TENSOR,
 )
-def tied_head_learns_nothing(worker_class: Any) -> Any:
+@in_engine
+def tied_head_learns_nothing(engine_class: Any) -> Any:
     """See the mutant's `bug`."""
 
-    class Broken(worker_class):  # type: ignore[misc]
+    class Broken(engine_class):  # type: ignore[misc]
         def build(self, *, init_optimizer: bool) -> None:
             super().build(init_optimizer=init_optimizer)
             head = head_of(self)
@@ -210,10 +215,11 @@ def tied_head_learns_nothing(worker_class: Any) -> Any:
     "test_saved_names_shapes_and_dtypes_are_those_of_the_model",
     layout=TENSOR,
 )
-def part_saved_as_whole(worker_class: Any) -> Any:
+@in_engine
+def part_saved_as_whole(engine_class: Any) -> Any:
     """See the mutant's `bug`."""
 
-    class Broken(worker_class):  # type: ignore[misc]
+    class Broken(engine_class):  # type: ignore[misc]
         def gather_weights(self, names: Any) -> Iterator[tuple[str, Tensor]]:
             for name, weight in super().gather_weights(names):
                 half = weight.shape[0] // 2

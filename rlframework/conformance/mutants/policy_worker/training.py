@@ -12,6 +12,8 @@ from rlframework.conformance.mutants.mutant import mutant
 from rlframework.conformance.mutants.policy_worker.engine_access import (
     change_weights,
     gradients_of,
+    in_engine,
+    in_service,
     module_of,
     optimizer_of,
     to_bfloat16,
@@ -21,8 +23,9 @@ from rlframework.conformance.mutants.policy_worker.engine_access import (
 def _before_the_step(change: Any) -> Any:
     """Call `change(worker, max_grad_norm)` before each step; it may modify gradients and returns the clipping limit."""
 
-    def break_it(worker_class: Any) -> Any:
-        class Broken(worker_class):  # type: ignore[misc]
+    @in_engine
+    def break_it(engine_class: Any) -> Any:
+        class Broken(engine_class):  # type: ignore[misc]
             def clip_and_step(self, max_grad_norm: Any, lr: float) -> Any:
                 return super().clip_and_step(change(self, max_grad_norm), lr)
 
@@ -41,8 +44,9 @@ def _norm(worker: Any) -> float:
 
 
 def _scaled_learning_rate(factor: float) -> Any:
-    def break_it(worker_class: Any) -> Any:
-        class Broken(worker_class):  # type: ignore[misc]
+    @in_engine
+    def break_it(engine_class: Any) -> Any:
+        class Broken(engine_class):  # type: ignore[misc]
             def clip_and_step(self, max_grad_norm: Any, lr: float) -> Any:
                 return super().clip_and_step(max_grad_norm, lr * factor)
 
@@ -112,10 +116,11 @@ gradient_scaled_up = mutant(
     "test_clipping_is_of_the_whole_gradient",
     "test_twenty_steps_end_at_the_oracles_weights",
 )
-def norm_after_clipping(worker_class: Any) -> Any:
+@in_engine
+def norm_after_clipping(engine_class: Any) -> Any:
     """See the mutant's `bug`."""
 
-    class Broken(worker_class):  # type: ignore[misc]
+    class Broken(engine_class):  # type: ignore[misc]
         def clip_and_step(self, max_grad_norm: Any, lr: float) -> Any:
             norm, skipped = super().clip_and_step(max_grad_norm, lr)
             return norm if max_grad_norm is None else min(norm, max_grad_norm), skipped
@@ -126,8 +131,9 @@ def norm_after_clipping(worker_class: Any) -> Any:
 def _optimizer_settings(**settings: Any) -> Any:
     """Override `settings` in all groups of the optimizer."""
 
-    def break_it(worker_class: Any) -> Any:
-        class Broken(worker_class):  # type: ignore[misc]
+    @in_engine
+    def break_it(engine_class: Any) -> Any:
+        class Broken(engine_class):  # type: ignore[misc]
             def build(self, *, init_optimizer: bool) -> None:
                 super().build(init_optimizer=init_optimizer)
                 for group in optimizer_of(self).param_groups:
@@ -144,10 +150,11 @@ def _optimizer_settings(**settings: Any) -> Any:
     "test_weight_decay_spares_parameters_of_one_dimension",
     "test_betas_and_epsilon_are_the_configured_ones",
 )
-def decay_on_everything(worker_class: Any) -> Any:
+@in_engine
+def decay_on_everything(engine_class: Any) -> Any:
     """See the mutant's `bug`."""
 
-    class Broken(worker_class):  # type: ignore[misc]
+    class Broken(engine_class):  # type: ignore[misc]
         def build(self, *, init_optimizer: bool) -> None:
             super().build(init_optimizer=init_optimizer)
             for group in optimizer_of(self).param_groups:
@@ -175,10 +182,11 @@ default_epsilon = mutant(
     "The learning rate is constant, regardless of the schedule.",
     "test_the_schedule_moves_once_a_call",
 )
-def schedule_ignored(worker_class: Any) -> Any:
+@in_engine
+def schedule_ignored(engine_class: Any) -> Any:
     """See the mutant's `bug`."""
 
-    class Broken(worker_class):  # type: ignore[misc]
+    class Broken(engine_class):  # type: ignore[misc]
         def clip_and_step(self, max_grad_norm: Any, lr: float) -> Any:
             return super().clip_and_step(max_grad_norm, self.config.optimizer.lr)
 
@@ -190,13 +198,14 @@ def schedule_ignored(worker_class: Any) -> Any:
     "The schedule advances with each optimizer step instead of each call.",
     "test_the_schedule_moves_once_a_call",
 )
-def schedule_moves_each_step(worker_class: Any) -> Any:
+@in_service("training_class")
+def schedule_moves_each_step(training_class: Any) -> Any:
     """See the mutant's `bug`."""
 
-    class Broken(worker_class):  # type: ignore[misc]
-        def _after_step(self, *args: Any) -> Any:
-            self._train_calls += 1
-            return super()._after_step(*args)
+    class Broken(training_class):  # type: ignore[misc]
+        def after_step(self, *args: Any) -> Any:
+            self.progress.train_calls += 1
+            return super().after_step(*args)
 
     return Broken
 
@@ -207,10 +216,11 @@ def schedule_moves_each_step(worker_class: Any) -> Any:
     "test_a_tied_head_stays_tied",
     "test_saved_names_shapes_and_dtypes_are_those_of_the_model",
 )
-def tied_head_untied(worker_class: Any) -> Any:
+@in_engine
+def tied_head_untied(engine_class: Any) -> Any:
     """See the mutant's `bug`."""
 
-    class Broken(worker_class):  # type: ignore[misc]
+    class Broken(engine_class):  # type: ignore[misc]
         def build(self, *, init_optimizer: bool) -> None:
             super().build(init_optimizer=init_optimizer)
             head = module_of(self).get_output_embeddings()  # type: ignore[operator]
@@ -240,12 +250,13 @@ not_finite_steps = mutant(
     "Steps with non-finite gradients are skipped without limit.",
     "test_too_many_gradients_that_are_not_finite_end_the_run",
 )
-def skips_for_ever(worker_class: Any) -> Any:
+@in_service("training_class")
+def skips_for_ever(training_class: Any) -> Any:
     """See the mutant's `bug`."""
 
-    class Broken(worker_class):  # type: ignore[misc]
-        def _after_step(self, norm: Any, skipped: bool) -> None:
-            self._weights_version += not skipped
+    class Broken(training_class):  # type: ignore[misc]
+        def after_step(self, norm: Any, skipped: bool) -> None:
+            self.progress.weights_version += not skipped
 
     return Broken
 
@@ -255,16 +266,17 @@ def skips_for_ever(worker_class: Any) -> Any:
     "A batch without valid tokens takes an optimizer step with a zero gradient.",
     "test_a_batch_without_a_valid_token_takes_no_step",
 )
-def steps_on_nothing(worker_class: Any) -> Any:
+@in_service("training_class")
+def steps_on_nothing(training_class: Any) -> Any:
     """See the mutant's `bug`."""
 
-    class Broken(worker_class):  # type: ignore[misc]
-        def _global_batch(self, data: Any, *args: Any, **kwargs: Any) -> Any:
-            found = super()._global_batch(data, *args, **kwargs)
-            if not found["global_valid_toks"]:
-                for parameter in module_of(self).parameters():
+    class Broken(training_class):  # type: ignore[misc]
+        def global_batch(self, *args: Any) -> Any:
+            found = super().global_batch(*args)
+            if not found.global_valid_toks:
+                for parameter in module_of(self.engine).parameters():
                     parameter.grad = torch.zeros_like(parameter)
-                self.clip_and_step(None, self.config.optimizer.lr)
+                self.engine.clip_and_step(None, self.engine.config.optimizer.lr)
             return found
 
     return Broken
@@ -273,8 +285,9 @@ def steps_on_nothing(worker_class: Any) -> Any:
 def _broken_head_value(name: str, change: Any) -> Any:
     """Break the value `name` of the head's output: it becomes `change(value)`."""
 
-    def break_it(worker_class: Any) -> Any:
-        class Broken(worker_class):  # type: ignore[misc]
+    @in_engine
+    def break_it(engine_class: Any) -> Any:
+        class Broken(engine_class):  # type: ignore[misc]
             def forward_backward(self, microbatches: Any, head: Any, step: Any, *, forward_only: bool) -> Any:
                 def broken(output: Any, microbatch: Any) -> Any:
                     if getattr(output, name) is not None:
@@ -317,10 +330,11 @@ checkpointing_loses_a_gradient = mutant(
     "Weights are kept in bfloat16, so small updates are lost.",
     "test_small_updates_are_not_lost_in_bfloat16",
 )
-def weights_in_bfloat16(worker_class: Any) -> Any:
+@in_engine
+def weights_in_bfloat16(engine_class: Any) -> Any:
     """See the mutant's `bug`."""
 
-    class Broken(worker_class):  # type: ignore[misc]
+    class Broken(engine_class):  # type: ignore[misc]
         def clip_and_step(self, max_grad_norm: Any, lr: float) -> Any:
             done = super().clip_and_step(max_grad_norm, lr)
             if self.config.precision == "bfloat16":
@@ -335,10 +349,11 @@ def weights_in_bfloat16(worker_class: Any) -> Any:
     "The embedding of the padding token is trained where a row contains it.",
     "test_a_padding_token_inside_a_row_is_learnt_as_in_the_model",
 )
-def learns_the_padding_token(worker_class: Any) -> Any:
+@in_engine
+def learns_the_padding_token(engine_class: Any) -> Any:
     """See the mutant's `bug`."""
 
-    class Broken(worker_class):  # type: ignore[misc]
+    class Broken(engine_class):  # type: ignore[misc]
         def build(self, *, init_optimizer: bool) -> None:
             super().build(init_optimizer=init_optimizer)
             self.model.get_input_embeddings().padding_idx = None

@@ -34,7 +34,8 @@ def held_weights(worker: Any) -> dict[str, Any]:
 
 def gathered_weights(worker: Any) -> dict[str, Any]:
     """Return the full weights that a policy worker trains, by name."""
-    return {name: weight.detach().cpu().clone() for name, weight in worker.gather_weights(worker.weight_specs())}
+    engine = worker.engine
+    return {name: weight.detach().cpu().clone() for name, weight in engine.gather_weights(engine.weight_specs())}
 
 
 def attempt_to_broadcast(worker: Any) -> str:
@@ -52,5 +53,5 @@ def draw(worker: Any) -> list[float]:
 
 def reference_bytes(worker: Any) -> int:
     """Return the bytes of reference weights that the worker keeps in addition to its model."""
-    kept = getattr(worker, "_reference", None) or {}
+    kept: dict[str, Any] = getattr(worker.scoring.reference, "weights", {})
     return sum(weight.nbytes for weight in kept.values())

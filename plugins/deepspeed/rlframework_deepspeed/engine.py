@@ -1,0 +1,132 @@
+"""The training engine on DeepSpeed: any Hugging Face causal language model, on CPU (gloo) and GPU (NCCL).
+
+Supports ZeRO (stages 0 to 3), AutoTP, context parallelism, LoRA with peft layers, and reward models.
+
+Implements the primitives of `rlframework.policy.engine.Engine`: the step in this module, weights and moments in
+`state`. Accumulation, clipping and the schedule are the framework's, not DeepSpeed's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from rlframework.interfaces.data_processor import Microbatch, MicrobatchRule
+from rlframework.models.forward import attending, forward
+from rlframework.policy.engine import Step, StepResult
+from rlframework.policy.head.request import HeadRequest, read_head_output
+from rlframework.policy.profiling import BACKWARD, FORWARD, trace_span
+from rlframework_deepspeed import environment, gradients, offload
+from rlframework_deepspeed.build import build
+from rlframework_deepspeed.config import DeepSpeedConfig
+from rlframework_deepspeed.state import ModelState
+from rlframework_deepspeed.ulysses import context_of
+from rlframework_deepspeed.zero import shards_of
+
+
+class DeepSpeedEngine(ModelState):
+    """One rank of a model under DeepSpeed."""
+
+    backend_config: DeepSpeedConfig
+    backend_config_model = DeepSpeedConfig
+    _failed: bool = False
+    """Whether the previous forward or backward failed."""
+
+    def build(self, *, init_optimizer: bool) -> None:
+        """See `Engine.build`."""
+        built = build(
+            self.config, self.backend_config, self.context, self.tokenizer, self.device, init_optimizer=init_optimizer
+        )
+        self._engine, self.model, self._head, self._packs = built.engine, built.model, built.head, built.packs
+        self._tensor, self._groups, self._saved_buffers = built.tensor, built.groups, built.saved_buffers
+        self._shards = shards_of(self._engine)
+        group = self._groups.context
+        self._context = context_of(self.backend_config, group) if group is not None else None
+        with environment.leaving_on_failure(self.context):
+            self.fill()
+
+    # -- the step -----------------------------------------------------------------------------------------------------
+
+    def forward_backward(
+        self, microbatches: Sequence[Microbatch], head: HeadRequest, step: Step, *, forward_only: bool
+    ) -> list[StepResult]:
+        """See `Engine.forward_backward`."""
+        if self._failed:
+            self._shards.recover()
+        self._failed = True
+        self.model.train(not forward_only)
+        if not forward_only:
+            self._shards.discard()
+        last = len(microbatches) - 1
+        results = [
+            self._evaluate(one, head, step) if forward_only else self._learn(one, head, step, last=number == last)
+            for number, one in enumerate(microbatches)
+        ]
+        self._failed = False
+        return results
+
+    def _evaluate(self, microbatch: Microbatch, head: HeadRequest, step: Step) -> StepResult:
+        with attending(self.model.config, microbatch, self._context):
+            with torch.no_grad(), trace_span(FORWARD):
+                values = forward(self._engine, self._head, microbatch, head, self._context)
+            return step(read_head_output(values, head), microbatch)
+
+    def _learn(self, microbatch: Microbatch, head: HeadRequest, step: Step, *, last: bool) -> StepResult:
+        self._engine.set_gradient_accumulation_boundary(last)
+        with attending(self.model.config, microbatch, self._context):
+            with trace_span(FORWARD):
+                values = forward(self._engine, self._head, microbatch, head, self._context)
+            result = step(read_head_output(values, head), microbatch)
+            assert result.loss is not None
+            # DeepSpeed averages over its data-parallel ranks; the contract is the sum
+            factor = self._shards.ranks * self._shards.own_scale()
+            with trace_span(BACKWARD):
+                self._engine.backward(result.loss * factor)
+            result.loss = None
+        return result
+
+    def clip_and_step(self, max_grad_norm: float | None, lr: float) -> tuple[float, bool]:
+        """See `Engine.clip_and_step`."""
+        norm = gradients.total_norm(
+            self._shards, lambda parameter: self._tensor.cut(parameter) is not None, self._tensor.group
+        )
+        return norm, gradients.step(self._shards, norm, max_grad_norm, lr)
+
+    def microbatch_rule(self) -> MicrobatchRule:
+        """See `Engine.microbatch_rule`."""
+        return MicrobatchRule(pad_multiple=1 if self._context is None else self._context.pad_multiple)
+
+    def preferred_batching(self) -> str:
+        """See `Engine.preferred_batching`."""
+        return "packed" if self._packs else "dynamic"
+
+    # -- generation and the rest --------------------------------------------------------------------------------------
+
+    def move(self, device: torch.device, *, model: bool = False, optimizer: bool = False) -> int:
+        """See `Engine.move`."""
+        return offload.move(self._shards, device, model=model, optimizer=optimizer)
+
+    def whole_model(self) -> nn.Module | None:
+        """See `Engine.whole_model`."""
+        whole = self._engine.zero_optimization_stage() < 3 and self._tensor.group is None
+        return self.model if whole else None
+
+    def data_parallel_group(self) -> Any:
+        """See `Engine.data_parallel_group`."""
+        return self._groups.data
+
+    def data_parallel_size(self) -> int:
+        """See `Engine.data_parallel_size`."""
+        return self._groups.sizes.data
+
+    def close(self) -> None:
+        """See `Engine.close`."""
+        if getattr(self, "_engine", None) is None:
+            return
+        engine, self._engine = self._engine, None
+        engine.destroy()
+        del self.model, self._shards
+        environment.leave()

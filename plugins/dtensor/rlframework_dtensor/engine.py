@@ -1,0 +1,162 @@
+"""The reference training engine: any Hugging Face causal language model, on CPU (gloo) and GPU (NCCL).
+
+Sharded by FSDP2 or HSDP, tensor and sequence parallelism, context and expert parallelism over one mesh (`mesh`). Also
+supports vision-language models, in padded and dynamic microbatches, LoRA with peft's layers, and reward models.
+
+Implements the primitives of `rlframework.policy.engine.Engine`: the training step here, weights and moments in `state`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from rlframework.interfaces.data_processor import Microbatch, MicrobatchRule
+from rlframework.models.context_parallel import ContextParallel
+from rlframework.models.forward import attending, forward
+from rlframework.models.load_balancing import LoadBalancingLoss
+from rlframework.models.loading import is_multimodal
+from rlframework.policy.engine import Step, StepResult
+from rlframework.policy.head.request import HeadOutput, HeadRequest, read_head_output
+from rlframework.policy.optimization import parameter_groups
+from rlframework.policy.profiling import BACKWARD, FORWARD, trace_span
+from rlframework.workers import process_groups
+from rlframework_dtensor import gradients, media, offload
+from rlframework_dtensor.config import DTensorConfig
+from rlframework_dtensor.mesh import Sizes
+from rlframework_dtensor.model_builder import build_model
+from rlframework_dtensor.state import ModelState
+
+
+class DTensorEngine(ModelState):
+    """One rank of a model sharded over a mesh."""
+
+    backend_config: DTensorConfig
+    backend_config_model = DTensorConfig
+
+    def build(self, *, init_optimizer: bool) -> None:
+        """See `Engine.build`."""
+        self._sizes = Sizes.of(self.context.world_size, self.config.parallelism, self.backend_config.replicate)
+        built = build_model(self.config, self.backend_config, self.context, self._sizes, self.tokenizer, self.device)
+        self.model, self._head, self._mesh, self._packs = built.model, built.head, built.mesh, built.packs
+        self._multimodal = is_multimodal(self.model)
+        group = self._mesh.context_group() if self._mesh is not None else None
+        self._context = ContextParallel(group) if group is not None else None
+        balances = self.config.router_aux_loss_coef > 0
+        self.router_loss = LoadBalancingLoss(self.model, self.data_parallel_group()) if balances else None
+        self._optimizer = self._make_optimizer() if init_optimizer else None
+
+    def _make_optimizer(self) -> torch.optim.Optimizer:
+        config = self.config.optimizer
+        groups = parameter_groups(self.model.named_parameters(), config)
+        return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+
+    # -- the step -----------------------------------------------------------------------------------------------------
+
+    def forward_backward(
+        self, microbatches: Sequence[Microbatch], head: HeadRequest, step: Step, *, forward_only: bool
+    ) -> list[StepResult]:
+        """See `Engine.forward_backward`."""
+        self.model.train(not forward_only)
+        if not forward_only:
+            self.model.zero_grad(set_to_none=True)
+            if self._multimodal:
+                microbatches = media.align_media(microbatches, self.data_parallel_group())
+            if self.router_loss is not None:
+                step = self._with_router_loss(step, microbatches, head)
+        return [self._run_microbatch(microbatch, head, step, forward_only) for microbatch in microbatches]
+
+    def _with_router_loss(self, step: Step, microbatches: Sequence[Microbatch], head: HeadRequest) -> Step:
+        """`step`, plus the microbatch's share of the routers' load-balancing loss."""
+        routers = self.router_loss
+        assert routers is not None
+
+        def forward(microbatch: Microbatch) -> None:
+            self._run_microbatch(microbatch, head, lambda output, _: StepResult(), forward_only=True)
+
+        load = routers.measure_load(microbatches, forward)
+
+        def with_term(output: HeadOutput, microbatch: Microbatch) -> StepResult:
+            result, part = step(output, microbatch), routers.microbatch_loss(microbatch, load)
+            assert result.loss is not None
+            result.loss = result.loss + self.config.router_aux_loss_coef * part
+            if not microbatch.is_dummy:
+                result.outputs["router_aux_loss"] = part.detach()
+            return result
+
+        return with_term
+
+    def _run_microbatch(self, microbatch: Microbatch, head: HeadRequest, step: Step, forward_only: bool) -> StepResult:
+        with attending(self.model.config, microbatch, self._context):
+            with torch.no_grad() if forward_only else nullcontext():
+                with trace_span(FORWARD):
+                    values = forward(self.model, self._head, microbatch, head, self._context)
+                result = step(read_head_output(values, head), microbatch)
+            if not forward_only:
+                assert result.loss is not None
+                # FSDP2 averages gradients over ranks; the contract is their sum
+                with trace_span(BACKWARD):
+                    (result.loss * self._sizes.gradient_ranks).backward()
+                result.loss = None
+        return result
+
+    def clip_and_step(self, max_grad_norm: float | None, lr: float) -> tuple[float, bool]:
+        """See `Engine.clip_and_step`."""
+        assert self._optimizer is not None
+        grads = gradients.gradients_of(self.model.parameters())
+        norm = float(gradients.total_norm(grads, self._mesh))
+        skipped = not math.isfinite(norm)
+        if not skipped:
+            if max_grad_norm is not None and norm > max_grad_norm:
+                gradients.clip(grads, max_grad_norm, norm)
+            for group in self._optimizer.param_groups:
+                group["lr"] = lr
+            self._optimizer.step()
+        self.model.zero_grad(set_to_none=True)
+        return norm, skipped
+
+    def microbatch_rule(self) -> MicrobatchRule:
+        """See `Engine.microbatch_rule`."""
+        multiple = 1 if self._context is None else self._context.pad_multiple
+        # sequence parallelism needs the same number of tokens on each rank
+        return MicrobatchRule(pad_multiple=multiple * (self._sizes.tensor if self.config.parallelism.sequence else 1))
+
+    def preferred_batching(self) -> str:
+        """See `Engine.preferred_batching`: as measured on CPUs; not measured on GPUs yet."""
+        return "packed" if self._packs else "dynamic"
+
+    # -- device placement, generation, process groups ------------------------------------------------------------------
+
+    def move(self, device: torch.device, *, model: bool = False, optimizer: bool = False) -> int:
+        """See `Engine.move`."""
+        moved, on_cpu = 0, self.config.offload.parameters
+        if model:
+            moved += offload.move_model(self.model, device, buffers_only=on_cpu)
+        if optimizer and self._optimizer is not None and not on_cpu:
+            moved += offload.move_optimizer(self._optimizer, device)
+        return moved
+
+    def whole_model(self) -> nn.Module | None:
+        """See `Engine.whole_model`."""
+        return None if self._mesh is not None else self.model
+
+    def data_parallel_group(self) -> Any:
+        """See `Engine.data_parallel_group`."""
+        return self._mesh.data_group() if self._mesh is not None else None
+
+    def data_parallel_size(self) -> int:
+        """See `Engine.data_parallel_size`."""
+        return self._sizes.data
+
+    def close(self) -> None:
+        """See `Engine.close`."""
+        self._optimizer = None
+        del self.model
+        if self._mesh is not None:
+            self._mesh = None
+            process_groups.leave()

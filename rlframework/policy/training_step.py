@@ -1,0 +1,164 @@
+"""Training: global batches, loss normalization, metrics, the schedule, and non-finite gradients."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rlframework.batch.batched_data_dict import BatchedDataDict
+from rlframework.errors import BatchError, NonFiniteGradients
+from rlframework.interfaces.loss import LossFunction, LossInput, LossType
+from rlframework.interfaces.policy_worker import TrainResult
+from rlframework.microbatches.row_checks import check_rows
+from rlframework.policy.engine import Engine
+from rlframework.policy.head.request import HeadRequest
+from rlframework.policy.malloc_trim import MallocTrimmer
+from rlframework.policy.metrics import average_metrics, reduce_metrics
+from rlframework.policy.microbatching import Microbatching
+from rlframework.policy.optimization import learning_rate
+from rlframework.policy.profiling import CLIP_AND_STEP, trace_span
+from rlframework.policy.progress import TrainingProgress
+from rlframework.policy.residency import Residency
+from rlframework.policy.step_functions import loss_step, require_results
+
+Rows = BatchedDataDict[Any]
+
+
+@dataclass(frozen=True)
+class GlobalBatchResult:
+    """The result of one global batch over all ranks. `grad_norm` is None in evaluation."""
+
+    loss: float
+    grad_norm: float | None
+    skipped: bool
+    metrics: dict[str, float]
+    global_valid_seqs: float
+    global_valid_toks: float
+
+
+class Training:
+    """Trains and evaluates an engine on global batches."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        microbatching: Microbatching,
+        residency: Residency,
+        progress: TrainingProgress,
+        temperature: float,
+    ) -> None:
+        """`temperature`: the sampling temperature, at which some losses score tokens."""
+        self.engine = engine
+        self.microbatching = microbatching
+        self.residency = residency
+        self.progress = progress
+        self.temperature = temperature
+        self._malloc_trimmer = MallocTrimmer()
+
+    def train(
+        self, data: Rows, loss_fn: LossFunction, eval_mode: bool, gbs: int | None, mbs: int | None
+    ) -> TrainResult:
+        """See `PolicyWorker.train`."""
+        _check_data(data, loss_fn)
+        config = self.engine.config
+        self.residency.onload(*(("model",) if eval_mode else ("model", "optimizer")))
+        rows, count = self.global_batches(data, gbs or config.train_global_batch_size)
+        lr = learning_rate(config.optimizer.lr, config.scheduler, self.progress.train_calls)
+        mbs = mbs or config.train_micro_batch_size
+        started = time.perf_counter()
+        results = [
+            self.global_batch(data, index, rows, loss_fn, mbs, None if eval_mode else lr) for index in range(count)
+        ]
+        if not eval_mode:
+            self.progress.train_calls += 1
+            if config.offload.optimizer:
+                self.residency.offload("optimizer")
+        self._malloc_trimmer.trim()
+        return self.summary(results, lr, time.perf_counter() - started)
+
+    def global_batches(self, data: Rows, global_batch_size: int) -> tuple[int | None, int]:
+        """Return this rank's rows per global batch (None: as planned by the driver), and the number of them."""
+        if data.elem_counts_per_gb is not None:
+            return None, len(data.elem_counts_per_gb)
+        ranks = self.engine.data_parallel_size()
+        if global_batch_size < 1:
+            raise BatchError(f"gbs is {global_batch_size}; it must be at least 1")
+        local, remainder = divmod(global_batch_size, ranks)
+        if remainder:
+            raise BatchError(
+                f"a global batch of {global_batch_size} rows does not divide over {ranks} data-parallel workers"
+            )
+        if data.size == 0 or data.size % local:
+            raise BatchError(
+                f"this worker got {data.size} rows, not a multiple of {local}, its share of a global batch of "
+                f"{global_batch_size} rows over {ranks} data-parallel workers"
+            )
+        return local, data.size // local
+
+    def global_batch(
+        self, data: Rows, index: int, rows: int | None, loss_fn: LossFunction, mbs: int, lr: float | None
+    ) -> GlobalBatchResult:
+        """Run global batch `index`, of `rows` rows of this rank, and take a step at `lr` (None: only evaluate)."""
+        engine = self.engine
+        processed = self.microbatching.global_batch(data, loss_fn, index, rows)
+        seqs, toks = (processed[name].to(engine.device) for name in ("global_valid_seqs", "global_valid_toks"))
+        counts = float(seqs), float(toks)
+        if not counts[1]:  # on any rank: skip the step, which would only follow momentum
+            return GlobalBatchResult(0.0, None if lr is None else 0.0, False, {}, *counts)
+        microbatches = self.microbatching.split(processed["batch"], "loss", mbs, engine.config.batching.tokens)
+        step = loss_step(loss_fn, seqs, toks)
+        results = engine.forward_backward(microbatches, self.head_request(loss_fn), step, forward_only=lr is None)
+        require_results(results, microbatches)
+        metrics = reduce_metrics([result.outputs for result in results], engine.data_parallel_group(), engine.device)
+        norm, skipped = None, False
+        if lr is not None:
+            with trace_span(CLIP_AND_STEP):
+                norm, skipped = engine.clip_and_step(engine.config.max_grad_norm, lr)
+            self.after_step(norm, skipped)
+        return GlobalBatchResult(metrics.pop("loss"), norm, skipped, metrics, *counts)
+
+    def head_request(self, loss_fn: LossFunction) -> HeadRequest:
+        """Return what `loss_fn` needs from the head."""
+        wants = {"logits"} if loss_fn.input_type == LossInput.LOGITS else {"logprobs"}
+        if loss_fn.wants_entropy:
+            wants.add("entropy")
+        return HeadRequest(frozenset(wants), self.temperature if loss_fn.at_sampling_temperature else 1.0)
+
+    def after_step(self, norm: float, skipped: bool) -> None:
+        """Count the step; raise `NonFiniteGradients` after too many skipped ones."""
+        self.progress.weights_version += not skipped
+        self.progress.skipped_in_a_row = self.progress.skipped_in_a_row + 1 if skipped else 0
+        if self.progress.skipped_in_a_row >= self.engine.config.non_finite_gradients.stop_after:
+            raise NonFiniteGradients(
+                f"the gradient was not finite (norm {norm}) for {self.progress.skipped_in_a_row} consecutive steps; "
+                f"the weights are those from before the first of them. Lower policy.optimizer.lr, set "
+                f"policy.max_grad_norm, or use policy.precision=float32; "
+                f"policy.non_finite_gradients.stop_after sets how many are tolerated"
+            )
+
+    def summary(self, results: list[GlobalBatchResult], lr: float, seconds: float) -> TrainResult:
+        """Return the result of a call."""
+        norms = [result.grad_norm for result in results]
+        return {
+            "global_loss": torch.tensor([result.loss for result in results]),
+            "grad_norm": None if norms[0] is None else torch.tensor(norms),
+            "metrics": average_metrics([result.metrics for result in results if result.metrics]),
+            "lr": lr,
+            "skipped": sum(result.skipped for result in results),
+            "global_valid_seqs": sum(result.global_valid_seqs for result in results),
+            "global_valid_toks": sum(result.global_valid_toks for result in results),
+            "rank": self.engine.context.rank,
+            "times": {"train": seconds},
+        }
+
+
+def _check_data(data: Rows, loss_fn: LossFunction) -> None:
+    check_rows(data)
+    if "sample_mask" not in data:
+        raise BatchError(f"sample_mask must be present in the data! It has {sorted(data)}")
+    if "token_mask" not in data:
+        kind = "token-level loss" if loss_fn.loss_type == LossType.TOKEN_LEVEL else "training"
+        raise BatchError(f"token_mask must be present in the data when using {kind}; it has {sorted(data)}")
