@@ -13,10 +13,12 @@ from typer.core import TyperGroup
 
 from rlframework import __version__
 from rlframework.errors import RLFrameworkError, UserError
+from rlframework.logs import log_to_stderr
 
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command line, the entry point of `rlframework`. Always raises `SystemExit`."""
+    log_to_stderr()
     app(args=list(args) if args is not None else None, prog_name="rlframework")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,6 +13,8 @@ from rlframework.errors import ConfigError
 
 if TYPE_CHECKING:
     from rlframework.algorithm import RunResult
+
+_LOG = logging.getLogger(__name__)
 
 _SUMMARIZED = ("loss", "reward", "accuracy")
 
@@ -67,7 +69,7 @@ def _dry_run(config: str | None, overrides: Sequence[str], resume_from: str | No
     found = dry_run(load_config(config, overrides), overwrite=overwrite)
     print_table(found.table())
     for warning in found.warnings():
-        print(warning, file=sys.stderr)
+        _LOG.warning("%s", warning)
     print("dry run complete: nothing was started or written")
 
 

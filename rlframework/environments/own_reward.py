@@ -1,13 +1,13 @@
 """Score answers with a user's own reward function: `environment.reward: my_module:score`.
 
 An exception, a timeout or a value that is not a finite number is a failure of that answer: it gets `failed_reward` and
-is counted, and the traceback is printed to stderr once per cause. The run ends only if more than `max_reward_failures`
+is counted, and the traceback is logged once per cause. The run ends only if more than `max_reward_failures`
 of a step's answers fail.
 """
 
 from __future__ import annotations
 
-import sys
+import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -22,6 +22,8 @@ from rlframework.plugins.user_defined import load_reward
 if TYPE_CHECKING:
     from rlframework.config.environments import DatasetConfig
     from rlframework.interfaces.environment import Sample
+
+_LOG = logging.getLogger(__name__)
 
 FAILURES = "reward_failures"
 """The metric of an outcome that is 1 if the answer has no reward because the function failed."""
@@ -75,12 +77,12 @@ class OwnReward:
         return StepOutcome(result.reward, metrics={**result.metrics, FAILURES: 0.0})
 
     def _print(self, sample_id: str, failure: Failure) -> None:
-        """Print `failure` to stderr, unless its cause was printed before."""
+        """Log `failure`, unless its cause was logged before."""
         if failure.cause in self._printed or len(self._printed) >= _MAX_CAUSES:
             return
         self._printed.add(failure.cause)
         more = "" if len(self._printed) < _MAX_CAUSES else "; failures with further causes are counted, not printed"
-        print(f"{self._name} failed for sample {sample_id!r}{more}:\n{failure.text}", file=sys.stderr, flush=True)
+        _LOG.warning("%s failed for sample %r%s:\n%s", self._name, sample_id, more, failure.text)
 
     def _check(self, step: _Step) -> None:
         """Raise a `UserError` if too many answers have failed."""

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import math
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from rlframework.algorithm import Parts
     from rlframework.config.sections import RunConfig
     from rlframework.interfaces.environment import Sample, Split
+
+_LOG = logging.getLogger(__name__)
 
 COMPLETIONS, PARTIAL, SUMMARY = "completions.jsonl", "completions.partial.jsonl", "summary.json"
 
@@ -240,7 +242,7 @@ def _completions_file(out: Path) -> Iterator[TextIO]:
             os.fsync(file.fileno())
         os.replace(path, out / COMPLETIONS)
     except KeyboardInterrupt:
-        print(f"the completions so far are in {path}", file=sys.stderr, flush=True)
+        _LOG.warning("the completions so far are in %s", path)
         raise
     except OSError as error:
         if error.errno not in _FILE_ERRORS:  # not about this file

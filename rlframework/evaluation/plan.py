@@ -7,9 +7,9 @@ compared share environment, generation settings and seed.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from rlframework.config.sections import RunConfig
     from rlframework.evaluation.evaluate import EvaluationSettings
     from rlframework.interfaces.environment import Split
+
+_LOG = logging.getLogger(__name__)
 
 ALONE: Mapping[str, Any] = {
     "generation": {"max_new_tokens": 256},
@@ -204,10 +206,8 @@ def configurations(
     runs = [model.run for model in models if model.run is not None]
     source: str | Path | Mapping[str, Any] = config or (runs[0] / "config.yaml" if runs else alone)
     if config is None and len(runs) > 1:
-        print(
-            f"all models use the environment, generation settings and seed of {runs[0]}; --config FILE uses others",
-            file=sys.stderr,
-            flush=True,
+        _LOG.info(
+            "all models use the environment, generation settings and seed of %s; --config FILE uses others", runs[0]
         )
     return [_without_training(source, [*_with_model(model), *overrides]) for model in models]
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -17,6 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rlframework.errors import DataError
+
+_LOG = logging.getLogger(__name__)
 
 PROBE_SECONDS = 4.0
 """Timeout for one request to the hub, name resolution included."""
@@ -110,14 +111,14 @@ def _request(endpoint: str, problems: list[str]) -> None:
 
 
 def announce_hub_request(name: str) -> None:
-    """Print a line to stderr if the hub is about to be asked for `name`, which may take a while."""
+    """Log a line if the hub is about to be asked for `name`, which may take a while."""
     from huggingface_hub import constants
 
     if is_path(name) or constants.HF_HUB_OFFLINE:
         return
     problem = hub_problem()
     action = "asking the Hugging Face hub for it" if problem is None else f"{problem}: using its cache"
-    print(f"there is no directory {name!r} here: {action}", file=sys.stderr, flush=True)
+    _LOG.info("there is no directory %r here: %s", name, action)
 
 
 @contextmanager

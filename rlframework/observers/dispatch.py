@@ -1,12 +1,12 @@
 """Dispatches the events of a run to its observers, and protects the run from their errors.
 
 Built-in observers and those of plugins implement the same four hooks (`rlframework.plugins.hookspec`). Each is called
-independently: an observer that raises is reported once on stderr and not called again.
+independently: an observer that raises is reported once and not called again.
 """
 
 from __future__ import annotations
 
-import sys
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType, TracebackType
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     from rlframework.config.sections import ObserversConfig
     from rlframework.plugins.hookspec import RunInfo
+
+_LOG = logging.getLogger(__name__)
 
 __all__ = ["CORE_OBSERVERS", "Observers", "SampleRecord"]
 
@@ -131,8 +133,7 @@ class Observers:
         if id(plugin) in self._dropped:
             return
         self._dropped.add(id(plugin))
-        warning = f"observer {name!r} failed and is disabled; the run continues: {hide_in_text(reason)}"
-        print(warning, file=sys.stderr, flush=True)
+        _LOG.warning("observer %r failed and is disabled; the run continues: %s", name, hide_in_text(reason))
 
 
 def _register(manager: PluginManager, name: str, target: str) -> None:

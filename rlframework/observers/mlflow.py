@@ -6,7 +6,7 @@ their paths are logged.
 
 from __future__ import annotations
 
-import sys
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +19,8 @@ from rlframework.plugins.hookspec import RunInfo, hookimpl
 if TYPE_CHECKING:
     from rlframework.config.observers import MlflowConfig
     from rlframework.plugins.hookspec import SampleRecord
+
+_LOG = logging.getLogger(__name__)
 
 TAG = "rlframework.run_id"
 """The tag by which a resumed run finds its MLflow run."""
@@ -50,7 +52,7 @@ class MlflowObserver:
         known = self._client.search_runs([experiment], filter_string=f"tags.`{TAG}` = '{tag}'", max_results=1)
         self._id = known[0].info.run_id if known else self._create(run, section, experiment, tag)
         self._client.update_run(self._id, status="RUNNING")
-        print(f"MLflow: run {self._id} in {section.experiment!r}", file=sys.stderr, flush=True)
+        _LOG.info("MLflow: run %s in %r", self._id, section.experiment)
 
     @hookimpl
     def rlframework_step_finished(

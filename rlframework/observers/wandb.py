@@ -7,7 +7,7 @@ their paths are logged. W&B's own record of the command line, user and host is d
 
 from __future__ import annotations
 
-import sys
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,8 @@ from rlframework.plugins.hookspec import RunInfo, hookimpl
 
 if TYPE_CHECKING:
     from rlframework.plugins.hookspec import SampleRecord
+
+_LOG = logging.getLogger(__name__)
 
 
 class WandbObserver:
@@ -52,8 +54,7 @@ class WandbObserver:
         # a resumed run repeats some steps, but W&B's own step counter cannot decrease
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
-        where = self._run.dir if section.mode == "offline" else self._run.url
-        print(f"W&B: {where}", file=sys.stderr, flush=True)
+        _LOG.info("W&B: %s", self._run.dir if section.mode == "offline" else self._run.url)
 
     @hookimpl
     def rlframework_step_finished(

@@ -26,6 +26,7 @@ from rlframework.configure import config_yaml, load_config, resolve_device
 from rlframework.errors import ConfigError, RunTerminated
 from rlframework.files import exclusive_directory, write_atomically
 from rlframework.huggingface.hub import require_available
+from rlframework.logs import log_to_stderr
 from rlframework.plugins.hookspec import RunInfo
 from rlframework.plugins.manager import create_manager
 from rlframework.plugins.types import Capability
@@ -61,6 +62,7 @@ def run(
     from rlframework.observers.services import check_services
     from rlframework.runner.output_folder import check_output_dir
 
+    log_to_stderr()
     check_services(config.observers)
     if checkpoint is None:
         check_output_dir(config, overwrite)

@@ -14,10 +14,10 @@ Nothing counts as written by a run unless the folder has a run's lock or a run's
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +31,8 @@ from rlframework.observers.jsonl import METRICS_FILE, SAMPLES_FILE
 
 if TYPE_CHECKING:
     from rlframework.config.sections import RunConfig
+
+_LOG = logging.getLogger(__name__)
 
 _LISTED = 8
 """Entries that a message names."""
@@ -127,13 +129,13 @@ def check_no_results(folder: Path) -> None:
 
 
 def clear(folder: Path) -> None:
-    """Delete what earlier runs wrote to `folder`, except its lock, which the caller holds; list the results on stderr.
+    """Delete what earlier runs wrote to `folder`, except its lock, which the caller holds; log what is deleted.
 
     The caller has checked the folder with `check_output_dir`.
     """
     contents = read_contents(folder)
     if contents.results:
-        print(f"overwriting {folder}: deleting {_listed(contents.deletable)}", file=sys.stderr, flush=True)
+        _LOG.info("overwriting %s: deleting %s", folder, _listed(contents.deletable))
     for name in contents.deletable:
         path = folder / name
         if path.is_dir():

@@ -1,8 +1,8 @@
 """Restart training from its last checkpoint, with new workers, after the loss of a worker (`fault_tolerance`).
 
 A restart does what `rlframework train --resume` does, in the same process: it rebuilds environment, data, workers and
-observers, so the run ends with the numbers of an undisturbed one. Every restart is reported on stderr, in
-`restarts.jsonl`, and under `earlier` in `environment.json`.
+observers, so the run ends with the numbers of an undisturbed one. Every restart is logged, and reported in
+`restarts.jsonl` and under `earlier` in `environment.json`.
 
 Not covered: errors that would recur (see `FaultToleranceConfig`), the loss of the driver's process (a scheduler can
 start it again with `--resume`), and continuing with fewer workers.
@@ -11,7 +11,7 @@ start it again with `--resume`), and continuing with fewer workers.
 from __future__ import annotations
 
 import json
-import sys
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from rlframework.algorithm import RunResult
     from rlframework.config.sections import RunConfig
     from rlframework.observers.dispatch import Observers
+
+_LOG = logging.getLogger(__name__)
 
 RESTARTS_FILE = "restarts.jsonl"
 """File in a run's folder with one JSON object per restart: `time` (seconds since 1970), `restart`, `of`, `from_step`,
@@ -68,7 +70,8 @@ class Restarts:
         self._wait = wait
         self._initial_random_states = random_states() if self._config.max_restarts else {}
         if self._config.max_restarts:
-            _print(*_limitations(config))
+            for note in _limitations(config):
+                _LOG.warning("%s", note)
 
     def run(self, attempt: Callable[[Attempt], RunResult]) -> RunResult:
         """Return the result of the first attempt that succeeds, or raise the error of the last one."""
@@ -82,9 +85,10 @@ class Restarts:
                     raise
                 in_a_row = 1 if reached != current.checkpoint else in_a_row + 1
                 if in_a_row > self._config.max_restarts:
-                    _print(
-                        f"giving up after {self._config.max_restarts} restart(s) in a row without a new checkpoint "
-                        "(fault_tolerance.max_restarts)"
+                    _LOG.error(
+                        "giving up after %d restart(s) in a row without a new checkpoint "
+                        "(fault_tolerance.max_restarts)",
+                        self._config.max_restarts,
                     )
                     raise
                 self._prepare(error, current, reached, in_a_row)
@@ -96,7 +100,9 @@ class Restarts:
         where = "the beginning, as there is no checkpoint" if checkpoint is None else str(checkpoint)
         text = hide_in_text(str(error))
         first_line = text.partition("\n")[0]
-        _print(f"restart {in_a_row} of {self._config.max_restarts} from {where}, in {seconds:g} s: {first_line}")
+        _LOG.warning(
+            "restart %d of %d from %s, in %g s: %s", in_a_row, self._config.max_restarts, where, seconds, first_line
+        )
         step = -1 if checkpoint is None else step_of_checkpoint(checkpoint)
         reached = failed.observers.last_step if failed.observers is not None else None
         self._log(
@@ -144,8 +150,3 @@ def _limitations(config: RunConfig) -> list[str]:
             "checkpoints.every=N to lose at most N steps"
         )
     return notes
-
-
-def _print(*lines: str) -> None:
-    if lines:
-        print(*lines, sep="\n", file=sys.stderr, flush=True)

@@ -14,9 +14,9 @@ is complete, which may be after a later step if it is asynchronous.
 from __future__ import annotations
 
 import json
+import logging
 import random
 import signal
-import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -35,6 +35,8 @@ from rlframework.policy.checkpoint.manifest import check_files, write_manifest
 
 if TYPE_CHECKING:
     from rlframework.algorithm import Parts
+
+_LOG = logging.getLogger(__name__)
 
 FORMAT = 1
 FOLDER = "checkpoints"
@@ -186,7 +188,7 @@ class Checkpoints:
             lost, error = True, another
         if lost:
             first_line = str(error).partition("\n")[0]
-            print(f"the unfinished checkpoint of step {step} is lost: {first_line}", file=sys.stderr)
+            _LOG.warning("the unfinished checkpoint of step %d is lost: %s", step, first_line)
         self._pending = None
 
     def _beyond_keeping(self) -> list[Path]:
@@ -234,11 +236,7 @@ class Checkpoints:
             if self._stop is not None:
                 raise KeyboardInterrupt
             self._stop = signal.Signals(number)
-            print(
-                "stopping after this step, with a checkpoint; a second signal stops immediately",
-                file=sys.stderr,
-                flush=True,
-            )
+            _LOG.warning("stopping after this step, with a checkpoint; a second signal stops immediately")
 
         for number in before:
             signal.signal(number, request_stop)

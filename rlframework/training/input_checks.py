@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,8 @@ from rlframework.huggingface.model_directories import model_positions
 if TYPE_CHECKING:
     from rlframework.algorithm import Parts
     from rlframework.interfaces.environment import Sample, Split
+
+_LOG = logging.getLogger(__name__)
 
 RENDERED = 20_000
 """Up to this many samples, all are rendered, which takes about a second."""
@@ -74,7 +76,7 @@ class InputCheck:
         """Check that the training rows that `render` makes from samples fit into the model and into microbatches.
 
         Truncation (`algorithm.max_tokens`) that leaves no token to train on in any row raises `DataError`; if it does
-        so in some rows, their number is printed on stderr.
+        so in some rows, their number is logged.
         """
         _answered(split, samples, render)
         trainable: list[bool] = []
@@ -99,7 +101,7 @@ class InputCheck:
         why = "" if limit is None else f", because algorithm.max_tokens={limit} cuts them off"
         if untrainable == rows:
             raise DataError(f"{what}{why}; raise it, shorten the prompts, or remove these samples")
-        print(f"{what}{why}", file=sys.stderr, flush=True)
+        _LOG.warning("%s%s", what, why)
 
     def tokens(self, lengths: Sequence[int] | np.ndarray[Any, Any], where: str) -> None:
         """Check that rows of token data with these lengths fit into model and microbatches; `where` names the data."""

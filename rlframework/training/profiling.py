@@ -7,13 +7,15 @@ The trace excludes validation and checkpoints after the step.
 
 from __future__ import annotations
 
-import sys
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rlframework.algorithm import Parts
+
+_LOG = logging.getLogger(__name__)
 
 FOLDER = "traces"
 """Folder of the traces in a run's folder."""
@@ -50,11 +52,11 @@ class Profiling:
 
     @contextmanager
     def reporting(self) -> Iterator[None]:
-        """On exit, print on stderr where the traces are and how to open them."""
+        """On exit, log where the traces are and how to open them."""
         try:
             yield
         finally:
             if self._written:
                 lines = "\n".join(f"  {path}" for path in self._written)
                 how = "open them in https://ui.perfetto.dev (they stay in the browser) or chrome://tracing"
-                print(f"traces of the profiled steps; {how}:\n{lines}", file=sys.stderr, flush=True)
+                _LOG.info("traces of the profiled steps; %s:\n%s", how, lines)

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import platform
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from rlframework.algorithm import Parts
     from rlframework.batch.batched_data_dict import BatchedDataDict
     from rlframework.interfaces.loss import LossFunction
+
+_LOG = logging.getLogger(__name__)
 
 FORMAT = 1
 """Version of the file format."""
@@ -72,14 +74,13 @@ class Recorder:
         return self._record(step, data, loss)
 
     def require(self, step: int) -> None:
-        """Warn on stderr if `step` is selected but the algorithm never called `train` in it."""
+        """Warn if `step` is selected but the algorithm never called `train` in it."""
         if self.wants(step) and step not in self._recorded:
-            name = self._parts.config.algorithm.name
-            print(
-                f"step {step} is not recorded: the algorithm {name!r} did not call StepLoop.train in it, and only "
-                "these calls are recorded",
-                file=sys.stderr,
-                flush=True,
+            _LOG.warning(
+                "step %d is not recorded: the algorithm %r did not call StepLoop.train in it, and only these calls are "
+                "recorded",
+                step,
+                self._parts.config.algorithm.name,
             )
 
     def _record(self, step: int, data: BatchedDataDict[Any], loss: LossFunction) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlframework.interfaces.worker_group import WorkerContext, WorkerSpec
+from rlframework.logs import log_to_stderr
 from rlframework.plugins.loading import load_target
 from rlframework.workers import machine
 from rlframework.workers.failures import HostFailure
@@ -38,6 +39,7 @@ class WorkerHost:
     """Hosts one worker. Cheap to construct; `start` constructs the worker. Failures are returned, never raised."""
 
     def __init__(self) -> None:
+        log_to_stderr()
         self._worker: Any = None
         self._reserved: socket.socket | None = None
 

@@ -256,13 +256,13 @@ def test_dicts_carry_metrics(make) -> None:
 
 
 @pytest.mark.parametrize("timeout", [None, 60.0], ids=["here", "process"])
-def test_failures_are_counted_printed_once_and_get_their_reward(make, capfd, timeout: float | None) -> None:
+def test_failures_are_counted_printed_once_and_get_their_reward(make, caplog, timeout: float | None) -> None:
     environment = make("act", max_reward_failures=0.8, failed_reward=-1.0, reward_timeout=timeout)
     kinds = ["ok", "raise", "nan", "text", "none", "raise", "huge", "exit", "dict", "ok"]
     outcomes = scored(environment, kinds)
     assert [outcome.reward for outcome in outcomes] == [1.0 if kind == "ok" else -1.0 for kind in kinds]
     assert [outcome.metrics["reward_failures"] for outcome in outcomes] == [float(kind != "ok") for kind in kinds]
-    printed = capfd.readouterr().err
+    printed = caplog.text
     assert printed.count("ValueError: bad") == 1
     assert printed.count("own_rewards:act") == 6  # nan and huge are both not finite
     assert "own_rewards.py" in printed
@@ -270,19 +270,20 @@ def test_failures_are_counted_printed_once_and_get_their_reward(make, capfd, tim
     assert "it returned None, which is not a number: NoneType" in printed
     assert "reward is not finite" in printed
     assert "it returned a dict without 'reward': {'accuracy': 1.0}" in printed
+    caplog.clear()
     scored(environment, kinds)
-    assert "failed" not in capfd.readouterr().err
+    assert not caplog.messages
 
 
 @pytest.mark.parametrize("kind", ["sleep", "regex", "die"])
-def test_a_call_that_hangs_or_dies_is_one_failure_and_the_others_are_scored(make, capfd, kind: str) -> None:
+def test_a_call_that_hangs_or_dies_is_one_failure_and_the_others_are_scored(make, caplog, kind: str) -> None:
     environment = make("act", reward_timeout=1.0, max_reward_failures=0.5)
     scored(environment, ["ok"])
     began = time.monotonic()
     outcomes = scored(environment, ["ok", kind, "ok", "ok"])
     assert time.monotonic() - began < 30
     assert [outcome.reward for outcome in outcomes] == [1.0, 0.0, 1.0, 1.0]
-    printed = capfd.readouterr().err
+    printed = caplog.text
     if kind == "die":
         assert "ended with exit code 3" in printed
     else:
@@ -333,9 +334,9 @@ def test_a_wrong_number_of_values_is_an_error_at_once(make, timeout: float | Non
         scored(environment, ["", "", ""])
 
 
-def test_a_coroutine_that_is_never_awaited_is_reported(make, capfd) -> None:
+def test_a_coroutine_that_is_never_awaited_is_reported(make, caplog) -> None:
     assert rewards(make("forgot", max_reward_failures=1.0, reward_timeout=None), ["x"]) == [0.0]
-    assert "write `async def`" in capfd.readouterr().err
+    assert "write `async def`" in caplog.text
 
 
 def test_no_process_outlives_the_environment(make) -> None:

@@ -65,12 +65,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 # -- evaluate ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_is_evaluated_as_it_was_validated(trained, folder, capsys):
+def test_a_run_is_evaluated_as_it_was_validated(trained, folder, capsys, caplog):
     assert call("evaluate", trained, "--out", "out") == 0
     captured = capsys.readouterr()
     assert "10 validation prompts, greedy" in captured.out
     assert "accuracy" in captured.out
     assert captured.err == ""
+    assert not [record for record in caplog.records if record.name.startswith("rlframework")]
     assert sorted(path.name for path in (folder / "out").iterdir()) == ["completions.jsonl", "summary.json"]
     rows = rows_of(folder / "out" / "completions.jsonl")
     sums = [sum(map(int, row["id"].split("+"))) for row in rows]

@@ -85,19 +85,19 @@ def lookups(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool, bool]]:
 
 @pytest.mark.parametrize("name", ["./model", "../m", "/no/such/model", "~/m", "runs/sft/model", "there/model"])
 def test_what_looks_like_a_path_is_not_asked_of_the_hub(
-    lookups: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+    lookups: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there").mkdir()
     with pytest.raises(DataError, match="there is no such model directory"):
         load_tokenizer(name)
     assert lookups == [(name, True, False)]
-    assert capsys.readouterr().err == ""
+    assert not caplog.messages
 
 
 @pytest.mark.parametrize("name", ["gpt2", "nobody/no-such-model"])
 def test_the_hub_is_asked_with_one_line(
-    lookups: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+    lookups: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     before = logging.getLogger("huggingface_hub").getEffectiveLevel()
@@ -105,7 +105,7 @@ def test_the_hub_is_asked_with_one_line(
         load_tokenizer(name)
     assert lookups == [(name, False, False)]
     assert logging.getLogger("huggingface_hub").getEffectiveLevel() == before
-    assert capsys.readouterr().err == f"there is no directory {name!r} here: asking the Hugging Face hub for it\n"
+    assert caplog.messages == [f"there is no directory {name!r} here: asking the Hugging Face hub for it"]
 
 
 def test_pad_falls_back_to_the_end_token(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def test_every_hook_gets_its_arguments(info, tmp_path):
     ]
 
 
-def test_an_observer_that_raises_is_reported_once_and_disabled(info, capsys):
+def test_an_observer_that_raises_is_reported_once_and_disabled(info, caplog):
     raises, recorder = Raises(), Recorder()
     with Observers(NONE, info, relay(recorder, raises)) as observers:
         for step in (1, 2, 3):
@@ -95,10 +95,9 @@ def test_an_observer_that_raises_is_reported_once_and_disabled(info, capsys):
         observers.run_finished({})
     assert raises.calls == 1
     assert [entry[0] for entry in recorder.seen] == ["started", "step", "step", "step", "finished"]
-    reported = capsys.readouterr().err
+    [reported] = caplog.messages
     assert reported.count("RuntimeError: no good at 1") == 1
     assert "'Raises'" in reported
-    assert reported.count("\n") == 1
 
 
 def test_a_keyboard_interrupt_in_an_observer_ends_the_run(info):
@@ -112,7 +111,7 @@ def test_a_keyboard_interrupt_in_an_observer_ends_the_run(info):
         observers.step_finished(1, {})
 
 
-def test_an_observer_that_calls_exit_is_disabled_like_any_other(info, capsys):
+def test_an_observer_that_calls_exit_is_disabled_like_any_other(info, caplog):
     class Leaves:
         @hookimpl
         def rlframework_step_finished(self):
@@ -123,10 +122,10 @@ def test_an_observer_that_calls_exit_is_disabled_like_any_other(info, capsys):
     observers.step_finished(1, {})
     observers.step_finished(2, {})
     assert len(recorder.seen) == 2
-    assert capsys.readouterr().err.count("'Leaves' failed and is disabled; the run continues: SystemExit: 3") == 1
+    assert caplog.text.count("'Leaves' failed and is disabled; the run continues: SystemExit: 3") == 1
 
 
-def test_an_observer_cannot_change_what_the_next_one_sees(info, capsys):
+def test_an_observer_cannot_change_what_the_next_one_sees(info, caplog):
     class Changes:
         @hookimpl
         def rlframework_step_finished(self, metrics):
@@ -138,10 +137,10 @@ def test_an_observer_cannot_change_what_the_next_one_sees(info, capsys):
     observers.step_finished(1, given)
     assert recorder.seen[0][2] == {"train/loss": 3.0}
     assert given == {"train/loss": 3.0}
-    assert "TypeError" in capsys.readouterr().err
+    assert "TypeError" in caplog.text
 
 
-def test_a_wrapper_around_an_observer_hook_is_rejected_with_a_warning(info, capsys):
+def test_a_wrapper_around_an_observer_hook_is_rejected_with_a_warning(info, caplog):
     class Wraps:
         @hookimpl(wrapper=True)
         def rlframework_step_finished(self):
@@ -151,7 +150,7 @@ def test_a_wrapper_around_an_observer_hook_is_rejected_with_a_warning(info, caps
     observers = Observers(NONE, info, relay(Wraps(), recorder))
     observers.step_finished(1, {})
     assert len(recorder.seen) == 1
-    assert "wrapped" in capsys.readouterr().err
+    assert "wrapped" in caplog.text
 
 
 def test_core_observers_are_closed_after_a_failed_run_and_run_finished_is_not_called(info, monkeypatch):
@@ -179,13 +178,13 @@ def test_core_observers_are_closed_after_a_failed_run_and_run_finished_is_not_ca
     assert events == ["started", "closed"]
 
 
-def test_a_core_observer_that_cannot_be_constructed_is_reported(info, capsys):
+def test_a_core_observer_that_cannot_be_constructed_is_reported(info, caplog):
     config = NONE.model_copy(update={"jsonl": True, "console": True})
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "rlframework.observers.console", None)
         with Observers(config, info) as observers:
             observers.step_finished(1, {})
-    assert "'console'" in capsys.readouterr().err
+    assert "'console'" in caplog.text
     assert (info.output_dir / "metrics.jsonl").read_text().count("\n") == 1
 
 

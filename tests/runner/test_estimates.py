@@ -207,26 +207,25 @@ def test_a_gpu_that_is_too_small_is_warned_of(run_config):
     assert "GiB of its GPU" in warning
 
 
-def test_a_run_says_it_before_its_first_step_and_warns_on_stderr(run_config, capsys, monkeypatch):
+def test_a_run_says_it_before_its_first_step_and_warns(run_config, capsys, caplog, monkeypatch):
     monkeypatch.setattr(Machine, "here", classmethod(lambda cls, path, device: Machine(1, 64 * GIB)))
     run(run_config("sft", "algorithm.num_steps=1", "observers.console=true"))
-    captured = capsys.readouterr()
-    lines = captured.out.splitlines()
+    lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("estimate: ")
     assert "weights" in lines[0]
     assert "trains on about" in lines[1]
     assert lines[2].startswith("sft: up to 1 steps")
-    assert captured.err.startswith("warning: the run may need ")
+    assert any(message.startswith("warning: the run may need ") for message in caplog.messages)
 
 
-def test_a_model_that_cannot_be_sized_does_not_end_the_run(run_config, capsys, monkeypatch):
+def test_a_model_that_cannot_be_sized_does_not_end_the_run(run_config, caplog, monkeypatch):
     def fail(*arguments):
         raise KeyError("hidden_size")
 
     monkeypatch.setattr("rlframework.runner.estimates.estimate.model_size", fail)
     with _planned(run_config("sft")) as parts:
         print_estimate(parts, False)
-    assert capsys.readouterr().err == "no estimate of memory and disk: KeyError: 'hidden_size'\n"
+    assert caplog.messages == ["no estimate of memory and disk: KeyError: 'hidden_size'"]
 
 
 # -- the dry run ------------------------------------------------------------------------------------------------------

@@ -88,7 +88,7 @@ def test_tensorboard_alone_shows_that_steps_were_done(run_config, tmp_path):
     assert read_contents(tmp_path / "run").results == ("tensorboard",)
 
 
-def test_a_finished_run_is_replaced_only_with_overwrite(finished, capsys):
+def test_a_finished_run_is_replaced_only_with_overwrite(finished, caplog):
     config, folder = finished
     before = contents(folder)
     with pytest.raises(ConfigError, match=r"it holds a run \(.*model.*\)\. Either replace it \(--overwrite\)"):
@@ -96,9 +96,8 @@ def test_a_finished_run_is_replaced_only_with_overwrite(finished, capsys):
     assert contents(folder) == before
     (folder / "checkpoints" / "step-000009").mkdir(parents=True)
     (folder / "checkpoints" / "step-000009" / "run.json").touch()
-    capsys.readouterr()
     run(config, overwrite=True)
-    assert f"overwriting {folder}: deleting checkpoints, config.yaml, " in capsys.readouterr().err
+    assert f"overwriting {folder}: deleting checkpoints, config.yaml, " in caplog.text
     assert steps(folder) == [0, 1, 2]
     assert not checkpoints_in(folder)
     assert contents(folder)["environment.json"] != before["environment.json"]
@@ -125,20 +124,18 @@ def test_the_command_line_names_the_ways_out(finished, tmp_path, capsys):
     assert not checkpoints_in(folder)
 
 
-def test_a_dry_run_warns_of_the_folder_and_succeeds(finished, tmp_path, capsys):
+def test_a_dry_run_warns_of_the_folder_and_succeeds(finished, tmp_path, capsys, caplog):
     config, folder = finished
     before = contents(folder)
     assert any("it holds a run" in line for line in dry_run(config).warnings())
     assert not any("output_dir" in line for line in dry_run(config, overwrite=True).warnings())
     file = tmp_path / "run.yaml"
     file.write_text(config_yaml(config))
-    capsys.readouterr()
     with pytest.raises(SystemExit) as end:
         main(["train", str(file), "--dry-run"])
     assert not end.value.code
-    captured = capsys.readouterr()
-    assert captured.err.startswith("warning: output_dir=")
-    assert captured.out.endswith("dry run complete: nothing was started or written\n")
+    assert caplog.messages[-1].startswith("warning: output_dir=")
+    assert capsys.readouterr().out.endswith("dry run complete: nothing was started or written\n")
     assert contents(folder) == before
 
 

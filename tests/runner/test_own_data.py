@@ -157,7 +157,7 @@ def test_rows_that_are_cut(run_config, tmp_path):
     assert result.metrics["train/tokens"] == 4 * 100
 
 
-def test_a_cut_that_leaves_nothing_to_learn_is_refused(run_config, tmp_path, capsys, monkeypatch):
+def test_a_cut_that_leaves_nothing_to_learn_is_refused(run_config, tmp_path, caplog, monkeypatch):
     """A prompt of two letters, cut at two tokens. Four rows have a prompt of one letter: `a` and its answer remain."""
     long, short = [talk(f"h{n}", "b") for n in range(8)], [talk(name, "b") for name in "alou"]
     other = write(tmp_path / "v.jsonl", [talk("s", "b")])
@@ -172,12 +172,12 @@ def test_a_cut_that_leaves_nothing_to_learn_is_refused(run_config, tmp_path, cap
     path = write(tmp_path / "b.jsonl", [*long, *short])
     run(run_config("sft", *own(path, validation_path=str(other)), *options))
     message = "8 of 12 checked train rows have no token to train on, because algorithm.max_tokens=2 cuts"
-    assert message in capsys.readouterr().err
+    assert message in caplog.text
 
     monkeypatch.setattr(input_checks, "RENDERED", 4)  # the longest three have nothing, and others of twelve have
     monkeypatch.setattr(input_checks, "LONGEST", 3)
     run(run_config("sft", *own(path, validation_path=str(other)), *options, f"output_dir={tmp_path}/more"))
-    assert "5 of 6 checked train rows have no token" in capsys.readouterr().err
+    assert "5 of 6 checked train rows have no token" in caplog.text
 
 
 def test_the_first_token_is_nothing_to_learn(run_config, tmp_path):

@@ -87,7 +87,7 @@ def assert_same(left: Path, right: Path) -> None:
 
 
 def test_a_killed_worker_is_replaced_and_the_weights_are_those_of_an_undisturbed_run(
-    run_config, tmp_path, whole, plan, capfd
+    run_config, tmp_path, whole, plan, caplog
 ):
     assert not (whole / RESTARTS_FILE).exists()
     result = run(run_config("sft", *options(tmp_path / "run", plan("1-4-kill"))))
@@ -105,7 +105,7 @@ def test_a_killed_worker_is_replaced_and_the_weights_are_those_of_an_undisturbed
         "WorkerLost: the process of rank 1 of 2 died in train: its process ended (killed by"
     )
     line = f"restart 1 of 2 from {tmp_path / 'run' / 'checkpoints' / 'step-000002'}, in 0.01 s: the process of rank 1"
-    assert line in capfd.readouterr().err
+    assert line in caplog.text
     assert len(json.loads((tmp_path / "run" / "environment.json").read_text())["earlier"]) == 1
     assert len({row["step"] for row in rows(tmp_path / "run", "samples.jsonl")}) == len(
         {row["step"] for row in rows(whole, "samples.jsonl")}
@@ -113,10 +113,10 @@ def test_a_killed_worker_is_replaced_and_the_weights_are_those_of_an_undisturbed
     assert len(rows(tmp_path / "run", "samples.jsonl")) == len(rows(whole, "samples.jsonl"))
 
 
-def test_without_a_checkpoint_it_starts_from_the_beginning(run_config, tmp_path, whole, plan, capfd):
+def test_without_a_checkpoint_it_starts_from_the_beginning(run_config, tmp_path, whole, plan, caplog):
     run(run_config("sft", *options(tmp_path / "run", plan("0-2-kill"), "checkpoints.every=0")))
     assert_same(whole, tmp_path / "run")
-    errors = capfd.readouterr().err
+    errors = caplog.text
     assert "note: fault_tolerance.max_restarts=2, but checkpoints.every=0, so a restart repeats the whole run" in errors
     assert "restart 1 of 2 from the beginning, as there is no checkpoint, in 0.01 s: " in errors
     [told] = rows(tmp_path / "run", RESTARTS_FILE)
@@ -257,13 +257,13 @@ def test_the_backoff_doubles_up_to_its_maximum(tried):
     assert end.metrics["step"] == 6
 
 
-def test_restarts_in_a_row_are_limited(tried, capsys):
+def test_restarts_in_a_row_are_limited(tried, caplog):
     error = WorkerLost("the third")
     starts, _, end = tried([lost(), lost(), (error, 3, 0)], max_restarts=2, backoff=1.0)
     assert end is error
     assert len(starts) == 3
     assert "giving up after 2 restart(s) in a row without a new checkpoint (fault_tolerance.max_restarts)" in (
-        capsys.readouterr().err
+        caplog.text
     )
 
 
@@ -321,17 +321,15 @@ def test_a_restart_from_the_beginning_restores_random_states(run_config, tmp_pat
     assert [one == two for one, two in zip(first, second, strict=True)] == [same] * 3
 
 
-def test_secrets_in_an_error_are_not_recorded(tried, tmp_path, capsys):
+def test_secrets_in_an_error_are_not_recorded(tried, tmp_path, caplog):
     error = WorkerLost("died reading https://me:hunter2@host/data\nhf_abcdefghijklmnopqrstuvwxyz")
     tried([(error, 2, 0), (None, 6, 0)], max_restarts=1, backoff=1.0)
-    written = (tmp_path / "run" / RESTARTS_FILE).read_text() + capsys.readouterr().err
+    written = (tmp_path / "run" / RESTARTS_FILE).read_text() + caplog.text
     assert "died reading https://***@host/data" in written
     assert "hunter2" not in written
     assert "hf_abc" not in written
 
 
-def test_inline_has_nothing_to_restart(run_config, tmp_path, capsys):
+def test_inline_has_nothing_to_restart(run_config, tmp_path, caplog):
     Restarts(run_config("sft", "fault_tolerance.max_restarts=1"))
-    assert (
-        "worker_group.name=inline runs its worker in this process, so it cannot be restarted" in capsys.readouterr().err
-    )
+    assert "worker_group.name=inline runs its worker in this process, so it cannot be restarted" in caplog.text

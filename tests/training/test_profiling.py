@@ -24,13 +24,14 @@ def events(path: Path) -> list[dict]:
     return [event for event in found["traceEvents"] if event.get("ph") == "X"]
 
 
-def test_the_chosen_step_leaves_a_trace_with_the_phases_and_changes_no_weight(run_config, tmp_path, capsys):
+def test_the_chosen_step_leaves_a_trace_with_the_phases_and_changes_no_weight(run_config, tmp_path, caplog):
     config = run_config("grpo", "profiler={steps: [2], record_shapes: true}", "algorithm.num_steps=2")
     run(config)
-    told = capsys.readouterr().err
+    told = caplog.text
+    caplog.clear()
     plain = run_config("grpo", "algorithm.num_steps=2", f"output_dir={tmp_path}/plain")
     run(plain)
-    assert "perfetto" not in capsys.readouterr().err
+    assert "perfetto" not in caplog.text
     assert not (plain.output_dir / "traces").exists()
     ours, theirs = read_weights(config.output_dir / "model"), read_weights(plain.output_dir / "model")
     assert all(torch.equal(weight, theirs[name]) for name, weight in ours.items())

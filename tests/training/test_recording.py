@@ -241,12 +241,12 @@ def test_what_cannot_be_written_of_a_batch_is_said(tmp_path):
     assert json.loads((tmp_path / "batch.json").read_text()) == {"names": ["a", "b"]}
 
 
-def test_an_algorithm_that_does_not_train_through_the_loop_is_told(run_config, monkeypatch, capsys):
+def test_an_algorithm_that_does_not_train_through_the_loop_is_told(run_config, monkeypatch, caplog):
     from rlframework.algorithms.sft import SFT
 
     monkeypatch.setattr(SFT, "train", lambda self, step, data, loss: self.parts.policy.train(data, loss))
     run(run_config("sft", "algorithm.num_steps=1", "recording.every=1"))
-    assert "step 1 is not recorded: the algorithm 'sft' did not call" in capsys.readouterr().err
+    assert "step 1 is not recorded: the algorithm 'sft' did not call" in caplog.text
 
 
 def test_a_step_that_the_run_does_not_have_is_a_mistake(run_config):

@@ -96,7 +96,7 @@ def test_a_run_that_fails_finishes_the_checkpoint_that_was_being_written(run_con
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000002"]
 
 
-def test_a_checkpoint_that_is_lost_with_its_workers_is_told(run_config, tmp_path, monkeypatch, capsys):
+def test_a_checkpoint_that_is_lost_with_its_workers_is_told(run_config, tmp_path, monkeypatch, caplog):
     train, calls = Policy.train, []
 
     def failing(self, *args, **kwargs):
@@ -108,7 +108,7 @@ def test_a_checkpoint_that_is_lost_with_its_workers_is_told(run_config, tmp_path
     monkeypatch.setattr(Policy, "train", failing)
     with pytest.raises(WorkerLost, match="rank 1 is gone"):
         run(run_config("sft", *overrides(tmp_path / "run", *SHARDED)))
-    assert "the unfinished checkpoint of step 2 is lost: rank 1 is gone" in capsys.readouterr().err
+    assert "the unfinished checkpoint of step 2 is lost: rank 1 is gone" in caplog.text
     assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     from rlframework.algorithm import Parts
     from rlframework.config.sections import RunConfig
+
+_LOG = logging.getLogger(__name__)
 
 CHECKPOINT_BYTES = 12
 """Bytes per parameter in a checkpoint: weight and two moments in fp32."""
@@ -153,9 +155,9 @@ def estimate(parts: Parts, reference: bool, machine: Machine | None = None) -> E
 
 
 def print_estimate(parts: Parts, reference: bool) -> None:
-    """Print the estimate on stdout (with `observers.console`) and its warnings on stderr.
+    """Print the estimate on stdout (with `observers.console`), and log its warnings.
 
-    A model whose sizes cannot be determined does not prevent training; a line on stderr says so. For invalid data it
+    A model whose sizes cannot be determined does not prevent training; a message says so. For invalid data it
     prints nothing, because the algorithm checks all data and reports the error.
     """
     try:
@@ -163,12 +165,12 @@ def print_estimate(parts: Parts, reference: bool) -> None:
     except DataError:
         return
     except Exception as error:  # noqa: BLE001 - model configurations vary without limit
-        print(f"no estimate of memory and disk: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        _LOG.warning("no estimate of memory and disk: %s: %s", type(error).__name__, error)
         return
     if parts.config.observers.console:
         print(*found.lines(), sep="\n", flush=True)
     for warning in found.warnings():
-        print(warning, file=sys.stderr, flush=True)
+        _LOG.warning("%s", warning)
 
 
 def disk(config: RunConfig, parameters: int, trained: int | None = None) -> dict[str, int]:

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from rlframework.errors import RLFrameworkError, WorkerError
+from rlframework.logs import log_to_stderr
 from rlframework.workers import machine
 from rlframework.workers.failures import HostFailure
 from rlframework.workers.ports import PortReserver
@@ -60,6 +61,7 @@ class WorkerActor:
     """
 
     def __init__(self, path: str = "", *construct: Any) -> None:
+        log_to_stderr()
         self._path = ""
         self._class: type | None = None
         self._worker: Any = None
