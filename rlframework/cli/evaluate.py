@@ -59,7 +59,7 @@ def evaluate(
     )
     from rlframework.evaluation.report import as_json as json_of
     from rlframework.evaluation.report import as_table
-    from rlframework.observers.progress import progress_bar
+    from rlframework.observers.console import progress_bar
     from rlframework.runner.launch import evaluate as run_plan
 
     results, summaries = run_plan(plan, progress=progress_bar)

@@ -106,7 +106,7 @@ def convert(
     rlframework convert runs/grpo models/grpo --to huggingface
     rlframework convert runs/grpo/checkpoints/step-000100 portable-100 --to portable
     """
-    from rlframework.observers.progress import progress_bar
+    from rlframework.observers.console import progress_bar
     from rlframework.runner.convert import convert as run
 
     with progress_bar("tensors") as progress:
@@ -118,7 +118,7 @@ def convert(
 def tokenize(config: Config, out: Out, overrides: Overrides = None, debug: Debug = False) -> None:
     """Tokenize the training rows of CONFIG once and write them to the folder OUT, for algorithm.token_data."""
     from rlframework.configure import load_config
-    from rlframework.observers.progress import progress_bar
+    from rlframework.observers.console import progress_bar
 
     resolved = load_config(config, overrides or ())
     with progress_bar("rows") as progress:

@@ -1,6 +1,7 @@
-"""Console output of a run: a live progress display on a terminal, plain lines otherwise.
+"""Progress on the console: of a run (`ConsoleObserver`) and of other commands (`progress_bar`).
 
-Shows only well-known metrics; the other observers record all of them.
+Both show a live display on a terminal and occasional lines otherwise. Of a run, only well-known metrics are shown; the
+other observers record all of them.
 """
 
 from __future__ import annotations
@@ -10,27 +11,36 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, TextIO
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TextIO
+
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
 
 from rlframework.plugins.hookspec import RunInfo, hookimpl
 
-if TYPE_CHECKING:
-    from rich.live import Live
-    from rich.progress import Progress, TaskID
-    from rich.text import Text
-
 DISPLAYED_METRICS = (
-    ("train/reward", "reward", ".3f"),
-    ("train/accuracy", "accuracy", ".3f"),
-    ("validation/accuracy", "validation accuracy", ".3f"),
-    ("train/loss", "loss", ".4g"),
-    ("train/kl", "KL", ".3g"),
+    ("train/reward", "reward {:.3f}"),
+    ("train/accuracy", "accuracy {:.3f}"),
+    ("validation/accuracy", "validation accuracy {:.3f}"),
+    ("train/loss", "loss {:.4g}"),
+    ("train/kl", "KL {:.3g}"),
 )
-"""Metric name, label and format."""
+RESOURCES = (
+    ("throughput/tokens_per_second", "{:,.0f} tokens/s"),
+    ("memory/peak_mb", "peak worker memory {:,.0f} MiB"),  # of the worker with the highest peak
+)
 WINDOW = 20
 """Number of recent steps over which the pace is averaged."""
 FIRST_INTERVAL, LAST_INTERVAL = 1.0, 10.0
+"""Seconds between lines of a run at its beginning, and after five minutes."""
+EVERY = 30.0
+"""Seconds between lines of other commands."""
+
+Clock = Callable[[], float]
+"""Returns seconds."""
 
 
 class Pace:
@@ -46,165 +56,99 @@ class Pace:
             self._marks.clear()
         self._marks.append((step, now))
 
-    @property
-    def seconds(self) -> float | None:
-        """Seconds per step; None before two marks."""
+    def __str__(self) -> str:
+        """`1.8 s/step, remaining 1m20s`; empty before two marks."""
         (first, started), (last, ended) = self._marks[0], self._marks[-1]
-        return (ended - started) / (last - first) if last > first else None
-
-    @property
-    def remaining(self) -> float | None:
-        """Seconds until the last step; None before two marks."""
-        return None if self.seconds is None else self.seconds * max(self._total - self._marks[-1][0], 0)
+        if last <= first:
+            return ""
+        seconds = (ended - started) / (last - first)
+        shown = f"{seconds:.2g}" if seconds < 10 else f"{seconds:.0f}"
+        return f"{shown} s/step, remaining {duration(seconds * max(self._total - last, 0))}"
 
 
 class ConsoleObserver:
-    """Shows the run's progress on stdout, or on `stream`. `clock` returns seconds."""
+    """Shows the run's progress on stdout, or on `stream`: a live display on a terminal, otherwise lines.
 
-    def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._stream = stream
+    Lines appear at intervals of some seconds, and always for the first, the last, and validated steps.
+    """
+
+    def __init__(self, stream: TextIO | None = None, clock: Clock = time.monotonic) -> None:
+        self._stream = stream or sys.stdout
         self._clock = clock
-        self._view: PlainView | LiveView | None = None
+        self._display: _Display | None = None
+        self._latest: dict[str, float] = {}
+        self._step = 0
 
     @hookimpl
     def rlframework_run_started(self, run: RunInfo) -> None:
-        """Print the opening line, and choose the live display or plain lines."""
-        stream = self._stream or sys.stdout
-        algorithm = run.config.algorithm
-        opening = f"{algorithm.name}: up to {algorithm.num_steps} steps, writing to {run.output_dir}"
-        print(opening, file=stream, flush=True)
-        live = stream.isatty() and os.environ.get("TERM") != "dumb"
-        view = LiveView if live else PlainView
-        self._view = view(algorithm.name, algorithm.num_steps, stream, self._clock)
+        """Print the opening line, and start the live display on a terminal."""
+        self._name, self._total = run.config.algorithm.name, run.config.algorithm.num_steps
+        self._print(f"{self._name}: up to {self._total} steps, writing to {run.output_dir}")
+        self._began, self._printed = self._clock(), -math.inf
+        self._pace = Pace(self._total, self._began)
+        if self._stream.isatty() and os.environ.get("TERM") != "dumb":
+            self._display = _Display(self._name, self._total, self._stream)
 
     @hookimpl
     def rlframework_step_finished(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show the step."""
-        if self._view is not None:
-            self._view.show(step, metrics)
-
-    @hookimpl
-    def rlframework_run_finished(self, metrics: Mapping[str, float]) -> None:
-        """Print the duration and the final metrics."""
-        if self._view is not None:
-            self._view.finish(metrics)
-
-    def close(self) -> None:
-        """Restore the terminal."""
-        if self._view is not None:
-            self._view.stop()
-
-
-class PlainView:
-    """Prints a line per step, at intervals of some seconds; always for the first, the last, and validated steps."""
-
-    def __init__(self, name: str, total: int, stream: TextIO, clock: Callable[[], float]) -> None:
-        self._name, self._total, self._stream, self._clock = name, total, stream, clock
-        self._began = clock()
-        self._written = -math.inf
-        self._step = 0
-        self._pace = Pace(total, self._began)
-
-    def show(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Print a line for the step, unless the previous line was printed just before."""
+        """Show the step, unless the previous line was printed just before."""
         now = self._clock()
         self._step = step
         self._pace.mark(step, now)
+        if self._display is not None:
+            self._latest.update(metrics)
+            self._display.show(step, str(self._pace), *describe(self._latest, DISPLAYED_METRICS + RESOURCES))
+            return
         important = step <= 1 or step >= self._total or any(name.startswith("validation/") for name in metrics)
-        if important or now - self._written >= self._interval(now):
-            self._written = now
-            self._print(f"step {step}/{self._total}", *describe(metrics), *resources(metrics), pace_text(self._pace))
+        interval = min(max((now - self._began) / 30.0, FIRST_INTERVAL), LAST_INTERVAL)
+        if important or now - self._printed >= interval:
+            self._printed = now
+            shown = describe(metrics, DISPLAYED_METRICS + RESOURCES)
+            self._print(f"step {step}/{self._total}", *shown, str(self._pace))
 
-    def finish(self, metrics: Mapping[str, float]) -> None:
-        """Print the closing line."""
+    @hookimpl
+    def rlframework_run_finished(self, metrics: Mapping[str, float]) -> None:
+        """Print the duration and the final metrics, below the last state of the display."""
+        self.close()
         took = duration(self._clock() - self._began)
-        self._print(f"{self._name} finished after {self._step} steps in {took}", *describe(metrics))
+        self._print(f"{self._name} finished after {self._step} steps in {took}", *describe(metrics, DISPLAYED_METRICS))
 
-    def stop(self) -> None:
-        """Do nothing: there is no display to end."""
-
-    def _interval(self, now: float) -> float:
-        return min(max((now - self._began) / 30.0, FIRST_INTERVAL), LAST_INTERVAL)
+    def close(self) -> None:
+        """Restore the terminal. Idempotent."""
+        if self._display is not None:
+            self._display.stop()
 
     def _print(self, *parts: str) -> None:
         print("  ".join(part for part in parts if part), file=self._stream, flush=True)
 
 
-class LiveView:
+class _Display(Progress):
     """A progress bar with pace and remaining time, above the latest value of each metric."""
 
-    def __init__(self, name: str, total: int, stream: TextIO, clock: Callable[[], float]) -> None:
-        self._name, self._total, self._clock = name, total, clock
-        self._began = clock()
-        self._step = 0
-        self._pace = Pace(total, self._began)
-        self._latest: dict[str, float] = {}
-        self._live, self._progress, self._task, self._text = make_live(name, total, stream)
-        self._live.start()
+    def __init__(self, name: str, total: int, stream: TextIO) -> None:
+        self._metrics = ""
+        columns = (TextColumn("{task.description}"), BarColumn(bar_width=None), MofNCompleteColumn(),
+                   TimeElapsedColumn(), TextColumn("{task.fields[pace]}"))  # fmt: skip
+        super().__init__(*columns, console=Console(file=stream), expand=True, refresh_per_second=2)
+        self._bar = self.add_task(name, total=total, pace="")
+        self.start()
 
-    def show(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Advance the bar and update the metrics."""
-        self._step = step
-        self._pace.mark(step, self._clock())
-        self._latest.update(metrics)
-        self._progress.update(self._task, completed=step, pace=pace_text(self._pace))
-        self._text.plain = "  ".join([*describe(self._latest), *resources(self._latest)])
-        self._live.refresh()
+    def get_renderables(self) -> Iterator[RenderableType]:
+        yield from super().get_renderables()
+        yield Text(self._metrics, overflow="fold")
 
-    def finish(self, metrics: Mapping[str, float]) -> None:
-        """Keep the last state on the screen and print the closing line below it."""
-        self.stop()
-        took = duration(self._clock() - self._began)
-        parts = [f"{self._name} finished after {self._step} steps in {took}", *describe(metrics)]
-        self._live.console.print("  ".join(parts), highlight=False, markup=False)
-
-    def stop(self) -> None:
-        """End the display; idempotent."""
-        self._live.stop()
+    def show(self, step: int, pace: str, *metrics: str) -> None:
+        self._metrics = "  ".join(metrics)
+        self.update(self._bar, completed=step, pace=pace, refresh=True)
 
 
-def make_live(name: str, total: int, stream: TextIO) -> tuple[Live, Progress, TaskID, Text]:
-    """Create the display, its progress bar and task, and the text for metrics. Imports rich."""
-    from rich.console import Console, Group
-    from rich.live import Live
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-    from rich.text import Text
-
-    console = Console(file=stream)
-    progress = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=None),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[pace]}"),
-        console=console,
-        expand=True,
-    )
-    task = progress.add_task(name, total=total, pace="")
-    text = Text("", overflow="fold")
-    return Live(Group(progress, text), console=console, refresh_per_second=2), progress, task, text
-
-
-def describe(metrics: Mapping[str, float]) -> list[str]:
-    """The displayed metrics among `metrics`, each as a label and a number."""
-    return [f"{label} {metrics[name]:{form}}" for name, label, form in DISPLAYED_METRICS if name in metrics]
-
-
-def resources(metrics: Mapping[str, float]) -> list[str]:
-    """Throughput, and the peak memory of the worker with the highest peak, if `metrics` contain them."""
-    tokens, memory = metrics.get("throughput/tokens_per_second"), metrics.get("memory/peak_mb")
+def describe(metrics: Mapping[str, float], displayed: tuple[tuple[str, str], ...]) -> list[str]:
+    """Those of `metrics` that are `displayed` (name and format), as text. Resources of 0 were not measured."""
     return [
-        *([f"{tokens:,.0f} tokens/s"] if tokens else []),
-        *([f"peak worker memory {memory:,.0f} MiB"] if memory else []),
+        form.format(metrics[name])
+        for name, form in displayed
+        if name in metrics and (metrics[name] or (name, form) not in RESOURCES)
     ]
-
-
-def pace_text(pace: Pace) -> str:
-    """The pace as `1.8 s/step, remaining 1m20s`; empty while it is unknown."""
-    if pace.seconds is None or pace.remaining is None:
-        return ""
-    seconds = f"{pace.seconds:.2g}" if pace.seconds < 10 else f"{pace.seconds:.0f}"
-    return f"{seconds} s/step, remaining {duration(pace.remaining)}"
 
 
 def duration(seconds: float) -> str:
@@ -217,3 +161,36 @@ def duration(seconds: float) -> str:
     if whole < 86400:
         return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
     return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+
+
+class ProgressLines:
+    """Writes `what: done of total, remaining time` to stderr, at most every `EVERY` seconds."""
+
+    def __init__(self, what: str, clock: Clock = time.monotonic) -> None:
+        self._what, self._clock = what, clock
+        self._started = self._printed = clock()
+
+    def __call__(self, done: int, total: int) -> None:
+        """Print a line if it is time."""
+        now = self._clock()
+        if now - self._printed < EVERY:
+            return
+        self._printed = now
+        left = f", {(now - self._started) / done * (total - done):.0f} s left" if 0 < done < total else ""
+        print(f"{self._what}: {done:,} of {total:,}{left}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
+    """Show the progress of `what` on stderr while the body runs.
+
+    Yields the function to call with the amount of work done and the total.
+    """
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield ProgressLines(what)
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task(what, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)

@@ -1,21 +1,21 @@
 """Plots a run's training curves as a PNG: reward and accuracy at the top, loss and KL of each phase below.
 
 The picture is static and may show several consecutive phases (supervised warm-up, then GRPO). To compare runs, see
-`rlframework.observers.report`.
+`rlframework.observers.report`. Matplotlib is imported when something is drawn.
 """
 
 from __future__ import annotations
 
 import io
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
 from rlframework.files import write_atomically
-from rlframework.observers.jsonl import METRICS_FILE, read_history
-from rlframework.observers.series import History, last_step, seconds_of, series, smooth, step_of
+from rlframework.observers.jsonl import METRICS_FILE, History, add_row, read_history, seconds_of, series
 from rlframework.plugins.hookspec import RunInfo, hookimpl
 
 if TYPE_CHECKING:
@@ -23,9 +23,17 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 INK, MUTED, GRID = "#22272e", "#6b7480", "#e4e7eb"
-REWARD, ACCURACY, LOSS, KL = "#1f6fb4", "#d1621b", "#4a5568", "#7b4fa3"
-TRAINING_REWARD, TRAINING_ACCURACY, VALIDATION_ACCURACY = "train/reward", "train/accuracy", "validation/accuracy"
-BELOW = (("train/loss", "loss", LOSS), ("train/kl", "KL to reference (nats/token)", KL))
+STYLE: dict[Any, Any] = {
+    "axes.axisbelow": True, "axes.edgecolor": MUTED, "axes.grid": True, "axes.labelcolor": INK,
+    "axes.spines.right": False, "axes.spines.top": False, "axes.titlecolor": INK, "axes.titlelocation": "left",
+    "axes.titlesize": 10, "figure.constrained_layout.use": True, "font.size": 9, "grid.color": GRID,
+    "legend.edgecolor": GRID, "text.color": INK, "text.parse_math": False, "xtick.color": MUTED, "ytick.color": MUTED,
+}  # fmt: skip
+"""The style of all pictures of runs, to be set with `matplotlib.rc_context` while a figure is made and saved."""
+
+REWARD, ACCURACY = "#1f6fb4", "#d1621b"
+PANELS = (("train/loss", "loss", "#4a5568"), ("train/kl", "KL to reference (nats/token)", "#7b4fa3"))
+"""Metric, label and colour of the panels below the main one."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +45,11 @@ class Phase:
     at: Sequence[float]
     start: float
     length: float
+
+    def series(self, name: str, start: float | None = None) -> tuple[list[float], list[float]]:
+        """Positions (on the shared axis, or from `start`) and values of a metric."""
+        at, values = series(self.history, name, self.at)
+        return [(self.start if start is None else start) + place for place in at], values
 
 
 class CurveObserver:
@@ -54,21 +67,13 @@ class CurveObserver:
     @hookimpl
     def rlframework_step_finished(self, step: int, metrics: Mapping[str, float]) -> None:
         """Store the step's metrics, replacing those of this and later steps before a resume."""
-        while self._rows and self._rows[-1]["step"] > step:
-            self._rows.pop()
-        if self._rows and self._rows[-1]["step"] == step:
-            self._rows[-1].update(metrics)
-        else:
-            self._rows.append({"step": float(step), **metrics})
+        add_row(self._rows, {"step": float(step), **metrics})
 
     @hookimpl
     def rlframework_run_finished(self, run: RunInfo) -> None:
         """Draw the stored metrics."""
         algorithm, environment = run.config.algorithm.name, run.config.environment.name
         draw_curve([(algorithm, self._rows)], run.output_dir / "curve.png", f"{algorithm} on {environment}")
-
-    def close(self) -> None:
-        """Do nothing: there are no open files."""
 
 
 def draw_curve(
@@ -84,147 +89,113 @@ def draw_curve(
     cumulative sum of `time/step`. Missing metrics and non-finite values are skipped.
     """
     from matplotlib import rc_context
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    phases = _phases(histories, along)
-    with rc_context({"font.size": 10, "axes.edgecolor": MUTED, "axes.labelcolor": INK, "text.color": INK,
-                     "xtick.color": MUTED, "ytick.color": MUTED, "axes.titlecolor": INK}):  # fmt: skip
-        figure = _figure(phases, title, along)
-        picture = io.BytesIO()
-        FigureCanvasAgg(figure)
-        figure.savefig(picture, format="png", dpi=130)
-    path = Path(path)
+    with rc_context(STYLE):
+        return write_png(draw_phases(phases_of(histories, along), title, along), Path(path))
+
+
+def write_png(figure: Figure, path: Path) -> Path:
+    """Write `figure` to `path`, replacing the file at once; return `path`."""
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=130)
     write_atomically(path, picture.getvalue())
     return path
 
 
-def _phases(histories: Sequence[tuple[str, History]], along: str) -> list[Phase]:
+def phases_of(histories: Sequence[tuple[str, History]], along: str) -> list[Phase]:
+    """Arrange `histories` one after another. A row without a `step` has its index in the history plus 1."""
     phases: list[Phase] = []
     start = 0.0
     for label, history in histories:
         if along == "seconds":
-            at: list[float] = seconds_of(history)
-            length = at[-1] if at else 0.0
+            at = seconds_of(history)
         else:
-            at = [float(step_of(row, index)) for index, row in enumerate(history)]
-            length = float(last_step(history))
-        phases.append(Phase(label, history, at, start, length))
-        start += length
+            at = [float(row.get("step", index)) for index, row in enumerate(history, start=1)]
+        phases.append(Phase(label, history, at, start, max(at, default=0.0)))
+        start += phases[-1].length
     return phases
 
 
-def _figure(phases: Sequence[Phase], title: str, along: str) -> Figure:
+def draw_phases(phases: Sequence[Phase], title: str, along: str) -> Figure:
+    """A figure with one main plot of all phases, and panels below for the metrics of `PANELS` that they have."""
     from matplotlib.figure import Figure
 
-    panels = [
-        (phase, name, text, colour)
-        for phase in phases
-        for name, text, colour in BELOW
-        if len(series(phase.history, name, phase.at)[0]) > 1
-    ]
-    figure = Figure(figsize=(10.0, 7.2 if panels else 5.0), layout="constrained")
+    panels = [(phase, *panel) for phase in phases for panel in PANELS if len(phase.series(panel[0])[0]) > 1]
+    figure = Figure(figsize=(10.0, 7.2 if panels else 5.0))
     grid = figure.add_gridspec(2 if panels else 1, max(len(panels), 1), height_ratios=(2, 1) if panels else None)
-    _draw_top(figure.add_subplot(grid[0, :]), phases, along)
+    _draw_main(figure.add_subplot(grid[0, :]), phases)
     for column, (phase, name, text, colour) in enumerate(panels):
-        of = f"{phase.label}: " if len(phases) > 1 else ""
-        _draw_panel(figure.add_subplot(grid[1, column]), phase, name, of + text, colour, along)
+        axes = figure.add_subplot(grid[1, column])
+        _draw_smoothed(axes, *phase.series(name, start=0.0), colour, text)
+        axes.set_title(f"{phase.label}: {text}" if len(phases) > 1 else text)
+    for axes in figure.axes:
+        axes.set_xlabel("step" if along == "steps" else "training time (s)")
+        axes.locator_params("x", nbins=8, integer=along == "steps")
     figure.suptitle(title, fontsize=13, fontweight="bold", x=0.01, ha="left")
     return figure
 
 
-def _draw_top(axes: Axes, phases: Sequence[Phase], along: str) -> None:
-    _style_axes(axes, along)
-    rewards = [value for phase in phases for value in series(phase.history, TRAINING_REWARD, phase.at)[1]]
-    shared = all(0.0 <= value <= 1.0 for value in rewards)
+def _draw_main(axes: Axes, phases: Sequence[Phase]) -> None:
+    from matplotlib.ticker import PercentFormatter
+
+    rewards = [phase.series("train/reward") for phase in phases]
+    shared = all(0.0 <= value <= 1.0 for _, values in rewards for value in values)
     right = axes if shared else axes.twinx()
-    for index, phase in enumerate(phases):
-        reward = series(phase.history, TRAINING_REWARD, phase.at)
-        accuracy = series(phase.history, TRAINING_ACCURACY, phase.at)
-        if reward == accuracy:
-            _line(axes, *reward, REWARD, "training reward (= accuracy)", phase.start)
-        else:
-            _line(axes, *reward, REWARD, "training reward", phase.start)
-            _line(right, *accuracy, ACCURACY, "training accuracy", phase.start)
-        _draw_validation(right, phase, first=index == 0, last=index == len(phases) - 1)
-    top = _top([line.get_ydata() for line in right.get_lines()])
+    for phase, reward in zip(phases, rewards, strict=True):
+        accuracy = phase.series("train/accuracy")
+        same = reward == accuracy
+        _draw_smoothed(axes, *reward, REWARD, "training reward (= accuracy)" if same else "training reward")
+        if not same:
+            _draw_smoothed(right, *accuracy, ACCURACY, "training accuracy")
+        _draw_validation(right, phase, first=phase is phases[0], last=phase is phases[-1])
+    largest = max((np.max(line.get_ydata()) for line in right.get_lines()), default=1.0)
+    top = 2.0 * largest if 0.0 < largest < 0.25 else 1.0  # small fractions fill the plot, with room for the legend
     right.set_ylim(-0.03 * top, 1.08 * top)
-    right.yaxis.set_major_formatter(_percent())
-    if not shared:
-        right.spines[["top", "left"]].set_visible(False)
-        right.set_ylabel("accuracy")
+    right.yaxis.set_major_formatter(PercentFormatter(xmax=1.0, decimals=0))
     axes.set_ylabel("reward, accuracy" if shared else "reward")
     axes.set_xlim(0.0, max(sum(phase.length for phase in phases), 1.0) * 1.02)
-    _mark_phases(axes, phases)
-    _legend(axes, right)
-
-
-def _top(drawn: Sequence[Any]) -> float:
-    """The upper limit of the axis: 1, or for small fractions twice the largest, which leaves room for the legend."""
-    largest = max((float(value) for values in drawn for value in values if math.isfinite(value)), default=1.0)
-    return 2.0 * largest if 0.0 < largest < 0.25 else 1.0
-
-
-def _legend(axes: Axes, right: Axes) -> None:
-    entries = {
-        text: handle for part in (axes, right) for handle, text in zip(*part.get_legend_handles_labels(), strict=True)
-    }
-    if entries:
-        right.legend(entries.values(), entries.keys(), loc="best", framealpha=0.9, edgecolor=GRID)
-
-
-def _draw_validation(axes: Axes, phase: Phase, *, first: bool, last: bool) -> None:
-    at, values = series(phase.history, VALIDATION_ACCURACY, phase.at)
-    if not at:
-        return
-    places = [phase.start + place for place in at]
-    axes.plot(places, values, color=ACCURACY, linewidth=1.2, linestyle=(0, (4, 2)), marker="o", markersize=6,
-              markeredgecolor="white", zorder=5, clip_on=False, label="validation accuracy (held out)")  # fmt: skip
-    if first and len(at) > 1:
-        _mark_share(axes, places[0], values[0], (7, 6), "left")
-    _mark_share(axes, places[-1], values[-1], (0, 8) if last else (-7, 6), "center" if last else "right")
-
-
-def _mark_share(axes: Axes, place: float, value: float, offset: tuple[float, float], side: str) -> None:
-    axes.annotate(f"{value:.0%}", (place, value), xytext=offset, textcoords="offset points", ha=side, color=ACCURACY,
-                  fontweight="bold", zorder=6)  # fmt: skip
-
-
-def _mark_phases(axes: Axes, phases: Sequence[Phase]) -> None:
-    for index, phase in enumerate(phases):
-        if index:
+    if not shared:
+        right.set_ylabel("accuracy")
+        right.spines["right"].set_visible(True)
+        right.grid(False)
+    for phase in phases:
+        if phase.start:
             axes.axvline(phase.start, color=MUTED, linewidth=1.0, zorder=1)
         if phase.label and phase.length:
             axes.annotate(phase.label, (phase.start, 1.0), xycoords=("data", "axes fraction"), xytext=(5, -5),
                           textcoords="offset points", va="top", color=MUTED, fontweight="bold")  # fmt: skip
+    lines = [line for each in (axes, right) for line in each.get_legend_handles_labels()[0]]
+    entries = {str(line.get_label()): line for line in lines}
+    if entries:
+        right.legend(entries.values(), entries.keys(), loc="best", framealpha=0.9)
 
 
-def _draw_panel(axes: Axes, phase: Phase, name: str, text: str, colour: str, along: str) -> None:
-    _style_axes(axes, along)
-    _line(axes, *series(phase.history, name, phase.at), colour, text, 0.0)
-    axes.set_title(text, fontsize=10, loc="left")
-
-
-def _line(axes: Axes, at: Sequence[float], values: Sequence[float], colour: str, text: str, start: float) -> None:
+def _draw_validation(axes: Axes, phase: Phase, *, first: bool, last: bool) -> None:
+    """Draw the accuracies on held-out data, with numbers at the ends."""
+    at, values = phase.series("validation/accuracy")
     if not at:
         return
-    places = [start + place for place in at]
+    axes.plot(at, values, color=ACCURACY, linewidth=1.2, linestyle=(0, (4, 2)), marker="o", markersize=6,
+              markeredgecolor="white", zorder=5, clip_on=False, label="validation accuracy (held out)")  # fmt: skip
+    labels = [(-1, (0, 8) if last else (-7, 6), "center" if last else "right")]
+    if first and len(at) > 1:
+        labels.append((0, (7, 6), "left"))
+    for index, offset, side in labels:
+        axes.annotate(f"{values[index]:.0%}", (at[index], values[index]), xytext=offset, textcoords="offset points",
+                      ha=side, color=ACCURACY, fontweight="bold", zorder=6)  # fmt: skip
+
+
+def _draw_smoothed(axes: Axes, at: Sequence[float], values: Sequence[float], colour: str, text: str) -> None:
+    """Draw a line of means over a tenth of the values, centred; and the values themselves, faintly."""
+    if not at:
+        return
     window = 2 * max(len(values) // 20, 1) + 1 if len(values) >= 8 else 1
     if window > 1:
-        axes.plot(places, values, color=colour, linewidth=0.8, alpha=0.3, zorder=2)
-    axes.plot(places, smooth(values, window), color=colour, linewidth=1.8, zorder=3, label=text)
+        axes.plot(at, values, color=colour, linewidth=0.8, alpha=0.3, zorder=2)
+    axes.plot(at, smooth(values, window), color=colour, linewidth=1.8, zorder=3, label=text)
 
 
-def _percent() -> Any:
-    from matplotlib.ticker import PercentFormatter
-
-    return PercentFormatter(xmax=1.0, decimals=0)
-
-
-def _style_axes(axes: Axes, along: str) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(True, color=GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.set_xlabel("step" if along == "steps" else "training time (s)")
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=along == "steps"))
+def smooth(values: Sequence[float], window: int) -> np.ndarray[Any, Any]:
+    """Centred moving average over `window` (odd, at most all) values, truncated at both ends."""
+    ones = np.ones(window)
+    return np.convolve(values, ones, "same") / np.convolve(np.ones(len(values)), ones, "same")

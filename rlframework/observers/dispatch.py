@@ -7,7 +7,7 @@ independently: an observer that raises is reported once and not called again.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -18,26 +18,24 @@ from rlframework.plugins.loading import load_target
 from rlframework.plugins.reading import new_pluggy
 
 if TYPE_CHECKING:
-    from pluggy import HookImpl, HookRelay, PluginManager
+    from pluggy import HookRelay
 
     from rlframework.config.sections import ObserversConfig
     from rlframework.plugins.hookspec import RunInfo
 
 _LOG = logging.getLogger(__name__)
 
-__all__ = ["CORE_OBSERVERS", "Observers", "SampleRecord"]
-
 CORE_OBSERVERS = {
     "console": "rlframework.observers.console:ConsoleObserver",
     "jsonl": "rlframework.observers.jsonl:JsonlObserver",
     "tensorboard": "rlframework.observers.tensorboard:TensorBoardObserver",
     "curve": "rlframework.observers.curve:CurveObserver",
-    "wandb": "rlframework.observers.wandb:WandbObserver",
-    "mlflow": "rlframework.observers.mlflow:MlflowObserver",
+    "wandb": "rlframework.observers.services:WandbObserver",
+    "mlflow": "rlframework.observers.services:MlflowObserver",
 }
 """Import paths of the built-in observers by their key in the `observers` section; constructed without arguments.
 
-Besides hooks, each has `close()`, and may have `ended(state)`, which is called first, no matter how the run ended.
+Besides hooks, they may have `ended(state)` and `close()`, which are called no matter how the run ended.
 """
 
 State = Literal["finished", "failed", "killed"]
@@ -53,9 +51,12 @@ class Observers:
 
     def __init__(self, config: ObserversConfig, info: RunInfo, hook: HookRelay | None = None) -> None:
         self._info = info
-        self._relays = [] if hook is None else [hook]
         self._dropped: set[int] = set()
-        self._core = self._make_core(config)
+        self._core = new_pluggy()
+        for name, target in CORE_OBSERVERS.items():
+            if getattr(config, name):
+                self._guarded(target, name, self._register, name=name, target=target)
+        self._relays = [self._core.hook] if hook is None else [self._core.hook, hook]
         self._closed = self._finished = False
         self.last_step = 0
         """The last finished step; 0 before the first."""
@@ -87,11 +88,11 @@ class Observers:
             return
         self._closed = True
         state = state or ("finished" if self._finished else "failed")
-        for observer in self._core.get_plugins():
-            name = self._core.get_name(observer)
+        for name, observer in self._core.list_name_plugin():
             if hasattr(observer, "ended") and id(observer) not in self._dropped:
-                self._guarded(observer, name, observer.ended, {"state": state})
-            self._guarded(observer, name, observer.close, {})
+                self._guarded(observer, name, observer.ended, state=state)
+            if hasattr(observer, "close"):
+                self._guarded(observer, name, observer.close)
 
     def __enter__(self) -> Self:
         self.run_started()
@@ -102,42 +103,29 @@ class Observers:
     ) -> None:
         self.close("killed" if kind is not None and issubclass(kind, (KeyboardInterrupt, SystemExit)) else None)
 
-    def _make_core(self, config: ObserversConfig) -> PluginManager:
-        manager = new_pluggy()
-        for name, target in CORE_OBSERVERS.items():
-            if getattr(config, name):
-                self._guarded(target, name, _register, {"manager": manager, "name": name, "target": target})
-        return manager
+    def _register(self, name: str, target: str) -> None:
+        self._core.register(load_target(target)(), name=name)
 
-    def _notify(self, hook: str, **arguments: Any) -> None:
+    def _notify(self, hook: str, **arguments: object) -> None:
         arguments["run"] = self._info
-        for relay in (self._core.hook, *self._relays):
-            for implementation in getattr(relay, hook).get_hookimpls():
-                if id(implementation.plugin) not in self._dropped:
-                    self._call(implementation, arguments)
+        for relay in self._relays:
+            for found in getattr(relay, hook).get_hookimpls():
+                if found.wrapper or found.hookwrapper:
+                    self._drop(found.plugin, found.plugin_name, "observer hooks cannot be wrapped")
+                elif id(found.plugin) not in self._dropped:
+                    known = {name: arguments[name] for name in found.argnames}
+                    self._guarded(found.plugin, found.plugin_name, found.function, **known)
 
-    def _call(self, implementation: HookImpl, arguments: Mapping[str, Any]) -> None:
-        if implementation.wrapper or implementation.hookwrapper:
-            self._drop(implementation.plugin, implementation.plugin_name, "observer hooks cannot be wrapped")
-            return
-        known = {name: arguments[name] for name in implementation.argnames}
-        self._guarded(implementation.plugin, implementation.plugin_name, implementation.function, known)
-
-    def _guarded(self, plugin: object, name: str | None, function: Any, arguments: Mapping[str, Any]) -> None:
+    def _guarded(self, plugin: object, label: str | None, function: Callable[..., Any], **arguments: object) -> None:
         try:
             function(**arguments)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - no exception of an observer may end the run
-            self._drop(plugin, name, f"{type(error).__name__}: {error}")
+            self._drop(plugin, label, f"{type(error).__name__}: {error}")
 
     def _drop(self, plugin: object, name: str | None, reason: str) -> None:
-        if id(plugin) in self._dropped:
-            return
-        self._dropped.add(id(plugin))
-        _LOG.warning("observer %r failed and is disabled; the run continues: %s", name, hide_in_text(reason))
-
-
-def _register(manager: PluginManager, name: str, target: str) -> None:
-    manager.register(load_target(target)(), name=name)
+        if id(plugin) not in self._dropped:
+            self._dropped.add(id(plugin))
+            _LOG.warning("observer %r failed and is disabled; the run continues: %s", name, hide_in_text(reason))
 
 
 def _numbers(metrics: Mapping[str, float]) -> Mapping[str, float]:

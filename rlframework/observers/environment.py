@@ -12,7 +12,6 @@ import sys
 import uuid
 from collections.abc import Iterable
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,31 +70,27 @@ def run_id(output_dir: Path) -> str:
 
 def describe(plugins: Iterable[PluginListing] = ()) -> dict[str, Any]:
     """Describe this process and its machine, as JSON types."""
-    rows = [row for row in plugins if row.kind is not None]
+    versions = {name: host.package_version(name) for name in PACKAGES}
     return {
         "run_id": uuid.uuid4().hex[:12],
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": clean_command(sys.argv),
         "python": f"{platform.python_implementation()} {platform.python_version()}",
         "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "packages": _versions(PACKAGES),
+        "packages": {name: version for name, version in versions.items() if version != "not installed"},
         "plugins": [
             {"name": row.name, "kind": row.kind, "distribution": row.distribution, "version": row.version}
-            for row in rows
-            if row.status == "active"
+            for row in plugins
+            if row.kind is not None and row.status == "active"
         ],
         "git": _git(),
-        "host": _host(),
+        "host": {
+            "processor": host.cpu_name(),
+            "cores": cpu_count(),
+            "memory_bytes": host.total_memory(),
+            "devices": [{"name": gpu.name, "memory_bytes": gpu.memory_bytes} for gpu in host.gpus()],
+        },
         "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
-    }
-
-
-def _host() -> dict[str, Any]:
-    return {
-        "processor": host.cpu_name(),
-        "cores": cpu_count(),
-        "memory_bytes": host.total_memory(),
-        "devices": [{"name": gpu.name, "memory_bytes": gpu.memory_bytes} for gpu in host.gpus()],
     }
 
 
@@ -106,13 +101,3 @@ def _git() -> dict[str, Any] | None:
         return None
     changed = host.command_output(["git", "status", "--porcelain", "--untracked-files=no"])
     return {"commit": commit.strip(), "changed": bool(changed)}
-
-
-def _versions(names: Iterable[str]) -> dict[str, str]:
-    versions = {}
-    for name in names:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return versions

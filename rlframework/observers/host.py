@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-_MEMINFO, _CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+_CPUINFO, _MEMINFO, _CGROUP = Path("/proc/cpuinfo"), Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 _SECONDS = 20.0
 
 
@@ -25,12 +25,7 @@ class Gpu:
 
 def cpu_name() -> str:
     """The processor's model, or its architecture if the model is unknown."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, "") or platform.machine()
+    return _field(_CPUINFO, "model name") or platform.processor() or platform.machine()
 
 
 def package_version(distribution: str) -> str:
@@ -62,13 +57,16 @@ def free_disk(path: Path) -> int:
 def gpus() -> list[Gpu]:
     """The GPUs that `nvidia-smi` lists (empty if none), restricted to CUDA_VISIBLE_DEVICES if that holds numbers."""
     query = ["nvidia-smi", "--query-gpu=name,memory.total,memory.free", "--format=csv,noheader,nounits"]
-    text = command_output(query)
-    found = [_gpu(line) for line in (text or "").splitlines() if line.count(",") == 2]
-    known = [gpu for gpu in found if gpu is not None]
+    rows = [[part.strip() for part in line.split(",")] for line in (command_output(query) or "").splitlines()]
+    found = [
+        Gpu(name, int(total) << 20, int(free) << 20)
+        for name, total, free in (row for row in rows if len(row) == 3)
+        if total.isdigit() and free.isdigit()  # a MIG slice may report [N/A]
+    ]
     numbers = [word.strip() for word in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
     if all(number.isdigit() for number in numbers):
-        return [known[int(number)] for number in numbers if int(number) < len(known)]
-    return known
+        return [found[int(number)] for number in numbers if int(number) < len(found)]
+    return found
 
 
 def command_output(command: list[str]) -> str | None:
@@ -80,19 +78,9 @@ def command_output(command: list[str]) -> str | None:
     return done.stdout
 
 
-def _gpu(line: str) -> Gpu | None:
-    name, total, free = (part.strip() for part in line.split(","))
-    if not (total.isdigit() and free.isdigit()):
-        return None  # a MIG slice may report [N/A]
-    return Gpu(name, int(total) << 20, int(free) << 20)
-
-
 def _meminfo(name: str) -> int | None:
-    try:
-        lines = _MEMINFO.read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) << 10 for line in lines if line.startswith(f"{name}:")), None)
+    kilobytes = _field(_MEMINFO, name)
+    return int(kilobytes.split()[0]) << 10 if kilobytes else None
 
 
 def _cgroup(name: str) -> int | None:
@@ -101,6 +89,15 @@ def _cgroup(name: str) -> int | None:
     except OSError:
         return None
     return int(text) if text.isdigit() else None
+
+
+def _field(file: Path, name: str) -> str:
+    """The first value of `name` in lines of the form `name: value`; empty if there is none."""
+    try:
+        lines = file.read_text().splitlines()
+    except OSError:
+        return ""
+    return next((value.strip() for key, _, value in (line.partition(":") for line in lines) if key.strip() == name), "")
 
 
 def _least(*values: int | None) -> int | None:

@@ -1,6 +1,7 @@
-"""Writes `metrics.jsonl` and `samples.jsonl` in the run's directory, and reads the former.
+"""`metrics.jsonl` and `samples.jsonl` in the run's directory: writing them, reading them, and series of metrics.
 
-Each line is valid JSON: non-finite numbers are written as the strings "NaN", "Infinity" and "-Infinity".
+Each line is valid JSON: non-finite numbers are written as the strings "NaN", "Infinity" and "-Infinity". A history has
+one mapping per step, from metric name to value, with the step as `step` if it is known.
 """
 
 from __future__ import annotations
@@ -10,17 +11,17 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
+from typing import Any, BinaryIO, TextIO
 
 from rlframework.errors import DataError
 from rlframework.observers.environment import run_id
-from rlframework.plugins.hookspec import RunInfo, hookimpl
-
-if TYPE_CHECKING:
-    from rlframework.plugins.hookspec import SampleRecord
+from rlframework.plugins.hookspec import RunInfo, SampleRecord, hookimpl
 
 METRICS_FILE, SAMPLES_FILE = "metrics.jsonl", "samples.jsonl"
+
+History = Sequence[Mapping[str, float]]
 
 
 class JsonlObserver:
@@ -56,29 +57,43 @@ class JsonlObserver:
 
 
 def read_history(path: Path) -> list[dict[str, float]]:
-    """The rows of a `metrics.jsonl`, in the order of their steps.
+    """The rows of a `metrics.jsonl`, in the order of their steps (see `add_row`).
 
-    Rows written after a resume replace earlier rows of the same and later steps; two consecutive rows of one step
-    (training and validation) are merged. An incomplete last line is ignored; any other invalid line raises `DataError`
-    with its number.
+    An incomplete last line is ignored; any other invalid line raises `DataError` with its number.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}") from error
+        lines = read_text(path).split("\n")
     except UnicodeDecodeError as error:
         raise DataError(f"cannot read {path}: it is not UTF-8 text ({error})") from error
     rows: list[dict[str, float]] = []
-    lines = text.split("\n")
     for number, line in enumerate(lines[:-1], start=1):
-        row = _parse(path, number, line)
-        while rows and rows[-1]["step"] > row["step"]:
-            rows.pop()
-        if rows and rows[-1]["step"] == row["step"]:
-            rows[-1].update(row)
-        else:
-            rows.append(row)
+        try:
+            add_row(rows, {name: float(value) for name, value in json.loads(line).items()})
+        except (ValueError, AttributeError, TypeError, KeyError) as error:
+            raise DataError(f"{path}, line {number}: not an object of numbers with a `step`: {line[:80]!r}") from error
     return rows
+
+
+def add_row(rows: list[dict[str, float]], row: dict[str, float]) -> None:
+    """Append `row`, which replaces rows of later steps, written before a resume, and extends a row of the same step.
+
+    Training and validation of one step are two rows.
+    """
+    step = row["step"]
+    while rows and rows[-1]["step"] > step:
+        rows.pop()
+    if rows and rows[-1]["step"] == step:
+        rows[-1].update(row)
+    else:
+        rows.append(row)
+
+
+def read_text(path: Path, errors: str = "strict") -> str:
+    """The text of a UTF-8 file, with `errors` as in `bytes.decode`. Raises `DataError` if it cannot be read."""
+    try:
+        return path.read_bytes().decode("utf-8", errors)
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
 
 
 def drop_steps_after(output_dir: Path, step: int) -> None:
@@ -92,6 +107,22 @@ def drop_steps_after(output_dir: Path, step: int) -> None:
                 file.truncate(_end_of_step(file, step))
 
 
+def seconds_of(history: History) -> list[float]:
+    """Seconds of training up to the end of each row: the cumulative sum of `time/step`."""
+    spent = (row.get("time/step", 0.0) for row in history)
+    return list(accumulate(seconds if math.isfinite(seconds) else 0.0 for seconds in spent))
+
+
+def series(history: History, name: str, at: Sequence[float]) -> tuple[list[float], list[float]]:
+    """Positions and values of metric `name`, skipping missing and non-finite values; `at[i]` is row `i`'s position."""
+    points = [
+        (position, float(row[name]))
+        for position, row in zip(at, history, strict=True)
+        if name in row and math.isfinite(row[name])
+    ]
+    return [position for position, _ in points], [value for _, value in points]
+
+
 def _end_of_step(lines: BinaryIO, step: int) -> int:
     """The offset at which the last complete line with a step of at most `step` ends."""
     end = position = 0
@@ -102,29 +133,12 @@ def _end_of_step(lines: BinaryIO, step: int) -> int:
     return end
 
 
-def _parse(path: Path, number: int, line: str) -> dict[str, float]:
-    try:
-        row = {name: float(value) for name, value in json.loads(line).items()}
-        row["step"]
-    except (ValueError, AttributeError, TypeError, KeyError) as error:
-        raise DataError(f"{path}, line {number}: not an object of numbers with a `step`: {line[:80]!r}") from error
-    return row
-
-
 def _open_for_append(path: Path) -> TextIO:
     """Open for appending, after removing an incomplete last line left by a killed process."""
     with path.open("ab+") as file:
-        end = size = file.tell()
-        while end and not _ends_line(file, end):
-            end -= 1
-        if end != size:
-            file.truncate(end)
+        file.seek(0)
+        file.truncate(file.read().rfind(b"\n") + 1)
     return path.open("a", encoding="utf-8")
-
-
-def _ends_line(file: Any, position: int) -> bool:
-    file.seek(position - 1)
-    return bool(file.read(1) == b"\n")
 
 
 def _write(file: TextIO | None, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -135,10 +149,6 @@ def _write(file: TextIO | None, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _finite(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _json_number(value) if isinstance(value, float) else value for name, value in row.items()}
-
-
-def _json_number(value: float) -> float | str:
-    if math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    """Replace non-finite numbers by their names."""
+    bad = {name for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)}
+    return {name: json.dumps(value) if name in bad else value for name, value in row.items()}

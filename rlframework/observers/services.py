@@ -1,26 +1,42 @@
-"""Common code of the observers for services (W&B, MLflow): the check before a run, names, and a run's metadata."""
+"""Observers that report a run to a tracking service: Weights & Biases (extra `wandb`) and MLflow (extra `mlflow`).
+
+A service's package is imported when a run starts, and finds its credentials itself. Models are not uploaded; only their
+paths are logged.
+"""
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from importlib.machinery import PathFinder
+from operator import attrgetter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlframework.configure import dump_config
 from rlframework.errors import ConfigError
-from rlframework.observers.environment import read_environment
+from rlframework.observers.environment import read_environment, run_id
 from rlframework.observers.secrets import hide_in_text, hide_secrets
+from rlframework.plugins.hookspec import RunInfo, SampleRecord, hookimpl
 
 if TYPE_CHECKING:
+    from rlframework.config.observers import MlflowConfig
     from rlframework.config.sections import ObserversConfig
-    from rlframework.plugins.hookspec import RunInfo, SampleRecord
+
+_LOG = logging.getLogger(__name__)
 
 SERVICES = {"wandb": "wandb", "mlflow": "mlflow"}
 """Maps the key in the `observers` section, which is also the extra's name, to the required module."""
 
 COLUMNS = ("step", "kind", "prompt", "completion", "reward")
 """Columns of a sample table."""
+
+MLFLOW_TAG = "rlframework.run_id"
+"""The tag by which a resumed run finds its MLflow run."""
+
+MLFLOW_VALUE_LENGTH = 500
+"""Maximum length of a parameter's value that every MLflow server accepts."""
 
 
 def check_services(config: ObserversConfig) -> None:
@@ -39,15 +55,128 @@ def check_services(config: ObserversConfig) -> None:
         )
 
 
-def run_name(run: RunInfo, given: str | None) -> str:
-    """The run's display name: `given`, or the name of its output directory."""
-    return given or run.output_dir.absolute().name
+class WandbObserver:
+    """Logs metrics by step under their own names, a table `samples`, checkpoint paths and the final state.
+
+    W&B's own record of the command line, user and host is disabled, because it may contain what
+    `rlframework.observers.secrets` hides.
+    """
+
+    def __init__(self) -> None:
+        self._run: Any = None
+        self._wandb: Any = None
+
+    @hookimpl
+    def rlframework_run_started(self, run: RunInfo) -> None:
+        """Create the W&B run, or resume the one that was created for `output_dir`."""
+        import wandb
+
+        section = run.config.observers.wandb
+        assert section
+        self._wandb = wandb
+        self._run = wandb.init(
+            project=section.project,
+            entity=section.entity,
+            name=_run_name(run, section.run_name),
+            tags=list(section.tags),
+            mode=section.mode,
+            dir=str(run.output_dir),
+            id=run_id(run.output_dir),
+            resume="allow" if section.mode == "online" else None,
+            config={**_config(run), "environment_of_run": _environment(run)},
+            settings=wandb.Settings(
+                console="off", silent=True, disable_git=True, disable_code=True, save_code=False, x_disable_meta=True
+            ),
+        )
+        # a resumed run repeats some steps, but W&B's own step counter cannot decrease
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+        _LOG.info("W&B: %s", self._run.dir if section.mode == "offline" else self._run.url)
+
+    @hookimpl
+    def rlframework_step_finished(
+        self, step: int, metrics: Mapping[str, float], samples: Sequence[SampleRecord]
+    ) -> None:
+        """Log the step."""
+        values: dict[str, Any] = {"step": step, **metrics}
+        if samples:
+            values["samples"] = self._wandb.Table(columns=list(COLUMNS), data=_rows(samples))
+        self._run.log(values)
+
+    @hookimpl
+    def rlframework_checkpoint_saved(self, step: int, path: Path) -> None:
+        """Log the path of the last checkpoint."""
+        self._run.summary.update({"checkpoint/step": step, "checkpoint/path": str(path)})
+
+    def ended(self, state: str) -> None:
+        """End the run as `state`: finished, failed or killed."""
+        if self._run is not None:
+            self._run.summary["state"] = state
+            self._run.finish(exit_code=0 if state == "finished" else 1)
 
 
-def run_metadata(run: RunInfo) -> dict[str, Any]:
-    """The configuration of `run`, and its environment as `environment_of_run`, without secrets."""
-    values = dict(hide_secrets(dump_config(run.config)))
-    return values | {"environment_of_run": hide_secrets(read_environment(run.output_dir))}
+class MlflowObserver:
+    """Logs metrics by step under their own names, samples as tables, checkpoint paths as tags, and the final state.
+
+    Uses only MLflow's client, so that the program's own active run, if any, is not affected.
+    """
+
+    def __init__(self) -> None:
+        self._client: Any = None
+        self._id = ""
+
+    @hookimpl
+    def rlframework_run_started(self, run: RunInfo) -> None:
+        """Create the MLflow run, or resume it if the experiment has a run for `output_dir`."""
+        from mlflow import MlflowClient
+
+        section = run.config.observers.mlflow
+        assert section
+        self._client = MlflowClient(section.tracking_uri)
+        found = self._client.get_experiment_by_name(section.experiment)
+        experiment = str(found.experiment_id if found else self._client.create_experiment(section.experiment))
+        tag = run_id(run.output_dir)
+        known = self._client.search_runs([experiment], filter_string=f"tags.`{MLFLOW_TAG}` = '{tag}'", max_results=1)
+        self._id = known[0].info.run_id if known else self._create(run, section, experiment, tag)
+        self._client.update_run(self._id, status="RUNNING")
+        _LOG.info("MLflow: run %s in %r", self._id, section.experiment)
+
+    @hookimpl
+    def rlframework_step_finished(
+        self, step: int, metrics: Mapping[str, float], samples: Sequence[SampleRecord]
+    ) -> None:
+        """Log the step. Its samples become an artifact `samples/step-...json` in MLflow's table format."""
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        self._client.log_batch(self._id, metrics=[Metric(name, value, now, step) for name, value in metrics.items()])
+        if samples:
+            table = {"columns": list(COLUMNS), "data": _rows(samples)}
+            self._client.log_dict(self._id, table, f"samples/step-{step:06d}.json")
+
+    @hookimpl
+    def rlframework_checkpoint_saved(self, step: int, path: Path) -> None:
+        """Log the path of the last checkpoint."""
+        self._client.set_tag(self._id, "checkpoint.step", str(step))
+        self._client.set_tag(self._id, "checkpoint.path", str(path))
+
+    def ended(self, state: str) -> None:
+        """End the run as `state`: finished, failed or killed."""
+        if self._id:
+            self._client.set_terminated(self._id, state.upper())
+
+    def _create(self, run: RunInfo, section: MlflowConfig, experiment: str, tag: str) -> str:
+        from mlflow.entities import Param
+
+        tags = {**section.tags, MLFLOW_TAG: tag}
+        created = self._client.create_run(experiment, tags=tags, run_name=_run_name(run, section.run_name))
+        created_id = str(created.info.run_id)
+        config = _config(run)
+        values = {name: str(value)[:MLFLOW_VALUE_LENGTH] for name, value in flatten(config).items()}
+        self._client.log_batch(created_id, params=[Param(name, value) for name, value in values.items()])
+        self._client.log_dict(created_id, config, "config.json")
+        self._client.log_dict(created_id, _environment(run), "environment.json")
+        return created_id
 
 
 def flatten(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
@@ -58,9 +187,20 @@ def flatten(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
     return found
 
 
-def rows_of(samples: Sequence[SampleRecord]) -> list[list[Any]]:
-    """The samples as rows of `COLUMNS`."""
-    return [[asdict(sample)[column] for column in COLUMNS] for sample in samples]
+def _run_name(run: RunInfo, given: str | None) -> str:
+    return given or run.output_dir.absolute().name
+
+
+def _config(run: RunInfo) -> dict[str, Any]:
+    return dict(hide_secrets(dump_config(run.config)))
+
+
+def _environment(run: RunInfo) -> dict[str, Any]:
+    return dict(hide_secrets(read_environment(run.output_dir)))
+
+
+def _rows(samples: Sequence[SampleRecord]) -> list[list[Any]]:
+    return [list(attrgetter(*COLUMNS)(sample)) for sample in samples]
 
 
 def _installed(module: str) -> bool:

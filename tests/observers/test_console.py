@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlframework.observers.console import ConsoleObserver, Pace, duration, pace_text
+from rlframework.observers.console import EVERY, ConsoleObserver, Pace, ProgressLines, duration, progress_bar
 from rlframework.plugins.hookspec import RunInfo
 from rlframework.training.loop import StepLoop
 
@@ -152,21 +152,19 @@ def test_a_dumb_terminal_gets_plain_lines(tmp_path, clock, monkeypatch):
 
 def test_the_pace_forgets_old_steps():
     pace = Pace(total=100, now=0.0)
-    assert pace_text(pace) == ""
+    assert str(pace) == ""
     now = 0.0
     for step in range(1, 51):
         now += 10.0 if step <= 30 else 1.0
         pace.mark(step, now)
-    assert pace.seconds == pytest.approx(1.0)  # the last twenty steps
-    assert pace.remaining == pytest.approx(50.0)
+    assert str(pace) == "1 s/step, remaining 50s"  # of the last twenty steps
 
 
 def test_the_time_before_the_first_step_is_not_part_of_the_pace():
     pace = Pace(total=10, now=0.0)
     pace.mark(0, 500.0)
     pace.mark(1, 503.0)
-    assert pace.seconds == pytest.approx(3.0)
-    assert pace.remaining == pytest.approx(27.0)
+    assert str(pace) == "3 s/step, remaining 27s"
 
 
 @pytest.mark.parametrize(
@@ -215,3 +213,29 @@ def test_the_printed_memory_is_the_largest_peak_of_the_workers(infos, shown, tmp
     observer.rlframework_step_finished(1, metrics)
     memory = [part for part in stream.getvalue().splitlines()[1].split("  ") if "memory" in part]
     assert memory == ([] if shown is None else [shown])
+
+
+# -- progress of other commands ---------------------------------------------------------------------------------------
+
+
+def test_a_line_with_the_remaining_time_is_printed_after_each_interval(clock, capsys):
+    tell = ProgressLines("rows", clock)
+    for intervals, done in ((0.3, 100), (1, 250), (1.3, 300), (3, 900), (4.2, 1000)):
+        clock.now = 100.0 + intervals * EVERY
+        tell(done, 1000)
+    # 250 in 30 s: 750 more take 90 s; 900 in 90 s: 100 more take 10 s
+    lines = ["rows: 250 of 1,000, 90 s left", "rows: 900 of 1,000, 10 s left", "rows: 1,000 of 1,000"]
+    assert capsys.readouterr().err.splitlines() == lines
+
+
+def test_no_remaining_time_before_any_progress(clock, capsys):
+    tell = ProgressLines("rows", clock)
+    clock.now += EVERY
+    tell(0, 10)
+    assert capsys.readouterr().err == "rows: 0 of 10\n"
+
+
+def test_without_a_terminal_there_is_no_bar(capsys):
+    with progress_bar("rows") as progress:
+        progress(1, 2)
+    assert capsys.readouterr() == ("", "")

@@ -4,10 +4,11 @@ import math
 from types import SimpleNamespace
 
 import pytest
+from matplotlib import rc_context
 
 from rlframework.observers import curve
-from rlframework.observers.curve import CurveObserver, draw_curve
-from rlframework.observers.series import last_step, seconds_of, series, smooth
+from rlframework.observers.curve import STYLE, CurveObserver, draw_curve, draw_phases, phases_of, smooth
+from rlframework.observers.jsonl import seconds_of, series
 from rlframework.plugins.hookspec import RunInfo
 
 SFT = [{"step": 0.0, "validation/accuracy": 0.0}, *({"step": float(i), "train/loss": 3.0 / i} for i in range(1, 11))]
@@ -19,13 +20,13 @@ GRPO[-1]["validation/accuracy"] = 0.75
 
 
 def figure(phases, along="steps"):
-    return curve._figure(curve._phases(phases, along), "title", along)
+    with rc_context(STYLE):
+        return draw_phases(phases_of(phases, along), "title", along)
 
 
 def test_smoothing_is_a_centred_mean_truncated_at_the_ends():
     assert smooth([1.0, 2.0, 6.0, 4.0], 3) == pytest.approx([1.5, 3.0, 4.0, 5.0])
-    assert smooth([1.0, 5.0], 1) == [1.0, 5.0]
-    assert smooth([], 5) == []
+    assert list(smooth([1.0, 5.0], 1)) == [1.0, 5.0]
 
 
 def test_series_skip_missing_and_non_finite_values():
@@ -35,9 +36,8 @@ def test_series_skip_missing_and_non_finite_values():
 
 
 def test_positions_on_the_axis():
-    assert last_step([]) == 0
-    assert last_step([{}, {}]) == 2
-    assert last_step(SFT) == 10
+    phases = phases_of([("", []), ("", [{}, {}]), ("", SFT)], "steps")
+    assert [(phase.start, phase.length) for phase in phases] == [(0, 0), (0, 2), (2, 10)]
     assert seconds_of([{}, {"time/step": 2.0}, {"time/step": math.nan}, {"time/step": 0.5}]) == [0.0, 2.0, 2.0, 2.5]
 
 

@@ -1,120 +1,140 @@
-"""The report page's data as JSON values. Numbers are rounded to the precision visible in a chart."""
+"""The report page's data as JSON values, thinned to what a page can hold and rounded to what a chart can show.
+
+Series keep their extremes and end points; samples are kept or dropped as complete steps.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypedDict
+
+import numpy as np
 
 from rlframework import __version__
-from rlframework.observers.report.facts import facts_of, headline_of
+from rlframework.observers.jsonl import seconds_of
 from rlframework.observers.report.metrics import Chart, arrange, phase_of, split_of
-from rlframework.observers.report.reading import Run
-from rlframework.observers.report.settings import environment_of, flatten
-from rlframework.observers.report.thinning import POINTS, Series, thin, thin_samples
-from rlframework.observers.series import seconds_of, series
+from rlframework.observers.report.reading import Run, Sample
+from rlframework.observers.report.summary import facts_of, flatten, headlines
 
-BUDGET = 600_000
-"""Maximum number of characters in samples, over all runs."""
+POINTS = 1000
+"""Series of at most this many points are not thinned; longer ones have at most half as many buckets."""
 NUMBERS = 250_000
 """Maximum number of values in series, over all runs."""
-COLUMNS = 160
-"""Maximum number of columns in a chart of phase times."""
+BUDGET = 600_000
+"""Maximum number of characters in samples, over all runs."""
 LONGEST = 4000
 """Maximum number of characters in one prompt or completion."""
+COLUMNS = 160
+"""Maximum number of columns in a chart of phase times."""
+
+Array = np.ndarray[Any, Any]
+Phases = TypedDict(
+    "Phases",
+    {"names": list[str], "from": list[int], "to": list[int], "values": list[list[float]], "totals": list[float]},
+)
+"""Seconds of each phase: means over ranges of steps, and totals over the run."""
+
+
+@dataclass(frozen=True)
+class Series:
+    """Points of a metric. `low` and `high` are the extremes of each bucket; None if the series was not thinned."""
+
+    at: Sequence[float]
+    mean: Sequence[float]
+    low: Sequence[float] | None = None
+    high: Sequence[float] | None = None
 
 
 def content(runs: Sequence[Run], smooth: int) -> dict[str, Any]:
     """The data of the page; `smooth` is its initial smoothing span in steps."""
-    names = list(dict.fromkeys(name for run in runs for row in run.history for name in row))
-    groups, listed = arrange(names), len(names) or 1
-    points = max(100, min(POINTS, NUMBERS // (len(runs) * listed)))
+    names = list(dict.fromkeys(name for run in runs for name in run.names))
+    points = max(100, min(POINTS, NUMBERS // (len(runs) * max(len(names), 1))))
     return {
         "title": runs[0].name if len(runs) == 1 else f"{len(runs)} runs",
         "made": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "version": __version__,
         "smooth": smooth,
         "splits": {name: split_of(name) for name in names},
-        "groups": [_group(key, title, charts, runs) for key, title, charts in groups],
+        "groups": [_group(key, title, charts, runs) for key, title, charts in arrange(names)],
         "runs": [_run(run, points, BUDGET // len(runs)) for run in runs],
     }
 
 
 def _group(key: str, title: str, charts: Sequence[Chart], runs: Sequence[Run]) -> dict[str, Any]:
-    """The charts of a group. Constant metrics and copies of another metric are listed as text instead."""
-    values = {chart.quantity: _only_value(chart, runs) for chart in charts}
-    copies = _copies([chart for chart in charts if values[chart.quantity] is None], runs)
-    return {
-        "key": key,
-        "title": title,
-        "charts": [asdict(chart) for chart in charts if values[chart.quantity] is None and chart.title not in copies],
-        "same": list(copies.items()),
-        "constant": [[chart.title, values[chart.quantity]] for chart in charts if values[chart.quantity] is not None],
-    }
+    """The charts of a group. Constant metrics and copies of another metric are listed as text instead.
 
-
-def _copies(charts: Sequence[Chart], runs: Sequence[Run]) -> dict[str, str]:
-    """Map the title of each chart whose training values equal those of an earlier chart to that chart's title.
-
-    Accuracy is never dropped as a copy: readers look for it even if it equals the reward.
+    A copy has the same training values as an earlier chart. Accuracy is never dropped as a copy: readers look for it.
     """
-    copies: dict[str, str] = {}
-    seen: list[tuple[str, list[float | None]]] = []
+    drawn: list[tuple[Chart, Array]] = []
+    constant: list[tuple[str, float]] = []
+    copies: list[tuple[str, str]] = []
     for chart in charts:
+        present = [row[name] for run in runs for row in run.history for name in chart.names if name in row]
+        if len(present) > 1 and len(set(present)) == 1 and math.isfinite(present[0]):
+            constant.append((chart.title, present[0]))
+            continue
         training = [name for name in chart.names if split_of(name) != "validation"]
-        values = [row.get(name) for name in training for run in runs for row in run.history]
-        original = next((title for title, others in seen if _nearly_equal(values, others)), None)
+        values = np.array([row.get(name, math.nan) for name in training for run in runs for row in run.history])
+        original = next((earlier.title for earlier, others in drawn if _nearly_equal(values, others)), None)
         if original is not None and chart.quantity != "accuracy" and len(training) == len(chart.names):
-            copies[chart.title] = original
+            copies.append((chart.title, original))
         else:
-            seen.append((chart.title, values))
-    return copies
+            drawn.append((chart, values))
+    charts_drawn = [asdict(chart) for chart, _ in drawn]
+    return {"key": key, "title": title, "charts": charts_drawn, "same": copies, "constant": constant}
 
 
-def _nearly_equal(values: Sequence[float | None], others: Sequence[float | None]) -> bool:
+def _nearly_equal(values: Array, others: Array) -> bool:
     """Whether the two series look the same in a chart."""
-    if not values or len(values) != len(others):
+    if not values.size or values.shape != others.shape:
         return False
-    tolerance = 1e-4 * max((abs(value) for value in values if value is not None and math.isfinite(value)), default=0.0)
-    return all(
-        one == other if one is None or other is None else math.isclose(one, other, abs_tol=tolerance)
-        for one, other in zip(values, others, strict=True)
-    )
-
-
-def _only_value(chart: Chart, runs: Sequence[Run]) -> float | None:
-    found = {row[name] for run in runs for row in run.history for name in chart.names if name in row}
-    value = found.pop() if len(found) == 1 else None
-    several = sum(name in row for run in runs for row in run.history for name in chart.names) > 1
-    return value if value is not None and several and math.isfinite(value) else None
+    tolerance = 1e-4 * np.abs(values[np.isfinite(values)]).max(initial=0.0)
+    return np.allclose(values, others, rtol=1e-9, atol=tolerance, equal_nan=True)
 
 
 def _run(run: Run, points: int, budget: int) -> dict[str, Any]:
     places: list[list[float]] = []
-    at = [float(row["step"]) for row in run.history]
-    clock = thin(at, seconds_of(run.history), points, points // 2)
-    names = dict.fromkeys(name for row in run.history for name in row)
+    clock = thin(run.steps, seconds_of(run.history), points)
+    shown = [name for name in run.names if name not in ("step", "time") and phase_of(name) is None]
+    bad = {name: [int(row["step"]) for row in run.history if not math.isfinite(row.get(name, 0.0))][:200]
+           for name in run.names}  # fmt: skip
     return {
         "name": run.name,
         "path": str(run.path),
-        "headline": headline_of(run),
+        "headline": headlines(run)[0],
         "facts": facts_of(run),
         "notes": list(run.notes),
         "clock": [list(clock.at), _rounded(clock.mean)],
-        "series": {
-            name: _encode_series(thin(*series(run.history, name, at), points, points // 2), places)
-            for name in names
-            if name not in ("step", "time") and phase_of(name) is None
-        },
-        "bad": {name: bad for name in names if (bad := _not_finite(run, name))},
+        "series": {name: _encode_series(thin(*run.series(name), points), places) for name in shown},
+        "bad": {name: steps for name, steps in bad.items() if steps},
         "places": places,
         "phases": phases_of(run),
         "samples": _samples(run, budget),
         "config": flatten(run.config),
-        "environment": environment_of(run.environment),
+        "environment": flatten(run.environment),
     }
+
+
+def thin(at: Sequence[float], values: Sequence[float], points: int = POINTS) -> Series:
+    """Reduce more than `points` finite `values` at positions `at` to at most half as many equal buckets.
+
+    The first and the last value each keep their own bucket.
+    """
+    count = len(values)
+    if count <= points:
+        return Series(at, values)
+    size = math.ceil((count - 2) / (max(3, points // 2) - 2))
+    starts = np.array([0, *range(1, count - 1, size), count - 1])
+    ends = np.append(starts[1:], count)
+    return Series(
+        [(at[start] + at[end - 1]) / 2 for start, end in zip(starts, ends, strict=True)],
+        (np.add.reduceat(values, starts) / (ends - starts)).tolist(),
+        np.minimum.reduceat(values, starts).tolist(),
+        np.maximum.reduceat(values, starts).tolist(),
+    )
 
 
 def _encode_series(points: Series, places: list[list[float]]) -> list[Any]:
@@ -126,82 +146,67 @@ def _encode_series(points: Series, places: list[list[float]]) -> list[Any]:
     return [places.index(at), _rounded(points.mean), *ends]
 
 
-def _not_finite(run: Run, name: str) -> list[int]:
-    return [int(row["step"]) for row in run.history if name in row and not math.isfinite(row[name])][:200]
-
-
-def phases_of(run: Run, columns: int = COLUMNS) -> dict[str, Any] | None:
-    """Seconds of each phase: means over equal ranges of steps, and totals over the run. None without phases.
+def phases_of(run: Run, columns: int = COLUMNS) -> Phases | None:
+    """The times of the run's phases over at most `columns` equal ranges of steps. None without phases.
 
     The last phase, `other`, is the remainder of `time/step`.
     """
-    rows = [row for row in run.history if any(phase_of(name) for name in row)]
+    names = [phase for name in run.names if (phase := phase_of(name))]
+    rows = [row for row in run.history if any(f"time/{name}" in row for name in names)]
     if not rows:
         return None
-    names = list(dict.fromkeys(phase for row in rows for name in row if (phase := phase_of(name))))
-    table = [_phase_row(row, names) for row in rows]
-    if any(row[-1] > 0 for row in table):
+    spent = np.array([[row.get(f"time/{name}", 0.0) for name in (*names, "step")] for row in rows])
+    spent = np.where(np.isfinite(spent) & (spent > 0), spent, 0.0)
+    spent[:, -1] = np.maximum(spent[:, -1] - spent[:, :-1].sum(axis=1), 0.0)
+    if spent[:, -1].any():
         names.append("other")
-    size = math.ceil(len(table) / columns)
-    parts = [range(begin, min(begin + size, len(table))) for begin in range(0, len(table), size)]
+    starts = np.arange(0, len(rows), math.ceil(len(rows) / columns))
+    ends = np.append(starts[1:], len(rows))
+    means = np.add.reduceat(spent, starts) / (ends - starts)[:, None]
     return {
         "names": names,
-        "from": [int(rows[part[0]]["step"]) for part in parts],
-        "to": [int(rows[part[-1]]["step"]) for part in parts],
-        "values": [_rounded([_mean([table[i][n] for i in part]) for part in parts]) for n in range(len(names))],
-        "totals": _rounded([math.fsum(row[n] for row in table) for n in range(len(names))]),
+        "from": [int(rows[start]["step"]) for start in starts],
+        "to": [int(rows[end - 1]["step"]) for end in ends],
+        "values": [_rounded(means[:, index]) for index in range(len(names))],
+        "totals": _rounded(spent.sum(axis=0)[: len(names)]),
     }
-
-
-def _phase_row(row: Mapping[str, float], names: Sequence[str]) -> list[float]:
-    spent = [_time(row.get(f"time/{name}", 0.0)) for name in names]
-    rest = _time(row.get("time/step", 0.0)) - math.fsum(spent)
-    return [*spent, rest if rest > 0 else 0.0]
-
-
-def _time(value: float) -> float:
-    return value if math.isfinite(value) and value > 0 else 0.0
 
 
 def _samples(run: Run, budget: int) -> dict[str, Any]:
     """The samples as `rows` of step, kind, index of the prompt, completion, reward, and other fields."""
-    short = [
-        {**row, "prompt": _truncate(row["prompt"]), "completion": _truncate(row["completion"])} for row in run.samples
-    ]
+    short = [replace(row, prompt=_truncate(row.prompt), completion=_truncate(row.completion)) for row in run.samples]
     kept = thin_samples(short, budget)
-    prompts = {prompt: number for number, prompt in enumerate(dict.fromkeys(row["prompt"] for row in kept))}
-    rows = [
-        [
-            row["step"],
-            row["kind"],
-            prompts[row["prompt"]],
-            row["completion"],
-            _finite_or_none(row["reward"]),
-            _extra_fields(row),
-        ]
-        for row in kept
-    ]
+    prompts = {prompt: number for number, prompt in enumerate(dict.fromkeys(row.prompt for row in kept))}
+    rows = []
+    for row in kept:
+        reward = None if row.reward is None or not math.isfinite(row.reward) else round(row.reward, 4)
+        extra = {str(name): str(value)[:500] for name, value in row.extra.items() if value is not None}
+        rows.append([row.step, row.kind, prompts[row.prompt], row.completion, reward, extra])
     return {"total": len(run.samples), "prompts": list(prompts), "rows": rows}
 
 
-def _extra_fields(row: Mapping[str, Any]) -> dict[str, str]:
-    known = ("run", "step", "kind", "prompt", "completion", "reward")
-    return {str(name): str(value)[:500] for name, value in row.items() if name not in known and value is not None}
+def thin_samples(rows: Sequence[Sample], budget: int) -> list[Sample]:
+    """Select rows of about `budget` characters: complete steps, evenly spaced per kind, always with the last step."""
+    sizes: dict[str, dict[int, int]] = {}
+    for row in rows:
+        steps = sizes.setdefault(row.kind, {})
+        steps[row.step] = steps.get(row.step, 0) + len(row.completion) + len(row.prompt) + 40
+    kept = {(kind, step) for kind, steps in sizes.items() for step in _spread(steps, budget // len(sizes))}
+    return [row for row in rows if (row.kind, row.step) in kept]
+
+
+def _spread(sizes: Mapping[int, int], budget: int) -> list[int]:
+    """Every k-th step counting back from the last, with the smallest k that fits into `budget`."""
+    steps = sorted(sizes, reverse=True)
+    fits = (stride for stride in range(1, len(steps)) if sum(sizes[step] for step in steps[::stride]) <= budget)
+    return steps[:: next(fits, len(steps))]
 
 
 def _truncate(text: str) -> str:
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}\n… {len(text) - LONGEST:,} more characters"
 
 
-def _finite_or_none(value: float | None) -> float | None:
-    return round(value, 4) if value is not None and math.isfinite(value) else None
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
-
-
-def _rounded(values: Sequence[float]) -> list[float]:
+def _rounded(values: Sequence[float] | Array) -> list[float]:
     return [_whole(float(f"{value:.5g}")) for value in values]
 
 

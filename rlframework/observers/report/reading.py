@@ -9,14 +9,44 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from rlframework.errors import DataError, UserError
 from rlframework.observers.environment import ENVIRONMENT_FILE
-from rlframework.observers.jsonl import METRICS_FILE, SAMPLES_FILE, read_history
+from rlframework.observers.jsonl import METRICS_FILE, SAMPLES_FILE, History, read_history, read_text, series
 
 CONFIG_FILE, MODEL = "config.yaml", "model"
+SAMPLE_FIELDS = ("run", "step", "kind", "prompt", "completion", "reward")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A line of `samples.jsonl`; `extra` has its other fields."""
+
+    step: int
+    kind: str
+    prompt: str
+    completion: str
+    reward: float | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, line: str) -> Sample | None:
+        """The sample in a line of JSON; None if the line is invalid."""
+        try:
+            row = json.loads(line)
+            extra = {name: value for name, value in row.items() if name not in SAMPLE_FIELDS}
+            prompt, completion = (
+                text if isinstance(text, str) else json.dumps(text) for text in (row["prompt"], row["completion"])
+            )
+            reward = None if row.get("reward") is None else float(row["reward"])
+            return cls(int(row["step"]), str(row.get("kind", "train")), prompt, completion, reward, extra)
+        except (ValueError, AttributeError, TypeError, KeyError, OverflowError):
+            return None
 
 
 @dataclass(frozen=True)
@@ -25,8 +55,8 @@ class Run:
 
     name: str
     path: Path
-    history: Sequence[Mapping[str, float]]
-    samples: Sequence[Mapping[str, Any]] = ()
+    history: History
+    samples: Sequence[Sample] = ()
     config: Mapping[str, Any] | None = None
     environment: Mapping[str, Any] | None = None
     finished: bool = False
@@ -36,6 +66,20 @@ class Run:
     def last_step(self) -> int:
         """The last step with metrics."""
         return int(self.history[-1]["step"])
+
+    @cached_property
+    def steps(self) -> list[float]:
+        """The step of each row of the history."""
+        return [float(row["step"]) for row in self.history]
+
+    @cached_property
+    def names(self) -> list[str]:
+        """The names of all metrics, in the order of their appearance."""
+        return list(dict.fromkeys(name for row in self.history for name in row))
+
+    def series(self, name: str) -> tuple[list[float], list[float]]:
+        """Steps and finite values of a metric."""
+        return series(self.history, name, self.steps)
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
@@ -54,17 +98,15 @@ def read_run(path: Path, name: str) -> Run:
         raise UserError(f"{path} has no metrics yet: its {METRICS_FILE} is empty. Try again after the first step")
     if not all(math.isfinite(row["step"]) for row in history):
         raise DataError(f"{path / METRICS_FILE} contains a non-finite step; the file may be damaged")
-    notes: list[str] = []
-    samples = _read_samples(path / SAMPLES_FILE, notes)
-    config = _read_mapping(path / CONFIG_FILE)
-    environment = _read_mapping(path / ENVIRONMENT_FILE)
+    samples, bad = _read_samples(path / SAMPLES_FILE)
+    notes = [f"{bad} lines of {SAMPLES_FILE} could not be read and were skipped"] if bad else []
+    config, environment = _read_mapping(path / CONFIG_FILE), _read_mapping(path / ENVIRONMENT_FILE)
     return Run(name, path, history, samples, config, environment, (path / MODEL).is_dir(), notes)
 
 
 def names_of(paths: Sequence[Path]) -> list[str]:
     """Distinct names for `paths`: their shortest suffixes, all with the same number of parts."""
-    longest = max(len(path.parts) for path in paths)
-    for count in range(1, longest):
+    for count in range(1, max(len(path.parts) for path in paths)):
         names = ["/".join(path.parts[-count:]) for path in paths]
         if len(set(names)) == len(paths):
             return names
@@ -92,57 +134,27 @@ def _check_folder(path: Path) -> None:
     )
 
 
-def _read_samples(path: Path, notes: list[str]) -> list[dict[str, Any]]:
-    """Read the samples in the order of their steps. Invalid lines are skipped, and their number is added to `notes`.
+def _read_samples(path: Path) -> tuple[list[Sample], int]:
+    """Read the samples in the order of their steps; also return the number of invalid lines, which are skipped.
 
     As with metrics, rows written after a resume replace earlier rows of the same and later steps.
     """
-    if not path.exists():
-        return []
-    rows: list[dict[str, Any]] = []
-    bad = 0
-    for line in _read_text(path).split("\n")[:-1]:
-        row = _sample(line)
-        if row is None:
-            bad += 1
-            continue
-        if rows and rows[-1]["step"] > row["step"]:
-            while rows and rows[-1]["step"] >= row["step"]:
-                rows.pop()
+    rows: list[Sample] = []
+    parsed = [Sample.parse(line) for line in read_text(path, "replace").split("\n")[:-1]] if path.exists() else []
+    for row in filter(None, parsed):
+        if rows and rows[-1].step > row.step:
+            rows = [earlier for earlier in rows if earlier.step < row.step]
         rows.append(row)
-    if bad:
-        notes.append(f"{bad} lines of {path.name} could not be read and were skipped")
-    return rows
-
-
-def _sample(line: str) -> dict[str, Any] | None:
-    try:
-        row = json.loads(line)
-        reward = row.get("reward")
-        reward = float(reward) if reward is not None else None
-        texts = {name: row[name] if isinstance(row[name], str) else json.dumps(row[name])
-                 for name in ("prompt", "completion")}  # fmt: skip
-        return {**row, **texts, "reward": reward, "step": int(row["step"]), "kind": str(row.get("kind", "train"))}
-    except (ValueError, AttributeError, TypeError, KeyError, OverflowError):
-        return None
+    return rows, parsed.count(None)
 
 
 def _read_mapping(path: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
-    import yaml
-
     try:
-        values = yaml.safe_load(_read_text(path))  # JSON too
+        values = yaml.safe_load(read_text(path, "replace"))  # JSON too
     except yaml.YAMLError as error:
         raise DataError(f"{path} is not valid: {' '.join(str(error).split())[:200]}") from error
     if not isinstance(values, dict):
         raise DataError(f"{path} must contain a mapping, not {type(values).__name__}; the file may be damaged")
     return values
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_bytes().decode("utf-8", "replace")
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}") from error
