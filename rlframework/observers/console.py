@@ -97,21 +97,20 @@ class ConsoleObserver:
         self._pace.mark(step, now)
         if self._display is not None:
             self._latest.update(metrics)
-            self._display.show(step, str(self._pace), *describe(self._latest, DISPLAYED_METRICS + RESOURCES))
+            self._display.show(step, str(self._pace), *describe(self._latest))
             return
         important = step <= 1 or step >= self._total or any(name.startswith("validation/") for name in metrics)
         interval = min(max((now - self._began) / 30.0, FIRST_INTERVAL), LAST_INTERVAL)
         if important or now - self._printed >= interval:
             self._printed = now
-            shown = describe(metrics, DISPLAYED_METRICS + RESOURCES)
-            self._print(f"step {step}/{self._total}", *shown, str(self._pace))
+            self._print(f"step {step}/{self._total}", *describe(metrics), str(self._pace))
 
     @hookimpl
     def rlframework_run_finished(self, metrics: Mapping[str, float]) -> None:
         """Print the duration and the final metrics, below the last state of the display."""
         self.close()
         took = duration(self._clock() - self._began)
-        self._print(f"{self._name} finished after {self._step} steps in {took}", *describe(metrics, DISPLAYED_METRICS))
+        self._print(f"{self._name} finished after {self._step} steps in {took}", *describe(metrics, resources=False))
 
     def close(self) -> None:
         """Restore the terminal. Idempotent."""
@@ -142,13 +141,10 @@ class _Display(Progress):
         self.update(self._bar, completed=step, pace=pace, refresh=True)
 
 
-def describe(metrics: Mapping[str, float], displayed: tuple[tuple[str, str], ...]) -> list[str]:
-    """Those of `metrics` that are `displayed` (name and format), as text. Resources of 0 were not measured."""
-    return [
-        form.format(metrics[name])
-        for name, form in displayed
-        if name in metrics and (metrics[name] or (name, form) not in RESOURCES)
-    ]
+def describe(metrics: Mapping[str, float], resources: bool = True) -> list[str]:
+    """Those of `metrics` that are displayed, as text. Resources of 0 were not measured."""
+    known = [form.format(metrics[name]) for name, form in DISPLAYED_METRICS if name in metrics]
+    return known + [form.format(metrics[name]) for name, form in RESOURCES if resources and metrics.get(name)]
 
 
 def duration(seconds: float) -> str:

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 
-SERVICES = {"wandb": "wandb", "mlflow": "mlflow"}
-"""Maps the key in the `observers` section, which is also the extra's name, to the required module."""
+SERVICES = ("wandb", "mlflow")
+"""Keys in the `observers` section, which are also the names of the extra and of the package."""
 
 COLUMNS = ("step", "kind", "prompt", "completion", "reward")
 """Columns of a sample table."""
@@ -41,10 +41,10 @@ MLFLOW_VALUE_LENGTH = 500
 
 def check_services(config: ObserversConfig) -> None:
     """Raise a `ConfigError` if an enabled service's package is missing, or if its address contains a password."""
-    for name, module in SERVICES.items():
-        if getattr(config, name) and not _installed(module):
+    for name in SERVICES:
+        if getattr(config, name) and not _installed(name):
             raise ConfigError(
-                f"observers.{name} is set, but the package {module!r} is not installed: run pip install "
+                f"observers.{name} is set, but the package {name!r} is not installed: run pip install "
                 f"'rlframework-core[{name}]', or set observers.{name}=false"
             )
     uri = config.mlflow.tracking_uri if config.mlflow else None

@@ -115,7 +115,8 @@ def test_validation_and_the_last_step_are_always_shown(tmp_path, clock):
     assert shown == ["1/5", "3/5", "5/5"]
 
 
-def test_a_terminal_gets_a_display_and_its_cursor_is_restored(tmp_path, clock, monkeypatch):
+@pytest.mark.parametrize("finishes", [True, False])
+def test_a_terminal_gets_a_display_and_its_cursor_is_restored(tmp_path, clock, monkeypatch, finishes):
     monkeypatch.setenv("TERM", "xterm")
     stream = Terminal()
     observer = begin(stream, clock, tmp_path)
@@ -126,18 +127,12 @@ def test_a_terminal_gets_a_display_and_its_cursor_is_restored(tmp_path, clock, m
     assert "reward 0.250" in shown
     assert "peak worker memory 1,234 MiB" in shown
     assert "\x1b[?25l" in shown  # hides the cursor
-    observer.rlframework_run_finished({"train/reward": 0.25})
+    if finishes:
+        observer.rlframework_run_finished({"train/reward": 0.25})
     observer.close()
-    assert stream.getvalue().count("\x1b[?25h") >= 1  # and shows it again
-    assert "grpo finished after 1 steps in 2s" in stream.getvalue()
-
-
-def test_a_failed_run_restores_the_terminal(tmp_path, clock, monkeypatch):
-    monkeypatch.setenv("TERM", "xterm")
-    stream = Terminal()
-    observer = begin(stream, clock, tmp_path)
-    observer.close()
-    assert "\x1b[?25h" in stream.getvalue()
+    ending = stream.getvalue().removeprefix(shown)
+    assert "\x1b[?25h" in ending  # shows the cursor again
+    assert ending.endswith("grpo finished after 1 steps in 2s  reward 0.250\n") == finishes
 
 
 def test_a_dumb_terminal_gets_plain_lines(tmp_path, clock, monkeypatch):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from typing import Any, TypedDict
 
@@ -36,16 +36,6 @@ Phases = TypedDict(
     {"names": list[str], "from": list[int], "to": list[int], "values": list[list[float]], "totals": list[float]},
 )
 """Seconds of each phase: means over ranges of steps, and totals over the run."""
-
-
-@dataclass(frozen=True)
-class Series:
-    """Points of a metric. `low` and `high` are the extremes of each bucket; None if the series was not thinned."""
-
-    at: Sequence[float]
-    mean: Sequence[float]
-    low: Sequence[float] | None = None
-    high: Sequence[float] | None = None
 
 
 def content(runs: Sequence[Run], smooth: int) -> dict[str, Any]:
@@ -97,7 +87,7 @@ def _nearly_equal(values: Array, others: Array) -> bool:
 
 def _run(run: Run, points: int, budget: int) -> dict[str, Any]:
     places: list[list[float]] = []
-    clock = thin(run.steps, seconds_of(run.history), points)
+    clock_at, clock, *_ = thin(run.steps, seconds_of(run.history), points)
     shown = [name for name in run.names if name not in ("step", "time") and phase_of(name) is None]
     bad = {name: [int(row["step"]) for row in run.history if not math.isfinite(row.get(name, 0.0))][:200]
            for name in run.names}  # fmt: skip
@@ -107,8 +97,8 @@ def _run(run: Run, points: int, budget: int) -> dict[str, Any]:
         "headline": headlines(run)[0],
         "facts": facts_of(run),
         "notes": list(run.notes),
-        "clock": [list(clock.at), _rounded(clock.mean)],
-        "series": {name: _encode_series(thin(*run.series(name), points), places) for name in shown},
+        "clock": [clock_at, _rounded(clock)],
+        "series": {name: _encode_series(*thin(*run.series(name), points), places=places) for name in shown},
         "bad": {name: steps for name, steps in bad.items() if steps},
         "places": places,
         "phases": phases_of(run),
@@ -118,32 +108,32 @@ def _run(run: Run, points: int, budget: int) -> dict[str, Any]:
     }
 
 
-def thin(at: Sequence[float], values: Sequence[float], points: int = POINTS) -> Series:
+def thin(at: Sequence[float], values: Sequence[float], points: int = POINTS) -> list[list[float]]:
     """Reduce more than `points` finite `values` at positions `at` to at most half as many equal buckets.
 
-    The first and the last value each keep their own bucket.
+    Returns positions and means, and also minima and maxima if the series was reduced. The first and the last value each
+    keep their own bucket.
     """
     count = len(values)
     if count <= points:
-        return Series(at, values)
+        return [list(at), list(values)]
     size = math.ceil((count - 2) / (max(3, points // 2) - 2))
     starts = np.array([0, *range(1, count - 1, size), count - 1])
     ends = np.append(starts[1:], count)
-    return Series(
+    return [
         [(at[start] + at[end - 1]) / 2 for start, end in zip(starts, ends, strict=True)],
         (np.add.reduceat(values, starts) / (ends - starts)).tolist(),
         np.minimum.reduceat(values, starts).tolist(),
         np.maximum.reduceat(values, starts).tolist(),
-    )
+    ]
 
 
-def _encode_series(points: Series, places: list[list[float]]) -> list[Any]:
-    """The index of its positions in `places` (appended if new), means, and minima and maxima if present."""
-    at = [_whole(position) for position in points.at]
+def _encode_series(at: list[float], *values: list[float], places: list[list[float]]) -> list[int | list[float]]:
+    """The index of the positions in `places` (appended if new), and the rounded values."""
+    at = [_whole(position) for position in at]
     if at not in places:
         places.append(at)
-    ends = [] if points.low is None or points.high is None else [_rounded(points.low), _rounded(points.high)]
-    return [places.index(at), _rounded(points.mean), *ends]
+    return [places.index(at), *map(_rounded, values)]
 
 
 def phases_of(run: Run, columns: int = COLUMNS) -> Phases | None:
