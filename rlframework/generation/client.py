@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.errors import BatchError, WorkerError
 
@@ -49,37 +51,20 @@ class Generation:
         """
         if data.size == 0:
             raise BatchError("generate was given no rows; give at least one prompt")
-        axes = self._group.sharding.names
-        replicated = [axis for axis in axes if axis != _SHARDED]
-        counts = _rows_per_rank(data.size, self._group.sharding.get_axis_size(_SHARDED))
+        replicated = [axis for axis in self._group.sharding.names if axis != _SHARDED]
+        parts = np.array_split(np.arange(data.size), self._group.sharding.get_axis_size(_SHARDED))
         future = self._group.run_all_workers_sharded_data(
             "generate",
-            data=_shards(data, counts),
+            data=[data.select_indices(rows.tolist() or [0]) for rows in parts],
             in_sharded_axes=[_SHARDED],
             replicate_on_axes=replicated,
             output_is_replicated=replicated,
             common_kwargs={"greedy": greedy},
         )
         results = self._group.get_all_worker_results(future)
-        if len(results) != len(counts):
+        if len(results) != len(parts):
             raise WorkerError(
-                f"generate returned results of {len(results)} data-parallel ranks instead of {len(counts)}"
+                f"generate returned results of {len(results)} data-parallel ranks instead of {len(parts)}"
             )
-        kept = [result for result, count in zip(results, counts, strict=True) if count]
+        kept = [result for result, rows in zip(results, parts, strict=True) if len(rows)]
         return BatchedDataDict.from_batches(kept, pad_value_dict={"output_ids": self._pad_id})
-
-
-def _rows_per_rank(rows: int, ranks: int) -> list[int]:
-    """Divide `rows` evenly: counts differ by at most one, larger ones first."""
-    quotient, remainder = divmod(rows, ranks)
-    return [quotient + (rank < remainder) for rank in range(ranks)]
-
-
-def _shards(data: BatchedDataDict[Any], counts: list[int]) -> list[BatchedDataDict[Any]]:
-    shards, start = [], 0
-    for count in counts:
-        # a rank without rows gets the first one, and its result is discarded
-        rows = range(start, start + count) if count else range(1)
-        shards.append(data.select_indices(list(rows)))
-        start += count
-    return shards

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from rlframework.generation.sampling import SamplingRule, choose
 
@@ -103,7 +104,9 @@ class _Forward:
         self._model, self._device = model, device
         self._accepted = set(inspect.signature(model.forward).parameters)
         self._prompt_of = batch.prompt_of.to(device)
-        self._ids, prompt_mask = _left_pad(batch.prompts, pad_id)
+        padding: dict[str, Any] = {"batch_first": True, "padding_side": "left"}
+        self._ids = pad_sequence(list(batch.prompts), padding_value=pad_id, **padding)
+        prompt_mask = pad_sequence([torch.ones_like(prompt) for prompt in batch.prompts], **padding)
         self._width = self._ids.shape[1]
         self._padded = not bool(prompt_mask.all())
         self._mask = torch.ones((len(batch.prompts), self._width + longest), dtype=torch.int64)
@@ -148,13 +151,3 @@ class _Forward:
         )
         logits: Tensor = output.logits[:, -1]
         return logits
-
-
-def _left_pad(prompts: Sequence[Tensor], pad_id: int) -> tuple[Tensor, Tensor]:
-    width = max(len(prompt) for prompt in prompts)
-    ids = torch.full((len(prompts), width), pad_id, dtype=torch.int64)
-    mask = torch.zeros((len(prompts), width), dtype=torch.int64)
-    for row, prompt in enumerate(prompts):
-        ids[row, width - len(prompt) :] = prompt
-        mask[row, width - len(prompt) :] = 1
-    return ids, mask

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from rlframework.batch.batched_data_dict import BatchedDataDict
-from rlframework.errors import BatchError, RLFrameworkError, UserError
+from rlframework.errors import BatchError, ConfigError, RLFrameworkError, UserError
 from rlframework.generation.decode import Completions, DecodingBatch, complete
 from rlframework.generation.engine_model import EngineModel
 from rlframework.generation.sampling import SamplingRule, row_uniforms
-from rlframework.generation.stop_tokens import configured_stop_tokens, model_stop_tokens, saved_stop_tokens
 from rlframework.weight_sync.buffers import WeightInfo
 from rlframework.weight_sync.receiver import ReceivesWeights, WeightSink
 
@@ -42,7 +42,7 @@ class TransformersEngine(ReceivesWeights):
         precision: str,
     ) -> None:
         self._config, self._model_name = config, model_name
-        self._configured_stop_tokens = configured_stop_tokens(config, tokenizer)
+        self._configured_stop_tokens = _configured_stop_tokens(config, tokenizer)
         self._pad_id = int(tokenizer.pad_token_id)
         self._engine_model = EngineModel(model_name, device, precision)
         self.refit_device, self.refit_deadline = torch.device(device), config.refit.deadline
@@ -92,8 +92,8 @@ class TransformersEngine(ReceivesWeights):
 
     def _all_stop_tokens(self, model: nn.Module) -> frozenset[int]:
         if self._stop_tokens is None:
-            of_model = model_stop_tokens(getattr(model, "generation_config", None))
-            self._stop_tokens = self._configured_stop_tokens | of_model | saved_stop_tokens(self._model_name)
+            of_model = _model_stop_tokens(getattr(model, "generation_config", None))
+            self._stop_tokens = self._configured_stop_tokens | of_model | _saved_stop_tokens(self._model_name)
         return self._stop_tokens
 
     def _budgets(self, prompts: list[Tensor], model: nn.Module) -> Tensor:
@@ -161,31 +161,84 @@ def _decoding_batch(prompts: list[Tensor], rows: list[int], uniforms: Tensor, bu
 
 def _collect(prompts: list[Tensor], done: list[tuple[list[int], Completions]], pad_id: int) -> BatchedDataDict[Any]:
     """Merge all batches in the order of the rows; each row is prompt and completion, right-padded."""
-    count = len(prompts)
-    prompt_lengths = torch.tensor([len(prompt) for prompt in prompts])
-    lengths, truncated = torch.zeros(count, dtype=torch.int64), torch.zeros(count, dtype=torch.bool)
+    ids, logprobs = list(prompts), [torch.zeros(len(prompt)) for prompt in prompts]
+    lengths, truncated = torch.zeros(len(prompts), dtype=torch.int64), torch.zeros(len(prompts), dtype=torch.bool)
     for rows, completions in done:
         lengths[rows], truncated[rows] = completions.lengths, completions.truncated
-    totals = prompt_lengths + lengths
-    ids = torch.full((count, int(totals.max())), pad_id, dtype=torch.int64)
-    logprobs = torch.zeros(ids.shape, dtype=torch.float32)
-    for row, prompt in enumerate(prompts):
-        ids[row, : len(prompt)] = prompt
-    for rows, completions in done:
-        valid = torch.arange(completions.tokens.shape[1]) < completions.lengths[:, None]
-        index = torch.tensor(rows)
-        row_index, step = valid.nonzero(as_tuple=True)
-        columns = prompt_lengths[index][row_index] + step
-        ids[index[row_index], columns] = completions.tokens[valid]
-        logprobs[index[row_index], columns] = completions.logprobs[valid]
-    if not bool(torch.isfinite(logprobs).all()):
+        for index, (row, length) in enumerate(zip(rows, completions.lengths.tolist(), strict=True)):
+            ids[row] = torch.cat((ids[row], completions.tokens[index, :length]))
+            logprobs[row] = torch.cat((logprobs[row], completions.logprobs[index, :length]))
+    padded_logprobs = pad_sequence(logprobs, batch_first=True)
+    if not bool(torch.isfinite(padded_logprobs).all()):
         raise RLFrameworkError("the model's probabilities are not finite: its weights contain NaN or infinity")
     return BatchedDataDict(
         {
-            "output_ids": ids,
+            "output_ids": pad_sequence(ids, batch_first=True, padding_value=pad_id),
             "generation_lengths": lengths,
-            "unpadded_sequence_lengths": totals,
-            "logprobs": logprobs,
+            "unpadded_sequence_lengths": torch.tensor([len(row) for row in ids]),
+            "logprobs": padded_logprobs,
             "truncated": truncated,
         }
     )
+
+
+# -- the tokens that end a completion ----------------------------------------------------------------------------------
+
+
+def _configured_stop_tokens(config: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Return the end-of-sequence token of `tokenizer` and the stop tokens and stop strings of `config`.
+
+    Raises `ConfigError` for a stop string that is not a single token and a stop token outside the vocabulary.
+    """
+    size = len(tokenizer)
+    for token in config.stop_token_ids:
+        if not 0 <= token < size:
+            raise ConfigError(
+                f"generation.stop_token_ids: {token} is not a token of the tokenizer; its tokens are 0 to {size - 1}"
+            )
+    strings = [_single_token(tokenizer, text) for text in config.stop_strings]
+    return frozenset([*_as_ids(tokenizer.eos_token_id), *config.stop_token_ids, *strings])
+
+
+def _model_stop_tokens(generation_config: Any) -> frozenset[int]:
+    """Return the end-of-sequence tokens of a transformers `GenerationConfig`; none if it is None."""
+    return frozenset(_as_ids(getattr(generation_config, "eos_token_id", None)))
+
+
+def _saved_stop_tokens(model_name: str) -> frozenset[int]:
+    """Return the end-of-sequence tokens in the model's `generation_config.json`; none without that file."""
+    from transformers import GenerationConfig
+
+    try:
+        return _model_stop_tokens(GenerationConfig.from_pretrained(model_name))
+    except OSError:  # most small models have none
+        return frozenset()
+
+
+def _as_ids(value: Any) -> Iterable[int]:
+    if value is None:
+        return []
+    return [int(value)] if isinstance(value, int) else [int(token) for token in value]
+
+
+def _single_token(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
+    known = tokenizer.get_vocab()
+    if text in known:
+        return int(known[text])
+    ids: list[int] = _try_encode(tokenizer, text)
+    if len(ids) != 1 or tokenizer.decode(ids) != text:
+        raise ConfigError(
+            f"generation.stop_strings: {text!r} is not a single token of the tokenizer "
+            + (f"but {len(ids)} ({tokenizer.convert_ids_to_tokens(ids)})" if ids else "(it has no token for it)")
+            + "; give strings of one token, or use generation.stop_token_ids"
+        )
+    return ids[0]
+
+
+def _try_encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    try:
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    except Exception as error:  # the tokenizers library raises bare Exception
+        if "Missing [UNK] token" not in str(error):
+            raise
+        return []

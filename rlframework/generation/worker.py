@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -10,12 +11,11 @@ from rlframework.errors import RefitError
 from rlframework.interfaces.generation import GenerationEngine
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.plugins.loading import load_target
-from rlframework.weight_sync.receiver import ReceivesWeights
+from rlframework.weight_sync.receiver import EngineState, ReceivesWeights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from rlframework.batch.batched_data_dict import BatchedDataDict
     from rlframework.config.sections import GenerationConfig
 
 
@@ -42,48 +42,23 @@ class GenerationWorker:
             generation, tokenizer, model_name=model_name, device=device, precision=precision
         )
 
-    def generate(self, data: BatchedDataDict[Any], greedy: bool = False) -> BatchedDataDict[Any]:
-        """See `GenerationEngine.generate`; `data` is this worker's shard."""
-        return self.engine.generate(data, greedy=greedy)
-
-    def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """See `GenerationEngine.prepare_for_generation`."""
-        return self.engine.prepare_for_generation(*args, **kwargs)
-
-    def finish_generation(self) -> bool:
-        """See `GenerationEngine.finish_generation`."""
-        return self.engine.finish_generation()
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the engine: calls of `GenerationEngine` that are not below go to it."""
+        if name == "engine":  # the constructor failed before setting it, or `shutdown` was called
+            raise AttributeError(name)
+        return getattr(self.engine, name)
 
     def init_collective(self, ip: str, port: int, world_size: int) -> None:
         """See `GenerationEngine.init_collective`. The engines' ranks follow the trainer's in worker order."""
         self.engine.init_collective(ip, port, world_size, 1 + self.context.rank)
-
-    def prepare_refit_info(self, state_dict_info: Mapping[str, Any]) -> None:
-        """See `GenerationEngine.prepare_refit_info`."""
-        self.engine.prepare_refit_info(state_dict_info)
-
-    def offer_refit_memory(self) -> dict[str, Any]:
-        """See `GenerationEngine.offer_refit_memory`."""
-        return self.engine.offer_refit_memory()
-
-    def update_weights_from_ipc_handles(self, ipc_handles: Mapping[str, Any]) -> bool:
-        """See `GenerationEngine.update_weights_from_ipc_handles`."""
-        return self.engine.update_weights_from_ipc_handles(ipc_handles)
-
-    def update_weights_from_collective(self) -> bool:
-        """See `GenerationEngine.update_weights_from_collective`."""
-        return self.engine.update_weights_from_collective()
 
     def require_weights(self) -> None:
         """Raise `UserError` if the last refit is incomplete or failed."""
         if isinstance(self.engine, ReceivesWeights):
             self.engine.require_weights()
 
-    def get_refit_state(self) -> dict[str, Any]:
-        """Return `device`, the engine's device id, and `joined`: whether it has a process group for collective refits.
-
-        An engine that does not derive from `ReceivesWeights` reports `""` and False.
-        """
+    def get_refit_state(self) -> EngineState:
+        """Return the engine's state; no device if it does not derive from `ReceivesWeights`."""
         if not isinstance(self.engine, ReceivesWeights):
             return {"device": "", "joined": False}
         return {"device": self.engine.get_refit_device(), "joined": self.engine.has_joined}
@@ -100,8 +75,6 @@ class GenerationWorker:
 
     def get_info(self) -> dict[str, Any]:
         """Return the `rank`, `pid` and `python` executable of this process."""
-        import sys
-
         return {"rank": self.context.rank, "pid": os.getpid(), "python": sys.executable}
 
     def is_alive(self) -> bool:

@@ -24,12 +24,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlframework.interfaces.data_processor import Microbatch
-from rlframework.models.attention import require_plain_scores
-from rlframework.models.context_limits import CANNOT, REMEDY
+from rlframework.models.attention import causal_attention, require_plain_scores, visible_keys
 from rlframework.policy.head.patch import HeadPatch
 from rlframework.policy.head.request import HeadRequest
 
 CONTEXT = "rlframework_context"
+CANNOT = "context parallelism (policy.parallelism.context) does not support"
+REMEDY = "set policy.parallelism.context to 1"
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.13
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -63,12 +64,10 @@ class ContextShard:
     """Masks of query blocks that do not begin with their sequence; the same in all layers."""
 
     def mask(self, block: QueryBlock, window: int | None) -> Tensor:
-        """Return `[queries, keys]` bool: True for keys up to the query's own, at most the last `window` of them."""
+        """Return `visible_keys` of `block`."""
         key = (block.queries, block.keys, window)
         if key not in self.masks:
-            offset = block.keys - block.queries
-            visible = torch.ones(block.queries, block.keys, dtype=torch.bool, device=self.columns.device).tril(offset)
-            self.masks[key] = visible if window is None else visible.triu(offset + 1 - window)
+            self.masks[key] = visible_keys(*key, self.columns.device)
         return self.masks[key]
 
 
@@ -249,17 +248,15 @@ def context_attention(
         visible = slice(block.first_key, block.first_key + block.keys * block.count)
         window = None if sliding_window is None or block.keys <= sliding_window else sliding_window
         plain = window is None and block.queries == block.keys
-        output = nn.functional.scaled_dot_product_attention(
+        output = causal_attention(
             _as_batch(queries, block.count),
             _as_batch(keys[:, :, visible], block.count),
             _as_batch(values[:, :, visible], block.count),
-            attn_mask=None if plain else context_shard.mask(block, window),
-            is_causal=plain,
-            dropout_p=dropout,
-            scale=scaling,
-            enable_gqa=query.shape[1] != key.shape[1],
+            None if plain else context_shard.mask(block, window),
+            scaling,
+            dropout,
         )
-        outputs.append(output.transpose(1, 2).reshape(query.shape[0], -1, query.shape[1], value.shape[-1]))
+        outputs.append(output.reshape(query.shape[0], -1, query.shape[1], value.shape[-1]))
     return torch.cat(outputs, 1), None
 
 

@@ -94,30 +94,15 @@ class _Renamed(Saved):
 
     def __init__(self, saved: SavedTensors, names: Mapping[str, str]) -> None:
         super().__init__(saved.folder)
-        self._saved, self._names = saved, names
-
-    def __enter__(self) -> _Renamed:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        """Do nothing: `named_weights` closes the files."""
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._saved[self._names[name]]
+        self._saved, self._entries = saved, names
 
     def shape(self, name: str) -> tuple[int, ...]:
         """See `Saved.shape`."""
-        return self._saved.shape(self._names[name])
+        return self._saved.shape(self._entries[name])
 
     def read_slice(self, name: str, where: Where) -> Tensor:
         """See `Saved.read_slice`."""
-        return self._saved.read_slice(self._names[name], where)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
+        return self._saved.read_slice(self._entries[name], where)
 
 
 @contextmanager

@@ -11,12 +11,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rlframework.config.policy import PolicyConfig
 from rlframework.errors import DataError
 from rlframework.huggingface.hub import local_files_only
-from rlframework.models.reward import score_every_token
+from rlframework.policy.head.patch import output_head
 
 logger = logging.getLogger(__name__)
 
@@ -111,8 +111,30 @@ def auto_class(config: Any, head: str = "language") -> Any:
 
 
 def prepare_head(model: Any, head: str) -> Any:
-    """Return `model`, an instance of `auto_class`, with a forward that gives logits for each token."""
-    return score_every_token(model) if head == "score" else model
+    """Return `model`, an instance of `auto_class`, with a forward that gives logits for each token.
+
+    A reward model gives the score of each token, `[n, L, 1]`: its head runs inside the model's forward, where FSDP has
+    gathered its weight, and `HeadPatch` selects the last token of each sequence. transformers' own forward would find
+    it by the padding id, which may be the end-of-sequence token, and does not support packed rows. Raises `DataError`
+    for several labels.
+    """
+    if head == "language":
+        return model
+    score = output_head(model)
+    if score.weight.shape[0] != 1:
+        raise DataError(
+            f"policy.head=score needs a model whose head has one label, but the head of {type(model).__name__} has "
+            f"{score.weight.shape[0]}: num_labels in its config.json must be 1"
+        )
+
+    def forward(**inputs: Any) -> Any:
+        from transformers.modeling_outputs import SequenceClassifierOutput
+
+        hidden: Tensor = model.base_model(**inputs).last_hidden_state
+        return SequenceClassifierOutput(logits=model.score(hidden))
+
+    model.forward = forward
+    return model
 
 
 def is_multimodal(model: Any) -> bool:
@@ -168,3 +190,21 @@ def empty_model(config: PolicyConfig, model_config: Any, attention: str | None) 
         )
     model.config.use_cache = False
     return prepare_head(model.eval(), config.head)
+
+
+def checkpoint_activations(model: Any) -> None:
+    """Enable activation checkpointing: keep only the inputs of the layers and recompute the rest in the backward."""
+    # newer versions of transformers use the first name, older ones the second
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+
+
+def decoder_layers(model: Any) -> list[nn.Module]:
+    """Return the layers that FSDP gathers one at a time: modules of the classes that the model says not to split.
+
+    For a multimodal model, only those of its language model. All ranks must run a layer to gather it, and not every
+    rank has an image for the vision tower, so the vision weights are gathered with the root's.
+    """
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    text = model.get_decoder() if is_multimodal(model) else model
+    return [module for module in text.modules() if type(module).__name__ in names]

@@ -20,9 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlframework.interfaces.data_processor import Microbatch
-from rlframework.models.attention import Segments, require_plain_scores, segment_attention
-from rlframework.models.context_limits import CANNOT, REMEDY
-from rlframework.models.context_parallel import ContextParallel, ContextShard, QueryBlock
+from rlframework.models.attention import Segments, causal_attention, require_plain_scores, segment_attention
+from rlframework.models.context_parallel import CANNOT, REMEDY, ContextParallel, ContextShard, QueryBlock
 
 HEADS = "rlframework_head_exchange"
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -90,13 +89,16 @@ def head_attention(
     """
     require_plain_scores(softcap, s_aux, CANNOT, REMEDY)
     shard = context_shard
-    options: dict[str, Any] = {"scaling": scaling, "dropout": dropout, "sliding_window": sliding_window}
 
     def attend(*exchanged: Tensor) -> Tensor:
         q, k, v = (shard.in_row_order(tensor).transpose(1, 2) for tensor in exchanged)
-        if shard.segments is None:
-            return shard.in_rank_order(_causal(q, k, v, shard, **options))
-        return shard.in_rank_order(segment_attention(module, q, k, v, None, segments=shard.segments, **options)[0])
+        if shard.segments is not None:
+            options: dict[str, Any] = {"scaling": scaling, "dropout": dropout, "sliding_window": sliding_window}
+            return shard.in_rank_order(segment_attention(module, q, k, v, None, segments=shard.segments, **options)[0])
+        length = q.shape[2]  # of padded rows, one sequence each
+        plain = sliding_window is None or length <= sliding_window
+        mask = None if plain else shard.mask(QueryBlock(length, length, 0), sliding_window)
+        return shard.in_rank_order(causal_attention(q, k, v, mask, scaling, dropout))
 
     key, value = (_repeat_heads(tensor, shard.size) for tensor in (key, value))
     return shard.exchange(attend, query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)), None
@@ -105,32 +107,6 @@ def head_attention(
 def _repeat_heads(tensor: Tensor, size: int) -> Tensor:
     """Repeat the heads of `[b, kv_heads, l, D]` if there are fewer than `size`, so that each rank has its own."""
     return tensor if tensor.shape[1] >= size else tensor.repeat_interleave(size // tensor.shape[1], 1)
-
-
-def _causal(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    shard: HeadShard,
-    *,
-    scaling: float | None,
-    dropout: float,
-    sliding_window: int | None,
-) -> Tensor:
-    """Compute causal attention for padded rows, one sequence each: `[b, heads, L, D]` to `[b, L, heads, D]`."""
-    length = query.shape[2]
-    window = None if sliding_window is None or length <= sliding_window else sliding_window
-    output = nn.functional.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=None if window is None else shard.mask(QueryBlock(length, length, 0), window),
-        is_causal=window is None,
-        dropout_p=dropout,
-        scale=scaling,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
-    return output.transpose(1, 2)
 
 
 def register() -> None:

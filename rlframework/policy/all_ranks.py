@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlframework.errors import DataError, RLFrameworkError, UserError
@@ -41,6 +42,16 @@ def run_on_all_ranks(context: WorkerContext, work: Callable[[], T]) -> list[T]:
         if message:
             raise raised_as(f"rank {rank}: {message}")
     return [value for value, _, _ in outcomes]
+
+
+@contextmanager
+def exhausting(items: Iterator[object]) -> Iterator[None]:
+    """Exhaust `items` at the end of the block, even on failure: reading them is a collective."""
+    try:
+        yield
+    finally:
+        for _ in items:
+            pass
 
 
 def require_shared_folder(folder: Path, context: WorkerContext, form: str) -> None:

@@ -48,6 +48,11 @@ def bytes_of(shape: Sequence[int], dtype: torch.dtype) -> int:
     return math.prod(shape) * dtype.itemsize
 
 
+def sizes_of(info: WeightInfo) -> list[tuple[str, int]]:
+    """Return name and size in bytes of each weight."""
+    return [(name, bytes_of(shape, dtype)) for name, (shape, dtype) in info.items()]
+
+
 def aligned(size: int) -> int:
     """Round `size` up to a multiple of `ALIGNMENT`."""
     return size + -size % ALIGNMENT

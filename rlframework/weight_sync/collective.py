@@ -27,10 +27,10 @@ from rlframework.weight_sync.buffers import (
     Slot,
     WeightInfo,
     assign_slots,
-    bytes_of,
     checksum,
     group_names,
     layout_checksum,
+    sizes_of,
     write_weight,
 )
 from rlframework.weight_sync.ipc import match_slots
@@ -204,9 +204,8 @@ def _receive_groups(
 
 def _message_slots(info: WeightInfo, budget: float) -> list[list[Slot]]:
     """Assign weights to messages: each large one alone, small ones packed up to `budget` bytes."""
-    sizes = [(name, bytes_of(shape, dtype)) for name, (shape, dtype) in info.items()]
     groups: list[list[str]] = []
-    for large, run in groupby(sizes, lambda size: size[1] >= _LARGE):
+    for large, run in groupby(sizes_of(info), lambda size: size[1] >= _LARGE):
         weights = list(run)
         groups += [[name] for name, _ in weights] if large else group_names(weights, budget)
     return [assign_slots(names, info) for names in groups]

@@ -8,22 +8,28 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from rlframework.errors import ConfigError, DeadlineExceeded, RefitError, RLFrameworkError
-from rlframework.weight_sync.buffers import bytes_of, group_names
+from rlframework.interfaces.policy_worker import PolicyWorker, RefitState
+from rlframework.weight_sync.buffers import WeightInfo, group_names, sizes_of
 from rlframework.weight_sync.ipc import GPU as _GPU
+from rlframework.weight_sync.ipc import GroupHandles, ReceiveBuffer
 from rlframework.weight_sync.memory_budget import BUFFERS, CPU_GROUP, GPU_GROUP, OFFERED_GROUP
+from rlframework.weight_sync.receiver import EngineState
+from rlframework.workers.dispatch import reject_positional
 from rlframework.workers.inline import InlineWorkerGroup
 
 if TYPE_CHECKING:
     from rlframework.config.sections import RefitConfig
     from rlframework.interfaces.worker_group import MultiWorkerFuture, WorkerGroup
 
+P = ParamSpec("P")
+R = TypeVar("R")
 _AHEAD = 1
 """Groups requested from the trainer while it writes another, so it does not wait for the driver."""
 
@@ -34,6 +40,18 @@ _UNKNOWN_DEVICE = ""
 """The device reported by an engine that does not derive from `ReceivesWeights`."""
 
 
+class _Engine(Protocol):
+    """A generation worker, as a refit calls it; see `GenerationEngine` and `ReceivesWeights`."""
+
+    def get_refit_state(self) -> EngineState: ...
+    def prepare_refit_info(self, state_dict_info: WeightInfo) -> None: ...
+    def offer_refit_memory(self) -> dict[str, ReceiveBuffer]: ...
+    def update_weights_from_ipc_handles(self, ipc_handles: Mapping[str, GroupHandles]) -> bool: ...
+    def init_collective(self, ip: str, port: int, world_size: int) -> None: ...
+    def update_weights_from_collective(self) -> bool: ...
+    def require_weights(self) -> None: ...
+
+
 @dataclass(frozen=True)
 class RefitReport:
     """The result of a refit: the transferred weights' total size in bytes, counted once, and the time in seconds."""
@@ -41,7 +59,6 @@ class RefitReport:
     transport: str
     size: int
     seconds: float
-    groups: int
 
 
 class Refitter:
@@ -53,7 +70,7 @@ class Refitter:
         """Send nothing yet. `transport` overrides `config.transport`."""
         self._trainer, self._generation, self._config = trainer, generation, config
         self._transport = transport or config.transport
-        self._info: Mapping[str, Any] | None = None
+        self._info: WeightInfo | None = None
         self._version: int | None = None
 
     @property
@@ -75,8 +92,8 @@ class Refitter:
     @cached_property
     def _devices(self) -> tuple[set[str], set[str]]:
         """The devices of the trainer's workers and of the engines, as `ipc.device_id` names them."""
-        trainer = {state["device"] for state in self._call_all(self._trainer, "get_refit_state")}
-        return trainer, {state["device"] for state in self._call_all(self._generation, "get_refit_state")}
+        trainer = {state["device"] for state in self._call_all(self._trainer, PolicyWorker.get_refit_state)}
+        return trainer, {state["device"] for state in self._call_all(self._generation, _Engine.get_refit_state)}
 
     def is_stale(self) -> bool:
         """Return True if the trainer's weights are newer than those last sent to the engines."""
@@ -91,58 +108,55 @@ class Refitter:
         """
         start = time.perf_counter()
         self._version, version = None, self._trainer_state()["version"]
-        info = self._call_first(self._trainer, "prepare_info_for_collective")
+        info: WeightInfo = self._call_first(self._trainer, PolicyWorker.prepare_info_for_collective)
         if info != self._info:
-            self._call_all(self._generation, "prepare_refit_info", state_dict_info=info)
+            self._call_all(self._generation, _Engine.prepare_refit_info, state_dict_info=info)
             self._info = info
         chosen = transport or self.transport
-        size, groups = self._by_ipc(buffer_bytes) if chosen == "ipc" else self._by_collective()
-        self._call_all(self._generation, "require_weights")
+        if chosen == "ipc":
+            self._by_ipc(buffer_bytes)
+        else:
+            self._by_collective()
+        self._call_all(self._generation, _Engine.require_weights)
         self._version = version
-        return RefitReport(chosen, size, time.perf_counter() - start, groups)
+        return RefitReport(chosen, sum(size for _, size in sizes_of(info)), time.perf_counter() - start)
 
     # -- IPC ----------------------------------------------------------------------------------------------------------
 
-    def _by_ipc(self, buffer_bytes: float | None) -> tuple[int, int]:
+    def _by_ipc(self, buffer_bytes: float | None) -> None:
         """Write into the memory that one engine per machine offers, if any; the other engines copy from it.
 
         Up to `BUFFERS` groups are in flight: the trainer writes one, with the next already requested, while the engines
         read another.
         """
-        buffers: dict[str, Any] = {}
-        for offered in reversed(self._call_all(self._generation, "offer_refit_memory")):
+        buffers: dict[str, ReceiveBuffer] = {}
+        for offered in reversed(self._call_all(self._generation, _Engine.offer_refit_memory)):
             buffers |= offered
         destination = {"receive_buffers": buffers} if buffers else {}
-        prepared = self._call_all(self._trainer, "prepare_weights_for_ipc", **destination)
-        sizes = prepared[0][0]
-        wanted = self._group_budget(OFFERED_GROUP if buffers else CPU_GROUP) if buffer_bytes is None else buffer_bytes
-        budget = min([free for _, free in prepared] + [wanted])
-        groups = group_names(sizes, budget)
+        prepared = self._call_all(self._trainer, PolicyWorker.prepare_weights_for_ipc, **destination)
+        if buffer_bytes is None and self._config.buffer_mb is not None:
+            buffer_bytes = self._config.buffer_mb * 2**20
+        if buffer_bytes is None:
+            on_gpu = self._trainer_state()["device"].startswith(_GPU)
+            buffer_bytes = GPU_GROUP if on_gpu else OFFERED_GROUP if buffers else CPU_GROUP
+        groups = group_names(prepared[0][0], min([buffer_bytes, *(free for _, free in prepared)]))
         requested: deque[MultiWorkerFuture] = deque()
         reading: deque[MultiWorkerFuture] = deque()
         for number, names in enumerate(groups, 1):
             while len(requested) + len(reading) >= BUFFERS:  # this group overwrites the one being waited for
                 self._wait_until_read(reading.popleft())
-            requested.append(self._start(self._trainer, "get_weights_ipc_handles", keys=names))
+            requested.append(self._start(self._trainer, PolicyWorker.get_weights_ipc_handles, keys=names))
             while len(requested) > (_AHEAD if number < len(groups) else 0):
                 handles = self._wait_for_handles(requested.popleft())
-                reading.append(self._start(self._generation, "update_weights_from_ipc_handles", ipc_handles=handles))
+                reading.append(
+                    self._start(self._generation, _Engine.update_weights_from_ipc_handles, ipc_handles=handles)
+                )
         while reading:
             self._wait_until_read(reading.popleft())
-        return sum(size for _, size in sizes), len(groups)
 
-    def _wait_for_handles(self, future: MultiWorkerFuture) -> dict[str, Any]:
+    def _wait_for_handles(self, future: MultiWorkerFuture) -> dict[str, GroupHandles]:
         """Wait until the trainer has written a group; return its handles by device."""
-        handles: dict[str, Any] = {}
-        for of_rank in self._results(self._trainer, future):
-            handles |= of_rank
-        return handles
-
-    def _group_budget(self, on_cpu: float = CPU_GROUP) -> float:
-        """Return the bytes per group: as configured, or a default for the trainer's device."""
-        if self._config.buffer_mb is not None:
-            return self._config.buffer_mb * 2**20
-        return GPU_GROUP if str(self._trainer_state()["device"]).startswith(_GPU) else on_cpu
+        return {device: group for of_rank in self._results(self._trainer, future) for device, group in of_rank.items()}
 
     def _wait_until_read(self, future: MultiWorkerFuture) -> None:
         """Wait until the engines have read a group."""
@@ -151,14 +165,14 @@ class Refitter:
 
     # -- collective ---------------------------------------------------------------------------------------------------
 
-    def _by_collective(self) -> tuple[int, int]:
-        states = [self._trainer_state(), *self._call_all(self._generation, "get_refit_state")]
+    def _by_collective(self) -> None:
+        states: list[EngineState] = [
+            self._trainer_state(),
+            *self._call_all(self._generation, _Engine.get_refit_state),
+        ]
         if not all(state["joined"] for state in states):
             self._join_process_group()
-        self._run_both("broadcast_weights_for_collective", "update_weights_from_collective", {})
-        assert self._info is not None
-        sizes = [(name, bytes_of(*spec)) for name, spec in self._info.items()]
-        return sum(size for _, size in sizes), len(group_names(sizes, self._group_budget()))
+        self._run_both(PolicyWorker.broadcast_weights_for_collective, _Engine.update_weights_from_collective, {})
 
     def _join_process_group(self) -> None:
         if isinstance(self._trainer, InlineWorkerGroup) and isinstance(self._generation, InlineWorkerGroup):
@@ -166,11 +180,13 @@ class Refitter:
                 "generation.refit.transport=collective needs the trainer and the engines in different processes: set "
                 "worker_group.name or generation.workers.group to processes or ray"
             )
-        address, port = self._call_first(self._trainer, "reserve_refit_address")
+        address, port = self._call_first(self._trainer, PolicyWorker.reserve_refit_address)
         arguments = {"ip": address, "port": port, "world_size": 1 + self._generation.sharding.size}
-        self._run_both("init_collective", "init_collective", arguments)
+        self._run_both(PolicyWorker.init_collective, _Engine.init_collective, arguments)
 
-    def _run_both(self, trainer_method: str, engine_method: str, arguments: Mapping[str, Any]) -> None:
+    def _run_both(
+        self, trainer_method: Callable[..., None], engine_method: Callable[..., Any], arguments: Mapping[str, Any]
+    ) -> None:
         """Start a call on both sides, the one in this process last if there is one, and wait for both."""
         sides = [(self._generation, engine_method), (self._trainer, trainer_method)]
         if isinstance(self._generation, InlineWorkerGroup):
@@ -194,19 +210,24 @@ class Refitter:
 
     # -- calls --------------------------------------------------------------------------------------------------------
 
-    def _trainer_state(self) -> dict[str, Any]:
-        state: dict[str, Any] = self._call_first(self._trainer, "get_refit_state")
-        return state
+    def _trainer_state(self) -> RefitState:
+        return self._call_first(self._trainer, PolicyWorker.get_refit_state)
 
-    def _start(self, group: WorkerGroup, method: str, **arguments: Any) -> MultiWorkerFuture:
-        return group.run_all_workers_single_data("attempt", method=method, arguments=arguments)
+    def _start(
+        self, group: WorkerGroup, method: Callable[Concatenate[Any, P], Any], *args: P.args, **arguments: P.kwargs
+    ) -> MultiWorkerFuture:
+        reject_positional(method.__name__, args)
+        return group.run_all_workers_single_data("attempt", method=method.__name__, arguments=arguments)
 
-    def _call_all(self, group: WorkerGroup, method: str, **arguments: Any) -> list[Any]:
-        return self._results(group, self._start(group, method, **arguments))
+    def _call_all(
+        self, group: WorkerGroup, method: Callable[Concatenate[Any, P], R], *args: P.args, **arguments: P.kwargs
+    ) -> list[R]:
+        return self._results(group, self._start(group, method, *args, **arguments))
 
-    def _call_first(self, group: WorkerGroup, method: str) -> Any:
-        future = group.run_single_worker_single_data("attempt", 0, method=method, arguments={})
-        return self._results(group, future)[0]
+    def _call_first(self, group: WorkerGroup, method: Callable[[Any], R]) -> R:
+        future = group.run_single_worker_single_data("attempt", 0, method=method.__name__, arguments={})
+        first: R = self._results(group, future)[0]
+        return first
 
     def _results(self, group: WorkerGroup, future: MultiWorkerFuture, deadline: float | None = None) -> list[Any]:
         """Wait for the engines up to `deadline` seconds, by default the refit's; for the trainer, its own deadline."""

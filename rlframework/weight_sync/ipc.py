@@ -8,9 +8,10 @@ CUDA IPC handles.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 from uuid import uuid4
 
@@ -27,7 +28,7 @@ from rlframework.weight_sync.buffers import (
     write_weight,
 )
 from rlframework.weight_sync.memory_budget import BUFFERS
-from rlframework.weight_sync.shared_memory import MemoryHandle, OpenedMemory, SharedMemory
+from rlframework.weight_sync.shared_memory import MemoryHandle, SharedMemory, open_memory
 from rlframework.workers.machine import identity
 
 GPU = "GPU-"
@@ -37,6 +38,35 @@ _CUDA_DEVICE = 6
 """Index of the device number among the arguments of torch's `rebuild_cuda_tensor`."""
 
 
+class CudaMemory:
+    """`size` bytes on a GPU, 1-D uint8 in `raw`, that other processes can open."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.raw = torch.empty(size, dtype=torch.uint8, device=device)
+
+    @property
+    def handle(self) -> CudaHandle:
+        """A handle for what has been written so far."""
+        from torch.multiprocessing.reductions import reduce_tensor
+
+        torch.cuda.synchronize(self.raw.device)
+        return CudaHandle(*reduce_tensor(self.raw))
+
+
+@dataclass(frozen=True)
+class CudaHandle:
+    """Identifies memory on a GPU, by a call of torch's."""
+
+    rebuild: Callable[..., Tensor]
+    arguments: tuple[Any, ...]
+
+    def open(self, device: torch.device) -> Tensor:
+        """Return the memory; this process may number the GPU differently."""
+        arguments = list(self.arguments)
+        arguments[_CUDA_DEVICE] = device.index or 0
+        return self.rebuild(*arguments)
+
+
 @dataclass(frozen=True)
 class GroupHandles:
     """A group of weights in shared memory. `refit` identifies the refit that the group belongs to."""
@@ -44,8 +74,7 @@ class GroupHandles:
     refit: str
     slots: tuple[Slot, ...]
     checksums: tuple[int, ...]
-    memory: MemoryHandle | None = None
-    cuda: tuple[Any, ...] | None = None
+    memory: MemoryHandle | CudaHandle
 
 
 @dataclass(frozen=True)
@@ -57,11 +86,6 @@ class ReceiveBuffer:
     offsets: Mapping[str, int]
 
 
-@cache
-def _machine() -> str:
-    return identity()
-
-
 def device_id(device: torch.device) -> str:
     """Return the id of the GPU or machine of `device`; processes with equal ids can share memory on it."""
     if device.type == "cuda":
@@ -69,15 +93,17 @@ def device_id(device: torch.device) -> str:
     return f"{device.type} {_machine()}"
 
 
+_machine = cache(identity)
+
+
 class IpcSender:
     """The trainer's side: writes groups of weights to rotating buffers, or to a receiver's buffer."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._buffers: list[SharedMemory | Tensor | None] = [None] * BUFFERS
-        self._turn = 0
-        self._receive_buffer: ReceiveBuffer | None = None
-        self._opened = OpenedMemory(1)
+        self._buffers: deque[SharedMemory | CudaMemory] = deque()
+        self.receive_buffer: ReceiveBuffer | None = None
+        self._open = lru_cache(1)(open_memory)
         self.info: WeightInfo = {}
         self.refit = ""
 
@@ -91,64 +117,42 @@ class IpcSender:
                 "an engine offered a receive buffer for weights other than the trainer's: call its prepare_refit_info "
                 "again"
             )
-        current = self._receive_buffer
+        current = self.receive_buffer
         if receive_buffer is None or current is None or receive_buffer.memory != current.memory:
             self.close()
-        self.info, self._receive_buffer, self.refit = info, receive_buffer, uuid4().hex
+        self.info, self.receive_buffer, self.refit = info, receive_buffer, uuid4().hex
 
     def pack(self, names: Iterable[str], weights: Iterator[tuple[str, Tensor]]) -> GroupHandles:
         """Write `weights`, given in the order of `names`, and return their handles."""
         slots = assign_slots(names, self.info)
-        if self._receive_buffer is not None:
-            return self._pack_into(self._receive_buffer, slots, weights)
-        self._turn = (self._turn + 1) % BUFFERS
-        buffer = self._next_buffer(buffer_size(slots))
-        raw = buffer.raw if isinstance(buffer, SharedMemory) else buffer
+        offered = self.receive_buffer
+        if offered is not None:
+            slots = [replace(slot, offset=offered.offsets[slot.name]) for slot in slots]
+        else:
+            self._next_buffer(buffer_size(slots))
+        raw = self.written()
         sums = tuple(write_weight(slot.of(raw), weight, slot.dtype) for slot, weight in match_slots(slots, weights))
-        if isinstance(buffer, SharedMemory):
-            return GroupHandles(self.refit, tuple(slots), sums, memory=buffer.handle)
-        from torch.multiprocessing.reductions import reduce_tensor
+        memory = self._buffers[0].handle if offered is None else offered.memory
+        return GroupHandles(self.refit, tuple(slots), sums, memory)
 
-        torch.cuda.synchronize(self._device)
-        return GroupHandles(self.refit, tuple(slots), sums, cuda=reduce_tensor(buffer))
+    def written(self) -> Tensor:
+        """Return the memory of the last group, 1-D uint8."""
+        return self._buffers[0].raw if self.receive_buffer is None else self._open(self.receive_buffer.memory)
 
-    def _pack_into(
-        self, buffer: ReceiveBuffer, slots: Iterable[Slot], weights: Iterator[tuple[str, Tensor]]
-    ) -> GroupHandles:
-        targets = tuple(replace(slot, offset=buffer.offsets[slot.name]) for slot in slots)
-        raw = self._opened.open(buffer.memory)
-        sums = tuple(write_weight(slot.of(raw), weight, slot.dtype) for slot, weight in match_slots(targets, weights))
-        return GroupHandles(self.refit, targets, sums, memory=buffer.memory)
-
-    def written(self, handles: GroupHandles) -> Tensor:
-        """Return the memory that the last group was written to, 1-D uint8."""
-        if self._receive_buffer is not None and handles.memory == self._receive_buffer.memory:
-            return self._opened.open(self._receive_buffer.memory)
-        buffer = self._buffers[self._turn]
-        assert buffer is not None
-        return buffer.raw if isinstance(buffer, SharedMemory) else buffer
-
-    def _next_buffer(self, size: int) -> SharedMemory | Tensor:
-        """Return the current buffer of the rotation, reallocated if it is too small."""
-        buffer = self._buffers[self._turn]
-        capacity = 0 if buffer is None else buffer.raw.numel() if isinstance(buffer, SharedMemory) else buffer.numel()
-        if buffer is None or capacity < size:
-            self._close(self._turn)
-            on_gpu = self._device.type == "cuda"
-            made = torch.empty(size, dtype=torch.uint8, device=self._device) if on_gpu else SharedMemory(size)
-            self._buffers[self._turn] = buffer = made
-        return buffer
-
-    def _close(self, turn: int) -> None:
-        buffer, self._buffers[turn] = self._buffers[turn], None
-        if isinstance(buffer, SharedMemory):
-            buffer.close()
+    def _next_buffer(self, size: int) -> None:
+        """Make the next buffer of the rotation the first, reallocated if it is too small."""
+        if len(self._buffers) == BUFFERS:
+            self._buffers.rotate()
+            if self._buffers[0].raw.numel() >= size:
+                return
+            self._buffers.popleft()
+        on_gpu = self._device.type == "cuda"
+        self._buffers.appendleft(CudaMemory(size, self._device) if on_gpu else SharedMemory(size))
 
     def close(self) -> None:
         """Release the buffers and a receiver's memory."""
-        for turn in range(BUFFERS):
-            self._close(turn)
-        self._opened.close()
+        self._buffers.clear()
+        self._open.cache_clear()
 
 
 def match_slots(slots: Iterable[Slot], weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[Slot, Tensor]]:
@@ -168,22 +172,13 @@ class IpcReceiver:
     """The receiver's side. `offered`: the memory it offered as a receive buffer."""
 
     def __init__(self) -> None:
-        self._memory = OpenedMemory(BUFFERS)
+        self._open = lru_cache(BUFFERS)(open_memory)
         self.offered: SharedMemory | None = None
 
     def open(self, handles: GroupHandles, device: torch.device) -> Tensor:
         """Return the memory that `handles` refer to, 1-D uint8."""
-        if handles.memory is not None:
-            if self.offered is not None and self.offered.handle == handles.memory:
-                return self.offered.raw
-            return self._memory.open(handles.memory)
-        assert handles.cuda is not None
-        rebuild, given = handles.cuda
-        arguments = list(given)
-        arguments[_CUDA_DEVICE] = device.index or 0  # this process may number the same GPU differently
-        raw: Tensor = rebuild(*arguments)
-        return raw
-
-    def close(self) -> None:
-        """Release all opened memory."""
-        self._memory.close()
+        if isinstance(handles.memory, CudaHandle):
+            return handles.memory.open(device)
+        if self.offered is not None and self.offered.handle == handles.memory:
+            return self.offered.raw
+        return self._open(handles.memory)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from rlframework.observers.host import available_memory
+
 _USABLE = 0.8
 """Fraction of the free memory that a refit may use."""
 
@@ -19,23 +21,11 @@ OFFERED_GROUP = 128 << 20
 
 def free_bytes(device: torch.device) -> float:
     """Return the bytes that each of `BUFFERS` groups of weights may use on `device`."""
-    if device.type == "cuda":
-        free: float = torch.cuda.mem_get_info(device)[0]
-    else:
-        free = _available_bytes()
-    return free * _USABLE / BUFFERS
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
+    return float("inf") if free is None else free * _USABLE / BUFFERS
 
 
 def group_bytes(buffer_mb: float | None, device: torch.device) -> float:
     """Return the bytes per group: `generation.refit.buffer_mb` or the default, limited by free memory."""
     default = GPU_GROUP if device.type == "cuda" else CPU_GROUP
     return min(free_bytes(device), default if buffer_mb is None else buffer_mb * 2**20)
-
-
-def _available_bytes() -> float:
-    """Return the machine's available memory as Linux reports it; infinity on other systems."""
-    try:
-        with open("/proc/meminfo") as file:
-            return float(next(line for line in file if line.startswith("MemAvailable:")).split()[1]) * 1024
-    except (OSError, StopIteration):
-        return float("inf")

@@ -12,6 +12,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from rlframework.errors import RefitError
@@ -41,35 +42,26 @@ class RefitGroup:
         self._group: Any = None
         try:
             self._store = _store(ip, port, rank, world_size, deadline, listening)
-            self._group = (_nccl if device.type == "cuda" else _gloo)(self._store, rank, world_size, ip, port, deadline)
-            self._connect()
+            self._group = _backend(self._store, rank, world_size, device, ip, port, deadline)
+            # connections are made at the first collective, so a missing rank is reported now
+            self.wait(self.all_reduce(torch.zeros(1, dtype=torch.int64, device=device)), "connecting")
         except (RuntimeError, OSError) as error:
             raise RefitError(
                 f"rank {rank} of {world_size} could not form the process group of the refit at {ip}:{port} within "
                 f"{deadline:g} s (generation.refit.deadline): {_first_line(error)}"
             ) from error
 
-    def _connect(self) -> None:
-        """Run one collective: connections are made at first use, so a missing rank is reported now."""
-        self.wait(self.all_reduce(torch.zeros(1, dtype=torch.int64, device=self.device)), "connecting")
-
-    def broadcast(self, tensor: Tensor) -> Any:
+    def broadcast(self, tensor: Tensor) -> dist.Work:
         """Start sending `tensor` from rank 0 to the others; pass the result to `wait`."""
-        from torch.distributed import BroadcastOptions
+        work: dist.Work = self._group.broadcast(tensor, 0)
+        return work
 
-        options: Any = BroadcastOptions()
-        options.rootRank, options.rootTensor, options.timeout = 0, 0, timedelta(seconds=self.deadline)
-        return self._group.broadcast([tensor], options)
-
-    def all_reduce(self, tensor: Tensor) -> Any:
+    def all_reduce(self, tensor: Tensor) -> dist.Work:
         """Start summing `tensor` over the ranks, in place; pass the result to `wait`."""
-        from torch.distributed import AllreduceOptions
+        work: dist.Work = self._group.allreduce(tensor)
+        return work
 
-        options: Any = AllreduceOptions()
-        options.timeout = timedelta(seconds=self.deadline)
-        return self._group.allreduce([tensor], options)
-
-    def wait(self, work: Any, what: str) -> None:
+    def wait(self, work: dist.Work, what: str) -> None:
         """Wait for `work`; close the group and raise `RefitError` if a rank is gone or the deadline passes."""
         try:
             if self.device.type == "cuda":
@@ -83,7 +75,7 @@ class RefitGroup:
                 f"{what}: {who} (generation.refit.deadline is {self.deadline:g} s): {_first_line(error)}"
             ) from error
 
-    def _poll(self, work: Any) -> None:
+    def _poll(self, work: dist.Work) -> None:
         """Poll instead of waiting: NCCL's own time-outs abort the process."""
         until = time.monotonic() + self.deadline
         while not work.is_completed():
@@ -109,10 +101,7 @@ def _store(ip: str, port: int, rank: int, world_size: int, deadline: float, list
 
     served = None
     if rank == 0:
-        family = socket.AF_INET6 if ":" in ip else socket.AF_INET
-        bound = listening or socket.socket(family, socket.SOCK_STREAM)
-        if listening is None:
-            bound.bind((ip, port))
+        bound = listening or socket.create_server((ip, port), family=_family(ip))
         bound.listen(_BACKLOG)
         served = bound.detach()  # the store closes it
     return TCPStore(
@@ -126,31 +115,28 @@ def _store(ip: str, port: int, rank: int, world_size: int, deadline: float, list
     )
 
 
-def _gloo(store: Any, rank: int, world_size: int, ip: str, port: int, deadline: float) -> Any:
-    from torch.distributed import ProcessGroupGloo
-
-    kind: Any = ProcessGroupGloo
-    options = kind._Options()
-    options._devices = [kind.create_device(hostname=_own_address(ip, port) if rank else ip)]
-    options._timeout = timedelta(seconds=deadline)
-    return kind(store, rank, world_size, options)
-
-
-def _nccl(store: Any, rank: int, world_size: int, ip: str, port: int, deadline: float) -> Any:
-    from torch.distributed import ProcessGroupNCCL
-
-    kind: Any = ProcessGroupNCCL
-    options = kind.Options()
+def _backend(store: Any, rank: int, world_size: int, device: torch.device, ip: str, port: int, deadline: float) -> Any:
+    untyped: Any = dist
+    if device.type == "cuda":
+        kind = untyped.ProcessGroupNCCL
+        options = kind.Options()
+    else:
+        kind = untyped.ProcessGroupGloo
+        options = kind._Options()
+        options._devices = [kind.create_device(hostname=_own_address(ip, port) if rank else ip)]
     options._timeout = timedelta(seconds=deadline)
     return kind(store, rank, world_size, options)
 
 
 def _own_address(ip: str, port: int) -> str:
     """Return this machine's address on the route to the sender, where the other ranks can reach this process."""
-    family = socket.AF_INET6 if ":" in ip else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+    with socket.socket(_family(ip), socket.SOCK_DGRAM) as probe:
         probe.connect((ip, port))  # UDP: sends nothing
         return str(probe.getsockname()[0])
+
+
+def _family(ip: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in ip else socket.AF_INET
 
 
 def _first_line(error: Exception) -> str:

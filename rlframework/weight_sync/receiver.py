@@ -8,8 +8,8 @@ all weights at once through `load_weights`. From the first weight of a refit to 
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol, TypedDict
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ from rlframework.weight_sync.shared_memory import SharedMemory
 
 _MAX_LISTED = 8
 """Names listed in an error message."""
+
+_LoadWeights = Callable[[Iterable[tuple[str, Tensor]]], object]
 
 _OFFERED = "offered"
 """Placeholder id of a refit whose memory was offered before the trainer sent its first group."""
@@ -46,7 +48,7 @@ class WeightSink(Protocol):
 class CollectingSink(WeightSink):
     """Collects the weights for one call of `load_weights`; needs a second copy of them until then."""
 
-    def __init__(self, info: WeightInfo, device: torch.device, load_weights: Any) -> None:
+    def __init__(self, info: WeightInfo, device: torch.device, load_weights: _LoadWeights) -> None:
         self._info, self._device, self._load = info, device, load_weights
         self._weights: dict[str, Tensor] = {}
 
@@ -63,11 +65,21 @@ class CollectingSink(WeightSink):
         self._load(weights.items())
 
 
-class IncomingRefit:
-    """A refit in progress at the receiver: checks what arrives and tracks what is missing."""
+class EngineState(TypedDict):
+    """The state of an engine that the driver needs before a refit.
 
-    def __init__(self, info: WeightInfo, sink: WeightSink) -> None:
-        self._info, self._sink = info, sink
+    `device`: its id, as `device_id` defines it, or "" if unknown; `joined`: whether it has a process group.
+    """
+
+    device: str
+    joined: bool
+
+
+class IncomingRefit:
+    """The refit `refit` in progress at the receiver: checks what arrives and tracks what is missing."""
+
+    def __init__(self, refit: str, info: WeightInfo, sink: WeightSink) -> None:
+        self.refit, self._info, self._sink = refit, info, sink
         self._missing = dict.fromkeys(info)
 
     def target(self, slot: Slot) -> Tensor:
@@ -106,13 +118,14 @@ class IncomingRefit:
                 f"{tuple(shape)} in {dtype}"
             )
 
-    def offer(self) -> tuple[ReceiveBuffer, SharedMemory] | None:
-        """Return the sink's memory as a receive buffer; None if other processes cannot write to it."""
-        memory = self._sink.memory()
-        if memory is None:
-            return None
+    def memory(self) -> SharedMemory | None:
+        """See `WeightSink.memory`."""
+        return self._sink.memory()
+
+    def receive_buffer(self, memory: SharedMemory) -> ReceiveBuffer:
+        """Return `memory`, the sink's, as a receive buffer."""
         offsets = {name: memory.offset(self._sink.target(name)) for name in self._info}
-        return ReceiveBuffer(memory.handle, layout_checksum(self._info), offsets), memory
+        return ReceiveBuffer(memory.handle, layout_checksum(self._info), offsets)
 
     @property
     def missing(self) -> list[str]:
@@ -129,7 +142,7 @@ class ReceivesWeights(GenerationEngine, ABC):
     """`generation.refit.deadline` in seconds; set by the engine."""
 
     _refit_info: WeightInfo | None = None
-    _refit_now: tuple[str, IncomingRefit] | None = None
+    _refit_now: IncomingRefit | None = None
     _refit_failed = ""
     _refit_receiver: IpcReceiver | None = None
     _refit_group: RefitGroup | None = None
@@ -141,7 +154,7 @@ class ReceivesWeights(GenerationEngine, ABC):
     def require_weights(self) -> None:
         """Raise `UserError` while a refit is incomplete, and after one that failed."""
         if self._refit_now is not None:
-            missing = self._refit_now[1].missing
+            missing = self._refit_now.missing
             raise UserError(
                 f"cannot generate during a refit: {len(missing)} of the new weights are missing ({_listed(missing)}); "
                 "complete the refit first"
@@ -167,16 +180,16 @@ class ReceivesWeights(GenerationEngine, ABC):
         self._refit_info = {name: (tuple(shape), dtype) for name, (shape, dtype) in state_dict_info.items()}
         self._refit_now = None
 
-    def offer_refit_memory(self) -> dict[str, Any]:
+    def offer_refit_memory(self) -> dict[str, ReceiveBuffer]:
         """See `GenerationEngine.offer_refit_memory`; offers the sink's memory on a CPU, nothing on a GPU."""
         if self.refit_device.type != "cpu":
             return {}
         incoming = self._begin(_OFFERED)
         self._refit_receiver = self._refit_receiver or IpcReceiver()
-        buffer, self._refit_receiver.offered = incoming.offer() or (None, None)
-        return {} if buffer is None else {self.get_refit_device(): buffer}
+        self._refit_receiver.offered = memory = incoming.memory()
+        return {} if memory is None else {self.get_refit_device(): incoming.receive_buffer(memory)}
 
-    def update_weights_from_ipc_handles(self, ipc_handles: Mapping[str, Any]) -> bool:
+    def update_weights_from_ipc_handles(self, ipc_handles: Mapping[str, GroupHandles]) -> bool:
         """See `GenerationEngine.update_weights_from_ipc_handles`."""
         device = self.get_refit_device()
         if device not in ipc_handles:
@@ -184,10 +197,10 @@ class ReceivesWeights(GenerationEngine, ABC):
                 f"the trainer shares weights on {sorted(ipc_handles)}, but this engine is on {device!r}; "
                 "set generation.refit.transport to collective"
             )
-        handles: GroupHandles = ipc_handles[device]
-        if self._refit_now is not None and self._refit_now[0] == _OFFERED:
-            self._refit_now = handles.refit, self._refit_now[1]
-        if self._refit_now is None or self._refit_now[0] != handles.refit:
+        handles = ipc_handles[device]
+        if self._refit_now is not None and self._refit_now.refit == _OFFERED:
+            self._refit_now.refit = handles.refit
+        if self._refit_now is None or self._refit_now.refit != handles.refit:
             self._begin(handles.refit)
         self._refit_receiver = self._refit_receiver or IpcReceiver()
         try:
@@ -195,7 +208,7 @@ class ReceivesWeights(GenerationEngine, ABC):
             for slot, checksum in zip(handles.slots, handles.checksums, strict=True):
                 if self._refit_now is None:
                     raise RefitError(f"received weight {slot.name!r} after the refit was complete")
-                incoming = self._refit_now[1]
+                incoming = self._refit_now
                 incoming.verify(slot.name, incoming.receive(slot, slot.of(raw)), checksum)
                 self._end(incoming)
         except Exception as error:
@@ -231,9 +244,8 @@ class ReceivesWeights(GenerationEngine, ABC):
                 "prepare_refit_info must be called before weights are sent, with their names, shapes and dtypes"
             )
         self._refit_failed = ""
-        incoming = IncomingRefit(self._refit_info, self.refit_sink(self._refit_info))
-        self._refit_now = refit, incoming
-        return incoming
+        self._refit_now = IncomingRefit(refit, self._refit_info, self.refit_sink(self._refit_info))
+        return self._refit_now
 
     def _end(self, incoming: IncomingRefit) -> None:
         if not incoming.missing:
@@ -243,7 +255,7 @@ class ReceivesWeights(GenerationEngine, ABC):
         self._refit_now, self._refit_failed = None, str(error)
 
 
-def _listed(names: Any) -> str:
+def _listed(names: Iterable[str]) -> str:
     """List the first of `names`, and count the rest."""
     listed = list(names)
     return ", ".join(listed[:_MAX_LISTED]) + (

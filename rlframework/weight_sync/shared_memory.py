@@ -31,7 +31,10 @@ class MemoryHandle:
 
 
 class SharedMemory:
-    """`size` shareable bytes; `raw` is 1-D uint8. `remedy`: advice in the error if the memory cannot be allocated."""
+    """`size` shareable bytes; `raw` is 1-D uint8. `remedy`: advice in the error if the memory cannot be allocated.
+
+    The file is closed with this object; processes that opened the memory, and tensors stored in it, keep it alive.
+    """
 
     def __init__(self, size: int, remedy: str = "set a smaller generation.refit.buffer_mb") -> None:
         if not hasattr(os, "memfd_create"):
@@ -39,12 +42,11 @@ class SharedMemory:
                 "sharing weights with another process needs Linux; set generation.refit.transport to collective"
             )
         file = os.memfd_create("rlframework-refit")
-        self._close = finalize(self, os.close, file)
+        finalize(self, os.close, file)
         try:
             os.posix_fallocate(file, 0, size)  # fails here if memory is short, not by SIGBUS later
             mapped = mmap.mmap(file, size)
         except OSError as error:
-            self.close()
             raise RefitError(
                 f"cannot allocate {size / 2**20:,.0f} MiB of shared memory for weights ({error}); {remedy}"
             ) from error
@@ -58,10 +60,6 @@ class SharedMemory:
     def contains(self, tensor: Tensor) -> bool:
         """Return True if `tensor` is stored here."""
         return tensor.is_cpu and 0 <= self.offset(tensor) <= self.raw.numel() - tensor.nbytes
-
-    def close(self) -> None:
-        """Close the file; processes that opened the memory, and tensors stored in it, keep it alive."""
-        self._close()
 
 
 @torch.no_grad()
@@ -83,27 +81,8 @@ def move_to_shared_memory(tensors: Iterable[Tensor]) -> SharedMemory:
     return memory
 
 
-class OpenedMemory:
-    """A cache of the `capacity` most recently opened memories of other processes."""
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._open: dict[MemoryHandle, Tensor] = {}
-
-    def open(self, handle: MemoryHandle) -> Tensor:
-        """Return the bytes of `handle`, 1-D uint8; raise `RefitError` if the other process or its memory is gone."""
-        if handle not in self._open:
-            self._open[handle] = _map(handle)
-            while len(self._open) > self._capacity:
-                del self._open[next(iter(self._open))]
-        return self._open[handle]
-
-    def close(self) -> None:
-        """Release all opened memories."""
-        self._open.clear()
-
-
-def _map(handle: MemoryHandle) -> Tensor:
+def open_memory(handle: MemoryHandle) -> Tensor:
+    """Return the bytes of `handle`, 1-D uint8; raise `RefitError` if the other process or its memory is gone."""
     path = f"/proc/{handle.pid}/fd/{handle.file}"
     try:
         file = os.open(path, os.O_RDWR | os.O_CLOEXEC)

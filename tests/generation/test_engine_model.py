@@ -1,4 +1,4 @@
-"""Weights loaded by name: plain and tied heads, repeated loads, other names in files, and rejections."""
+"""Weights loaded by name (tied heads, repeated loads, other names in files, rejections), and adapters merged."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from torch import Tensor
 
 from rlframework.config.sections import GenerationConfig
 from rlframework.errors import DataError, UserError
+from rlframework.generation.engine_model import AdaptedModel
 from rlframework.generation.transformers_engine import TransformersEngine
 from rlframework.huggingface.model_directories import make_llama, quiet_transformers
 from rlframework.huggingface.tokenizer import character_tokenizer
+
+LAYER = "model.layers.0.self_attn.q_proj"
 
 
 def make_engine(path: str, tokenizer: Any, precision: str = "float32") -> TransformersEngine:
@@ -140,3 +143,39 @@ def test_no_such_model(tiny: Any, tmp_path: Path) -> None:
     engine = make_engine(str(tmp_path / "nothing"), tiny.tokenizer)
     with pytest.raises(DataError, match=r"no model configuration in .*nothing.*policy\.model_name"):
         engine.load_weights(iter([]))
+
+
+def adapters(model_path: Path, seed: int, rank: int = 2) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    rows, columns = saved(model_path)[f"{LAYER}.weight"].shape
+    matrices = {"lora_A": (rank, columns), "lora_B": (rows, rank)}
+    return {f"{LAYER}.{name}.weight": torch.randn(shape, generator=generator) for name, shape in matrices.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_each_refit_starts_from_the_base_and_not_from_the_last(tiny_llama: Path, dtype: torch.dtype) -> None:
+    engine = AdaptedModel(str(tiny_llama), torch.device("cpu"), dtype)
+    base = saved(tiny_llama)
+    for seed in range(3):
+        given = adapters(tiny_llama, seed)
+        weights = engine.load(given.items()).state_dict()
+        added = given[f"{LAYER}.lora_B.weight"] @ given[f"{LAYER}.lora_A.weight"]
+        right = (base[f"{LAYER}.weight"].float() + added).to(dtype)
+        torch.testing.assert_close(
+            weights[f"{LAYER}.weight"], right, rtol=1e-2 if dtype is torch.bfloat16 else 1e-6, atol=0
+        )
+        for name, weight in base.items():
+            assert name == f"{LAYER}.weight" or torch.equal(weights[name], weight.to(dtype)), name
+
+
+def test_a_layer_that_the_base_lacks_is_rejected(tiny_llama: Path) -> None:
+    given = {name.replace("q_proj", "w_proj"): matrix for name, matrix in adapters(tiny_llama, 0).items()}
+    with pytest.raises(UserError, match=r"w_proj.*does not have"):
+        AdaptedModel(str(tiny_llama), torch.device("cpu"), torch.float32).load(given.items())
+
+
+def test_an_unreadable_base_is_reported_with_the_key_to_change(tiny_llama: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"policy\.lora\.refit=adapters.*set policy\.lora\.refit to merged"):
+        AdaptedModel(str(tmp_path / "nowhere"), torch.device("cpu"), torch.float32).load(
+            adapters(tiny_llama, 0).items()
+        )

@@ -36,7 +36,7 @@ def refit(trainer: Workers, engines: Workers, *capabilities: Capability, times: 
     """The calls that `times` refits make on the policy and the engines, in order."""
     calls: list[str] = []
     refitter = Refitter(trainer, engines, RefitConfig())  # type: ignore[arg-type]
-    refitter.refit = lambda *_: calls.append("refit") or RefitReport("ipc", 0, 0.0, 0)  # type: ignore[method-assign]
+    refitter.refit = lambda *_: calls.append("refit") or RefitReport("ipc", 0, 0.0)  # type: ignore[method-assign]
     policy = SimpleNamespace(
         capabilities=frozenset(capabilities),
         offload_before_refit=lambda: calls.append("offload_before_refit"),

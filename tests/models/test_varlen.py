@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from rlframework.models import attention, varlen
+from rlframework.models import attention
 
 
 def stand_in(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa=False):
@@ -38,19 +38,19 @@ def test_the_kernel_gets_the_arguments_of_the_attention_by_sequence(monkeypatch,
     segments = attention.Segments([0, 5, 6, 12])
     settings = {"segments": segments, "scaling": 1 / math.sqrt(8), "sliding_window": window}
     one_by_one, _ = attention.segment_attention(torch.nn.Module(), query, key, value, None, **settings)
-    monkeypatch.setattr(varlen, "kernel", lambda: stand_in)
-    monkeypatch.setattr(varlen, "usable", lambda _: True)
+    monkeypatch.setattr(attention, "varlen_kernel", lambda: stand_in)
+    monkeypatch.setattr(attention, "varlen_usable", lambda _: True)
     at_once, _ = attention.segment_attention(torch.nn.Module(), query, key, value, None, **settings)
     torch.testing.assert_close(at_once, one_by_one)
 
 
 def test_this_torch_has_the_kernel():
-    assert varlen.kernel() is not None
+    assert attention.varlen_kernel() is not None
 
 
 def test_the_kernel_is_not_used_on_a_cpu_or_in_fp32():
-    assert not varlen.usable(torch.zeros(1, dtype=torch.bfloat16))
-    assert not varlen.usable(torch.zeros(1))
+    assert not attention.varlen_usable(torch.zeros(1, dtype=torch.bfloat16))
+    assert not attention.varlen_usable(torch.zeros(1))
 
 
 @pytest.mark.gpu
@@ -61,7 +61,7 @@ def test_the_kernel_equals_the_attention_by_sequence(monkeypatch, window):
     made = [torch.randn(1, heads, 300, 64, device="cuda", dtype=torch.bfloat16) for heads in (4, 2, 2)]
     segments, results = attention.Segments([0, 100, 101, 300]), []
     for usable in (True, False):
-        monkeypatch.setattr(varlen, "usable", lambda _, usable=usable: usable)
+        monkeypatch.setattr(attention, "varlen_usable", lambda _, usable=usable: usable)
         query, key, value = (part.clone().requires_grad_() for part in made)
         output, _ = attention.segment_attention(
             torch.nn.Module(), query, key, value, None, segments=segments, scaling=0.125, sliding_window=window

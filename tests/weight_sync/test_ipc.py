@@ -17,7 +17,7 @@ from rlframework.errors import RefitError, RefitNotPrepared, UserError
 from rlframework.weight_sync import buffers
 from rlframework.weight_sync.buffers import layout_checksum
 from rlframework.weight_sync.ipc import IpcSender, ReceiveBuffer, device_id
-from rlframework.weight_sync.shared_memory import MemoryHandle, OpenedMemory, move_to_shared_memory
+from rlframework.weight_sync.shared_memory import MemoryHandle, move_to_shared_memory, open_memory
 
 CPU = torch.device("cpu")
 
@@ -73,7 +73,7 @@ def test_weights_arrive_group_by_group_and_again_in_place(sent, sender, prompts)
 def test_damaged_bytes_are_reported_by_weight(sent, sender, prompts, bad):
     engine, name = sent.engine(), "model.layers.0.mlp.up_proj.weight"
     handles = handles_of(sender, sent)
-    raw = next(slot for slot in handles[HERE].slots if slot.name == name).of(sender._buffers[sender._turn].raw)
+    raw = next(slot for slot in handles[HERE].slots if slot.name == name).of(sender.written())
     if bad == "changed":
         raw[100] ^= 1
     elif bad == "shifted":
@@ -239,7 +239,7 @@ def test_damaged_bytes_in_offered_memory_are_reported_by_weight(sent, sender, pr
     engine, buffer = offered(sent, sender)
     name = "model.layers.0.mlp.up_proj.weight"
     sent.weights[name].add_(1)
-    raw = OpenedMemory(1).open(buffer.memory)
+    raw = open_memory(buffer.memory)
     before = raw.clone()
     handles = handles_of(sender, sent)
     slot = next(slot for slot in handles[HERE].slots if slot.name == name)

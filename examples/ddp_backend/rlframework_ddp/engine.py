@@ -15,8 +15,13 @@ import torch
 from rlframework.errors import NotSupported
 from rlframework.interfaces.data_processor import Microbatch
 from rlframework.models.forward import attending, forward
-from rlframework.models.layers import checkpoint_activations
-from rlframework.models.loading import is_multimodal, load_config, load_model, require_vocabulary
+from rlframework.models.loading import (
+    checkpoint_activations,
+    is_multimodal,
+    load_config,
+    load_model,
+    require_vocabulary,
+)
 from rlframework.models.named_tensors import by_file_names, named_tensors
 from rlframework.models.probing import probe_packing
 from rlframework.policy.engine import Engine, Step, StepResult

@@ -15,10 +15,14 @@ from rlframework.config.policy import PolicyConfig
 from rlframework.errors import NotSupported
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.models import adapters, attention, context_parallel, ulysses
-from rlframework.models.context_limits import require_splittable
-from rlframework.models.layers import checkpoint_activations
-from rlframework.models.loading import empty_model, is_multimodal, load_config, require_vocabulary
-from rlframework.models.probing import probe_packing
+from rlframework.models.loading import (
+    checkpoint_activations,
+    empty_model,
+    is_multimodal,
+    load_config,
+    require_vocabulary,
+)
+from rlframework.models.probing import probe_packing, require_splittable
 from rlframework.policy.head.patch import HeadPatch
 from rlframework.policy.optimization import parameter_groups
 from rlframework_deepspeed import environment

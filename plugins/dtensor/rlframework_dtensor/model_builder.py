@@ -23,10 +23,10 @@ from rlframework.errors import NotSupported
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.models import adapters, attention, context_parallel
 from rlframework.models.adapters import external_name, is_adapter_parameter
-from rlframework.models.context_limits import require_splittable
 from rlframework.models.files import read_weights, weights_folder
-from rlframework.models.layers import checkpoint_activations, decoder_layers
 from rlframework.models.loading import (
+    checkpoint_activations,
+    decoder_layers,
     empty_model,
     is_multimodal,
     load_config,
@@ -34,7 +34,7 @@ from rlframework.models.loading import (
     load_whole,
     require_vocabulary,
 )
-from rlframework.models.probing import probe_packing
+from rlframework.models.probing import probe_packing, require_splittable
 from rlframework.policy.head.patch import HeadPatch
 from rlframework.workers import process_groups
 from rlframework_dtensor import experts

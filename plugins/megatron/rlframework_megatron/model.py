@@ -66,14 +66,13 @@ class Head(HeadPatch):
 
     def _forward(self, hidden: Tensor, weight: Tensor | None = None, **_: Any) -> Tensor:
         """Return values `[N, ...]` at the positions of `computing` from `hidden [L, n, H]` and the local `weight`."""
-        assert self._request is not None
-        assert self._positions is not None
-        assert self._targets is not None
+        assert self._wanted is not None
+        request, positions, targets = self._wanted
         length, rows, width = hidden.shape
-        indices = self._positions % length * rows + self._positions // length  # megatron-core's layout: sequence first
+        indices = positions % length * rows + positions // length  # megatron-core's layout: sequence first
         chosen = hidden.reshape(-1, width).index_select(0, indices)
         weight = self._head.weight if weight is None else weight
-        return self._values(self._request, chosen, weight, None, self._targets)
+        return self._values(request, chosen, weight, None, targets)
 
 
 class ScoreHead(nn.Module):

@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 from rlframework.errors import DataError
 from rlframework.files import replacing_directory
-from rlframework.policy.checkpoint.manifest import write_manifest
+from rlframework.policy.all_ranks import exhausting
+from rlframework.policy.checkpoint.manifest import reading, write_manifest
+from rlframework.policy.checkpoint.saved import differences
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,18 +52,14 @@ def write_adapter(
     """
     from safetensors.torch import save_file
 
-    try:
-        with replacing_directory(path) as folder:
-            tensors = {PREFIX + name: tensor.detach().float().cpu().contiguous() for name, tensor in adapters}
-            save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-            _write_json(folder / CONFIG, _peft_config(model_name, lora))
-            _write_json(folder / BASE, {"model_name": model_name, "files": base_files(model_name)})
-            tokenizer.save_pretrained(folder)
-            if checksums:
-                write_manifest(folder)
-    finally:
-        for _ in adapters:
-            pass
+    with exhausting(adapters), replacing_directory(path) as folder:
+        tensors = {PREFIX + name: tensor.detach().float().cpu().contiguous() for name, tensor in adapters}
+        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+        _write_json(folder / CONFIG, _peft_config(model_name, lora))
+        _write_json(folder / BASE, {"model_name": model_name, "files": base_files(model_name)})
+        tokenizer.save_pretrained(folder)
+        if checksums:
+            write_manifest(folder)
 
 
 def _peft_config(model_name: str, lora: LoraConfig) -> dict[str, Any]:
@@ -91,29 +89,22 @@ def read_adapter(
     Raises a `DataError` if files are missing or damaged, for other layers, shapes or scales, or if the adapters were
     trained on another base than `model_name` (checked if `base.json` exists, which peft does not write).
     """
-    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     folder = Path(path)
     _require_scale(folder, _read_json(folder / CONFIG), lora)
     _require_base(folder, model_name)
-    try:
+    with reading(folder / WEIGHTS):
         tensors = load_file(folder / WEIGHTS)
-    except (SafetensorError, OSError) as error:
-        raise DataError(f"{folder / WEIGHTS} is damaged or cannot be read: {error}") from error
     adapters = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
-    _require_shapes(folder, adapters, specs)
+    if found := differences({name: tuple(tensor.shape) for name, tensor in adapters.items()}, specs):
+        raise DataError(f"{folder} is for other layers than policy.lora.target_modules: it {found}")
     return adapters
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read, so its directory is not an adapter: {error}") from error
-    if not isinstance(content, dict):
-        raise DataError(f"{path} is not a JSON object")
-    return content
+    with reading(path):
+        return dict(json.loads(path.read_text(encoding="utf-8")))
 
 
 def _require_scale(folder: Path, config: Mapping[str, Any], lora: LoraConfig) -> None:
@@ -138,20 +129,6 @@ def _require_base(folder: Path, model_name: str) -> None:
             f"the adapters in {folder} were trained on {base.get('model_name')!r}, whose files differ from "
             f"those of policy.model_name={model_name!r}; use the base that they were trained on"
         )
-
-
-def _require_shapes(folder: Path, adapters: Mapping[str, Tensor], specs: Mapping[str, WeightSpec]) -> None:
-    missing, extra = sorted(specs.keys() - adapters.keys()), sorted(adapters.keys() - specs.keys())
-    if missing or extra:
-        raise DataError(
-            f"the adapters in {folder} are for other layers than policy.lora.target_modules: missing "
-            f"{missing[:3] or 'none'}, unexpected {extra[:3] or 'none'}"
-        )
-    for name, spec in specs.items():
-        if tuple(adapters[name].shape) != spec.shape:
-            raise DataError(
-                f"{name} in {folder} has shape {tuple(adapters[name].shape)}, but this model needs {spec.shape}"
-            )
 
 
 def base_files(model_name: str) -> dict[str, Any]:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypedDict
 
@@ -29,6 +30,15 @@ class FileFacts(TypedDict):
 
 Manifest = Mapping[str, FileFacts]
 """File path relative to the manifest's directory -> its entry."""
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn any error in the block, which reads the file `path`, into a `DataError` that names it."""
+    try:
+        yield
+    except Exception as error:
+        raise DataError(f"{path} is damaged or cannot be read: {type(error).__name__}: {error}") from error
 
 
 def describe_file(path: Path) -> FileFacts:
@@ -66,18 +76,14 @@ def _own_checksum(facts: Manifest) -> str:
 def read_manifest(folder: Path) -> Manifest | None:
     """Read `checksums.json` in `folder`; None if there is none. Raises a `DataError` if it cannot be read."""
     path = folder / MANIFEST
-    try:
+    if not path.exists():
+        return None
+    with reading(path):
         whole = json.loads(path.read_text(encoding="utf-8"))
-        files = whole["files"]
+        files: Manifest = whole["files"]
         if whole["crc32"] != _own_checksum(files):
             raise ValueError("its own checksum does not match")
-        return {
-            str(name): {"bytes": int(facts["bytes"]), "crc32": str(facts["crc32"])} for name, facts in files.items()
-        }
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{path} is damaged or cannot be read: {type(error).__name__}: {error}") from error
+    return files
 
 
 def check_files(folder: str | Path, *, required: bool = False, share: tuple[int, int] = (0, 1)) -> None:

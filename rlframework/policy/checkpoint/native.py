@@ -15,15 +15,15 @@ of the engine's files, and whether they can be read under another layout, is up 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlframework.errors import DataError
-from rlframework.files import Replacement, reporting_full_disk
-from rlframework.policy.all_ranks import require_shared_folder, run_on_all_ranks
-from rlframework.policy.checkpoint.manifest import FileFacts, describe_files, write_manifest
+from rlframework.files import reporting_full_disk
+from rlframework.policy.checkpoint.manifest import FileFacts, describe_files, reading
 from rlframework.policy.checkpoint.saved import NATIVE
+from rlframework.policy.checkpoint.shared_directory import SharedDirectory
 
 if TYPE_CHECKING:
     from rlframework.interfaces.worker_group import WorkerContext
@@ -38,36 +38,16 @@ def save_native(
 
     `write` gets the new, empty folder `engine`; `facts` become `native.json`.
     """
-    replacement: Replacement | None = None
 
-    def begin() -> str:
-        nonlocal replacement
-        if context.rank:
-            return ""
+    def begin(folder: Path) -> None:
+        beside(folder)
+        (folder / ENGINE).mkdir()
+        (folder / NATIVE).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+
+    with SharedDirectory(path, context, "native", begin) as directory:
         with reporting_full_disk(path):
-            replacement = Replacement(path)
-            beside(replacement.folder)
-            (replacement.folder / ENGINE).mkdir()
-            (replacement.folder / NATIVE).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-        return str(replacement.folder)
-
-    def commit(known: Mapping[str, FileFacts]) -> None:
-        if replacement is not None:
-            with reporting_full_disk(path):
-                write_manifest(replacement.folder, known)
-            replacement.commit()
-
-    try:
-        folder = Path(run_on_all_ranks(context, begin)[0])
-        run_on_all_ranks(context, lambda: require_shared_folder(folder, context, "native"))
-        with reporting_full_disk(path):
-            write(folder / ENGINE)
-        parts = run_on_all_ranks(context, lambda: _share_of_files(folder, context))
-        run_on_all_ranks(context, lambda: commit({name: facts for part in parts for name, facts in part.items()}))
-    except BaseException:
-        if replacement is not None:
-            replacement.abandon()
-        raise
+            write(directory.folder / ENGINE)
+        directory.commit(lambda: _share_of_files(directory.folder, context))
 
 
 def _share_of_files(folder: Path, context: WorkerContext) -> dict[str, FileFacts]:
@@ -82,11 +62,9 @@ def native_files(path: str, backend: str, *, optimizer: bool) -> Path:
     Raises a `DataError` if another backend wrote it, or if the requested `optimizer` is not in it.
     """
     folder = Path(path)
-    try:
+    with reading(folder / NATIVE):
         facts = json.loads((folder / NATIVE).read_text(encoding="utf-8"))
         writer, workers, with_optimizer = str(facts["backend"]), int(facts["workers"]), bool(facts["optimizer"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{folder / NATIVE} cannot be read: {type(error).__name__}: {error}") from error
     if writer != backend:
         raise DataError(
             f"{folder} is a native checkpoint of {writer} ({workers} workers), which {backend} cannot read. "

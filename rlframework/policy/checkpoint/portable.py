@@ -19,14 +19,15 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Self
 
 from rlframework.errors import DataError
 from rlframework.files import replacing_directory
-from rlframework.policy.all_ranks import run_on_all_ranks
-from rlframework.policy.checkpoint.manifest import write_manifest
+from rlframework.policy.all_ranks import exhausting, run_on_all_ranks
+from rlframework.policy.checkpoint.manifest import reading, write_manifest
 from rlframework.policy.checkpoint.pretrained import write_tensors
 from rlframework.policy.checkpoint.reader import open_saved
+from rlframework.policy.checkpoint.saved import differences
 from rlframework.policy.model_state import Moments
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 FIRST, SECOND = "exp_avg.", "exp_avg_sq."
+TRAINING, RANDOM = "training.json", "random.safetensors"
 
 
 @dataclass(frozen=True)
@@ -62,12 +64,9 @@ def save_optimizer(
     `moments` is exhausted on every rank, even on failure.
     """
     states = random_states(context, device)
-    try:
+    with exhausting(moments):
         if context.rank == 0:
             _write_optimizer(path, moments, progress, states, backend)
-    finally:
-        for _ in moments:
-            pass
 
 
 def _write_optimizer(
@@ -94,10 +93,27 @@ def write_training(
     import torch
     from safetensors.torch import save_file
 
-    save_file(dict(states), folder / "random.safetensors")
+    save_file(dict(states), folder / RANDOM)
     facts = {"format": FORMAT, "optimizer": "adamw", "steps": dict(steps), **asdict(progress)}
     facts |= {"backend": backend, "versions": {"torch": torch.__version__}}
-    (folder / "training.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    (folder / TRAINING).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+
+
+def read_progress(folder: str | Path) -> Progress:
+    """Read the training progress from `training.json` in an optimizer's directory."""
+    return _read_training(folder)[0]
+
+
+def _read_training(folder: str | Path) -> tuple[Progress, dict[str, int]]:
+    """Return the progress, and the optimizer steps by weight."""
+    path = Path(folder) / TRAINING
+    with reading(path):
+        facts = json.loads(path.read_text(encoding="utf-8"))
+        version, progress = facts["format"], Progress(int(facts["train_calls"]), int(facts["skipped_in_a_row"]))
+        steps = {str(name): int(count) for name, count in facts["steps"].items()}
+    if version != FORMAT:
+        raise DataError(f"{path} has format {version!r}, but this version reads {FORMAT}")
+    return progress, steps
 
 
 class SavedMoments(Mapping[str, Moments]):
@@ -105,19 +121,19 @@ class SavedMoments(Mapping[str, Moments]):
 
     def __init__(self, folder: str | Path) -> None:
         self._tensors = open_saved(folder)
-        self._steps = _steps(_facts(folder))
+        self._steps = _read_training(folder)[1]
 
-    def __enter__(self) -> SavedMoments:
+    def __enter__(self) -> Self:
         tensors = self._tensors.__enter__()
         if {start + name for name in self._steps for start in (FIRST, SECOND)} != set(tensors):
-            tensors.__exit__(None, None, None)
+            tensors.__exit__()
             raise DataError(
-                f"{tensors.folder} is damaged: training.json and the moments next to it name different weights"
+                f"{tensors.folder} is damaged: {TRAINING} and the moments next to it name different weights"
             )
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._tensors.__exit__(None, None, None)
+        self._tensors.__exit__()
 
     def __getitem__(self, name: str) -> Moments:
         return Moments(self._steps[name], self._tensors[FIRST + name], self._tensors[SECOND + name])
@@ -144,36 +160,8 @@ def moments_slice(moments: Mapping[str, Moments], name: str, where: tuple[slice,
 
 def require_weights(saved: Saved, specs: Mapping[str, WeightSpec]) -> None:
     """Raise a `DataError` that names the differences between saved weights and those of the model."""
-    missing, extra = sorted(specs.keys() - saved.keys()), sorted(saved.keys() - specs.keys())
-    shapes = {name: (saved.shape(name), specs[name].shape) for name in specs.keys() & saved.keys()}
-    other = sorted(name for name, (found, wanted) in shapes.items() if found != wanted)
-    differences = [f"lacks {missing[:3]}"] * bool(missing) + [f"has unexpected {extra[:3]}"] * bool(extra)
-    differences += [f"has {name} of shape {shapes[name][0]} instead of {shapes[name][1]}" for name in other[:3]]
-    if differences:
-        raise DataError(f"the checkpoint {saved.folder} is for another model: it {', '.join(differences)}")
-
-
-def read_progress(folder: str | Path) -> Progress:
-    """Read the training progress from `training.json` in an optimizer's directory."""
-    facts = _facts(folder)
-    return Progress(int(facts["train_calls"]), int(facts["skipped_in_a_row"]))
-
-
-def _steps(facts: Mapping[str, Any]) -> dict[str, int]:
-    return {str(name): int(count) for name, count in facts["steps"].items()}
-
-
-def _facts(folder: str | Path) -> dict[str, Any]:
-    path = Path(folder) / "training.json"
-    try:
-        facts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        _steps(facts), int(facts["train_calls"]), int(facts["skipped_in_a_row"])
-        version = facts["format"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{path} cannot be read as training state: {type(error).__name__}: {error}") from error
-    if version != FORMAT:
-        raise DataError(f"{path} has format {version!r}, but this version reads {FORMAT}")
-    return facts
+    if found := differences({name: saved.shape(name) for name in saved}, specs):
+        raise DataError(f"the checkpoint {saved.folder} is for another model: it {found}")
 
 
 def random_states(context: WorkerContext, device: torch.device) -> dict[str, Tensor]:
@@ -189,14 +177,11 @@ def random_states(context: WorkerContext, device: torch.device) -> dict[str, Ten
 def restore_random_states(folder: str | Path, context: WorkerContext, device: torch.device) -> None:
     """Restore this rank's random states, if the number of ranks is that of the save."""
     import torch
-    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    path = Path(folder) / "random.safetensors"
-    try:
+    path = Path(folder) / RANDOM
+    with reading(path):
         states = load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise DataError(f"{path} is damaged or cannot be read: {error}") from error
     if sum(name.startswith("cpu.") for name in states) != context.world_size:
         return
     torch.set_rng_state(states[f"cpu.{context.rank}"])

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from rlframework.files import replacing_directory
+from rlframework.policy.all_ranks import exhausting
 from rlframework.policy.checkpoint.manifest import write_manifest
 
 SHARD_BYTES = 4 << 30
@@ -31,15 +32,11 @@ def write_pretrained(
     `checksums`: add a manifest, as checkpoints have. `weights` is exhausted even if writing fails, because it is a
     collective.
     """
-    try:
-        with replacing_directory(path) as folder:
-            write_config(folder, model_name, tokenizer, trust_remote_code)
-            write_tensors(folder, weights)
-            if checksums:
-                write_manifest(folder)
-    finally:
-        for _ in weights:
-            pass
+    with exhausting(weights), replacing_directory(path) as folder:
+        write_config(folder, model_name, tokenizer, trust_remote_code)
+        write_tensors(folder, weights)
+        if checksums:
+            write_manifest(folder)
 
 
 def write_config(folder: Path, model_name: str, tokenizer: Any, trust_remote_code: bool) -> None:

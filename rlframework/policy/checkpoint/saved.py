@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Self
 
 from rlframework.errors import DataError
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     import torch
     from torch import Tensor
+
+    from rlframework.policy.model_state import WeightSpec
 
 INDEX, SHARD_SUFFIX = ".metadata", ".distcp"
 """In the sharded form: the file that maps shards to files, and the suffix of the files that contain them."""
@@ -22,30 +22,41 @@ NATIVE = "native.json"
 
 
 class Saved(Mapping[str, "Tensor"]):
-    """The tensors in the directory `folder`, by name. Use as a context manager."""
+    """The tensors in the directory `folder`, by name. Use as a context manager.
+
+    Raises a `DataError` if files are missing or damaged.
+    """
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
+        self._entries: Mapping[str, Any] = {}
 
-    @abstractmethod
-    def __enter__(self) -> Saved: ...
+    def __enter__(self) -> Self:
+        return self
 
-    @abstractmethod
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, *exception: object) -> None:
+        self._entries = {}
 
     @abstractmethod
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of the tensor `name` without reading it."""
 
+    @abstractmethod
+    def read_slice(self, name: str, where: tuple[slice, ...]) -> Tensor:
+        """Read only `where` of the tensor `name`."""
+
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype of the tensor `name`, reading a single element."""
         return self.read_slice(name, tuple(slice(0, min(size, 1)) for size in self.shape(name))).dtype
 
-    @abstractmethod
-    def read_slice(self, name: str, where: tuple[slice, ...]) -> Tensor:
-        """Read only `where` of the tensor `name`."""
+    def __getitem__(self, name: str) -> Tensor:
+        return self.read_slice(name, tuple(slice(0, size) for size in self.shape(name)))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
 
 
 def is_sharded(folder: str | Path) -> bool:
@@ -71,3 +82,12 @@ def reject_native(folder: str | Path) -> None:
 def slice_of(tensors: Mapping[str, Tensor], name: str, where: tuple[slice, ...]) -> Tensor:
     """Return `where` of `tensors[name]`, reading no more than that from files."""
     return tensors.read_slice(name, where) if isinstance(tensors, Saved) else tensors[name][where]
+
+
+def differences(shapes: Mapping[str, tuple[int, ...]], specs: Mapping[str, WeightSpec]) -> str:
+    """Describe how saved tensors of `shapes` differ from `specs`, as a clause about what was saved; "" if equal."""
+    missing, extra = sorted(specs.keys() - shapes.keys()), sorted(shapes.keys() - specs.keys())
+    other = sorted(name for name in specs.keys() & shapes.keys() if shapes[name] != specs[name].shape)
+    found = [f"lacks {missing[:3]}"] * bool(missing) + [f"has unexpected {extra[:3]}"] * bool(extra)
+    found += [f"has {name} of shape {shapes[name]} instead of {specs[name].shape}" for name in other[:3]]
+    return ", ".join(found)

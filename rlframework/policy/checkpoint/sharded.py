@@ -31,13 +31,14 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from rlframework.errors import DataError
-from rlframework.files import Replacement, reporting_full_disk
-from rlframework.policy.all_ranks import require_shared_folder, run_on_all_ranks
-from rlframework.policy.checkpoint.manifest import FileFacts, describe_files, write_manifest
+from rlframework.files import reporting_full_disk
+from rlframework.policy.all_ranks import run_on_all_ranks
+from rlframework.policy.checkpoint.manifest import FileFacts, describe_files
+from rlframework.policy.checkpoint.shared_directory import SharedDirectory
 from rlframework.policy.model_state import TensorShard
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+    from torch.distributed.checkpoint.metadata import Metadata
 
     from rlframework.interfaces.worker_group import WorkerContext
 
@@ -77,7 +78,7 @@ class DirectoryPlan:
     """One file per rank, with all its shards in memory until it is written; otherwise one file per shard."""
 
 
-class DirectorySave:
+class DirectorySave(SharedDirectory):
     """A directory being saved: `write` this rank's shards into a temporary folder, then `finish` on all ranks.
 
     Constructor and `finish` are collective, `write` is not. `copied`: copy the shards first, so that training may
@@ -85,27 +86,14 @@ class DirectorySave:
     """
 
     def __init__(self, plan: DirectoryPlan, context: WorkerContext, *, copied: bool) -> None:
-        self.path, self._context = Path(plan.path), context
-        self._replacement: Replacement | None = None
+        super().__init__(plan.path, context, "sharded", plan.beside)
         self._planner = _Planner(plan.shards)
         self._checksums: dict[str, FileFacts] = {}
         self._results: Any = []
-        try:
-            self._folder = Path(run_on_all_ranks(context, lambda: self._begin(plan))[0])
-            self._writer = FileSystemWriter(self._folder, single_file_per_rank=plan.one_file, overwrite=False)
+        with self:
+            self._writer = FileSystemWriter(self.folder, single_file_per_rank=plan.one_file, overwrite=False)
             self._plan, self._metadata = self._planned()
             run_on_all_ranks(context, lambda: self._planner.keep(self._plan.items, copied=copied))
-        except BaseException:
-            self.abandon()
-            raise
-
-    def _begin(self, plan: DirectoryPlan) -> str:
-        if self._context.rank:
-            return ""
-        with reporting_full_disk(self.path):
-            self._replacement = Replacement(self.path)
-            plan.beside(self._replacement.folder)
-        return str(self._replacement.folder)
 
     def _planned(self) -> tuple[SavePlan, Metadata]:
         """Return this rank's plan and the metadata of all plans. Each rank computes them from the same local plans."""
@@ -118,10 +106,8 @@ class DirectorySave:
         return self._planner.finish_plan(plan), metadata
 
     def _local_plan(self) -> SavePlan:
-        require_shared_folder(self._folder, self._context, "sharded")
-        storage_meta: StorageMeta | None = self._writer.storage_meta()
         coordinator = self._context.rank == 0
-        self._planner.set_up_planner({}, storage_meta, coordinator)
+        self._planner.set_up_planner({}, self._writer.storage_meta(), coordinator)
         self._writer.set_up_storage_writer(coordinator)
         return self._writer.prepare_local_plan(self._planner.create_local_plan())
 
@@ -129,38 +115,21 @@ class DirectorySave:
         """Write this rank's shards. No collective."""
         with reporting_full_disk(self.path):
             self._results = self._writer.write_data(self._plan, self._planner).wait()
-            names = [path.name for path in self._folder.glob(f"__{self._context.rank}_*.distcp")]
-            self._checksums = describe_files(self._folder, names)
+            names = [path.name for path in self.folder.glob(f"__{self._context.rank}_*.distcp")]
+            self._checksums = describe_files(self.folder, names)
         self._planner.keep([], copied=False)
 
     def finish(self, failure: Exception | None = None) -> None:
         """Move the directory into place, or raise on all ranks if one failed. `failure`: this rank's."""
 
-        def outcome() -> tuple[Any, dict[str, FileFacts]]:
+        def results() -> Any:
             if failure is not None:
                 raise failure
-            return self._results, self._checksums
+            return self._results
 
-        try:
-            written = run_on_all_ranks(self._context, outcome)
-            run_on_all_ranks(self._context, lambda: self._commit(written))
-        except BaseException:
-            self.abandon()
-            raise
-
-    def _commit(self, written: Sequence[tuple[Any, dict[str, FileFacts]]]) -> None:
-        if self._replacement is None:
-            return
-        with reporting_full_disk(self.path):
-            self._writer.finish(self._metadata, [results for results, _ in written])
-            known = {name: facts for _, checksums in written for name, facts in checksums.items()}
-            write_manifest(self._replacement.folder, known)
-        self._replacement.commit()
-
-    def abandon(self) -> None:
-        """Remove what was written, on rank 0."""
-        if self._replacement is not None:
-            self._replacement.abandon()
+        with self:
+            of_ranks = run_on_all_ranks(self._context, results)
+            self.commit(lambda: self._checksums, lambda: self._writer.finish(self._metadata, of_ranks))
 
 
 class CheckpointSave:

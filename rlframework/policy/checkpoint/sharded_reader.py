@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -21,6 +20,7 @@ from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from rlframework.errors import DataError
+from rlframework.policy.checkpoint.manifest import reading
 from rlframework.policy.checkpoint.saved import INDEX, Saved
 
 _ALLOWED = {
@@ -56,21 +56,14 @@ class _Reader(FileSystemReader):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        path = folder / INDEX
-        try:
-            with path.open("rb") as file:
-                self.index: Metadata = _IndexUnpickler(file).load()
-            # a pickle can be intact and contain something else
-            entries = {name: (tuple(entry.size), entry.chunks) for name, entry in self._tensors()}
-            self.set_up_storage_reader(self.index, is_coordinator=True)
-            assert len(entries) == len(self.index.state_dict_metadata)
-        except Exception as error:
-            raise DataError(f"{path} is damaged or cannot be read: {type(error).__name__}: {error}") from error
-
-    def _tensors(self) -> Iterator[tuple[str, TensorStorageMetadata]]:
-        for name, entry in self.index.state_dict_metadata.items():
-            if isinstance(entry, TensorStorageMetadata):
-                yield name, entry
+        with reading(folder / INDEX):
+            with (folder / INDEX).open("rb") as file:
+                index: Metadata = _IndexUnpickler(file).load()
+            entries = index.state_dict_metadata
+            self.tensors = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+            for entry in self.tensors.values():  # a pickle can be intact and contain something else
+                _ = tuple(entry.size), entry.chunks
+            self.set_up_storage_reader(index, is_coordinator=True)
 
 
 class _Planner(DefaultLoadPlanner):
@@ -86,21 +79,12 @@ class _Planner(DefaultLoadPlanner):
 
 
 class SavedShards(Saved):
-    """The tensors of a directory in the sharded form, by name; each slice is read on access.
+    """The tensors of a directory in the sharded form."""
 
-    Raises a `DataError` if files are missing or damaged. Use as a context manager.
-    """
-
-    def __enter__(self) -> SavedShards:
+    def __enter__(self) -> Self:
         self._reader = _Reader(self.folder)
-        self._entries = dict(self._reader._tensors())
+        self._entries = self._reader.tensors
         return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._entries = {}
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self.read_slice(name, tuple(slice(0, size) for size in self.shape(name)))
 
     def shape(self, name: str) -> tuple[int, ...]:
         """See `Saved.shape`."""
@@ -126,9 +110,3 @@ class SavedShards(Saved):
                 f"{type(error).__name__}: {error}"
             ) from error
         return target
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        return len(self._entries)

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from rlframework.errors import NotSupported
-from rlframework.policy.head.logprobs import chunked_logprobs, scaled_logits
+from rlframework.policy.head.logprobs import chunked_logprobs, scaled_logits, top_logits, whole_logits
 from rlframework.policy.head.request import HeadRequest
-from rlframework.policy.head.top_k import top_logits
-from rlframework.policy.head.vocab_parallel import VocabularyShard, parallel_logits, parallel_logprobs
+from rlframework.policy.head.vocab_parallel import VocabularyShard
 
 
 def local_tensor(weight: Any) -> Any:
@@ -51,51 +50,46 @@ class HeadPatch:
         `shard`: this rank's rows of the head's weight, if a group of ranks shards it.
         """
         head = output_head(model)
-        self._original_forward = head.forward
-        self._head = head
-        self._shard = shard
-        self._request: HeadRequest | None = None
-        self._positions: Tensor | None = None
-        self._targets: Tensor | None = None
+        self._original_forward, self._head, self._shard = head.forward, head, shard
+        self._wanted: tuple[HeadRequest, Tensor, Tensor] | None = None
         head.forward = self._forward
 
     @contextmanager
     def computing(self, request: HeadRequest, positions: Tensor, targets: Tensor) -> Iterator[None]:
         """Context manager: forwards compute `request` at the flat input `positions [N]`, for `targets [N]`."""
-        self._request, self._positions, self._targets = request, positions, targets
+        self._wanted = request, positions, targets
         try:
             yield
         finally:
-            self._request = self._positions = self._targets = None
+            self._wanted = None
 
     def _forward(self, hidden: Tensor) -> Tensor:
-        if self._request is None or self._positions is None or self._targets is None:
+        if self._wanted is None:
             logits: Tensor = self._original_forward(hidden)
             return logits
-        rows = hidden.reshape(-1, hidden.shape[-1]).index_select(0, self._positions)
+        request, positions, targets = self._wanted
+        rows = hidden.reshape(-1, hidden.shape[-1]).index_select(0, positions)
         weight, bias = local_tensor(self._head.weight), local_tensor(getattr(self._head, "bias", None))
-        return self._values(self._request, rows, weight, bias, self._targets)
+        return self._values(request, rows, weight, bias, targets)
 
     def _values(
         self, request: HeadRequest, rows: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor
     ) -> Tensor:
         if "scores" in request.wants:
             return scaled_logits(rows, weight, bias, 1.0)
-        temperature, wants_entropy = request.temperature, "entropy" in request.wants
         if "topk" in request.wants:
-            return top_logits(rows, weight, bias, self._shard, request.top_k, temperature)
+            return top_logits(rows, weight, bias, self._shard, request.top_k, request.temperature)
         if "logits" in request.wants:
-            if self._shard is not None:
-                return parallel_logits(rows, weight, bias, self._shard, temperature=temperature)
-            return scaled_logits(rows, weight, bias, temperature)
-        if self._shard is not None:
-            logprobs, entropy = parallel_logprobs(
-                rows, weight, bias, targets, self._shard, temperature=temperature, wants_entropy=wants_entropy
-            )
-        else:
-            logprobs, entropy = chunked_logprobs(
-                rows, weight, bias, targets, temperature=temperature, wants_entropy=wants_entropy
-            )
+            return whole_logits(rows, weight, bias, self._shard, temperature=request.temperature)
+        logprobs, entropy = chunked_logprobs(
+            rows,
+            weight,
+            bias,
+            targets,
+            self._shard,
+            temperature=request.temperature,
+            wants_entropy="entropy" in request.wants,
+        )
         # a new tensor, not a view: FSDP2 attaches its backward hook to the model's output
         return torch.stack((logprobs,) if entropy is None else (logprobs, entropy), dim=1)
 

@@ -73,7 +73,7 @@ def test_another_backends_files_and_a_missing_optimizer_are_rejected(tmp_path):
     with pytest.raises(DataError, match="saved without its optimizer"):
         native_files(str(path), "Mine", optimizer=True)
     (path / "native.json").write_text("[]")
-    with pytest.raises(DataError, match=r"native\.json cannot be read"):
+    with pytest.raises(DataError, match=r"native\.json is damaged or cannot be read"):
         native_files(str(path), "Mine", optimizer=False)
 
 

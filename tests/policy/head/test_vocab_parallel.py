@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
 from rlframework.policy.head import logprobs as logprobs_module
-from rlframework.policy.head.vocab_parallel import VocabularyShard, parallel_logits, parallel_logprobs
+from rlframework.policy.head.logprobs import chunked_logprobs, whole_logits
+from rlframework.policy.head.vocab_parallel import VocabularyShard
 
 
 def on_ranks(ranks, work):
@@ -87,7 +88,7 @@ def test_values_and_gradients_match_the_whole_vocabulary(count, sizes, padding, 
         leaves = leaves_of(rank, bounds, padding, hidden, weight, bias)
         shard = VocabularyShard(dist.group.WORLD, bounds[rank], sizes[rank])
         own_bias = leaves[2] if with_bias else None
-        logprobs, entropy = parallel_logprobs(
+        logprobs, entropy = chunked_logprobs(
             leaves[0], leaves[1], own_bias, targets, shard, temperature=temperature, wants_entropy=True
         )
         return logprobs, entropy, torch.autograd.grad((logprobs * upstream).sum(), leaves)
@@ -116,7 +117,7 @@ def test_whole_logits_are_gathered_and_their_gradient_sharded():
     def work(rank):
         own = hidden.clone().requires_grad_(), weight[[0, 1] if rank == 0 else [2]].clone().requires_grad_()
         shard = VocabularyShard(dist.group.WORLD, (0, 2)[rank], (2, 1)[rank])
-        logits = parallel_logits(*own, None, shard, temperature=0.5)
+        logits = whole_logits(*own, None, shard, temperature=0.5)
         return logits, torch.autograd.grad((logits * upstream).sum(), own)
 
     for rank, (logits, (of_hidden, of_weight)) in enumerate(on_ranks(2, work)):

@@ -99,7 +99,7 @@ def one_buffer(worker_class: Any) -> Any:
             names = list(keys)
             handles = super().get_weights_ipc_handles(names)
             for group in handles.values():  # overwritten before any receiver can read it
-                group.slots[-1].of(self.sender.ipc.written(group)).zero_()
+                group.slots[-1].of(self.sender.ipc.written()).zero_()
             return handles
 
     return Broken
@@ -115,8 +115,8 @@ def room_not_written(worker_class: Any) -> Any:
         def get_weights_ipc_handles(self, keys: Iterable[str]) -> Any:
             handles = super().get_weights_ipc_handles(keys)
             for group in handles.values():
-                if self.sender.ipc._receive_buffer is not None:
-                    group.slots[-1].of(self.sender.ipc.written(group)).zero_()
+                if self.sender.ipc.receive_buffer is not None:
+                    group.slots[-1].of(self.sender.ipc.written()).zero_()
             return handles
 
     return Broken

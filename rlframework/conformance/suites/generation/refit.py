@@ -128,7 +128,7 @@ class _Sender:
                 continue
             group = self._ipc_sender.pack([name], iter([(name, weight)]))
             if name == damage:
-                group.slots[0].of(self._ipc_sender.written(group))[7] ^= 1
+                group.slots[0].of(self._ipc_sender.written())[7] ^= 1
             try:
                 taken = engine.update_weights_from_ipc_handles({device_id(self._device): group})
             except RLFrameworkError as error:

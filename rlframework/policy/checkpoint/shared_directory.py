@@ -1,0 +1,65 @@
+"""A directory that all ranks write together and that appears complete or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from rlframework.files import Replacement, reporting_full_disk
+from rlframework.policy.all_ranks import require_shared_folder, run_on_all_ranks
+from rlframework.policy.checkpoint.manifest import FileFacts, write_manifest
+
+if TYPE_CHECKING:
+    from rlframework.interfaces.worker_group import WorkerContext
+
+
+class SharedDirectory:
+    """Ranks write into the temporary `folder`, on a file system that they share; `commit` moves it to `path`.
+
+    Constructor and `commit` are collective. As a context manager, it abandons the directory if the block fails.
+    """
+
+    def __init__(self, path: str | Path, context: WorkerContext, form: str, begin: Callable[[Path], None]) -> None:
+        """Create `folder`, in which rank 0 calls `begin`; `form` is the checkpoint's form, for errors."""
+        self.path, self._context = Path(path), context
+        self._replacement: Replacement | None = None
+        with self:
+            self.folder = Path(run_on_all_ranks(context, lambda: self._create(begin))[0])
+            run_on_all_ranks(context, lambda: require_shared_folder(self.folder, context, form))
+
+    def _create(self, begin: Callable[[Path], None]) -> str:
+        if self._context.rank:
+            return ""
+        with reporting_full_disk(self.path):
+            self._replacement = Replacement(self.path)
+            begin(self._replacement.folder)
+        return str(self._replacement.folder)
+
+    def commit(self, describe: Callable[[], Mapping[str, FileFacts]], end: Callable[[], None] = lambda: None) -> None:
+        """Call `end` on rank 0, add the manifest, and move the directory into place.
+
+        `describe` returns entries of the manifest that this rank has computed; rank 0 computes the others.
+        """
+        parts = run_on_all_ranks(self._context, describe)
+        run_on_all_ranks(self._context, lambda: self._commit(parts, end))
+
+    def _commit(self, parts: list[Mapping[str, FileFacts]], end: Callable[[], None]) -> None:
+        if self._replacement is None:
+            return
+        with reporting_full_disk(self.path):
+            end()
+            write_manifest(self.folder, {name: facts for part in parts for name, facts in part.items()})
+        self._replacement.commit()
+
+    def abandon(self) -> None:
+        """Remove what was written, on rank 0. No collective."""
+        if self._replacement is not None:
+            self._replacement.abandon()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self.abandon()
