@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from rlframework.configure import config_schema, config_yaml, load_config
     from rlframework.errors import RLFrameworkError, UserError
     from rlframework.plugins.manager import PluginManager, create_manager
-    from rlframework.runner.launch import build_parts, run
+    from rlframework.runner.launch import run
+    from rlframework.runner.parts import build_parts
 
 __all__ = [
     "Parts",
@@ -42,7 +43,7 @@ _MODULES = {
     "RunConfig": "config.sections",
     "RunResult": "algorithm",
     "UserError": "errors",
-    "build_parts": "runner.launch",
+    "build_parts": "runner.parts",
     "config_schema": "configure",
     "config_yaml": "configure",
     "create_manager": "plugins.manager",

@@ -9,23 +9,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from rlframework.algorithm import Parts
-from rlframework.algorithms.advantages import group_advantages, overlong_penalty
 from rlframework.algorithms.losses import ClippedPGLoss
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.algorithms import ClippedPGLossConfig, GRPOConfig, OwnPolicyLossConfig
 from rlframework.datasets.loader import PromptLoader
 from rlframework.plugins.user_defined import load_loss
 from rlframework.policy.metrics import average_metrics
-from rlframework.rollout.rollout import Rollout, rollout, row_seeds
-from rlframework.training.loop import StepLoop, Timer
+from rlframework.rollout import Rollout, rollout, row_seeds
+from rlframework.training.loop import StepLoop, StepResult, Timer, training_metrics
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from rlframework.interfaces.loss import LossFunction
-    from rlframework.plugins.hookspec import SampleRecord
 
 
 class GRPO(StepLoop):
@@ -54,7 +51,7 @@ class GRPO(StepLoop):
         self.uses_reference = self.needs_reference_model(self.config)
         self.inputs.rollouts(self.train_samples, scored=self.scores_before_training or self.uses_reference)
 
-    def train_step(self, step: int, timer: Timer) -> tuple[dict[str, float], list[SampleRecord]]:
+    def train_step(self, step: int, timer: Timer) -> StepResult:
         """See `StepLoop.train_step`."""
         samples = [sample for sample in next(self.loader) for _ in range(self.config.samples_per_prompt)]
         self.parts.generation.prepare_for_generation()  # before the timer: a refit does not count as generation
@@ -66,7 +63,8 @@ class GRPO(StepLoop):
         with timer.phase("train"):
             self.parts.policy.prepare_for_training()
             trained = [self.train(step, result.data, self.loss) for _ in range(self.config.epochs_per_batch)]
-        metrics |= _mean_metrics(trained)
+        means = average_metrics([result["metrics"] for result in trained])
+        metrics |= training_metrics(trained) | {f"train/{name}": value for name, value in means.items()}
         metrics["train/tokens"] = float(result.data["input_lengths"].sum())
         return metrics, result.records(step, "train", self.parts.config.observers.samples)
 
@@ -129,14 +127,40 @@ def make_policy_loss(config: ClippedPGLossConfig | OwnPolicyLossConfig) -> LossF
     return loss
 
 
-def _mean_metrics(results: list[dict[str, Any]]) -> dict[str, float]:
-    """Combine the metrics of one step's training calls: means, and the total number of skipped steps."""
-    metrics = {
-        "train/loss": sum(result["loss"] for result in results) / len(results),
-        "train/grad_norm": float(torch.cat([result["grad_norm"] for result in results]).mean()),
-        "train/lr": results[-1]["lr"],
-        "train/skipped_steps": float(sum(result["skipped"] for result in results)),
-        "train/global_valid_toks": sum(result["global_valid_toks"] for result in results) / len(results),
-    }
-    means = average_metrics([result["metrics"] for result in results])
-    return metrics | {f"train/{name}": value for name, value in means.items()}
+def group_advantages(
+    rewards: Tensor,
+    samples_per_prompt: int,
+    *,
+    leave_one_out: bool = False,
+    normalize_std: bool = True,
+    eps: float = 1e-6,
+) -> tuple[Tensor, Tensor]:
+    """Return the advantage of each sample within its group, and the rows of groups without variance.
+
+    `rewards [B]` is fp32, with groups of `samples_per_prompt` consecutive rows. The baseline is the mean of the group
+    (GRPO, arXiv:2402.03300) or, with `leave_one_out`, the mean of the group's other rows (RLOO, arXiv:2402.14740).
+    `normalize_std` divides by the group's standard deviation (with n - 1) plus `eps`. Returns `advantages [B]` fp32 and
+    `constant [B]` bool, True for rows of groups whose rewards are all equal; their advantages are 0.
+    """
+    groups = rewards.float().view(-1, samples_per_prompt)
+    count = groups.shape[1]
+    total = groups.sum(1, keepdim=True)
+    baseline = (total - groups) / (count - 1) if leave_one_out else total / count
+    advantages = groups - baseline
+    if normalize_std:
+        advantages = advantages / (groups.std(1, keepdim=True) + eps)
+    constant = (groups == groups[:, :1]).all(1, keepdim=True).expand_as(groups)
+    advantages = torch.where(constant, torch.zeros_like(advantages), advantages)
+    return advantages.reshape(-1), constant.reshape(-1)
+
+
+def overlong_penalty(lengths: Tensor, max_new_tokens: int, buffer: int, penalty: float) -> Tensor:
+    """Return the penalty to add to the rewards of long completions (DAPO, arXiv:2503.14476, eq. 13).
+
+    It is 0 up to `max_new_tokens - buffer` tokens, then falls linearly to `-penalty` at `max_new_tokens`. `lengths [B]`
+    int64 are those of the completions. Returns `[B]` fp32, all 0 if `buffer` is 0.
+    """
+    if buffer == 0:
+        return torch.zeros(len(lengths))
+    over = (lengths - (max_new_tokens - buffer)).clamp(min=0, max=buffer)
+    return -penalty * over.float() / buffer

@@ -21,14 +21,13 @@ from rlframework.datasets.tokens.reading import TokenData
 from rlframework.errors import ConfigError
 from rlframework.huggingface.tokenizer import tokenizer_fingerprint
 from rlframework.plugins.user_defined import load_loss
-from rlframework.training.loop import StepLoop, Timer
+from rlframework.training.loop import StepLoop, StepResult, Timer, training_metrics
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rlframework.interfaces.environment import Sample, Split
     from rlframework.interfaces.loss import LossFunction
-    from rlframework.plugins.hookspec import SampleRecord
 
 
 class SFT(StepLoop):
@@ -52,21 +51,15 @@ class SFT(StepLoop):
         own = self.config.loss
         self.loss: LossFunction = NLLLoss() if own is None else load_loss(own.name, own.keys)
 
-    def train_step(self, step: int, timer: Timer) -> tuple[dict[str, float], list[SampleRecord]]:
+    def train_step(self, step: int, timer: Timer) -> StepResult:
         """See `StepLoop.train_step`."""
         with timer.phase("data"):
             batch = self.next_batch()
         with timer.phase("train"):
             self.parts.policy.prepare_for_training()
             result = self.train(step, batch, self.loss)
-        metrics = {
-            "train/loss": result["loss"],
-            "train/grad_norm": float(result["grad_norm"].mean()),
-            "train/lr": result["lr"],
-            "train/skipped_steps": float(result["skipped"]),
-            "train/tokens": float(batch["input_lengths"].sum()),
-            "train/global_valid_toks": result["global_valid_toks"],
-        } | {f"train/{name}": value for name, value in result["metrics"].items() if name == "router_aux_loss"}
+        metrics = training_metrics([result]) | {"train/tokens": float(batch["input_lengths"].sum())}
+        metrics |= {f"train/{name}": value for name, value in result["metrics"].items() if name == "router_aux_loss"}
         return metrics, []
 
     def should_stop(self, metrics: dict[str, float]) -> bool:
@@ -81,7 +74,7 @@ class SFT(StepLoop):
         else:
             self.inputs.rows("validation", samples, self.render)
 
-    def validate(self, step: int) -> tuple[dict[str, float], list[SampleRecord]]:
+    def validate(self, step: int) -> StepResult:
         """Score greedy answers if the environment can, otherwise compute the loss on the held-out rows."""
         if self.parts.environment.scores:
             return super().validate(step)
@@ -122,37 +115,30 @@ def open_token_data(config: SFTConfig, parts: Parts) -> TokenData:
     """
     assert config.token_data is not None
     tokens = TokenData(config.token_data)
-    where = f"algorithm.token_data={str(config.token_data)!r}"
+    where = f"algorithm.token_data={str(config.token_data)!r} was made with"
+    again = "make the data again with `rlframework tokenize`"
     if tokens.meta["tokenizer"] != tokenizer_fingerprint(parts.tokenizer):
         policy = parts.config.policy
         raise ConfigError(
-            f"{where} was made with another tokenizer or chat template than that of "
-            f"{policy.tokenizer_name or policy.model_name!r}; make it again with `rlframework tokenize`"
+            f"{where} another tokenizer or chat template than that of "
+            f"{policy.tokenizer_name or policy.model_name!r}; {again}"
         )
     for name in ("train_on", "max_tokens"):
         configured, recorded = getattr(config, name), tokens.meta[name]
         if configured != recorded:
             raise ConfigError(
-                f"{where} was made with algorithm.{name}={recorded}, but this run has {configured}; set it to "
-                f"{recorded}, or make the data again with `rlframework tokenize`"
+                f"{where} algorithm.{name}={recorded}, but this run has {configured}; set it to {recorded}, or {again}"
             )
-    _check_source(tokens.meta.get("source") or {}, parts, where)
-    return tokens
-
-
-def _check_source(source: Mapping[str, Any], parts: Parts, where: str) -> None:
-    if not source:
-        return
     environment = parts.config.environment
-    configured = _flat({"environment": environment.model_dump(mode="json"), "seed": parts.config.seed})
-    recorded = _flat(source)
-    for name in dict.fromkeys([*configured, *recorded]):
-        if configured.get(name) != recorded.get(name) and name not in environment.unseen_by_training:
+    ours = _flat({"environment": environment.model_dump(mode="json"), "seed": parts.config.seed})
+    theirs = _flat(tokens.meta.get("source") or {})
+    for name in dict.fromkeys([*ours, *theirs]) if theirs else ():
+        if ours.get(name) != theirs.get(name) and name not in environment.unseen_by_training:
             raise ConfigError(
-                f"{where} was made with {name}={recorded.get(name)!r}, but this run has {configured.get(name)!r}: rows "
-                "that this run holds out may be in it; restore the old value, or make the data again with `rlframework "
-                "tokenize`"
+                f"{where} {name}={theirs.get(name)!r}, but this run has {ours.get(name)!r}: rows that this run holds "
+                f"out may be in it; restore the old value, or {again}"
             )
+    return tokens
 
 
 def _flat(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:

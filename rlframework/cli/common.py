@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
+from typer import Argument, Option
 from typer.core import TyperGroup
 
 from rlframework import __version__
@@ -67,15 +68,15 @@ def _show_version(value: bool) -> None:
         raise typer.Exit
 
 
-Config = Annotated[str, typer.Argument(help="YAML file that configures the run.", show_default=False)]
+Config = Annotated[str, Argument(help="YAML file that configures the run.", show_default=False)]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(help="Settings to override, such as policy.backend=dtensor; ~a.b removes a key.")
+    list[str] | None, Argument(help="Settings to override, such as policy.backend=dtensor; ~a.b removes a key.")
 ]
-Out = Annotated[str, typer.Argument(help="New folder to write.", show_default=False)]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.", callback=_set_debug)]
+Out = Annotated[str, Argument(help="New folder to write.", show_default=False)]
+Json = Annotated[bool, Option("--json", help="Print JSON.")]
+Debug = Annotated[bool, Option("--debug", help="Show the traceback of an error.", callback=_set_debug)]
 Version = Annotated[
-    bool, typer.Option("--version", help="Print the version and exit.", callback=_show_version, is_eager=True)
+    bool, Option("--version", help="Print the version and exit.", callback=_show_version, is_eager=True)
 ]
 
 app = typer.Typer(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from rlframework.cli.common import Debug, app, print_table
 from rlframework.errors import UserError
@@ -12,26 +13,18 @@ from rlframework.errors import UserError
 
 @app.command()
 def conformance(
-    backend: Annotated[str, typer.Argument(help="Name of a plugin: dtensor, ray, addition, ...", show_default=False)],
-    keys: Annotated[
-        list[str] | None, typer.Argument(help="Settings of the plugin's own section, such as path=x.")
-    ] = None,
-    workers: Annotated[
-        int | None, typer.Option(help="Test only layouts with this many workers.", show_default=False)
-    ] = None,
-    layout: Annotated[
-        list[str] | None, typer.Option(help="Layout to test, such as data=2,tensor=2. Repeatable.")
-    ] = None,
-    device: Annotated[str, typer.Option(help="Device to test on: cpu or cuda.")] = "cpu",
-    json_file: Annotated[
-        str | None, typer.Option("--json", metavar="FILE", help="Write all measurements as JSON.")
-    ] = None,
-    markdown: Annotated[str | None, typer.Option(metavar="FILE", help="Write the results as Markdown tables.")] = None,
-    test: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Run only this test. Repeatable.")] = None,
-    as_list: Annotated[bool, typer.Option("--list", help="List the tests without running them.")] = False,
+    backend: Annotated[str, Argument(help="Name of a plugin: dtensor, ray, addition, ...", show_default=False)],
+    keys: Annotated[list[str] | None, Argument(help="Settings of the plugin's own section, such as path=x.")] = None,
+    workers: Annotated[int | None, Option(help="Test only layouts with this many workers.")] = None,
+    layout: Annotated[list[str] | None, Option(help="Layout to test, such as data=2,tensor=2. Repeatable.")] = None,
+    device: Annotated[str, Option(help="Device to test on: cpu or cuda.")] = "cpu",
+    json_file: Annotated[str | None, Option("--json", metavar="FILE", help="Write all measurements as JSON.")] = None,
+    markdown: Annotated[str | None, Option(metavar="FILE", help="Write the results as Markdown tables.")] = None,
+    test: Annotated[list[str] | None, Option(metavar="NAME", help="Run only this test. Repeatable.")] = None,
+    as_list: Annotated[bool, Option("--list", help="List the tests without running them.")] = False,
     mutants: Annotated[
         bool,
-        typer.Option("--mutants", help="Check the suites themselves: deliberately broken implementations must fail."),
+        Option("--mutants", help="Check the suites themselves: deliberately broken implementations must fail."),
     ] = False,
     debug: Debug = False,
 ) -> None:
@@ -61,28 +54,26 @@ def conformance(
 def parity(
     backends: Annotated[
         list[str] | None,
-        typer.Argument(
+        Argument(
             metavar="BACKEND[:LAYOUT][/KEY=VALUE]...",
             help="Backends to compare, such as dtensor:data=2, or deepspeed:data=2/zero_optimization.stage=3 with "
             "settings of its own section. Default: all installed backends.",
         ),
     ] = None,
-    model: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Model directory. Default: a tiny random model.")
-    ] = None,
-    steps: Annotated[int | None, typer.Option(help="Optimizer steps. Default: 20.", show_default=False)] = None,
-    rows: Annotated[int | None, typer.Option(help="Rows per step. Default: 8.", show_default=False)] = None,
-    precision: Annotated[list[str] | None, typer.Option(help="float32 or bfloat16. Repeatable.")] = None,
-    batching: Annotated[list[str] | None, typer.Option(help="padded, dynamic or packed. Repeatable.")] = None,
+    model: Annotated[str | None, Option(metavar="DIR", help="Model directory. Default: a tiny random model.")] = None,
+    steps: Annotated[int | None, Option(help="Optimizer steps. Default: 20.")] = None,
+    rows: Annotated[int | None, Option(help="Rows per step. Default: 8.")] = None,
+    precision: Annotated[list[str] | None, Option(help="float32 or bfloat16. Repeatable.")] = None,
+    batching: Annotated[list[str] | None, Option(help="padded, dynamic or packed. Repeatable.")] = None,
     checkpointing: Annotated[
-        bool, typer.Option("--checkpointing", help="Also compare with activation checkpointing.")
+        bool, Option("--checkpointing", help="Also compare with activation checkpointing.")
     ] = False,
-    device: Annotated[str, typer.Option(help="Device to compare on: cpu or cuda.")] = "cpu",
+    device: Annotated[str, Option(help="Device to compare on: cpu or cuda.")] = "cpu",
     run: Annotated[
-        str | None, typer.Option("--replay", metavar="RUN_DIR", help="Replay a recorded step of this run.")
+        str | None, Option("--replay", metavar="RUN_DIR", help="Replay a recorded step of this run.")
     ] = None,
-    step: Annotated[int | None, typer.Option(help="Step to replay.", show_default=False)] = None,
-    json_file: Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write all results as JSON.")] = None,
+    step: Annotated[int | None, Option(help="Step to replay.")] = None,
+    json_file: Annotated[str | None, Option("--json", metavar="FILE", help="Write all results as JSON.")] = None,
     debug: Debug = False,
 ) -> None:
     """Compare backends with a reference implementation: log-probabilities, loss, gradient norm and final weights."""
@@ -108,10 +99,8 @@ def parity(
 
 @app.command("new-backend")
 def new_backend(
-    name: Annotated[str, typer.Argument(help="Name of the backend, for policy.backend.", show_default=False)],
-    directory: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Folder to write. Default: rlframework-NAME.")
-    ] = None,
+    name: Annotated[str, Argument(help="Name of the backend, for policy.backend.", show_default=False)],
+    directory: Annotated[str | None, Option(metavar="DIR", help="Folder to write. Default: rlframework-NAME.")] = None,
     debug: Debug = False,
 ) -> None:
     """Create an installable plugin distribution for a new training backend, with stubs to fill in."""

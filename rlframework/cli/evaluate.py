@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Option
 
 from rlframework.cli.common import Debug, Json, app, print_table
 from rlframework.errors import UserError
+
+if TYPE_CHECKING:
+    from rlframework.config.sections import RunConfig
 
 
 @app.command()
 def evaluate(
     words: Annotated[
         list[str],
-        typer.Argument(
+        Argument(
             metavar="RUN_OR_MODEL|a.b=value",
             help="A run's output_dir, a checkpoint in it, or a Hugging Face model directory or name; several are "
             "compared. Also settings to override.",
@@ -24,21 +27,17 @@ def evaluate(
         ),
     ],
     config: Annotated[
-        str | None, typer.Option(metavar="FILE", help="YAML file. Default: the configuration of the run.")
+        str | None, Option(metavar="FILE", help="YAML file. Default: the configuration of the run.")
     ] = None,
-    samples: Annotated[
-        int | None, typer.Option(min=1, help="Evaluate only the first N prompts.", show_default=False)
-    ] = None,
-    attempts: Annotated[
-        int | None, typer.Option(min=1, help="Completions per prompt. Default: 1.", show_default=False)
-    ] = None,
-    k: Annotated[str, typer.Option(metavar="1,4,8", help="Report pass@k for these k.", show_default=False)] = "",
+    samples: Annotated[int | None, Option(min=1, help="Evaluate only the first N prompts.")] = None,
+    attempts: Annotated[int | None, Option(min=1, help="Completions per prompt. Default: 1.")] = None,
+    k: Annotated[str, Option(metavar="1,4,8", help="Report pass@k for these k.", show_default=False)] = "",
     temperature: Annotated[
         float | None,
-        typer.Option(min=0.0, help="Sampling temperature. Default: greedy for a single attempt.", show_default=False),
+        Option(min=0.0, help="Sampling temperature. Default: greedy for a single attempt.", show_default=False),
     ] = None,
-    split: Annotated[str, typer.Option(help="Data to evaluate on: validation or train.")] = "validation",
-    out: Annotated[str | None, typer.Option(metavar="DIR", help="New folder to write the results to.")] = None,
+    split: Annotated[str, Option(help="Data to evaluate on: validation or train.")] = "validation",
+    out: Annotated[str | None, Option(metavar="DIR", help="New folder to write the results to.")] = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -57,14 +56,13 @@ def evaluate(
     plan = plan_evaluation(
         words, config=config, samples=samples, attempts=attempts, k=k, temperature=temperature, split=split, out=out
     )
-    from rlframework.evaluation.report import as_json as json_of
     from rlframework.evaluation.report import as_table
     from rlframework.observers.console import progress_bar
     from rlframework.runner.launch import evaluate as run_plan
 
-    results, summaries = run_plan(plan, progress=progress_bar)
+    results, output = run_plan(plan, progress_bar)
     if as_json:
-        print(json.dumps(json_of(plan.models, results, summaries), indent=2, allow_nan=False))
+        print(json.dumps(output, indent=2, allow_nan=False))
         return
     print_table(as_table(plan.models, results, plan.settings))
     print(f"done; completions and summary in {plan.out}")
@@ -74,7 +72,7 @@ def evaluate(
 def generate(
     name: Annotated[
         str,
-        typer.Argument(
+        Argument(
             metavar="RUN_OR_MODEL",
             help="A run's output_dir, or a Hugging Face model directory or name.",
             show_default=False,
@@ -82,26 +80,26 @@ def generate(
     ],
     prompts: Annotated[
         list[str] | None,
-        typer.Argument(metavar="PROMPT", help="Prompts. Default: read from stdin, one per line.", show_default=False),
+        Argument(metavar="PROMPT", help="Prompts. Default: read from stdin, one per line.", show_default=False),
     ] = None,
     file: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="Text file with one prompt per line, or JSONL with `prompt` or `messages`."),
+        Option(metavar="FILE", help="Text file with one prompt per line, or JSONL with `prompt` or `messages`."),
     ] = None,
-    samples: Annotated[int, typer.Option(min=1, help="Completions per prompt.")] = 1,
+    samples: Annotated[int, Option(min=1, help="Completions per prompt.")] = 1,
     temperature: Annotated[
-        float | None, typer.Option(min=0.0, help="Sampling temperature. Default: the run's, or 1.")
+        float | None, Option(min=0.0, help="Sampling temperature. Default: the run's, or 1.")
     ] = None,
     max_new_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Maximum length of a completion. Default: the run's, or 256.")
+        int | None, Option(min=1, help="Maximum length of a completion. Default: the run's, or 256.")
     ] = None,
-    greedy: Annotated[bool, typer.Option("--greedy", help="Always choose the most likely token.")] = False,
-    raw: Annotated[bool, typer.Option("--raw", help="Do not apply the chat template.")] = False,
-    seed: Annotated[int | None, typer.Option(min=0, help="Random seed. Default: the run's, or 0.")] = None,
+    greedy: Annotated[bool, Option("--greedy", help="Always choose the most likely token.")] = False,
+    raw: Annotated[bool, Option("--raw", help="Do not apply the chat template.")] = False,
+    seed: Annotated[int | None, Option(min=0, help="Random seed. Default: the run's, or 0.")] = None,
     changes: Annotated[
-        list[str] | None, typer.Option("--set", metavar="a.b=value", help="Override a setting. Repeatable.")
+        list[str] | None, Option("--set", metavar="a.b=value", help="Override a setting. Repeatable.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON per completion.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print one line of JSON per completion.")] = False,
     debug: Debug = False,
 ) -> None:
     """Generate completions for prompts given as arguments, in a file, or typed interactively until Ctrl-D.
@@ -125,13 +123,20 @@ def generate(
         greedy=greedy,
         seed=seed,
     )
-    from rlframework.evaluation.completions import prompts_of_file, prompts_of_words
-    from rlframework.evaluation.interactive import chat, print_answers
-    from rlframework.runner.launch import build_answerer
+    _answer(config, prompts, file, samples=samples, raw=raw, as_json=as_json)
 
-    typed = not prompts and file is None and sys.stdin.isatty()
-    given = [] if typed else prompts_of_words(prompts) if prompts else prompts_of_file(file or "-")
-    with build_answerer(config, samples=samples, raw=raw) as answerer:
+
+def _answer(
+    config: RunConfig, words: list[str] | None, file: str | None, *, samples: int, raw: bool, as_json: bool
+) -> None:
+    """Answer the prompts given as words, in a file or on stdin; without any, those typed on the terminal."""
+    from rlframework.evaluation.answers import Answerer, chat, print_answers, prompts_of_file, prompts_of_words
+    from rlframework.runner.parts import build_generation
+
+    typed = not words and file is None and sys.stdin.isatty()
+    given = [] if typed else prompts_of_words(words) if words else prompts_of_file(file or "-")
+    with build_generation(config) as (tokenizer, _, generation):
+        answerer = Answerer(config, tokenizer, generation, samples=samples, raw=raw)
         if typed:
             chat(answerer, as_json=as_json)
         else:

@@ -6,6 +6,7 @@ import json
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from rlframework.cli.common import Config, Debug, Json, Overrides, app, print_table
 
@@ -46,9 +47,7 @@ def plugins(as_json: Json = False, debug: Debug = False) -> None:
 
 @app.command()
 def doctor(
-    config: Annotated[
-        str | None, typer.Argument(help="YAML file of a run to check as well.", show_default=False)
-    ] = None,
+    config: Annotated[str | None, Argument(help="YAML file of a run to check as well.", show_default=False)] = None,
     overrides: Overrides = None,
     as_json: Json = False,
     debug: Debug = False,
@@ -76,18 +75,14 @@ def doctor(
 
 @app.command()
 def report(
-    runs: Annotated[
-        list[str], typer.Argument(metavar="RUN_DIR...", help="Output directories of runs.", show_default=False)
-    ],
+    runs: Annotated[list[str], Argument(metavar="RUN_DIR...", help="Output directories of runs.", show_default=False)],
     out: Annotated[
         str | None,
-        typer.Option(metavar="FILE.html", help="File to write. Default: report.html, in RUN_DIR if there is one run."),
+        Option(metavar="FILE.html", help="File to write. Default: report.html, in RUN_DIR if there is one run."),
     ] = None,
-    smooth: Annotated[
-        int | None, typer.Option(help="Smooth curves over this many steps; adjustable in the page.")
-    ] = None,
+    smooth: Annotated[int | None, Option(help="Smooth curves over this many steps; adjustable in the page.")] = None,
     png: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Folder for the pictures. Default: a folder next to the page.")
+        str | None, Option(metavar="DIR", help="Folder for the pictures. Default: a folder next to the page.")
     ] = None,
     debug: Debug = False,
 ) -> None:

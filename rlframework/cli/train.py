@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Option
 
 from rlframework.cli.common import Config, Debug, Out, Overrides, app, print_table
 from rlframework.errors import ConfigError
@@ -21,16 +21,16 @@ _SUMMARIZED = ("loss", "reward", "accuracy")
 
 @app.command()
 def train(
-    config: Annotated[str | None, typer.Argument(help="YAML file that configures the run.", show_default=False)] = None,
+    config: Annotated[str | None, Argument(help="YAML file that configures the run.", show_default=False)] = None,
     overrides: Overrides = None,
     resume_from: Annotated[
-        str | None, typer.Option("--resume", metavar="RUN_DIR", help="Resume this run from its newest checkpoint.")
+        str | None, Option("--resume", metavar="RUN_DIR", help="Resume this run from its newest checkpoint.")
     ] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace the run in output_dir; never deletes files of others.")
+        bool, Option("--overwrite", help="Replace the run in output_dir; never deletes files of others.")
     ] = False,
     dry: Annotated[
-        bool, typer.Option("--dry-run", help="Only check, and estimate memory, disk and tokens; write nothing.")
+        bool, Option("--dry-run", help="Only check, and estimate memory, disk and tokens; write nothing.")
     ] = False,
     debug: Debug = False,
 ) -> None:
@@ -85,16 +85,16 @@ def _summary(result: RunResult, output_dir: str) -> str:
 def convert(
     source: Annotated[
         str,
-        typer.Argument(
+        Argument(
             help="A run's output_dir (for its newest checkpoint), a checkpoint, or a model directory.",
             show_default=False,
         ),
     ],
-    dest: Annotated[str, typer.Argument(help="A folder that does not exist yet.", show_default=False)],
+    dest: Annotated[str, Argument(help="A folder that does not exist yet.", show_default=False)],
     to: Annotated[
-        str, typer.Option(metavar="FORM", help="Target format: portable, sharded or huggingface.", show_default=False)
+        str, Option(metavar="FORM", help="Target format: portable, sharded or huggingface.", show_default=False)
     ],
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace DEST if it is a checkpoint.")] = False,
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace DEST if it is a checkpoint.")] = False,
     debug: Debug = False,
 ) -> None:
     """Convert a checkpoint to another format, tensor by tensor, without a GPU.
@@ -111,7 +111,7 @@ def convert(
 
     with progress_bar("tensors") as progress:
         done = run(source, dest, to, overwrite=overwrite, progress=progress)
-    print(done.summary())
+    print(done)
 
 
 @app.command()

@@ -13,28 +13,28 @@ from __future__ import annotations
 import errno
 import json
 import logging
-import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-import torch
-
 from rlframework.configure import resolve_device
 from rlframework.errors import ConfigError, DataError, UserError
-from rlframework.evaluation.statistics import Estimate, estimate, paired_difference, pass_at_k
-from rlframework.files import check_writable
-from rlframework.rollout.rollout import Rollout, rollout, row_seeds
+from rlframework.evaluation.statistics import Estimate, estimate, pass_at_k
+from rlframework.rollout import Rollout, prompt_seeds, rollout
 from rlframework.training.input_checks import InputCheck
+from rlframework.training.recording import plain_json
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from rlframework.algorithm import Parts
     from rlframework.config.sections import RunConfig
     from rlframework.interfaces.environment import Sample, Split
+    from rlframework.observers.console import ProgressCallback
 
 _LOG = logging.getLogger(__name__)
 
@@ -44,9 +44,6 @@ _FILE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EEX
 
 ROWS_ON_CPU = 128
 """Largest batch of one worker on a CPU: larger ones are hardly faster and report progress less often."""
-
-Progress = Callable[[int, int], None]
-"""Called with the number of finished completions and the total."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +100,7 @@ def evaluation_settings(
 
 
 def evaluate(
-    parts: Parts, settings: EvaluationSettings, out: Path, *, progress: Progress = lambda done, total: None
+    parts: Parts, settings: EvaluationSettings, out: Path, *, progress: ProgressCallback = lambda done, total: None
 ) -> Evaluation:
     """Generate, score and save the completions to `out`; see the module docstring.
 
@@ -114,48 +111,19 @@ def evaluate(
     samples = _samples(parts, settings)
     started = time.perf_counter()
     result = Evaluation()
-    total = len(samples) * settings.attempts
-    batch_size = max(1, _max_rows(parts) // settings.attempts)
+    attempts, total = settings.attempts, len(samples) * settings.attempts
+    batch_size = max(1, _max_rows(parts) // attempts)
     progress(0, total)
     with _completions_file(out) as file:
         for start in range(0, len(samples), batch_size):
-            batch = list(samples[start : start + batch_size])
-            _add(result, batch, _generate(parts, settings, batch, start), settings, file)
-            progress(len(result.ids) * settings.attempts, total)
+            batch = samples[start : start + batch_size]
+            rows = [sample for sample in batch for _ in range(attempts)]
+            seeds = prompt_seeds(parts.config.seed, start, len(batch), attempts)
+            _add(result, rollout(parts, rows, seeds, greedy=settings.greedy), settings, file)
+            progress(len(result.ids) * attempts, total)
     result.estimates = {name: estimate(values) for name, values in result.values.items()}
     result.seconds = time.perf_counter() - started
     return result
-
-
-def differences(first: Evaluation, other: Evaluation) -> dict[str, Estimate]:
-    """The paired difference `other - first` of each metric. Both must have evaluated the same prompts."""
-    if first.ids != other.ids:
-        raise DataError(
-            "the models were evaluated on different prompts, because the data changed in between. Evaluate again"
-        )
-    return {name: paired_difference(values, other.values[name]) for name, values in first.values.items()}
-
-
-def plain(estimates: dict[str, Estimate]) -> dict[str, dict[str, Any]]:
-    """The estimates for JSON, which has no NaN."""
-    return {name: {key: json_value(value) for key, value in asdict(e).items()} for name, e in estimates.items()}
-
-
-def json_value(value: Any) -> Any:
-    """Return `value`; a non-finite number as text."""
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def check_out(out: Path) -> None:
-    """Raise `UserError` if `out` is not writable or not empty."""
-    try:
-        check_writable(out)
-    except UserError as error:
-        raise UserError(f"{error} (--out DIR)") from error
-    if out.exists() and any(out.iterdir()):
-        raise UserError(
-            f"--out {out}: the folder is not empty, and nothing is overwritten. Give another folder, or empty this one"
-        )
 
 
 def _samples(parts: Parts, settings: EvaluationSettings) -> Sequence[Sample]:
@@ -181,54 +149,43 @@ def _max_rows(parts: Parts) -> int:
     return size * parts.policy.data_parallel_size
 
 
-def _generate(parts: Parts, settings: EvaluationSettings, samples: Sequence[Sample], start: int) -> Rollout:
-    """Generate all attempts at `samples`, which begin at index `start` of the split; a prompt's rows are adjacent."""
-    rows = [sample for sample in samples for _ in range(settings.attempts)]
-    # seeded by prompt, so that the seeds do not depend on the number of prompts and attempts
-    numbers = range(start, start + len(samples))
-    seeds = torch.cat([row_seeds(parts.config.seed, number, settings.attempts) for number in numbers])
-    return rollout(parts, rows, seeds, greedy=settings.greedy)
-
-
-def _add(
-    result: Evaluation, samples: Sequence[Sample], scored: Rollout, settings: EvaluationSettings, file: TextIO
-) -> None:
-    columns = {
-        "accuracy": scored.accuracies.tolist(),
-        "reward": scored.rewards.tolist(),
-        "truncated_fraction": scored.truncated.float().tolist(),
-        "completion_length": scored.completion_lengths.float().tolist(),
-    }
-    result.failures += int(scored.metrics.get("reward_failures", 0))
+def _add(result: Evaluation, scored: Rollout, settings: EvaluationSettings, file: TextIO) -> None:
+    """Write the completions of `scored`, in which the rows of a prompt are adjacent, and add their values."""
     attempts = settings.attempts
-    for number, sample in enumerate(samples):
-        rows = range(number * attempts, (number + 1) * attempts)
-        _write(file, [_line(sample, scored, row, row - rows.start) for row in rows])
-        result.ids.append(sample.id)
-        right = sum(columns["accuracy"][row] >= 1.0 for row in rows)
-        means = {name: sum(values[row] for row in rows) / attempts for name, values in columns.items()}
-        passed = {f"pass@{k}": pass_at_k(attempts, right, k) for k in settings.ks}
-        for name, value in ({"accuracy": means.pop("accuracy")} | passed | means).items():
-            result.values.setdefault(name, []).append(value)
+    lines = [_line(scored, row, row % attempts) for row in range(len(scored.samples))]
+    file.writelines(json.dumps(plain_json(line), ensure_ascii=False, allow_nan=False) + "\n" for line in lines)
+    file.flush()
+
+    def means(values: Tensor) -> list[float]:
+        return values.double().view(-1, attempts).mean(1).tolist()
+
+    right = (scored.accuracies >= 1.0).view(-1, attempts).sum(1).tolist()
+    columns = {
+        "accuracy": means(scored.accuracies),
+        **{f"pass@{k}": [pass_at_k(attempts, number, k) for number in right] for k in settings.ks},
+        "reward": means(scored.rewards),
+        "truncated_fraction": means(scored.truncated),
+        "completion_length": means(scored.completion_lengths),
+    }
+    for name, values in columns.items():
+        result.values.setdefault(name, []).extend(values)
+    result.ids += [sample.id for sample in scored.samples[::attempts]]
+    result.failures += int(scored.metrics.get("reward_failures", 0))
 
 
-def _line(sample: Sample, scored: Rollout, row: int, attempt: int) -> dict[str, Any]:
+def _line(scored: Rollout, row: int, attempt: int) -> dict[str, Any]:
+    sample = scored.samples[row]
     return {
         "id": sample.id,
         "attempt": attempt,
         "prompt": list(sample.messages),
         "completion": scored.completions[row],
         "answer": sample.answer,
-        "reward": json_value(round(float(scored.rewards[row]), 6)),
-        "accuracy": json_value(round(float(scored.accuracies[row]), 6)),
+        "reward": round(float(scored.rewards[row]), 6),
+        "accuracy": round(float(scored.accuracies[row]), 6),
         "tokens": int(scored.completion_lengths[row]),
         "truncated": bool(scored.truncated[row]),
     }
-
-
-def _write(file: TextIO, rows: Sequence[dict[str, Any]]) -> None:
-    file.writelines(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
-    file.flush()
 
 
 @contextmanager

@@ -6,6 +6,7 @@ compared share environment, generation settings and seed.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from rlframework.config.load import compose, escape_interpolation
 from rlframework.configure import load_config
 from rlframework.errors import ConfigError, UserError
+from rlframework.files import check_new_folder
 from rlframework.huggingface.hub import is_path, require_available
 from rlframework.policy.checkpoint.saved import is_sharded, reject_native
 
@@ -87,14 +89,14 @@ def plan_evaluation(
     if temperature is not None:
         overrides = [*overrides, f"generation.temperature={temperature}"]
     configs = configurations(models, overrides, config=config)
-    from rlframework.evaluation.evaluate import check_out, evaluation_settings  # imports torch
+    from rlframework.evaluation.evaluate import evaluation_settings  # imports torch
 
     sampled = any(override.startswith("generation.temperature=") for override in overrides)
     settings = evaluation_settings(
         configs[0], split=chosen, samples=samples, attempts=attempts, ks=_numbers(k), sampled=sampled
     )
     folder = Path(out) if out is not None else _new_folder(models)
-    check_out(folder)
+    check_new_folder(folder, f"--out {folder}")
     return EvaluationPlan(models, configs, settings, folder)
 
 
@@ -135,7 +137,7 @@ def _new_folder(models: Sequence[ModelSource]) -> Path:
     run = models[0].run if len(models) == 1 else None
     name = datetime.now().strftime("%Y%m%d-%H%M%S")
     parent = Path("evaluations") if run is None else run / "evaluations"
-    names = [name, *(f"{name}-{number}" for number in range(2, 1000))]
+    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
     return next(parent / name for name in names if not (parent / name).exists())
 
 
@@ -163,13 +165,11 @@ def find_model(name: str) -> ModelSource:
     if (path / "config.json").is_file():
         return ModelSource(name, name, None)
     is_run, has_model = (path / "config.yaml").is_file(), (path / "model" / "config.json").is_file()
-    if is_run and not has_model:
-        raise _unfinished(path)
-    if is_run:
-        return ModelSource(name, str(path / "model"), path)
-    if has_model:  # RUN/checkpoints/step-NNNNNN
-        run = path.absolute().parent.parent
+    if has_model:
+        run = path if is_run else path.absolute().parent.parent  # of RUN/checkpoints/step-NNNNNN
         return ModelSource(name, str(path / "model"), run if (run / "config.yaml").is_file() else None)
+    if is_run:
+        raise _unfinished(path)
     if path.is_dir():
         raise UserError(
             f"{name} is neither a run (it has no config.yaml) nor a model (it has no config.json); give the output_dir "
@@ -182,10 +182,10 @@ def find_model(name: str) -> ModelSource:
 
 
 def _unfinished(run: Path) -> UserError:
-    from rlframework.training.checkpoints import checkpoints_in  # imports torch
+    from rlframework.training.checkpoints import newest_checkpoint  # imports torch
 
-    found = checkpoints_in(run)
-    instead = f"take its newest checkpoint ({found[-1]})" if found else "give the directory of a model"
+    newest = newest_checkpoint(run)
+    instead = "give the directory of a model" if newest is None else f"take its newest checkpoint ({newest})"
     return UserError(f"{run} holds a run without a trained model, so it has not finished. Wait for it, or {instead}")
 
 
@@ -209,7 +209,14 @@ def configurations(
         _LOG.info(
             "all models use the environment, generation settings and seed of %s; --config FILE uses others", runs[0]
         )
-    return [_without_training(source, [*_with_model(model), *overrides]) for model in models]
+    tokenizer = ["policy.tokenizer_name=null", "policy.chat_template=null"]
+    return [
+        _without_training(
+            source,
+            [f"policy.model_name={json.dumps(escape_interpolation(model.model))}", *tokenizer, *overrides],
+        )
+        for model in models
+    ]
 
 
 def _without_training(source: str | Path | Mapping[str, Any], overrides: Sequence[str]) -> RunConfig:
@@ -220,11 +227,3 @@ def _without_training(source: str | Path | Mapping[str, Any], overrides: Sequenc
         if isinstance(section, dict):
             section.pop(key, None)
     return load_config(escape_interpolation({**values, "algorithm": {"name": "sft"}}))
-
-
-def _with_model(source: ModelSource) -> list[str]:
-    return [
-        f"policy.model_name={json.dumps(escape_interpolation(source.model))}",
-        "policy.tokenizer_name=null",
-        "policy.chat_template=null",
-    ]

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from rlframework.configure import dump_config
-from rlframework.evaluation.evaluate import COMPLETIONS, Evaluation, EvaluationSettings, differences, plain
-from rlframework.evaluation.statistics import LEVEL, RESAMPLES, Estimate
+from rlframework.errors import DataError
+from rlframework.evaluation.evaluate import COMPLETIONS, Evaluation, EvaluationSettings
+from rlframework.evaluation.statistics import LEVEL, RESAMPLES, Estimate, paired_difference
 from rlframework.observers.host import cpu_name, package_version
+from rlframework.training.recording import plain_json
 from rlframework.workers.machine import cpu_count
 
 if TYPE_CHECKING:
@@ -37,7 +40,7 @@ def summary(source: ModelSource, parts: Parts, settings: EvaluationSettings, res
         "temperature": 0.0 if settings.greedy else generation.temperature,
         "max_new_tokens": generation.max_new_tokens,
         "seed": parts.config.seed,
-        "metrics": plain(result.estimates),
+        "metrics": plain_json({name: asdict(found) for name, found in result.estimates.items()}),
         "reward_failures": result.failures,
         "interval": {"level": LEVEL, "over": "prompts", "bootstrap_resamples": RESAMPLES},
         "completions": COMPLETIONS,
@@ -52,16 +55,23 @@ def summary(source: ModelSource, parts: Parts, settings: EvaluationSettings, res
     }
 
 
+def differences(first: Evaluation, other: Evaluation) -> dict[str, Estimate]:
+    """The paired difference `other - first` of each metric. Both must have evaluated the same prompts."""
+    if first.ids != other.ids:
+        raise DataError(
+            "the models were evaluated on different prompts, because the data changed in between. Evaluate again"
+        )
+    return {name: paired_difference(values, other.values[name]) for name, values in first.values.items()}
+
+
 def comparison(models: Sequence[ModelSource], results: Sequence[Evaluation]) -> dict[str, Any]:
     """The contents of `comparison.json`: the differences of each model from the first."""
-    return {
-        "from": models[0].name,
-        "interval": {"level": LEVEL, "over": "prompts", "method": "paired bootstrap", "resamples": RESAMPLES},
-        "differences": [
-            {"subject": source.name, "metrics": plain(differences(results[0], result))}
-            for source, result in zip(models[1:], results[1:], strict=True)
-        ],
-    }
+    found = []
+    for source, result in zip(models[1:], results[1:], strict=True):
+        metrics = {name: asdict(value) for name, value in differences(results[0], result).items()}
+        found.append({"subject": source.name, "metrics": plain_json(metrics)})
+    interval = {"level": LEVEL, "over": "prompts", "method": "paired bootstrap", "resamples": RESAMPLES}
+    return {"from": models[0].name, "interval": interval, "differences": found}
 
 
 def as_table(models: Sequence[ModelSource], results: Sequence[Evaluation], settings: EvaluationSettings) -> Group:
@@ -88,15 +98,6 @@ def as_table(models: Sequence[ModelSource], results: Sequence[Evaluation], setti
         if result.failures
     ]
     return Group(Text(_title(results[0], settings)), table, *failed)
-
-
-def as_json(
-    models: Sequence[ModelSource], results: Sequence[Evaluation], summaries: Sequence[Mapping[str, Any]]
-) -> dict[str, Any]:
-    """The output of `evaluate --json`: the summary of one model, or the summaries of several and their comparison."""
-    if len(models) == 1:
-        return dict(summaries[0])
-    return {"evaluations": list(summaries), "comparison": comparison(models, results)}
 
 
 def _title(result: Evaluation, settings: EvaluationSettings) -> str:

@@ -159,6 +159,10 @@ def duration(seconds: float) -> str:
     return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
 
 
+ProgressCallback = Callable[[int, int], None]
+"""Called with the amount of work done and the total."""
+
+
 class ProgressLines:
     """Writes `what: done of total, remaining time` to stderr, at most every `EVERY` seconds."""
 
@@ -177,7 +181,7 @@ class ProgressLines:
 
 
 @contextmanager
-def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
+def progress_bar(what: str) -> Iterator[ProgressCallback]:
     """Show the progress of `what` on stderr while the body runs.
 
     Yields the function to call with the amount of work done and the total.

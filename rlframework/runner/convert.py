@@ -8,11 +8,11 @@ files other than safetensors.
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,110 +26,77 @@ from rlframework.training.checkpoints import newest_checkpoint
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from rlframework.observers.console import ProgressCallback
+
 FORMATS = ("portable", "sharded", "huggingface")
 RUN, MODEL, OPTIMIZER = "run.json", "model", "optimizer"
 
-Progress = Callable[[int, int], None]
-"""Called with the number of converted tensors and the total."""
-
-
-@dataclass(frozen=True)
-class Source:
-    """The folders to convert: the weights, and for a checkpoint also the optimizer and the folder with `run.json`."""
-
-    model: Path
-    optimizer: Path | None = None
-    run: Path | None = None
-
-    @property
-    def folders(self) -> list[Path]:
-        """The folders with tensors."""
-        return [self.model] if self.optimizer is None else [self.model, self.optimizer]
-
-    @property
-    def format(self) -> str:
-        """The format of the source."""
-        if any(map(is_sharded, self.folders)):
-            return "sharded"
-        return "portable" if self.optimizer is not None or (self.model / MANIFEST).exists() else "huggingface"
-
-
-@dataclass(frozen=True)
-class Converted:
-    """The result of a conversion."""
-
-    source: Source
-    dest: Path
-    to: str
-    tensors: int
-
-    def summary(self) -> str:
-        """One line for the terminal."""
-        weights_only = self.source.optimizer is None and self.to != "huggingface"
-        note = "; weights only, as the source has no optimizer state" if weights_only else ""
-        return f"done: {self.tensors:,} tensors of {self.source.model.parent}, {self.to}, in {self.dest}{note}"
+Read = Callable[[Saved, str], "Tensor"]
+"""Reads the tensor of that name, a floating-point one as fp32, and reports progress."""
 
 
 def convert(
-    source: str, dest: str, to: str, *, overwrite: bool = False, progress: Progress = lambda done, total: None
-) -> Converted:
+    source: str, dest: str, to: str, *, overwrite: bool = False, progress: ProgressCallback = lambda done, total: None
+) -> str:
     """Convert the checkpoint or model `source` to the format `to` and write it atomically to the folder `dest`.
 
     `dest` gets `model/` and, for a checkpoint, `optimizer/` and `run.json`; with `huggingface` it is a model directory.
-    With `overwrite` it may exist, and may be `source`. Raises `UserError` if `source` cannot be converted or
-    `dest` is in use.
+    With `overwrite` it may exist, and may be `source`. Returns a line that sums up what was done. Raises `UserError` if
+    `source` cannot be converted or `dest` is in use.
     """
     if to not in FORMATS:
         raise UserError(f"--to {to}: must be one of {', '.join(FORMATS)}")
-    found = find_source(source)
-    if found.format == to:
+    folders, run = find_source(source)
+    sharded = any(map(is_sharded, folders))
+    whole = "portable" if len(folders) > 1 or (folders[0] / MANIFEST).exists() else "huggingface"
+    if to == ("sharded" if sharded else whole):
         raise UserError(f"{source} is already {to}; there is nothing to convert")
     _require_free(Path(dest), overwrite)
-    for folder in (*found.folders, *filter(None, [found.run])):
+    for folder in (*folders, *([] if run is None else [run])):
         check_files(folder, required=is_sharded(folder))
     with ExitStack() as stack:
-        saved = [stack.enter_context(open_saved(folder)) for folder in found.folders]
-        counter = _Counter(sum(map(len, saved if to != "huggingface" else saved[:1])), progress)
+        saved = [stack.enter_context(open_saved(folder)) for folder in folders]
+        total, done = sum(map(len, saved if to != "huggingface" else saved[:1])), itertools.count(1)
+
+        def read(tensors: Saved, name: str) -> Tensor:
+            tensor = tensors[name]
+            progress(next(done), total)
+            return tensor.float() if tensor.is_floating_point() else tensor
+
         with replacing_directory(dest) as folder:
             if to == "huggingface":
-                _write_whole(folder, saved[0], counter)
+                _write_whole(folder, saved[0], read)
             else:
-                write = _write_sharded if to == "sharded" else _write_portable
                 for name, tensors in zip((MODEL, OPTIMIZER), saved, strict=False):
-                    write(folder / name, tensors, counter)
-                if found.run is not None:
-                    shutil.copyfile(found.run / RUN, folder / RUN)
+                    (_write_sharded if to == "sharded" else _write_portable)(folder / name, tensors, read)
+                if run is not None:
+                    shutil.copyfile(run / RUN, folder / RUN)
                     write_manifest(folder)
-    return Converted(found, Path(dest), to, counter.total)
+    weights_only = len(folders) == 1 and to != "huggingface"
+    note = "; weights only, as the source has no optimizer state" if weights_only else ""
+    return f"done: {total:,} tensors of {folders[0].parent}, {to}, in {dest}{note}"
 
 
-# -- source -----------------------------------------------------------------------------------------------------
+def find_source(given: str) -> tuple[list[Path], Path | None]:
+    """Find the newest checkpoint of a run, a checkpoint, or a model directory. Anything else raises `UserError`.
 
-
-def find_source(given: str) -> Source:
-    """Find the newest checkpoint of a run, a checkpoint, or a model directory. Anything else raises `UserError`."""
+    Returns the folders with tensors (weights, and for a checkpoint the optimizer), and the folder with `run.json`.
+    """
     path = Path(given)
     if not path.is_dir():
         raise UserError(f"there is no directory {given}; give a run, a checkpoint of one, or a model directory")
-    checkpoint = newest_checkpoint(path) or path
-    if (checkpoint / RUN).exists() or (checkpoint / OPTIMIZER).is_dir():
-        optimizer = checkpoint / OPTIMIZER
-        found = Source(
-            checkpoint / MODEL,
-            optimizer if optimizer.is_dir() else None,
-            checkpoint if (checkpoint / RUN).exists() else None,
-        )
-    else:
-        found = Source(path / MODEL if (path / MODEL).is_dir() else path)
-    if (found.model / "adapter_config.json").exists():
-        raise UserError(f"{found.model} holds adapters, which need no conversion: peft reads them directly")
-    reject_native(found.model)
-    if not is_sharded(found.model) and not any(found.model.glob("model*.safetensors")):
+    found = newest_checkpoint(path) or path
+    run, optimizer = found if (found / RUN).exists() else None, found / OPTIMIZER
+    model = found / MODEL if run is not None or optimizer.is_dir() or (found / MODEL).is_dir() else found
+    if (model / "adapter_config.json").exists():
+        raise UserError(f"{model} holds adapters, which need no conversion: peft reads them directly")
+    reject_native(model)
+    if not is_sharded(model) and not any(model.glob("model*.safetensors")):
         raise DataError(
-            f"{found.model} has neither model*.safetensors nor the shards of a checkpoint; give a run, a "
+            f"{model} has neither model*.safetensors nor the shards of a checkpoint; give a run, a "
             "checkpoint of one, or a model directory with safetensors"
         )
-    return found
+    return [model, optimizer] if optimizer.is_dir() else [model], run
 
 
 def _require_free(dest: Path, overwrite: bool) -> None:
@@ -144,41 +111,20 @@ def _require_free(dest: Path, overwrite: bool) -> None:
         )
 
 
-# -- writing ---------------------------------------------------------------------------------------------------
-
-
-class _Counter:
-    """Reads tensors and reports progress."""
-
-    def __init__(self, total: int, progress: Progress) -> None:
-        self.total, self._done, self._progress = total, 0, progress
-
-    def read(self, saved: Saved, name: str) -> Tensor:
-        """Read the tensor `name`, a floating-point one as fp32."""
-        tensor = saved[name]
-        self._done += 1
-        self._progress(self._done, self.total)
-        return tensor.float() if tensor.is_floating_point() else tensor
-
-    def all_of(self, saved: Saved) -> Iterator[tuple[str, Tensor]]:
-        for name in saved:
-            yield name, self.read(saved, name)
-
-
-def _write_whole(folder: Path, saved: Saved, counter: _Counter) -> None:
+def _write_whole(folder: Path, saved: Saved, read: Read) -> None:
     from rlframework.policy.checkpoint.pretrained import write_tensors
 
     _copy_others(saved.folder, folder)
-    write_tensors(folder, counter.all_of(saved))
+    write_tensors(folder, ((name, read(saved, name)) for name in saved))
 
 
-def _write_portable(folder: Path, saved: Saved, counter: _Counter) -> None:
+def _write_portable(folder: Path, saved: Saved, read: Read) -> None:
     folder.mkdir()
-    _write_whole(folder, saved, counter)
+    _write_whole(folder, saved, read)
     write_manifest(folder)
 
 
-def _write_sharded(folder: Path, saved: Saved, counter: _Counter) -> None:
+def _write_sharded(folder: Path, saved: Saved, read: Read) -> None:
     """Write every tensor as one shard in its own file, so that only one is in memory."""
     import torch
 
@@ -188,7 +134,7 @@ def _write_sharded(folder: Path, saved: Saved, counter: _Counter) -> None:
 
     class StoredTensor(TensorShard):
         def value(self) -> Tensor:
-            return counter.read(saved, self.name)
+            return read(saved, self.name)
 
     def stored(name: str) -> TensorShard:
         shape, dtype = saved.shape(name), saved.dtype(name)

@@ -18,7 +18,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -56,13 +56,16 @@ _WRITTEN = re.compile(
 _FOLDERS = frozenset({"adapter", "checkpoints", "evaluations", "model", "recorded", "tensorboard", "traces", "wandb"})
 
 
+_ALWAYS_STARTUP = frozenset({LOCK_FILE, "config.yaml", ENVIRONMENT_FILE, "restarts.jsonl"})
+
+
 @dataclass(frozen=True)
 class FolderContents:
     """The top-level names of a folder by group, as the module describes them. A name may be in several groups."""
 
-    startup: tuple[str, ...] = ()
-    results: tuple[str, ...] = ()
-    foreign: tuple[str, ...] = ()
+    startup: Sequence[str] = ()
+    results: Sequence[str] = ()
+    foreign: Sequence[str] = ()
 
     @property
     def deletable(self) -> list[str]:
@@ -72,60 +75,43 @@ class FolderContents:
 
 def read_contents(folder: Path) -> FolderContents:
     """Classify everything in `folder`; empty if the folder does not exist."""
-    if not folder.is_dir():
-        return FolderContents()
     ours = (folder / LOCK_FILE).is_file() or "run_id" in read_environment(folder)
-    without_steps = _has_no_step(folder / METRICS_FILE) if (folder / METRICS_FILE).is_file() else False
     groups: dict[str, set[str]] = {"startup": set(), "results": set(), "foreign": set()}
-    for path, is_file in _leaves(folder):
+    for path in _leaves(folder):
         relative = path.relative_to(folder)
-        group = _group(path, relative, is_file, without_steps) if ours else "foreign"
+        group = _group(folder, relative) if ours else "foreign"
         groups[group].add(str(relative) if group == "foreign" else relative.parts[0])
     return FolderContents(**{group: tuple(sorted(names)) for group, names in groups.items()})
-
-
-def problem(folder: Path, overwrite: bool = False) -> str | None:
-    """Return why a run cannot start in `folder` and how to resolve it; None if it can."""
-    contents = read_contents(folder)
-    name = f"output_dir={str(folder)!r}"
-    if contents.foreign:
-        listed = _listed(contents.foreign)
-        deletable = f" (it would delete {_listed(contents.deletable)})" if contents.deletable else ""
-        return (
-            f"{name} is not empty: it holds files that no run wrote ({listed}), and neither a run nor --overwrite"
-            f"{deletable} touches these. Take another output_dir, or move them away"
-        )
-    if not contents.results or overwrite:
-        return None
-    from rlframework.training.checkpoints import newest_checkpoint  # imports torch, which takes seconds
-
-    ways = "replace it (--overwrite), or take another output_dir"
-    if newest_checkpoint(folder) is not None:
-        ways = f"resume it (rlframework train --resume {folder}), {ways}"
-    return f"{name} is not empty: it holds a run ({_listed(contents.results)}). Either {ways}"
 
 
 def check_output_dir(config: RunConfig, overwrite: bool = False) -> None:
     """Raise `ConfigError` when the run of `config` cannot write to its folder, or may not replace what is in it."""
     folder = config.output_dir
+    name = f"output_dir={str(folder)!r}"
     try:
         check_writable(folder)
     except UserError as error:
-        raise ConfigError(f"output_dir={str(folder)!r}: {error}") from error
-    if found := problem(folder, overwrite):
-        raise ConfigError(found)
+        raise ConfigError(f"{name}: {error}") from error
+    contents = read_contents(folder)
+    if contents.foreign:
+        deletable = f" (it would delete {_listed(contents.deletable)})" if contents.deletable else ""
+        raise ConfigError(
+            f"{name} is not empty: it holds files that no run wrote ({_listed(contents.foreign)}), and neither a run "
+            f"nor --overwrite{deletable} touches these. Take another output_dir, or move them away"
+        )
+    if contents.results and not overwrite:
+        from rlframework.training.checkpoints import newest_checkpoint  # imports torch, which takes seconds
+
+        resume = "" if newest_checkpoint(folder) is None else f"resume it (rlframework train --resume {folder}), "
+        raise ConfigError(
+            f"{name} is not empty: it holds a run ({_listed(contents.results)}). Either {resume}replace it "
+            "(--overwrite), or take another output_dir"
+        )
     for key, path in _inputs(dump_config(config)):
-        if (top := _top_level(path, folder)) in read_contents(folder).deletable and top != "config.yaml":
+        if (top := _top_level(path, folder)) in contents.deletable and top != "config.yaml":
             raise ConfigError(
-                f"{key}={str(path)!r} is in output_dir={str(folder)!r}, and --overwrite would delete it. Take another "
-                "output_dir"
+                f"{key}={str(path)!r} is in {name}, and --overwrite would delete it. Take another output_dir"
             )
-
-
-def check_no_results(folder: Path) -> None:
-    """Raise `ConfigError` when another process has written results to `folder` since it was checked."""
-    if read_contents(folder).results:
-        raise ConfigError(problem(folder) or "")
 
 
 def clear(folder: Path) -> None:
@@ -144,30 +130,31 @@ def clear(folder: Path) -> None:
             path.unlink()
 
 
-def _leaves(folder: Path) -> Iterator[tuple[Path, bool]]:
-    """The files, links and empty folders below `folder`, each with whether it is a plain file."""
+def _leaves(folder: Path) -> Iterator[Path]:
+    """The files, links and empty folders below `folder`."""
     for directory, folders, files in os.walk(folder):
-        here = Path(directory)
         for name in [*folders, *files]:
-            path = here / name
-            if path.is_symlink() or name in files:
-                yield path, path.is_file() and not path.is_symlink()
-            elif not any(path.iterdir()):
-                yield path, False
+            path = Path(directory, name)
+            if path.is_symlink() or name in files or not any(path.iterdir()):
+                yield path
 
 
-def _group(path: Path, relative: Path, is_file: bool, without_steps: bool) -> str:
-    """Classify a leaf of a run's folder; `without_steps`: its metrics are there, and have no training step."""
-    name = relative.as_posix()
-    if not is_file:
-        is_ours = relative.parts[0] in _FOLDERS or re.match(_TEMPORARY, name)
-        return "startup" if is_ours and not path.is_symlink() else "foreign"
+def _group(folder: Path, relative: Path) -> str:
+    """Classify a leaf of a run's folder."""
+    path, name, top = folder / relative, relative.as_posix(), relative.parts[0]
+    if path.is_symlink():
+        return "foreign"
+    if not path.is_file():
+        return "startup" if top in _FOLDERS or re.match(_TEMPORARY, name) else "foreign"
     if not _WRITTEN.fullmatch(name):
         return "foreign"
-    if relative.parts[0] == "wandb":  # its files are not read, so the metrics decide
-        return "startup" if without_steps else "results"
-    check = _STARTUP.get(relative.parts[0])
-    return "startup" if check is not None and check(path) else "results"
+    if top == "tensorboard":
+        return "startup" if _has_no_event(path) else "results"
+    if top in (METRICS_FILE, SAMPLES_FILE):
+        return "startup" if _has_no_step(path) else "results"
+    if top == "wandb":  # its files are not read, so the metrics decide
+        return "startup" if _has_no_step(folder / METRICS_FILE) else "results"
+    return "startup" if top in _ALWAYS_STARTUP else "results"
 
 
 def _has_no_step(path: Path) -> bool:
@@ -175,39 +162,15 @@ def _has_no_step(path: Path) -> bool:
     try:
         rows = [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]
         return all(row["step"] <= 0 for row in rows)
-    except (ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError):
         return False
 
 
 def _has_no_event(path: Path) -> bool:
-    """Whether a TensorBoard file has no event with a `step` above 0.
+    """Whether a TensorBoard file has no event with a `step` above 0; a last event that was cut off does not count."""
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
-    A record is the length of its event as a little-endian uint64, 4 bytes of checksum, the event and 4 bytes more. An
-    event (a protobuf message) begins with its time, 9 bytes, followed by tag 0x10 if its step is not 0.
-    """
-    data, start = path.read_bytes(), 0
-    while start + 12 <= len(data):
-        event = data[start + 12 : start + 12 + int.from_bytes(data[start : start + 8], "little")]
-        if event[9:10] == b"\x10":
-            return False
-        start += 16 + len(event)
-    return True
-
-
-def _always(path: Path) -> bool:
-    return True
-
-
-_STARTUP: Mapping[str, Callable[[Path], bool]] = {
-    LOCK_FILE: _always,
-    "config.yaml": _always,
-    ENVIRONMENT_FILE: _always,
-    "restarts.jsonl": _always,
-    METRICS_FILE: _has_no_step,
-    SAMPLES_FILE: _has_no_step,
-    "tensorboard": _has_no_event,
-}
-"""Maps the first part of a path to a function that tests whether the file is a startup file."""
+    return all(event.step <= 0 for event in EventFileLoader(str(path)).Load())
 
 
 def _inputs(value: Any, key: str = "") -> Iterator[tuple[str, Path]]:
@@ -228,7 +191,6 @@ def _top_level(path: Path, folder: Path) -> str | None:
     return inside.relative_to(outer).parts[0] if inside != outer and inside.is_relative_to(outer) else None
 
 
-def _listed(names: Any) -> str:
-    names = list(names)
+def _listed(names: Sequence[str]) -> str:
     more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
     return ", ".join(names[:_LISTED]) + more

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlframework.errors import DeadlineExceeded, WorkerLost
 from rlframework.observers.jsonl import drop_steps_after
@@ -37,22 +37,16 @@ RESTARTS_FILE = "restarts.jsonl"
 
 @dataclass
 class Attempt:
-    """One attempt at a run: the checkpoint that it starts from, and its progress."""
+    """One attempt at a run: the checkpoint that it starts from, and its observers, None until training begins."""
 
     number: int
     checkpoint: Path | None
     observers: Observers | None = None
-    """The observers of the attempt; None until training begins."""
 
     @property
     def first(self) -> bool:
         """Whether this is the original start, not a restart."""
         return self.number == 0
-
-    @property
-    def steps_done(self) -> bool:
-        """Whether the workers completed a step."""
-        return self.observers is not None and self.observers.last_step > 0
 
 
 class Restarts:
@@ -69,9 +63,8 @@ class Restarts:
         self._initial_checkpoint = checkpoint
         self._wait = wait
         self._initial_random_states = random_states() if self._config.max_restarts else {}
-        if self._config.max_restarts:
-            for note in _limitations(config):
-                _LOG.warning("%s", note)
+        if self._config.max_restarts and (note := _limitation(config)):
+            _LOG.warning("%s", note)
 
     def run(self, attempt: Callable[[Attempt], RunResult]) -> RunResult:
         """Return the result of the first attempt that succeeds, or raise the error of the last one."""
@@ -96,32 +89,28 @@ class Restarts:
 
     def _prepare(self, error: Exception, failed: Attempt, checkpoint: Path | None, in_a_row: int) -> None:
         """Report the restart, wait, and undo what the attempt changed in this process and in the run's folder."""
-        seconds = min(self._config.backoff * 2.0 ** (in_a_row - 1), self._config.max_backoff)
+        config = self._config
+        seconds = min(config.backoff * 2.0 ** (in_a_row - 1), config.max_backoff)
         where = "the beginning, as there is no checkpoint" if checkpoint is None else str(checkpoint)
         text = hide_in_text(str(error))
         first_line = text.partition("\n")[0]
-        _LOG.warning(
-            "restart %d of %d from %s, in %g s: %s", in_a_row, self._config.max_restarts, where, seconds, first_line
-        )
+        _LOG.warning("restart %d of %d from %s, in %g s: %s", in_a_row, config.max_restarts, where, seconds, first_line)
         step = -1 if checkpoint is None else step_of_checkpoint(checkpoint)
-        reached = failed.observers.last_step if failed.observers is not None else None
-        self._log(
-            restart=in_a_row,
-            of=self._config.max_restarts,
-            from_step=max(step, 0),
-            reached_step=reached,
-            waited=seconds,
-            error=f"{type(error).__name__}: {text}",
-        )
+        facts = {
+            "time": round(time.time(), 3),
+            "restart": in_a_row,
+            "of": config.max_restarts,
+            "from_step": max(step, 0),
+            "reached_step": failed.observers.last_step if failed.observers is not None else None,
+            "waited": seconds,
+            "error": f"{type(error).__name__}: {text}",
+        }
+        with (self._output_dir / RESTARTS_FILE).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(facts, ensure_ascii=False) + "\n")
         self._wait(seconds)
         drop_steps_after(self._output_dir, step)
         if checkpoint is None:
             restore_random_states(self._initial_random_states)
-
-    def _log(self, **facts: Any) -> None:
-        line = json.dumps({"time": round(time.time(), 3), **facts}, ensure_ascii=False)
-        with (self._output_dir / RESTARTS_FILE).open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
 
 
 def _is_recoverable(error: Exception, failed: Attempt) -> bool:
@@ -133,20 +122,19 @@ def _is_recoverable(error: Exception, failed: Attempt) -> bool:
     """
     if failed.observers is None:
         return not failed.first
-    return isinstance(error, WorkerLost) or (isinstance(error, DeadlineExceeded) and failed.steps_done)
+    return isinstance(error, WorkerLost) or (isinstance(error, DeadlineExceeded) and failed.observers.last_step > 0)
 
 
-def _limitations(config: RunConfig) -> list[str]:
-    notes = []
-    given = f"fault_tolerance.max_restarts={config.fault_tolerance.max_restarts}"
+def _limitation(config: RunConfig) -> str | None:
+    given = f"note: fault_tolerance.max_restarts={config.fault_tolerance.max_restarts}, but"
     if config.worker_group.name == "inline" and config.generation.workers is None:
-        notes.append(
-            f"note: {given}, but worker_group.name=inline runs its worker in this process, so it cannot be restarted; "
+        return (
+            f"{given} worker_group.name=inline runs its worker in this process, so it cannot be restarted; "
             "set worker_group.name=processes or ray"
         )
-    elif not config.checkpoints.every:
-        notes.append(
-            f"note: {given}, but checkpoints.every=0, so a restart repeats the whole run; set "
-            "checkpoints.every=N to lose at most N steps"
+    if not config.checkpoints.every:
+        return (
+            f"{given} checkpoints.every=0, so a restart repeats the whole run; set checkpoints.every=N to lose at most "
+            "N steps"
         )
-    return notes
+    return None

@@ -2,87 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlframework.config.algorithms import SFTConfig
 from rlframework.datasets.rendering import Rendered, render_samples
 from rlframework.datasets.tokens.writing import write_token_data
-from rlframework.errors import ConfigError, DataError, UserError
-from rlframework.files import check_writable
+from rlframework.errors import ConfigError, DataError
+from rlframework.files import check_new_folder
 from rlframework.huggingface.hub import require_available
 from rlframework.huggingface.model_directories import model_positions
-from rlframework.huggingface.tokenizer import load_tokenizer, tokenizer_fingerprint
+from rlframework.huggingface.tokenizer import tokenizer_fingerprint
 from rlframework.plugins.manager import create_manager
+from rlframework.runner.parts import open_environment, open_tokenizer
+from rlframework.training.input_checks import BATCH
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from transformers import PreTrainedTokenizerBase
 
     from rlframework.config.sections import RunConfig
     from rlframework.datasets.tokens.reading import TokenData
-    from rlframework.interfaces.environment import Environment, Sample
-    from rlframework.plugins.manager import PluginManager
-
-BATCH = 256
-"""Samples per call of the tokenizer."""
-
-Progress = Callable[[int, int], None]
-"""Called with the number of finished rows and the total."""
+    from rlframework.interfaces.environment import Sample
+    from rlframework.observers.console import ProgressCallback
 
 
-def tokenize(
-    config: RunConfig, out: str | Path, *, manager: PluginManager | None = None, progress: Progress | None = None
-) -> TokenData:
+def tokenize(config: RunConfig, out: str | Path, *, progress: ProgressCallback = lambda done, total: None) -> TokenData:
     """Write the training samples of `config` to the folder `out`, as `algorithm: {name: sft}` renders them, in order.
 
     Data is streamed, so it may exceed memory. The folder is written completely or not at all: a non-empty `out`, an
     algorithm other than `sft`, and invalid data raise `UserError`.
     """
-    out = Path(out)
-    if not isinstance(config.algorithm, SFTConfig):
+    algorithm = config.algorithm
+    if not isinstance(algorithm, SFTConfig):
         raise ConfigError(
-            f"algorithm.name is {config.algorithm.name!r}, but only supervised training reads token data; "
+            f"algorithm.name is {algorithm.name!r}, but only supervised training reads token data; "
             "set algorithm.name=sft"
         )
-    _check_out(out)
+    check_new_folder(Path(out), f"OUT={str(out)!r}")
     require_available(config.policy.model_name)
-    manager = manager or create_manager(config.plugins)
-    policy = config.policy
-    tokenizer = load_tokenizer(
-        policy.tokenizer_name or policy.model_name, policy.trust_remote_code, policy.chat_template
-    )
-    part = manager.load(manager.select("environment", config.environment.name).record)
-    environment: Environment = part(config.environment, seed=config.seed)
-    try:
-        samples = environment.samples("train")
+    tokenizer = open_tokenizer(config.policy)
+    with open_environment(config, create_manager(config.plugins)) as environment:
         return write_token_data(
-            out,
-            _rendered(config, tokenizer, samples, progress or (lambda done, total: None)),
+            Path(out),
+            _rendered(config, algorithm, tokenizer, environment.samples("train"), progress),
             vocab_size=1 + max(tokenizer.get_vocab().values()),
             tokenizer=tokenizer_fingerprint(tokenizer),
-            train_on=config.algorithm.train_on,
-            max_tokens=config.algorithm.max_tokens,
+            train_on=algorithm.train_on,
+            max_tokens=algorithm.max_tokens,
             source={"environment": config.environment.model_dump(mode="json"), "seed": config.seed},
         )
-    finally:
-        environment.shutdown()
 
 
 def _rendered(
-    config: RunConfig, tokenizer: PreTrainedTokenizerBase, samples: Sequence[Sample], progress: Progress
+    config: RunConfig,
+    algorithm: SFTConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    samples: Sequence[Sample],
+    progress: ProgressCallback,
 ) -> Iterator[Rendered]:
-    algorithm = config.algorithm
-    assert isinstance(algorithm, SFTConfig)  # see `tokenize`
     limit = model_positions(config.policy.model_name, config.policy.trust_remote_code)
-    trained = False
+    trained, cut = False, algorithm.max_tokens
     for start in range(0, len(samples), BATCH):
         batch = list(samples[start : start + BATCH])
-        for sample, row in zip(
-            batch, render_samples(tokenizer, batch, algorithm.train_on, algorithm.max_tokens), strict=True
-        ):
+        rows = render_samples(tokenizer, batch, algorithm.train_on, cut)
+        for sample, row in zip(batch, rows, strict=True):
             if limit is not None and len(row[0]) > limit:
                 raise DataError(
                     f"sample {sample.id!r} has {len(row[0])} tokens, and the model (policy.model_name="
@@ -92,20 +76,5 @@ def _rendered(
             yield row
         progress(start + len(batch), len(samples))
     if not trained:
-        cut = (
-            ""
-            if algorithm.max_tokens is None
-            else f", because algorithm.max_tokens={algorithm.max_tokens} cuts them off"
-        )
-        raise DataError(f"no row has a token to train on after its first token, which nothing predicts{cut}")
-
-
-def _check_out(out: Path) -> None:
-    try:
-        check_writable(out)
-    except UserError as error:
-        raise ConfigError(f"OUT={str(out)!r}: {error}") from error
-    if out.exists() and any(out.iterdir()):
-        raise ConfigError(
-            f"OUT={str(out)!r}: the folder is not empty, and nothing is overwritten. Give another, or empty this one"
-        )
+        why = "" if cut is None else f", because algorithm.max_tokens={cut} cuts them off"
+        raise DataError(f"no row has a token to train on after its first token, which nothing predicts{why}")

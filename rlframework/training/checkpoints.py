@@ -18,17 +18,17 @@ import logging
 import random
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from pydantic import BaseModel
 
-from rlframework.errors import ConfigError, DataError, DeadlineExceeded, RunInterrupted, RunTerminated, WorkerError
+from rlframework.errors import DataError, DeadlineExceeded, RunInterrupted, RunTerminated, WorkerError
 from rlframework.files import Replacement, remove_directory, remove_temporary_directories, reporting_full_disk
 from rlframework.plugins.types import Capability
 from rlframework.policy.checkpoint.manifest import check_files, write_manifest
@@ -54,28 +54,21 @@ def newest_checkpoint(run_dir: str | Path) -> Path | None:
     return next(reversed(checkpoints_in(run_dir)), None)
 
 
-def latest_checkpoint(run_dir: str | Path) -> Path:
-    """The newest checkpoint of a run. Raises `ConfigError` if it has none."""
-    found = newest_checkpoint(run_dir)
-    if found is None:
-        raise ConfigError(
-            f"{str(run_dir)!r} has no checkpoint to resume from: the run ended before it wrote one. Start it again "
-            "with --overwrite or in another output_dir; checkpoints.every=N writes one every N steps"
-        )
-    return found
-
-
 def step_of_checkpoint(path: Path) -> int:
     """The step after which a checkpoint was written."""
     return int(path.name.removeprefix(_PREFIX))
 
 
-@dataclass(frozen=True)
-class _Pending:
-    """A checkpoint that is being written."""
+class RunState(BaseModel):
+    """The contents of `run.json`; `metrics` has the last value of every metric, `measured` those of `step` alone."""
 
+    format: int
     step: int
-    replacement: Replacement
+    state: dict[str, Any]
+    environment: dict[str, Any]
+    metrics: dict[str, float]
+    measured: dict[str, float]
+    random: dict[str, Any]
 
 
 class Checkpoints:
@@ -88,7 +81,8 @@ class Checkpoints:
         self._supported = Capability.PORTABLE_OPTIMIZER_STATE in parts.policy.capabilities
         self._folder = parts.config.output_dir / FOLDER
         self._stop: signal.Signals | None = None
-        self._pending: _Pending | None = None
+        self._pending: Replacement | None = None
+        """The checkpoint that is being written."""
 
     # -- saving -------------------------------------------------------------------------------------------------------
 
@@ -117,34 +111,31 @@ class Checkpoints:
         """
         self.finish()
         path = self._folder / f"{_PREFIX}{step:06d}"
-        facts = {
-            "format": FORMAT,
-            "step": step,
-            "state": dict(state),
-            "environment": self._parts.environment.state_dict(),
-            "metrics": dict(metrics),
-            "measured": dict(measured),
-            "random": random_states(),
-        }
-        beside = self._config.asynchronous and self._stop is None
-        pending = _Pending(step, Replacement(path))
+        facts = RunState(
+            format=FORMAT,
+            step=step,
+            state=dict(state),
+            environment=dict(self._parts.environment.state_dict()),
+            metrics=dict(metrics),
+            measured=dict(measured),
+            random=random_states(),
+        )
+        form, beside = self._config.format, self._config.asynchronous and self._stop is None
+        how: dict[str, Any] = {} if form == "portable" else {"form": form, "asynchronous": beside}
+        replacement = Replacement(path)
+        folder = replacement.folder
         try:
             with reporting_full_disk(path):
-                self._write(pending.replacement.folder, facts, beside)
+                (folder / "run.json").write_text(json.dumps(facts.model_dump()) + "\n", encoding="utf-8")
+                write_manifest(folder)
+                self._parts.policy.save_checkpoint(str(folder / "model"), str(folder / "optimizer"), **how)
         except BaseException:
-            pending.replacement.abandon()
+            replacement.abandon()
             raise
-        self._pending = pending
+        self._pending = replacement
         if not beside:
             self.finish()
         return path
-
-    def _write(self, folder: Path, facts: Mapping[str, Any], beside: bool) -> None:
-        (folder / "run.json").write_text(json.dumps(facts) + "\n", encoding="utf-8")
-        write_manifest(folder)
-        form = self._config.format
-        how: dict[str, Any] = {} if form == "portable" else {"form": form, "asynchronous": beside}
-        self._parts.policy.save_checkpoint(str(folder / "model"), str(folder / "optimizer"), **how)
 
     def finish(self) -> None:
         """Wait for the checkpoint that is being written, if any, and rename it; raise the error if it failed.
@@ -156,11 +147,11 @@ class Checkpoints:
             return
         try:
             self._parts.policy.finish_checkpoint()
-            pending.replacement.commit()
+            pending.commit()
         except BaseException:
-            pending.replacement.abandon()
+            pending.abandon()
             raise
-        self._parts.observers.checkpoint_saved(pending.step, pending.replacement.path)
+        self._parts.observers.checkpoint_saved(step_of_checkpoint(pending.path), pending.path)
         for old in self._beyond_keeping():
             remove_directory(old)
 
@@ -178,12 +169,9 @@ class Checkpoints:
     def _finish_after(self, error: BaseException) -> None:
         """Finish or discard the pending checkpoint, and print a failure to do so: the caller raises `error`."""
         assert self._pending is not None
-        step, lost = self._pending.step, isinstance(error, (WorkerError, DeadlineExceeded))
+        step, lost = step_of_checkpoint(self._pending.path), isinstance(error, (WorkerError, DeadlineExceeded))
         try:
-            if lost:
-                self._pending.replacement.abandon()
-            else:
-                self.finish()
+            self._pending.abandon() if lost else self.finish()
         except Exception as another:  # noqa: BLE001 - the caller raises the first error
             lost, error = True, another
         if lost:
@@ -193,23 +181,19 @@ class Checkpoints:
 
     def _beyond_keeping(self) -> list[Path]:
         """All checkpoints except the last and the best."""
-        found = checkpoints_in(self._parts.config.output_dir)
-        kept = set(found[-self._config.keep_last :])
-        if self._config.keep_best:
-            sign = 1.0 if self._config.best == "highest" else -1.0
-            scores = {path: self._score(path) for path in found}
-            scored = [path for path in found if scores[path] is not None]
-            kept.update(sorted(scored, key=lambda path: sign * (scores[path] or 0.0))[-self._config.keep_best :])
+        found, config = checkpoints_in(self._parts.config.output_dir), self._config
+        kept = set(found[-config.keep_last :])
+        if config.keep_best:
+            sign = 1.0 if config.best == "highest" else -1.0
+            scores = {path: _read(path).measured.get(config.metric) for path in found}
+            ranked = sorted((sign * score, path) for path, score in scores.items() if score is not None)
+            kept.update(path for _, path in ranked[-config.keep_best :])
         return [path for path in found if path not in kept]
-
-    def _score(self, path: Path) -> float | None:
-        measured: dict[str, float] = _read(path)["measured"]
-        return measured.get(self._config.metric)
 
     # -- resuming -----------------------------------------------------------------------------------------------------
 
-    def restore(self) -> dict[str, Any] | None:
-        """Restore the run and return `step`, `state` and `metrics` of its checkpoint; None for a new run."""
+    def restore(self) -> RunState | None:
+        """Restore the run and return the contents of its checkpoint's `run.json`; None for a new run."""
         remove_temporary_directories(self._folder)
         path = self._parts.checkpoint
         if path is None:
@@ -217,8 +201,8 @@ class Checkpoints:
         check_files(path)
         facts = _read(path)
         self._parts.policy.load_checkpoint(str(path / "model"), str(path / "optimizer"))
-        self._parts.environment.load_state_dict(facts["environment"])
-        restore_random_states(facts["random"])
+        self._parts.environment.load_state_dict(facts.environment)
+        restore_random_states(facts.random)
         return facts
 
     # -- interrupts -------------------------------------------------------------------------------------------
@@ -226,11 +210,9 @@ class Checkpoints:
     @contextmanager
     def handling_signals(self) -> Iterator[None]:
         """Handle Ctrl-C and SIGTERM: finish the step and save a checkpoint; a second signal stops immediately."""
-        main = threading.current_thread() is threading.main_thread()
-        if not (self._supported and self._config.on_interrupt and main):
+        if not (self._supported and self._config.on_interrupt):
             yield
             return
-        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
         def request_stop(number: int, frame: FrameType | None) -> None:
             if self._stop is not None:
@@ -238,29 +220,35 @@ class Checkpoints:
             self._stop = signal.Signals(number)
             _LOG.warning("stopping after this step, with a checkpoint; a second signal stops immediately")
 
-        for number in before:
-            signal.signal(number, request_stop)
-        try:
-            yield
-        except (WorkerError, DeadlineExceeded) as error:
-            if self._stop is not None:  # workers may have received the signal too
-                raise RunTerminated(f"interrupted before the end of the step: {error}", self._stop) from error
-            raise
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        with handling(request_stop, signal.SIGINT, signal.SIGTERM):
+            try:
+                yield
+            except (WorkerError, DeadlineExceeded) as error:
+                if self._stop is not None:  # workers may have received the signal too
+                    raise RunTerminated(f"interrupted before the end of the step: {error}", self._stop) from error
+                raise
 
 
-def _read(path: Path) -> dict[str, Any]:
+@contextmanager
+def handling(handler: Callable[[int, FrameType | None], None], *signals: signal.Signals) -> Iterator[None]:
+    """Handle `signals` with `handler` within the context. Only the main thread can; others change nothing."""
+    main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, handler) for number in signals} if main else {}
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)
+
+
+def _read(path: Path) -> RunState:
     file = path / "run.json"
     try:
-        facts: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        found = facts["format"]
-        facts["step"], facts["state"], facts["environment"], facts["metrics"], facts["measured"], facts["random"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        facts = RunState.model_validate(json.loads(file.read_bytes()))
+    except (OSError, ValueError) as error:
         raise DataError(f"{file} is not a valid checkpoint: {type(error).__name__}: {error}") from error
-    if found != FORMAT:
-        raise DataError(f"{file} has format {found!r}, but this version reads format {FORMAT}")
+    if facts.format != FORMAT:
+        raise DataError(f"{file} has format {facts.format}, but this version reads format {FORMAT}")
     return facts
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -50,17 +51,19 @@ class InputCheck:
 
         A prompt that leaves less room than `generation.max_new_tokens` is allowed: its answer may be shorter.
         """
-
-        def tokens(some: Sequence[Sample]) -> list[int]:
-            return [len(render_prompt(self._tokenizer, sample.messages)) for sample in some]
-
-        sample, length = _longest(split, samples, tokens)
+        sample, length = _longest(split, samples, lambda some: [self._prompt_tokens(sample) for sample in some])
         if self._positions is not None and length >= self._positions:
             raise DataError(
                 f"{split} sample {sample.id!r} has a prompt of {length} tokens, which leaves no room for an answer: "
                 f"{self._positions_limit()}"
             )
         return sample, length
+
+    def _prompt_tokens(self, sample: Sample) -> int:
+        try:
+            return len(render_prompt(self._tokenizer, sample.messages))
+        except DataError as error:
+            raise DataError(f"sample {sample.id!r}: {error}") from error
 
     def rollouts(self, samples: Sequence[Sample], *, scored: bool) -> None:
         """Check that prompts with the longest answers fit into microbatches; `scored`: also into those for scoring."""
@@ -130,10 +133,9 @@ class InputCheck:
         batching = self._config.policy.batching
         if batching.mode == "padded":
             return
-        limits = {"policy.batching.tokens": batching.tokens}
-        if scored:
-            limits["policy.batching.logprob_tokens"] = batching.logprob_tokens
-        for key, limit in limits.items():
+        limits = [("policy.batching.tokens", batching.tokens)]
+        limits += [("policy.batching.logprob_tokens", batching.logprob_tokens)] if scored else []
+        for key, limit in limits:
             if limit is not None and tokens > limit:
                 raise ConfigError(
                     f"{what}, but {key}={limit} is the most that a dynamic or packed microbatch may have: set it to at "
@@ -150,14 +152,17 @@ def worth_rendering(samples: Sequence[Sample]) -> Sequence[Sample]:
     if len(samples) <= RENDERED:
         return samples
     if isinstance(samples, (list, tuple)):
-        return sorted(samples, key=_characters, reverse=True)[:LONGEST]
-    if hasattr(samples, "sizes"):
-        sizes = samples.sizes()
-        chosen = np.argpartition(sizes, len(sizes) - LONGEST)[-LONGEST:]
-        chosen = chosen[np.argsort(-sizes[chosen], kind="stable")]
-    else:
+        return sorted(samples, key=characters, reverse=True)[:LONGEST]
+    if not hasattr(samples, "sizes"):
         return _at_even_distances(samples)
-    return [samples[number] for number in chosen.tolist()]
+    sizes = samples.sizes()
+    chosen = np.argpartition(sizes, len(sizes) - LONGEST)[-LONGEST:]
+    return [samples[number] for number in chosen[np.argsort(-sizes[chosen], kind="stable")].tolist()]
+
+
+def characters(sample: Sample) -> int:
+    """The number of characters of `sample`."""
+    return sum(len(message["content"]) for message in sample.messages) + len(sample.completion)
 
 
 def _at_even_distances(samples: Sequence[Sample]) -> list[Sample]:
@@ -177,37 +182,19 @@ def _answered(split: Split, samples: Sequence[Sample], render: Render) -> None:
         without = (number for number, sample in enumerate(samples) if not has_answer(sample))
     else:
         without = (number for number in getattr(samples, "without_answer", tuple)())
-    number = next(without, None)
-    if number is not None:
-        _tokens_of(split, samples[number], lambda some: [len(ids) for ids, _ in render(some)])
-
-
-def _characters(sample: Sample) -> int:
-    return sum(len(message["content"]) for message in sample.messages) + len(sample.completion)
+    for number in itertools.islice(without, 1):
+        _longest(split, [samples[number]], lambda some: [len(ids) for ids, _ in render(some)])
 
 
 def _longest(
     split: Split, samples: Sequence[Sample], tokens: Callable[[Sequence[Sample]], list[int]]
 ) -> tuple[Sample, int]:
     """The sample with the most tokens and their number; `tokens` counts those of a list of samples."""
-    longest, most = None, -1
-    chosen = worth_rendering(samples)
-    for start in range(0, len(chosen), BATCH):
-        batch = list(chosen[start : start + BATCH])
-        try:
-            lengths = tokens(batch)
-        except DataError:
-            lengths = [_tokens_of(split, sample, tokens) for sample in batch]
-        if max(lengths) > most:
-            most = max(lengths)
-            longest = batch[lengths.index(most)]
-    assert longest is not None  # `samples` is not empty
-    return longest, most
-
-
-def _tokens_of(split: Split, sample: Sample, tokens: Callable[[Sequence[Sample]], list[int]]) -> int:
+    chosen, lengths = worth_rendering(samples), []
     try:
-        return tokens([sample])[0]
+        for start in range(0, len(chosen), BATCH):
+            lengths += tokens(list(chosen[start : start + BATCH]))
     except DataError as error:
-        reason = str(error).removeprefix(f"sample {sample.id!r}: ")
-        raise DataError(f"{split} sample {sample.id!r}: {reason}") from error
+        raise DataError(f"{split} {error}") from error
+    longest = int(np.argmax(lengths))
+    return chosen[longest], lengths[longest]

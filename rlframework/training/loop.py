@@ -4,32 +4,37 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
 
 from rlframework.algorithm import Algorithm, Parts, RunResult
 from rlframework.datasets.loader import PromptLoader
 from rlframework.errors import DataError
+from rlframework.plugins.hookspec import SampleRecord
 from rlframework.policy.reporting import resident_bytes
-from rlframework.rollout.rollout import validate
+from rlframework.rollout import validate
 from rlframework.training.checkpoints import Checkpoints
 from rlframework.training.input_checks import InputCheck
-from rlframework.training.profiling import Profiling
-from rlframework.training.recording import Recorder
+from rlframework.training.recording import Profiling, Recorder, TrainResult
 
 if TYPE_CHECKING:
     from rlframework.batch.batched_data_dict import BatchedDataDict
     from rlframework.interfaces.environment import Sample
     from rlframework.interfaces.loss import LossFunction
-    from rlframework.plugins.hookspec import SampleRecord
+
+StepResult: TypeAlias = tuple[dict[str, float], list[SampleRecord]]
+"""The metrics of a step or a validation by name, and some of its samples to inspect."""
 
 
 class Timer:
     """Measures the seconds of each phase of one step."""
 
     def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
+        self.seconds: defaultdict[str, float] = defaultdict(float)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -38,7 +43,18 @@ class Timer:
         try:
             yield
         finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+            self.seconds[name] += time.perf_counter() - started
+
+
+def training_metrics(results: Sequence[TrainResult]) -> dict[str, float]:
+    """Combine what the `train` calls of one step returned: means, and the total number of skipped steps."""
+    return {
+        "train/loss": sum(result["loss"] for result in results) / len(results),
+        "train/grad_norm": float(torch.cat([result["grad_norm"] for result in results]).mean()),
+        "train/lr": results[-1]["lr"],
+        "train/skipped_steps": float(sum(result["skipped"] for result in results)),
+        "train/global_valid_toks": sum(result["global_valid_toks"] for result in results) / len(results),
+    }
 
 
 class StepLoop(Algorithm):
@@ -76,18 +92,18 @@ class StepLoop(Algorithm):
             )
         self.inputs.prompts("validation", samples)
 
-    def validate(self, step: int) -> tuple[dict[str, float], list[SampleRecord]]:
+    def validate(self, step: int) -> StepResult:
         """Return metrics over held-out samples (by default of greedy answers), and some samples to inspect."""
         return validate(self.parts, step)
 
     @abstractmethod
-    def train_step(self, step: int, timer: Timer) -> tuple[dict[str, float], list[SampleRecord]]:
+    def train_step(self, step: int, timer: Timer) -> StepResult:
         """Run step `step` (counted from 1); return its metrics and the samples to keep.
 
         Implementations call `self.train`, so that the step can be recorded.
         """
 
-    def train(self, step: int, data: BatchedDataDict[Any], loss: LossFunction) -> dict[str, Any]:
+    def train(self, step: int, data: BatchedDataDict[Any], loss: LossFunction) -> TrainResult:
         """Call `policy.train` in step `step`, and record the step if the configuration asks for it."""
         return self.recorder.train(step, data, loss)
 
@@ -101,7 +117,11 @@ class StepLoop(Algorithm):
         with self.checkpoints.handling_signals(), self.profiling.reporting(), self.checkpoints.finishing():
             last = self._begin(history)
             for step in range(int(last["step"]) + 1, self.config.num_steps + 1):
-                metrics = self._whole_step(step, history)
+                metrics, samples = self._timed_step(step)
+                if self._validates_after(step):
+                    validation, more = self._timed_validation(step)
+                    metrics, samples = metrics | validation, [*samples, *more]
+                self._report(step, metrics, samples, history)
                 last |= {"step": float(step), **metrics}
                 if self.should_stop(metrics):
                     break
@@ -112,55 +132,32 @@ class StepLoop(Algorithm):
         """Restore the checkpoint, or validate as step 0. Return the latest metrics, including `step`."""
         restored = self.checkpoints.restore()
         if restored is not None:
-            self.load_state_dict(restored["state"])
-            return {**restored["metrics"], "step": float(restored["step"])}
+            self.load_state_dict(restored.state)
+            return {**restored.metrics, "step": float(restored.step)}
         if self.config.validation.at_start:
             self._report(0, *self._timed_validation(0), history)
         return {"step": 0.0, **(history[-1] if history else {})}
 
-    def _whole_step(self, step: int, history: list[dict[str, float]]) -> dict[str, float]:
-        metrics, samples = self._timed_step(step)
-        if self._validates_after(step):
-            validation, validation_samples = self._timed_validation(step)
-            metrics |= validation
-            samples = [*samples, *validation_samples]
-        self._report(step, metrics, samples, history)
-        return metrics
+    def _timed_step(self, step: int) -> StepResult:
+        timer, parts = Timer(), self.parts
+        parts.policy.reset_peak_memory_stats()
+        with self.profiling.step(step), timer.phase("step"):
+            metrics, samples = self.train_step(step, timer)
+        self.recorder.require(step)
+        metrics |= {f"time/{name}": value for name, value in timer.seconds.items()} | parts.generation.pop_metrics()
+        if "train/tokens" in metrics:
+            metrics["throughput/tokens_per_second"] = metrics["train/tokens"] / timer.seconds["step"]
+        metrics["memory/rss_mb"] = resident_bytes() / 2**20
+        peaks = [info["peak_memory_bytes"] for info in parts.policy.get_info() if "peak_memory_bytes" in info]
+        return metrics | ({"memory/peak_mb": max(peaks) / 2**20} if peaks else {}), samples
 
-    def state_dict(self) -> dict[str, Any]:
-        """The algorithm's own state for a checkpoint, as JSON values: the position in the data."""
-        return {"loader": self.loader.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
-        self.loader.load_state_dict(state["loader"])
-
-    def _timed_validation(self, step: int) -> tuple[dict[str, float], list[SampleRecord]]:
+    def _timed_validation(self, step: int) -> StepResult:
         timer = Timer()
         with timer.phase("validation"):
             metrics, samples = self.validate(step)
         if refit := self.parts.generation.pop_metrics():  # the time of this refit is part of the validation
             metrics |= {"validation/refit_seconds": refit["time/refit"]}
         return metrics | {"time/validation": timer.seconds["validation"]}, samples
-
-    def _timed_step(self, step: int) -> tuple[dict[str, float], list[SampleRecord]]:
-        timer = Timer()
-        self.parts.policy.reset_peak_memory_stats()
-        started = time.perf_counter()
-        with self.profiling.step(step):
-            metrics, samples = self.train_step(step, timer)
-            seconds = time.perf_counter() - started
-        self.recorder.require(step)
-        metrics |= {f"time/{name}": value for name, value in timer.seconds.items()}
-        metrics |= self.parts.generation.pop_metrics()
-        metrics["time/step"] = seconds
-        if "train/tokens" in metrics:
-            metrics["throughput/tokens_per_second"] = metrics["train/tokens"] / seconds
-        metrics["memory/rss_mb"] = resident_bytes() / 2**20
-        peaks = [info["peak_memory_bytes"] for info in self.parts.policy.get_info() if "peak_memory_bytes" in info]
-        if peaks:
-            metrics["memory/peak_mb"] = max(peaks) / 2**20
-        return metrics, samples
 
     def _validates_after(self, step: int) -> bool:
         validation = self.config.validation
@@ -172,3 +169,11 @@ class StepLoop(Algorithm):
     ) -> None:
         history.append({"step": float(step), **metrics})
         self.parts.observers.step_finished(step, metrics, samples)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The algorithm's own state for a checkpoint, as JSON values: the position in the data."""
+        return {"loader": self.loader.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self.loader.load_state_dict(state["loader"])

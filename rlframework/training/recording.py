@@ -1,7 +1,8 @@
-"""Record training steps: the input and result of `policy.train`, and the weights before it.
+"""Record and profile the steps that the sections `recording` and `profiler` select.
 
-`rlframework parity --replay` repeats a recorded step on any backend (`conformance.parity.recorded_step` reads the
-files). Not recorded: the moments of the optimizer, and calls of `policy.train` after the first one of a step.
+A recording has the input and result of `policy.train`, and the weights before it. `rlframework parity --replay` repeats
+the step on any backend (`conformance.parity.recorded_step` reads the files). Not recorded: the optimizer's moments, and
+calls of `policy.train` after the first one of a step.
 
     recorded/step-000003/
         step.json            configuration, loss, result, versions, and sizes of the other files
@@ -9,6 +10,8 @@ files). Not recorded: the moments of the optimizer, and calls of `policy.train` 
         batch.safetensors    the tensors of the batch
         batch.json           its lists
         logprobs.safetensors the run's log-probabilities of the batch before the step
+    traces/step-000003/
+        rank-0.json.gz       the torch profiler's trace of rank 0, without validation and checkpoints
 """
 
 from __future__ import annotations
@@ -18,12 +21,14 @@ import json
 import logging
 import math
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 import torch
 from pydantic import BaseModel
+from safetensors.torch import save
 
 import rlframework
 from rlframework.configure import dump_config
@@ -41,8 +46,19 @@ _LOG = logging.getLogger(__name__)
 FORMAT = 1
 """Version of the file format."""
 
-FOLDER = "recorded"
-"""Folder of the recorded steps in a run's folder."""
+FOLDER, TRACES = "recorded", "traces"
+"""Folders of the recorded steps and of the traces in a run's folder."""
+
+
+class TrainResult(TypedDict):
+    """The result of `policy.train` as algorithms use it; `grad_norm [steps]` is fp32, `skipped` counts steps."""
+
+    loss: float
+    grad_norm: torch.Tensor
+    lr: float
+    skipped: int
+    global_valid_toks: float
+    metrics: dict[str, float]
 
 
 def folder_of(step: int) -> str:
@@ -66,10 +82,10 @@ class Recorder:
         every = self._config.every
         return step in self._config.steps or (every > 0 and step % every == 0)
 
-    def train(self, step: int, data: BatchedDataDict[Any], loss: LossFunction) -> dict[str, Any]:
+    def train(self, step: int, data: BatchedDataDict[Any], loss: LossFunction) -> TrainResult:
         """Call `policy.train`; record the first call of a selected step."""
         if not self.wants(step) or step in self._recorded:
-            return self._parts.policy.train(data, loss)
+            return cast("TrainResult", self._parts.policy.train(data, loss))
         self._recorded.add(step)
         return self._record(step, data, loss)
 
@@ -83,51 +99,76 @@ class Recorder:
                 self._parts.config.algorithm.name,
             )
 
-    def _record(self, step: int, data: BatchedDataDict[Any], loss: LossFunction) -> dict[str, Any]:
-        policy = self._parts.policy
-        result: dict[str, Any] | None = None
-        failure: Exception | None = None
-        with replacing_directory(self._parts.config.output_dir / FOLDER / folder_of(step)) as folder:
-            policy.save_pretrained(str(folder / "model"))
-            missing = _write_batch(folder, data)
-            policy.prepare_for_lp_inference()
-            _write_tensors(folder / "logprobs.safetensors", {"logprobs": policy.get_logprobs(data)["logprobs"]})
-            policy.prepare_for_training()
-            try:
-                result = policy.train(data, loss)
-            except Exception as error:  # noqa: BLE001 - raised below, after the failing step has been recorded
-                failure = error
-            description = self._description(step, loss, missing, result, failure)
-            write_atomically(folder / "step.json", json.dumps(description | {"files": _sizes(folder)}, indent=1))
-        if failure is not None:
-            raise failure
-        assert result is not None
-        return result
-
-    def _description(
-        self,
-        step: int,
-        loss: LossFunction,
-        missing: Mapping[str, str],
-        result: Mapping[str, Any] | None,
-        failure: Exception | None,
-    ) -> dict[str, Any]:
-        config = self._parts.config
-        return {
+    def _record(self, step: int, data: BatchedDataDict[Any], loss: LossFunction) -> TrainResult:
+        policy, config = self._parts.policy, self._parts.config
+        facts: dict[str, Any] = {
             "format": FORMAT,
             "step": step,
             "config": dump_config(config),
             "temperature": config.generation.temperature or 1.0,
             "loss": describe_loss(loss),
-            "not_recorded": dict(missing),
-            "result": None if result is None else _plain_result(result),
-            "failure": None if failure is None else f"{type(failure).__name__}: {failure}",
+            "result": None,
+            "failure": None,
             "versions": {
                 "rlframework": rlframework.__version__,
                 "python": platform.python_version(),
                 "torch": torch.__version__,
             },
         }
+        failure: Exception | None = None
+        with replacing_directory(config.output_dir / FOLDER / folder_of(step)) as folder:
+            policy.save_pretrained(str(folder / "model"))
+            facts["not_recorded"] = _write_batch(folder, data)
+            policy.prepare_for_lp_inference()
+            _write_tensors(folder / "logprobs.safetensors", {"logprobs": policy.get_logprobs(data)["logprobs"]})
+            policy.prepare_for_training()
+            try:
+                result = policy.train(data, loss)
+                facts["result"] = plain_json({name: result[name] for name in result if name not in ("rank", "times")})
+            except Exception as error:  # noqa: BLE001 - raised below, after the failing step has been recorded
+                failure, facts["failure"] = error, f"{type(error).__name__}: {error}"
+            write_atomically(folder / "step.json", json.dumps(facts | {"files": _sizes(folder)}, indent=1))
+        if failure is not None:
+            raise failure
+        return cast("TrainResult", result)
+
+
+class Profiling:
+    """Profiles the policy of `parts` in the selected steps, with one trace per step and worker."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._config = parts.config.profiler
+        self._written: list[str] = []
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """Profile the block as step `step`. A step that fails leaves no trace, as its workers may be gone."""
+        if step not in self._config.wanted:
+            yield
+            return
+        policy, config = self._parts.policy, self._config
+        policy.start_profiling(
+            ranks=config.ranks, with_stack=config.with_stack, record_shapes=config.record_shapes, memory=config.memory
+        )
+        try:
+            yield
+        except BaseException:
+            with suppress(Exception):  # raise the step's own error
+                policy.stop_profiling(None)
+            raise
+        self._written += policy.stop_profiling(str(self._parts.config.output_dir.absolute() / TRACES / folder_of(step)))
+
+    @contextmanager
+    def reporting(self) -> Iterator[None]:
+        """On exit, print on stderr where the traces are and how to open them."""
+        try:
+            yield
+        finally:
+            if self._written:
+                lines = "\n".join(f"  {path}" for path in self._written)
+                how = "open them in https://ui.perfetto.dev (they stay in the browser) or chrome://tracing"
+                _LOG.info("traces of the profiled steps; %s:\n%s", how, lines)
 
 
 def describe_loss(loss: LossFunction) -> dict[str, Any]:
@@ -145,17 +186,18 @@ def describe_loss(loss: LossFunction) -> dict[str, Any]:
         return {"not_replayable": f"{target} cannot be imported ({error})"}
     if not is_loss_class(kind):
         return {"not_replayable": f"{target} is not a loss class: it needs input_type as a class attribute"}
-    config = getattr(loss, "config", None)
+    given = getattr(loss, "config", None)
+    config = given if isinstance(given, BaseModel) else None
     try:
-        again = kind(config) if isinstance(config, BaseModel) else kind()
+        again = kind() if config is None else kind(config)
     except Exception as error:  # noqa: BLE001 - any error is the reason
         return {"not_replayable": f"{target} takes other arguments than a pydantic model `config` ({error})"}
-    if not isinstance(config, BaseModel):
-        config = None
     if vars(again) != vars(loss):
         return {"not_replayable": f"{target} has state besides its `config`"}
-    model = None if config is None else f"{type(config).__module__}:{type(config).__qualname__}"
-    return {"target": target, "config": None if config is None else config.model_dump(mode="json"), "model": model}
+    if config is None:
+        return {"target": target, "config": None, "model": None}
+    model = f"{type(config).__module__}:{type(config).__qualname__}"
+    return {"target": target, "config": config.model_dump(mode="json"), "model": model}
 
 
 def is_loss_class(kind: Any) -> bool:
@@ -186,10 +228,7 @@ def _write_batch(folder: Path, data: BatchedDataDict[Any]) -> dict[str, str]:
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    from safetensors.torch import save
-
-    whole = {key: tensor.detach().cpu().contiguous().clone() for key, tensor in tensors.items()}
-    write_atomically(path, save(whole))
+    write_atomically(path, save({key: tensor.detach().cpu().contiguous().clone() for key, tensor in tensors.items()}))
 
 
 def _is_plain(value: Any) -> bool:
@@ -199,19 +238,15 @@ def _is_plain(value: Any) -> bool:
         return False
 
 
-def _plain_result(result: Mapping[str, Any]) -> dict[str, Any]:
-    """The result of `policy.train` as JSON values; non-finite numbers as text."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            value = value.tolist()
-        if isinstance(value, float) and not math.isfinite(value):
-            return str(value)
-        if isinstance(value, Mapping):
-            return {str(key): plain(item) for key, item in value.items()}
-        return [plain(item) for item in value] if isinstance(value, list | tuple) else value
-
-    return {key: plain(value) for key, value in result.items() if key not in ("rank", "times")}
+def plain_json(value: Any) -> Any:
+    """Return `value` as JSON takes it: tensors and tuples as lists, mappings as dicts, non-finite numbers as text."""
+    if isinstance(value, torch.Tensor):
+        value = value.tolist()
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): plain_json(item) for key, item in value.items()}
+    return [plain_json(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _sizes(folder: Path) -> dict[str, dict[str, Any]]:

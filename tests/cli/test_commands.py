@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+from probe_runs import call
 
 import rlframework
 from rlframework.algorithm import RunResult
-from rlframework.cli import main
 from rlframework.config.policy import PolicyConfig
 from rlframework.configure import load_config
 from rlframework.errors import UserError, WorkerError
@@ -45,12 +45,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "run.yaml").write_text(CONFIG)
     return tmp_path
-
-
-def call(*args: str) -> int:
-    with pytest.raises(SystemExit) as end:
-        main(args)
-    return int(end.value.code or 0)
 
 
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -223,25 +217,25 @@ def modules_after(code: str) -> set[str]:
 CALL = "from rlframework.cli import main\ntry: main({args!r})\nexcept SystemExit as end: assert not end.code, end.code"
 
 
-@pytest.mark.parametrize("args", [["--help"], ["--version"]])
-def test_help_imports_nothing_heavy(args: list[str]) -> None:
-    assert modules_after(CALL.format(args=args)).isdisjoint(HEAVY)
-
-
-@pytest.mark.parametrize("command", ["train", "tokenize"])
-def test_help_of_a_command_imports_nothing_heavy_but_what_typer_itself_needs(command: str) -> None:
-    assert modules_after(CALL.format(args=[command, "--help"])).isdisjoint({*HEAVY} - {"pydantic"})
+WITHOUT_TORCH = {"torch", "transformers", "ray", "datasets", "matplotlib"}
 
 
 @pytest.mark.parametrize(
-    "args", [["plugins"], ["plugins", "--json"], ["schema"], ["config", "run.yaml", "device=cpu"]], ids=" ".join
+    ("args", "absent"),
+    [
+        ([], {*HEAVY}),  # the import of the package alone
+        (["--help"], {*HEAVY}),
+        (["--version"], {*HEAVY}),
+        (["train", "--help"], {*HEAVY} - {"pydantic"}),  # typer itself needs it
+        (["tokenize", "--help"], {*HEAVY} - {"pydantic"}),
+        (["plugins"], WITHOUT_TORCH),
+        (["plugins", "--json"], WITHOUT_TORCH),
+        (["schema"], WITHOUT_TORCH),
+        (["config", "run.yaml", "device=cpu"], WITHOUT_TORCH),
+    ],
 )
-def test_looking_needs_no_torch(args: list[str]) -> None:
-    assert modules_after(CALL.format(args=args)).isdisjoint({"torch", "transformers", "ray", "datasets", "matplotlib"})
-
-
-def test_importing_the_package_imports_nothing_heavy() -> None:
-    assert modules_after("import rlframework").isdisjoint(HEAVY)
+def test_nothing_is_imported_before_it_is_needed(args: list[str], absent: set[str]) -> None:
+    assert modules_after(CALL.format(args=args) if args else "import rlframework").isdisjoint(absent)
 
 
 def test_the_exported_names_are_there() -> None:

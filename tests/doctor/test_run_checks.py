@@ -36,7 +36,7 @@ def test_the_estimate_is_that_of_a_dry_run(found, with_config):
 
 
 def test_what_does_not_fit_is_a_warning(found, with_config, monkeypatch):
-    monkeypatch.setattr("rlframework.runner.estimates.estimate.available_memory", lambda: 1000)
+    monkeypatch.setattr("rlframework.runner.estimate.available_memory", lambda: 1000)
     *_, finding = found("run", "estimate", with_config())
     assert finding.level is Level.WARNING
     assert finding.text.startswith("the run may need 0.")

@@ -12,9 +12,9 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
-
-from rlframework.cli import main
+from probe_runs import call, rows_of
 
 pytestmark = pytest.mark.slow
 
@@ -24,16 +24,6 @@ TEMPLATE = (
     "{% for m in messages %}{{ m['role'][:1] }}:{{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}a:{% endif %}"
 )
-
-
-def call(*words: object) -> int:
-    with pytest.raises(SystemExit) as end:
-        main([str(word) for word in words])
-    return int(end.value.code or 0)
-
-
-def rows_of(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -235,32 +225,6 @@ def test_a_mistake_is_one_message_and_nothing_is_written(tiny_llama, folder, cap
     assert sorted(folder.rglob("*")) == before
 
 
-def children_of(pid: int) -> list[int]:
-    """All descendants of process `pid`."""
-    parents = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-    found = [child for child, parent in parents.items() if parent == pid]
-    return found + [below for child in found for below in children_of(child)]
-
-
-def running(pids: list[int]) -> list[int]:
-    """The running ones of `pids`; a process that has ended may still be a zombie."""
-    found = []
-    for pid in pids:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        found += [pid] if state != "Z" else []
-    return found
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_ctrl_c_ends_the_workers_and_keeps_what_was_answered(tiny_llama, folder):
     words = [tiny_llama, *ADDITION, "worker_group.name=processes", "worker_group.num_workers=2"]
     words += ["--attempts", 64, "--out", "out", "generation.max_new_tokens=40"]
@@ -276,7 +240,7 @@ def test_ctrl_c_ends_the_workers_and_keeps_what_was_answered(tiny_llama, folder)
         assert driver.poll() is None, driver.stderr.read()
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    workers = children_of(driver.pid)
+    workers = psutil.Process(driver.pid).children(recursive=True)
     assert len(workers) >= 2
     os.killpg(driver.pid, signal.SIGINT)  # as a terminal does: to all processes of the foreground
     _, errors = driver.communicate(timeout=60)
@@ -284,10 +248,8 @@ def test_ctrl_c_ends_the_workers_and_keeps_what_was_answered(tiny_llama, folder)
     assert "the completions so far are in out/completions.partial.jsonl" in errors
     assert errors.endswith("interrupted\n")
     assert "Traceback" not in errors
-    deadline = time.monotonic() + 10
-    while running(workers) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert running(workers) == []
+    _, left = psutil.wait_procs(workers, timeout=10)
+    assert [worker for worker in left if worker.status() != psutil.STATUS_ZOMBIE] == []
     assert [path.name for path in (folder / "out").iterdir()] == ["completions.partial.jsonl"]
     assert {"prompt", "completion", "reward"} <= rows_of(partial)[0].keys()
 

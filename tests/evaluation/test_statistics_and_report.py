@@ -12,26 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlframework.errors import ConfigError, DataError, UserError
-from rlframework.evaluation.evaluate import Evaluation, differences, evaluation_settings
+from rlframework.evaluation.evaluate import Evaluation, evaluation_settings
+from rlframework.evaluation.report import differences
 from rlframework.evaluation.statistics import bootstrap, estimate, paired_difference, pass_at_k, wilson
-
-
-@pytest.mark.parametrize(
-    ("attempts", "right", "k", "chance"),
-    [
-        (1, 1, 1, 1.0),
-        (1, 0, 1, 0.0),
-        (4, 1, 1, 1 / 4),
-        (4, 1, 2, 1 / 2),  # 3 of the 6 pairs hold the right one
-        (4, 2, 2, 5 / 6),  # of the 6 pairs one is both wrong ones
-        (4, 3, 2, 1.0),  # there is no pair of wrong ones
-        (5, 2, 3, 9 / 10),  # of the 10 triples one is all wrong
-        (4, 0, 4, 0.0),
-        (4, 1, 4, 1.0),
-    ],
-)
-def test_pass_at_k_is_the_share_of_choices_with_a_right_one(attempts, right, k, chance):
-    assert pass_at_k(attempts, right, k) == pytest.approx(chance, abs=1e-12)
 
 
 @given(st.integers(1, 8), st.data())
@@ -58,13 +41,10 @@ def test_wilsons_interval_by_hand():
 
     Centre (0.7 + 3.841459 / 20) / (1 + 3.841459 / 10) = 0.892073 / 1.384146 = 0.644493; half
     1.959964 * sqrt(0.021 + 3.841459 / 400) / 1.384146 = 1.959964 * 0.174940 / 1.384146 = 0.247715.
+    0 of n: from 0 to z^2 / (n + z^2): 3.841459 / 13.841459 of ten.
     """
     assert wilson(7, 10) == pytest.approx((0.396778, 0.892208), abs=1e-6)
     assert wilson(3, 10) == pytest.approx((1 - 0.892208, 1 - 0.396778), abs=1e-6)
-
-
-def test_wilsons_interval_at_the_ends():
-    """0 of n: from 0 to z^2 / (n + z^2): 3.841459 / 13.841459 of ten."""
     assert wilson(0, 10) == (0.0, pytest.approx(0.277533, abs=1e-6))
     assert wilson(10, 10) == (pytest.approx(1 - 0.277533, abs=1e-6), 1.0)
 

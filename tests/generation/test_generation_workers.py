@@ -71,7 +71,7 @@ def other_python(tmp_path) -> str:
 @pytest.mark.usefixtures("ray_session")
 def test_an_engine_in_another_python_environment(run_config, tmp_path, alone, other_python):
     """Ray starts it with that environment's Python; memory is still shared."""
-    from rlframework.runner.launch import build_parts
+    from rlframework.runner.parts import build_parts
 
     options = (*OPTIONS, "generation.workers.group=ray", f"generation.workers.python={other_python}")
     config = run_config("grpo", f"output_dir={tmp_path}/elsewhere", *options)
@@ -88,7 +88,7 @@ def test_an_engine_in_another_python_environment(run_config, tmp_path, alone, ot
 
 @pytest.fixture
 def parts(run_config):
-    from rlframework.runner.launch import build_parts
+    from rlframework.runner.parts import build_parts
 
     with build_parts(run_config("grpo", *APART, "generation.refit.deadline=2.5")) as made:
         made.generation.prepare_for_generation()

@@ -8,15 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from probe_runs import call
 from safetensors.torch import load_file, save_file
 
 from rlframework import run
-from rlframework.cli import main
 from rlframework.errors import DataError, UserError
 from rlframework.evaluation.plan import find_model
 from rlframework.policy.checkpoint.reader import open_saved
 from rlframework.runner.convert import convert
-from rlframework.runner.launch import build_parts, resume
+from rlframework.runner.launch import resume
+from rlframework.runner.parts import build_parts
 from rlframework.training.checkpoints import checkpoints_in
 
 pytestmark = pytest.mark.slow
@@ -51,7 +52,7 @@ def assert_equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) 
 def test_there_and_back_is_the_same_to_the_bit(finished, tmp_path, form, other):
     path = finished(form)
     [_, newest] = checkpoints_in(path)
-    told = convert(str(path), str(tmp_path / "there"), other).summary()
+    told = convert(str(path), str(tmp_path / "there"), other)
     assert told.startswith("done: ")
     assert f"tensors of {newest}, {other}, in {tmp_path / 'there'}" in told
     convert(str(tmp_path / "there"), str(tmp_path / "back"), form)
@@ -115,7 +116,7 @@ def test_a_model_has_weights_only_and_the_summary_says_so(run_config, tiny_llama
     save_file(weights, half / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((half / "config.json").read_text()) | {"dtype": "bfloat16"}
     (half / "config.json").write_text(json.dumps(config))
-    told = convert(str(half), str(tmp_path / "made"), form).summary()
+    told = convert(str(half), str(tmp_path / "made"), form)
     assert told.endswith("; weights only, as the source has no optimizer state")
     assert [path.name for path in (tmp_path / "made").iterdir()] == ["model"]
     found = read(tmp_path / "made" / "model")
@@ -161,14 +162,10 @@ def test_pieces_are_not_asked_before_they_are_a_model(finished):
 
 def test_the_command_tells_what_it_did_and_how_it_is_used(finished, tmp_path, capsys):
     path = finished("sharded")
-    with pytest.raises(SystemExit) as ended:
-        main(["convert", str(path), str(tmp_path / "hf"), "--to", "huggingface"])
-    assert ended.value.code == 0
+    words = ["convert", path, tmp_path / "hf", "--to", "huggingface"]
+    assert call(*words) == 0
     assert "huggingface, in " in capsys.readouterr().out
-    with pytest.raises(SystemExit) as ended:
-        main(["convert", str(path), str(tmp_path / "hf"), "--to", "huggingface"])
-    assert ended.value.code == 2
+    assert call(*words) == 2
     assert "replace it with --overwrite" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["convert", "--help"])
+    assert call("convert", "--help") == 0
     assert "rlframework convert runs/grpo models/grpo --to huggingface" in capsys.readouterr().out

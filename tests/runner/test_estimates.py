@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from probe_runs import call
 
 from rlframework import load_config, run
-from rlframework.cli import main
+from rlframework.config.policy import LoraConfig
 from rlframework.configure import config_yaml
 from rlframework.errors import ConfigError, DataError, NotSupported
 from rlframework.observers.host import Gpu
-from rlframework.runner.estimates.estimate import Machine, disk, estimate, gib, print_estimate
-from rlframework.runner.estimates.memory import MemoryUse, microbatch_tokens, peak, worker_memory
-from rlframework.runner.estimates.model import ModelSize, model_size
-from rlframework.runner.estimates.rows import Rows, rows_of
-from rlframework.runner.launch import _planned_parts, dry_run
-from rlframework.runner.placeholders import Placeholder
+from rlframework.plugins.manager import create_manager
+from rlframework.runner.estimate import Machine, disk, estimate, gib, print_estimate, rows_of
+from rlframework.runner.launch import dry_run
+from rlframework.runner.memory import MemoryUse, ModelSize, Rows, microbatch_tokens, model_size, peak, worker_memory
+from rlframework.runner.parts import Placeholder, planned_parts
 
 GIB = 1 << 30
 SIZE = ModelSize(
@@ -43,25 +44,9 @@ def test_parameters_are_counted_without_loading(tiny_llama: Path, run_config):
 
 
 def test_only_adapters_are_trained_with_lora(run_config):
-    size = model_size(run_config("sft").policy.model_copy(update={"lora": _lora(("q_proj", "k_proj"))}))
+    lora = LoraConfig(rank=4, target_modules=("q_proj", "k_proj"))
+    size = model_size(run_config("sft").policy.model_copy(update={"lora": lora}))
     assert size.trained == 2 * (4 * (32 + 32) + 4 * (32 + 16))
-
-
-def test_adapters_alone_have_gradients_moments_and_checkpoints_and_the_base_is_no_second_copy(run_config):
-    from dataclasses import replace
-
-    config = run_config("grpo", "policy.lora={rank: 4}", "policy.batching.tokens=64", "algorithm.num_steps=100")
-    found = bytes_of(worker_memory(config, replace(SIZE, trained=50), ROWS, "cpu", reference=True))
-    assert (found["weights"], found["gradients"], found["optimizer"]) == (4000, 200, 400)
-    assert not found.keys() & {"reference", "copy of the weights", "gradients of embedding and head"}
-    config = load_config(config, ["checkpoints={every: 10, keep_last: 2, keep_best: 1}"])
-    assert disk(config, 1000, 50)["4 checkpoints"] == 4 * 12 * 50
-
-
-def _lora(modules):
-    from rlframework.config.policy import LoraConfig
-
-    return LoraConfig(rank=4, target_modules=modules)
 
 
 def test_the_parts_of_a_worker_s_memory(run_config):
@@ -84,16 +69,40 @@ def test_the_parts_of_a_worker_s_memory(run_config):
     }
 
 
-def test_workers_share_states_and_generate_with_a_copy(run_config):
-    config = run_config("grpo", "policy.batching.tokens=64")
-    group = config.worker_group.model_copy(update={"num_workers": 4})
-    config = config.model_copy(update={"worker_group": group})
-    found = bytes_of(worker_memory(config, SIZE, ROWS, "cpu", reference=False))
-    assert (found["weights"], found["gradients"], found["optimizer"]) == (1000, 1000, 2000)
-    assert found["gathered weights"] == 2 * 4 * 300
-    assert found["generation model"] == 4000
-    assert found["keys and values"] == (2 + 2) * 2 * 8 * 20 * 2 * 4  # 32 rows over 4 workers
-    assert "reference" not in found
+@pytest.mark.parametrize(
+    ("algorithm", "options", "size", "expected"),
+    [
+        (  # adapters alone have gradients and moments, and the base is no second copy
+            "grpo",
+            {"policy": {"lora": LoraConfig(rank=4, target_modules=("q_proj",))}},
+            {"trained": 50},
+            {"weights": 4000, "gradients": 200, "optimizer": 400, "reference": None, "copy of the weights": None,
+             "gradients of embedding and head": None},
+        ),
+        (  # workers share states and 32 rows, and generate with a copy
+            "grpo",
+            {"worker_group": {"num_workers": 4}},
+            {},
+            {"weights": 1000, "gradients": 1000, "optimizer": 2000, "gathered weights": 2 * 4 * 300,
+             "generation model": 4000, "keys and values": (2 + 2) * 2 * 8 * 20 * 2 * 4},
+        ),
+        # activation checkpointing keeps one layer and the inputs of all
+        ("sft", {"policy": {"activation_checkpointing": True}}, {}, {"activations": 64 * (2 * 4 * 4 + 288)}),
+        (  # logits are held in chunks: 64 x 200,000 x 4 bytes are 49 MiB
+            "sft",
+            {},
+            {"vocabulary": 200_000},
+            {"logits": 3 * (32 << 20), "gradients of embedding and head": 2 * 4 * 200_000 * 4},
+        ),
+    ],
+)  # fmt: skip
+def test_memory_by_settings(run_config, algorithm, options, size, expected):
+    config = run_config(algorithm, "policy.batching.tokens=64")
+    for section, values in options.items():
+        changed = getattr(config, section).model_copy(update=values)
+        config = config.model_copy(update={section: changed})
+    found = bytes_of(worker_memory(config, replace(SIZE, **size), ROWS, "cpu", reference="lora" in str(options)))
+    assert {name: found.get(name) for name in expected} == expected
 
 
 def test_on_a_gpu_the_reference_and_what_is_offloaded_lie_in_host_memory(run_config):
@@ -130,28 +139,14 @@ def test_the_largest_microbatch(run_config, overrides, tokens):
     assert microbatch_tokens(run_config("sft", *overrides), Rows(16, 10.0, 20), "cpu") == tokens
 
 
-def test_activation_checkpointing_keeps_one_layer_and_the_inputs_of_all(run_config):
-    config = run_config("sft", "policy.activation_checkpointing=true", "policy.batching.tokens=64")
-    found = bytes_of(worker_memory(config, SIZE, ROWS, "cpu", reference=False))
-    assert found["activations"] == 64 * (2 * 4 * 4 + 288)
-
-
-def test_logits_are_held_in_chunks(run_config):
-    from dataclasses import replace
-
-    config = run_config("sft", "policy.batching.tokens=64")
-    found = bytes_of(worker_memory(config, replace(SIZE, vocabulary=200_000), ROWS, "cpu", reference=False))
-    assert found["logits"] == 3 * (32 << 20)  # 64 x 200,000 x 4 bytes are 49 MiB
-    assert found["gradients of embedding and head"] == 2 * 4 * 200_000 * 4
-
-
 def test_disk(run_config):
     config = run_config("sft", "algorithm.num_steps=100")
-    assert disk(config, 1000) == {"trained model": 4000}
+    assert disk(config, 1000, 1000) == {"trained model": 4000}
     config = load_config(config, ["checkpoints={every: 10, keep_last: 2, keep_best: 1}"])
-    assert disk(config, 1000)["4 checkpoints"] == 4 * 12_000  # three that are kept, one that is written
+    assert disk(config, 1000, 1000)["4 checkpoints"] == 4 * 12_000  # three that are kept, one that is written
+    assert disk(config, 1000, 50)["4 checkpoints"] == 4 * 12 * 50
     config = load_config(config, ["algorithm.num_steps=20", "recording={steps: [1, 10], every: 5}"])
-    found = disk(config, 1000)
+    found = disk(config, 1000, 1000)
     assert found["2 checkpoints"] == 24_000
     assert found["5 recorded steps"] == 20_000  # 1, 5, 10, 15, 20
 
@@ -173,9 +168,7 @@ def test_tokens_of_a_step(run_config):
 
 
 def _planned(config):
-    from rlframework.plugins.manager import create_manager
-
-    return _planned_parts(config, create_manager(config.plugins))
+    return planned_parts(config, create_manager(config.plugins))
 
 
 @pytest.mark.parametrize(
@@ -200,8 +193,6 @@ def test_a_gpu_that_is_too_small_is_warned_of(run_config):
     config = run_config("sft")
     with _planned(config) as parts:
         found = estimate(parts, False, Machine(None, None, [Gpu("x", 8 * GIB, 8 * GIB), Gpu("y", 10, 10)]))
-    from dataclasses import replace
-
     parts_on_gpu = worker_memory(config, SIZE, ROWS, "cuda", reference=False)
     [warning] = replace(found, memory=parts_on_gpu, device="cuda").warnings()
     assert "GiB of its GPU" in warning
@@ -222,7 +213,7 @@ def test_a_model_that_cannot_be_sized_does_not_end_the_run(run_config, caplog, m
     def fail(*arguments):
         raise KeyError("hidden_size")
 
-    monkeypatch.setattr("rlframework.runner.estimates.estimate.model_size", fail)
+    monkeypatch.setattr("rlframework.runner.estimate.model_size", fail)
     with _planned(run_config("sft")) as parts:
         print_estimate(parts, False)
     assert caplog.messages == ["no estimate of memory and disk: KeyError: 'hidden_size'"]
@@ -235,9 +226,7 @@ def test_a_dry_run_checks_prints_and_writes_nothing(run_config, tmp_path, capsys
     file = tmp_path / "config.yaml"
     config = run_config("grpo", "algorithm.loss.kl_coef=0.1")
     file.write_text(config_yaml(config))
-    with pytest.raises(SystemExit) as end:
-        main(["train", str(file), "--dry-run"])
-    assert not end.value.code
+    assert call("train", file, "--dry-run") == 0
     out = capsys.readouterr().out
     assert "RAM of a worker: reference" in out
     assert out.endswith("dry run complete: nothing was started or written\n")
@@ -255,9 +244,7 @@ def test_a_dry_run_finds_the_errors_of_a_run(run_config, tmp_path):
     "args", [["--dry-run"], ["--dry-run", "--resume", "x"], ["c.yaml", "--dry-run", "--resume", "x"]]
 )
 def test_a_dry_run_does_not_resume(args, capsys):
-    with pytest.raises(SystemExit) as end:
-        main(["train", *args])
-    assert end.value.code == 2
+    assert call("train", *args) == 2
     assert "--dry-run checks a run before it starts" in capsys.readouterr().err
 
 

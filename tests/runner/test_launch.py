@@ -8,20 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from probe_runs import rows_of
 
 from rlframework import load_config, run
 from rlframework.errors import ConfigError, DataError
 from rlframework.huggingface.model_directories import make_llama
 from rlframework.huggingface.tokenizer import character_tokenizer
-from rlframework.rollout.rollout import row_seeds
+from rlframework.rollout import row_seeds
 
 pytestmark = pytest.mark.slow
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
-
-
-def metrics_of(path: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_a_run_leaves_model_metrics_samples_and_configuration(run_config, tmp_path):
@@ -32,7 +29,7 @@ def test_a_run_leaves_model_metrics_samples_and_configuration(run_config, tmp_pa
         "config.yaml", "model", "metrics.jsonl", "samples.jsonl", "tensorboard", "curve.png",
     }  # fmt: skip
     assert load_config(out / "config.yaml") == config
-    rows = metrics_of(out)
+    rows = rows_of(out)
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
     assert [("validation/accuracy" in row) for row in rows] == [True, False, True, True]
     for name in ("train/reward", "train/kl", "train/entropy", "train/generation_kl", "time/generate", "time/train"):
@@ -43,15 +40,31 @@ def test_a_run_leaves_model_metrics_samples_and_configuration(run_config, tmp_pa
     assert load_config(config, [f"policy.model_name={out}/model"]).policy.model_name.endswith("model")
 
 
+def test_phases_environment_and_samples_of_a_run(run_config, tmp_path):
+    out = tmp_path / "run"
+    run(run_config("grpo"))
+    rows = rows_of(out / "metrics.jsonl")
+    assert [row["step"] for row in rows if "time/validation" in row] == [0, 2, 3]
+    assert all(("time/validation" in row) == ("validation/accuracy" in row) for row in rows)
+    for row in rows[1:]:
+        phases = row["time/generate"] + row["time/logprobs"] + row["time/train"]
+        assert 0.0 < phases <= row["time/step"]
+    environment = json.loads((out / "environment.json").read_text())
+    samples = rows_of(out / "samples.jsonl")
+    assert {sample["run"] for sample in samples} == {environment["run_id"]}
+    assert {sample["kind"] for sample in samples} == {"train", "validation"}
+    assert "probe_tasks" in {plugin["distribution"].split(" ")[-1] for plugin in environment["plugins"]}
+
+
 def test_the_trainer_and_the_generator_agree(run_config, tmp_path):
     run(run_config("grpo", "policy.batching.mode=packed", "generation.temperature=0.8"))
-    differences = [row["train/generation_logprob_difference_max"] for row in metrics_of(tmp_path / "run")[1:]]
+    differences = [row["train/generation_logprob_difference_max"] for row in rows_of(tmp_path / "run")[1:]]
     assert max(differences) < 1e-4
 
 
 def test_several_optimizer_steps_on_a_batch_start_from_its_own_policy(run_config, tmp_path):
     run(run_config("grpo", "algorithm.epochs_per_batch=2", "policy.train_global_batch_size=16"))
-    rows = metrics_of(tmp_path / "run")
+    rows = rows_of(tmp_path / "run")
     assert all(row["time/logprobs"] > 1e-3 for row in rows[1:])  # it scored the batch before training
     assert any(abs(row["train/ratio"] - 1.0) > 1e-6 for row in rows[1:])  # and moved away from it
 
@@ -59,23 +72,17 @@ def test_several_optimizer_steps_on_a_batch_start_from_its_own_policy(run_config
 def test_the_schedule_spans_all_passes_over_the_batches(run_config, tmp_path):
     options = ["algorithm.epochs_per_batch=2", "policy.scheduler={name: linear, min_ratio: 0.0}"]
     run(run_config("grpo", *options, "policy.optimizer.lr=6e-3"))
-    rates = [row["train/lr"] for row in metrics_of(tmp_path / "run")[1:]]
+    rates = [row["train/lr"] for row in rows_of(tmp_path / "run")[1:]]
     assert rates == pytest.approx([5e-3, 3e-3, 1e-3])  # of the second pass of each step: calls 2, 4 and 6 of 6
 
 
-def test_constant_groups_are_not_scored(run_config, tmp_path):
-    run(run_config("grpo", "environment.constant=true", "algorithm.epochs_per_batch=2"))
-    for row in metrics_of(tmp_path / "run")[1:]:
+@pytest.mark.parametrize("passes", [1, 2])
+def test_groups_of_equal_rewards_are_counted_and_are_no_work(run_config, tmp_path, passes):
+    run(run_config("grpo", "environment.constant=true", f"algorithm.epochs_per_batch={passes}"))
+    for row in rows_of(tmp_path / "run")[1:]:
         assert row["train/zero_variance_groups"] == 4
+        assert row["train/global_valid_toks"] == row["train/grad_norm"] == 0
         assert "train/ratio" not in row  # nothing was trained on
-
-
-def test_zero_variance_groups_are_counted_and_are_no_work(run_config, tmp_path):
-    run(run_config("grpo", "environment.constant=true"))
-    for row in metrics_of(tmp_path / "run")[1:]:
-        assert row["train/zero_variance_groups"] == 4
-        assert row["train/global_valid_toks"] == 0
-        assert row["train/grad_norm"] == 0
 
 
 def test_supervised_training_learns_and_stops_at_its_goal(run_config, tmp_path):
@@ -89,7 +96,7 @@ def test_supervised_training_learns_and_stops_at_its_goal(run_config, tmp_path):
             "policy.optimizer.lr=5e-3",
         )
     )
-    rows = metrics_of(tmp_path / "run")
+    rows = rows_of(tmp_path / "run")
     assert result.metrics["validation/accuracy"] >= 0.3
     assert len(rows) < 400
     assert rows[-1]["train/loss"] < 0.7 * rows[1]["train/loss"]
@@ -111,14 +118,6 @@ def test_rows_have_seeds_of_their_own():
     seeds = torch.cat([row_seeds(0, 1, 50), row_seeds(0, 2, 50), row_seeds(1, 1, 50)])
     assert len(set(seeds.tolist())) == 150
     assert torch.equal(row_seeds(0, 1, 50)[:10], row_seeds(0, 1, 10))
-
-
-def test_an_output_directory_that_holds_something_is_left_alone(run_config, tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "metrics.jsonl").write_text("precious\n")
-    with pytest.raises(ConfigError, match=r"is not empty: it holds files that no run wrote \(metrics\.jsonl\)"):
-        run(run_config("sft"))
-    assert (tmp_path / "run" / "metrics.jsonl").read_text() == "precious\n"
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from probe_runs import numbers_of
 from safetensors.torch import load_file
 
 from rlframework import run
@@ -25,8 +26,7 @@ def options(out, *more):
 
 
 def losses(path):
-    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-    return {row["step"]: row["train/loss"] for row in rows if "train/loss" in row}
+    return {step: row["train/loss"] for step, row in numbers_of(path).items() if "train/loss" in row}
 
 
 @pytest.mark.parametrize("algorithm", ["sft", "grpo"])

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
+from probe_runs import call, rows_of
 
 from rlframework import run
-from rlframework.cli import main
 from rlframework.configure import config_yaml
 from rlframework.errors import ConfigError, UserError
 from rlframework.files import exclusive_directory
@@ -34,7 +33,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def steps(folder: Path) -> list[int]:
-    return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row["step"] for row in rows_of(folder)]
 
 
 @pytest.fixture
@@ -109,18 +108,12 @@ def test_the_command_line_names_the_ways_out(finished, tmp_path, capsys):
     file.write_text(config_yaml(config))
     (folder / "checkpoints" / "step-000001").mkdir(parents=True)
     (folder / "checkpoints" / "step-000001" / "run.json").touch()
-    with pytest.raises(SystemExit) as end:
-        main(["train", str(file)])
-    assert end.value.code == 2
+    assert call("train", file) == 2
     error = capsys.readouterr().err
     assert f"Either resume it (rlframework train --resume {folder}), replace it (--overwrite), or take another" in error
-    with pytest.raises(SystemExit) as end:
-        main(["train", "--resume", str(folder), "--overwrite"])
-    assert end.value.code == 2
+    assert call("train", "--resume", folder, "--overwrite") == 2
     assert "--resume continues a run and --overwrite deletes it; give one of them" in capsys.readouterr().err
-    with pytest.raises(SystemExit) as end:
-        main(["train", str(file), "--overwrite"])
-    assert not end.value.code
+    assert call("train", file, "--overwrite") == 0
     assert not checkpoints_in(folder)
 
 
@@ -131,11 +124,11 @@ def test_a_dry_run_warns_of_the_folder_and_succeeds(finished, tmp_path, capsys, 
     assert not any("output_dir" in line for line in dry_run(config, overwrite=True).warnings())
     file = tmp_path / "run.yaml"
     file.write_text(config_yaml(config))
-    with pytest.raises(SystemExit) as end:
-        main(["train", str(file), "--dry-run"])
-    assert not end.value.code
+    capsys.readouterr()
+    assert call("train", file, "--dry-run") == 0
+    captured = capsys.readouterr()
     assert caplog.messages[-1].startswith("warning: output_dir=")
-    assert capsys.readouterr().out.endswith("dry run complete: nothing was started or written\n")
+    assert captured.out.endswith("dry run complete: nothing was started or written\n")
     assert contents(folder) == before
 
 

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from probe_runs import refused
 
 from rlframework import load_config, run
 from rlframework.algorithms import sft
@@ -47,13 +48,6 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
 def own(path: Path, **keys: Any) -> list[str]:
     section = json.dumps({"name": "dataset", "path": str(path), **keys})
     return ["~environment", f"environment={section}"]
-
-
-def refused(config: Any, kind: type[Exception] = DataError) -> str:
-    with pytest.raises(kind) as error:
-        run(config)
-    assert not config.output_dir.exists()
-    return str(error.value)
 
 
 def expected_loss(model: Path, rows: list[dict[str, Any]]) -> float:
@@ -220,18 +214,22 @@ def test_of_many_samples_in_a_list_those_without_an_answer_are_found_too(monkeyp
     assert seen == ["2"]
 
 
-def test_a_row_of_validation_is_named_so_when_it_is_due(run_config, tmp_path, monkeypatch):
-    path, other = write(tmp_path / "a.jsonl", TALKS), write(tmp_path / "v.jsonl", [talk("hi", "b" * 130)])
-    monkeypatch.setattr(input_checks.InputCheck, "rows", lambda *arguments: None)
-    with pytest.raises(DataError, match=r"validation sample 'v-1' has 133 tokens"):
-        run(run_config("sft", *own(path, validation_path=str(other)), "policy.batching.tokens=null"))
-
-
-def test_a_row_that_was_not_looked_at_is_named_when_it_is_due(run_config, tmp_path, monkeypatch):
-    path = write(tmp_path / "a.jsonl", [talk(f"hi {n}", "b" * (130 if n == 9 else 1)) for n in range(10)])
-    monkeypatch.setattr(input_checks, "worth_rendering", lambda samples: samples[:1])
-    options = [*own(path, validation_path=str(write(tmp_path / "v.jsonl", TALKS[:1]))), "policy.batching.tokens=null"]
-    with pytest.raises(DataError, match=r"train sample 'a-10' has 135 tokens"):
+@pytest.mark.parametrize(
+    ("name", "replacement", "message"),
+    [
+        ("InputCheck.rows", lambda *arguments: None, r"validation sample 'v-1' has 133 tokens"),
+        ("worth_rendering", lambda samples: samples[:1], r"train sample 'a-10' has 135 tokens"),
+    ],
+)
+def test_a_row_that_was_not_looked_at_is_named_when_it_is_due(
+    run_config, tmp_path, monkeypatch, name, replacement, message
+):
+    long = "v" if message.startswith("validation") else "a"
+    rows = [talk(f"hi {n}", "b" * (130 if n == 9 and long == "a" else 1)) for n in range(10)]
+    other = write(tmp_path / "v.jsonl", [talk("hi", "b" * (130 if long == "v" else 1))])
+    monkeypatch.setattr(f"rlframework.training.input_checks.{name}", replacement)
+    options = [*own(write(tmp_path / "a.jsonl", rows), validation_path=str(other)), "policy.batching.tokens=null"]
+    with pytest.raises(DataError, match=message):
         run(run_config("sft", *options))
 
 
@@ -322,7 +320,7 @@ def test_token_data_of_another_tokenizer(tokens, tmp_path):
 def test_token_data_that_does_not_fit(tokens, override, message):
     config, folder = tokens(NO_VALIDATION)
     changed = load_config(config, [f"algorithm.token_data={folder}", override])
-    assert message in refused(changed, (ConfigError, DataError))  # type: ignore[arg-type]
+    assert message in refused(changed, (ConfigError, DataError))
 
 
 @pytest.mark.parametrize(

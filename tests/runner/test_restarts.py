@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from probe_runs import assert_same_weights
+from probe_runs import assert_same_run, rows_of
 
 from rlframework import run
 from rlframework.algorithm import RunResult
@@ -68,22 +68,9 @@ def whole(make_config, tmp_path_factory) -> Path:
     return folder / "whole"
 
 
-def rows(path: Path, name: str = "metrics.jsonl") -> list[dict]:
-    return [json.loads(line) for line in (path / name).read_text().splitlines()]
-
-
 def assert_same(left: Path, right: Path) -> None:
-    """Bit-equal weights, and the same metrics with each step once, except for times and memory."""
-    assert_same_weights(left, right)
-    kept = [
-        [
-            {key: value for key, value in row.items() if key.startswith(("step", "train/", "validation/"))}
-            for row in rows(path)
-        ]
-        for path in (left, right)
-    ]
-    assert kept[0] == kept[1]
-    assert [row["step"] for row in kept[1]] == [0, 1, 2, 3, 4, 5, 6]
+    assert_same_run(left, right)
+    assert [row["step"] for row in rows_of(right)] == [0, 1, 2, 3, 4, 5, 6]
 
 
 def test_a_killed_worker_is_replaced_and_the_weights_are_those_of_an_undisturbed_run(
@@ -93,7 +80,7 @@ def test_a_killed_worker_is_replaced_and_the_weights_are_those_of_an_undisturbed
     result = run(run_config("sft", *options(tmp_path / "run", plan("1-4-kill"))))
     assert_same(whole, tmp_path / "run")
     assert result.metrics["step"] == 6
-    [told] = rows(tmp_path / "run", RESTARTS_FILE)
+    [told] = rows_of(tmp_path / "run" / RESTARTS_FILE)
     assert {key: told[key] for key in ("restart", "of", "from_step", "reached_step", "waited")} == {
         "restart": 1,
         "of": 2,
@@ -107,10 +94,10 @@ def test_a_killed_worker_is_replaced_and_the_weights_are_those_of_an_undisturbed
     line = f"restart 1 of 2 from {tmp_path / 'run' / 'checkpoints' / 'step-000002'}, in 0.01 s: the process of rank 1"
     assert line in caplog.text
     assert len(json.loads((tmp_path / "run" / "environment.json").read_text())["earlier"]) == 1
-    assert len({row["step"] for row in rows(tmp_path / "run", "samples.jsonl")}) == len(
-        {row["step"] for row in rows(whole, "samples.jsonl")}
+    assert len({row["step"] for row in rows_of(tmp_path / "run" / "samples.jsonl")}) == len(
+        {row["step"] for row in rows_of(whole / "samples.jsonl")}
     )
-    assert len(rows(tmp_path / "run", "samples.jsonl")) == len(rows(whole, "samples.jsonl"))
+    assert len(rows_of(tmp_path / "run" / "samples.jsonl")) == len(rows_of(whole / "samples.jsonl"))
 
 
 def test_without_a_checkpoint_it_starts_from_the_beginning(run_config, tmp_path, whole, plan, caplog):
@@ -119,7 +106,7 @@ def test_without_a_checkpoint_it_starts_from_the_beginning(run_config, tmp_path,
     errors = caplog.text
     assert "note: fault_tolerance.max_restarts=2, but checkpoints.every=0, so a restart repeats the whole run" in errors
     assert "restart 1 of 2 from the beginning, as there is no checkpoint, in 0.01 s: " in errors
-    [told] = rows(tmp_path / "run", RESTARTS_FILE)
+    [told] = rows_of(tmp_path / "run" / RESTARTS_FILE)
     assert (told["from_step"], told["reached_step"]) == (0, 1)
 
 
@@ -132,13 +119,15 @@ def test_a_resumed_run_restarts_from_its_checkpoint(run_config, tmp_path, whole,
     plan("0-1-kill")
     resume(tmp_path / "run", ["algorithm.num_steps=6", "algorithm.validation.at_end=true"])
     assert_same(whole, tmp_path / "run")
-    assert [told["from_step"] for told in rows(tmp_path / "run", RESTARTS_FILE)] == [2]
+    assert [told["from_step"] for told in rows_of(tmp_path / "run" / RESTARTS_FILE)] == [2]
 
 
 def test_a_worker_that_hangs_after_a_step_is_lost(run_config, tmp_path, whole, plan):
     run(run_config("sft", *options(tmp_path / "run", plan("1-4-hang")), "worker_group.deadlines.call=8"))
     assert_same(whole, tmp_path / "run")
-    assert [told["error"].partition(":")[0] for told in rows(tmp_path / "run", RESTARTS_FILE)] == ["DeadlineExceeded"]
+    assert [told["error"].partition(":")[0] for told in rows_of(tmp_path / "run" / RESTARTS_FILE)] == [
+        "DeadlineExceeded"
+    ]
 
 
 def test_an_error_that_would_recur_ends_the_run(run_config, tmp_path, plan):
@@ -179,7 +168,7 @@ def test_an_interrupted_run_does_not_restart(run_config, tmp_path, plan, monkeyp
 def test_on_ray_too(run_config, tmp_path, whole, plan):
     run(run_config("sft", *options(tmp_path / "run", plan("1-4-kill")), "worker_group.name=ray"))
     assert_same(whole, tmp_path / "run")
-    assert [told["from_step"] for told in rows(tmp_path / "run", RESTARTS_FILE)] == [2]
+    assert [told["from_step"] for told in rows_of(tmp_path / "run" / RESTARTS_FILE)] == [2]
 
 
 @pytest.mark.timeout(600)
@@ -200,7 +189,7 @@ def test_a_machine_that_leaves_a_cluster_is_replaced_by_another(run_config, tmp_
     )
     assert done.returncode == 0, done.stderr
     assert_same(whole, tmp_path / "run")
-    told = rows(tmp_path / "run", RESTARTS_FILE)
+    told = rows_of(tmp_path / "run" / RESTARTS_FILE)
     assert [(one["from_step"], one["reached_step"]) for one in told] == [(2, 3)]
 
 

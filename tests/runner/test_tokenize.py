@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
+from probe_runs import call
 
-from rlframework.cli import main
 from rlframework.datasets.tokens.reading import TokenData
 
 ROWS = [{"prompt": f"{n}+1=", "completion": str(n + 1)} for n in range(9)]
@@ -24,12 +24,6 @@ def folder(tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         "environment: {name: dataset, path: a.jsonl, validation_path: v.jsonl}\n"
     )
     return tmp_path
-
-
-def call(*words: str) -> int:
-    with pytest.raises(SystemExit) as end:
-        main(words)
-    return int(end.value.code or 0)
 
 
 def test_rows_are_written_and_summed_up(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

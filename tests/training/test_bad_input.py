@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from probe_runs import refused
 
 from rlframework import run
 from rlframework.errors import ConfigError, DataError
@@ -33,14 +34,6 @@ def gsm8k(folder: Path, train: str, validation: str = "1+1?") -> list[str]:
     return ["~environment", f"environment={{name: gsm8k, instruction: '', {paths}}}"]
 
 
-def refused(config, kind: type[Exception] = DataError) -> str:
-    """The message of the run's error; the run created no output directory."""
-    with pytest.raises(kind) as error:
-        run(config)
-    assert not config.output_dir.exists()
-    return str(error.value)
-
-
 @pytest.mark.parametrize(("train", "validation", "name"), [("cost 3€?", "1?", "train"), ("1?", "3€?", "test")])
 def test_a_character_that_the_tokenizer_lacks_is_found_before_the_first_step(
     run_config, tmp_path, train, validation, name
@@ -55,26 +48,10 @@ def test_a_character_of_a_completion_is_found_before_the_first_step(run_config, 
     assert message.startswith("train sample 'train-1': the tokenizer has no token for ['#']")
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "sft"])
-def test_a_prompt_that_leaves_no_room_for_an_answer(run_config, algorithm):
-    message = refused(run_config(algorithm, *addition(POSITIONS - 4)))
-    assert "has a prompt of 128 tokens, which leaves no room for an answer" in message
-    assert "takes 128 tokens in total" in message
-    assert "policy.model_name" in message
-
-
 def test_a_prompt_that_leaves_less_room_than_max_new_tokens_is_no_mistake(run_config):
     longest = ["policy.batching.tokens=128", "generation.max_new_tokens=50", *ONE_STEP]
     result = run(run_config("grpo", *addition(POSITIONS - 5), *longest))
     assert result.metrics["train/completion_length"] == 1.0  # 127 tokens of prompt
-
-
-def test_a_rollout_that_may_outgrow_a_microbatch(run_config):
-    rows = ["policy.batching.tokens=127", "generation.max_new_tokens=50"]
-    message = refused(run_config("grpo", *addition(POSITIONS - 5), *rows), ConfigError)
-    assert "has a prompt of 127 tokens; with an answer the row may have up to 128" in message
-    assert "policy.batching.tokens=127" in message
-    assert "at least 128" in message
 
 
 def test_a_rollout_that_may_outgrow_a_microbatch_of_scoring(run_config, tmp_path):
@@ -90,22 +67,39 @@ def test_a_rollout_that_may_outgrow_a_microbatch_of_scoring(run_config, tmp_path
     assert "at least 31" in message
 
 
-def test_a_row_to_train_on_that_is_longer_than_the_model_takes(run_config):
-    """125 letters would fit with a one-digit sum: the row is prompt, sum and end-of-sequence token."""
+NO_ROOM = ("has a prompt of 128 tokens, which leaves no room for an answer", "takes 128 tokens in total", "model_name")
+LONG_ANSWER = ("has a prompt of 127 tokens; with an answer the row may have up to 128", "tokens=127", "at least 128")
+LONG_ROW = ("has 129 tokens with its completion", "takes 128 tokens in total")  # a prompt of 126, a sum of 2, the end
+SMALL_BATCH = ("has 65 tokens with its completion", "policy.batching.tokens=64", "at least 65")
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "letters", "options", "kind", "words"),
+    [
+        ("grpo", POSITIONS - 4, [], DataError, NO_ROOM),
+        ("sft", POSITIONS - 4, [], DataError, NO_ROOM),
+        (
+            "grpo",
+            POSITIONS - 5,
+            ["policy.batching.tokens=127", "generation.max_new_tokens=50"],
+            ConfigError,
+            LONG_ANSWER,
+        ),
+        ("sft", POSITIONS - 6, ["policy.batching.tokens=null", *ONE_STEP], DataError, LONG_ROW),
+        ("sft", 58, ["policy.batching.mode=auto"], ConfigError, SMALL_BATCH),
+        ("sft", 58, ["policy.batching.mode=dynamic"], ConfigError, SMALL_BATCH),
+        ("sft", 58, ["policy.batching.mode=packed"], ConfigError, SMALL_BATCH),
+    ],
+)
+def test_a_row_that_is_too_long_is_refused(run_config, algorithm, letters, options, kind, words):
+    message = refused(run_config(algorithm, *addition(letters), *options), kind)
+    for word in words:
+        assert word in message
+
+
+def test_a_row_of_the_length_that_the_model_takes_is_trained_on(run_config):
     options = ["policy.batching.tokens=null", *ONE_STEP]
-    message = refused(run_config("sft", *addition(POSITIONS - 6), *options))
-    assert "has 129 tokens with its completion" in message
-    assert "takes 128 tokens in total" in message
     assert run(run_config("sft", *addition(POSITIONS - 7), *options)).metrics["step"] == 1
-
-
-@pytest.mark.parametrize("mode", ["auto", "dynamic", "packed"])
-def test_a_row_to_train_on_that_is_longer_than_a_microbatch(run_config, mode):
-    options = [*addition(58), f"policy.batching.mode={mode}"]
-    message = refused(run_config("sft", *options), ConfigError)
-    assert "has 65 tokens with its completion" in message
-    assert "policy.batching.tokens=64" in message
-    assert "at least 65" in message
 
 
 @pytest.mark.parametrize("batching", ["{mode: padded, tokens: 64}", "{mode: packed}", "{mode: packed, tokens: 65}"])
@@ -186,3 +180,26 @@ def test_a_model_that_takes_any_length_has_no_limit(run_config, tmp_path, monkey
     monkeypatch.setattr(input_checks, "model_positions", lambda *arguments: None)
     options = [*addition(200), "policy.batching.tokens=null", f"policy.model_name={path}", *ONE_STEP]
     assert run(run_config("sft", *options)).metrics["step"] == 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["profiler={steps: [1, 4]}"], r"profiler.steps.*must be steps of the run, 1 to 3"),
+        (["profiler={start: 4}"], r"profiler.start.*must be steps of the run"),
+        (["profiler={start: 2, stop: 1}"], r"profiler.stop.*must not be before profiler.start=2"),
+        (["profiler={stop: 2}"], r"profiler.stop.*must not be before profiler.start, which is not set"),
+        (
+            ["profiler={steps: [1], ranks: [1]}"],
+            r"profiler.ranks.*must list at least one worker rank, each from 0 to 0",
+        ),
+        (["profiler={steps: [1], ranks: []}"], r"profiler.ranks.*must list at least one worker rank"),
+        (["recording.steps=[2,4]"], r"recording.steps.*must be steps of the run, 1 to 3"),
+        (["recording.steps=[0]"], r"recording\.steps"),
+        (["checkpoints.asynchronous=true"], r"asynchronous.*must be false when checkpoints\.format is port"),
+        (["checkpoints.format=sharded", "policy.lora={rank: 2}"], r"format.*must be portable with policy\.lora"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(run_config, overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        run_config("sft", *overrides)

@@ -15,7 +15,8 @@ import pytest
 from probe_runs import SHARDED, begin
 
 from rlframework.policy.checkpoint.manifest import check_files
-from rlframework.runner.launch import build_parts, resume
+from rlframework.runner.launch import resume
+from rlframework.runner.parts import build_parts
 from rlframework.training.checkpoints import checkpoints_in
 
 pytestmark = pytest.mark.slow

@@ -18,7 +18,7 @@ from rlframework.conformance.parity.outcome import UPDATE, Candidate
 from rlframework.conformance.parity.recorded_step import read_step
 from rlframework.conformance.parity.replay import recorded_scenario
 from rlframework.conformance.policies import read_weights
-from rlframework.errors import ConfigError, DataError, NotSupported
+from rlframework.errors import DataError, NotSupported
 from rlframework.interfaces.loss import LossInput, LossType
 from rlframework.plugins.manager import create_manager
 from rlframework.policy.client import Policy
@@ -247,10 +247,3 @@ def test_an_algorithm_that_does_not_train_through_the_loop_is_told(run_config, m
     monkeypatch.setattr(SFT, "train", lambda self, step, data, loss: self.parts.policy.train(data, loss))
     run(run_config("sft", "algorithm.num_steps=1", "recording.every=1"))
     assert "step 1 is not recorded: the algorithm 'sft' did not call" in caplog.text
-
-
-def test_a_step_that_the_run_does_not_have_is_a_mistake(run_config):
-    with pytest.raises(ConfigError, match=r"recording.steps.*must be steps of the run, 1 to 3"):
-        run_config("sft", "recording.steps=[2,4]")
-    with pytest.raises(ConfigError, match=r"recording\.steps"):
-        run_config("sft", "recording.steps=[0]")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import random
 import signal
@@ -12,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from probe_runs import SHARDED, assert_same_weights, begin, weights
+from probe_runs import SHARDED, assert_same_run, assert_same_weights, begin, numbers_of, weights
 
 from rlframework import run
 from rlframework.errors import ConfigError, DataError, RunTerminated, UserError
@@ -26,20 +25,6 @@ pytestmark = pytest.mark.slow
 KILLS = 20
 
 
-def assert_same(left: Path, right: Path) -> None:
-    """Bit-equal weights, and the same metrics of each step except for times."""
-    assert_same_weights(left, right)
-    assert steps_of(left) == steps_of(right)
-
-
-def steps_of(path: Path) -> dict[int, dict[str, float]]:
-    rows: dict[int, dict[str, float]] = {}
-    for line in (path / "metrics.jsonl").read_text().splitlines():
-        row = json.loads(line)
-        rows[row["step"]] = {name: value for name, value in row.items() if name.startswith(("train/", "validation/"))}
-    return rows
-
-
 def overrides(out: Path, *more: str) -> list[str]:
     return [f"output_dir={out}", "algorithm.num_steps=6", "algorithm.validation.every=3", "checkpoints.every=2", *more]
 
@@ -50,7 +35,7 @@ def test_resuming_from_a_checkpoint_gives_the_same_numbers(run_config, tmp_path,
     run(run_config(algorithm, *overrides(tmp_path / "whole", *more)))
     run(run_config(algorithm, *overrides(tmp_path / "two", *more), "algorithm.num_steps=4"))
     resume(tmp_path / "two", ["algorithm.num_steps=6"])
-    whole, two = steps_of(tmp_path / "whole"), steps_of(tmp_path / "two")
+    whole, two = numbers_of(tmp_path / "whole"), numbers_of(tmp_path / "two")
     del two[4], whole[4]  # the last step of the shorter run has a validation that the other has not
     assert whole == two
     assert_same_weights(tmp_path / "whole", tmp_path / "two")
@@ -60,7 +45,7 @@ def test_the_last_and_the_best_are_kept(run_config, tmp_path):
     keep = ["checkpoints.every=1", "checkpoints.keep_last=1", "checkpoints.keep_best=1"]
     keep += ["checkpoints.metric=train/loss", "checkpoints.best=lowest"]
     run(run_config("sft", *overrides(tmp_path / "run", *keep)))
-    losses = {step: row["train/loss"] for step, row in steps_of(tmp_path / "run").items() if "train/loss" in row}
+    losses = {step: row["train/loss"] for step, row in numbers_of(tmp_path / "run").items() if "train/loss" in row}
     best = min((loss, step) for step, loss in losses.items())[1]
     kept = [int(path.name.removeprefix("step-")) for path in checkpoints_in(tmp_path / "run")]
     assert kept == sorted({best, 6})
@@ -128,7 +113,7 @@ def test_a_full_disk_ends_the_run_and_keeps_the_last_checkpoint(run_config, tmp_
         run(run_config("sft", *overrides(tmp_path / "run")))
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000002"]
     resume(tmp_path / "run")
-    assert_same(tmp_path / "whole", tmp_path / "run")
+    assert_same_run(tmp_path / "whole", tmp_path / "run")
 
 
 def test_a_damaged_checkpoint_is_reported(run_config, tmp_path):
@@ -179,13 +164,15 @@ def wait_for(condition, seconds: float = 60.0) -> None:
 def test_an_interrupted_run_saves_first(run_config, tmp_path, started, number):
     run(run_config("sft", *overrides(tmp_path / "whole", "algorithm.num_steps=12")))
     process = started(tmp_path / "told", *(SHARDED if number == signal.SIGTERM else ()))
-    wait_for(lambda: len(steps_of(tmp_path / "told")) > 2 if (tmp_path / "told" / "metrics.jsonl").exists() else False)
+    wait_for(
+        lambda: len(numbers_of(tmp_path / "told")) > 2 if (tmp_path / "told" / "metrics.jsonl").exists() else False
+    )
     os.kill(process.pid, number)
     process.join(60)
     assert not process.is_alive()
     assert checkpoints_in(tmp_path / "told")
     resume(tmp_path / "told")
-    assert_same(tmp_path / "whole", tmp_path / "told")
+    assert_same_run(tmp_path / "whole", tmp_path / "told")
 
 
 def test_a_run_killed_at_any_moment_resumes_from_the_last_complete_checkpoint(run_config, tmp_path, started):
@@ -201,6 +188,6 @@ def test_a_run_killed_at_any_moment_resumes_from_the_last_complete_checkpoint(ru
         process.join()
         from_the_middle += not (out / "model").exists()
         resume(out)
-        assert_same(tmp_path / "whole", out)
+        assert_same_run(tmp_path / "whole", out)
         assert not [path.name for path in (out / "checkpoints").iterdir() if path.name.startswith(".")]
     assert from_the_middle > KILLS // 2

@@ -7,13 +7,13 @@ trainer and generator (https://fengyao.notion.site/off-policy-rl).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlframework.algorithms.losses.kl import kl_divergence
-from rlframework.algorithms.losses.masks import loss_mask, sequence_mean, token_mean
+from rlframework.algorithms.losses.terms import kl_divergence, loss_mask, sequence_mean, token_mean
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.algorithms import ClippedPGLossConfig
 from rlframework.interfaces.loss import LossInput, LossType
@@ -47,33 +47,37 @@ class ClippedPGLoss:
         global_valid_toks: Tensor,
     ) -> tuple[Tensor, dict[str, Any]]:
         """See `LossFunction`."""
+        config = self.config
         mask = loss_mask(data, next_token_logprobs.dtype)
 
+        def tokens(values: Tensor) -> Tensor:
+            return token_mean(values, mask, global_valid_toks)
+
         def mean(values: Tensor) -> Tensor:
-            if self.loss_type == LossType.TOKEN_LEVEL:
-                return token_mean(values, mask, global_valid_toks)
-            return sequence_mean(values, mask, global_valid_seqs)
+            by_token = self.loss_type == LossType.TOKEN_LEVEL
+            return tokens(values) if by_token else sequence_mean(values, mask, global_valid_seqs)
 
         current = next_token_logprobs.detach()
         previous = data["prev_logprobs"][:, 1:] if "prev_logprobs" in data else current
         ratio = (next_token_logprobs - previous).exp()
         surrogate, clipped = self._surrogate(ratio, data["advantages"][:, 1:])
-        weights, mismatch = self._mismatch(previous, data, mask, global_valid_toks)
-        policy_loss = mean(surrogate * weights)
-        kl = self._kl(next_token_logprobs, data)
-        loss = policy_loss + self.config.kl_coef * mean(kl) if self.config.kl_coef else policy_loss
-        with torch.no_grad():
-            metrics = {
-                "policy_loss": policy_loss.detach(),
-                "clip_fraction": token_mean(clipped.float(), mask, global_valid_toks),
-                "ratio": token_mean(ratio.detach(), mask, global_valid_toks),
-                "num_valid_samples": data["sample_mask"].sum(),
-                **mismatch,
-            }
-            if self.config.kl_coef:
-                metrics["kl"] = token_mean(kl.detach(), mask, global_valid_toks)
-            if "entropy" in data:
-                metrics["entropy"] = token_mean(data["entropy"], mask, global_valid_toks)
+        metrics: dict[str, Any] = {
+            "clip_fraction": tokens(clipped.float()),
+            "ratio": tokens(ratio.detach()),
+            "num_valid_samples": data["sample_mask"].sum(),
+        }
+        if "generation_logprobs" in data:
+            difference = (previous - data["generation_logprobs"][:, 1:]) * mask
+            weights, mismatch = self._mismatch(difference, tokens)
+            surrogate, metrics = surrogate * weights, metrics | mismatch
+        loss = policy_loss = mean(surrogate)
+        metrics["policy_loss"] = policy_loss.detach()
+        if config.kl_coef:
+            kl = kl_divergence(next_token_logprobs, data["reference_policy_logprobs"][:, 1:], config.kl_estimator)
+            loss = policy_loss + config.kl_coef * mean(kl)
+            metrics["kl"] = tokens(kl.detach())
+        if "entropy" in data:
+            metrics["entropy"] = tokens(data["entropy"])
         return loss, metrics
 
     def _surrogate(self, ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
@@ -89,29 +93,20 @@ class ClippedPGLoss:
         return loss, clipped
 
     def _mismatch(
-        self, trainer_logprobs: Tensor, data: BatchedDataDict[Any], mask: Tensor, global_valid_toks: Tensor
+        self, difference: Tensor, tokens: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor | float, dict[str, Tensor]]:
-        """Return importance weights for the mismatch between generator and trainer, and metrics of the mismatch."""
-        if "generation_logprobs" not in data:
-            return 1.0, {}
-        difference = (trainer_logprobs - data["generation_logprobs"][:, 1:]) * mask
+        """Return importance weights for the mismatch between trainer and generator, and its metrics.
+
+        `difference` is the trainer's log-probability minus the generator's; `tokens` takes the mean over valid tokens.
+        """
         metrics = {
-            "generation_kl": token_mean(
-                kl_divergence(-difference, torch.zeros_like(difference), "k3"), mask, global_valid_toks
-            ),
-            "generation_logprob_difference": token_mean(difference.abs(), mask, global_valid_toks),
+            "generation_kl": tokens(kl_divergence(-difference, torch.zeros_like(difference), "k3")),
+            "generation_logprob_difference": tokens(difference.abs()),
             "generation_logprob_difference_max": difference.abs().max(),
         }
         if self.config.importance_correction == "none":
             return 1.0, metrics
-        weights = difference.exp()
-        metrics["importance_weight"] = token_mean(weights, mask, global_valid_toks)
-        metrics["importance_truncated_fraction"] = token_mean(
-            (weights > self.config.importance_cap).float(), mask, global_valid_toks
-        )
-        return weights.clamp(max=self.config.importance_cap), metrics
-
-    def _kl(self, next_token_logprobs: Tensor, data: BatchedDataDict[Any]) -> Tensor:
-        if not self.config.kl_coef:
-            return torch.zeros_like(next_token_logprobs)
-        return kl_divergence(next_token_logprobs, data["reference_policy_logprobs"][:, 1:], self.config.kl_estimator)
+        weights, cap = difference.exp(), self.config.importance_cap
+        metrics["importance_weight"] = tokens(weights)
+        metrics["importance_truncated_fraction"] = tokens((weights > cap).float())
+        return weights.clamp(max=cap), metrics

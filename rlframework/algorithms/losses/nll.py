@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rlframework.algorithms.losses.masks import loss_mask
+from rlframework.algorithms.losses.terms import loss_mask, token_mean
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.interfaces.loss import LossInput, LossType
 
@@ -27,6 +27,5 @@ class NLLLoss:
         global_valid_toks: Tensor,
     ) -> tuple[Tensor, dict[str, Any]]:
         """See `LossFunction`. Its only metric is the number of valid rows."""
-        mask = loss_mask(data, next_token_logprobs.dtype)
-        loss = -(next_token_logprobs * mask).sum() / global_valid_toks.clamp(min=1.0)
+        loss = -token_mean(next_token_logprobs, loss_mask(data, next_token_logprobs.dtype), global_valid_toks)
         return loss, {"num_valid_samples": data["sample_mask"].sum().detach()}

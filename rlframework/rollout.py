@@ -5,6 +5,7 @@ Does not support environments that continue after the first answer: they raise `
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,7 +22,10 @@ from rlframework.interfaces.environment import Message
 from rlframework.plugins.hookspec import SampleRecord
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from rlframework.algorithm import Parts
+    from rlframework.generation.client import Generation
     from rlframework.interfaces.environment import Sample, StepOutcome
 
 
@@ -58,20 +62,58 @@ class Rollout:
         ]
 
 
+@dataclass
+class Completions:
+    """The completions of B prompts as `texts`; `output` is the result of `Generation.generate`."""
+
+    prompt_lengths: Tensor
+    output: BatchedDataDict[Any]
+    texts: list[str]
+
+
 def row_seeds(seed: int, step: int, rows: int) -> Tensor:
     """Return `[rows]` int64 seeds that differ for each row and step, and do not depend on the number of workers."""
     # not torch's generator, which on the CPU uses only the lower 32 bits of its seed
     return torch.from_numpy(np.random.default_rng([seed, step]).integers(0, 2**62, rows))
 
 
+def prompt_seeds(seed: int, first: int, prompts: int, each: int) -> Tensor:
+    """Return `[prompts * each]` int64 seeds for `each` rows of the prompts numbered from `first`.
+
+    They do not depend on the number of prompts, nor on how these are batched.
+    """
+    return torch.cat([row_seeds(seed, number, each) for number in range(first, first + prompts)])
+
+
+def complete(
+    tokenizer: PreTrainedTokenizerBase,
+    generation: Generation,
+    prompts: Sequence[Sequence[int]],
+    seeds: Tensor,
+    *,
+    greedy: bool = False,
+) -> Completions:
+    """Generate one completion of each of `prompts`, given as token ids, with `seeds [B]`, and decode it."""
+    input_ids, lengths = pad_rows(prompts, tokenizer.pad_token_id)
+    data: BatchedDataDict[Any] = BatchedDataDict({"input_ids": input_ids, "input_lengths": lengths, "seeds": seeds})
+    generation.prepare_for_generation()
+    output = generation.generate(data, greedy=greedy)
+    generation.finish_generation()  # not after a failure, as a second error would hide the first
+    rows = zip(
+        output["output_ids"].tolist(), lengths.tolist(), output["unpadded_sequence_lengths"].tolist(), strict=True
+    )
+    texts: list[str] = tokenizer.batch_decode([row[start:end] for row, start, end in rows], skip_special_tokens=True)
+    return Completions(lengths, output, texts)
+
+
 def rollout(parts: Parts, samples: Sequence[Sample], seeds: Tensor, *, greedy: bool = False) -> Rollout:
     """Generate one completion for each of `samples` and score them in the environment."""
-    output, prompt_lengths = _generate(parts, samples, seeds, greedy)
-    lengths = output["unpadded_sequence_lengths"]
+    prompts = [render_prompt(parts.tokenizer, sample.messages) for sample in samples]
+    completed = complete(parts.tokenizer, parts.generation, prompts, seeds, greedy=greedy)
+    output, lengths = completed.output, completed.output["unpadded_sequence_lengths"]
     columns = torch.arange(output["output_ids"].shape[1])
-    completion_mask = (columns >= prompt_lengths[:, None]) & (columns < lengths[:, None])
-    completions = _texts(parts, output["output_ids"], prompt_lengths, lengths)
-    rewards, accuracies, metrics = _score(parts, samples, completions)
+    completion_mask = (columns >= completed.prompt_lengths[:, None]) & (columns < lengths[:, None])
+    rewards, accuracies, metrics = _score(parts, samples, completed.texts)
     data: BatchedDataDict[Any] = BatchedDataDict(
         {
             "input_ids": output["output_ids"],
@@ -82,27 +124,7 @@ def rollout(parts: Parts, samples: Sequence[Sample], seeds: Tensor, *, greedy: b
         }
     )
     lengths, truncated = output["generation_lengths"], output["truncated"]
-    return Rollout(samples, completions, data, rewards, accuracies, lengths, truncated, metrics)
-
-
-def _generate(
-    parts: Parts, samples: Sequence[Sample], seeds: Tensor, greedy: bool
-) -> tuple[BatchedDataDict[Any], Tensor]:
-    prompts = [render_prompt(parts.tokenizer, sample.messages) for sample in samples]
-    input_ids, lengths = pad_rows(prompts, parts.tokenizer.pad_token_id)
-    prompt_data: BatchedDataDict[Any] = BatchedDataDict(
-        {"input_ids": input_ids, "input_lengths": lengths, "seeds": seeds}
-    )
-    parts.generation.prepare_for_generation()
-    output = parts.generation.generate(prompt_data, greedy=greedy)
-    parts.generation.finish_generation()  # not after a failure, as a second error would hide the first
-    return output, lengths
-
-
-def _texts(parts: Parts, output_ids: Tensor, starts: Tensor, ends: Tensor) -> list[str]:
-    ids = [row[start:end] for row, start, end in zip(output_ids.tolist(), starts.tolist(), ends.tolist(), strict=True)]
-    texts: list[str] = parts.tokenizer.batch_decode(ids, skip_special_tokens=True)
-    return texts
+    return Rollout(samples, completed.texts, data, rewards, accuracies, lengths, truncated, metrics)
 
 
 def _score(
@@ -132,10 +154,10 @@ def outcome_metrics(outcomes: Sequence[StepOutcome]) -> dict[str, float]:
 
     `reward_failures` is summed; every other metric becomes `reward/NAME`, the mean over the outcomes that have it.
     """
-    found: dict[str, list[float]] = {}
+    found: defaultdict[str, list[float]] = defaultdict(list)
     for outcome in outcomes:
         for name, value in outcome.metrics.items():
-            found.setdefault(name, []).append(float(value))
+            found[name].append(float(value))
     found.pop("accuracy", None)
     failures = {"reward_failures": sum(found.pop("reward_failures"))} if "reward_failures" in found else {}
     return failures | {f"reward/{name}": sum(values) / len(values) for name, values in found.items()}

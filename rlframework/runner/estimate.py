@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlframework.configure import resolve_device
+from rlframework.datasets.rendering import render_prompt, render_samples
+from rlframework.datasets.tokens.reading import TokenData
 from rlframework.errors import DataError
+from rlframework.huggingface.model_directories import model_positions
 from rlframework.observers.host import Gpu, available_memory, free_disk, gpus
-from rlframework.runner.estimates.memory import MemoryUse, Place, peak, worker_memory
-from rlframework.runner.estimates.model import model_size
-from rlframework.runner.estimates.rows import Rows, rows_of
+from rlframework.runner.memory import MemoryUse, Place, Rows, model_size, peak, worker_memory
+from rlframework.training.input_checks import characters
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from rlframework.algorithm import Parts
     from rlframework.config.sections import RunConfig
+    from rlframework.interfaces.environment import Sample
 
 _LOG = logging.getLogger(__name__)
 
@@ -28,6 +31,9 @@ CHECKPOINT_BYTES = 12
 
 MARGIN = 1.1
 """Factor on the memory estimate before it is compared with free memory: measured peaks exceed it by up to this."""
+
+RENDERED, LONGEST = 256, 16
+"""Of the samples, this many are rendered at even distances, and the longest by characters if they are a list."""
 
 
 @dataclass(frozen=True)
@@ -79,63 +85,53 @@ class Estimate:
 
     def warnings(self) -> list[str]:
         """One line per problem; empty if everything fits."""
-        folder = [] if self.output_dir_problem is None else [f"warning: {self.output_dir_problem}"]
-        return [*self._memory_warnings(), *self._disk_warnings(), *folder]
+        found: list[str] = []
+        memory, disk = self.machine.memory, self.machine.disk
+        remedy = "Reduce the tokens of a microbatch (policy.batching.tokens) or the model"
+        if memory is not None and MARGIN * self.host_bytes > memory:
+            found.append(
+                f"the run may need {gib(self.host_bytes)} GiB of memory, and {gib(memory)} GiB are free. "
+                f"{remedy}, or generation.batch_size, or worker_group.num_workers"
+            )
+        needed, free = peak(self.memory, "device"), min((gpu.free_bytes for gpu in self.machine.gpus), default=None)
+        if free is not None and MARGIN * needed > free:
+            found.append(
+                f"a worker may need {gib(needed)} GiB of its GPU, and {gib(free)} GiB are free. {remedy}, "
+                "set policy.activation_checkpointing=true, or use more workers"
+            )
+        written = sum(self.disk.values())
+        if disk is not None and written > disk:
+            found.append(
+                f"the run may write {gib(written)} GiB, and {gib(disk)} GiB are free at output_dir="
+                f"{str(self.output_dir)!r}. Free some space, write somewhere else, or keep fewer checkpoints "
+                "(checkpoints.keep_last)"
+            )
+        return [f"warning: {text}" for text in (*found, self.output_dir_problem) if text is not None]
 
     def table(self) -> Table:
         """All figures as a table, for `--dry-run`."""
         from rich.table import Table
 
-        table = Table(title="Estimate", title_justify="left")
-        for heading in ("What", "When", "GiB"):
-            table.add_column(heading, justify="right" if heading == "GiB" else "left")
-        for what, when, size in self._table_rows():
-            table.add_row(what, when, size)
-        return table
-
-    def _table_rows(self) -> Iterator[tuple[str, str, str]]:
+        table = Table("What", "When", title="Estimate", title_justify="left")
+        table.add_column("GiB", justify="right")
         places: tuple[Place, ...] = ("device", "host")
         for place in places:
             parts = [part for part in self.memory if part.place == place]
             where = "GPU" if place == "device" else "RAM"
             for part in parts:
-                yield f"{where} of a worker: {part.name}", part.phase, gib(part.bytes)
+                table.add_row(f"{where} of a worker: {part.name}", part.phase, gib(part.bytes))
             if parts:
-                yield f"{where} of a worker, at its peak", "", gib(peak(self.memory, place))
-        memory, disk = self.machine.memory, self.machine.disk
-        yield f"RAM of all {self.workers} workers", "peak", gib(self.host_bytes)
-        yield "RAM, free", "now", "?" if memory is None else gib(memory)
+                table.add_row(f"{where} of a worker, at its peak", "", gib(peak(self.memory, place)))
+        table.add_row(f"RAM of all {self.workers} workers", "peak", gib(self.host_bytes))
+        table.add_row("RAM, free", "now", gib(self.machine.memory))
         for number, gpu in enumerate(self.machine.gpus):
-            yield f"GPU {number} ({gpu.name}), free", "now", gib(gpu.free_bytes)
+            table.add_row(f"GPU {number} ({gpu.name}), free", "now", gib(gpu.free_bytes))
         for name, size in self.disk.items():
-            yield f"disk: {name}", "", gib(size)
-        yield "disk, free", "now", "?" if disk is None else gib(disk)
-        yield "tokens generated per step, at most", f"{self.rows.generated:,}", ""
-        yield "tokens trained on per step", f"{self.rows.trained:,}", ""
-
-    def _memory_warnings(self) -> Iterator[str]:
-        remedy = "Reduce the tokens of a microbatch (policy.batching.tokens) or the model"
-        memory = self.machine.memory
-        if memory is not None and MARGIN * self.host_bytes > memory:
-            yield (
-                f"warning: the run may need {gib(self.host_bytes)} GiB of memory, and {gib(memory)} GiB are free. "
-                f"{remedy}, or generation.batch_size, or worker_group.num_workers"
-            )
-        needed, free = peak(self.memory, "device"), min((gpu.free_bytes for gpu in self.machine.gpus), default=None)
-        if free is not None and MARGIN * needed > free:
-            yield (
-                f"warning: a worker may need {gib(needed)} GiB of its GPU, and {gib(free)} GiB are free. {remedy}, "
-                "set policy.activation_checkpointing=true, or use more workers"
-            )
-
-    def _disk_warnings(self) -> Iterator[str]:
-        needed, free = sum(self.disk.values()), self.machine.disk
-        if free is not None and needed > free:
-            yield (
-                f"warning: the run may write {gib(needed)} GiB, and {gib(free)} GiB are free at output_dir="
-                f"{str(self.output_dir)!r}. Free some space, write somewhere else, or keep fewer checkpoints "
-                "(checkpoints.keep_last)"
-            )
+            table.add_row(f"disk: {name}", "", gib(size))
+        table.add_row("disk, free", "now", gib(self.machine.disk))
+        table.add_row("tokens generated per step, at most", f"{self.rows.generated:,}", "")
+        table.add_row("tokens trained on per step", f"{self.rows.trained:,}", "")
+        return table
 
 
 def estimate(parts: Parts, reference: bool, machine: Machine | None = None) -> Estimate:
@@ -173,38 +169,57 @@ def print_estimate(parts: Parts, reference: bool) -> None:
         _LOG.warning("%s", warning)
 
 
-def disk(config: RunConfig, parameters: int, trained: int | None = None) -> dict[str, int]:
+def disk(config: RunConfig, parameters: int, trained: int) -> dict[str, int]:
     """The most bytes that the run has on disk at once, by purpose.
 
     Includes the checkpoint being written, besides those that are kept. `trained` is the number of parameters in a
-    checkpoint (None: all).
+    checkpoint.
     """
     found = {"trained model": 4 * parameters}
-    checkpoints = _checkpoints(config)
+    steps, section = config.algorithm.num_steps, config.checkpoints
+    checkpoints = min(section.keep_last + section.keep_best + 1, steps // section.every) if section.every else 0
     if checkpoints:
-        kept = parameters if trained is None else trained
-        found[f"{checkpoints} checkpoints"] = checkpoints * CHECKPOINT_BYTES * kept
-    recorded = _recorded(config)
+        found[f"{checkpoints} checkpoints"] = checkpoints * CHECKPOINT_BYTES * trained
+    every = config.recording.every
+    recorded = len({*config.recording.steps, *(range(every, steps + 1, every) if every else ())})
     if recorded:
         found[f"{recorded} recorded steps"] = recorded * 4 * parameters
     return found
 
 
-def gib(size: int) -> str:
-    """Format bytes in GiB with two or three significant digits."""
+def gib(size: int | None) -> str:
+    """Format bytes in GiB with two or three significant digits; "?" if unknown."""
+    if size is None:
+        return "?"
     value = size / 2**30
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 1 else f"{value:.2f}"
 
 
-def _checkpoints(config: RunConfig) -> int:
-    """The most checkpoints on disk at once: those kept and the one being written; 0 without `every`."""
-    section = config.checkpoints
-    if not section.every:
-        return 0
-    return min(section.keep_last + section.keep_best + 1, config.algorithm.num_steps // section.every)
+def rows_of(parts: Parts) -> Rows:
+    """Estimate the rows of a step. An algorithm whose configuration has `prompts_per_step` generates its rows."""
+    algorithm: Any = parts.config.algorithm
+    policy, answer = parts.config.policy, parts.config.generation.max_new_tokens
+    prompts = getattr(algorithm, "prompts_per_step", None)
+    if prompts is not None:
+        lengths = [len(render_prompt(parts.tokenizer, sample.messages)) for sample in _selected(parts)]
+        limit = model_positions(policy.model_name, policy.trust_remote_code) or max(lengths) + answer
+        rows = [min(length + answer, limit) for length in lengths]
+        count = prompts * getattr(algorithm, "samples_per_prompt", 1)
+        return Rows(count, sum(rows) / len(rows), max(rows), generated=count * answer)
+    if getattr(algorithm, "token_data", None) is not None:
+        lengths = TokenData(algorithm.token_data).lengths.tolist()
+    else:
+        how: Any = getattr(algorithm, "train_on", "all"), getattr(algorithm, "max_tokens", None)
+        lengths = [len(ids) for ids, _ in render_samples(parts.tokenizer, _selected(parts), *how)]
+    return Rows(policy.train_global_batch_size, sum(lengths) / len(lengths), max(lengths))
 
 
-def _recorded(config: RunConfig) -> int:
-    steps, every = config.algorithm.num_steps, config.recording.every
-    multiples = range(every, steps + 1, every) if every else ()
-    return len({*config.recording.steps, *multiples})
+def _selected(parts: Parts) -> list[Sample]:
+    samples = parts.environment.samples("train")
+    if not len(samples):
+        raise DataError("the environment has no train samples")
+    step = max(1, -(-len(samples) // RENDERED))
+    chosen = [samples[number] for number in range(0, len(samples), step)]
+    if isinstance(samples, (list, tuple)):
+        chosen += sorted(samples, key=characters, reverse=True)[:LONGEST]
+    return chosen

@@ -1,24 +1,22 @@
-"""Read prompts from the command line, a file or stdin, and complete them with a model."""
+"""Answer prompts of the command line, a file or stdin with a model, and print the answers on the terminal."""
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.environments import ColumnsConfig
-from rlframework.datasets.collate import pad_rows
 from rlframework.datasets.conversations import conversation_of
 from rlframework.datasets.rendering import render_prompt
 from rlframework.datasets.sources.opening import open_rows
 from rlframework.errors import DataError, UserError
 from rlframework.huggingface.model_directories import model_positions
-from rlframework.rollout.rollout import row_seeds
+from rlframework.rollout import complete, prompt_seeds
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -48,16 +46,6 @@ class Answer:
     tokens: int
     truncated: bool
 
-    def as_json(self) -> dict[str, Any]:
-        """The object that `--json` prints."""
-        return {
-            "prompt": list(self.prompt.messages),
-            "sample": self.number,
-            "completion": self.text,
-            "tokens": self.tokens,
-            "truncated": self.truncated,
-        }
-
 
 def prompts_of_texts(texts: Iterable[str], name: str = "prompt") -> list[Prompt]:
     """One user turn for each non-empty text. Errors identify it as `name` and its number, from 1."""
@@ -78,29 +66,27 @@ def prompts_of_file(path: str) -> list[Prompt]:
     Anything after the prompt in a row, for example a final assistant turn, is ignored.
     """
     if path == "-":
-        return _require_prompts(prompts_of_texts(sys.stdin, "line"), "standard input")
-    if Path(path).suffix.lower() in ROW_FILES:
-        rows, columns = open_rows(Path(path)), ColumnsConfig()
-        return _require_prompts([_prompt_of_row(rows[n], columns, rows.where(n)) for n in range(len(rows))], path)
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(
-            f"--file {path}: cannot be read ({error.strerror}); give a file with one prompt per line"
-        ) from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"--file {path}: not UTF-8 text ({error.reason}); give text or JSONL") from error
-    return _require_prompts(prompts_of_texts(text.split("\n"), f"{path}, line"), path)
-
-
-def _require_prompts(prompts: list[Prompt], where: str) -> list[Prompt]:
+        prompts = prompts_of_texts(sys.stdin, "line")
+    elif Path(path).suffix.lower() in ROW_FILES:
+        rows = open_rows(Path(path))
+        prompts = [_prompt_of_row(rows[n], rows.where(n)) for n in range(len(rows))]
+    else:
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except OSError as error:
+            raise UserError(
+                f"--file {path}: cannot be read ({error.strerror}); give a file with one prompt per line"
+            ) from error
+        except UnicodeDecodeError as error:
+            raise UserError(f"--file {path}: not UTF-8 text ({error.reason}); give text or JSONL") from error
+        prompts = prompts_of_texts(text.split("\n"), f"{path}, line")
     if not prompts:
-        raise UserError(f"{where} has no prompts; give one per line")
+        raise UserError(f"{'standard input' if path == '-' else path} has no prompts; give one per line")
     return prompts
 
 
-def _prompt_of_row(row: dict[str, Any], columns: ColumnsConfig, where: str) -> Prompt:
-    messages = conversation_of(row, columns, where).messages
+def _prompt_of_row(row: dict[str, Any], where: str) -> Prompt:
+    messages = conversation_of(row, ColumnsConfig(), where).messages
     if not messages:
         raise DataError(f"{where}: no prompt; give `prompt` or `messages`")
     return Prompt(where, messages)
@@ -151,19 +137,57 @@ class Answerer:
 
     def _batch(self, prompts: Sequence[Prompt], rendered: Sequence[list[int]]) -> list[Answer]:
         rows = [ids for ids in rendered for _ in range(self.samples)]
-        numbers = range(self._prompts_seen, self._prompts_seen + len(prompts))
+        seeds = prompt_seeds(self._config.seed, self._prompts_seen, len(prompts), self.samples)
         self._prompts_seen += len(prompts)
-        seeds = torch.cat([row_seeds(self._config.seed, number, self.samples) for number in numbers])
-        input_ids, lengths = pad_rows(rows, self._tokenizer.pad_token_id)
-        data: BatchedDataDict[Any] = BatchedDataDict({"input_ids": input_ids, "input_lengths": lengths, "seeds": seeds})
-        self._generation.prepare_for_generation()
-        output = self._generation.generate(data)
-        self._generation.finish_generation()
-        ends = output["unpadded_sequence_lengths"].tolist()
-        ids = [row[len(rows[n]) : ends[n]] for n, row in enumerate(output["output_ids"].tolist())]
-        texts: list[str] = self._tokenizer.batch_decode(ids, skip_special_tokens=True)
-        truncated = output["truncated"].tolist()
+        completed = complete(self._tokenizer, self._generation, rows, seeds)
+        lengths, truncated = (completed.output[name].tolist() for name in ("generation_lengths", "truncated"))
         return [
-            Answer(prompts[n // self.samples], n % self.samples, text, len(ids[n]), truncated[n])
-            for n, text in enumerate(texts)
+            Answer(prompts[n // self.samples], n % self.samples, text, lengths[n], truncated[n])
+            for n, text in enumerate(completed.texts)
         ]
+
+
+def print_answers(answerer: Answerer, prompts: Sequence[Prompt], *, as_json: bool = False) -> None:
+    """Print the answers to `prompts`; with several prompts, each one after `>` and above its answers."""
+    with_prompts = len(prompts) > 1 and not as_json
+    truncated = 0
+    for answer in answerer.answers(prompts):
+        if with_prompts and answer.number == 0:
+            print(f"> {answer.prompt.messages[-1]['content']}")
+        print(_as_json(answer) if as_json else _as_text(answer, answerer.samples), flush=True)
+        if with_prompts and answer.number == answerer.samples - 1:
+            print()
+        truncated += answer.truncated
+    if truncated:
+        answers = "1 answer was" if truncated == 1 else f"{truncated:,} answers were"
+        print(f"({answers} cut; --max-new-tokens is {answerer.max_new_tokens})", file=sys.stderr, flush=True)
+
+
+def chat(answerer: Answerer, *, as_json: bool = False) -> None:
+    """Answer each typed line, without the previous ones, until the end of the input (Ctrl-D)."""
+    with suppress(ImportError):
+        import readline  # noqa: F401 - gives `input` editing keys and a history
+    print("Type a prompt per line; earlier ones are not remembered. Ctrl-D ends.", file=sys.stderr)
+    while True:
+        try:
+            print_answers(answerer, prompts_of_texts([input("> ")], "line"), as_json=as_json)
+        except EOFError:
+            print(file=sys.stderr)
+            return
+        except DataError as error:  # and continue with the next line
+            print(f"error: {error}", file=sys.stderr)
+
+
+def _as_text(answer: Answer, samples: int) -> str:
+    return f"[{answer.number + 1}] {answer.text}" if samples > 1 else answer.text
+
+
+def _as_json(answer: Answer) -> str:
+    values = {
+        "prompt": list(answer.prompt.messages),
+        "sample": answer.number,
+        "completion": answer.text,
+        "tokens": answer.tokens,
+        "truncated": answer.truncated,
+    }
+    return json.dumps(values, ensure_ascii=False)

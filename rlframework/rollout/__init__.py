@@ -1,1 +1,0 @@
-"""Rollouts: from prompts, through generation and the environment, to training rows."""

@@ -1,1 +1,0 @@
-"""Estimates of memory, disk and tokens, made from a run's configuration before workers start."""

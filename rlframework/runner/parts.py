@@ -1,0 +1,209 @@
+"""Build the parts of a run, of an evaluation, or of generation alone, and shut them down at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlframework.algorithm import Algorithm, Parts
+from rlframework.configure import resolve_device
+from rlframework.errors import ConfigError, NotSupported
+from rlframework.huggingface.hub import require_available
+from rlframework.plugins.hookspec import RunInfo
+from rlframework.plugins.manager import create_manager
+from rlframework.plugins.types import Capability
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from rlframework.config.policy import PolicyConfig
+    from rlframework.config.sections import RunConfig
+    from rlframework.generation.client import Generation
+    from rlframework.interfaces.environment import Environment
+    from rlframework.plugins.manager import PluginManager
+    from rlframework.policy.client import Policy
+
+
+class Placeholder:
+    """Has the attributes `known`. Every other raises `NotSupported`, as there are no workers yet."""
+
+    def __init__(self, **known: Any) -> None:
+        vars(self).update(known)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise NotSupported(f"no worker is started yet, and {name!r} needs one; call it in `Algorithm.run`")
+
+
+@contextmanager
+def build_parts(
+    config: RunConfig,
+    *,
+    manager: PluginManager | None = None,
+    checkpoint: Path | None = None,
+    planning: Callable[[Parts], None] | None = None,
+) -> Iterator[Parts]:
+    """Build the parts of a run (environment, tokenizer, policy, generation, observers), and shut them down on exit.
+
+    `planning(parts)` is called before workers start: the policy and generation of these `parts` are placeholders.
+    """
+    manager = manager or create_manager(config.plugins)
+    with planned_parts(config, manager) as parts:
+        if planning is not None:
+            planning(parts)
+        reference = algorithm_class(config, manager).needs_reference_model(config.algorithm)
+        with _workers(config, manager, parts.tokenizer, init_reference_model=reference) as (policy, generation):
+            yield replace(parts, policy=policy, generation=generation, checkpoint=checkpoint)
+
+
+@contextmanager
+def planned_parts(config: RunConfig, manager: PluginManager) -> Iterator[Parts]:
+    """Build the parts of a run without starting workers, and check everything that needs none."""
+    from rlframework.observers.dispatch import Observers
+
+    _require_generation(config, manager)
+    _device(config)
+    with open_environment(config, manager) as environment:
+        tokenizer = open_tokenizer(config.policy)
+        policy: Any = _planned_policy(config, manager, tokenizer)
+        generation: Any = Placeholder()
+        observers = Observers(config.observers, RunInfo(config, config.output_dir), manager.hook)
+        yield Parts(config, tokenizer, policy, generation, environment, observers)
+
+
+@contextmanager
+def build_generation(
+    config: RunConfig, *, manager: PluginManager | None = None
+) -> Iterator[tuple[PreTrainedTokenizerBase, Policy, Generation]]:
+    """Build only what generation needs (tokenizer, policy, engine): no optimizer, no reference model, no data."""
+    require_models(config)
+    manager = manager or create_manager(config.plugins)
+    _require_generation(config, manager)
+    tokenizer = open_tokenizer(config.policy)
+    with _workers(config, manager, tokenizer, init_optimizer=False) as (policy, generation):
+        yield tokenizer, policy, generation
+
+
+@contextmanager
+def build_evaluation(config: RunConfig) -> Iterator[Parts]:
+    """Build `Parts` for an evaluation: `build_generation`, the environment that scores, and no observers."""
+    require_models(config)
+    from rlframework.config.sections import ObserversConfig
+    from rlframework.observers.dispatch import Observers
+
+    manager = create_manager(config.plugins)
+    observers = Observers(
+        ObserversConfig(console=False, jsonl=False, tensorboard=False, curve=False), RunInfo(config, config.output_dir)
+    )
+    with (
+        open_environment(config, manager) as environment,
+        build_generation(config, manager=manager) as (tokenizer, policy, generation),
+    ):
+        yield Parts(config, tokenizer, policy, generation, environment, observers)
+
+
+@contextmanager
+def open_environment(config: RunConfig, manager: PluginManager) -> Iterator[Environment]:
+    """Build the environment of `config`, and shut it down on exit."""
+    part = manager.load(manager.select("environment", config.environment.name).record)
+    environment: Environment = part(config.environment, seed=config.seed)
+    try:
+        yield environment
+    finally:
+        environment.shutdown()
+
+
+def open_tokenizer(config: PolicyConfig) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of the policy, with the configured chat template."""
+    from rlframework.huggingface.tokenizer import load_tokenizer
+
+    return load_tokenizer(config.tokenizer_name or config.model_name, config.trust_remote_code, config.chat_template)
+
+
+def algorithm_class(config: RunConfig, manager: PluginManager) -> type[Algorithm]:
+    """The class of the algorithm that `config` selects."""
+    algorithm: type[Algorithm] = manager.load(manager.select("algorithm", config.algorithm.name).record)
+    return algorithm
+
+
+def require_models(config: RunConfig) -> None:
+    """Raise a `DataError` within seconds, before torch is imported, if the model or tokenizer is not available."""
+    require_available(config.policy.model_name)
+    if config.policy.tokenizer_name is not None:
+        require_available(config.policy.tokenizer_name, "policy.tokenizer_name")
+
+
+@contextmanager
+def _workers(
+    config: RunConfig, manager: PluginManager, tokenizer: PreTrainedTokenizerBase, **options: bool
+) -> Iterator[tuple[Policy, Generation]]:
+    """Start the policy, with `options` of its constructor, and generation; shut them down on exit."""
+    from rlframework.generation.remote import start_generation
+    from rlframework.policy.client import Policy
+
+    device = _device(config)
+    calls = algorithm_class(config, manager).training_calls(config.algorithm)  # the schedule is checked against them
+    with ExitStack() as stack:
+        policy = Policy(config, tokenizer, manager, device=device, training_calls=calls, **options)
+        stack.callback(policy.shutdown)
+        generation = start_generation(config, policy, tokenizer, manager, device=device)
+        stack.callback(generation.shutdown)
+        yield policy, generation
+
+
+def _planned_policy(config: RunConfig, manager: PluginManager, tokenizer: PreTrainedTokenizerBase) -> Placeholder:
+    """Check what `Policy` checks before it starts workers; return what is known of the policy without them."""
+    from rlframework.interfaces.named_sharding import policy_sharding
+    from rlframework.policy.client import require, worker_spec
+
+    algorithm = algorithm_class(config, manager)
+    reference = algorithm.needs_reference_model(config.algorithm)
+    record = manager.select("policy_worker", config.policy.backend).record
+    if reference:
+        require(record, Capability.REFERENCE_MODEL, "algorithm.loss.kl_coef asks for a reference policy")
+    worker_spec(
+        config,
+        tokenizer,
+        manager,
+        init_reference_model=reference,
+        init_optimizer=True,
+        training_calls=algorithm.training_calls(config.algorithm),
+    )
+    manager.load(manager.select("worker_group", config.worker_group.name).record)
+    sharding = policy_sharding(config.worker_group.num_workers, config.policy.parallelism)
+    return Placeholder(
+        config=config,
+        capabilities=record.capabilities,
+        data_parallel_size=sharding.get_axis_size("data_parallel"),
+    )
+
+
+def _require_generation(config: RunConfig, manager: PluginManager) -> None:
+    """Raise `NotSupported` if the backend can neither generate in its workers nor send weights to engines that do."""
+    from rlframework.policy.client import require
+
+    backend = manager.select("policy_worker", config.policy.backend).record
+    if config.generation.workers is None:
+        reason = "a run without generation.workers generates in the workers of its policy"
+        require(backend, Capability.EMBEDDED_GENERATION, reason)
+    elif not backend.capabilities & {Capability.IPC_REFIT, Capability.COLLECTIVE_REFIT}:
+        require(backend, Capability.IPC_REFIT, "generation.workers needs a trainer that sends weights to its engines")
+
+
+def _device(config: RunConfig) -> str:
+    """Resolve `device`. A GPU is required only for a worker in this process; other groups check their machines."""
+    device = resolve_device(config.device)
+    if device == "cuda" and config.worker_group.name == "inline":
+        import torch
+
+        if not torch.cuda.is_available():
+            built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
+            raise ConfigError(
+                f"device=cuda, but PyTorch finds no GPU on this machine (torch {torch.__version__}, built {built}). "
+                "Set device=cpu or device=auto, or run where nvidia-smi shows a GPU"
+            )
+    return device
