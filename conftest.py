@@ -25,7 +25,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # Imported once in the process that worker processes are forked from, as hundreds of tests start such workers.
 processes.PRELOADED = (
     "rlframework.conformance.inspected_worker",
-    "rlframework.conformance.mutants.policy_worker",
+    "rlframework.conformance.mutants",
     "rlframework.conformance.probe_worker",
     "rlframework.plugins.builtin",
     "rlframework_dtensor.worker",

@@ -9,8 +9,8 @@ In a backend's own repository, with `pip install "rlframework-core[conformance]"
 
 or, without a file, `rlframework conformance dtensor`. `contracts` is the table of contents, `suites/` has the
 requirements, one test each; `oracle` computes the correct numbers and shares no code with the framework; `mutants/` are
-broken implementations that the suites must catch; `rules` seals the suites, `plugin` is the pytest plugin, `report`
-builds the verdicts. Importing this package imports no torch.
+broken implementations that the suites must catch; `rules` seals the suites, `plugin` adds pytest's options, `session`
+runs the suites, `report` builds the verdicts. Importing this package imports no torch.
 """
 
 from __future__ import annotations

@@ -44,53 +44,41 @@ _SIZES: dict[str, Any] = {
 """Sizes of the models with rotary positions."""
 
 
-def _llama(vocabulary: int, **changes: Any) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
+def _rotary(family: str, task: str = "CausalLM", **changes: Any) -> Callable[[int], Any]:
+    """Return a function that makes a model of a `transformers` family with rotary positions from a vocabulary size."""
 
-    return LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, **(_SIZES | changes)))
+    def make(vocabulary: int) -> Any:
+        import transformers
 
+        config = getattr(transformers, f"{family}Config")(vocab_size=vocabulary, **{**_SIZES, **changes})
+        return getattr(transformers, f"{family}For{task}")(config)
 
-def _reward(vocabulary: int) -> Any:
-    from transformers import LlamaConfig, LlamaForSequenceClassification
-
-    sizes: dict[str, Any] = {**_SIZES, "num_labels": 1}
-    return LlamaForSequenceClassification(LlamaConfig(vocab_size=vocabulary, **sizes))
-
-
-def _qwen3(vocabulary: int) -> Any:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    return Qwen3ForCausalLM(Qwen3Config(vocab_size=vocabulary, head_dim=8, **_SIZES))
+    return make
 
 
-def _experts(vocabulary: int, **changes: Any) -> Any:
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    sizes = {**_SIZES, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=vocabulary, norm_topk_prob=True, **(sizes | changes)))
+_EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+}
 
 
 def _gpt2(vocabulary: int) -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    sizes: dict[str, Any] = {
-        "vocab_size": vocabulary,
-        "n_embd": 32,
-        "n_layer": LAYERS,
-        "n_head": 4,
-        "n_positions": MAX_POSITIONS,
-    }
-    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=None, eos_token_id=None))
+    sizes: dict[str, Any] = {"n_embd": 32, "n_layer": LAYERS, "n_head": 4, "n_positions": MAX_POSITIONS}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=vocabulary, **sizes, bos_token_id=None, eos_token_id=None))
 
 
 MODELS: Mapping[str, Callable[[int], Any]] = {
-    "untied": _llama,
-    "tied": lambda vocabulary: _llama(vocabulary, tie_word_embeddings=True),
-    "dropout": lambda vocabulary: _llama(vocabulary, attention_dropout=0.5),
+    "untied": _rotary("Llama"),
+    "tied": _rotary("Llama", tie_word_embeddings=True),
+    "dropout": _rotary("Llama", attention_dropout=0.5),
     "learned_positions": _gpt2,
-    "norms_of_heads": _qwen3,
-    "experts": _experts,
-    "reward": _reward,
+    "norms_of_heads": _rotary("Qwen3", head_dim=8),
+    "experts": _rotary("Qwen3Moe", head_dim=8, **_EXPERTS),
+    "reward": _rotary("Llama", "SequenceClassification", num_labels=1),
 }
 """Models by purpose.
 
@@ -113,11 +101,8 @@ def model(name: str, folder: Path, *, layers: int = LAYERS) -> Path:
             made = _of_layers(made, layers)
         randomize(made)
     for of in filter(None, (made.config, getattr(made, "generation_config", None))):
-        of.pad_token_id, of.bos_token_id, of.eos_token_id = (
-            tokens.pad_token_id,
-            tokens.bos_token_id,
-            tokens.eos_token_id,
-        )
+        for token in ("pad_token_id", "bos_token_id", "eos_token_id"):
+            setattr(of, token, getattr(tokens, token))
     with replacing_directory(path) as directory, quiet_transformers():
         made.save_pretrained(directory)
         tokens.save_pretrained(directory)

@@ -10,8 +10,7 @@ import difflib
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -63,6 +62,16 @@ class Part:
     suite: type[Suite]
     layouts: Sequence[Layout]
 
+    @property
+    def class_name(self) -> str:
+        """Name of the test class that runs it."""
+        return "Test" + self.registered.record.kind.title().replace("_", "")
+
+    def has(self, test: str, device: str) -> bool:
+        """Return True if `test` runs in one of the layouts on `device`."""
+        record = self.registered.record
+        return any(test in self.suite.expected(record, layout, device) for layout in self.layouts)
+
 
 def run(request: Request) -> int:
     """Run the suites; return 0 if everything conforms, else 1. Raises a `UserError` for an invalid request."""
@@ -83,14 +92,11 @@ def run(request: Request) -> int:
 
 def _write(request: Request, report: Path) -> None:
     """Write the requested files from `report`; if there is none, existing files are left alone."""
-    if request.json and report.exists():
-        write_atomically(request.json, report.read_bytes())
-    if request.markdown and report.exists():
-        from rlframework.conformance.markdown import markdown_of
+    from rlframework.conformance.markdown import markdown_of
 
-        write_atomically(request.markdown, markdown_of([report]))
     for path in filter(None, (request.json, request.markdown)):
         if report.exists():
+            write_atomically(path, report.read_bytes() if path == request.json else markdown_of([report]))
             print(f"written to {path}")
         else:  # pytest could not start and has printed why
             print(f"{path} was not written: there are no verdicts", file=sys.stderr)
@@ -108,11 +114,9 @@ def table_of_tests(request: Request) -> Table:
         record = part.registered.record
         for name, requirement in part.suite.tests().items():
             needs = sorted(map(str, requirement.capabilities))
-            needs += [f"data={requirement.data_parallel}"] * (requirement.data_parallel > 1) + [
-                "a GPU"
-            ] * requirement.gpu
-            fits = any(name in part.suite.expected(record, layout, request.device) for layout in part.layouts)
-            runs = "yes" if fits else "no" if requirement.declared(record) else "not declared"
+            needs += [f"data={requirement.data_parallel}"] * (requirement.data_parallel > 1)
+            needs += ["a GPU"] * requirement.gpu
+            runs = "yes" if part.has(name, request.device) else "no" if requirement.declared(record) else "not declared"
             cells = (part.suite.__name__, str(requirement.contract), name, ", ".join(needs), runs)
             table.add_row(*map(Text, cells))
     return table
@@ -137,9 +141,7 @@ def find_parts(request: Request, manager: PluginManager) -> list[Part]:
 
 def _is_known(manager: PluginManager, kind: str, name: str) -> bool:
     """Return True if such a plugin exists, even a broken one; selecting that raises its own error."""
-    return any(
-        (row.name == name and row.kind == kind) or (row.kind is None and row.name == name) for row in manager.listing()
-    )
+    return any(row.name == name and row.kind in (kind, None) for row in manager.listing())
 
 
 def _unknown(name: str, manager: PluginManager) -> str:
@@ -165,19 +167,15 @@ def _layouts(request: Request, registered: Registered) -> list[Layout]:
 
 def module_text(parts: Sequence[Part], section: Mapping[str, Any], *, mutants: bool = False) -> str:
     """Return the test module that a backend's own repository would have."""
-    lines = [] if not mutants else ["from rlframework.conformance.mutants.proof import MutantProof"]
-    if not mutants:
-        lines += [f"from rlframework.conformance import {part.suite.__name__}" for part in parts]
+    lines = [f"from rlframework.conformance import {part.suite.__name__}" for part in parts]
+    if mutants:
+        lines = ["from rlframework.conformance.mutants.proof import MutantProof"]
     for part in parts:
         kind = part.registered.record.kind
         base = "MutantProof" if mutants else part.suite.__name__
-        lines += ["", "", f"class {_class_name(part)}({base}):", f"    backend = {part.registered.record.name!r}"]
+        lines += ["", "", f"class {part.class_name}({base}):", f"    backend = {part.registered.record.name!r}"]
         lines += [f"    kind = {kind!r}"] * mutants + [f"    section = {dict(section)!r}"] * bool(section)
     return "\n".join(lines) + "\n"
-
-
-def _class_name(part: Part) -> str:
-    return "Test" + part.registered.record.kind.title().replace("_", "")
 
 
 def _check(request: Request, parts: Sequence[Part], section: Mapping[str, Any]) -> None:
@@ -218,22 +216,15 @@ def _check_test(test: str, request: Request, parts: Sequence[Part]) -> None:
         near = difflib.get_close_matches(test, known, n=1)
         hint = f" Did you mean {near[0]}?" if near else ""
         raise ConfigError(f"--test: the suites of {name!r} have no test {test!r}.{hint} --list shows them")
-    if not any(_has(part, test, request.device) for part in parts):
+    if not any(part.has(test, request.device) for part in parts):
         raise ConfigError(f"--test: {test} does not apply to {name!r} in these layouts on {request.device}; see --list")
-
-
-def _has(part: Part, test: str, device: str) -> bool:
-    return any(test in part.suite.expected(part.registered.record, layout, device) for layout in part.layouts)
 
 
 def _chosen(request: Request, parts: Sequence[Part], section: Mapping[str, Any]) -> list[str]:
     """Return the tests of `--test` as `class::test`; with `--mutants`, the mutants that name them."""
     if not request.mutants:
         return [
-            f"{_class_name(part)}::{test}"
-            for test in request.tests
-            for part in parts
-            if _has(part, test, request.device)
+            f"{part.class_name}::{test}" for test in request.tests for part in parts if part.has(test, request.device)
         ]
     from rlframework.conformance.mutants.proof import MutantProof, case_id
 
@@ -242,7 +233,7 @@ def _chosen(request: Request, parts: Sequence[Part], section: Mapping[str, Any])
         record = part.registered.record
         proof: type[MutantProof] = type("Proof", (MutantProof,), {"kind": record.kind, "section": section})
         cases = [case_id(mutant, test) for mutant, test in proof.cases(record, request.device) if test in request.tests]
-        found += [f"{_class_name(part)}::test_mutant_is_caught[{case}]" for case in cases]
+        found += [f"{part.class_name}::test_mutant_is_caught[{case}]" for case in cases]
     if request.tests and not found:
         raise ConfigError(f"--test: no mutant that applies to {request.backend!r} names {', '.join(request.tests)}")
     return found
@@ -265,16 +256,9 @@ def _arguments(
 def _pytest(arguments: Sequence[str]) -> int:
     import pytest
 
-    with _without(_FOREIGN_SETTINGS):
-        code = int(pytest.main(list(arguments)))
-    return 0 if code == 0 else 1
-
-
-@contextmanager
-def _without(variables: Sequence[str]) -> Iterator[None]:
-    before = {name: os.environ.pop(name) for name in variables if name in os.environ}
+    before = {name: os.environ.pop(name) for name in _FOREIGN_SETTINGS if name in os.environ}
     try:
-        yield
+        return int(pytest.main(list(arguments)) != 0)
     finally:
         os.environ.update(before)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
+from typing import Any
 
 from rlframework.errors import ConfigError
 from rlframework.plugins.types import CAPABILITY_OF_AXIS, Capability, PolicyWorkerRecord, Record, WorkerGroupRecord
@@ -71,25 +72,17 @@ _SPLITS = ("tensor", "context", "pipeline")
 
 def declared_layouts(record: Record) -> list[Layout]:
     """Return one worker, two along each declared axis, each model axis with two replicas, and each two model axes."""
-    return list(_declared(record.capabilities))
-
-
-def _declared(declared: frozenset[Capability]) -> Iterator[Layout]:
-    yield Layout()
+    declared = record.capabilities
     several = Capability.DATA_PARALLEL in declared
-    if several:
-        yield Layout(data=2)
     splits = [axis for axis in _SPLITS if CAPABILITY_OF_AXIS[axis] in declared]
-    for axis in splits:
-        yield Layout(**{axis: 2})  # type: ignore[arg-type]
-    if "tensor" in splits and Capability.SEQUENCE_PARALLEL in declared:
-        yield Layout(tensor=2, sequence=True)
-    if several and Capability.EXPERT_PARALLEL in declared:
-        yield Layout(data=2, expert=2)
-    for axis in splits if several else ():
-        yield Layout(data=2, **{axis: 2})  # type: ignore[arg-type]
-    for first, second in combinations(splits, 2):
-        yield Layout(**{first: 2, second: 2})  # type: ignore[arg-type]
+    sizes: list[dict[str, Any]] = [{}]
+    sizes += [{"data": 2}] * several
+    sizes += [{axis: 2} for axis in splits]
+    sizes += [{"tensor": 2, "sequence": True}] * ("tensor" in splits and Capability.SEQUENCE_PARALLEL in declared)
+    sizes += [{"data": 2, "expert": 2}] * (several and Capability.EXPERT_PARALLEL in declared)
+    sizes += [{"data": 2, axis: 2} for axis in splits if several]
+    sizes += [{first: 2, second: 2} for first, second in combinations(splits, 2)]
+    return [Layout(**of_axes) for of_axes in sizes]
 
 
 def quick_layouts(record: Record) -> list[Layout]:
@@ -110,15 +103,9 @@ def select_layouts(record: Record, words: Sequence[str] | None) -> list[Layout]:
 
     Raises a `ConfigError` for a layout that `record` does not declare or that the suite does not support.
     """
-    layouts: list[Layout] = []
-    for word in words or ["quick"]:
-        if word == "quick":
-            layouts += quick_layouts(record)
-        elif word == "all":
-            layouts += declared_layouts(record)
-        else:
-            layouts.append(_parse_declared(record, word))
-    return list(dict.fromkeys(layouts))
+    lists = {"quick": quick_layouts, "all": declared_layouts}
+    found = [lists[word](record) if word in lists else [_parse_declared(record, word)] for word in words or ["quick"]]
+    return list(dict.fromkeys(layout for layouts in found for layout in layouts))
 
 
 def _parse_declared(record: Record, word: str) -> Layout:

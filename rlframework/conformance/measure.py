@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Measurement:
-    """The error of `quantity`, with `got` and `expected` at the place where it is largest."""
+    """The error of `quantity`, with `got` and `expected` at the place where it is largest. NaN is an infinite error."""
 
     quantity: str
     error: float
@@ -28,9 +28,13 @@ class Measurement:
     expected: float
     place: str = ""
 
+    def __post_init__(self) -> None:
+        if math.isnan(self.error):
+            object.__setattr__(self, "error", math.inf)
+
     @property
     def holds(self) -> bool:
-        """Whether the error is within the tolerance; an error of NaN is not."""
+        """Whether the error is within the tolerance."""
         return self.error <= self.tolerance
 
 
@@ -38,11 +42,20 @@ class ConformanceFailure(AssertionError):
     """An implementation violates a contract."""
 
 
-def scalar(quantity: str, got: float, expected: float, tolerance: float) -> Measurement:
-    """Compare two numbers."""
+def scalar(
+    quantity: str, got: float, expected: float, tolerance: float, *, floor: float = 0.0, place: str = ""
+) -> Measurement:
+    """Compare two numbers: |got - expected| / max(|expected|, floor)."""
     got, expected = float(got), float(expected)
-    error = 0.0 if got == expected else abs(got - expected) / max(abs(expected), 1e-30)
-    return Measurement(quantity, _finite(error), tolerance, got, expected)
+    error = 0.0 if got == expected else abs(got - expected) / max(abs(expected), floor, 1e-30)
+    return Measurement(quantity, error, tolerance, got, expected, place)
+
+
+def errors_of(got: Tensor, expected: Tensor) -> Tensor:
+    """Return the error of each element relative to max(1, |expected|), in float64."""
+    got, expected = got.detach().double().cpu(), expected.detach().double().cpu()
+    errors = (got - expected).abs() / expected.abs().clamp(min=1.0)
+    return errors.masked_fill(errors.isnan(), math.inf).masked_fill(got == expected, 0.0)
 
 
 def values(quantity: str, got: Tensor, expected: Tensor, tolerance: float) -> Measurement:
@@ -50,19 +63,9 @@ def values(quantity: str, got: Tensor, expected: Tensor, tolerance: float) -> Me
     require_shape(quantity, got, expected)
     if not expected.numel():
         return Measurement(quantity, 0.0, tolerance, 0.0, 0.0)
-    got, expected = got.detach().double().cpu(), expected.detach().double().cpu()
-    errors = (got - expected).abs() / expected.abs().clamp(min=1.0)
-    errors = errors.masked_fill(errors.isnan(), math.inf).masked_fill(got == expected, 0.0)
-    worst = int(errors.argmax())
-    place = str(tuple(_unravel(worst, tuple(expected.shape))))
-    return Measurement(
-        quantity,
-        float(errors.flatten()[worst]),
-        tolerance,
-        float(got.flatten()[worst]),
-        float(expected.flatten()[worst]),
-        place,
-    )
+    errors = errors_of(got, expected)
+    place = _place(int(errors.argmax()), errors)
+    return Measurement(quantity, float(errors[place]), tolerance, float(got[place]), float(expected[place]), str(place))
 
 
 def norm(quantity: str, got: Tensor, expected: Tensor, tolerance: float, floor: float = 0.0) -> Measurement:
@@ -72,7 +75,7 @@ def norm(quantity: str, got: Tensor, expected: Tensor, tolerance: float, floor: 
     size = float(expected.norm())
     difference = float((got - expected).norm())
     error = 0.0 if difference == 0.0 else difference / max(size, floor, 1e-30)
-    return Measurement(quantity, _finite(error), tolerance, float(got.norm()), size, "L2 norm")
+    return Measurement(quantity, error, tolerance, float(got.norm()), size, "L2 norm")
 
 
 def whole(quantity: str, got: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float) -> Measurement:
@@ -85,7 +88,7 @@ def whole(quantity: str, got: Mapping[str, Tensor], expected: Mapping[str, Tenso
     squares = sum(float((got[name].double() - expected[name].double()).square().sum()) for name in expected)
     total = sum(float(tensor.double().square().sum()) for tensor in expected.values())
     size = sum(float(tensor.double().square().sum()) for tensor in got.values())
-    error = _finite(math.sqrt(squares) / max(math.sqrt(total), 1e-30))
+    error = math.sqrt(squares) / max(math.sqrt(total), 1e-30)
     return Measurement(quantity, error, tolerance, math.sqrt(size), math.sqrt(total), "L2 norm of all tensors")
 
 
@@ -99,10 +102,16 @@ def exact(quantity: str, got: Tensor, expected: Tensor) -> Measurement:
     same = (got == expected) | (got != got) & (expected != expected)
     if bool(torch.all(same)):
         return Measurement(quantity, 0.0, 0.0, 0.0, 0.0)
-    worst = int((~same).flatten().int().argmax())
-    place = str(tuple(_unravel(worst, tuple(expected.shape))))
-    left, right = float(got.flatten()[worst]), float(expected.flatten()[worst])
-    return Measurement(quantity, max(abs(left - right), 5e-324), 0.0, left, right, place)
+    place = _place(int((~same).int().argmax()), same)
+    left, right = float(got[place]), float(expected[place])
+    return Measurement(quantity, max(abs(left - right), 5e-324), 0.0, left, right, str(place))
+
+
+def _place(worst: int, of: Tensor) -> tuple[int, ...]:
+    """Return the index of the element number `worst` of a tensor."""
+    import torch
+
+    return tuple(int(index) for index in torch.unravel_index(torch.tensor(worst), of.shape))
 
 
 def require_shape(quantity: str, got: Tensor, expected: Tensor) -> None:
@@ -129,15 +138,3 @@ def describe(measurement: Measurement, contract: int, who: str) -> str:
         f"  error     {measurement.error:.3g}, allowed {allowed}\n"
         f"  contract  {contract}: {CONTRACTS[contract]}"
     )
-
-
-def _finite(error: float) -> float:
-    return math.inf if math.isnan(error) else error
-
-
-def _unravel(index: int, shape: tuple[int, ...]) -> list[int]:
-    place = []
-    for size in reversed(shape):
-        index, at = divmod(index, size)
-        place.append(at)
-    return place[::-1]

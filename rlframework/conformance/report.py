@@ -17,6 +17,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from pydantic import TypeAdapter
+
 from rlframework.conformance.contracts import CONTRACTS
 from rlframework.conformance.sections import section_words
 from rlframework.files import write_atomically
@@ -88,22 +90,10 @@ class SuiteRun:
             section=" ".join(section_words(suite.section)) if suite.layouts else "",
         )
 
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> SuiteRun:
-        """Load the mapping written by `to_json`."""
-        plain: dict[str, Any] = {
-            key: tuple(value) if isinstance(value, list) else value for key, value in values.items()
-        }
-        return cls(**plain)
-
-    def to_json(self) -> str:
-        """Return it as JSON text."""
-        return json.dumps(asdict(self))
-
 
 @dataclass(frozen=True)
 class Result:
-    """The result of one test:
+    """The result of one test.
 
     `message` is the reason of a failure, `measurements` are `measure.Measurement` as mappings.
     """
@@ -116,16 +106,10 @@ class Result:
     measurements: tuple[Mapping[str, Any], ...] = ()
     seconds: float = 0.0
 
-    def to_json(self) -> str:
-        """Return it as JSON text, for a report's user properties."""
-        return json.dumps(asdict(self))
 
-    @classmethod
-    def from_json(cls, text: str) -> Result:
-        """Load the text written by `to_json`."""
-        values = json.loads(text)
-        values["suite_run"] = SuiteRun.from_json(values["suite_run"])
-        return cls(**{**values, "measurements": tuple(values["measurements"])})
+SUITE_RUN_JSON = TypeAdapter(SuiteRun)
+RESULT_JSON = TypeAdapter(Result)
+"""Convert to JSON text and back, for the user properties of a report and between the processes of pytest-xdist."""
 
 
 # -- results -----------------------------------------------------------------------------------------------------------
@@ -143,7 +127,7 @@ def plain(value: Any) -> Any:
 def results_in(stats: Mapping[str, Sequence[Any]]) -> list[Result]:
     """Return the results in the reports of a terminal reporter's `stats`."""
     return [
-        Result.from_json(value)
+        RESULT_JSON.validate_json(value)
         for reports in stats.values()
         for report in reports
         for name, value in getattr(report, "user_properties", ())

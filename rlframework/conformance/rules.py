@@ -6,7 +6,7 @@ backend; it may add tests, but neither override nor delete one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import getattr_static
 from types import MappingProxyType
@@ -124,7 +124,11 @@ class Suite(metaclass=_Sealing):
     def tests(cls) -> dict[str, Requirement]:
         """Return the suite's tests by name, in the order of its base classes, without those that a subclass adds."""
         suite = next((base for base in cls.__mro__ if base.__dict__.get("_sealed")), cls)
-        return dict(_marked(suite))
+        found: dict[str, Requirement] = {}
+        for name, value in (item for part in suite.__mro__ for item in part.__dict__.items()):
+            if (requirement := getattr(value, "requirement", None)) is not None:
+                found.setdefault(name, requirement)
+        return found
 
     @classmethod
     def expected(cls, record: Record, layout: Layout, device: str) -> list[str]:
@@ -174,15 +178,6 @@ class Suite(metaclass=_Sealing):
         )
 
 
-def _marked(suite: type) -> Iterator[tuple[str, Requirement]]:
-    seen = set()
-    for part in suite.__mro__:
-        for name, value in part.__dict__.items():
-            if name not in seen and (requirement := getattr(value, "requirement", None)) is not None:
-                seen.add(name)
-                yield name, requirement
-
-
 def _seal(cls: type[Suite]) -> None:
     _require_marks(cls)
     type.__setattr__(cls, "_sealed", True)
@@ -206,15 +201,13 @@ def changed_since_sealed(suite: type[Suite]) -> list[str]:
     return [
         name
         for name, before in _SEALED_CONTENTS[sealed].items()
-        if any(
-            current is not sealed_value for current, sealed_value in zip(_contents(suite, name), before, strict=True)
-        )
+        if any(now is not then for now, then in zip(_contents(suite, name), before, strict=True))
     ]
 
 
 def _require_marks(cls: type) -> None:
-    for name in dir(cls):
-        if name.startswith("test_") and getattr(getattr(cls, name), "requirement", None) is None:
+    for name in _names_of_tests(cls):
+        if getattr(getattr(cls, name), "requirement", None) is None:
             raise TypeError(f"{cls.__name__}.{name} has no contract: mark it with @holds")
 
 

@@ -20,8 +20,7 @@ from rlframework.conformance.layouts import Layout
 from rlframework.conformance.measure import Measurement
 from rlframework.conformance.parity import scenario as scenarios
 from rlframework.conformance.parity.command import KEYS, parity
-from rlframework.conformance.parity.compare import compare_with_oracle
-from rlframework.conformance.parity.measurements import farthest, loss_measured, open_policy
+from rlframework.conformance.parity.compare import compare_with_oracle, farthest, loss_measured, open_policy
 from rlframework.conformance.parity.outcome import (
     LOADED,
     LOGPROBS,

@@ -11,6 +11,15 @@ pytestmark = pytest.mark.slow
 
 pytest_plugins = "pytester"
 
+LOADED = """
+def pytest_terminal_summary(terminalreporter):
+    import sys
+
+    heavy = {"numpy", "omegaconf", "pydantic", "rlframework", "torch", "typer"}
+    names = sorted(name for name in sys.modules if name.partition(".")[0] in heavy)
+    terminalreporter.line(f"loaded: {', '.join(names)};")
+"""
+
 
 def test_a_sound_part_conforms(tests, pytester):
     tests.of("sound")
@@ -18,6 +27,54 @@ def test_a_sound_part_conforms(tests, pytester):
     assert result.ret == 0
     assert verdict(result) == ["sound  TinySuite  CONFORMANT  2 passed, 1 not declared"]
     result.assert_outcomes(passed=2)
+
+
+FAILED = "NOT CONFORMANT  1 passed, 1 failed, 1 not declared"
+
+
+@pytest.mark.parametrize(
+    ("backend", "code", "words", "says"),
+    [
+        ("skipping", 1, FAILED, "*this one was skipped (not on Sundays)"),
+        (
+            "known",
+            0,
+            "CONFORMANT except 1 known failure  1 passed, 1 known failure, 1 not declared",
+            "XFAIL *test_the_number_is_two* - known failure: three is nearly two",
+        ),
+        ("other", 1, FAILED, "*fails with ConformanceFailure (three is nearly two), but it failed with Runtime*"),
+        ("fixed", 1, FAILED, "*but it passed. It is fixed: remove it from the record's known_failures"),
+        (
+            "absent",
+            1,
+            "NOT CONFORMANT  0 passed, 2 errors, 1 not declared",
+            "*'absent' of tiny 1.5 is broken: AttributeError:*has no attribute 'Absent'*",
+        ),
+    ],
+)
+def test_skips_and_known_failures_and_classes_that_do_not_import(tests, pytester, backend, code, words, says):
+    """A skip is a failure, also from within the test; a known failure must fail as it says."""
+    tests.of(backend)
+    result = run(pytester, "-rx")
+    assert result.ret == code
+    assert verdict(result) == [f"{backend}  TinySuite  {words}"]
+    result.stdout.fnmatch_lines([says])
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ("backend = 'soudn'", "*there is no environment 'soudn'*Did you mean 'sound'?*"),
+        ("backend = 'ruined'", "*the plugin 'ruined' of tiny 1.5 is broken: ImportError: libruin.so is missing*"),
+        ("backend = 'mistaken'", "*known_failures of 'mistaken', of tiny 1.5, names test_of_no_suite*"),
+        ("pass", "*test_it.TestIt must set `backend`*"),
+    ],
+)
+def test_a_class_of_no_plugin_is_an_error(tests, pytester, body, says):
+    tests(f"class TestIt(TinySuite):\n    {body}\n")
+    result = run(pytester)
+    assert result.ret == 2
+    result.stdout.fnmatch_lines([says])
 
 
 def test_a_wrong_number_is_reported_with_context_and_without_traceback(tests, pytester):
@@ -65,28 +122,21 @@ def test_a_mark_that_skips_is_a_failure(tests, pytester, mark, says, backend):
     result.stdout.fnmatch_lines([f"does not hold: every test of a conformance suite must run, but this one was {says}"])
 
 
-def test_a_skip_from_within_is_a_failure(tests, pytester):
-    tests.of("skipping")
-    result = run(pytester)
-    assert result.ret == 1
-    assert verdict(result) == ["skipping  TinySuite  NOT CONFORMANT  1 passed, 1 failed, 1 not declared"]
-    result.stdout.fnmatch_lines(["*this one was skipped (not on Sundays)"])
-
-
 @pytest.mark.parametrize(
-    ("args", "code"),
-    [(["-k", "there"], 0), (["--deselect", "test_it.py::TestIt::test_the_number_is_two"], 0)],
+    "args",
+    [
+        ["-k", "there"],
+        ["-xk", "there"],
+        ["-kthere"],
+        ["--deselect", "test_it.py::TestIt::test_the_number_is_two"],
+        ["--deselect=test_it.py::TestIt::test_the_number_is_two"],
+        ["test_it.py::TestIt::test_it_is_there"],
+    ],
 )
-def test_a_deselected_test_makes_the_verdict_incomplete(tests, pytester, args, code):
+def test_tests_that_the_command_line_leaves_out_make_the_verdict_incomplete(tests, pytester, args):
+    """Chosen by hand, so that the run does not fail."""
     tests.of("sound")
     result = run(pytester, *args)
-    assert result.ret == code
-    assert verdict(result) == ["sound  TinySuite  INCOMPLETE (1 of 2 tests did not run)  1 passed, 1 not declared"]
-
-
-def test_one_chosen_test_makes_the_verdict_incomplete(tests, pytester):
-    tests.of("sound")
-    result = run(pytester, "test_it.py::TestIt::test_it_is_there")
     assert result.ret == 0
     assert verdict(result) == ["sound  TinySuite  INCOMPLETE (1 of 2 tests did not run)  1 passed, 1 not declared"]
 
@@ -141,76 +191,6 @@ def test_options_of_a_file_are_not_chosen_by_hand(tests, pytester, options):
     result = run(pytester)
     assert result.ret in (1, pytest.ExitCode.NO_TESTS_COLLECTED)
     assert "INCOMPLETE" in verdict(result)[0]
-
-
-@pytest.mark.parametrize("args", [["-xk", "there"], ["-kthere"], ["--deselect=test_it.py::TestIt::test_it_is_there"]])
-def test_what_the_command_line_chooses_is_chosen_by_hand(tests, pytester, args):
-    tests.of("sound")
-    result = run(pytester, *args)
-    assert result.ret == 0
-    assert verdict(result) == ["sound  TinySuite  INCOMPLETE (1 of 2 tests did not run)  1 passed, 1 not declared"]
-
-
-def test_an_unknown_backend_is_an_error(tests, pytester):
-    tests.of("soudn")
-    result = run(pytester)
-    assert result.ret == 2
-    result.stdout.fnmatch_lines(["*there is no environment 'soudn'*Did you mean 'sound'?*"])
-
-
-def test_a_plugin_that_does_not_import_is_an_error(tests, pytester):
-    tests.of("ruined")
-    result = run(pytester)
-    assert result.ret == 2
-    result.stdout.fnmatch_lines(["*the plugin 'ruined' of tiny 1.5 is broken: ImportError: libruin.so is missing*"])
-
-
-def test_a_class_that_does_not_import_is_an_error_of_each_test(tests, pytester):
-    tests.of("absent")
-    result = run(pytester)
-    assert result.ret == 1
-    assert verdict(result) == ["absent  TinySuite  NOT CONFORMANT  0 passed, 2 errors, 1 not declared"]
-    result.stdout.fnmatch_lines(["*'absent' of tiny 1.5 is broken: AttributeError:*has no attribute 'Absent'*"])
-
-
-def test_a_class_without_a_backend_is_an_error(tests, pytester):
-    tests("class TestIt(TinySuite):\n    pass\n")
-    result = run(pytester)
-    assert result.ret == 2
-    result.stdout.fnmatch_lines(["*test_it.TestIt must set `backend`*"])
-
-
-def test_a_known_failure_that_fails_as_it_says(tests, pytester):
-    tests.of("known")
-    result = run(pytester, "-rx")
-    assert result.ret == 0
-    assert verdict(result) == [
-        "known  TinySuite  CONFORMANT except 1 known failure  1 passed, 1 known failure, 1 not declared"
-    ]
-    result.stdout.fnmatch_lines(["XFAIL *test_the_number_is_two* - known failure: three is nearly two"])
-
-
-def test_a_known_failure_with_another_exception_is_a_failure(tests, pytester):
-    tests.of("other")
-    result = run(pytester)
-    assert result.ret == 1
-    assert verdict(result) == ["other  TinySuite  NOT CONFORMANT  1 passed, 1 failed, 1 not declared"]
-    result.stdout.fnmatch_lines(["*fails with ConformanceFailure (three is nearly two), but it failed with Runtime*"])
-
-
-def test_a_known_failure_that_passes_is_a_failure(tests, pytester):
-    tests.of("fixed")
-    result = run(pytester)
-    assert result.ret == 1
-    assert verdict(result) == ["fixed  TinySuite  NOT CONFORMANT  1 passed, 1 failed, 1 not declared"]
-    result.stdout.fnmatch_lines(["*but it passed. It is fixed: remove it from the record's known_failures"])
-
-
-def test_a_known_failure_of_no_test_is_an_error(tests, pytester):
-    tests.of("mistaken")
-    result = run(pytester)
-    assert result.ret == 2
-    result.stdout.fnmatch_lines(["*known_failures of 'mistaken', of tiny 1.5, names test_of_no_suite*"])
 
 
 @pytest.mark.parametrize(
@@ -292,6 +272,35 @@ def test_test_functions_of_another_name_are_an_error(tests, pytester):
     result = run(pytester)
     assert result.ret == 2
     result.stdout.fnmatch_lines(["TestIt: python_functions in the pytest configuration ignores*"])
+
+
+def test_the_kit_costs_nothing_until_a_suite_is_imported(tests, pytester):
+    """Without one, pytest imports only the plugin's options; a report to write is checked for its folder."""
+    pytester.makepyfile(test_it="def test_mine():\n    pass\n", conftest=LOADED)
+    plugin = "rlframework, rlframework.conformance, rlframework.conformance.plugin"
+    for options, more in (
+        ([], ""),
+        (["-n", "1", "--conformance-layout", "all"], ""),
+        (["--conformance-json", "report.json"], ", rlframework.errors, rlframework.files"),
+    ):
+        result = pytester.runpytest_subprocess(*options)
+        result.assert_outcomes(passed=1)
+        result.stdout.fnmatch_lines([f"loaded: {plugin}{more};"])
+    assert not (pytester.path / "report.json").exists()
+
+
+def test_a_suite_that_a_conftest_imported_is_noticed_at_the_first_name(tests, pytester):
+    """Of a module whose first name is the class; the suite runs without any of its mutants."""
+    pytester.makeconftest(f"from tiny_suite import TinySuite\n{LOADED}")
+    pytester.makepyfile(test_it="class Conformance(__import__('tiny_suite').TinySuite):\n    backend = 'sound'\n")
+    result = pytester.runpytest_subprocess()
+    assert result.ret == 2
+    result.stdout.fnmatch_lines(["Conformance runs a conformance suite*"])
+    pytester.makepyfile(test_it="class TestIt(__import__('tiny_suite').TinySuite):\n    backend = 'sound'\n")
+    result = pytester.runpytest_subprocess()
+    result.assert_outcomes(passed=2)
+    result.stdout.fnmatch_lines(["loaded: *rlframework.conformance.session*;"])
+    result.stdout.no_fnmatch_line("loaded: *rlframework.conformance.mutants*")
 
 
 def test_a_fixture_of_the_name_of_ours_in_a_project_without_suites(tests, pytester):

@@ -11,6 +11,7 @@ import pytest
 
 from rlframework.conformance.markdown import main, markdown, markdown_of, read
 from rlframework.conformance.report import (
+    RESULT_JSON,
     Result,
     SuiteRun,
     Verdict,
@@ -190,7 +191,7 @@ def test_each_suite_run_has_a_verdict_in_the_order_in_which_they_were_planned():
 
 def test_a_result_travels_as_text():
     sent = result("test_a", "failed", measurements=[measurement(1e-7, 1e-5)])
-    assert Result.from_json(sent.to_json()) == sent
+    assert RESULT_JSON.validate_json(RESULT_JSON.dump_json(sent)) == sent
 
 
 # -- JSON --------------------------------------------------------------------------------------------------------------

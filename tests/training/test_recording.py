@@ -15,8 +15,7 @@ from rlframework.config.algorithms import ClippedPGLossConfig
 from rlframework.conformance.parity.command import replay
 from rlframework.conformance.parity.compare import compare_with_oracle
 from rlframework.conformance.parity.outcome import UPDATE, Candidate
-from rlframework.conformance.parity.recorded_step import read_step
-from rlframework.conformance.parity.replay import recorded_scenario
+from rlframework.conformance.parity.recorded_step import read_step, recorded_scenario
 from rlframework.conformance.policies import read_weights
 from rlframework.errors import DataError, NotSupported
 from rlframework.interfaces.loss import LossInput, LossType

@@ -13,87 +13,9 @@ from typing import Any
 from pydantic import ConfigDict
 
 from rlframework.config.sections import EnvironmentConfig
-from rlframework.conformance.mutants.mutant import Mutant
+from rlframework.conformance.mutants.mutant import mutant
 from rlframework.errors import DataError
 from rlframework.interfaces.environment import Message, Sample, Split, StepOutcome
-
-
-def validation_leaks(part: Any) -> type:
-    """The first validation sample is also a training sample."""
-
-    class Broken(part):  # type: ignore[misc]
-        def samples(self, split: Split) -> Sequence[Sample]:
-            samples = list(super().samples(split))
-            return list(super().samples("validation"))[:1] + samples if split == "train" else samples
-
-    return Broken
-
-
-def renamed_leak(part: Any) -> type:
-    """The first validation sample is also a training sample, under another id."""
-
-    class Broken(part):  # type: ignore[misc]
-        def samples(self, split: Split) -> Sequence[Sample]:
-            samples = list(super().samples(split))
-            leaked = replace(super().samples("validation")[0], id="leaked")
-            return [leaked, *samples] if split == "train" else samples
-
-    return Broken
-
-
-def shuffled_each_time(part: Any) -> type:
-    """Every call returns the samples in another order."""
-
-    class Broken(part):  # type: ignore[misc]
-        def __init__(self, config: Any, *, seed: int) -> None:
-            super().__init__(config, seed=seed)
-            self._order = random.Random(seed)
-
-        def samples(self, split: Split) -> Sequence[Sample]:
-            samples = list(super().samples(split))
-            self._order.shuffle(samples)
-            return samples
-
-    return Broken
-
-
-def global_random_state(part: Any) -> type:
-    """The order of samples depends on the random numbers drawn earlier in the process."""
-
-    class Broken(part):  # type: ignore[misc]
-        def __init__(self, config: Any, *, seed: int) -> None:
-            super().__init__(config, seed=seed)
-            self._drawn = random.random()  # the bug: no generator of its own
-
-        def samples(self, split: Split) -> Sequence[Sample]:
-            samples = list(super().samples(split))
-            random.Random(self._drawn).shuffle(samples)
-            return samples
-
-    return Broken
-
-
-def one_id_for_all(part: Any) -> type:
-    """Ids are the indices within a split, so training and validation share them."""
-
-    class Broken(part):  # type: ignore[misc]
-        def samples(self, split: Split) -> Sequence[Sample]:
-            return [replace(sample, id=str(number)) for number, sample in enumerate(super().samples(split))]
-
-    return Broken
-
-
-def answer_in_the_prompt(part: Any) -> type:
-    """The prompt ends with the assistant's answer."""
-
-    class Broken(part):  # type: ignore[misc]
-        def samples(self, split: Split) -> Sequence[Sample]:
-            return [
-                replace(sample, messages=(*sample.messages, {"role": "assistant", "content": sample.answer}))
-                for sample in super().samples(split)
-            ]
-
-    return Broken
 
 
 def _broken_step(change: Callable[..., Any]) -> Callable[[Any], type]:
@@ -110,130 +32,8 @@ def _broken_step(change: Callable[..., Any]) -> Callable[[Any], type]:
     return break_it
 
 
-def _reversed(step: Any, samples: Any, conversations: Any) -> Any:
-    return step(samples, conversations)[::-1]
-
-
-def _last_dropped(step: Any, samples: Any, conversations: Any) -> Any:
-    return step(samples, conversations)[: max(1, len(samples) - 1)]
-
-
-def _constant(step: Any, samples: Any, conversations: Any) -> Any:
-    return [replace(outcome, reward=1.0) for outcome in step(samples, conversations)]
-
-
-def _negated(step: Any, samples: Any, conversations: Any) -> Any:
-    return [replace(outcome, reward=-outcome.reward) for outcome in step(samples, conversations)]
-
-
-def _minus_batch_mean(step: Any, samples: Any, conversations: Any) -> Any:
-    outcomes = step(samples, conversations)
-    mean = sum(outcome.reward for outcome in outcomes) / max(len(outcomes), 1)
-    return [replace(outcome, reward=outcome.reward - mean) for outcome in outcomes]
-
-
-def _first_turn_scored(step: Any, samples: Any, conversations: Any) -> Any:
-    first = [turns[: len(sample.messages) + 1] for sample, turns in zip(samples, conversations, strict=True)]
-    return step(samples, first)
-
-
-def _strips_texts(step: Any, samples: Any, conversations: Any) -> Any:
-    outcomes = step(samples, conversations)
-    for turns in conversations:
-        turns[-1]["content"] = turns[-1]["content"].strip() + " "
-    return outcomes
-
-
-def _drops_last_turn(step: Any, samples: Any, conversations: Any) -> Any:
-    outcomes = step(samples, conversations)
-    for turns in conversations:
-        turns.pop()
-    return outcomes
-
-
-def _nan_for_empty(step: Any, samples: Any, conversations: Any) -> Any:
-    return [
-        outcome if turns[-1]["content"].strip() else replace(outcome, reward=float("nan"))
-        for outcome, turns in zip(step(samples, conversations), conversations, strict=True)
-    ]
-
-
-def _raises_on_invalid_utf8(step: Any, samples: Any, conversations: Any) -> Any:
-    for turns in conversations:
-        turns[-1]["content"].encode()
-    return step(samples, conversations)
-
-
-def _raises_on_no_rows(step: Any, samples: Any, conversations: Any) -> Any:
-    return [step(samples, conversations)[0], *step(samples, conversations)[1:]]
-
-
-def scores_undeclared(part: Any) -> type:
-    """`scores` is False, yet `step` returns rewards."""
-
-    class Broken(part):  # type: ignore[misc]
-        def __init__(self, config: Any, *, seed: int) -> None:
-            super().__init__(config, seed=seed)
-            self.scores = False
-
-    return Broken
-
-
-def takes_any_key(part: Any) -> type:
-    """The section accepts unknown keys."""
-
-    class AnyKey(EnvironmentConfig):
-        model_config = ConfigDict(extra="allow")
-
-    class Broken(part):  # type: ignore[misc]
-        config_model = AnyKey
-
-    return Broken
-
-
 def _reads_files(section: Mapping[str, Any]) -> bool:
     return any("path" in key for key in section)
-
-
-def empty_without_its_file(part: Any) -> type:
-    """A missing file is treated as an empty data set."""
-
-    class Broken(part):  # type: ignore[misc]
-        def __init__(self, config: Any, *, seed: int) -> None:
-            try:
-                super().__init__(config, seed=seed)
-            except DataError:
-                self._samples: dict[Split, list[Sample]] = {"train": [], "validation": []}
-
-    return Broken
-
-
-def unnamed_file(part: Any) -> type:
-    """The error does not name the missing file."""
-
-    class Broken(part):  # type: ignore[misc]
-        def __init__(self, config: Any, *, seed: int) -> None:
-            try:
-                super().__init__(config, seed=seed)
-            except DataError:
-                raise DataError("the data cannot be read") from None
-
-    return Broken
-
-
-def shared_shutdown(part: Any) -> type:
-    """Environments share their state, and one that shuts down clears it for all."""
-
-    class Broken(part):  # type: ignore[misc]
-        closed: list[bool] = []  # noqa: RUF012  # the bug
-
-        def samples(self, split: Split) -> Sequence[Sample]:
-            return [] if self.closed else super().samples(split)
-
-        def shutdown(self) -> None:
-            self.closed.append(True)
-
-    return Broken
 
 
 _ORDER = "test_samples_come_in_the_same_order_each_time_they_are_asked_for"
@@ -253,80 +53,213 @@ _KEY = "test_an_unknown_key_of_its_section_is_an_error"
 _FILE = "test_a_missing_file_is_an_error_that_names_it"
 _END = "test_it_shuts_down_and_leaves_others_alone"
 
-MUTANTS = (
-    Mutant(
-        "validation_leaks", "One validation sample is also in the training split.", (_HELD_OUT, _IDS), validation_leaks
-    ),
-    Mutant(
-        "renamed_leak",
-        "One validation sample is also in the training split, under another id.",
-        (_HELD_OUT,),
-        renamed_leak,
-    ),
-    Mutant("shuffled_each_time", "Each call returns the samples in another order.", (_ORDER,), shuffled_each_time),
-    Mutant(
-        "global_random_state",
-        "The order of the samples depends on the global random state.",
-        (_SAME,),
-        global_random_state,
-    ),
-    Mutant("one_id_for_all", "Training and validation samples share the same ids.", (_IDS,), one_id_for_all),
-    Mutant("answer_in_the_prompt", "The prompt includes the assistant's answer.", (_WAITS,), answer_in_the_prompt),
-    Mutant("outcomes_reversed", "Outcomes come back in reverse order.", (_IN_ORDER, _GROUPED), _broken_step(_reversed)),
-    Mutant("last_outcome_dropped", "The last row gets no outcome.", (_WORTH, _IN_ORDER), _broken_step(_last_dropped)),
-    Mutant("constant_reward", "Every answer gets the same reward.", (_WORTH,), _broken_step(_constant)),
-    Mutant("upside_down", "Wrong answers get a higher reward than right ones.", (_WORTH,), _broken_step(_negated)),
-    Mutant(
-        "reward_of_the_batch",
-        "The mean reward of the call is subtracted from every reward.",
-        (_GROUPED,),
-        _broken_step(_minus_batch_mean),
-    ),
-    Mutant(
-        "first_turn",
-        "The assistant's first turn is scored instead of its last.",
-        (_LAST,),
-        _broken_step(_first_turn_scored),
-    ),
-    Mutant(
-        "strips_in_place",
-        "Scoring modifies the texts of the conversations.",
-        (_ARGUMENTS,),
-        _broken_step(_strips_texts),
-    ),
-    Mutant(
-        "pops_the_answer",
-        "Scoring removes the last turn of each conversation.",
-        (_ARGUMENTS,),
-        _broken_step(_drops_last_turn),
-    ),
-    Mutant("nan_for_nothing", "An empty answer gets the reward NaN.", (_FINITE,), _broken_step(_nan_for_empty)),
-    Mutant(
-        "dies_of_odd_text",
-        "Text that cannot be encoded as UTF-8 raises an exception.",
-        (_FINITE,),
-        _broken_step(_raises_on_invalid_utf8),
-    ),
-    Mutant(
-        "needs_a_row",
-        "An empty list of conversations raises an IndexError.",
-        (_NOTHING,),
-        _broken_step(_raises_on_no_rows),
-    ),
-    Mutant(
-        "judges_unscored",
-        "The environment scores although `scores` is False.",
-        (_REFUSED,),
-        scores_undeclared,
-    ),
-    Mutant("takes_any_key", "Unknown keys of the section are silently accepted.", (_KEY,), takes_any_key),
-    Mutant(
-        "empty_without_its_file",
-        "A missing file is treated as an empty data set.",
-        (_FILE,),
-        empty_without_its_file,
-        applies=_reads_files,
-    ),
-    Mutant("unnamed_file", "The error does not name the missing file.", (_FILE,), unnamed_file, applies=_reads_files),
-    Mutant("shared_end", "Shutting down one environment shuts down the others too.", (_END,), shared_shutdown),
-)
+
+@mutant("validation_leaks", "One validation sample is also in the training split.", _HELD_OUT, _IDS)
+def _validation_leaks(part: Any) -> type:
+    class Broken(part):  # type: ignore[misc]
+        def samples(self, split: Split) -> Sequence[Sample]:
+            samples = list(super().samples(split))
+            return list(super().samples("validation"))[:1] + samples if split == "train" else samples
+
+    return Broken
+
+
+@mutant("renamed_leak", "One validation sample is also in the training split, under another id.", _HELD_OUT)
+def _renamed_leak(part: Any) -> type:
+    class Broken(part):  # type: ignore[misc]
+        def samples(self, split: Split) -> Sequence[Sample]:
+            samples = list(super().samples(split))
+            leaked = replace(super().samples("validation")[0], id="leaked")
+            return [leaked, *samples] if split == "train" else samples
+
+    return Broken
+
+
+@mutant("shuffled_each_time", "Each call returns the samples in another order.", _ORDER)
+def _shuffled_each_time(part: Any) -> type:
+    class Broken(part):  # type: ignore[misc]
+        def __init__(self, config: Any, *, seed: int) -> None:
+            super().__init__(config, seed=seed)
+            self._order = random.Random(seed)
+
+        def samples(self, split: Split) -> Sequence[Sample]:
+            samples = list(super().samples(split))
+            self._order.shuffle(samples)
+            return samples
+
+    return Broken
+
+
+@mutant("global_random_state", "The order of the samples depends on the global random state.", _SAME)
+def _global_random_state(part: Any) -> type:
+    class Broken(part):  # type: ignore[misc]
+        def __init__(self, config: Any, *, seed: int) -> None:
+            super().__init__(config, seed=seed)
+            self._drawn = random.random()  # the bug: no generator of its own
+
+        def samples(self, split: Split) -> Sequence[Sample]:
+            samples = list(super().samples(split))
+            random.Random(self._drawn).shuffle(samples)
+            return samples
+
+    return Broken
+
+
+@mutant("one_id_for_all", "Training and validation samples share the same ids.", _IDS)
+def _one_id_for_all(part: Any) -> type:
+    class Broken(part):  # type: ignore[misc]
+        def samples(self, split: Split) -> Sequence[Sample]:
+            return [replace(sample, id=str(number)) for number, sample in enumerate(super().samples(split))]
+
+    return Broken
+
+
+@mutant("answer_in_the_prompt", "The prompt includes the assistant's answer.", _WAITS)
+def _answer_in_the_prompt(part: Any) -> type:
+    class Broken(part):  # type: ignore[misc]
+        def samples(self, split: Split) -> Sequence[Sample]:
+            return [
+                replace(sample, messages=(*sample.messages, {"role": "assistant", "content": sample.answer}))
+                for sample in super().samples(split)
+            ]
+
+    return Broken
+
+
+@mutant("outcomes_reversed", "Outcomes come back in reverse order.", _IN_ORDER, _GROUPED)
+@_broken_step
+def _reversed(step: Any, samples: Any, conversations: Any) -> Any:
+    return step(samples, conversations)[::-1]
+
+
+@mutant("last_outcome_dropped", "The last row gets no outcome.", _WORTH, _IN_ORDER)
+@_broken_step
+def _last_dropped(step: Any, samples: Any, conversations: Any) -> Any:
+    return step(samples, conversations)[: max(1, len(samples) - 1)]
+
+
+@mutant("constant_reward", "Every answer gets the same reward.", _WORTH)
+@_broken_step
+def _constant(step: Any, samples: Any, conversations: Any) -> Any:
+    return [replace(outcome, reward=1.0) for outcome in step(samples, conversations)]
+
+
+@mutant("upside_down", "Wrong answers get a higher reward than right ones.", _WORTH)
+@_broken_step
+def _negated(step: Any, samples: Any, conversations: Any) -> Any:
+    return [replace(outcome, reward=-outcome.reward) for outcome in step(samples, conversations)]
+
+
+@mutant("reward_of_the_batch", "The mean reward of the call is subtracted from every reward.", _GROUPED)
+@_broken_step
+def _minus_batch_mean(step: Any, samples: Any, conversations: Any) -> Any:
+    outcomes = step(samples, conversations)
+    mean = sum(outcome.reward for outcome in outcomes) / max(len(outcomes), 1)
+    return [replace(outcome, reward=outcome.reward - mean) for outcome in outcomes]
+
+
+@mutant("first_turn", "The assistant's first turn is scored instead of its last.", _LAST)
+@_broken_step
+def _first_turn_scored(step: Any, samples: Any, conversations: Any) -> Any:
+    first = [turns[: len(sample.messages) + 1] for sample, turns in zip(samples, conversations, strict=True)]
+    return step(samples, first)
+
+
+@mutant("strips_in_place", "Scoring modifies the texts of the conversations.", _ARGUMENTS)
+@_broken_step
+def _strips_texts(step: Any, samples: Any, conversations: Any) -> Any:
+    outcomes = step(samples, conversations)
+    for turns in conversations:
+        turns[-1]["content"] = turns[-1]["content"].strip() + " "
+    return outcomes
+
+
+@mutant("pops_the_answer", "Scoring removes the last turn of each conversation.", _ARGUMENTS)
+@_broken_step
+def _drops_last_turn(step: Any, samples: Any, conversations: Any) -> Any:
+    outcomes = step(samples, conversations)
+    for turns in conversations:
+        turns.pop()
+    return outcomes
+
+
+@mutant("nan_for_nothing", "An empty answer gets the reward NaN.", _FINITE)
+@_broken_step
+def _nan_for_empty(step: Any, samples: Any, conversations: Any) -> Any:
+    return [
+        outcome if turns[-1]["content"].strip() else replace(outcome, reward=float("nan"))
+        for outcome, turns in zip(step(samples, conversations), conversations, strict=True)
+    ]
+
+
+@mutant("dies_of_odd_text", "Text that cannot be encoded as UTF-8 raises an exception.", _FINITE)
+@_broken_step
+def _raises_on_invalid_utf8(step: Any, samples: Any, conversations: Any) -> Any:
+    for turns in conversations:
+        turns[-1]["content"].encode()
+    return step(samples, conversations)
+
+
+@mutant("needs_a_row", "An empty list of conversations raises an IndexError.", _NOTHING)
+@_broken_step
+def _raises_on_no_rows(step: Any, samples: Any, conversations: Any) -> Any:
+    return [step(samples, conversations)[0], *step(samples, conversations)[1:]]
+
+
+@mutant("judges_unscored", "The environment scores although `scores` is False.", _REFUSED)
+def _scores_undeclared(part: Any) -> type:
+    class Broken(part):  # type: ignore[misc]
+        def __init__(self, config: Any, *, seed: int) -> None:
+            super().__init__(config, seed=seed)
+            self.scores = False
+
+    return Broken
+
+
+@mutant("takes_any_key", "Unknown keys of the section are silently accepted.", _KEY)
+def _takes_any_key(part: Any) -> type:
+    class AnyKey(EnvironmentConfig):
+        model_config = ConfigDict(extra="allow")
+
+    class Broken(part):  # type: ignore[misc]
+        config_model = AnyKey
+
+    return Broken
+
+
+@mutant("empty_without_its_file", "A missing file is treated as an empty data set.", _FILE, applies=_reads_files)
+def _empty_without_its_file(part: Any) -> type:
+    class Broken(part):  # type: ignore[misc]
+        def __init__(self, config: Any, *, seed: int) -> None:
+            try:
+                super().__init__(config, seed=seed)
+            except DataError:
+                self._samples: dict[Split, list[Sample]] = {"train": [], "validation": []}
+
+    return Broken
+
+
+@mutant("unnamed_file", "The error does not name the missing file.", _FILE, applies=_reads_files)
+def _unnamed_file(part: Any) -> type:
+    class Broken(part):  # type: ignore[misc]
+        def __init__(self, config: Any, *, seed: int) -> None:
+            try:
+                super().__init__(config, seed=seed)
+            except DataError:
+                raise DataError("the data cannot be read") from None
+
+    return Broken
+
+
+@mutant("shared_end", "Shutting down one environment shuts down the others too.", _END)
+def _shared_shutdown(part: Any) -> type:
+    class Broken(part):  # type: ignore[misc]
+        closed: list[bool] = []  # noqa: RUF012  # the bug
+
+        def samples(self, split: Split) -> Sequence[Sample]:
+            return [] if self.closed else super().samples(split)
+
+        def shutdown(self) -> None:
+            self.closed.append(True)
+
+    return Broken

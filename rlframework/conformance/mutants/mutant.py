@@ -28,6 +28,13 @@ class Mutant:
     """Whether the bug can occur in a part with this section. A missing file, for one, needs a part that reads files."""
 
 
-def mutant(name: str, bug: str, *tests: str, layout: Layout | None = None) -> Callable[[Callable[[Any], Any]], Mutant]:
+def mutant(
+    name: str,
+    bug: str,
+    *tests: str,
+    layout: Layout | None = None,
+    break_record: Callable[[Record], Record] = lambda record: record,
+    applies: Callable[[Mapping[str, Any]], bool] = lambda section: True,
+) -> Callable[[Callable[[Any], Any]], Mutant]:
     """Decorate `break_it` to make it a `Mutant`."""
-    return lambda break_it: Mutant(name, bug, tests, break_it, layout or Layout())
+    return lambda break_it: Mutant(name, bug, tests, break_it, layout or Layout(), break_record, applies)

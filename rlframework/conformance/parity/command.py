@@ -17,8 +17,14 @@ from rlframework.conformance.layouts import Layout, quick_layouts
 from rlframework.conformance.parity import report
 from rlframework.conformance.parity.compare import compare_with_oracle
 from rlframework.conformance.parity.outcome import Candidate, Outcome
-from rlframework.conformance.parity.recorded_step import RecordedStep, read_step
-from rlframework.conformance.parity.replay import against_run, recorded_scenario, run_candidate, run_outcome
+from rlframework.conformance.parity.recorded_step import (
+    RecordedStep,
+    against_run,
+    read_step,
+    recorded_scenario,
+    run_candidate,
+    run_outcome,
+)
 from rlframework.conformance.parity.scenario import LOSSES, Scenario, random_scenario
 from rlframework.conformance.sections import parse_section, section_of
 from rlframework.errors import ConfigError

@@ -102,8 +102,7 @@ def _measured(name: str, sums: Sums, step: int) -> Measurement:
     difference, moved, right, start = (math.sqrt(square) for square in sums)
     size = max(right, EPS * start, 1e-30)  # if nothing should move, the error is relative to rounding
     allowed = LIMIT * max(1.0, step / STEPS) + 2 * EPS * math.sqrt(step) * start / size
-    error = difference / size
-    return Measurement(name, math.inf if math.isnan(error) else error, allowed, moved, right, f"moved by, step {step}")
+    return Measurement(name, difference / size, allowed, moved, right, f"moved by, step {step}")
 
 
 def _clear(gradient: Tensor, faint: float) -> Tensor:

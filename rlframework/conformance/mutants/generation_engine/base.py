@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from rlframework.conformance.mutants.mutant import Mutant
-
 
 def broken_settings(change: Callable[[Any], dict[str, Any]]) -> Callable[[type], type]:
     """Break the settings: the configuration is updated with `change(config)`."""
@@ -107,8 +105,3 @@ def broken_forward(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Callab
             handle.remove()
 
     return broken_generate(generate)
-
-
-def mutant(name: str, bug: str, break_it: Callable[[type], type], *tests: str) -> Mutant:
-    """Return a `Mutant`, with its tests as the last arguments."""
-    return Mutant(name, bug, tests, break_it)

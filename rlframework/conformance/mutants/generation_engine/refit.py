@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from rlframework.conformance.mutants.generation_engine.base import mutant
-from rlframework.conformance.mutants.mutant import Mutant
+from rlframework.conformance.mutants.mutant import mutant
 from rlframework.errors import UserError
 from rlframework.weight_sync.buffers import checksum
 from rlframework.weight_sync.ipc import GroupHandles, IpcReceiver, ReceiveBuffer
@@ -22,6 +21,7 @@ _DAMAGE = "test_damage_on_the_way_is_told_by_name"
 _SAME_SHAPE = "model.layers.0.mlp.up_proj.weight", "model.layers.1.mlp.up_proj.weight"
 
 
+@mutant("first_refit_only", "Refits after the first are ignored.", _HANDLES, _GROUP)
 def _first_refit_only(part: Any) -> type:
     class Broken(part):  # type: ignore[misc]
         first = ""
@@ -50,6 +50,7 @@ def _first_refit_only(part: Any) -> type:
     return Broken
 
 
+@mutant("checksums_not_compared", "Checksums of the received bytes are not verified.", _DAMAGE, _OFFER)
 def _checksums_not_compared(part: Any) -> type:
     class Broken(part):  # type: ignore[misc]
         def update_weights_from_ipc_handles(self, ipc_handles: Mapping[str, Any]) -> bool:
@@ -63,6 +64,52 @@ def _checksums_not_compared(part: Any) -> type:
     return Broken
 
 
+@mutant("offered_memory_left", "The module does not use the memory that the engine offered.", _OFFER)
+def _offered_memory_unused(part: Any) -> type:
+    class Broken(part):  # type: ignore[misc]
+        module: Any = None
+
+        def attach(self, model: Any) -> None:
+            super().attach(model)
+            self.module = model
+
+        def offer_refit_memory(self) -> dict[str, Any]:
+            buffers: dict[str, Any] = super().offer_refit_memory()
+            if buffers:
+                for parameter in self.module.parameters():
+                    parameter.data = parameter.data.clone()
+            return buffers
+
+    return Broken
+
+
+@mutant("rooms_swapped", "The engine offers two weights each other's memory.", _OFFER)
+def _offsets_swapped(part: Any) -> type:
+    class Broken(part):  # type: ignore[misc]
+        def offer_refit_memory(self) -> dict[str, Any]:
+            return {device: self._swapped(buffer) for device, buffer in super().offer_refit_memory().items()}
+
+        def _swapped(self, buffer: ReceiveBuffer) -> ReceiveBuffer:
+            one, other = _SAME_SHAPE
+            swapped = {one: buffer.offsets[other], other: buffer.offsets[one]}
+            return replace(buffer, offsets={**buffer.offsets, **swapped})
+
+    return Broken
+
+
+@mutant("offer_is_no_begin", "The engine generates while its weights are being written.", _OFFER)
+def _offer_without_refit(part: Any) -> type:
+    class Broken(part):  # type: ignore[misc]
+        def offer_refit_memory(self) -> dict[str, Any]:
+            kept = vars(self).copy()
+            buffers: dict[str, Any] = super().offer_refit_memory()
+            self.__dict__.update({name: kept.get(name) for name in ("_refit_now", "_model")})
+            return buffers
+
+    return Broken
+
+
+@mutant("half_a_refit_borne", "The engine generates in the middle of a refit, with partly updated weights.", _MID_REFIT)
 def _generates_mid_refit(part: Any) -> type:
     class Broken(part):  # type: ignore[misc]
         module: Any = None
@@ -82,76 +129,3 @@ def _generates_mid_refit(part: Any) -> type:
                 return engine.generate(data, greedy)
 
     return Broken
-
-
-def _offered_memory_unused(part: Any) -> type:
-    class Broken(part):  # type: ignore[misc]
-        module: Any = None
-
-        def attach(self, model: Any) -> None:
-            super().attach(model)
-            self.module = model
-
-        def offer_refit_memory(self) -> dict[str, Any]:
-            buffers: dict[str, Any] = super().offer_refit_memory()
-            if buffers:
-                for parameter in self.module.parameters():
-                    parameter.data = parameter.data.clone()
-            return buffers
-
-    return Broken
-
-
-def _offsets_swapped(part: Any) -> type:
-    class Broken(part):  # type: ignore[misc]
-        def offer_refit_memory(self) -> dict[str, Any]:
-            return {device: self._swapped(buffer) for device, buffer in super().offer_refit_memory().items()}
-
-        def _swapped(self, buffer: ReceiveBuffer) -> ReceiveBuffer:
-            one, other = _SAME_SHAPE
-            swapped = {one: buffer.offsets[other], other: buffer.offsets[one]}
-            return replace(buffer, offsets={**buffer.offsets, **swapped})
-
-    return Broken
-
-
-def _offer_without_refit(part: Any) -> type:
-    class Broken(part):  # type: ignore[misc]
-        def offer_refit_memory(self) -> dict[str, Any]:
-            kept = vars(self).copy()
-            buffers: dict[str, Any] = super().offer_refit_memory()
-            self.__dict__.update({name: kept.get(name) for name in ("_refit_now", "_model")})
-            return buffers
-
-    return Broken
-
-
-MUTANTS: tuple[Mutant, ...] = (
-    mutant("first_refit_only", "Refits after the first are ignored.", _first_refit_only, _HANDLES, _GROUP),
-    mutant(
-        "checksums_not_compared",
-        "Checksums of the received bytes are not verified.",
-        _checksums_not_compared,
-        _DAMAGE,
-        _OFFER,
-    ),
-    mutant(
-        "offered_memory_left",
-        "The module does not use the memory that the engine offered.",
-        _offered_memory_unused,
-        _OFFER,
-    ),
-    mutant("rooms_swapped", "The engine offers two weights each other's memory.", _offsets_swapped, _OFFER),
-    mutant(
-        "offer_is_no_begin",
-        "The engine generates while its weights are being written.",
-        _offer_without_refit,
-        _OFFER,
-    ),
-    mutant(
-        "half_a_refit_borne",
-        "The engine generates in the middle of a refit, with partly updated weights.",
-        _generates_mid_refit,
-        _MID_REFIT,
-    ),
-)

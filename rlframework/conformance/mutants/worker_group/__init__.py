@@ -2,9 +2,3 @@
 
 They leak no processes: the harness of the suite ends those that a mutant leaves running.
 """
-
-from __future__ import annotations
-
-from rlframework.conformance.mutants.worker_group import calls, lifecycle, results
-
-MUTANTS = (*calls.MUTANTS, *results.MUTANTS, *lifecycle.MUTANTS)

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from rlframework.conformance.suites.data_processor.contents import HeadPlaces, ModelInputs
 from rlframework.conformance.suites.data_processor.counts import GlobalBatches
 from rlframework.conformance.suites.data_processor.grouping import Grouping
 from rlframework.conformance.suites.data_processor.harness import ProcessorHarness
-from rlframework.conformance.suites.data_processor.head import HeadPlaces
-from rlframework.conformance.suites.data_processor.inputs import ModelInputs
 
 __all__ = ["DataProcessorSuite"]
 

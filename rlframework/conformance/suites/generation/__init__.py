@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from rlframework.conformance.suites.generation.decoding import Decoding
+from rlframework.conformance.suites.generation.decoding import Decoding, Sampling
 from rlframework.conformance.suites.generation.harness import GenerationHarness
 from rlframework.conformance.suites.generation.layout import OutputLayout
 from rlframework.conformance.suites.generation.refit import Refits
 from rlframework.conformance.suites.generation.rejections import Rejections
-from rlframework.conformance.suites.generation.sampling import Sampling
 from rlframework.conformance.suites.generation.weights import Weights
 
 __all__ = ["GenerationEngineSuite"]

@@ -1,0 +1,44 @@
+"""Mutants are found by name, and none is imported before somebody asks for it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlframework.conformance import mutants
+from rlframework.conformance.mutants import MODULES, find_mutant, mutants_of
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_each_mutant_is_found_by_its_name(kind):
+    assert mutants_of(kind)
+    assert all(find_mutant(kind, name) is mutant for name, mutant in mutants_of(kind).items())
+    with pytest.raises(KeyError, match="no_such_mutant"):
+        find_mutant(kind, "no_such_mutant")
+
+
+def test_each_module_with_mutants_is_listed():
+    folder = Path(mutants.__file__).parent
+    makes = [path for path in folder.rglob("*.py") if " import mutant\n" in path.read_text()]
+    found = {".".join(path.relative_to(folder).with_suffix("").parts) for path in makes}
+    assert found <= {module for modules in MODULES.values() for module in modules}
+
+
+def test_finding_a_mutant_imports_its_module_only():
+    code = (
+        "import sys\nfrom rlframework.conformance import PolicyWorkerSuite\n"
+        "def loaded():\n"
+        "    prefix = 'rlframework.conformance.mutants'\n"
+        "    return sorted(name.removeprefix(prefix) for name in sys.modules if name.startswith(prefix))\n"
+        "print(loaded())\nfrom rlframework.conformance.mutants import find_mutant\nprint(loaded())\n"
+        "assert find_mutant('data_processor', 'counts_never_zero').name == 'counts_never_zero'\nprint(loaded())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.splitlines() == [
+        "[]",
+        "['', '.mutant']",
+        "['', '.data_processor', '.data_processor.base', '.data_processor.counts', '.mutant']",
+    ]
