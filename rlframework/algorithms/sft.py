@@ -17,7 +17,7 @@ from rlframework.config.algorithms import SFTConfig
 from rlframework.datasets.collate import TokenRows, pad_rendered
 from rlframework.datasets.loader import PromptLoader
 from rlframework.datasets.rendering import render_samples
-from rlframework.datasets.tokens.reading import TokenData
+from rlframework.datasets.tokens import TokenData
 from rlframework.errors import ConfigError
 from rlframework.huggingface.tokenizer import tokenizer_fingerprint
 from rlframework.plugins.user_defined import load_loss

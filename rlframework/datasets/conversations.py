@@ -14,12 +14,12 @@ audio and tool calls are rejected, never dropped silently.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
-from rlframework.datasets.text_values import is_missing, lone_surrogate, number_text
 from rlframework.errors import DataError
 from rlframework.interfaces.environment import Message
 
@@ -32,6 +32,9 @@ _ROLES = {
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "bot", "model", "bing", "bard"), "assistant"),
     **dict.fromkeys(("tool", "function", "observation", "function_response", "ipython"), "tool"),
 }
+
+_EXACT = 2**53
+"""Integers below this are exact as floats."""
 
 
 @dataclass(frozen=True)
@@ -162,3 +165,32 @@ def _without_surrogates(text: str, where: str) -> str:
             f"{where}: the text has a lone surrogate ({half}), half of a character; fix it, or remove such rows"
         )
     return text
+
+
+def is_missing(value: Any) -> bool:
+    """Whether `value` is missing: null or NaN, which tables use for absent values."""
+    return value is None or (isinstance(value, (float, Decimal)) and math.isnan(value))
+
+
+def number_text(value: Any) -> str | None:
+    """Return a number as text, integers without a fraction; None for infinities and values that are not numbers."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    if not isinstance(value, (float, Decimal)) or not math.isfinite(value):
+        return None
+    if isinstance(value, float) and abs(value) >= _EXACT:
+        return str(value)
+    if value == int(value):
+        return str(int(value))
+    return str(value) if isinstance(value, float) else format(value, "f")
+
+
+def lone_surrogate(text: str) -> str | None:
+    """Return the first lone surrogate in `text` as an escape such as "\\ud83d", or None. No tokenizer accepts one."""
+    if text.isascii():
+        return None
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        return f"\\u{ord(text[error.start]):04x}"
+    return None

@@ -13,10 +13,11 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from rlframework.datasets.preferences import PreferenceRow
-from rlframework.datasets.sources.jsonl import read_jsonl
+from rlframework.datasets.sources.jsonl import JsonlRows
+from rlframework.datasets.sources.rows import Row, check_fields
 from rlframework.errors import DataError
 from rlframework.interfaces.environment import Message
 
@@ -36,10 +37,8 @@ class GradedQuestion:
 
 def read_graded_solutions(path: str | Path) -> list[GradedQuestion]:
     """Read all questions of the file. Raises a `DataError` that names file and line if one is missing or malformed."""
-    path = Path(path)
-    return [
-        _question(row, f"{path}, line {number}", f"{path.stem}-{number}") for number, row in read_jsonl(path, _FIELDS)
-    ]
+    rows = JsonlRows([path])
+    return [_question(row, rows.where(index), rows.label(index)) for index, row in enumerate(rows)]
 
 
 def pair_solutions(
@@ -69,14 +68,13 @@ def _row(question: GradedQuestion, right: str, wrong: str) -> PreferenceRow:
     return PreferenceRow((prompt,), right, wrong, name, scores=(1.0, 0.0))
 
 
-def _question(row: dict[str, Any], where: str, name: str) -> GradedQuestion:
+def _question(row: Row, where: str, name: str) -> GradedQuestion:
+    check_fields(row, _FIELDS, where)
     marked: dict[bool, list[str]] = {True: [], False: []}
     models = [model for model in row if model not in _FIELDS]
     for model in models:
-        entry = row[model]
-        solution, correct = (
-            (entry.get("solution"), entry.get("is_correct")) if isinstance(entry, dict) else (None, None)
-        )
+        entry = row[model] if isinstance(row[model], dict) else {}
+        solution, correct = entry.get("solution"), entry.get("is_correct")
         if not isinstance(solution, str) or not isinstance(correct, bool):
             raise DataError(f"{where}: the field {model!r} must be {_MARKED}")
         if solution in marked[not correct]:

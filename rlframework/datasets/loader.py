@@ -91,8 +91,7 @@ class PromptLoader(Iterator[list[T]], Generic[T]):
                 f"{SHUFFLE!r}: resuming from it would repeat rows and skip others. Resume with that release"
             )
         epoch, position = state["epoch"], state["position"]
-        whole = type(epoch) is int and type(position) is int
-        if not whole or epoch < 0 or not 0 <= position <= len(self._samples):
+        if not (type(epoch) is type(position) is int and epoch >= 0 and 0 <= position <= len(self._samples)):
             raise DataError(
                 f"the saved position is epoch {epoch!r}, row {position!r}, which does not exist in "
                 f"{len(self._samples)} rows"

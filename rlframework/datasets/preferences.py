@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import torch
 from torch import Tensor
 
-from rlframework.datasets.memmap.tensorclass import MemmapTensorClass
+from rlframework.datasets.collate import pad_rows
+from rlframework.datasets.memmap import MemmapTensorClass
 from rlframework.datasets.rendering import render_completion, render_prompt
 from rlframework.datasets.reward_data import RewardData, has_values, need_tensor, right_padding_mask
 from rlframework.errors import BatchError, BatchKeyError, BatchTypeError, DataError
@@ -74,14 +75,15 @@ class PreferencePairs(MemmapTensorClass):
         if too_long not in ("error", "drop"):
             raise DataError(f"too_long is {too_long!r}; it must be 'error' or 'drop'")
         tokenised = [_tokenise(row, tokenizer) for row in rows]
-        kept = [index for index, ids in enumerate(tokenised) if max_length is None or ids.longest <= max_length]
-        if len(kept) < len(rows) and too_long == "error":
-            index = next(index for index, ids in enumerate(tokenised) if ids.longest > (max_length or 0))
+        limit = max((ids.longest for ids in tokenised), default=0) if max_length is None else max_length
+        long = [index for index, ids in enumerate(tokenised) if ids.longest > limit]
+        if long and too_long == "error":
             raise DataError(
-                f"pair {index} ({rows[index].id or 'without id'}) has {tokenised[index].longest} tokens, more than "
-                f"max_length {max_length}, and so have {len(rows) - len(kept) - 1} others; raise max_length, or set "
+                f"pair {long[0]} ({rows[long[0]].id or 'without id'}) has {tokenised[long[0]].longest} tokens, more "
+                f"than max_length {max_length}, and so have {len(long) - 1} others; raise max_length, or set "
                 "too_long='drop'"
             )
+        kept = [index for index, ids in enumerate(tokenised) if ids.longest <= limit]
         if not kept:
             why = f": all have more than {max_length} tokens" if rows else ""
             raise DataError(f"none of the {len(rows)} given pairs is left{why}")
@@ -89,16 +91,13 @@ class PreferencePairs(MemmapTensorClass):
         if any(scored) != all(scored):
             raise DataError(f"{sum(scored)} of {len(scored)} pairs have scores; all must have them, or none")
         scores = _scores([rows[index] for index in kept]) if all(scored) else None
-        return cls._of_tokens([tokenised[index] for index in kept], _padding(tokenizer), scores)
+        pad: Any = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        return cls._of_tokens([tokenised[index] for index in kept], int(pad), scores)
 
     @classmethod
     def _of_tokens(cls, pairs: Sequence[_Tokens], padding: int, scores: Tensor | None) -> Self:
-        width = max(pair.longest for pair in pairs)
-        ids = torch.full((len(pairs), 2, width), padding)
-        lengths = torch.tensor([[len(pair.chosen), len(pair.rejected)] for pair in pairs])
-        for row, pair in zip(ids, pairs, strict=True):
-            row[0, : len(pair.chosen)] = torch.tensor(pair.chosen)
-            row[1, : len(pair.rejected)] = torch.tensor(pair.rejected)
+        sides = [side for pair in pairs for side in (pair.chosen, pair.rejected)]
+        ids, lengths = (rows.unflatten(0, (len(pairs), 2)) for rows in pad_rows(sides, padding))
         both = RewardData.from_lengths(ids, lengths, end_scores=scores)
         prompts = torch.tensor([pair.prompt for pair in pairs])
         return cls(both[:, 0], both[:, 1], prompts, batch_size=[len(pairs)])
@@ -212,22 +211,14 @@ def _tokenise(row: PreferenceRow, tokenizer: PreTrainedTokenizerBase) -> _Tokens
 def _scores(rows: Sequence[PreferenceRow]) -> Tensor:
     """The scores of chosen and rejected answers, `[P, 2]` fp32."""
     for index, row in enumerate(rows):
-        if not _are_scores(row.scores):
+        scores: Any = row.scores
+        numbers = isinstance(scores, (tuple, list)) and all(isinstance(one, Real) for one in scores)
+        if not numbers or len(scores) != 2 or not all(abs(one) <= _MOST for one in scores):
             raise DataError(
-                f"pair {index} ({row.id or 'without id'}) has scores {row.scores!r}; give two finite numbers, for the "
+                f"pair {index} ({row.id or 'without id'}) has scores {scores!r}; give two finite numbers, for the "
                 "chosen and the rejected answer, or none for all pairs"
             )
     return torch.tensor([row.scores for row in rows], dtype=torch.float32)
-
-
-def _are_scores(scores: Any) -> bool:
-    numbers = isinstance(scores, (tuple, list)) and all(isinstance(one, Real) for one in scores)
-    return numbers and len(scores) == 2 and all(abs(one) <= _MOST for one in scores)
-
-
-def _padding(tokenizer: PreTrainedTokenizerBase) -> int:
-    pad: Any = tokenizer.pad_token_id
-    return int(pad if pad is not None else tokenizer.eos_token_id)
 
 
 def _interleave(name: str, first: Tensor, second: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rlframework.datasets.chat_templates import Chat, Segment
-from rlframework.datasets.text_values import lone_surrogate
+from rlframework.datasets.conversations import lone_surrogate
 from rlframework.errors import DataError
 
 if TYPE_CHECKING:
@@ -155,18 +155,14 @@ def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[i
                 ) from error
         if "Missing [UNK] token" not in str(error):
             raise
-        raise _no_token(tokenizer, texts) from error
+        unknown = sorted(character for character in set("".join(texts)) if not _has_token(tokenizer, character))
+        text = next((text for text in texts if set(text) & set(unknown)), texts[0])
+        raise DataError(f"the tokenizer has no token for {unknown} in {text!r}; add them to its alphabet") from error
 
 
-def _no_token(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> DataError:
-    """The error for the first of `texts` that the tokenizer has no tokens for."""
-    vocabulary = tokenizer.get_vocab()
-    words = [word for word in vocabulary if len(word) > 1]
-    for text in texts:
-        rest = text
-        for word in sorted(words, key=len, reverse=True):
-            rest = rest.replace(word, "")
-        unknown = sorted({character for character in rest if character not in vocabulary})
-        if unknown:
-            return DataError(f"the tokenizer has no token for {unknown} in {text!r}; add them to its alphabet")
-    return DataError(f"the tokenizer has no tokens for some characters of {texts[0]!r}; add them to its alphabet")
+def _has_token(tokenizer: PreTrainedTokenizerBase, character: str) -> bool:
+    try:
+        tokenizer(character, add_special_tokens=False)
+    except Exception:  # noqa: BLE001 - as in `_encode`
+        return False
+    return True

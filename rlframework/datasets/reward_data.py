@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-from rlframework.datasets.memmap.tensorclass import MemmapTensorClass
+from rlframework.datasets.memmap import MemmapTensorClass
 from rlframework.errors import BatchError, BatchKeyError, BatchTypeError
 
 _CHUNK = 1 << 24

@@ -10,9 +10,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rlframework.datasets.sources.jsonl import check_fields
 from rlframework.datasets.sources.opening import open_rows
-from rlframework.datasets.sources.rows import Rows
+from rlframework.datasets.sources.rows import Rows, check_fields
 from rlframework.environments.math_answers import same_answer
 from rlframework.environments.verifiable import VerifiableEnvironment, prompt_messages
 from rlframework.errors import DataError

@@ -87,27 +87,25 @@ def probe_hub() -> str | None:
 def _probe(endpoint: str, period: int) -> str | None:
     """`probe_hub` of `endpoint`, cached for one `period`.
 
-    The request runs in its own thread, because no client timeout covers name resolution.
+    The request runs in a daemon thread, because no client timeout covers name resolution.
     """
-    problems = [f"the Hugging Face hub at {endpoint} did not answer within {PROBE_SECONDS:g} s"]
-    thread = threading.Thread(target=_request, args=(endpoint, problems), name="hub-probe", daemon=True)
-    thread.start()
-    thread.join(PROBE_SECONDS)
-    return problems[-1] or None
-
-
-def _request(endpoint: str, problems: list[str]) -> None:
-    """Append to `problems` why `endpoint` does not answer, or an empty text if it does."""
     from huggingface_hub import get_session
 
-    try:
-        status = get_session().head(endpoint, timeout=PROBE_SECONDS, follow_redirects=False).status_code
-    except Exception as error:  # noqa: BLE001 - the client's errors depend on its release (requests, httpx)
-        if "timeout" not in type(error).__name__.lower():
-            problems.append(f"the Hugging Face hub at {endpoint} cannot be reached ({error or type(error).__name__})")
-        return
-    answered = status < _SERVER_ERROR
-    problems.append("" if answered else f"the Hugging Face hub at {endpoint} answers with HTTP status {status}")
+    answers: list[str | None] = [f"did not answer within {PROBE_SECONDS:g} s"]
+
+    def request() -> None:
+        try:
+            status = get_session().head(endpoint, timeout=PROBE_SECONDS, follow_redirects=False).status_code
+        except Exception as error:  # noqa: BLE001 - the client's errors depend on its release (requests, httpx)
+            if "timeout" not in type(error).__name__.lower():
+                answers.append(f"cannot be reached ({error or type(error).__name__})")
+            return
+        answers.append(f"answers with HTTP status {status}" if status >= _SERVER_ERROR else None)
+
+    thread = threading.Thread(target=request, name="hub-probe", daemon=True)
+    thread.start()
+    thread.join(PROBE_SECONDS)
+    return None if answers[-1] is None else f"the Hugging Face hub at {endpoint} {answers[-1]}"
 
 
 def announce_hub_request(name: str) -> None:
@@ -119,6 +117,11 @@ def announce_hub_request(name: str) -> None:
     problem = hub_problem()
     action = "asking the Hugging Face hub for it" if problem is None else f"{problem}: using its cache"
     _LOG.info("there is no directory %r here: %s", name, action)
+
+
+def first_line(error: Exception) -> str:
+    """The first line of the message of `error`, to quote within another message."""
+    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlframework.errors import ConfigError, DataError
-from rlframework.huggingface.hub import local_files_only, quiet_hub
+from rlframework.huggingface.hub import first_line, local_files_only, quiet_hub
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -93,7 +93,7 @@ def _text_config(name: str, trust_remote_code: bool) -> Any:
     except (OSError, ValueError) as error:
         raise DataError(
             f"no model configuration can be read from {name!r}: there is no such model, or its config.json is invalid "
-            f"({str(error).partition(chr(10))[0].rstrip('.')}). Check policy.model_name"
+            f"({first_line(error)}). Check policy.model_name"
         ) from error
     return config.get_text_config()
 

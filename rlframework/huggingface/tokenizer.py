@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from rlframework.errors import DataError
-from rlframework.huggingface.hub import announce_hub_request, is_path, local_files_only, quiet_hub, require_available
+from rlframework.huggingface.hub import (
+    announce_hub_request,
+    first_line,
+    is_path,
+    local_files_only,
+    quiet_hub,
+    require_available,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -64,8 +71,8 @@ def load_tokenizer(
                 name, trust_remote_code=trust_remote_code, local_files_only=local_files_only(name)
             )
     except (OSError, ValueError) as error:
-        hub = "" if is_path(name) else f", or the hub cannot be reached ({_first_line(error)})"
-        files = f" ({_first_line(error)})" if os.path.isdir(name) else ""
+        hub = "" if is_path(name) else f", or the hub cannot be reached ({first_line(error)})"
+        files = f" ({first_line(error)})" if os.path.isdir(name) else ""
         raise DataError(
             f"no tokenizer can be loaded from {name!r}: there is no such model directory here, or it lacks the "
             f"tokenizer's files{files}{hub}. Check policy.model_name and policy.tokenizer_name"
@@ -124,7 +131,3 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     special = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.chat_template]
     text = json.dumps([rules, special], sort_keys=True)
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlframework.configure import resolve_device
 from rlframework.datasets.rendering import render_prompt, render_samples
-from rlframework.datasets.tokens.reading import TokenData
+from rlframework.datasets.tokens import TokenData
 from rlframework.errors import DataError
 from rlframework.huggingface.model_directories import model_positions
 from rlframework.observers.host import Gpu, available_memory, free_disk, gpus

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from rlframework.config.algorithms import SFTConfig
 from rlframework.datasets.rendering import Rendered, render_samples
-from rlframework.datasets.tokens.writing import write_token_data
+from rlframework.datasets.tokens import write_token_data
 from rlframework.errors import ConfigError, DataError
 from rlframework.files import check_new_folder
 from rlframework.huggingface.hub import require_available
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from rlframework.config.sections import RunConfig
-    from rlframework.datasets.tokens.reading import TokenData
+    from rlframework.datasets.tokens import TokenData
     from rlframework.interfaces.environment import Sample
     from rlframework.observers.console import ProgressCallback
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rlframework.datasets.text_values import is_missing, lone_surrogate, number_text
+from rlframework.datasets.conversations import is_missing, lone_surrogate, number_text
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from probe_runs import refused
 
 from rlframework import load_config, run
 from rlframework.algorithms import sft
-from rlframework.datasets.tokens.reading import TokenData
+from rlframework.datasets.tokens import TokenData
 from rlframework.errors import ConfigError, DataError
 from rlframework.huggingface.model_directories import make_llama
 from rlframework.huggingface.tokenizer import character_tokenizer, load_tokenizer

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from probe_runs import call
 
-from rlframework.datasets.tokens.reading import TokenData
+from rlframework.datasets.tokens import TokenData
 
 ROWS = [{"prompt": f"{n}+1=", "completion": str(n + 1)} for n in range(9)]
 

@@ -18,19 +18,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlframework.datasets.sources.arrow import ArrowRows, read_parquet
 from rlframework.datasets.sources.jsonl import JsonlRows
-from rlframework.datasets.sources.parquet import read_parquet
-from rlframework.datasets.sources.rows import DAMAGE, ArrowRows, Rows
+from rlframework.datasets.sources.rows import Rows, unreadable
 from rlframework.errors import DataError
 from rlframework.huggingface.hub import announce_hub_request, hub_problem, is_path, quiet_hub
 
 if TYPE_CHECKING:
-    import pyarrow as pa
+    from datasets import Dataset
 
 _KINDS = {".jsonl": "jsonl", ".json": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".pq": "parquet"}
-_REASON = 300
-"""Characters of another library's message to include in an error."""
-
 _ALLOWED = (
     "give a JSONL or Parquet file, a directory or glob pattern of them, a directory written by datasets.save_to_disk, "
     "or the name of a data set on the Hugging Face hub"
@@ -90,8 +87,7 @@ def _from_files(paths: Sequence[Path], label: str) -> Rows:
         raise DataError(f"{paths[0].parent}: has both JSONL and Parquet files; give a pattern for one kind")
     if kinds == {"jsonl"}:
         return JsonlRows(paths)
-    table, rows = read_parquet(paths)
-    return ArrowRows(table, list(zip(map(str, paths), rows, strict=True)), label, check=False)
+    return read_parquet(paths, label)
 
 
 def _kind(path: Path) -> str:
@@ -155,24 +151,21 @@ def _from_hub(name: str, subset: str | None, split: str | None) -> Rows:
         return _dataset_rows(load_dataset(name, subset, split=split), f"data set {name}, split {split}", split)
 
 
-def _dataset_rows(dataset: Any, where: str, label: str) -> Rows:
+def _dataset_rows(dataset: Dataset, where: str, label: str) -> Rows:
     if dataset._indices is not None:  # a selection of rows that is not materialised
         dataset = dataset.flatten_indices(keep_in_memory=True)
-    table: pa.Table = dataset.data.table
+    table = dataset.data.table
     if not table.num_rows:
         raise DataError(f"{where}: it is empty")
-    return ArrowRows(table, [(where, table.num_rows)], label, check=True)
+    return ArrowRows(table, [(where, table.num_rows)], label)
 
 
 @contextmanager
 def _data_errors(where: str, remedy: str = "") -> Iterator[None]:
-    """Turn exceptions of the `datasets` library into a `DataError`."""
-    from datasets.exceptions import DatasetsError
-
+    """Turn exceptions of the `datasets` library into a `DataError`: a damaged file may raise anything."""
     try:
         yield
     except DataError:
         raise
-    except (*DAMAGE, DatasetsError) as error:
-        reason = " ".join(str(error.__cause__ or error).split()).rstrip(".") or type(error).__name__
-        raise DataError(f"{where} ({reason[:_REASON]}). {remedy}".rstrip(". ")) from error
+    except Exception as error:
+        raise unreadable(where, error, remedy) from error

@@ -1,31 +1,44 @@
 """`MemmapTensorClass`: a tensordict tensorclass that saves atomically and checks what it loads.
 
-tensordict writes a folder file by file, and maps any file that it finds. Here, a folder is written under a temporary
-name and renamed, its disk space is allocated before the first write, and it is checked before it is mapped. Also fixed,
-as of tensordict 0.15: `memmap_refresh_` after `load_memmap`; `memmap()` without a folder on mapped data; `saved_path`;
-folders of another class, or of another batch size than that of `out`; pickled data. Not supported: archives (`.tdz`),
-and values other than dense tensors (text, nested tensors, lazy stacks).
+tensordict writes a folder file by file, and maps any file that it finds: a full disk kills the process (SIGBUS), a file
+that is too short is extended with zeros, and a missing one is skipped. Here, a folder is written under a temporary name
+and renamed, its disk space is allocated before the first write, and shapes and dtypes must account for every byte of
+its files. Not supported: archives (`.tdz`), and values other than dense tensors (text, nested tensors, lazy stacks).
 """
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypedDict, TypeVar, Unpack
 
 import torch
-from tensordict import TensorClass
+from tensordict import TensorClass, is_tensor_collection, is_tensorclass
 from tensordict.base import _register_tensor_class
 from tensordict.utils import TensorDictFuture
 
-from rlframework.datasets.memmap.folder import CLASSES, FORMER_MODULES, check_folder
-from rlframework.datasets.memmap.saving import folder_of, nodes, save, save_in_place
+from rlframework.datasets.memmap_folder import check_contents, check_files, load_errors, replacing_saved, reserve
 from rlframework.errors import BatchError, BatchTypeError, DataError
 
 T = TypeVar("T")
+
+_FORMER_MODULES = {
+    "rlframework.datasets.reward_data": "rlframework.data.reward_data",
+    "rlframework.datasets.preferences": "rlframework.data.preferences",
+}
+"""Modules of tensorclasses, and their former names, which folders of earlier releases have in `meta.json`."""
+
+
+class SaveOptions(TypedDict, total=False):
+    """The keyword arguments of tensordict's methods that save; see `MemmapTensorClass.memmap`."""
+
+    num_threads: int
+    return_early: bool
+    share_non_tensor: bool
 
 
 class SaveFuture(TensorDictFuture):
@@ -49,50 +62,32 @@ class MemmapTensorClass(TensorClass):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        CLASSES[str(cls)] = cls
-        if cls.__module__ in FORMER_MODULES:
-            _register_former_name(cls, FORMER_MODULES[cls.__module__])
+        if cls.__module__ in _FORMER_MODULES:
+            _register_former_name(cls, _FORMER_MODULES[cls.__module__])
 
     def memmap(  # type: ignore[override] # the arguments of the interface; tensordict has more, here and below
-        self,
-        prefix: str | Path | None = None,
-        copy_existing: bool = False,
-        *,
-        num_threads: int = 0,
-        return_early: bool = False,
-        share_non_tensor: bool = False,
+        self, prefix: str | Path | None = None, copy_existing: bool = False, **options: Unpack[SaveOptions]
     ) -> Self:
         """Write all fields to the folder `prefix`, and return the same data mapped from there, locked.
 
         `prefix` is new, empty, or written by an earlier save, which is replaced atomically. Default: the folder that
         the data is mapped from, or else anonymous shared memory. A field that is mapped from another folder raises a
         `RuntimeError` unless `copy_existing`. `num_threads` threads write the files; with `return_early` as well, a
-        `SaveFuture` is returned at once. `share_non_tensor` has no effect: all fields are tensors.
+        `SaveFuture` is returned at once. `share_non_tensor` has no effect. Raises a `BatchTypeError` for fields that
+        could not be loaded again.
         """
-        write = partial(save, self, prefix, like=False, copy_existing=copy_existing, num_threads=num_threads)
-        return _now_or_later(write, return_early and num_threads > 0)
+        saved: Self = _now_or_later(partial(_save, self, prefix, copy_existing), **options)
+        return saved
 
     def memmap_(  # type: ignore[override]
-        self,
-        prefix: str | Path | None = None,
-        copy_existing: bool = False,
-        *,
-        num_threads: int = 0,
-        return_early: bool = False,
-        share_non_tensor: bool = False,
+        self, prefix: str | Path | None = None, copy_existing: bool = False, **options: Unpack[SaveOptions]
     ) -> Self:
         """Like `memmap`, but maps this object itself from `prefix`, and locks it."""
-        write = partial(save_in_place, self, prefix, copy_existing=copy_existing, num_threads=num_threads)
-        return _now_or_later(write, return_early and num_threads > 0)
+        saved: Self = _now_or_later(partial(_save_in_place, self, prefix, copy_existing), **options)
+        return saved
 
     def memmap_like(  # type: ignore[override]
-        self,
-        prefix: str | Path | None = None,
-        copy_existing: bool = False,
-        *,
-        num_threads: int = 0,
-        return_early: bool = False,
-        share_non_tensor: bool = False,
+        self, prefix: str | Path | None = None, copy_existing: bool = False, **options: Unpack[SaveOptions]
     ) -> Self:
         """Create a folder of zeros with these shapes and dtypes, mapped, to be filled row by row.
 
@@ -109,23 +104,11 @@ class MemmapTensorClass(TensorClass):
         >>> RewardData.load_memmap("rows")[7].input_lengths
         tensor(5)
         """
-        write = partial(save, self, prefix, like=True, copy_existing=copy_existing, num_threads=num_threads)
-        return _now_or_later(write, return_early and num_threads > 0)
+        saved: Self = _now_or_later(partial(_save, self, prefix, copy_existing, like=True), **options)
+        return saved
 
-    def save(  # type: ignore[override]
-        self,
-        prefix: str | Path | None = None,
-        copy_existing: bool = False,
-        *,
-        num_threads: int = 0,
-        return_early: bool = False,
-        share_non_tensor: bool = False,
-    ) -> Self:
-        """An alias of `memmap`."""
-        options = {"num_threads": num_threads, "return_early": return_early, "share_non_tensor": share_non_tensor}
-        return self.memmap(prefix, copy_existing, **options)  # type: ignore[arg-type] # int and bool
-
-    dumps = save  # type: ignore[assignment]
+    save = memmap  # type: ignore[assignment]
+    dumps = memmap  # type: ignore[assignment]
 
     @classmethod
     def load_memmap(  # type: ignore[override]
@@ -142,32 +125,28 @@ class MemmapTensorClass(TensorClass):
         only shapes and dtypes. `out`: an object of this class and batch size to fill and return. Raises a `DataError`
         if the folder is missing, damaged, incomplete or of another class.
         """
+        base: Any = super()
         folder = Path(prefix)
-        batch = check_folder(folder, cls)
+        with load_errors(folder):
+            check_files(folder)
+            load = partial(base.load_memmap, folder, allow_pickle=False)
+            batch = check_contents(folder, cls, load(device="meta"))
         if out is not None:
             _check_out(out, cls, batch)
             if out.is_locked:
                 raise BatchError("out is locked; give an unlocked object, or call out.load_memmap_")
-        base: Any = super()
-        try:
-            loaded: Self = base.load_memmap(folder, device, non_blocking, out=out, allow_pickle=False)
-        except torch.OutOfMemoryError:
-            raise
-        except (OSError, RuntimeError, ValueError, TypeError, LookupError, ArithmeticError) as error:
-            raise DataError(f"{folder}: cannot be loaded: {error}") from error
+        with load_errors(folder):
+            loaded: Self = load(device=device, non_blocking=non_blocking, out=out)
         return loaded
 
-    @classmethod
-    def load(cls, prefix: str | Path, *args: Any, **kwargs: Any) -> Self:
-        """An alias of `load_memmap`."""
-        return cls.load_memmap(prefix, *args, **kwargs)
+    load = load_memmap
 
     def load_memmap_(self, prefix: str | Path) -> Self:  # type: ignore[override]
         """Replace all fields by those saved in `prefix`, which must have the same batch size; return self.
 
         A mapped (locked) object is mapped and locked again. If the folder cannot be loaded, the object is unchanged.
         """
-        _check_out(self, type(self), check_folder(Path(prefix), type(self)))
+        _check_out(self, type(self), type(self).load_memmap(prefix, "meta").batch_size)
         mapped = self.is_memmap()
         if mapped:
             self.unlock_()
@@ -175,14 +154,10 @@ class MemmapTensorClass(TensorClass):
             type(self).load_memmap(prefix, self.device, out=self)
         finally:
             if mapped:
-                for node in nodes(self):
-                    node._is_memmap = True
-                self.lock_()
+                _lock_mapped(self)
         return self
 
-    def load_(self, prefix: str | Path, *args: Any, **kwargs: Any) -> Self:
-        """An alias of `load_memmap_`."""
-        return self.load_memmap_(prefix, *args, **kwargs)
+    load_ = load_memmap_
 
     def memmap_refresh_(self) -> Self:  # type: ignore[override]
         """Load `saved_path` again, to which another process may have saved new data; return self.
@@ -210,35 +185,107 @@ class MemmapTensorClass(TensorClass):
     @property
     def saved_path(self) -> Path:  # type: ignore[override]
         """The folder that this object is mapped from. Raises a `DataError` if there is none."""
-        folder = folder_of(self)
+        folder = _folder_of(self)
         if folder is None:
             raise DataError(f"this {type(self).__name__} is not mapped from a folder; save() it, or load it from one")
         return folder
 
 
 def _register_former_name(current: Any, module: str) -> None:
-    """Have `check_folder` and tensordict load folders of the class by the name that it had in `module`.
-
-    tensordict looks up saved classes by `str(class)` in a registry, so one of that name is added.
-    """
+    """Have tensordict load folders of the class by the name that it had in `module`: it looks them up by that name."""
 
     def load(cls: type, *args: Any, **kwargs: Any) -> Any:
         return current._load_memmap(*args, **kwargs)
 
     former = type(current.__name__, (), {"__module__": module, "_load_memmap": classmethod(load)})
-    CLASSES[str(former)] = current
     _register_tensor_class(former)  # type: ignore[no-untyped-call]
 
 
-def _now_or_later(write: Callable[[], T], later: bool) -> T:
-    if not later:
-        return write()
+def _now_or_later(
+    write: Callable[..., T], num_threads: int = 0, return_early: bool = False, share_non_tensor: bool = False
+) -> T:
+    if not (return_early and num_threads):
+        return write(num_threads=num_threads)
     executor = ThreadPoolExecutor(1)
-    try:
-        future: Any = SaveFuture(executor.submit(write))
-    finally:
-        executor.shutdown(wait=False)
+    future: Any = SaveFuture(executor.submit(write, num_threads=num_threads))
+    executor.shutdown(wait=False)
     return future  # type: ignore[no-any-return] # declared like tensordict
+
+
+def _save(data: Any, prefix: str | Path | None, copy_existing: bool, *, num_threads: int, like: bool = False) -> Any:
+    """Write `data` (with `like`, zeros of its shapes), and return it mapped and locked."""
+    _check_savable(data, values=not like)
+    where = prefix if prefix is not None or like else _folder_of(data)
+    base: Any = TensorClass
+    if where is None:
+        return base.memmap_like(data) if like else base.memmap(data)
+    folder = Path(os.path.realpath(where))
+    with replacing_saved(folder) as new:
+        source = data if like else data.apply(partial(_detached_from, folder))
+        base.memmap_like(source, new, num_threads=num_threads)
+        reserve(new)
+        if not like:
+            base.memmap(source, new, copy_existing, num_threads=num_threads)
+        _check_saved(data, new)
+    return _lock_mapped(type(data).load_memmap(folder))
+
+
+def _check_savable(data: Any, *, values: bool) -> None:
+    for key, leaf in data.items(include_nested=True, leaves_only=True):
+        if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided or leaf.is_nested:
+            given = getattr(leaf, "layout", type(leaf).__name__)
+            raise BatchTypeError(f"{key!r} is {given} and cannot be saved; make it a dense tensor")
+        if values and leaf.is_meta:
+            raise BatchTypeError(f"{key!r} is on the meta device and has no values to save; use memmap_like")
+
+
+def _check_saved(data: Any, folder: Path) -> None:
+    """Check that loading `folder` would give all fields of `data`; a name may be unfit for a file or `meta.json`."""
+    try:
+        lost = set(data.keys(True, True)) - set(type(data).load_memmap(folder, "meta").keys(True, True))
+    except DataError as error:
+        raise BatchTypeError(
+            f"this {type(data).__name__} cannot be saved: its fields must be dense tensors, or TensorDicts of them, "
+            f"under plain names ({error.__cause__})"
+        ) from error
+    if lost:
+        raise BatchTypeError(f"{lost} cannot be names of saved fields: use letters, digits and _")
+
+
+def _save_in_place(data: Any, prefix: str | Path | None, copy_existing: bool, *, num_threads: int) -> Any:
+    saved = _save(data, prefix, copy_existing, num_threads=num_threads)
+    data.__dict__["_tensordict"] = saved._tensordict
+    return data
+
+
+def _detached_from(folder: Path, leaf: torch.Tensor) -> torch.Tensor:
+    """`leaf`; if it is mapped from `folder`, as a plain tensor, which tensordict copies.
+
+    Copying reads the mapping, not the file, which may have been replaced since.
+    """
+    name = getattr(leaf, "_filename", None)
+    inside = name is not None and Path(os.path.realpath(name)).is_relative_to(folder)
+    return leaf.as_subclass(torch.Tensor) if inside else leaf
+
+
+def _lock_mapped(loaded: Any) -> Any:
+    """Lock `loaded`, whose fields are mapped from files, and mark it as mapped."""
+    _mark_mapped(loaded)
+    return loaded.lock_()
+
+
+def _mark_mapped(data: Any) -> None:
+    inner = data._tensordict if is_tensorclass(data) else data
+    inner._is_memmap = True
+    for value in inner.values():
+        if is_tensor_collection(value):
+            _mark_mapped(value)
+
+
+def _folder_of(data: Any) -> Path | None:
+    """The folder that the tensorclass `data` is mapped from, or None."""
+    prefix = getattr(data._tensordict, "_memmap_prefix", None)
+    return None if prefix is None else Path(prefix).parent
 
 
 def _check_out(out: MemmapTensorClass, wanted: type, batch: torch.Size) -> None:

@@ -1,1 +1,0 @@
-"""Tensorclasses in memory-mapped folders: written atomically, and checked before they are mapped."""
