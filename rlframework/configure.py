@@ -11,34 +11,33 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import ConfigDict
 
 from rlframework.config.base import Section
 from rlframework.config.checks import check_run
-from rlframework.config.findings import NOT_GIVEN, Finding, raise_findings
 from rlframework.config.load import Tree, compose, escape_interpolation
-from rlframework.config.narrow import OPEN_SECTIONS, narrow
+from rlframework.config.narrow import narrow
 from rlframework.config.policy import PolicyConfig
+from rlframework.config.problems import NOT_GIVEN, Problem, raise_problems
 from rlframework.config.schema import run_schema
 from rlframework.config.sections import RunConfig
 from rlframework.config.validate import validate
 from rlframework.config.yaml_text import Keys, to_yaml
 from rlframework.errors import PluginError
+from rlframework.plugins.check import check_config
+from rlframework.plugins.manager import PluginManager, Registered, create_manager
+from rlframework.plugins.types import OWN_BACKENDS, RECORD_TYPES, PolicyWorkerRecord, Record
 
-if TYPE_CHECKING:
-    from rlframework.plugins.manager import PluginManager, Registered
-
-KIND_OF_SECTION: Mapping[str, str] = {
-    "algorithm": "algorithm",
-    "environment": "environment",
-    "generation": "generation_engine",
-    "worker_group": "worker_group",
+OPEN_SECTIONS: Mapping[str, type[Record]] = {
+    record_type.key.removesuffix(".name"): record_type
+    for record_type in RECORD_TYPES.values()
+    if record_type.key.endswith(".name")
 }
-"""Open section of the configuration to the kind of record that its `name` selects."""
+"""Top-level sections whose keys depend on the plugin named in them, with the type of its record."""
 
-BACKEND = "policy_worker"
+BACKEND = PolicyWorkerRecord.kind
 """The kind of record that `policy.backend` selects."""
 
 
@@ -88,8 +87,8 @@ def config_yaml(config: RunConfig) -> str:
 def config_schema(manager: PluginManager) -> dict[str, Any]:
     """Return the JSON schema of a configuration file, with the sections of all plugins that `manager` can select."""
     sections = {
-        section: {name: _section_model(part, OPEN_SECTIONS[section]) for name, part in manager.registered(kind).items()}
-        for section, kind in KIND_OF_SECTION.items()
+        section: {name: _section_model(part) for name, part in manager.registered(record_type.kind).items()}
+        for section, record_type in OPEN_SECTIONS.items()
     }
     return run_schema(sections, _backend_models(manager))
 
@@ -108,10 +107,10 @@ def resolve_device(device: str) -> str:
 
 @dataclass
 class _Choice:
-    """The plugins that a configuration selects, and the errors from selecting them."""
+    """The plugins that a configuration selects, by section, and the problems and errors from selecting them."""
 
     parts: dict[str, Registered] = field(default_factory=dict)
-    findings: list[Finding] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
     errors: list[PluginError] = field(default_factory=list)
 
 
@@ -122,17 +121,12 @@ class _Anything(Section):
 
 
 def _checked(tree: Tree, manager: PluginManager | None) -> RunConfig:
-    manager = manager or _manager_of(tree)
-    config, choice = _typed(tree, manager)
-    findings = list(check_run(config, tree))
+    config, choice = _typed(tree, manager or _manager_of(tree))
     device = resolve_device(config.device)
-    from rlframework.plugins.check import check_config
-
+    problems = list(check_run(config))
     for part in choice.parts.values():
-        for problem in check_config(config, part, device):
-            origin = tree.origin(tuple(problem.key.split(".")))
-            findings.append(Finding(problem.key, problem.message, NOT_GIVEN, origin, problem.hint, problem.undeclared))
-    raise_findings(findings)
+        problems += check_config(config, part, device)
+    raise_problems([replace(problem, origin=tree.origin(tuple(problem.key.split(".")))) for problem in problems])
     return config
 
 
@@ -140,69 +134,65 @@ def _typed(tree: Tree, manager: PluginManager) -> tuple[RunConfig, _Choice]:
     """The validated configuration, without the checks between keys, and the plugins that it selects."""
     tree, choice = _choose(tree, manager)
     model = _model(tree, manager, choice)
-    config, findings = validate(tree, model, _keys_of_others(choice, manager))
-    only_plugins = not findings and len(choice.findings) == len(choice.errors)
-    raise_findings([*choice.findings, *findings], choice.errors[0] if choice.errors and only_plugins else None)
+    config, problems = validate(tree, model, _keys_of_others(choice, manager))
+    only_plugins = not problems and len(choice.problems) == len(choice.errors)
+    raise_problems([*choice.problems, *problems], choice.errors[0] if choice.errors and only_plugins else None)
     assert config is not None
     return config, choice
 
 
 def _manager_of(tree: Tree) -> PluginManager:
     """The plugins available to the configuration. A broken module under `plugins` is an error even if not selected."""
-    from rlframework.plugins.manager import create_manager
-
     modules = tree.values.get("plugins") or ()
     if not isinstance(modules, list) or not all(isinstance(module, str) for module in modules):
         modules = ()  # validation reports this
     manager = create_manager(modules)
-    findings = [
-        Finding(
-            "plugins", f"module {module!r} cannot be used: {row.reason}", NOT_GIVEN, tree.origin(("plugins", index))
-        )
-        for index, module in enumerate(modules)
-        for row in manager.listing()
-        if row.status == "broken" and module in (row.name, row.distribution.removeprefix("module "))
-    ]
-    raise_findings(findings[:1])
+    rows = manager.listing() if modules else ()
+    broken = {row.distribution.removeprefix("module "): row.reason for row in rows if row.status == "broken"}
+    broken |= {row.name: row.reason for row in rows if row.status == "broken"}
+    for index, module in enumerate(modules):
+        if module in broken:
+            message = f"module {module!r} cannot be used: {broken[module]}"
+            raise_problems([Problem("plugins", message, origin=tree.origin(("plugins", index)))])
     return manager
 
 
 def _choose(tree: Tree, manager: PluginManager) -> tuple[Tree, _Choice]:
     """Select the plugins that `tree` names, and add to `tree` an empty section for each one left to its default."""
     choice, values = _Choice(), dict(tree.values)
-    for section, kind in KIND_OF_SECTION.items():
-        default = OPEN_SECTIONS[section].model_fields["name"].default
+    for section, record_type in OPEN_SECTIONS.items():
+        default = record_type.section.model_fields["name"].default
         given = values.setdefault(section, {})
         if isinstance(given, Mapping):
             name = given.get("name", default if isinstance(default, str) else NOT_GIVEN)
-            _select(choice, (section, "name"), kind, name, manager, tree)
+            _select(choice, (section, "name"), record_type.kind, name, manager, tree)
     policy = values.get("policy")
     if isinstance(policy, Mapping):
-        default = PolicyConfig.model_fields["backend"].default
-        _select(choice, ("policy", "backend"), BACKEND, policy.get("backend", default), manager, tree)
+        name = policy.get("backend", PolicyConfig.model_fields["backend"].default)
+        _select(choice, ("policy", "backend"), BACKEND, name, manager, tree)
     return replace(tree, values=values), choice
 
 
-def _select(choice: _Choice, keys: Keys, kind: str, name: Any, manager: PluginManager, tree: Tree) -> None:
-    key, origin = ".".join(map(str, keys)), tree.origin(keys)
+def _select(choice: _Choice, keys: tuple[str, str], kind: str, name: Any, manager: PluginManager, tree: Tree) -> None:
+    origin = tree.origin(keys)
     if not isinstance(name, str):
         known = ", ".join(sorted(manager.registered(kind))) or "none is installed"
         message = "required key is missing; must be one of" if name is NOT_GIVEN else "must be one of"
-        choice.findings.append(Finding(key, f"{message}: {known}", name, origin))
+        choice.problems.append(Problem(".".join(keys), f"{message}: {known}", given=name, origin=origin))
         return
     try:
-        choice.parts[str(keys[0])] = manager.select(kind, name)
+        choice.parts[keys[0]] = manager.select(kind, name)
     except PluginError as error:
-        choice.findings.append(Finding("", str(error), NOT_GIVEN, origin))
+        choice.problems.append(Problem("", str(error), origin=origin))
         choice.errors.append(error)
 
 
 def _model(tree: Tree, manager: PluginManager, choice: _Choice) -> type[RunConfig]:
     sections: dict[str, type[Section]] = {}
-    for section, base in OPEN_SECTIONS.items():
+    for section, record_type in OPEN_SECTIONS.items():
         part = choice.parts.get(section)
-        fallback = _Anything if isinstance(tree.values[section], Mapping) else base
-        sections[section] = _section_model(part, base) if part else fallback
+        fallback = _Anything if isinstance(tree.values[section], Mapping) else record_type.section
+        sections[section] = _section_model(part) if part else fallback
     unusable = {
         row.name: f"{row.status}: {row.reason}"
         for row in manager.listing()
@@ -213,43 +203,33 @@ def _model(tree: Tree, manager: PluginManager, choice: _Choice) -> type[RunConfi
 
 
 def _backend_models(manager: PluginManager) -> dict[str, type[Section]]:
-    return {
-        name: _section_model(part, Section)
-        for name, part in manager.registered(BACKEND).items()
-        if part.record.config_model is not None
-    }
+    parts = manager.registered(BACKEND).items()
+    return {name: _section_model(part) for name, part in parts if part.record.config_model is not None}
 
 
-def _section_model(part: Registered, base: type[Section]) -> type[Section]:
-    model: type[BaseModel] | None = part.record.config_model
-    if model is None:
-        return base
-    if not issubclass(model, base):
-        raise PluginError(
-            f"the {part.record.kind} {part.record.name!r} of {part.distribution} {part.version} is broken: its "
-            f"config_model {model.__name__} must derive from {base.__module__}.{base.__name__}"
-        )
+def _section_model(part: Registered) -> type[Section]:
+    model = part.record.config_model or part.record.section
+    assert issubclass(model, Section)  # checked when the plugin was loaded
     return model
 
 
 def _keys_of_others(choice: _Choice, manager: PluginManager) -> dict[Keys, str]:
     """Hints for keys that belong to plugins which are not selected or not installed."""
-    from rlframework.plugins.messages import OWN_EXTRAS
-
     hints: dict[Keys, str] = {
         ("policy", name): (
             f"This is the section of the backend `{name}`, which is not installed. Install it with "
             f"`pip install 'rlframework-core[{name}]'`, or remove the section."
         )
-        for name in OWN_EXTRAS[BACKEND]
+        for name in OWN_BACKENDS
     }
-    for section, part in choice.parts.items():
-        if section == "policy":
+    for section, record_type in OPEN_SECTIONS.items():
+        chosen = choice.parts.get(section)
+        if chosen is None:
             continue
-        for name, other in manager.registered(KIND_OF_SECTION[section]).items():
-            for key in other.record.config_model.model_fields if other.record.config_model else ():
+        for name, other in manager.registered(record_type.kind).items():
+            for key in _section_model(other).model_fields:
                 hints[section, key] = (
-                    f"It is a key of `{name}`, but {section}.name is `{part.record.name}`. "
+                    f"It is a key of `{name}`, but {section}.name is `{chosen.record.name}`. "
                     f"The override `~{section}.{key}` removes it."
                 )
     return hints

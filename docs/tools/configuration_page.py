@@ -81,7 +81,7 @@ def page() -> str:
 def _manager() -> PluginManager:
     """Return a manager with only the distributions of rlframework, even if others are installed."""
     every = create_manager(disabled=())
-    kinds = [record_type.kind for record_type in RECORD_TYPES]
+    kinds = list(RECORD_TYPES)
     found = {part.distribution for kind in kinds for part in every.registered(kind).values()}
     return create_manager(disabled=sorted(found - OURS))
 

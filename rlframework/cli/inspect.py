@@ -34,15 +34,14 @@ def schema(debug: Debug = False) -> None:
 @app.command()
 def plugins(as_json: Json = False, debug: Debug = False) -> None:
     """List the plugins, with the reason if one cannot be used."""
-    from rlframework.plugins.listing import as_json as json_of
-    from rlframework.plugins.listing import as_table
+    from rlframework.plugins import listing
     from rlframework.plugins.manager import create_manager
 
     rows = create_manager().listing()
     if as_json:
-        print(json_of(rows))
-        return
-    print_table(as_table(rows))
+        print(listing.as_json(rows))
+    else:
+        print_table(listing.PluginTable(rows))
 
 
 @app.command()
@@ -61,15 +60,14 @@ def doctor(
     rlframework doctor
     rlframework doctor grpo.yaml worker_group.num_workers=8
     """
-    from rlframework.doctor import output
-    from rlframework.doctor.check_runner import examine
+    from rlframework.doctor.examination import examine
 
     found = examine(config, overrides or ())
     if as_json:
-        print(output.as_json(found))
+        print(found.as_json())
     else:
-        print_table(output.as_table(found))
-        print(output.summary(found))
+        print_table(found.as_table())
+        print(found.summary())
     raise typer.Exit(found.exit_code)
 
 

@@ -8,7 +8,9 @@ from pydantic import (
     ConfigDict,
     Discriminator,
     Field,
+    NonNegativeFloat,
     NonNegativeInt,
+    PositiveFloat,
     PositiveInt,
     Tag,
     field_validator,
@@ -20,9 +22,6 @@ from rlframework.config.sections import AlgorithmConfig
 
 TrainOn = Literal["last", "assistant", "all"]
 """Tokens of a conversation to train on: the last assistant turn, every assistant turn, or all tokens."""
-
-NonNegative = Annotated[float, Field(ge=0.0)]
-
 
 OwnPath = Annotated[str, Field(pattern=":")]
 
@@ -50,7 +49,9 @@ class OwnLossConfig(Section):
 class OwnPolicyLossConfig(OwnLossConfig):
     """Your own loss for training on rollouts, named by its import path. Other keys are keyword arguments."""
 
-    kl_coef: NonNegative = Field(0.0, description="above 0: keep a reference policy, and score every batch with it")
+    kl_coef: NonNegativeFloat = Field(
+        0.0, description="above 0: keep a reference policy, and score every batch with it"
+    )
 
     @property
     def keys(self) -> dict[str, Any]:
@@ -93,8 +94,8 @@ class SFTConfig(AlgorithmConfig):
 class ClippedPGLossConfig(Section):
     """The clipped policy-gradient loss (PPO, arXiv:1707.06347; GRPO, arXiv:2402.03300; DAPO, arXiv:2503.14476)."""
 
-    ratio_clip_min: NonNegative = Field(0.2, description="lower clipping bound of the probability ratio: 1 - this")
-    ratio_clip_max: NonNegative = Field(0.2, description="upper clipping bound of the probability ratio: 1 + this")
+    ratio_clip_min: NonNegativeFloat = Field(0.2, description="lower clipping bound of the probability ratio: 1 - this")
+    ratio_clip_max: NonNegativeFloat = Field(0.2, description="upper clipping bound of the probability ratio: 1 + this")
     ratio_clip_c: Annotated[float, Field(gt=1.0)] | None = Field(
         None,
         description="dual-clip PPO (arXiv:1912.09729): bound on the loss at negative advantages, above 1 + "
@@ -103,7 +104,7 @@ class ClippedPGLossConfig(Section):
     level: Literal["token", "sequence"] = Field(
         "token", description="average the loss over all tokens, or per sequence and then over sequences"
     )
-    kl_coef: NonNegative = Field(
+    kl_coef: NonNegativeFloat = Field(
         0.0, description="weight of the KL divergence from the reference policy; 0: no reference policy"
     )
     kl_estimator: Literal["k1", "k2", "k3"] = Field(
@@ -113,9 +114,7 @@ class ClippedPGLossConfig(Section):
         "none",
         description="truncated: weight tokens by their trainer/generator probability ratio, capped at `importance_cap`",
     )
-    importance_cap: Annotated[float, Field(gt=0.0)] = Field(
-        2.0, description="upper bound of a token's importance weight"
-    )
+    importance_cap: PositiveFloat = Field(2.0, description="upper bound of a token's importance weight")
 
 
 class OverlongConfig(Section):
@@ -124,7 +123,7 @@ class OverlongConfig(Section):
     buffer: NonNegativeInt = Field(
         0, description="the penalty grows over this many tokens before `max_new_tokens`; 0: off"
     )
-    penalty: NonNegative = Field(1.0, description="penalty at `max_new_tokens`, subtracted from the reward")
+    penalty: NonNegativeFloat = Field(1.0, description="penalty at `max_new_tokens`, subtracted from the reward")
     drop_truncated: bool = Field(False, description="exclude completions truncated at `max_new_tokens` from the loss")
 
 

@@ -5,7 +5,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, PositiveInt, field_validator, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from rlframework.config.base import Section, import_path
 from rlframework.config.sections import EnvironmentConfig
@@ -95,7 +95,7 @@ class Gsm8kConfig(EnvironmentConfig):
     calculator_annotations: bool = Field(
         False, description="keep annotations such as <<48/2=24>> in the completions for supervised training"
     )
-    format_reward: Annotated[float, Field(ge=0.0)] = Field(
+    format_reward: NonNegativeFloat = Field(
         0.0, description="bonus on top of the reward of 1 for a correct answer, if the last line is `#### number`"
     )
 
@@ -172,7 +172,7 @@ class DatasetConfig(EnvironmentConfig):
         None,
         description="import path of your own reward function, such as my_rewards:score, as an alternative to `check`",
     )
-    reward_timeout: Annotated[float, Field(gt=0.0)] | None = Field(
+    reward_timeout: PositiveFloat | None = Field(
         60.0,
         description="time limit of the reward function in seconds, per completion, or per step for a batched function; "
         "it runs in a separate process, which is killed on timeout. null: run it in this process, without a limit",

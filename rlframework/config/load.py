@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 from pydantic import BaseModel
 
 from rlframework.config.base import import_path
+from rlframework.config.problems import NOT_GIVEN
 from rlframework.config.yaml_text import Keys, Layer, parse_value, read_yaml
 from rlframework.errors import ConfigError
 
@@ -34,23 +35,22 @@ class Tree:
     values: dict[str, Any]
     origins: dict[Keys, str] = field(default_factory=dict)
 
+    def get(self, keys: Keys) -> Any:
+        """Return the value at `keys`; `NOT_GIVEN` if there is none."""
+        found: Any = self.values
+        for key in keys:
+            try:
+                found = found[key]
+            except (KeyError, IndexError, TypeError):
+                return NOT_GIVEN
+        return found
+
     def origin(self, keys: Keys) -> str:
         """Where the value at `keys` was written; empty if it is a default or its origin is unknown."""
-        if not self._holds(keys):
+        if self.get(keys) is NOT_GIVEN:
             return ""
-        for length in range(len(keys), 0, -1):
-            if keys[:length] in self.origins:
-                return self.origins[keys[:length]]
-        return ""
-
-    def _holds(self, keys: Keys) -> bool:
-        values: Any = self.values
-        for key in keys:
-            inside = isinstance(values, dict) and key in values
-            if not inside and not (isinstance(values, list) and isinstance(key, int) and key < len(values)):
-                return False
-            values = values[key]
-        return True
+        known = (self.origins.get(keys[:length], "") for length in range(len(keys), 0, -1))
+        return next(filter(None, known), "")
 
 
 def compose(source: str | Path | Mapping[str, Any] | BaseModel, overrides: Sequence[str] = ()) -> Tree:

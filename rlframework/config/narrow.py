@@ -10,21 +10,7 @@ from pydantic import Field, ValidationError, create_model
 
 from rlframework.config.base import Section
 from rlframework.config.policy import PolicyConfig
-from rlframework.config.sections import (
-    AlgorithmConfig,
-    EnvironmentConfig,
-    GenerationConfig,
-    RunConfig,
-    WorkerGroupConfig,
-)
-
-OPEN_SECTIONS: Mapping[str, type[Section]] = {
-    "algorithm": AlgorithmConfig,
-    "environment": EnvironmentConfig,
-    "generation": GenerationConfig,
-    "worker_group": WorkerGroupConfig,
-}
-"""Top-level sections whose keys depend on the plugin named in them, with the base model that all such plugins share."""
+from rlframework.config.sections import RunConfig
 
 
 def narrow(

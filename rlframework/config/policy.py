@@ -5,11 +5,12 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveInt, field_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
 from rlframework.config.base import Section
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 class ParallelismConfig(Section):
@@ -56,12 +57,12 @@ class OptimizerConfig(Section):
     """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), without weight decay on one-dimensional parameters."""
 
     name: Literal["adamw"] = Field("adamw", description="AdamW, the only optimizer")
-    lr: Annotated[float, Field(ge=0.0)] = Field(1e-6, description="peak learning rate, scaled by `scheduler`")
-    betas: tuple[float, float] = Field((0.9, 0.999), description="decay rates of the first and second moments")
-    eps: float = Field(1e-8, description="added to the square root of the second moment, for numerical stability")
-    weight_decay: Annotated[float, Field(ge=0.0)] = Field(
-        0.01, description="decoupled weight decay, applied to matrices only"
+    lr: NonNegativeFloat = Field(1e-6, description="peak learning rate, scaled by `scheduler`")
+    betas: tuple[Decay, Decay] = Field((0.9, 0.999), description="decay rates of the first and second moments")
+    eps: PositiveFloat = Field(
+        1e-8, description="added to the square root of the second moment, for numerical stability"
     )
+    weight_decay: NonNegativeFloat = Field(0.01, description="decoupled weight decay, applied to matrices only")
 
 
 class SchedulerConfig(Section):
@@ -71,7 +72,7 @@ class SchedulerConfig(Section):
     """
 
     name: Literal["constant", "linear", "cosine"] = Field("constant", description="shape of the schedule after warmup")
-    warmup_steps: Annotated[int, Field(ge=0)] = Field(
+    warmup_steps: NonNegativeInt = Field(
         0, description="training calls over which the learning rate rises linearly from 0"
     )
     total_steps: PositiveInt | None = Field(
@@ -102,13 +103,13 @@ class LoraConfig(Section):
     """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685): W + alpha / rank * B A, where B and A are trained."""
 
     rank: PositiveInt = Field(16, description="number of columns of B and rows of A")
-    alpha: Annotated[float, Field(gt=0.0)] = Field(32.0, description="the product B A is scaled by alpha / rank")
+    alpha: PositiveFloat = Field(32.0, description="the product B A is scaled by alpha / rank")
     dropout: Fraction = Field(0.0, description="must be 0, because training and scoring must compute the same function")
     target_modules: tuple[str, ...] = Field(
         ("q_proj", "k_proj", "v_proj", "o_proj"),
         description="linear layers to adapt, given by the last components of their names",
     )
-    seed: Annotated[int, Field(ge=0)] = Field(0, description="seed for the initialization of A; B is initialized to 0")
+    seed: NonNegativeInt = Field(0, description="seed for the initialization of A; B is initialized to 0")
     refit: Literal["merged", "adapters"] = Field(
         "merged",
         description="weights sent to generation engines in other processes. merged: the full weights; adapters: only "
@@ -158,11 +159,11 @@ class PolicyConfig(Section):
     )
     optimizer: OptimizerConfig = OptimizerConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
-    max_grad_norm: Annotated[float, Field(gt=0.0)] | None = Field(
+    max_grad_norm: PositiveFloat | None = Field(
         1.0, description="clip the global L2 norm of the gradient to this value; null: no clipping"
     )
     non_finite_gradients: NonFiniteGradientsConfig = NonFiniteGradientsConfig()
-    router_aux_loss_coef: Annotated[float, Field(ge=0.0)] = Field(
+    router_aux_loss_coef: NonNegativeFloat = Field(
         0.0,
         description="weight of the load-balancing loss of mixture-of-experts models (Switch Transformers, "
         "arXiv:2101.03961); 0: off. It is computed over the whole global batch, which takes one extra forward pass per "

@@ -7,14 +7,13 @@ may inherit the rest, and the value of any key may be an interpolation `${a.b}`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import reduce
-from operator import or_
-from typing import Any, Literal
+from typing import Any, Literal, Union
 
 from pydantic import ConfigDict, Field, create_model
+from pydantic.json_schema import GenerateJsonSchema
 
 from rlframework.config.base import Section
-from rlframework.config.narrow import OPEN_SECTIONS, narrow_policy
+from rlframework.config.narrow import narrow_policy
 from rlframework.config.sections import EnvironmentConfig, RunConfig
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -33,7 +32,10 @@ _DEFAULTS = {
 def run_schema(sections: Mapping[str, Models], backends: Models) -> dict[str, Any]:
     """Return the schema for the given plugins: `sections` by open section, `backends` for those under `policy`."""
     fields: dict[str, Any] = {
-        section: (_any_of(models), Field(None, description=OPEN_SECTIONS[section].__doc__))
+        section: (
+            _any_of(models),
+            Field(None, description=RunConfig.model_fields[section].annotation.__doc__),
+        )
         for section, models in sections.items()
         if models
     }
@@ -43,7 +45,10 @@ def run_schema(sections: Mapping[str, Models], backends: Models) -> dict[str, An
     policy = narrow_policy(backends)
     fields["policy"] = (policy, Field(None, description=policy.__doc__))
     model = create_model("RunConfig", __base__=RunConfig, **fields)
-    schema: dict[str, Any] = _for_files(model.model_json_schema())
+    schema = model.model_json_schema(schema_generator=_ForFiles)
+    for part in (schema, *schema["$defs"].values()):
+        if "properties" in part:
+            part["properties"] = {name: _or_interpolation(value) for name, value in part["properties"].items()}
     schema["properties"]["defaults"] = _DEFAULTS
     definitions = {**schema.pop("$defs"), _INTERPOLATION: {"type": "string", "pattern": r"\$\{"}}
     head = {"$schema": DIALECT, "title": "rlframework", "description": "A run of rlframework."}
@@ -60,7 +65,7 @@ class _OwnEnvironment(EnvironmentConfig):
 
 def _any_of(models: Models) -> Any:
     """The union of the models, each restricted to its own `name`."""
-    return reduce(or_, (_named(name, model) for name, model in sorted(models.items())))
+    return Union[tuple(_named(name, model) for name, model in sorted(models.items()))]  # noqa: UP007
 
 
 def _named(name: str, model: type[Section]) -> type[Section]:
@@ -69,23 +74,12 @@ def _named(name: str, model: type[Section]) -> type[Section]:
     return create_model(f"{model.__name__}_{name}", __base__=model, __doc__=model.__doc__, name=only)
 
 
-def _for_files(schema: Any) -> Any:
-    """Drop required keys from `schema` and allow interpolations."""
-    if isinstance(schema, list):
-        return [_for_files(item) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    return {key: _entry(key, value) for key, value in schema.items() if key != "required"}
+class _ForFiles(GenerateJsonSchema):
+    """Requires no key, because a file may inherit the rest."""
 
-
-def _entry(key: str, value: Any) -> Any:
-    if key == "default":
-        return value
-    if key == "$defs":
-        return {name: _for_files(item) for name, item in value.items()}
-    if key == "properties":
-        return {name: _or_interpolation(_for_files(item)) for name, item in value.items()}
-    return _for_files(value)
+    def field_is_required(self, field: Any, total: bool) -> bool:
+        """Return False."""
+        return False
 
 
 def _or_interpolation(schema: dict[str, Any]) -> dict[str, Any]:

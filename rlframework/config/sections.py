@@ -7,21 +7,19 @@ A plugin's record names a `config_model` derived from one of these bases (`Algor
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt, SerializeAsAny
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, SerializeAsAny
 
 from rlframework.config.base import Section
 from rlframework.config.observers import MlflowConfig, WandbConfig
 from rlframework.config.policy import PolicyConfig
 
-Seconds = Annotated[float, Field(gt=0.0)]
-
 
 class DeadlinesConfig(Section):
     """Timeouts of the driver in seconds. A timeout is an error that names what the driver was waiting for."""
 
-    start: Seconds = Field(180.0, description="for workers to start and form their process group")
-    call: Seconds = Field(1800.0, description="for one call to all workers, such as a training step")
-    shutdown: Seconds = Field(30.0, description="for workers to exit before they are killed")
+    start: PositiveFloat = Field(180.0, description="for workers to start and form their process group")
+    call: PositiveFloat = Field(1800.0, description="for one call to all workers, such as a training step")
+    shutdown: PositiveFloat = Field(30.0, description="for workers to exit before they are killed")
 
 
 class WorkerGroupConfig(Section):
@@ -97,12 +95,12 @@ class RefitConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="dtype of floating-point weights in transfer and in the engines; auto: policy.precision"
     )
-    buffer_mb: Annotated[float, Field(gt=0.0)] | None = Field(
+    buffer_mb: PositiveFloat | None = Field(
         None,
         description="MiB of weights per transfer buffer, of which there are three; null: chosen for the device. A "
         "larger weight is sent on its own",
     )
-    deadline: Seconds = Field(
+    deadline: PositiveFloat = Field(
         120.0, description="timeout in seconds for the rendezvous, and for each buffer of weights"
     )
 
@@ -112,7 +110,7 @@ class GenerationConfig(Section):
 
     name: str = Field("transformers", description="name of the generation engine; `rlframework plugins` lists them")
     max_new_tokens: PositiveInt = Field(64, description="maximum number of tokens to generate per completion")
-    temperature: Annotated[float, Field(ge=0.0)] = Field(1.0, description="sampling temperature; 0: greedy decoding")
+    temperature: NonNegativeFloat = Field(1.0, description="sampling temperature; 0: greedy decoding")
     top_k: PositiveInt | None = Field(
         None, description="sample from the k most likely tokens; null: from the full vocabulary"
     )
@@ -262,8 +260,10 @@ class FaultToleranceConfig(Section):
         description="maximum consecutive restarts from the last checkpoint, with new workers; a new checkpoint resets "
         "the count",
     )
-    backoff: Seconds = Field(5.0, description="seconds before the first restart; doubled for each consecutive one")
-    max_backoff: Seconds = Field(300.0, description="maximum seconds before a restart")
+    backoff: PositiveFloat = Field(
+        5.0, description="seconds before the first restart; doubled for each consecutive one"
+    )
+    max_backoff: PositiveFloat = Field(300.0, description="maximum seconds before a restart")
 
 
 class RunConfig(Section):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from difflib import SequenceMatcher
 from typing import Any, get_args
 
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 Path = tuple[str, ...]
 
@@ -24,13 +24,15 @@ def models_in(annotation: Any) -> list[type[BaseModel]]:
     return [model for part in get_args(annotation) for model in models_in(part)]
 
 
-def key_paths(model: type[BaseModel], above: Path = ()) -> Iterator[Path]:
-    """Yield the path of every key of `model`, including sections and their keys, from the top."""
+def key_paths(model: type[BaseModel], above: Path = ()) -> dict[Path, FieldInfo]:
+    """Return the field of every key of `model`, including sections and their keys, by its path from the top."""
+    found: dict[Path, FieldInfo] = {}
     for name, info in model.model_fields.items():
         path = (*above, info.alias or name)
-        yield path
+        found[path] = info
         for inner in models_in(info.annotation):
-            yield from key_paths(inner, path)
+            found = key_paths(inner, path) | found
+    return found
 
 
 def nearest_key(path: Path, model: type[BaseModel]) -> Path | None:
@@ -40,40 +42,23 @@ def nearest_key(path: Path, model: type[BaseModel]) -> Path | None:
     a sibling that differs by a letter or two; a key of the same name anywhere; a similar sibling; a similar key
     anywhere.
     """
-    paths = list(key_paths(model))
     parent, name = path[:-1], path[-1]
-    beside = [other for other in paths if other[:-1] == parent]
-    inside = [other for other in paths if other[: len(parent)] == parent and other[-1] == name] if parent else []
-    return (
-        _first(inside)
-        or _closest(path, beside, VERY_CLOSE)
-        or _nearest_namesake(path, [other for other in paths if other[-1] == name])
-        or _closest(path, beside, CLOSE)
-        or _closest(path, paths, VERY_CLOSE)
-    )
+
+    def preferences(other: Path) -> tuple[bool, ...]:
+        same, beside, near = other[-1] == name, other[:-1] == parent, _similarity(name, other[-1])
+        inside = bool(parent) and other[: len(parent)] == parent
+        return (inside and same, beside and near >= VERY_CLOSE, same, beside and near >= CLOSE, near >= VERY_CLOSE)
+
+    def rank(other: Path) -> tuple[tuple[bool, ...], float, float]:
+        return preferences(other), _similarity(name, other[-1]), _similarity(".".join(path), ".".join(other))
+
+    best = max(key_paths(model), key=rank, default=None)
+    return best if best is not None and any(preferences(best)) else None
 
 
 def is_misspelling(path: Path, meant: Path) -> bool:
     """Return True if `meant` is a very similar sibling of `path`."""
     return path[:-1] == meant[:-1] and _similarity(path[-1], meant[-1]) >= VERY_CLOSE
-
-
-def _first(paths: list[Path]) -> Path | None:
-    return min(paths, key=len, default=None)
-
-
-def _nearest_namesake(path: Path, paths: list[Path]) -> Path | None:
-    return max(paths, key=lambda other: _similarity(".".join(path), ".".join(other)), default=None)
-
-
-def _closest(path: Path, paths: list[Path], cutoff: float) -> Path | None:
-    """The path whose last component is most similar to that of `path`; ties go to the most similar full path."""
-
-    def score(other: Path) -> tuple[float, float]:
-        return _similarity(path[-1], other[-1]), _similarity(".".join(path), ".".join(other))
-
-    best = max(paths, key=score, default=None)
-    return best if best is not None and score(best)[0] >= cutoff else None
 
 
 def _similarity(left: str, right: str) -> float:

@@ -84,11 +84,9 @@ def read_yaml(path: Path) -> Layer:
 def parse_yaml(text: str, name: str) -> Layer:
     """Parse the mapping in `text`; `name` identifies its source in messages and origins."""
     tree, origins = _parse(text, name)
-    if tree is None:
-        tree = {}
-    if not isinstance(tree, dict):
+    if not isinstance(tree, dict | None):
         raise ConfigError(f"{name}: a configuration must be a mapping of keys to values, not a {type(tree).__name__}")
-    return Layer(tree, origins)
+    return Layer(tree or {}, origins)
 
 
 def parse_value(text: str, name: str) -> Any:

@@ -12,12 +12,11 @@ from typing import Any
 
 from pydantic import BaseModel, create_model
 
-from rlframework.config.findings import raise_findings
 from rlframework.config.load import Tree
-from rlframework.config.narrow import OPEN_SECTIONS
+from rlframework.config.problems import raise_problems
 from rlframework.config.validate import validate
 from rlframework.config.yaml_text import parse_value
-from rlframework.configure import KIND_OF_SECTION
+from rlframework.configure import OPEN_SECTIONS
 from rlframework.errors import ConfigError
 from rlframework.plugins.types import Record
 
@@ -31,10 +30,10 @@ def section_of(record: Record, section: Mapping[str, Any], model: type[BaseModel
     sets.
     """
     kind = record.kind.replace("_", " ")
-    place = next((name for name, of in KIND_OF_SECTION.items() if of == record.kind), "")
+    place = next((name for name, of in OPEN_SECTIONS.items() if of.kind == record.kind), "")
     if taken := sorted(section.keys() & _SET_BY_SUITE.get(place, {"name"} if place else frozenset())):
         raise ConfigError(f"{', '.join(taken)}: the suite sets this for the {kind} {record.name!r}")
-    model = model or record.config_model or OPEN_SECTIONS.get(place)
+    model = model or record.config_model or (record.section if place else None)
     if model is None:
         if section:
             keys = ", ".join(section)
@@ -43,8 +42,8 @@ def section_of(record: Record, section: Mapping[str, Any], model: type[BaseModel
     name = place or record.name
     holder: type[BaseModel] = create_model("Configuration", **{name: (model, ...)})  # type: ignore[call-overload]
     values = {**({"name": record.name} if place else {}), **plain_paths(section)}
-    config, findings = validate(Tree({name: values}), holder)
-    raise_findings(findings)
+    config, problems = validate(Tree({name: values}), holder)
+    raise_problems(problems)
     checked: BaseModel = getattr(config, name)
     return checked
 

@@ -6,22 +6,16 @@ import os
 import socket
 import stat
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-from rlframework.doctor.context import Context, ProbeError
-from rlframework.doctor.findings import Finding, note, ok, warning
+from rlframework.doctor.checks import Context, Finding, ProbeError, check, note, ok, warning
 from rlframework.doctor.machine import gib
-from rlframework.doctor.registry import check
+from rlframework.doctor.probes import RayCluster, RayNode
 from rlframework.observers.host import package_version
 
-ATTACH_SECONDS = 60.0
-CONNECT_SECONDS = 3.0
-HEAD_PORTS = {6379: "the head (--port)", 8265: "the dashboard and jobs (--dashboard-port)"}
-"""Default ports of `ray start --head`."""
-
-_START = "Start a cluster (`ray start --head`), correct RAY_ADDRESS or worker_group.address, or unset both"
+ATTACH_SECONDS, CONNECT_SECONDS = 60.0, 3.0
 
 
 def address(context: Context) -> str | None:
@@ -31,54 +25,61 @@ def address(context: Context) -> str | None:
     return None if found in (None, "", "local") else found
 
 
-def cluster_nodes(context: Context) -> Sequence[Mapping[str, Any]] | None:
+def cluster_nodes(context: Context) -> list[RayNode] | None:
     """Return the live nodes of the cluster that the run attaches to; None if there is none or it is unreachable."""
     where = address(context)
-    if where is None or _cannot_reach(where):
-        return None
-    try:
-        found = context.probe("ray_cluster", where, seconds=ATTACH_SECONDS)
-    except ProbeError:
-        return None
-    return None if found["error"] else [node for node in found["nodes"] if node["alive"]]
+    with suppress(ProbeError):
+        return None if where is None else [node for node in _attach(context, where)["nodes"] if node["alive"]]
+    return None
 
 
 @check("cluster", "ray")
 def ray(context: Context) -> Iterator[Finding]:
     """The installed Ray, and the cluster that a run would use."""
     version, where = package_version("ray"), address(context)
+    facts = {"version": version, "address": where}
     if where is not None:
-        yield ok(f"ray {version}; runs attach to the cluster at {where}", version=version, address=where)
+        yield ok(f"ray {version}; runs attach to the cluster at {where}", facts=facts)
         return
     text = f"ray {version}; a run starts a local instance on 127.0.0.1 and stops it at the end"
     running = _address_of_running()
     if running is None:
-        yield ok(text, version=version, address=None)
+        yield ok(text, facts=facts)
     else:
         text += f". Ray is already running at {running}; runs do not use it"
-        yield note(text, "To use it, set RAY_ADDRESS=auto", version=version, address=None, running=running)
+        yield note(text, "To use it, set RAY_ADDRESS=auto", {**facts, "running": running})
 
 
 @check("cluster", "token")
 def token(context: Context) -> Iterator[Finding]:
     """Ray's token authentication: without it, anyone who can reach Ray's ports can run programs as this user."""
-    mode, source = os.environ.get("RAY_AUTH_MODE", "").lower(), token_source()
+    mode, source, where = os.environ.get("RAY_AUTH_MODE", "").lower(), token_source(), address(context)
     facts = {"mode": mode or "not set", "source": source}
     if mode == "disabled":
         text = "RAY_AUTH_MODE=disabled: anyone who can reach Ray's ports can run programs here"
-        yield warning(text, "Unset RAY_AUTH_MODE; `ray get-auth-token --generate` creates a token", **facts)
+        yield warning(text, "Unset RAY_AUTH_MODE; `ray get-auth-token --generate` creates a token", facts)
     elif source is not None:
-        yield _with_token(context, mode, source, facts)
-        yield from _readable_token(source)
-    elif address(context) is None:
+        if not mode and where not in (None, "auto"):
+            yield warning(
+                f"Ray does not send the token in {source} to a cluster given by address unless RAY_AUTH_MODE=token is "
+                "set",
+                "Export RAY_AUTH_MODE=token on this machine and on all nodes",
+                facts,
+            )
+        else:
+            yield ok(f"Ray's token authentication is on; the token is in {source}", facts=facts)
+        path = Path(source)
+        if path.is_file() and path.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
+            yield warning(f"other users can read Ray's token in {path}", f"chmod 600 {path}")
+    elif where is None:
         text = "no token yet: the local Ray instance of a run creates one, but `ray start` runs without"
-        yield note(text, "Before `ray start`, run: ray get-auth-token --generate > /dev/null", **facts)
+        yield note(text, "Before `ray start`, run: ray get-auth-token --generate > /dev/null", facts)
     else:
         yield warning(
             "no token found: a cluster with token authentication rejects this machine, and one without is open to "
             "anyone who can reach it",
             "Copy ~/.ray/auth_token from the head node (mode 600), or set RAY_AUTH_TOKEN_PATH",
-            **facts,
+            facts,
         )
 
 
@@ -88,86 +89,55 @@ def nodes(context: Context) -> Iterator[Finding]:
     where = address(context)
     if where is None:
         return
-    needed = context.uses_group("ray")
-    if where.startswith("ray://"):
-        remedy = "Run on a node of the cluster: ray job submit -- rlframework train ..."
-        yield context.problem(f"{where}: Ray Client connections are not supported", remedy, needed=needed)
-        return
-    if (reason := _cannot_reach(where)) is not None:
-        yield context.problem(f"nothing answers at {where}: {reason}", _START, needed=needed)
-        return
     try:
-        found = context.probe("ray_cluster", where, seconds=ATTACH_SECONDS)
+        found = _attach(context, where)
     except ProbeError as error:
-        yield context.problem(f"cannot attach to {where}: {error}", _START, needed=needed)
+        yield context.problem(str(error), _remedy(str(error)), needed=context.uses_group("ray"))
         return
-    if found["error"]:
-        yield context.problem(
-            f"cannot attach to {where}: {found['error'].strip()}", _remedy(found["error"]), needed=needed
-        )
-        return
-    yield from _node_findings(found)
-
-
-@check("cluster", "ports")
-def ports(context: Context) -> Iterator[Finding]:
-    """Whether a Ray head could be started on this machine."""
-    if address(context) is not None or _address_of_running() is not None:
-        return
-    taken = [port for port in HEAD_PORTS if not _is_free(port)]
-    if taken:
-        text = "; ".join(f"port {port} is in use, the default of {HEAD_PORTS[port]} of a Ray head" for port in taken)
-        yield note(text, "This matters only for `ray start --head` on this machine: give it another port")
-    else:
-        yield ok(f"the ports of a Ray head are free: {', '.join(map(str, HEAD_PORTS))}")
+    living = [node for node in found["nodes"] if node["alive"]]
+    for node in living:
+        text = f"node {node['address']}: {node['cpus']:g} CPU, {node['gpus']:g} GPU, memory {gib(node['memory_bytes'])}"
+        yield ok(f"{text}, objects {gib(node['object_store_bytes'])}", facts=node)
+    free = ", ".join(f"{found['free'].get(name, 0):g} {name}" for name in ("CPU", "GPU"))
+    text = f"{len(living)} node(s); free now: {free}; ray {found['ray']} and Python {found['python']} on both sides"
+    yield ok(text, facts={"free": found["free"], "ray": found["ray"], "python": found["python"]})
+    gone = ", ".join(node["address"] for node in found["nodes"] if not node["alive"])
+    if gone:
+        yield note(f"nodes that left the cluster: {gone}")
 
 
 def token_source() -> str | None:
     """Return where Ray finds its token, in Ray's order: a variable, the file named by one, the home directory."""
     if os.environ.get("RAY_AUTH_TOKEN"):
         return "RAY_AUTH_TOKEN"
-    if named := os.environ.get("RAY_AUTH_TOKEN_PATH"):
-        return named if Path(named).is_file() else None
-    home = Path.home() / ".ray" / "auth_token"
-    return str(home) if home.is_file() else None
+    named = os.environ.get("RAY_AUTH_TOKEN_PATH")
+    path = Path(named) if named else Path.home() / ".ray" / "auth_token"
+    return str(path) if path.is_file() else None
 
 
-def _with_token(context: Context, mode: str, source: str, facts: Mapping[str, Any]) -> Finding:
-    where = address(context)
-    if not mode and where not in (None, "auto"):
-        text = (
-            f"Ray does not send the token in {source} to a cluster given by address unless RAY_AUTH_MODE=token is set"
-        )
-        return warning(text, "Export RAY_AUTH_MODE=token on this machine and on all nodes", **facts)
-    return ok(f"Ray's token authentication is on; the token is in {source}", **facts)
-
-
-def _readable_token(source: str) -> Iterator[Finding]:
-    path = Path(source)
-    if path.is_file() and path.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
-        yield warning(f"other users can read Ray's token in {path}", f"chmod 600 {path}")
-
-
-def _node_findings(found: Mapping[str, Any]) -> Iterator[Finding]:
-    living = [node for node in found["nodes"] if node["alive"]]
-    for node in living:
-        text = f"node {node['address']}: {node['cpus']:g} CPU, {node['gpus']:g} GPU, memory {gib(node['memory_bytes'])}"
-        yield ok(f"{text}, objects {gib(node['object_store_bytes'])}", **node)
-    free = ", ".join(f"{found['free'].get(name, 0):g} {name}" for name in ("CPU", "GPU"))
-    text = f"{len(living)} node(s); free now: {free}; ray {found['ray']} and Python {found['python']} on both sides"
-    yield ok(text, free=found["free"], ray=found["ray"], python=found["python"])
-    gone = [str(node["address"]) for node in found["nodes"] if not node["alive"]]
-    if gone:
-        yield note(f"nodes that left the cluster: {', '.join(gone)}")
+def _attach(context: Context, where: str) -> RayCluster:
+    """Describe the cluster at `where`. Raises `ProbeError` if it cannot be attached to."""
+    if where.startswith("ray://"):
+        raise ProbeError(f"{where}: Ray Client connections are not supported")
+    if (reason := _cannot_reach(where)) is not None:
+        raise ProbeError(f"nothing answers at {where}: {reason}")
+    try:
+        found: RayCluster = context.probe("ray_cluster", where, seconds=ATTACH_SECONDS)
+    except ProbeError as error:
+        raise ProbeError(f"cannot attach to {where}: {str(error).strip()}") from error
+    return found
 
 
 def _remedy(error: str) -> str:
+    if error.startswith("ray://"):
+        return "Run on a node of the cluster: ray job submit -- rlframework train ..."
     if "ersion mismatch" in error:
         return "Install exactly the same versions of Ray and Python on this machine and on the cluster"
     if "oken" in error or "nauthenticated" in error:
         return "Set RAY_AUTH_MODE=token, and copy ~/.ray/auth_token from the head node (mode 600)"
     return (
-        f"{_START}. A run attaches from a node of the cluster: `ray start --address=HEAD:6379` makes this machine one"
+        "Start a cluster (`ray start --head`), correct RAY_ADDRESS or worker_group.address, or unset both. A run "
+        "attaches from a node of the cluster: `ray start --address=HEAD:6379` makes this machine one"
     )
 
 
@@ -191,12 +161,3 @@ def _address_of_running() -> str | None:
     except OSError:
         return None
     return found if found and _cannot_reach(found) is None else None
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as listening:
-        try:
-            listening.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True

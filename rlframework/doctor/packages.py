@@ -4,63 +4,64 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
-from rlframework.doctor.context import Context
-from rlframework.doctor.findings import Finding, note, ok, warning
-from rlframework.doctor.registry import check
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from rlframework.doctor.checks import Context, Finding, check, note, ok, warning
 from rlframework.observers.environment import PACKAGES
 from rlframework.observers.host import package_version
-
-if TYPE_CHECKING:
-    from packaging.requirements import Requirement
 
 CORE = "rlframework-core"
 OWN = (CORE, "rlframework-dtensor", "rlframework-deepspeed", "rlframework-megatron")
 EXTRAS = ("dtensor", "deepspeed", "megatron", "wandb", "mlflow")
 UNRELATED = "rlframework"
 """An unrelated distribution on PyPI that has a package of the same name."""
+_MISSING = "not installed"
 
 
-@dataclass(frozen=True)
-class Clash:
-    """An unmet requirement of a distribution; `there` is the installed version, or None."""
+class Clash(NamedTuple):
+    """An unmet requirement of a distribution; `there` is the installed version, or "not installed"."""
 
     distribution: str
-    requirement: str
-    there: str | None
+    requirement: Requirement
+    there: str
+
+    @property
+    def needed(self) -> str:
+        """The requirement without its marker, as for `pip install`."""
+        extras = f"[{','.join(sorted(self.requirement.extras))}]" if self.requirement.extras else ""
+        return f"{self.requirement.name}{extras}{self.requirement.specifier}"
 
     def __str__(self) -> str:
-        there = "it is not installed" if self.there is None else f"{self.there} is installed"
-        return f"{self.distribution} requires {self.requirement}, but {there}"
+        there = "it is not installed" if self.there == _MISSING else f"{self.there} is installed"
+        return f"{self.distribution} requires {self.needed}, but {there}"
 
 
 @check("packages", "versions")
 def versions(context: Context) -> Iterator[Finding]:
     """The versions of relevant packages."""
-    known = dict.fromkeys([*OWN, *PACKAGES])
-    found = {name: package_version(name) for name in known}
-    there = {name: version for name, version in found.items() if version != "not installed"}
-    yield ok(", ".join(f"{name} {version}" for name, version in there.items()), versions=there)
+    found = {name: package_version(name) for name in dict.fromkeys([*OWN, *PACKAGES])}
+    there = {name: version for name, version in found.items() if version != _MISSING}
+    yield ok(", ".join(f"{name} {version}" for name, version in there.items()), facts={"versions": there})
 
 
 @check("packages", "requirements")
 def requirements(context: Context) -> Iterator[Finding]:
     """Requirements of rlframework's distributions, and transitively of their dependencies."""
-    own = [name for name in OWN if package_version(name) != "not installed"]
+    own = [name for name in OWN if package_version(name) != _MISSING]
     found = list(clashes(own))
     for clash in found:
         if clash.distribution in OWN:
-            remedy = f"pip install '{clash.requirement}'"
-            yield context.problem(str(clash), remedy, needed=_is_needed(context, clash.distribution))
+            used = context.config is not None and clash.distribution == f"rlframework-{context.config.policy.backend}"
+            needed = clash.distribution == CORE or used
+            yield context.problem(str(clash), f"pip install '{clash.needed}'", needed=needed)
         else:
-            yield warning(
-                str(clash),
-                f"Install a version that fits {clash.requirement}; `pip check` shows which packages require it",
-            )
+            remedy = f"Install a version that fits {clash.needed}; `pip check` shows which packages require it"
+            yield warning(str(clash), remedy)
     if not found:
         yield ok(f"all requirements of {', '.join(own)} are met")
 
@@ -68,7 +69,7 @@ def requirements(context: Context) -> Iterator[Finding]:
 @check("packages", "extras")
 def extras(context: Context) -> Iterator[Finding]:
     """Optional features that are not installed."""
-    missing = [extra for extra in EXTRAS if list(_unmet(CORE, extra))]
+    missing = [extra for extra in EXTRAS if any(clash for _, clash in _required(CORE, extra))]
     if missing:
         words = ",".join(missing)
         yield note(f"not installed: {', '.join(missing)}", f"To use them: pip install 'rlframework-core[{words}]'")
@@ -80,18 +81,15 @@ def extras(context: Context) -> Iterator[Finding]:
 def name(context: Context) -> Iterator[Finding]:
     """Whether an unrelated distribution overwrites the package `rlframework`."""
     version = package_version(UNRELATED)
-    if version != "not installed":
-        yield context.problem(
-            f"the unrelated distribution {UNRELATED!r} {version} is installed and overwrites this package",
-            f"pip uninstall {UNRELATED}, then reinstall rlframework-core",
-            needed=True,
-        )
+    if version != _MISSING:
+        text = f"the unrelated distribution {UNRELATED!r} {version} is installed and overwrites this package"
+        yield context.problem(text, f"pip uninstall {UNRELATED}, then reinstall rlframework-core", needed=True)
 
 
 @check("packages", "compilers")
 def compilers(context: Context) -> Iterator[Finding]:
     """Compilers for DeepSpeed's offload to disk, which is built on first use."""
-    if package_version("deepspeed") == "not installed":
+    if package_version("deepspeed") == _MISSING:
         return
     missing = [tool for tool in ("g++", "ninja") if shutil.which(tool) is None]
     if not missing:
@@ -103,67 +101,30 @@ def compilers(context: Context) -> Iterator[Finding]:
 
 def clashes(roots: Iterable[str]) -> Iterator[Clash]:
     """Yield unmet requirements of `roots` and, transitively, of their dependencies, breadth first."""
-    waiting, seen = [(root, "") for root in roots], set()
-    while waiting:
-        distribution, extra = waiting.pop(0)
-        if (distribution, extra) in seen:
-            continue
-        seen.add((distribution, extra))
-        for requirement in _required(distribution, extra):
-            there = _version(requirement.name)
-            if there is None or not requirement.specifier.contains(there, prereleases=True):
-                yield Clash(distribution, _plain(requirement), there)
-            else:
-                name = _normal(requirement.name)
-                waiting += [(name, ""), *((name, inner) for inner in sorted(requirement.extras))]
-
-
-def _unmet(distribution: str, extra: str) -> Iterator[Requirement]:
-    for requirement in _required(distribution, extra):
-        there = _version(requirement.name)
-        if there is None or not requirement.specifier.contains(there, prereleases=True):
-            yield requirement
+    waiting = [(root, "") for root in roots]
+    for distribution, extra in waiting:  # grows meanwhile
+        for requirement, clash in _required(distribution, extra):
+            if clash is not None:
+                yield clash
+                continue
+            found = str(canonicalize_name(requirement.name))
+            further = [(found, inner) for inner in ("", *sorted(requirement.extras))]
+            waiting += [one for one in further if one not in waiting]
 
 
 @cache
-def _required(distribution: str, extra: str = "") -> tuple[Requirement, ...]:
-    """The requirements of `distribution` on this machine; with `extra`, only those that it adds."""
-    from packaging.requirements import Requirement
-
+def _required(distribution: str, extra: str) -> list[tuple[Requirement, Clash | None]]:
+    """The requirements of `distribution` here, those that `extra` adds if given, each with how it is not met."""
     try:
         texts = metadata.requires(distribution) or []
     except metadata.PackageNotFoundError:
-        return ()
+        return []
     found = []
-    for text in texts:
-        requirement = Requirement(text)
-        always = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-        if extra:
-            wanted = not always and requirement.marker is not None and requirement.marker.evaluate({"extra": extra})
-        else:
-            wanted = always
-        if wanted:
-            found.append(requirement)
-    return tuple(found)
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _plain(requirement: Requirement) -> str:
-    extras = f"[{','.join(sorted(requirement.extras))}]" if requirement.extras else ""
-    return f"{requirement.name}{extras}{requirement.specifier}"
-
-
-def _normal(name: str) -> str:
-    from packaging.utils import canonicalize_name
-
-    return str(canonicalize_name(name))
-
-
-def _is_needed(context: Context, distribution: str) -> bool:
-    return distribution == CORE or context.uses_backend(distribution.removeprefix("rlframework-"))
+    for requirement in map(Requirement, texts):
+        marker = requirement.marker
+        always = marker is None or marker.evaluate({"extra": ""})
+        if (not always and marker is not None and marker.evaluate({"extra": extra})) if extra else always:
+            there = package_version(requirement.name)
+            met = there != _MISSING and requirement.specifier.contains(there, prereleases=True)
+            found.append((requirement, None if met else Clash(distribution, requirement, there)))
+    return found

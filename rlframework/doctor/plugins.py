@@ -6,9 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from rlframework.doctor.context import Context
-from rlframework.doctor.findings import Finding, note, ok
-from rlframework.doctor.registry import check
+from rlframework.doctor.checks import Context, Finding, check, note, ok
 from rlframework.errors import PluginError
 
 if TYPE_CHECKING:
@@ -27,17 +25,15 @@ def found(context: Context) -> Iterator[Finding]:
     for row in rows:
         if row.status == "active" and row.kind is not None:
             kinds[row.kind].append(row.name)
-    yield ok(
-        "; ".join(f"{kind}: {', '.join(sorted(names))}" for kind, names in sorted(kinds.items())), parts=dict(kinds)
-    )
+    text = "; ".join(f"{kind}: {', '.join(sorted(names))}" for kind, names in sorted(kinds.items()))
+    yield ok(text, facts={"parts": dict(kinds)})
     for row in rows:
         if row.status == "disabled":
             yield note(f"{_title(row)} is disabled: {row.reason}")
         elif row.status == "broken":
+            text = f"{_title(row)} is broken: {row.reason}"
             remedy = f"Reinstall {row.distribution}, or disable it: RLFRAMEWORK_DISABLE_PLUGINS={row.name}"
-            yield context.problem(
-                f"{_title(row)} is broken: {row.reason}", remedy, needed=_is_chosen(context, row.name)
-            )
+            yield context.problem(text, remedy, needed=context.config is None)  # a chosen one would not load
 
 
 @check("plugins", "known failures")
@@ -54,12 +50,3 @@ def known_failures(context: Context) -> Iterator[Finding]:
 def _title(row: PluginListing) -> str:
     what = f"the {row.kind} {row.name}" if row.kind is not None else f"the plugin {row.name}"
     return f"{what} ({row.distribution} {row.version})"
-
-
-def _is_chosen(context: Context, name: str) -> bool:
-    """Whether the configuration selects the plugin (rarely a broken one, as the configuration would not load)."""
-    config = context.config
-    if config is None:
-        return True
-    sections = (config.algorithm, config.environment, config.generation, config.worker_group)
-    return name == config.policy.backend or name in [section.name for section in sections]

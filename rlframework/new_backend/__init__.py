@@ -1,10 +1,166 @@
 """`rlframework new-backend NAME`: creates a plugin distribution to fill in, which is installable right away.
 
+The template is plain text in the folder `template`, in which `string.Template` replaces `$name` and other placeholders.
+
 Not supported: other kinds of plugins (`examples/plugins/` has one of each), and publishing.
 """
 
 from __future__ import annotations
 
-from rlframework.new_backend.writing import next_commands, write_backend
+import keyword
+import re
+import shlex
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import metadata
+from importlib.resources import files
+from importlib.util import find_spec
+from pathlib import Path
+from string import Template
 
-__all__ = ["next_commands", "write_backend"]
+from packaging.version import Version
+
+from rlframework import __version__
+from rlframework.config.policy import PolicyConfig
+from rlframework.errors import ConfigError
+from rlframework.files import replacing_directory
+from rlframework.plugins.manager import create_manager
+
+LONGEST = 24
+"""Maximum length of a name, so that lines of the template stay within the limit."""
+
+FILES = {
+    "pyproject.toml": "pyproject.toml.txt",
+    "README.md": "README.md.txt",
+    ".gitignore": "gitignore.txt",
+    ".github/workflows/ci.yml": "ci.yml.txt",
+    "$package/__init__.py": "init.py.txt",
+    "$package/py.typed": "py.typed.txt",
+    "$package/plugin.py": "plugin.py.txt",
+    "$package/config.py": "config.py.txt",
+    "$package/engine.py": "engine.py.txt",
+    "$package/worker.py": "worker.py.txt",
+    "tests/test_conformance.py": "test_conformance.py.txt",
+    "tests/test_plugin.py": "test_plugin.py.txt",
+}
+"""Maps the path of each file to write to its template file."""
+
+
+@dataclass(frozen=True)
+class Names:
+    """The names derived from `name`, which selects the backend in the configuration."""
+
+    name: str
+
+    @property
+    def package(self) -> str:
+        """The name of the Python package."""
+        return f"rlframework_{self.name}"
+
+    @property
+    def distribution(self) -> str:
+        """The name of the distribution and of its folder."""
+        return f"rlframework-{self.name.replace('_', '-')}"
+
+    @property
+    def camel(self) -> str:
+        """The prefix of class names."""
+        return "".join(part[:1].upper() + part[1:] for part in self.name.split("_"))
+
+
+def write_backend(name: str, directory: str | Path | None = None) -> Path:
+    """Write a distribution for the backend `name` to `directory` (default: a folder of its name); return the folder.
+
+    Raises `ConfigError`, and writes nothing, if the name is invalid or in use, or if the folder is not empty.
+    """
+    names = checked_names(name)
+    folder = Path(names.distribution if directory is None else directory).absolute()
+    _require_free(folder)
+    texts = backend_files(names)
+    with replacing_directory(folder) as new:
+        for path, text in texts.items():
+            (new / path).parent.mkdir(parents=True, exist_ok=True)
+            (new / path).write_text(text, encoding="utf-8")
+    return folder
+
+
+def backend_files(names: Names) -> dict[str, str]:
+    """Return the text of each file, by its path in the folder."""
+    words = {
+        "name": names.name,
+        "package": names.package,
+        "distribution": names.distribution,
+        "camel": names.camel,
+        "core": core_range(__version__),
+    }
+    template = files("rlframework.new_backend") / "template"
+    return {
+        Template(path).substitute(words): Template((template / source).read_text(encoding="utf-8")).substitute(words)
+        for path, source in FILES.items()
+    }
+
+
+def core_range(version: str) -> str:
+    """Return the versions of core that a backend created with `version` requires: up to the next breaking release."""
+    found = Version(version)
+    following = f"0.{found.minor + 1}" if found.major == 0 else str(found.major + 1)
+    return f">={version},<{following}"
+
+
+def next_commands(name: str, folder: Path) -> str:
+    """Return the commands to run next, one per line."""
+    near = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+    return "\n".join(
+        [
+            f"  cd {shlex.quote(str(near))}",
+            '  pip install -e ".[dev]"',
+            "  rlframework plugins",
+            f"  rlframework conformance {name} --layout data=1",
+        ]
+    )
+
+
+def checked_names(name: str) -> Names:
+    """Return the names for a backend `name`. Raises `ConfigError` if the name is invalid or already in use."""
+    if problem := _spelling(name) or _taken(name):
+        raise ConfigError(f"{name!r} cannot be the name of a backend: {problem}")
+    return Names(name)
+
+
+def _spelling(name: str) -> str | None:
+    if not re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name):
+        return "it becomes part of a package name; use lowercase letters, digits and single '_', starting with a letter"
+    if len(name) > LONGEST:
+        return f"it has {len(name)} characters, but at most {LONGEST} are allowed; choose a shorter name"
+    if keyword.iskeyword(name) or name in sys.stdlib_module_names:
+        return "it is a Python keyword or standard module; choose another name"
+    if name in PolicyConfig.model_fields:
+        return f"`policy.{name}` is already a configuration key; choose another name"
+    return None
+
+
+def _taken(name: str) -> str | None:
+    for row in create_manager(disabled=()).listing():
+        if row.name == name and row.kind in ("policy_worker", None):  # None: a plugin that could not be read
+            return (
+                f"it is used by {row.distribution} {row.version}; choose another name, or uninstall that distribution"
+            )
+    names = Names(name)
+    if find_spec(names.package) is not None:
+        return f"the Python module {names.package} already exists; choose another name, or uninstall it"
+    with suppress(metadata.PackageNotFoundError):
+        version = metadata.version(names.distribution)
+        return f"{names.distribution} {version} is already installed; choose another name, or uninstall it"
+    return None
+
+
+def _require_free(folder: Path) -> None:
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+        raise ConfigError(f"--directory {folder}: it exists and is not a folder; choose another location")
+    if not folder.exists():
+        return
+    if any(folder.iterdir()):
+        raise ConfigError(f"--directory {folder}: it is not empty; choose a new folder")
+    if folder.samefile(Path.cwd()):  # the shell would be left in the deleted old directory
+        raise ConfigError(f"--directory {folder}: it is the current directory; change to its parent directory first")

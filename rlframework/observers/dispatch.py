@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from rlframework.observers.secrets import hide_in_text
 from rlframework.plugins.hookspec import SampleRecord
-from rlframework.plugins.loading import load_target
-from rlframework.plugins.reading import new_pluggy
+from rlframework.plugins.loading import load_target, new_pluggy
 
 if TYPE_CHECKING:
     from pluggy import HookRelay

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from rlframework.config.algorithms import GRPOConfig, OwnLossConfig, SFTConfig
-from rlframework.config.base import Section
 from rlframework.config.environments import AdditionConfig, DatasetConfig, Gsm8kConfig
 from rlframework.config.sections import (
     GenerationConfig,
@@ -30,14 +31,9 @@ from rlframework.plugins.user_defined import load_loss, load_reward
 @hookimpl
 def rlframework_data_processors() -> list[DataProcessorRecord]:
     """The built-in microbatch processor."""
-    return [
-        DataProcessorRecord(
-            name="microbatches",
-            target="rlframework.microbatches.data_processor:MicrobatchProcessor",
-            api_version=API_VERSION,
-            summary="padded, dynamic or packed microbatches",
-        )
-    ]
+    target = "rlframework.microbatches.data_processor:MicrobatchProcessor"
+    summary = "padded, dynamic or packed microbatches"
+    return [DataProcessorRecord("microbatches", target, API_VERSION, summary)]
 
 
 @hookimpl
@@ -45,28 +41,28 @@ def rlframework_worker_groups() -> list[WorkerGroupRecord]:
     """Workers in this process, in several processes on this machine, or in Ray actors."""
     return [
         WorkerGroupRecord(
-            name="inline",
-            target="rlframework.workers.inline:InlineWorkerGroup",
-            api_version=API_VERSION,
-            summary="one worker in this process",
+            "inline",
+            "rlframework.workers.inline:InlineWorkerGroup",
+            API_VERSION,
+            "one worker in this process",
             config_model=WorkerGroupConfig,
             check=check_inline,
         ),
         WorkerGroupRecord(
-            name="processes",
-            target="rlframework.workers.processes:ProcessWorkerGroup",
-            api_version=API_VERSION,
-            summary="several worker processes on this machine, without Ray",
-            capabilities=frozenset({Capability.DATA_PARALLEL}),
-            config_model=RemoteGroupConfig,
+            "processes",
+            "rlframework.workers.processes:ProcessWorkerGroup",
+            API_VERSION,
+            "several worker processes on this machine, without Ray",
+            frozenset({Capability.DATA_PARALLEL}),
+            RemoteGroupConfig,
         ),
         WorkerGroupRecord(
-            name="ray",
-            target="rlframework.workers.ray.remote_group:RayRemoteWorkerGroup",
-            api_version=API_VERSION,
-            summary="Ray actors on this machine or on a cluster",
-            capabilities=frozenset({Capability.DATA_PARALLEL}),
-            config_model=RayGroupConfig,
+            "ray",
+            "rlframework.workers.ray.remote_group:RayRemoteWorkerGroup",
+            API_VERSION,
+            "Ray actors on this machine or on a cluster",
+            frozenset({Capability.DATA_PARALLEL}),
+            RayGroupConfig,
         ),
     ]
 
@@ -76,12 +72,12 @@ def rlframework_generation_engines() -> list[GenerationEngineRecord]:
     """The built-in engine."""
     return [
         GenerationEngineRecord(
-            name="transformers",
-            target="rlframework.generation.transformers_engine:TransformersEngine",
-            api_version=API_VERSION,
-            summary="generation with transformers, in the trainer's process or in separate ones",
-            capabilities=frozenset({Capability.COLLECTIVE_REFIT, Capability.IPC_REFIT}),
-            config_model=GenerationConfig,
+            "transformers",
+            "rlframework.generation.transformers_engine:TransformersEngine",
+            API_VERSION,
+            "generation with transformers, in the trainer's process or in separate ones",
+            frozenset({Capability.COLLECTIVE_REFIT, Capability.IPC_REFIT}),
+            GenerationConfig,
         )
     ]
 
@@ -91,24 +87,24 @@ def rlframework_environments() -> list[EnvironmentRecord]:
     """Tasks with verifiable rewards."""
     return [
         EnvironmentRecord(
-            name="addition",
-            target="rlframework.environments.addition:AdditionEnvironment",
-            api_version=API_VERSION,
-            summary="sums of integers, generated from the seed",
+            "addition",
+            "rlframework.environments.addition:AdditionEnvironment",
+            API_VERSION,
+            "sums of integers, generated from the seed",
             config_model=AdditionConfig,
         ),
         EnvironmentRecord(
-            name="gsm8k",
-            target="rlframework.environments.gsm8k:Gsm8kEnvironment",
-            api_version=API_VERSION,
-            summary="grade-school math problems (Cobbe et al. 2021), checked with math-verify",
+            "gsm8k",
+            "rlframework.environments.gsm8k:Gsm8kEnvironment",
+            API_VERSION,
+            "grade-school math problems (Cobbe et al. 2021), checked with math-verify",
             config_model=Gsm8kConfig,
         ),
         EnvironmentRecord(
-            name="dataset",
-            target="rlframework.environments.dataset:DatasetEnvironment",
-            api_version=API_VERSION,
-            summary="your own data: JSONL, Parquet or a Hugging Face dataset",
+            "dataset",
+            "rlframework.environments.dataset:DatasetEnvironment",
+            API_VERSION,
+            "your own data: JSONL, Parquet or a Hugging Face dataset",
             config_model=DatasetConfig,
             check=check_dataset,
         ),
@@ -120,20 +116,20 @@ def rlframework_algorithms() -> list[AlgorithmRecord]:
     """The built-in training loops."""
     return [
         AlgorithmRecord(
-            name="sft",
-            target="rlframework.algorithms.sft:SFT",
-            api_version=API_VERSION,
-            summary="supervised fine-tuning on the environment's completions",
-            check=check_sft,
+            "sft",
+            "rlframework.algorithms.sft:SFT",
+            API_VERSION,
+            "supervised fine-tuning on the environment's completions",
             config_model=SFTConfig,
+            check=check_sft,
         ),
         AlgorithmRecord(
-            name="grpo",
-            target="rlframework.algorithms.grpo:GRPO",
-            api_version=API_VERSION,
-            summary="group-relative policy optimization (Shao et al. 2024, arXiv:2402.03300)",
-            check=check_grpo,
+            "grpo",
+            "rlframework.algorithms.grpo:GRPO",
+            API_VERSION,
+            "group-relative policy optimization (Shao et al. 2024, arXiv:2402.03300)",
             config_model=GRPOConfig,
+            check=check_grpo,
         ),
     ]
 
@@ -148,12 +144,12 @@ def check_inline(config: RunConfig, device: str) -> list[Problem]:
 
 
 def check_dataset(config: RunConfig, device: str) -> list[Problem]:
-    """Reject algorithms that need rewards if the environment has no way to score completions."""
+    """Reject an unusable reward function, and algorithms that need rewards if nothing scores the completions."""
     environment, algorithm = config.environment, config.algorithm
     if not isinstance(environment, DatasetConfig):
         return []
     if environment.reward is not None:
-        return _check_reward(environment.reward)
+        return _problem_of("environment.reward", load_reward, environment.reward)
     if environment.scores_completions:
         return []
     hint = (
@@ -168,36 +164,20 @@ def check_dataset(config: RunConfig, device: str) -> list[Problem]:
     return []
 
 
-def _check_reward(path: str) -> list[Problem]:
-    """Reject a reward function that cannot be imported or called."""
-    try:
-        load_reward(path)
-    except ConfigError as error:
-        return [Problem("environment.reward", str(error))]
-    return []
-
-
 def check_sft(config: RunConfig, device: str) -> list[Problem]:
-    """Check the import path of a user-defined loss."""
-    return _check_loss(config.algorithm.loss) if isinstance(config.algorithm, SFTConfig) else []
-
-
-def _check_loss(loss: Section | None) -> list[Problem]:
     """Reject a user-defined loss that cannot be constructed."""
-    try:
-        if isinstance(loss, OwnLossConfig):
-            load_loss(loss.name, loss.keys)
-    except ConfigError as error:
-        return [Problem("algorithm.loss", str(error))]
-    return []
+    loss = getattr(config.algorithm, "loss", None)
+    if not isinstance(loss, OwnLossConfig):
+        return []
+    return _problem_of("algorithm.loss", load_loss, loss.name, loss.keys)
 
 
 def check_grpo(config: RunConfig, device: str) -> list[Problem]:
-    """Check that a rollout divides into global batches, that sampling is not greedy, and the overlong buffer's size."""
+    """Check the loss as `check_sft` does, the divisions of a rollout, the sampling and the overlong buffer."""
     algorithm, batch_size = config.algorithm, config.policy.train_global_batch_size
     if not isinstance(algorithm, GRPOConfig):
         return []
-    problems = _check_loss(algorithm.loss)
+    problems = check_sft(config, device)
     rows = algorithm.prompts_per_step * algorithm.samples_per_prompt
     if rows % batch_size:
         message = (
@@ -215,3 +195,11 @@ def check_grpo(config: RunConfig, device: str) -> list[Problem]:
         message = "greedy completions of a prompt are all identical, so GRPO has nothing to compare."
         problems.append(Problem("generation.temperature", message, "Set it to a positive value, such as 1.0."))
     return problems
+
+
+def _problem_of(key: str, load: Callable[..., object], *arguments: object) -> list[Problem]:
+    try:
+        load(*arguments)
+    except ConfigError as error:
+        return [Problem(key, str(error))]
+    return []

@@ -9,14 +9,11 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from rlframework.plugins.messages import KEY_OF_KIND
-from rlframework.plugins.types import Record
+from rlframework.plugins.types import RECORD_TYPES
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
     from rich.table import Table
-
-    from rlframework.plugins.loading import Source
 
 COLOURS = {"active": "green", "disabled": "yellow", "broken": "red"}
 WIDE = 160
@@ -42,21 +39,6 @@ class PluginListing:
     reason: str = ""
     summary: str = ""
 
-    @classmethod
-    def of_record(cls, record: Record, source: Source, status: str, reason: str) -> PluginListing:
-        """Create the row of one record."""
-        return cls(
-            name=record.name,
-            kind=record.kind,
-            distribution=source.distribution,
-            version=source.version,
-            api_version=record.api_version,
-            capabilities=tuple(sorted(str(capability) for capability in record.capabilities)),
-            status=status,
-            reason=reason,
-            summary=record.summary,
-        )
-
 
 def as_json(rows: Sequence[PluginListing]) -> str:
     """Return a JSON list with one object per row, whose keys are the fields of `PluginListing`."""
@@ -66,7 +48,8 @@ def as_json(rows: Sequence[PluginListing]) -> str:
 class PluginTable:
     """A section of rows for each kind, headed by the configuration key that selects one, fitted to the terminal.
 
-    A terminal narrower than `WIDE` has no room for the capabilities; a last line says where to see them.
+    Active plugins come first. A terminal narrower than `WIDE` has no room for the capabilities; a last line says where
+    to see them.
     """
 
     def __init__(self, rows: Sequence[PluginListing]) -> None:
@@ -78,7 +61,9 @@ class PluginTable:
 
         wide = options.max_width >= WIDE
         for kind, rows in groupby(self.rows, lambda row: row.kind):
-            yield Text(f"{kind} ({KEY_OF_KIND[kind]})" if kind else "plugins that could not be loaded", style="bold")
+            yield Text(
+                f"{kind} ({RECORD_TYPES[kind].key})" if kind else "plugins that could not be loaded", style="bold"
+            )
             yield self._section(list(rows), wide)
         if not wide and any(row.capabilities for row in self.rows):
             yield Text(f"Capabilities are shown with --json, or on a terminal of at least {WIDE} columns.", style="dim")
@@ -98,11 +83,6 @@ class PluginTable:
             cells.append(Text(row.reason or row.summary))
             table.add_row(*cells, *([Text(", ".join(row.capabilities))] if wide else []))
         return table
-
-
-def as_table(rows: Sequence[PluginListing]) -> PluginTable:
-    """Return a renderable for the terminal, with the active plugins first within each kind."""
-    return PluginTable(rows)
 
 
 def _origin(row: PluginListing) -> str:

@@ -1,24 +1,30 @@
 """Finds plugins, imports them, and reads and checks the records of their hooks. Errors are kept with each plugin.
 
-The manager selects among them.
+pluggy accepts a hook of any name, a function without its marker, and any return value. Each of these is an error in
+this module, so that a plugin never silently does nothing. The manager selects among the plugins.
 """
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import os
+import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import metadata
 from operator import attrgetter
 from typing import Any
 
+import pluggy
+
 import rlframework
+from rlframework.config.policy import PolicyConfig
 from rlframework.errors import PluginError
-from rlframework.plugins.hookspec import PROJECT
-from rlframework.plugins.reading import read_plugin
-from rlframework.plugins.types import Record
+from rlframework.plugins import hookspec as specs
+from rlframework.plugins.types import API_VERSION, RECORD_TYPES, Capability, Record
 
 CORE = "rlframework-core"
 UNVERSIONED = "unversioned"
@@ -53,12 +59,25 @@ class LoadedPlugin:
     error: BaseException | None = None
     disabled: bool = False
 
+    @property
+    def active(self) -> bool:
+        """Whether the plugin is neither broken nor disabled."""
+        return self.error is None and not self.disabled
+
+    @property
+    def reason(self) -> str:
+        """Why the plugin is broken; "" if it is not."""
+        return "" if self.error is None else one_line(self.error)
+
 
 def find_sources(modules: Sequence[str]) -> list[Source]:
     """Return the built-in plugins, entry points by name, and modules without an entry point, under unique names."""
     sources = [_core_source(), *_entry_point_sources()]
     known = {source.module for source in sources}
-    sources += [_module_source(name) for name in dict.fromkeys(modules) if name not in known]
+    for module in dict.fromkeys(modules):
+        if module not in known:
+            load = partial(importlib.import_module, module)
+            sources.append(Source(module, f"module {module}", UNVERSIONED, module, load))
     return list(_with_unique_names(sources))
 
 
@@ -71,7 +90,8 @@ def load_source(source: Source, *, disabled: bool) -> LoadedPlugin:
     except (Exception, SystemExit) as error:  # noqa: BLE001  # stored: a plugin that exits Python is just broken
         return LoadedPlugin(source, error=error)
     if source.version == UNVERSIONED:
-        source = replace(source, version=_package_version(source.module))
+        package = sys.modules.get(source.module.partition(".")[0])
+        source = replace(source, version=str(getattr(package, "__version__", UNVERSIONED)))
     records, fault = read_plugin(plugin)
     return LoadedPlugin(source, plugin, tuple(records), fault)
 
@@ -101,25 +121,70 @@ def make_current_directory_importable() -> None:
         sys.path.append(here)
 
 
+def new_pluggy() -> pluggy.PluginManager:
+    """Return a pluggy manager with the hookspecs and without plugins."""
+    manager = pluggy.PluginManager(specs.PROJECT)
+    manager.add_hookspecs(specs)
+    return manager
+
+
+def read_plugin(plugin: object) -> tuple[list[Record], BaseException | None]:
+    """Return the records of `plugin`, and the error that it raised or that a check found (None if there is none)."""
+    records: list[Record] = []
+    try:
+        scratch = new_pluggy()
+        scratch.register(plugin)
+        _check_hooks(scratch, plugin)
+        for kind, record_type in RECORD_TYPES.items():
+            hook = f"{specs.PROJECT}_{kind}s"
+            for returned in getattr(scratch.hook, hook)():
+                records += _records(hook, record_type, returned)
+        for record in records:
+            _check_record(record)
+    except (Exception, SystemExit) as error:  # noqa: BLE001  # kept as the reason
+        return records, error
+    return records, None
+
+
+def check_model(record: Record) -> None:
+    """Raise `PluginError` if the record's `config_model` does not derive from the base of its kind."""
+    model, base = record.config_model, record.section
+    if model is not None and not (isinstance(model, type) and issubclass(model, base)):
+        raise PluginError(
+            f"config_model of the {record.kind} {record.name!r} must be a class derived from "
+            f"{base.__module__}.{base.__name__}, not {model!r}"
+        )
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return ` Did you mean 'x'?` for the word of `known` that is most similar, or "" if none is."""
+    matches = difflib.get_close_matches(word, list(known), n=1)
+    return f" Did you mean {matches[0]!r}?" if matches else ""
+
+
+def one_line(error: BaseException) -> str:
+    """Return the error on one line, with its class unless it is one of rlframework's."""
+    text, kind = " ".join(str(error).split()), type(error)
+    if kind.__module__ == "rlframework.errors":
+        return text
+    return f"{kind.__name__}: {text}" if text else kind.__name__
+
+
 def _core_source() -> Source:
     try:
         version = metadata.version(CORE)
     except metadata.PackageNotFoundError:  # running from a source tree that is not installed
         version = rlframework.__version__
     module = "rlframework.plugins.builtin"
-    return Source("core", CORE, version, module, lambda: importlib.import_module(module))
+    return Source("core", CORE, version, module, partial(importlib.import_module, module))
 
 
 def _entry_point_sources() -> list[Source]:
     sources = []
-    for entry in metadata.entry_points(group=PROJECT):
+    for entry in metadata.entry_points(group=specs.PROJECT):
         name, version = (entry.dist.name, entry.dist.version) if entry.dist else ("unknown distribution", UNVERSIONED)
         sources.append(Source(entry.name, name, version, entry.value, entry.load))
     return sorted(sources, key=lambda source: (source.name, source.distribution))
-
-
-def _module_source(module: str) -> Source:
-    return Source(module, f"module {module}", UNVERSIONED, module, lambda: importlib.import_module(module))
 
 
 def _with_unique_names(sources: Sequence[Source]) -> Iterator[Source]:
@@ -130,6 +195,59 @@ def _with_unique_names(sources: Sequence[Source]) -> Iterator[Source]:
         yield unique
 
 
-def _package_version(module: str) -> str:
-    package = sys.modules.get(module.partition(".")[0])
-    return str(getattr(package, "__version__", UNVERSIONED))
+def _check_hooks(scratch: pluggy.PluginManager, plugin: object) -> None:
+    known = [name for name in vars(specs) if name.startswith(f"{specs.PROJECT}_")]
+    callers = scratch.get_hookcallers(plugin) or []
+    for caller in callers:
+        for implementation in caller.get_hookimpls():
+            if not caller.has_spec() and not implementation.optionalhook:
+                raise PluginError(f"unknown hook {caller.name!r}.{did_you_mean(caller.name, known)}")
+            if implementation.kwargnames:
+                raise PluginError(
+                    f"the hook {caller.name} has default values for {', '.join(implementation.kwargnames)}; "
+                    "remove the defaults or the arguments"
+                )
+    marked = {caller.name for caller in callers}
+    for name in known:
+        if name not in marked and callable(getattr(plugin, name, None)):
+            raise PluginError(
+                f"{name} is not marked as a hook; decorate it with @hookimpl from rlframework.plugins.hookspec"
+            )
+    if not callers:
+        raise PluginError("it implements no hook of rlframework; rlframework.plugins.hookspec lists them")
+
+
+def _records(hook: str, expected: type[Record], returned: object) -> list[Record]:
+    if isinstance(returned, str) or not isinstance(returned, Iterable):
+        raise PluginError(f"{hook} returned {type(returned).__name__}; it must return a list of {expected.__name__}")
+    records = list(returned)
+    for record in records:
+        if not isinstance(record, expected):
+            raise PluginError(
+                f"{hook} returned a list that contains a {type(record).__name__}; all items must be {expected.__name__}"
+            )
+    return records
+
+
+def _check_record(record: Record) -> None:
+    if record.api_version != API_VERSION:
+        raise PluginError(
+            f"its {record.kind} {record.name!r} is written for version {record.api_version} of the plugin API, but "
+            f"this rlframework-core has version {API_VERSION}; install compatible versions of the two"
+        )
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", record.name):
+        raise PluginError(
+            f"the {record.kind} name {record.name!r} is invalid: use letters, digits, '-' and '_', starting with a "
+            "letter or digit"
+        )
+    if record.kind == "policy_worker" and record.name in PolicyConfig.model_fields:
+        raise PluginError(
+            f"the policy_worker name {record.name!r} is a key of the section `policy`; choose another name"
+        )
+    if not re.fullmatch(r"[\w.]+:[\w.]+", record.target):
+        raise PluginError(f"the target {record.target!r} of {record.name!r} must have the form 'package.module:Class'")
+    check_model(record)
+    strange = [str(item) for item in record.capabilities if not isinstance(item, Capability)]
+    if strange:
+        allowed = ", ".join(Capability)
+        raise PluginError(f"{record.name!r} declares unknown capabilities {', '.join(strange)}; known: {allowed}")

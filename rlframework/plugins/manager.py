@@ -6,8 +6,9 @@ selecting it raises a `PluginError` from the original error, and other plugins a
 
 from __future__ import annotations
 
-import importlib
+import difflib
 import os
+import pkgutil
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,18 +16,21 @@ from dataclasses import dataclass
 import pluggy
 
 from rlframework.errors import PluginError
-from rlframework.plugins import messages
 from rlframework.plugins.listing import PluginListing
 from rlframework.plugins.loading import (
     UNVERSIONED,
     LoadedPlugin,
+    did_you_mean,
     find_sources,
     load_source,
     make_current_directory_importable,
+    new_pluggy,
+    one_line,
 )
-from rlframework.plugins.reading import HOOK_OF_KIND, new_pluggy
-from rlframework.plugins.types import EnvironmentRecord, Record
+from rlframework.plugins.types import OWN_BACKENDS, RECORD_TYPES, EnvironmentRecord, PolicyWorkerRecord, Record
 from rlframework.plugins.user_defined import environment_record
+
+DISABLE_VARIABLE = "RLFRAMEWORK_DISABLE_PLUGINS"
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,7 @@ def create_manager(modules: Sequence[str] = (), disabled: Sequence[str] | None =
     them from RLFRAMEWORK_DISABLE_PLUGINS, separated by commas. Raises `PluginError` if one of the names is unknown.
     """
     if disabled is None:
-        disabled = os.environ.get(messages.DISABLE_VARIABLE, "").split(",")
+        disabled = os.environ.get(DISABLE_VARIABLE, "").split(",")
     words = frozenset(word.strip() for word in disabled) - {""}
     if modules:
         make_current_directory_importable()
@@ -69,13 +73,22 @@ class PluginManager:
         self._plugins = list(plugins)
         self._disabled = disabled
         self._pluggy = new_pluggy()
+        self._found: Mapping[tuple[str, str], list[Registered]] = defaultdict(list)
         known = set[str]()
         for plugin in self._plugins:
-            known |= {plugin.source.name, plugin.source.distribution, *(record.name for record in plugin.records)}
-            if plugin.error is None and not plugin.disabled:
-                self._pluggy.register(plugin.plugin, plugin.source.name)
+            source = plugin.source
+            known |= {source.name, source.distribution, *(record.name for record in plugin.records)}
+            if plugin.active:
+                self._pluggy.register(plugin.plugin, source.name)
+                for record in plugin.records:
+                    if record.name not in disabled:
+                        entry = Registered(record, source.distribution, source.version, source.name)
+                        self._found[record.kind, record.name].append(entry)
         for word in sorted(disabled - known):
-            raise PluginError(messages.unknown_disabled_word(word, known))
+            raise PluginError(
+                f"{DISABLE_VARIABLE}: there is no plugin {word!r}.{did_you_mean(word, sorted(known))} Plugins that can "
+                f"be disabled: {', '.join(sorted(known))}."
+            )
 
     @property
     def hook(self) -> pluggy.HookRelay:
@@ -85,7 +98,7 @@ class PluginManager:
     def registered(self, kind: str) -> dict[str, Registered]:
         """Return the selectable records by name: not broken, not disabled and not duplicated."""
         _check_kind(kind)
-        return {name: found[0] for (of, name), found in self._by_name().items() if of == kind and len(found) == 1}
+        return {name: found[0] for (of, name), found in self._found.items() if of == kind and len(found) == 1}
 
     def select(self, kind: str, name: str) -> Registered:
         """Return the record of `kind` named `name`; for an environment, `name` may be an import path `module:Class`.
@@ -94,31 +107,29 @@ class PluginManager:
         """
         _check_kind(kind)
         if kind == EnvironmentRecord.kind and ":" in name:
-            return _own_environment(name)
-        found = self._by_name().get((kind, name), [])
+            module = f"module {name.partition(':')[0]}"
+            return Registered(environment_record(name), module, UNVERSIONED, module)
+        found = self._found.get((kind, name), [])
         if len(found) > 1:
-            raise PluginError(messages.duplicate(kind, name, [entry.blame for entry in found]))
-        broken = self._broken(kind, name)
-        if broken is not None and broken.error is not None:
-            subject = f"{messages.KEY_OF_KIND[kind]}: the plugin {broken.source.name!r}"
-            raise PluginError(messages.broken(subject, str(broken.source), broken.error)) from broken.error
+            raise PluginError(_duplicate(found))
+        if (broken := self._broken(kind, name)) is not None:
+            subject = f"{RECORD_TYPES[kind].key}: the plugin {broken.source.name!r}"
+            raise PluginError(f"{subject} of {broken.source} is broken: {broken.reason}") from broken.error
         if found:
             return found[0]
-        raise PluginError(self._why_not(kind, name))
+        raise PluginError(" ".join(self._why_not(kind, name)))
 
     def load(self, record: Record) -> type:
         """Import the class named by `record.target`. Raises `PluginError` from any error of the import."""
-        module, _, attribute = record.target.partition(":")
+        owners = (str(plugin.source) for plugin in self._plugins if any(record is own for own in plugin.records))
+        blame = next(owners, "a plugin that this manager does not know")
         try:
-            target = importlib.import_module(module)
-            for part in attribute.split("."):
-                target = getattr(target, part)
+            target = pkgutil.resolve_name(record.target)
         except (Exception, SystemExit) as error:  # reported with the plugin's name
-            subject = f"the {record.kind} {record.name!r}"
-            text = messages.broken(subject, self._blame(record), error)
-            raise PluginError(f"{text} (while importing {record.target})") from error
+            subject = f"the {record.kind} {record.name!r} of {blame}"
+            raise PluginError(f"{subject} is broken: {one_line(error)} (while importing {record.target})") from error
         if not isinstance(target, type):
-            raise PluginError(f"{record.target}, of {self._blame(record)}, is not a class: {target!r}")
+            raise PluginError(f"{record.target}, of {blame}, is not a class: {target!r}")
         return target
 
     def listing(self) -> list[PluginListing]:
@@ -130,35 +141,29 @@ class PluginManager:
         return {
             plugin.source.name: (plugin.source.distribution, plugin.source.version)
             for plugin in self._plugins
-            if plugin.error is None and not plugin.disabled
+            if plugin.active
         }
 
     def compare_fingerprint(self, theirs: Mapping[str, tuple[str, str]]) -> None:
         """Raise a `PluginError` that lists how the driver's fingerprint `theirs` differs from this process's."""
         ours, differences = self.fingerprint(), []
+        unusable = {
+            plugin.source.name: f"it disabled ({plugin.source})"
+            if plugin.disabled
+            else f"it broken ({plugin.source}: {plugin.reason})"
+            for plugin in self._plugins
+            if not plugin.active
+        }
         for name in sorted({*ours, *theirs}):
-            here, there = ours.get(name), theirs.get(name)
-            if here is None or there is None or tuple(here) != tuple(there):
-                differences.append(f"{name}: the driver has {_side(there)}, this process has {self._own_side(name)}")
+            here, there = " ".join(ours.get(name, ("none",))), " ".join(theirs.get(name, ("none",)))
+            if here != there:
+                here = unusable.get(name, here)
+                differences.append(f"{name}: the driver has {there}, this process has {here}")
         if differences:
             raise PluginError(
                 f"The driver and a worker have different plugins: {'; '.join(differences)}. Install the same "
                 "distributions in both environments."
             )
-
-    def _active(self) -> Iterator[Registered]:
-        for plugin in self._plugins:
-            if plugin.error is None:
-                for record in plugin.records:
-                    if record.name not in self._disabled:
-                        source = plugin.source
-                        yield Registered(record, source.distribution, source.version, source.name)
-
-    def _by_name(self) -> dict[tuple[str, str], list[Registered]]:
-        found = defaultdict(list)
-        for entry in self._active():
-            found[entry.record.kind, entry.record.name].append(entry)
-        return found
 
     def _broken(self, kind: str, name: str) -> LoadedPlugin | None:
         """The broken plugin that `name` refers to, by one of its records or else by the plugin's own name.
@@ -169,70 +174,80 @@ class PluginManager:
         for plugin in broken:
             if any((record.kind, record.name) == (kind, name) for record in plugin.records):
                 return plugin
-        if (kind, name) in self._by_name():
+        if (kind, name) in self._found:
             return None
         return next((plugin for plugin in broken if plugin.source.name == name), None)
 
-    def _why_not(self, kind: str, name: str) -> str:
+    def _why_not(self, kind: str, name: str) -> Iterator[str]:
+        """Yield the sentences that say why there is no such record, and what to do."""
+        key = RECORD_TYPES[kind].key
         for plugin in self._plugins:
             records = {record.name for record in plugin.records if record.kind == kind}
-            switched_off = plugin.source.name == name if plugin.disabled else name in records & self._disabled
-            if switched_off:
-                return messages.disabled(kind, name, str(plugin.source))
-        installed = [(entry.record.name, entry.blame) for entry in self.registered(kind).values()]
-        unusable = []
+            if plugin.source.name == name if plugin.disabled else name in records & self._disabled:
+                yield f"{key}: the {kind} {name!r} ({plugin.source}) is disabled by {DISABLE_VARIABLE}."
+                yield "Choose another one, or remove the name from that variable."
+                return
+        installed = self.registered(kind)
+        own = OWN_BACKENDS if kind == PolicyWorkerRecord.kind else ()
+        near = next(iter(difflib.get_close_matches(name, [*installed, *own], n=1)), "")
+        yield f"{key}: there is no {kind} {name!r}."
+        if near and name not in own:
+            yield f"Did you mean {near!r}?"
+        listed = ", ".join(f"{known} ({entry.blame})" for known, entry in installed.items())
+        yield f"Installed: {listed or 'none'}."
         for plugin in self._plugins:
-            if plugin.disabled:
-                unusable.append(f"{plugin.source.name} of {plugin.source} is disabled.")
-            if plugin.error is not None:
-                unusable.append(messages.broken(plugin.source.name, str(plugin.source), plugin.error) + ".")
-        return messages.unknown(kind, name, installed, unusable)
+            if not plugin.active:
+                state = "disabled" if plugin.disabled else f"broken: {plugin.reason}"
+                yield f"{plugin.source.name} of {plugin.source} is {state}."
+        wanted = name if name in own else near
+        if wanted in own and wanted not in installed:
+            yield (
+                f"To install {wanted}: pip install 'rlframework-core[{wanted}]', or in a clone of the repository: "
+                f"pip install -e plugins/{wanted}."
+            )
+        else:
+            yield (
+                f"If {name!r} comes from a plugin, install its distribution with pip, or name its module under "
+                "`plugins:` in the configuration; `rlframework plugins` lists the plugins that are found."
+            )
 
     def _rows(self, plugin: LoadedPlugin) -> Iterator[PluginListing]:
         source = plugin.source
         status, reason = "active", ""
         if plugin.disabled:
-            status, reason = "disabled", messages.DISABLE_VARIABLE
+            status, reason = "disabled", DISABLE_VARIABLE
         elif plugin.error is not None:
-            status, reason = "broken", messages.reason(plugin.error)
-        for record in plugin.records:
-            yield PluginListing.of_record(record, source, *self._status(record, status, reason))
+            status, reason = "broken", plugin.reason
         if not plugin.records:
             yield PluginListing(source.name, None, source.distribution, source.version, None, (), status, reason)
-
-    def _status(self, record: Record, status: str, reason: str) -> tuple[str, str]:
-        if status == "active" and record.name in self._disabled:
-            return "disabled", messages.DISABLE_VARIABLE
-        found = self._by_name().get((record.kind, record.name), [])
-        if status == "active" and len(found) > 1:
-            return "broken", messages.duplicate(record.kind, record.name, [entry.blame for entry in found])
-        return status, reason
-
-    def _blame(self, record: Record) -> str:
-        for plugin in self._plugins:
-            if any(record is own for own in plugin.records):
-                return str(plugin.source)
-        return "a plugin that this manager does not know"
-
-    def _own_side(self, name: str) -> str:
-        for plugin in self._plugins:
-            if plugin.source.name == name and plugin.disabled:
-                return f"it disabled ({plugin.source})"
-            if plugin.source.name == name and plugin.error is not None:
-                return f"it broken ({plugin.source}: {messages.reason(plugin.error)})"
-        return _side(self.fingerprint().get(name))
+        for record in plugin.records:
+            found = self._found.get((record.kind, record.name), [])
+            of_record = (status, reason)
+            if plugin.active and record.name in self._disabled:
+                of_record = ("disabled", DISABLE_VARIABLE)
+            elif plugin.active and len(found) > 1:
+                of_record = ("broken", _duplicate(found))
+            yield PluginListing(
+                record.name,
+                record.kind,
+                source.distribution,
+                source.version,
+                record.api_version,
+                tuple(sorted(map(str, record.capabilities))),
+                *of_record,
+                summary=record.summary,
+            )
 
 
-def _own_environment(path: str) -> Registered:
-    """The record for an import path, as if a plugin had registered it."""
-    module = f"module {path.partition(':')[0]}"
-    return Registered(environment_record(path), module, UNVERSIONED, module)
-
-
-def _side(entry: Sequence[str] | None) -> str:
-    return " ".join(entry) if entry else "none"
+def _duplicate(found: Sequence[Registered]) -> str:
+    kind, name = found[0].record.kind, found[0].record.name
+    blames = " and ".join(entry.blame for entry in found)
+    return (
+        f"{RECORD_TYPES[kind].key}: {len(found)} plugins register a {kind} {name!r}: {blames}. Uninstall one of them, "
+        f"or add its distribution to {DISABLE_VARIABLE}."
+    )
 
 
 def _check_kind(kind: str) -> None:
-    if kind not in HOOK_OF_KIND:
-        raise ValueError(f"unknown kind of record {kind!r}; known kinds: {', '.join(HOOK_OF_KIND)}")
+    if kind not in RECORD_TYPES:
+        raise ValueError(f"unknown kind of record {kind!r}; known kinds: {', '.join(RECORD_TYPES)}")

@@ -63,6 +63,3 @@ def lora_problems(config: RunConfig) -> Iterator[Problem]:
         yield Problem("policy.lora.target_modules", message, "Name some, or remove the section.")
     if policy.head == "score":
         yield Problem("policy.lora", "a reward model is not trained.", "Remove the section.")
-    if config.checkpoints.format != "portable":
-        message = "LoRA adapters are saved in the portable format only."
-        yield Problem("checkpoints.format", message, "Set it to portable.")

@@ -1,17 +1,23 @@
-"""The records that plugins return, the capabilities they declare, and the problems their checks report.
-
-Lightweight on purpose: a `plugin.py` can create its records without importing torch.
-"""
+"""The records that plugins return, and the capabilities they declare. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import ClassVar
 
-if TYPE_CHECKING:
-    from pydantic import BaseModel
+from pydantic import BaseModel
+
+from rlframework.config.base import Section
+from rlframework.config.problems import Problem as Problem  # public here, for the checks of plugins
+from rlframework.config.sections import (
+    AlgorithmConfig,
+    EnvironmentConfig,
+    GenerationConfig,
+    RunConfig,
+    WorkerGroupConfig,
+)
 
 API_VERSION = 1
 """Version of the plugin API: the hookspecs, the records and the interfaces that the records refer to."""
@@ -76,24 +82,14 @@ CAPABILITY_OF_AXIS: Mapping[str, Capability] = {
 }
 """The capability that each axis of parallelism needs: the axes of `policy.parallelism`, and `data`."""
 
+OWN_BACKENDS = ("dtensor", "deepspeed", "megatron")
+"""The backends that extras of rlframework-core install."""
+
 CAPABILITY_OF_FORM: Mapping[str, Capability] = {
     "sharded": Capability.SHARDED_CHECKPOINTS,
     "native": Capability.NATIVE_CHECKPOINTS,
 }
 """The capability that a value of `checkpoints.format` needs besides `portable_optimizer_state`."""
-
-
-@dataclass(frozen=True)
-class Problem:
-    """One problem found by a plugin's `check`: the dotted configuration key, what is wrong, and what to do.
-
-    `undeclared`: the key asks for a capability that the record does not declare.
-    """
-
-    key: str
-    message: str
-    hint: str = ""
-    undeclared: bool = False
 
 
 @dataclass(frozen=True)
@@ -109,7 +105,7 @@ class KnownFailure:
     layouts: tuple[str, ...] = ()
 
 
-Check = Callable[[Any, str], list[Problem]]
+Check = Callable[[RunConfig, str], list[Problem]]
 """`check(config, device)` takes the resolved `RunConfig` and "cpu" or "cuda", before any process starts."""
 
 
@@ -123,6 +119,11 @@ class Record:
     """
 
     kind: ClassVar[str] = ""
+    """The kind of record; the hook that returns such records is `rlframework_{kind}s`."""
+    key: ClassVar[str] = ""
+    """The configuration key that selects a record by name."""
+    section: ClassVar[type[Section]] = Section
+    """The base class of `config_model`."""
 
     name: str
     target: str
@@ -139,49 +140,63 @@ class Record:
 class PolicyWorkerRecord(Record):
     """A training engine: `target` implements `rlframework.interfaces.policy_worker.PolicyWorker`."""
 
-    kind: ClassVar[str] = "policy_worker"
+    kind = "policy_worker"
+    key = "policy.backend"
 
 
 @dataclass(frozen=True)
 class DataProcessorRecord(Record):
     """A data processor: `target` implements `rlframework.interfaces.data_processor.DataProcessor`."""
 
-    kind: ClassVar[str] = "data_processor"
+    kind = "data_processor"
+    key = "policy.data_processor"
 
 
 @dataclass(frozen=True)
 class WorkerGroupRecord(Record):
     """A worker group: `target` implements `rlframework.interfaces.worker_group.WorkerGroup`."""
 
-    kind: ClassVar[str] = "worker_group"
+    kind = "worker_group"
+    key = "worker_group.name"
+    section = WorkerGroupConfig
 
 
 @dataclass(frozen=True)
 class GenerationEngineRecord(Record):
     """A generation engine: `target` implements `rlframework.interfaces.generation.GenerationEngine`."""
 
-    kind: ClassVar[str] = "generation_engine"
+    kind = "generation_engine"
+    key = "generation.name"
+    section = GenerationConfig
 
 
 @dataclass(frozen=True)
 class EnvironmentRecord(Record):
     """An environment: `target` implements `rlframework.interfaces.environment.Environment`."""
 
-    kind: ClassVar[str] = "environment"
+    kind = "environment"
+    key = "environment.name"
+    section = EnvironmentConfig
 
 
 @dataclass(frozen=True)
 class AlgorithmRecord(Record):
     """An algorithm: `target` implements `rlframework.algorithm.Algorithm`."""
 
-    kind: ClassVar[str] = "algorithm"
+    kind = "algorithm"
+    key = "algorithm.name"
+    section = AlgorithmConfig
 
 
-RECORD_TYPES: tuple[type[Record], ...] = (
-    PolicyWorkerRecord,
-    DataProcessorRecord,
-    WorkerGroupRecord,
-    GenerationEngineRecord,
-    EnvironmentRecord,
-    AlgorithmRecord,
-)
+RECORD_TYPES: Mapping[str, type[Record]] = {
+    record_type.kind: record_type
+    for record_type in (
+        PolicyWorkerRecord,
+        DataProcessorRecord,
+        WorkerGroupRecord,
+        GenerationEngineRecord,
+        EnvironmentRecord,
+        AlgorithmRecord,
+    )
+}
+"""The type of the records of each kind."""

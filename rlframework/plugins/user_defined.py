@@ -10,17 +10,19 @@ import importlib
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from rlframework.errors import ConfigError, PluginError
-from rlframework.plugins.loading import make_current_directory_importable
-from rlframework.plugins.reading import check_model
+from rlframework.plugins.loading import check_model, make_current_directory_importable
 from rlframework.plugins.types import API_VERSION, EnvironmentRecord
 
 SINGULAR = ("sample", "prompt", "completion", "answer")
-"""Parameter names of a reward function that scores one completion; with an "s" appended, it scores a batch."""
+"""Parameter names of a reward function that scores one completion."""
+PLURAL = tuple(f"{name}s" for name in SINGULAR)
+"""Parameter names of a reward function that scores a batch."""
 
 ACCEPTED_FORMS = (
     "A reward function, sync or async, takes any of (samples, prompts, completions, answers), including completions, "
@@ -60,17 +62,15 @@ def load_import_path(path: str) -> Any:
         )
     make_current_directory_importable()
     try:
-        found = module = importlib.import_module(module_name)
+        module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
         raise ConfigError(_import_error(path, module_name, error)) from error
-    for part in name.split("."):
-        try:
-            found = getattr(found, part)
-        except AttributeError as error:
-            file = getattr(module, "__file__", None) or "no file"
-            hint = "; objects defined in a script must be moved to a module" if module_name == "__main__" else ""
-            raise ConfigError(f"{path!r}: module {module_name!r} ({file}) has no {name!r}{hint}") from error
-    return found
+    try:
+        return attrgetter(name)(module)
+    except AttributeError as error:
+        file = getattr(module, "__file__", None) or "no file"
+        hint = "; objects defined in a script must be moved to a module" if module_name == "__main__" else ""
+        raise ConfigError(f"{path!r}: module {module_name!r} ({file}) has no {name!r}{hint}") from error
 
 
 def environment_record(path: str) -> EnvironmentRecord:
@@ -136,32 +136,23 @@ def reward_form(path: str, function: Callable[..., Any]) -> RewardForm:
         parameters = inspect.signature(function).parameters.values()
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{path!r} has no readable signature ({error}). {ACCEPTED_FORMS}") from error
-    if _takes_columns(list(parameters)):
+    if _takes_columns(parameters):
         return RewardForm(True, ("prompts", "completions"), _is_async(function), place, columns=True)
-    names = tuple(parameter.name for parameter in parameters if _is_asked_for(parameter))
+    asked = [p for p in parameters if p.default is p.empty or p.name in (*SINGULAR, *PLURAL)]
+    names = tuple(p.name for p in asked)
     batched = "completions" in names
-    known = [f"{name}s" for name in SINGULAR] if batched else SINGULAR
-    strange = [name for name in names if name not in known]
-    by_place = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and _is_asked_for(p)]
-    if strange or by_place or ("completion" not in names and not batched):
-        signature = f"({', '.join(str(parameter) for parameter in parameters)})"
+    fits = set(names) <= set(PLURAL if batched else SINGULAR) and (batched or "completion" in names)
+    if not fits or any(p.kind is p.POSITIONAL_ONLY for p in asked):
+        signature = f"({', '.join(map(str, parameters))})"
         raise ConfigError(f"{path!r} ({place}) has the unsupported parameters {signature}. {ACCEPTED_FORMS}")
     return RewardForm(batched, names, _is_async(function), place)
 
 
-def _takes_columns(parameters: Sequence[inspect.Parameter]) -> bool:
+def _takes_columns(parameters: Collection[inspect.Parameter]) -> bool:
     """Whether the function follows TRL: `completions` and `**columns`, and neither `samples` nor `answers`."""
     named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     open_ended = [p.kind for p in parameters if p.name not in named] == [inspect.Parameter.VAR_KEYWORD]
     return open_ended and "completions" in named and not named & {"samples", "answers"}
-
-
-def _is_asked_for(parameter: inspect.Parameter) -> bool:
-    """Whether the parameter is passed a value: all without a default, and those with a known name."""
-    if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
-        return True
-    known = {*SINGULAR, *(f"{name}s" for name in SINGULAR)}
-    return parameter.default is parameter.empty or parameter.name in known
 
 
 def _is_async(function: Callable[..., Any]) -> bool:

@@ -12,8 +12,7 @@ from rlframework.conformance import PolicyWorkerSuite
 from rlframework.conformance.layouts import Layout, declared_layouts, quick_layouts
 from rlframework.conformance.rules import Suite, changed_since_sealed, holds
 from rlframework.plugins.manager import create_manager
-from rlframework.plugins.reading import HOOK_OF_KIND
-from rlframework.plugins.types import Capability, PolicyWorkerRecord
+from rlframework.plugins.types import RECORD_TYPES, Capability, PolicyWorkerRecord
 
 
 class Parts(Suite):
@@ -219,7 +218,7 @@ def test_the_oracle_imports_nothing_of_ours():
 def test_our_own_parts_have_no_known_failures():
     """Those of the core and of this repository's plugins, of all kinds."""
     manager = create_manager()
-    ours = [found for kind in HOOK_OF_KIND for found in manager.registered(kind).values()]
+    ours = [found for kind in RECORD_TYPES for found in manager.registered(kind).values()]
     ours = [found for found in ours if found.distribution.startswith("rlframework-")]
     assert {"dtensor", "microbatches", "ray", "transformers", "gsm8k"} <= {found.record.name for found in ours}
     assert [found.record.name for found in ours if found.record.known_failures] == []

@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 
-from rlframework.doctor.context import Context, ProbeError
-from rlframework.doctor.findings import Finding
-from rlframework.doctor.registry import all_checks
+from rlframework.doctor.checks import Context, Finding, ProbeError, all_checks
 
 CLEARED = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "CUDA_VISIBLE_DEVICES", "NETRC",
            "HF_ENDPOINT", "WANDB_API_KEY", "CXX", "http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy",

@@ -10,11 +10,10 @@ import pytest
 from probe_findings import GIB, levels
 
 from rlframework.doctor import cluster
-from rlframework.doctor.findings import Level
+from rlframework.doctor.checks import Level, ProbeError
 
 NODE = {"address": "10.0.0.1", "alive": True, "cpus": 8.0, "gpus": 2.0, "memory_bytes": GIB, "object_store_bytes": GIB}
 CLUSTER = {
-    "error": None,
     "ray": "2.60.0",
     "python": "3.11.7",
     "nodes": [NODE, NODE | {"address": "10.0.0.2"}, NODE | {"address": "10.0.0.3", "alive": False}],
@@ -78,7 +77,7 @@ def test_the_cluster_is_told_with_its_machines(found, probed, listening):
     ],
 )
 def test_a_cluster_that_refuses_is_told_with_what_to_do(found, probed, listening, error, remedy):
-    [finding] = found("cluster", "nodes", probed({"ray_cluster": {"error": error}}))
+    [finding] = found("cluster", "nodes", probed({"ray_cluster": ProbeError(error)}))
     assert finding.level is Level.BROKEN
     assert error in finding.text
     assert finding.remedy.startswith(remedy)

@@ -7,14 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from probe_findings import levels
 
 from rlframework.doctor import run
-from rlframework.doctor.context import Context
-from rlframework.doctor.findings import Level
-
-
-def levels(findings):
-    return [finding.level for finding in findings]
+from rlframework.doctor.checks import Context, Level
 
 
 def test_without_a_configuration_that_loads_only_that_is_told(found, tmp_path):

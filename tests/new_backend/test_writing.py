@@ -17,9 +17,7 @@ import pytest
 
 from rlframework.cli import main
 from rlframework.errors import ConfigError, UserError
-from rlframework.new_backend import write_backend
-from rlframework.new_backend.names import LONGEST, Names
-from rlframework.new_backend.writing import FILES, backend_files, core_range
+from rlframework.new_backend import FILES, LONGEST, Names, backend_files, core_range, write_backend
 from rlframework.policy.engine import Engine
 
 ROOT = Path(__file__).parents[2]

@@ -12,8 +12,8 @@ from rlframework.config.sections import ObserversConfig, RunConfig
 from rlframework.observers import dispatch
 from rlframework.observers.dispatch import Observers
 from rlframework.plugins.hookspec import RunInfo, SampleRecord, hookimpl
+from rlframework.plugins.loading import new_pluggy
 from rlframework.plugins.manager import create_manager
-from rlframework.plugins.reading import new_pluggy
 
 NONE = ObserversConfig(console=False, jsonl=False, tensorboard=False, curve=False)
 

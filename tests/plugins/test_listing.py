@@ -10,7 +10,7 @@ import sys
 import pytest
 from rich.console import Console
 
-from rlframework.plugins.listing import as_json, as_table
+from rlframework.plugins.listing import PluginTable, as_json
 from rlframework.plugins.manager import create_manager
 
 ENGINE = """
@@ -46,7 +46,7 @@ def test_the_table_shows_names_states_and_reasons(install):
     install("acme-engine", "acme", code=ENGINE)
     install("sick-engine", "sick", code="raise ValueError('no [bold] cure')")
     text = io.StringIO()
-    Console(file=text, width=200).print(as_table(create_manager(disabled=["ray"]).listing()))
+    Console(file=text, width=200).print(PluginTable(create_manager(disabled=["ray"]).listing()))
     lines = text.getvalue().splitlines()
     assert any("acme" in line and "active" in line and "lora, packing" in line for line in lines)
     assert any("sick" in line and "broken" in line and "ValueError: no [bold] cure" in line for line in lines)
@@ -57,7 +57,7 @@ def test_the_table_shows_names_states_and_reasons(install):
 def test_a_narrow_table_fits_and_says_where_the_rest_is(install, width):
     install("acme-engine", "acme", code=ENGINE)
     text = io.StringIO()
-    Console(file=text, width=width).print(as_table(create_manager().listing()))
+    Console(file=text, width=width).print(PluginTable(create_manager().listing()))
     lines = text.getvalue().splitlines()
     assert max(map(len, lines)) <= width
     assert any("acme" in line and "active" in line and "an engine" in line for line in lines)
@@ -69,7 +69,7 @@ def test_a_narrow_table_fits_and_says_where_the_rest_is(install, width):
 def test_every_plugin_of_core_takes_at_most_three_lines_at_100_columns():
     rows = [row for row in create_manager(disabled=()).listing() if row.distribution == "rlframework-core"]
     text = io.StringIO()
-    Console(file=text, width=100).print(as_table(rows))
+    Console(file=text, width=100).print(PluginTable(rows))
     kinds = {row.kind for row in rows}
     assert len(text.getvalue().splitlines()) <= 3 * len(rows) + len(kinds) + 1
 
@@ -77,10 +77,10 @@ def test_every_plugin_of_core_takes_at_most_three_lines_at_100_columns():
 def test_listing_imports_nothing_heavy():
     code = (
         "import json, sys\n"
-        "from rlframework.plugins.listing import as_json, as_table\n"
+        "from rlframework.plugins.listing import PluginTable, as_json\n"
         "from rlframework.plugins.manager import create_manager\n"
         "rows = create_manager(['rlframework_dtensor.plugin']).listing()\n"
-        "as_json(rows), as_table(rows)\n"
+        "as_json(rows), PluginTable(rows)\n"
         "heavy = {'torch', 'ray', 'transformers', 'datasets', 'matplotlib', 'math_verify', 'numpy'}\n"
         "print(json.dumps([[row.name for row in rows], sorted(heavy & set(sys.modules))]))\n"
     )

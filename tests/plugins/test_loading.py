@@ -1,31 +1,164 @@
-"""Import paths."""
+"""Import paths, and mistakes in one plugin that pluggy accepts without a word: each is found, and says what to do."""
 
 from __future__ import annotations
 
 import collections
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+from pydantic import BaseModel
 
+from rlframework.config.sections import EnvironmentConfig
 from rlframework.errors import PluginError
-from rlframework.plugins.loading import load_target
+from rlframework.plugins.hookspec import hookimpl
+from rlframework.plugins.loading import load_target, read_plugin
+from rlframework.plugins.types import API_VERSION, Capability, EnvironmentRecord, PolicyWorkerRecord
+
+GOOD = PolicyWorkerRecord(
+    name="good", target="package.module:Class", api_version=1, capabilities=frozenset({Capability.LORA})
+)
 
 
-def test_an_import_path_is_a_module_and_a_name_in_it() -> None:
+def plugin_returning(returned, hook="rlframework_policy_workers"):
+    def implementation():
+        return returned
+
+    return SimpleNamespace(**{hook: hookimpl(implementation, specname=hook)})
+
+
+def fault_of(plugin) -> str:
+    _, error = read_plugin(plugin)
+    assert isinstance(error, PluginError), error
+    return str(error)
+
+
+@pytest.mark.parametrize("returned", [[GOOD], (GOOD,), {GOOD}, iter([GOOD])])
+def test_any_iterable_of_records_is_read(returned):
+    records, error = read_plugin(plugin_returning(returned))
+    assert (records, error) == ([GOOD], None)
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (GOOD, "returned PolicyWorkerRecord; it must return a list of PolicyWorkerRecord"),
+        (7, "returned int; it must return a list of PolicyWorkerRecord"),
+        ("good", "returned str; it must return a list of PolicyWorkerRecord"),
+        (
+            [GOOD, EnvironmentRecord("e", "m:C", 1)],
+            "a list that contains a EnvironmentRecord; all items must be PolicyWorkerRecord",
+        ),
+        ([{"name": "good"}], "a list that contains a dict; all items must be PolicyWorkerRecord"),
+    ],
+)
+def test_what_is_not_a_list_of_records_of_that_kind_is_named(returned, message):
+    assert message in fault_of(plugin_returning(returned))
+
+
+def test_a_misspelt_hook_gets_the_nearest_name():
+    message = fault_of(plugin_returning([GOOD], hook="rlframework_policy_worker"))
+    assert message == "unknown hook 'rlframework_policy_worker'. Did you mean 'rlframework_policy_workers'?"
+
+
+def test_an_optional_hook_may_be_unknown():
+    plugin = SimpleNamespace(
+        rlframework_of_the_future=hookimpl(lambda: None, specname="rlframework_of_the_future", optionalhook=True)
+    )
+    assert read_plugin(plugin) == ([], None)
+
+
+def test_a_forgotten_marker_is_found():
+    message = fault_of(SimpleNamespace(rlframework_policy_workers=lambda: [GOOD]))
+    assert "rlframework_policy_workers is not marked as a hook; decorate it with @hookimpl" in message
+
+
+def test_a_plugin_without_hooks_is_an_error():
+    assert "implements no hook" in fault_of(SimpleNamespace())
+
+
+def test_default_values_are_refused():
+    def rlframework_step_finished(step, metrics=None):
+        pass
+
+    plugin = SimpleNamespace(rlframework_step_finished=hookimpl(rlframework_step_finished))
+    assert "rlframework_step_finished has default values for metrics" in fault_of(plugin)
+
+
+def test_an_argument_that_the_hook_does_not_have_is_found():
+    def rlframework_step_finished(step, model):
+        pass
+
+    _, error = read_plugin(SimpleNamespace(rlframework_step_finished=hookimpl(rlframework_step_finished)))
+    assert "model" in str(error)
+
+
+def test_what_a_hook_raises_is_kept_as_it_is():
+    def rlframework_policy_workers():
+        raise ZeroDivisionError("by zero")
+
+    _, error = read_plugin(SimpleNamespace(rlframework_policy_workers=hookimpl(rlframework_policy_workers)))
+    assert isinstance(error, ZeroDivisionError)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"api_version": API_VERSION + 1},
+            f"'good' is written for version {API_VERSION + 1} of the plugin API, but this rlframework-core has version",
+        ),
+        ({"name": "two words"}, "'two words' is invalid: use letters"),
+        ({"name": ""}, "'' is invalid: use letters"),
+        ({"name": "optimizer"}, "'optimizer' is a key of the section `policy`"),
+        ({"target": "package.module"}, "'package.module' of 'good' must have the form 'package.module:Class'"),
+        ({"config_model": dict}, "config_model of the policy_worker 'good' must be a class derived from"),
+        ({"config_model": BaseModel}, "must be a class derived from rlframework.config.base.Section"),
+        (
+            {"capabilities": frozenset({"flight"})},
+            "'good' declares unknown capabilities flight; known: tensor_parallel,",
+        ),
+    ],
+)
+def test_a_record_that_cannot_work_is_refused(changes, message):
+    plugin = plugin_returning([replace(GOOD, **changes)])
+    assert message in fault_of(plugin)
+    assert [record.name for record in read_plugin(plugin)[0]] == [changes.get("name", "good")]
+
+
+def test_the_model_of_a_section_must_have_the_keys_that_the_kind_shares():
+    class Right(EnvironmentConfig):
+        width: int = 1
+
+    class Wrong(BaseModel):
+        width: int = 1
+
+    hook = "rlframework_environments"
+    record = EnvironmentRecord("maze", "m:C", 1, config_model=Right)
+    assert read_plugin(plugin_returning([record], hook)) == ([record], None)
+    message = fault_of(plugin_returning([replace(record, config_model=Wrong)], hook))
+    assert "must be a class derived from rlframework.config.sections.EnvironmentConfig" in message
+
+
+# -- import paths ------------------------------------------------------------------------------------------------------
+
+
+def test_an_import_path_is_a_module_and_a_name_in_it():
     assert load_target("collections:OrderedDict") is collections.OrderedDict
     assert load_target("collections:OrderedDict.fromkeys") == collections.OrderedDict.fromkeys
 
 
 @pytest.mark.parametrize("target", ["collections", "collections:", ":OrderedDict", ""])
-def test_what_is_no_import_path_is_told(target: str) -> None:
+def test_what_is_no_import_path_is_told(target):
     with pytest.raises(PluginError, match="is not an import path: write module:Name"):
         load_target(target)
 
 
-def test_a_name_that_is_not_there_is_told() -> None:
+def test_a_name_that_is_not_there_is_told():
     with pytest.raises(PluginError, match="module 'collections' has no 'Ordered'; check the target of the plugin"):
         load_target("collections:Ordered")
 
 
-def test_a_module_that_cannot_be_imported_raises_its_own_error() -> None:
+def test_a_module_that_cannot_be_imported_raises_its_own_error():
     with pytest.raises(ModuleNotFoundError, match="no_such_module_here"):
         load_target("no_such_module_here:Name")

@@ -37,20 +37,18 @@ def test_the_configuration_of_a_model_directory(tmp_path, text, found):
 
 
 @pytest.mark.parametrize(
-    ("policy", "checkpoints", "key"),
+    ("policy", "key"),
     [
-        ({}, {"format": "sharded"}, None),
-        ({"lora": {}}, {}, None),
-        ({"lora": {"target_modules": []}}, {}, "policy.lora.target_modules"),
-        ({"lora": {}, "head": "score"}, {}, "policy.lora"),
-        ({"lora": {}}, {"format": "sharded"}, "checkpoints.format"),
+        ({}, None),
+        ({"lora": {}}, None),
+        ({"lora": {"target_modules": []}}, "policy.lora.target_modules"),
+        ({"lora": {}, "head": "score"}, "policy.lora"),
     ],
 )
-def test_what_adapters_do_not_go_with(policy, checkpoints, key):
+def test_what_adapters_do_not_go_with(policy, key):
     config = RunConfig(
         algorithm=AlgorithmConfig(name="a"),
         policy=PolicyConfig.model_validate({"model_name": "m", **policy}),
         environment=EnvironmentConfig(name="e"),
-        checkpoints=checkpoints,
     )
     assert [problem.key for problem in lora_problems(config)] == [key] * (key is not None)

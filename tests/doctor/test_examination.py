@@ -10,17 +10,27 @@ import threading
 import pytest
 
 from rlframework.cli import main
-from rlframework.doctor.check_runner import Examination, examine, secret_values
-from rlframework.doctor.context import Context, ProbeError
-from rlframework.doctor.findings import Level, broken, note, ok, unknown, warning
-from rlframework.doctor.output import as_json, as_table, summary
-from rlframework.doctor.registry import TOPICS, Check, all_checks
+from rlframework.doctor.checks import (
+    TOPICS,
+    Check,
+    Context,
+    Level,
+    ProbeError,
+    all_checks,
+    ask,
+    broken,
+    note,
+    ok,
+    unknown,
+    warning,
+)
+from rlframework.doctor.examination import Examination, examine, secret_values
 
 pytestmark = pytest.mark.slow
 
 
-def check_of(*findings, name="a", of_run=False):
-    return Check("machine", name, lambda context: findings, of_run)
+def check_of(*findings, topic="machine", name="a"):
+    return Check(topic, name, lambda context: findings)
 
 
 def raising(context):
@@ -70,7 +80,7 @@ def test_secrets_are_hidden_wherever_they_stand(monkeypatch):
     finding = warning(
         "the server said k3y-of-mine, at https://me:pw@host",
         "unset it: k3y-of-mine",
-        variables={"SOME_API_KEY": "other", "list": ["k3y-of-mine", "plain"]},
+        {"variables": {"SOME_API_KEY": "other", "list": ["k3y-of-mine", "plain"]}},
     )
     [shown] = examine(checks=[check_of(finding)]).findings
     assert shown.text == "the server said ***, at https://***@host"
@@ -83,7 +93,7 @@ def test_short_secrets_do_not_hide_words():
 
 
 def test_checks_of_a_run_are_left_out_without_one():
-    assert examine(checks=[check_of(ok("a"), of_run=True)]).findings == ()
+    assert examine(checks=[check_of(ok("a"), topic="run")]).findings == ()
 
 
 def test_what_libraries_print_does_not_mix_with_what_is_shown(capsys):
@@ -114,26 +124,21 @@ def test_a_problem_is_broken_where_it_is_needed_or_nothing_is_known_of_a_run():
         ("raise SystemExit('no library')", "the process ended with exit code 1: no library"),
         ("print('hm')", "the process gave no readable output: no error output"),
         ("import time; time.sleep(60)", "no answer within 2 s"),
+        ('print(\'{"error": "told by itself"}\')', "^told by itself$"),
     ],
 )
-def test_a_child_process_that_fails_is_told(tmp_path, monkeypatch, program, message):
-    (tmp_path / "probes").mkdir()
-    (tmp_path / "probes" / "odd.py").write_text(program)
-    monkeypatch.setattr("rlframework.doctor.context.__file__", str(tmp_path / "context.py"))
+def test_a_child_process_that_fails_is_told(program, message):
     with pytest.raises(ProbeError, match=message):
-        Context().probe("odd", seconds=2.0)
+        ask([sys.executable, "-c", program], 2.0)
 
 
 def test_a_child_process_is_asked_once_and_the_current_folder_hides_nothing(tmp_path, monkeypatch):
-    (tmp_path / "probes").mkdir()
     (tmp_path / "json.py").write_text("raise SystemExit('the wrong one')")
-    (tmp_path / "probes" / "odd.py").write_text(
-        "import json, os\nprint('noise')\nprint(json.dumps({'pid': os.getpid()}))"
-    )
-    monkeypatch.setattr("rlframework.doctor.context.__file__", str(tmp_path / "context.py"))
     monkeypatch.chdir(tmp_path)
     context = Context()
-    assert context.probe("odd") == context.probe("odd")
+    assert context.probe("torch_devices") is context.probe("torch_devices")
+    with pytest.raises(ProbeError, match="KeyError: 'no_such_probe'"):
+        context.probe("no_such_probe")
 
 
 def test_the_table_and_the_last_line(capsys):
@@ -141,16 +146,16 @@ def test_the_table_and_the_last_line(capsys):
 
     found = examine(checks=[check_of(ok("good"), broken("bad", "do this")), check_of(note("hm"), name="b")])
     console = Console(width=100, record=True)
-    console.print(as_table(found))
+    console.print(found.as_table())
     text = console.export_text()
     assert "machine" in text
     assert "-> do this" in text
-    assert summary(found) == "something is broken: 1 broken, 1 ok"
-    assert summary(Examination((), of_run=True)) == "this run can start: "
+    assert found.summary() == "something is broken: 1 broken, 1 ok"
+    assert Examination((), of_run=True).summary() == "this run can start: "
 
 
 def test_the_json_has_every_field():
-    found = json.loads(as_json(examine(checks=[check_of(warning("hm", "do", bytes=3))])))
+    found = json.loads(examine(checks=[check_of(warning("hm", "do", {"bytes": 3}))]).as_json())
     assert found["exit_code"] == 0
     assert found["findings"] == [
         {"level": "warning", "text": "hm", "remedy": "do", "facts": {"bytes": 3}, "topic": "machine", "name": "a"}
@@ -189,7 +194,7 @@ def test_a_run_that_cannot_be_is_told_with_exit_code_1(capsys, tmp_path, monkeyp
 
 def test_looking_imports_no_torch_and_no_ray_into_this_process():
     code = (
-        "import sys\nfrom rlframework.doctor.check_runner import examine\nexamine()\n"
+        "import sys\nfrom rlframework.doctor.examination import examine\nexamine()\n"
         "print(sorted({'torch', 'ray', 'transformers', 'datasets'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -16,23 +16,24 @@ _SHOWN = 80
 
 
 @dataclass(frozen=True)
-class Finding:
-    """One problem: the dotted key, what is wrong, the given value, where it was written, and a hint on what to do.
+class Problem:
+    """One problem in a configuration: the dotted key, what is wrong, and what to do.
 
-    `undeclared`: the key asks for a capability that the chosen backend does not declare.
+    `undeclared`: the key asks for a capability that the chosen plugin does not declare. `given` is the value, if the
+    message is to show it. `origin` is where the value was written; `load_config` adds it to the problems of checks.
     """
 
     key: str
     message: str
-    given: Any = NOT_GIVEN
-    origin: str = ""
     hint: str = ""
     undeclared: bool = False
+    given: Any = NOT_GIVEN
+    origin: str = ""
 
     def __str__(self) -> str:
         facts = []
         if self.given is not NOT_GIVEN and not isinstance(self.given, Mapping):
-            facts.append(f"given {show(self.given)}")
+            facts.append(f"given {_show(self.given)}")
         if self.origin:
             facts.append(f"in {self.origin}")
         text = f"`{self.key}`: {self.message}" if self.key else self.message
@@ -41,19 +42,19 @@ class Finding:
         return f"{text.rstrip('.')}. {self.hint}" if self.hint else text
 
 
-def show(value: Any) -> str:
+def _show(value: Any) -> str:
     """Format a value as one line of YAML, truncated if it is long."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
 
 
-def raise_findings(findings: Sequence[Finding], cause: PluginError | None = None) -> None:
-    """Raise one error that lists `findings`, if any. `cause` is given if all of them concern choosing a plugin."""
-    if not findings:
+def raise_problems(problems: Sequence[Problem], cause: PluginError | None = None) -> None:
+    """Raise one error that lists `problems`, if any. `cause` is given if all of them concern choosing a plugin."""
+    if not problems:
         return
-    undeclared = any(finding.undeclared for finding in findings)
+    undeclared = any(problem.undeclared for problem in problems)
     error_type = PluginError if cause else UnsupportedConfig if undeclared else ConfigError
-    if len(findings) == 1:
-        raise error_type(str(findings[0])) from cause
-    lines = "\n".join(f"- {finding}" for finding in findings)
-    raise error_type(f"{len(findings)} problems in the configuration:\n{lines}") from cause
+    if len(problems) == 1:
+        raise error_type(str(problems[0])) from cause
+    lines = "\n".join(f"- {problem}" for problem in problems)
+    raise error_type(f"{len(problems)} problems in the configuration:\n{lines}") from cause

@@ -1,0 +1,174 @@
+"""The registry of checks, their input (a `Context`) and their results (findings)."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cached_property, partial
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rlframework.config.sections import RunConfig
+    from rlframework.plugins.manager import PluginManager
+
+TOPICS = ("machine", "devices", "packages", "plugins", "cluster", "run")
+"""The modules of checks, in display order. Checks of "run" need a configuration, and are skipped without one."""
+
+PROBE_SECONDS = 90.0
+"""Time limit of a child process: on a busy machine, the first import of torch can take most of a minute."""
+
+
+class Level(StrEnum):
+    """The severity of a finding. Only `broken` makes the exit code 1; `unknown`: the check itself failed."""
+
+    OK = "ok"
+    NOTE = "note"
+    UNKNOWN = "unknown"
+    WARNING = "warning"
+    BROKEN = "broken"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One result of a check: a description, what to do about it, and the facts as JSON values.
+
+    `topic` and `name` are set to those of the check when it is run.
+    """
+
+    level: Level
+    text: str
+    remedy: str = ""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    topic: str = ""
+    name: str = ""
+
+
+ok = partial(Finding, Level.OK)
+note = partial(Finding, Level.NOTE)
+unknown = partial(Finding, Level.UNKNOWN)
+warning = partial(Finding, Level.WARNING)
+broken = partial(Finding, Level.BROKEN)
+
+
+class ProbeError(Exception):
+    """A child process failed; the message says how."""
+
+
+class Context:
+    """The configuration, if given, the plugins, and the results of child processes.
+
+    `config` is None if none is given or it fails to load (see `config_error`).
+    """
+
+    def __init__(self, source: str | None = None, overrides: Sequence[str] = ()) -> None:
+        self.source = source
+        self.config: RunConfig | None = None
+        self.config_error: Exception | None = None
+        self._lock = threading.Lock()
+        self._threads = ThreadPoolExecutor()
+        self._answers: dict[tuple[str, ...], Future[Any]] = {}
+        if source is not None:
+            from rlframework.configure import load_config
+
+            try:
+                self.config = load_config(source, overrides)
+            except Exception as error:  # noqa: BLE001 - the check `configuration` reports it
+                self.config_error = error
+
+    @cached_property
+    def manager(self) -> PluginManager:
+        """The plugins, including those of the configuration."""
+        from rlframework.plugins.manager import create_manager
+
+        return create_manager(self.config.plugins if self.config is not None else ())
+
+    @property
+    def device(self) -> str:
+        """The resolved `device` of the configuration, "cpu" or "cuda"; "cpu" without a configuration."""
+        from rlframework.configure import resolve_device
+
+        return resolve_device(self.config.device) if self.config is not None else "cpu"
+
+    def uses_group(self, name: str) -> bool:
+        """Whether the configuration's worker group is `name`."""
+        return self.config is not None and self.config.worker_group.name == name
+
+    def problem(self, text: str, remedy: str, *, needed: bool) -> Finding:
+        """Return a finding for a failure: broken if the run needs it or no run is given, else a warning."""
+        return Finding(Level.BROKEN if needed or self.source is None else Level.WARNING, text, remedy)
+
+    def probe(self, name: str, *arguments: str, seconds: float = PROBE_SECONDS) -> Any:
+        """Return the result of `probes.NAME(*arguments)` in a child process, which all checks share.
+
+        Raises `ProbeError` if the process fails or times out.
+        """
+        program = str(Path(__file__).with_name("probes.py"))
+        command = (sys.executable, "-P", program, name, *arguments)  # -P: its folder hides no package
+        with self._lock:
+            if command not in self._answers:
+                self._answers[command] = self._threads.submit(ask, command, seconds)
+        return self._answers[command].result()
+
+
+def ask(command: Sequence[str], seconds: float) -> Any:
+    """Run `command`, and return the JSON in its last line of output. Raises `ProbeError` if it fails or times out."""
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=seconds
+        )
+    except subprocess.TimeoutExpired:
+        raise ProbeError(f"no answer within {seconds:g} s") from None
+    except OSError as error:
+        raise ProbeError(str(error)) from error
+    said = next((line.strip() for line in reversed(done.stderr.splitlines()) if line.strip()), "no error output")
+    if code := done.returncode:
+        how = f"exit code {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
+        raise ProbeError(f"the process ended with {how}: {said}")
+    try:
+        found = json.loads(done.stdout.splitlines()[-1])
+    except (ValueError, IndexError):
+        raise ProbeError(f"the process gave no readable output: {said}") from None
+    if isinstance(found, dict) and set(found) == {"error"}:
+        raise ProbeError(found["error"])
+    return found
+
+
+Function = Callable[[Context], Iterable[Finding]]
+
+
+@dataclass(frozen=True)
+class Check:
+    """A registered check."""
+
+    topic: str
+    name: str
+    function: Function
+
+
+_CHECKS: list[Check] = []
+
+
+def check(topic: str, name: str) -> Callable[[Function], Function]:
+    """Return a decorator that registers a function as the check `name` of `topic`."""
+
+    def register(function: Function) -> Function:
+        _CHECKS.append(Check(topic, name, function))
+        return function
+
+    return register
+
+
+def all_checks() -> list[Check]:
+    """Return every check, ordered by topic."""
+    for topic in TOPICS:
+        import_module(f"rlframework.doctor.{topic}")
+    return sorted(_CHECKS, key=lambda one: TOPICS.index(one.topic))

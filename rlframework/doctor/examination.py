@@ -1,0 +1,129 @@
+"""Runs the checks concurrently and independently, hides secrets in their findings, and renders them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from rlframework import __version__
+from rlframework.doctor.checks import Check, Context, Finding, Level, all_checks, unknown
+from rlframework.observers.secrets import HIDDEN, hide_secrets, is_secret_name
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_TOGETHER = 8
+_SHORTEST_SECRET = 6
+_COLOURS = {
+    Level.OK: "green",
+    Level.NOTE: "cyan",
+    Level.UNKNOWN: "magenta",
+    Level.WARNING: "yellow",
+    Level.BROKEN: "bold red",
+}
+
+
+@dataclass(frozen=True)
+class Examination:
+    """The findings, in the order of the checks. `of_run`: a configuration was given."""
+
+    findings: tuple[Finding, ...]
+    of_run: bool
+
+    @property
+    def exit_code(self) -> int:
+        """1 if something is broken, else 0."""
+        return int(any(finding.level is Level.BROKEN for finding in self.findings))
+
+    def as_json(self) -> str:
+        """Return a JSON object with `version`, `exit_code` and `findings`, a list with the fields of `Finding`."""
+        found = [asdict(finding) for finding in self.findings]
+        values = {"version": __version__, "exit_code": self.exit_code, "findings": found}
+        return json.dumps(values, indent=2, ensure_ascii=False)
+
+    def as_table(self) -> Table:
+        """Return a table with one row per finding, its remedy below its description."""
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(show_lines=False)
+        for title in ("about", "check", "state"):
+            table.add_column(title, no_wrap=True)
+        table.add_column("finding and remedy", overflow="fold")
+        topic = ""
+        for finding in self.findings:
+            if topic and finding.topic != topic:
+                table.add_section()
+            text = Text(finding.text)
+            if finding.remedy:
+                text.append(f"\n-> {finding.remedy}", style="bold")
+            shown = finding.topic if finding.topic != topic else ""
+            table.add_row(shown, finding.name, Text(finding.level, style=_COLOURS[finding.level]), text)
+            topic = finding.topic
+        return table
+
+    def summary(self) -> str:
+        """Return the last line of the output."""
+        counts = Counter(finding.level for finding in self.findings)
+        parts = [f"{counts[level]} {level}" for level in reversed(Level) if counts[level] and level is not Level.NOTE]
+        if self.exit_code:
+            verdict = "this run will fail" if self.of_run else "something is broken"
+        else:
+            verdict = "this run can start" if self.of_run else "nothing is broken"
+        return f"{verdict}: {', '.join(parts)}"
+
+
+def examine(
+    source: str | None = None, overrides: Sequence[str] = (), checks: Sequence[Check] | None = None
+) -> Examination:
+    """Check this machine and, if given, the run of the configuration `source`.
+
+    `checks` replaces the default list of all checks. Output of plugins and libraries goes to stderr.
+    """
+    with contextlib.redirect_stdout(sys.stderr):
+        context = Context(source, overrides)
+        chosen = [one for one in checks or all_checks() if source is not None or one.topic != "run"]
+        with ThreadPoolExecutor(_TOGETHER, thread_name_prefix="doctor") as pool:
+            found = list(pool.map(lambda one: _findings(one, context), chosen))
+    secrets = secret_values(os.environ)
+    return Examination(tuple(_hidden(finding, secrets) for some in found for finding in some), source is not None)
+
+
+def secret_values(variables: Mapping[str, str]) -> list[str]:
+    """Return the values of variables that are named like secrets, except values too short to be secrets."""
+    found = {value for name, value in variables.items() if is_secret_name(name) and len(value) >= _SHORTEST_SECRET}
+    return sorted(found, key=len, reverse=True)
+
+
+def _findings(one: Check, context: Context) -> list[Finding]:
+    """The findings of one check; an exception becomes a finding."""
+    try:
+        found = list(one.function(context))
+    except Exception as error:  # noqa: BLE001 - an error in one check must not stop the others
+        text = f"could not be checked: {type(error).__name__}: {error}"
+        found = [unknown(text, "Please report this bug in the doctor")]
+    return [replace(finding, topic=one.topic, name=one.name) for finding in found]
+
+
+def _hidden(finding: Finding, secrets: Sequence[str]) -> Finding:
+    shown = {"text": finding.text, "remedy": finding.remedy, "facts": finding.facts}
+    return replace(finding, **_without(secrets, hide_secrets(shown)))
+
+
+def _without(secrets: Sequence[str], value: Any) -> Any:
+    """`value` (JSON types) with each of `secrets` replaced in every text."""
+    if isinstance(value, dict):
+        return {key: _without(secrets, item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_without(secrets, item) for item in value]
+    if isinstance(value, str):
+        for secret in secrets:
+            value = value.replace(secret, HIDDEN)
+    return value

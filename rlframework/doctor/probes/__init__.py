@@ -1,1 +1,0 @@
-"""Programs that test what might crash or hang a process. The last line of their output is JSON."""
