@@ -38,7 +38,7 @@ from rlframework.interfaces.named_sharding import NamedSharding
 from rlframework.interfaces.worker_group import WorkerContext, WorkerSpec
 from rlframework.workers import machine as this_machine
 from rlframework.workers.ray import runtime
-from rlframework.workers.ray.remote_group import RayRemoteWorkerGroup
+from rlframework.workers.ray.configured_group import ConfiguredRayWorkerGroup
 
 OURS, TENSORS, ARRAYS, BARE = "ours", "tensors", "arrays", "bare actors"
 WIDTH = 1024
@@ -130,11 +130,11 @@ class Sides:
         return ray.get([getattr(actor, method).remote(stored) for actor in self.actors])
 
 
-def start_group(workers: int, imports: tuple[str, ...]) -> RayRemoteWorkerGroup:
+def start_group(workers: int, imports: tuple[str, ...]) -> ConfiguredRayWorkerGroup:
     sharding = NamedSharding(list(range(workers)), ["data_parallel"])
     spec = WorkerSpec("worker_groups:Reader", {"imports": imports})
     config = RayGroupConfig(name="ray", num_workers=workers)
-    return RayRemoteWorkerGroup(spec, config, sharding=sharding, device="cpu")
+    return ConfiguredRayWorkerGroup(spec, config, sharding=sharding, device="cpu")
 
 
 def bare_actor(workers: int, imports: tuple[str, ...]) -> Any:
@@ -251,7 +251,7 @@ def main() -> None:
     args = parser.parse_args()
     args.repeats, args.imports = 10, IMPORTS
     if args.small:
-        args.workers, args.rounds, args.starts, args.sizes = 1, 2, 1, [0.01, 2]
+        args.workers, args.rounds, args.starts, args.sizes = 1, 2, 1, [0.01, 24]
         args.repeats, args.imports = 1, ("torch",)
     torch.set_num_threads(1)
     # allow more workers than cores: it affects both sides equally

@@ -63,9 +63,7 @@ class WarmWorkerGroup(ProcessWorkerGroup):
         if rank not in _idle.peers:
             return super()._peer(rank, method, process_environment)
         self._uses = _idle.uses
-        peer = _idle.peers.pop(rank)
-        peer.redirect_results(self._results)
-        return peer
+        return _idle.peers.pop(rank)
 
     def _fits(self, process_environment: ProcessEnvironment) -> bool:
         return (

@@ -83,30 +83,28 @@ class NamedSharding:
 
     def get_ranks_by_coord(self, **coords: int) -> list[int]:
         """Return the sorted ranks at these coordinates, on any number of axes; empty if one is out of range."""
-        index: list[Any] = [slice(None)] * self.ndim
-        for name, coordinate in coords.items():
-            axis = self.get_axis_index(name)
-            if not 0 <= coordinate < self._layout.shape[axis]:
-                return []
-            index[axis] = coordinate
-        return sorted(int(rank) for rank in np.ravel(self._layout[tuple(index)]))
+        try:
+            return sorted(int(rank) for rank in np.ravel(self._at(coords)))
+        except IndexError:
+            return []
 
     def get_ranks(self, **coords: int) -> NamedSharding | int:
         """Return the sub-layout at these coordinates, or the rank if all axes are given.
 
         The sub-layout keeps the axes that are not given. Raises `IndexError` for a coordinate that is out of range.
         """
+        remaining = [name for name in self._names if name not in coords]
+        ranks = self._at(coords)
+        return NamedSharding(ranks, remaining) if remaining else int(ranks)
+
+    def _at(self, coords: Mapping[str, int]) -> Any:
         index: list[Any] = [slice(None)] * self.ndim
         for name, coordinate in coords.items():
-            axis = self.get_axis_index(name)
-            if not 0 <= coordinate < self._layout.shape[axis]:
-                raise IndexError(
-                    f"coordinate {coordinate} on axis '{name}' of size {self._layout.shape[axis]} is out of range"
-                )
-            index[axis] = coordinate
-        ranks = self._layout[tuple(index)]
-        remaining = [name for name in self._names if name not in coords]
-        return NamedSharding(ranks, remaining) if remaining else int(ranks)
+            size = self.get_axis_size(name)
+            if not 0 <= coordinate < size:
+                raise IndexError(f"coordinate {coordinate} on axis '{name}' of size {size} is out of range")
+            index[self.get_axis_index(name)] = coordinate
+        return self._layout[tuple(index)]
 
     @staticmethod
     def is_axis_zero(coords: Mapping[str, int], axes: Iterable[str]) -> bool:

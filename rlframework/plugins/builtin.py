@@ -58,7 +58,7 @@ def rlframework_worker_groups() -> list[WorkerGroupRecord]:
         ),
         WorkerGroupRecord(
             "ray",
-            "rlframework.workers.ray.remote_group:RayRemoteWorkerGroup",
+            "rlframework.workers.ray.configured_group:ConfiguredRayWorkerGroup",
             API_VERSION,
             "Ray actors on this machine or on a cluster",
             frozenset({Capability.DATA_PARALLEL}),

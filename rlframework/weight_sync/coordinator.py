@@ -21,7 +21,6 @@ from rlframework.weight_sync.ipc import GPU as _GPU
 from rlframework.weight_sync.ipc import GroupHandles, ReceiveBuffer
 from rlframework.weight_sync.memory_budget import BUFFERS, CPU_GROUP, GPU_GROUP, OFFERED_GROUP
 from rlframework.weight_sync.receiver import EngineState
-from rlframework.workers.dispatch import reject_positional
 from rlframework.workers.inline import InlineWorkerGroup
 
 if TYPE_CHECKING:
@@ -216,8 +215,9 @@ class Refitter:
     def _start(
         self, group: WorkerGroup, method: Callable[Concatenate[Any, P], Any], *args: P.args, **arguments: P.kwargs
     ) -> MultiWorkerFuture:
-        reject_positional(method.__name__, args)
-        return group.run_all_workers_single_data("attempt", method=method.__name__, arguments=arguments)
+        run: Any = group.run_all_workers_single_data  # rejects positional arguments
+        future: MultiWorkerFuture = run("attempt", *args, method=method.__name__, arguments=arguments)
+        return future
 
     def _call_all(
         self, group: WorkerGroup, method: Callable[Concatenate[Any, P], R], *args: P.args, **arguments: P.kwargs

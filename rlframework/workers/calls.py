@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from rlframework.interfaces.worker_group import WorkerGroup
-from rlframework.workers.dispatch import reject_positional
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -30,10 +29,8 @@ class WorkerCalls:
 
     def on_all(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """Call `method` on all workers with the same arguments; return the results by rank."""
-        reject_positional(method.__name__, args)
-        arguments: Any = kwargs
-        future = self._group.run_all_workers_single_data(method.__name__, **arguments)
-        return self._group.get_all_worker_results(future)
+        run: Any = self._group.run_all_workers_single_data
+        return self._group.get_all_worker_results(run(method.__name__, *args, **kwargs))
 
     def on_shards(
         self,
@@ -46,10 +43,11 @@ class WorkerCalls:
 
         `data` has one shard per rank, and so does the result. All other arguments are the same everywhere.
         """
-        reject_positional(method.__name__, args)
         others = [axis for axis in self._group.sharding.names if axis != DATA_PARALLEL]
-        future = self._group.run_all_workers_sharded_data(
+        run: Any = self._group.run_all_workers_sharded_data
+        future = run(
             method.__name__,
+            *args,
             data=data,
             in_sharded_axes=[DATA_PARALLEL],
             replicate_on_axes=others,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import sys
@@ -104,19 +103,10 @@ def identity() -> str:
         return ""
 
 
-def interface_of(address: str) -> str | None:
-    """The name of this machine's network interface with the IPv4 `address`; None if it cannot be determined."""
-    if sys.platform != "linux":
-        return None
-    import fcntl
-    import socket
-    import struct
+def listen_for_gloo_at(address: str) -> None:
+    """Let gloo in this process listen at `address`, not at the one that the host name resolves to, unless it is set."""
+    import psutil
 
-    siocgifaddr = 0x8915
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as query:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # this interface has no IPv4 address
-                reply = fcntl.ioctl(query.fileno(), siocgifaddr, struct.pack("256s", name.encode()[:15]))
-                if socket.inet_ntoa(reply[20:24]) == address:
-                    return name
-    return None
+    for name, addresses in psutil.net_if_addrs().items():
+        if address and any(each.address == address for each in addresses):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import socket
+import sys
 
 from rlframework.errors import WorkerError
 
@@ -59,6 +60,11 @@ class PortReserver:
         self._reserved: list[socket.socket] = []
 
     def reserve(self, address: str) -> int:
-        """Return a free port of `address`, reserved for the lifetime of this object."""
-        self._reserved.append(reserve_port(address))
-        return int(self._reserved[-1].getsockname()[1])
+        """Return a free port of `address`, reserved for the lifetime of this object (except on macOS)."""
+        reserved = reserve_port(address)
+        port = int(reserved.getsockname()[1])
+        if sys.platform == "linux":
+            self._reserved.append(reserved)
+        else:  # where the option does not let another socket bind the port
+            reserved.close()
+        return port

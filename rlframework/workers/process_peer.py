@@ -1,7 +1,7 @@
 """A worker process of a `ProcessWorkerGroup` (`serve`), and the driver's end of it (`Peer`).
 
 One thread per worker starts the process, sends it one call at a time and receives the results. A worker can therefore
-never block the driver, which waits on a `ResultBuffer` with a deadline.
+never block the driver, which waits for futures with a deadline.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pickle
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from multiprocessing import connection, forkserver
 from multiprocessing.context import BaseContext
@@ -24,8 +24,8 @@ from typing import Any
 from rlframework.workers.failures import HostFailure
 from rlframework.workers.worker_host import WorkerHost
 
-Ref = tuple[int, int]
-"""A rank and the number of its call."""
+Reply = Future[bytes | HostFailure]
+"""A pickled result, or a failure."""
 
 _START_LOCK = threading.Lock()
 """Processes start one at a time, because multiprocessing's list of children is not thread-safe."""
@@ -41,67 +41,25 @@ class ProcessEnvironment:
     threads: int
 
 
-class ResultBuffer:
-    """Results that have arrived and have not been fetched yet. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._results: dict[Ref, bytes | HostFailure] = {}
-        self._changed = threading.Condition()
-
-    def put(self, ref: Ref, result: bytes | HostFailure) -> None:
-        """Add a pickled result, or a failure. Called by the peers' threads."""
-        with self._changed:
-            self._results[ref] = result
-            self._changed.notify_all()
-
-    def wait(self, refs: Sequence[Ref], timeout: float) -> list[Ref]:
-        """Wait until any of `refs` has arrived, and return those that have; empty after `timeout` seconds."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: any(ref in self._results for ref in refs), min(timeout, threading.TIMEOUT_MAX)
-            )
-            return [ref for ref in refs if ref in self._results]
-
-    def take(self, ref: Ref) -> Any:
-        """Remove and return a result, unpickled in the calling thread."""
-        with self._changed:
-            result = self._results.pop(ref)
-        if isinstance(result, HostFailure):
-            return result
-        try:
-            return pickle.loads(result)  # noqa: S301 - from a process that this one started
-        except Exception as error:  # noqa: BLE001 - a result that cannot be unpickled is a failure of that rank
-            return HostFailure.of(error)
-
-
 class Peer:
     """The driver's end of the worker process `rank`."""
 
-    def __init__(
-        self, rank: int, method: BaseContext, process_environment: ProcessEnvironment, results: ResultBuffer
-    ) -> None:
-        self._rank = rank
-        self._results = results
+    def __init__(self, rank: int, method: BaseContext, process_environment: ProcessEnvironment) -> None:
         self._connection, self._worker_connection = connection.Pipe()
         self._process: Any = method.Process(  # type: ignore[attr-defined]
             target=serve, args=(self._worker_connection, process_environment), name=f"worker-{rank}"
         )
-        self._calls: SimpleQueue[tuple[int, bytes] | None] = SimpleQueue()
-        self._num_calls = 0
+        self._calls: SimpleQueue[tuple[Reply, bytes] | None] = SimpleQueue()
         self._has_replied = False
         self._ended = False
         self._thread = threading.Thread(target=self._run, name=f"peer-{rank}", daemon=True)
         self._thread.start()
 
-    def send(self, message: bytes) -> Ref:
+    def send(self, message: bytes) -> Reply:
         """Queue `message`, which is sent once the calls before it have returned."""
-        self._num_calls += 1
-        self._calls.put((self._num_calls, message))
-        return self._rank, self._num_calls
-
-    def redirect_results(self, results: ResultBuffer) -> None:
-        """Put the results of later calls into `results`, the buffer of another group."""
-        self._results = results
+        reply: Reply = Future()
+        self._calls.put((reply, message))
+        return reply
 
     def kill(self) -> None:
         """Kill the process and its children."""
@@ -123,11 +81,11 @@ class Peer:
     def _run(self) -> None:
         failure = self._start_process()
         while (call := self._calls.get()) is not None:
-            number, message = call
+            reply, message = call
             result = failure or self._exchange(message)
             if isinstance(result, HostFailure):
                 failure = result  # the process is gone, so all later calls fail in the same way
-            self._results.put((self._rank, number), result)
+            reply.set_result(result)
 
     def _start_process(self) -> HostFailure | None:
         try:
@@ -206,17 +164,9 @@ def serve(link: connection.Connection, process_environment: ProcessEnvironment) 
 def _reply_to(host: WorkerHost, message: bytes) -> bytes:
     try:
         method, args = pickle.loads(message)  # noqa: S301 - from the driver that started this process
-    except Exception as error:  # noqa: BLE001 - sent to the driver; for example a class that cannot be imported here
-        return _dump(HostFailure.of(error))
-    result = getattr(host, method)(*args)
-    try:
-        return _dump(result)
-    except Exception as error:  # noqa: BLE001 - sent to the driver; the result cannot be pickled
-        return _dump(HostFailure.of(error))
-
-
-def _dump(result: Any) -> bytes:
-    return pickle.dumps(result, protocol=5)
+        return pickle.dumps(getattr(host, method)(*args), protocol=5)
+    except Exception as error:  # noqa: BLE001 - every exception is sent to the driver
+        return pickle.dumps(HostFailure.of(error), protocol=5)
 
 
 def _die_with_driver() -> None:

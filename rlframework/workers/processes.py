@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import os
 import pickle
+import threading
 from collections.abc import Sequence
+from concurrent import futures
 from multiprocessing import get_context
 from multiprocessing.context import BaseContext
 from typing import Any
@@ -18,7 +20,8 @@ from typing import Any
 from rlframework.errors import ConfigError
 from rlframework.interfaces.worker_group import WorkerSpec
 from rlframework.workers import machine
-from rlframework.workers.process_peer import Peer, ProcessEnvironment, ResultBuffer
+from rlframework.workers.failures import HostFailure
+from rlframework.workers.process_peer import Peer, ProcessEnvironment
 from rlframework.workers.remote_group import RemoteWorkerGroup
 
 PRELOADED = (
@@ -63,7 +66,6 @@ class ProcessWorkerGroup(RemoteWorkerGroup):
 
     def _prepare(self, spec: WorkerSpec, device: str) -> None:
         self._peers: list[Peer] = []
-        self._results = ResultBuffer()
         self._gpus: list[str] = visible_gpus(self._sharding.size) if device == "cuda" else []
         if spec.py_executable is not None:
             raise ConfigError(
@@ -83,7 +85,7 @@ class ProcessWorkerGroup(RemoteWorkerGroup):
 
     def _peer(self, rank: int, method: BaseContext, process_environment: ProcessEnvironment) -> Peer:
         """Start the process of `rank` in the background."""
-        return Peer(rank, method, process_environment, self._results)
+        return Peer(rank, method, process_environment)
 
     def _send(self, rank: int, method: str, *args: Any) -> Any:
         return self._peers[rank].send(_pickled((method, args)))
@@ -100,10 +102,17 @@ class ProcessWorkerGroup(RemoteWorkerGroup):
         return machine.threads_per_worker(self._sharding.size)
 
     def _wait_any(self, refs: Sequence[Any], timeout: float) -> list[Any]:
-        return self._results.wait(refs, timeout)
+        limit = min(timeout, threading.TIMEOUT_MAX)
+        return list(futures.wait(refs, limit, return_when=futures.FIRST_COMPLETED).done)
 
     def _result(self, rank: int, ref: Any) -> Any:
-        return self._results.take(ref)
+        result = ref.result()
+        if isinstance(result, HostFailure):
+            return result
+        try:
+            return pickle.loads(result)  # noqa: S301 - from a process that this one started
+        except Exception as error:  # noqa: BLE001 - a result that cannot be unpickled is a failure of that rank
+            return HostFailure.of(error)
 
     def _end_hosts(self) -> None:
         for peer in self._peers:

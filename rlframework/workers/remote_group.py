@@ -11,42 +11,31 @@ import contextlib
 import logging
 import multiprocessing.util  # noqa: F401 - its exit handler waits for children; ours, registered later, runs first
 import os
-import signal
 import time
 import weakref
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from rlframework.errors import DeadlineExceeded, WorkerError
+import psutil
+
+from rlframework.config.sections import RemoteGroupConfig
+from rlframework.errors import ConfigError, DeadlineExceeded, WorkerError
 from rlframework.interfaces.worker_group import MultiWorkerFuture, WorkerContext, WorkerSpec
 from rlframework.workers import dispatch, machine
-from rlframework.workers.dispatch import DispatchingWorkerGroup, is_small
+from rlframework.workers.dispatch import DispatchingWorkerGroup
 from rlframework.workers.failures import HostFailure, as_exception
 
 if TYPE_CHECKING:
-    from rlframework.config.sections import RemoteGroupConfig, WorkerGroupConfig
+    from rlframework.config.sections import WorkerGroupConfig
     from rlframework.interfaces.named_sharding import NamedSharding
 
 _LOG = logging.getLogger(__name__)
 _GRACE = 1.0
 """Seconds to wait for further failures after the first one, so that the root cause is reported, not its consequence."""
 _KILL_WAIT = 5.0
-_REAP_WAIT = 1.0
-"""Seconds within which a process's parent should have reaped it."""
 _LIVE: weakref.WeakSet[RemoteWorkerGroup] = weakref.WeakSet()
-
-
-@dataclass(frozen=True)
-class WorkerLocation:
-    """Where a worker runs, see `WorkerContext`. It can listen for the other workers at `address` of its machine."""
-
-    node_rank: int
-    local_rank: int
-    node: str
-    address: str
 
 
 @dataclass
@@ -60,10 +49,9 @@ class RemoteWorkerGroup(DispatchingWorkerGroup):
     """One process per rank of `sharding`, each with a `WorkerHost`."""
 
     def __init__(self, spec: WorkerSpec, config: WorkerGroupConfig, *, sharding: NamedSharding, device: str) -> None:
-        if sorted(sharding.layout.ravel().tolist()) != list(range(sharding.size)):
-            raise ValueError(f"the sharding must hold the ranks 0..{sharding.size - 1} once each, got {sharding}")
+        check_ranks(sharding, sharding.size)
         super().__init__(sharding)
-        self._config = as_remote_config(config)
+        self._config = config if isinstance(config, RemoteGroupConfig) else RemoteGroupConfig(**config.model_dump())
         self._deadlines = config.deadlines
         self._ended: str | None = None
         self._gone: bool | None = None
@@ -72,6 +60,7 @@ class RemoteWorkerGroup(DispatchingWorkerGroup):
         self._remote_pids: dict[int, int] = {}
         self._prepare(spec, device)
         _LIVE.add(self)
+        self._started = time.monotonic()
         try:
             self._start(spec, device)
         except BaseException:
@@ -127,9 +116,17 @@ class RemoteWorkerGroup(DispatchingWorkerGroup):
         """Number of threads of a worker."""
         return None
 
-    def _location(self, rank: int) -> WorkerLocation:
-        """The location of a worker. Called when the processes are up."""
-        return WorkerLocation(0, rank, "", "127.0.0.1")
+    def _address(self) -> str:
+        """The address of rank 0's machine at which it listens for the other workers."""
+        return "127.0.0.1"
+
+    def _context(self, rank: int, context: WorkerContext) -> WorkerContext:
+        """`context`, which is the same for all workers, completed for one."""
+        return replace(context, rank=rank, local_rank=rank, threads=self._threads(rank))
+
+    def _exception(self, failures: Mapping[int, HostFailure], doing: str) -> Exception:
+        """The exception to raise for the failures of a call."""
+        return as_exception(failures, self._sharding.size, doing, self._location_text)
 
     def _location_text(self, rank: int) -> str:
         """The location as a phrase to append to the rank in messages; empty if there is nothing to say."""
@@ -166,8 +163,8 @@ class RemoteWorkerGroup(DispatchingWorkerGroup):
         """Call `cleanup_method` on all workers if there is one; return False if the call failed."""
         if self._ended is not None or cleanup_method is None:
             return True
-        plan = dispatch.dispatch_single_data(self._sharding, {})
-        refs = dict(zip(plan.called, self._run(cleanup_method, plan).futures, strict=True))
+        ranks = list(range(self._sharding.size))
+        refs = dict(enumerate(self._run(cleanup_method, dispatch.Dispatch(ranks, [{}] * len(ranks), ranks)).futures))
         try:
             self._wait(refs, cleanup_method, "shutdown", self._deadlines.shutdown if timeout is None else timeout)
         except Exception:  # noqa: BLE001 - logged with its traceback; the shutdown must continue
@@ -176,15 +173,18 @@ class RemoteWorkerGroup(DispatchingWorkerGroup):
         return True
 
     def _start(self, spec: WorkerSpec, device: str) -> None:
-        started, seconds, ranks = time.monotonic(), self._deadlines.start, range(self._sharding.size)
         self._start_hosts(spec, device)
+        contexts, shared = self._contexts(device), self._shared(spec)
+        started = {rank: self._send(rank, "start", shared, context) for rank, context in enumerate(contexts)}
+        self._wait_for_start(started, f"constructing {spec.target}")
 
-        def wait(refs: dict[int, Any], doing: str) -> dict[int, Any]:
-            return self._wait(refs, doing, "start", seconds, started)
-
-        self._record_pids(wait({rank: self._send(rank, "pid") for rank in ranks}, "starting its process"))
-        locations = [self._location(rank) for rank in ranks]
-        address, port = wait({0: self._send(0, "reserve_address", locations[0].address)}, "reserving a port")[0]
+    def _contexts(self, device: str) -> list[WorkerContext]:
+        """Wait until all processes are up; return the context of each rank, with a port that rank 0 has reserved."""
+        ranks = range(self._sharding.size)
+        pids = self._wait_for_start({rank: self._send(rank, "pid") for rank in ranks}, "starting its process")
+        self._record_pids(pids)
+        reserved = {0: self._send(0, "reserve_address", self._address())}
+        address, port = self._wait_for_start(reserved, "reserving a port")[0]
         context = WorkerContext(
             world_size=self._sharding.size,
             master_addr=address,
@@ -192,20 +192,10 @@ class RemoteWorkerGroup(DispatchingWorkerGroup):
             device=device,
             deadline=self._deadlines.call,
         )
-        shared = self._shared(spec)
-        contexts = [
-            replace(
-                context,
-                rank=rank,
-                local_rank=locations[rank].local_rank,
-                node_rank=locations[rank].node_rank,
-                node=locations[rank].node,
-                threads=self._threads(rank),
-            )
-            for rank in ranks
-        ]
-        refs = {rank: self._send(rank, "start", shared, contexts[rank]) for rank in ranks}
-        wait(refs, f"constructing {spec.target}")
+        return [self._context(rank, context) for rank in ranks]
+
+    def _wait_for_start(self, refs: dict[int, Any], doing: str) -> dict[int, Any]:
+        return self._wait(refs, doing, "start", self._deadlines.start, self._started)
 
     def _record_pids(self, replies: Mapping[int, tuple[int, str]]) -> None:
         """Store the process ids, given as `WorkerHost.pid` returns them."""
@@ -222,7 +212,7 @@ class RemoteWorkerGroup(DispatchingWorkerGroup):
                     method_name,
                     worker in plan.returned,
                     tuple(kwargs),
-                    *[shared[id(value)] if id(value) in shared else self._argument(value) for value in kwargs.values()],
+                    *[shared.get(id(value), value) for value in kwargs.values()],
                 ),
             )
             for worker, kwargs in zip(plan.called, plan.kwargs, strict=True)
@@ -230,7 +220,7 @@ class RemoteWorkerGroup(DispatchingWorkerGroup):
         refs = self._send_all("call", calls)
         return Call(refs, return_from_workers=plan.returned, called_workers=plan.called, method_name=method_name)
 
-    def _store_shared(self, arguments: Sequence[Mapping[str, Any]]) -> dict[int, Any]:
+    def _store_shared(self, arguments: Sequence[Mapping[Any, Any]]) -> dict[int, Any]:
         """Store each value that several workers get once, by `id`; small values are sent with each call instead."""
         counts: dict[int, int] = {}
         values: dict[int, Any] = {}
@@ -238,11 +228,12 @@ class RemoteWorkerGroup(DispatchingWorkerGroup):
             for value in of_worker.values():
                 counts[id(value)] = counts.get(id(value), 0) + 1
                 values[id(value)] = value
-        return {key: self._shared(value) for key, value in values.items() if counts[key] > 1 and not is_small(value)}
-
-    def _argument(self, value: Any) -> Any:
-        """`value`, which is sent to one rank, in the form that `_send` takes."""
-        return value
+        small = (type(None), bool, int, float, str)
+        return {
+            key: self._shared(value)
+            for key, value in values.items()
+            if counts[key] > 1 and not isinstance(value, small)
+        }
 
     def _require_usable(self, doing: str) -> None:
         if self._ended is not None:
@@ -276,7 +267,7 @@ class RemoteWorkerGroup(DispatchingWorkerGroup):
                     failures[rank] = results[rank]
                     until = min(until, time.monotonic() + _GRACE)
         if failures:
-            raise as_exception(failures, self._sharding.size, doing, self._location_text)
+            raise self._exception(failures, doing)
         if pending:
             self._raise_deadline(sorted(pending.values()), sorted(results), doing, deadline, seconds)
         return {rank: results[rank] for rank in refs}
@@ -305,38 +296,26 @@ class RemoteWorkerGroup(DispatchingWorkerGroup):
         return self._gone
 
 
-def as_remote_config(config: WorkerGroupConfig) -> RemoteGroupConfig:
-    """Return `config` validated as a section with the keys that all remote worker groups share."""
-    from rlframework.config.sections import RemoteGroupConfig
+class GroupArgumentError(ConfigError, ValueError):
+    """An invalid argument of a worker group."""
 
-    return config if isinstance(config, RemoteGroupConfig) else RemoteGroupConfig(**config.model_dump())
+
+def check_ranks(sharding: NamedSharding, workers: int) -> None:
+    """Raise an error unless `sharding` holds the ranks of `workers` workers once each."""
+    if sorted(sharding.layout.ravel().tolist()) != list(range(workers)):
+        raise GroupArgumentError(f"the sharding must hold the ranks 0..{workers - 1} once each, got {sharding}")
 
 
 def _wait_until_gone(pids: Iterable[int]) -> bool:
-    left, started = list(pids), time.monotonic()
-    while left and (waited := time.monotonic() - started) < _KILL_WAIT:
-        left = [pid for pid in left if _exists(pid) and (waited < _REAP_WAIT or not _is_zombie(pid))]
-        time.sleep(0.02 if left else 0)
-    for pid in left:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    processes = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            processes.append(psutil.Process(pid))
+    _, left = psutil.wait_procs(processes, _KILL_WAIT)
+    for process in left:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
     return not left
-
-
-def _exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, PermissionError):  # PermissionError: the id now belongs to another user's process
-        return False
-    return True
-
-
-def _is_zombie(pid: int) -> bool:
-    """Whether the process has ended but was not reaped by its parent, which may be a container's init process."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except (OSError, IndexError):
-        return False
 
 
 def _end_all() -> None:

@@ -1,6 +1,6 @@
 """Errors raised by the probe worker, in a module of their own that the driver does not import."""
 
-from rlframework.errors import BatchError, NonFiniteGradients
+from rlframework.errors import BatchError
 
 
 class Plain(RuntimeError):
@@ -12,6 +12,3 @@ class Special(BatchError):
 
     def __init__(self, message, more=1):
         super().__init__(message)
-
-
-__all__ = ["BatchError", "NonFiniteGradients", "Plain", "Special"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -17,7 +18,7 @@ sys.path.append(str(Path(__file__).parent))
 from rlframework.config.sections import RayGroupConfig
 from rlframework.interfaces.named_sharding import NamedSharding
 from rlframework.interfaces.worker_group import WorkerSpec
-from rlframework.workers.ray.remote_group import RayRemoteWorkerGroup
+from rlframework.workers.ray.configured_group import ConfiguredRayWorkerGroup
 
 
 def processes():
@@ -29,9 +30,10 @@ def processes():
 def listening():
     found = set()
     for process in processes():
-        for connection in process.net_connections(kind="inet"):
-            if connection.status == psutil.CONN_LISTEN:
-                found.add(connection.laddr.ip)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for connection in process.net_connections(kind="inet"):
+                if connection.status == psutil.CONN_LISTEN:
+                    found.add(connection.laddr.ip)
     return sorted(found)
 
 
@@ -72,7 +74,7 @@ def answers(address):
 def main():
     seen = {"before": dict(os.environ)}
     config = RayGroupConfig(name="ray", num_workers=1, pass_environment=("NAMED_TOKEN",))
-    group = RayRemoteWorkerGroup(
+    group = ConfiguredRayWorkerGroup(
         WorkerSpec("probe_workers:Probe", {}), config, sharding=NamedSharding([0], ["data_parallel"]), device="cpu"
     )
     (who,) = group.get_all_worker_results(group.run_all_workers_single_data("who"))

@@ -17,12 +17,10 @@ def node_id():
 class Probe:
     """Returns its context and its arguments; fails, dies or hangs on request."""
 
-    def __init__(self, context, word="", fail_rank=None, die_rank=None):
+    def __init__(self, context, word="", die_rank=None):
         self.context = context
         self.word = word
         self.tidied = False
-        if context.rank == fail_rank:
-            raise ValueError(f"cannot build with {word}")
         if context.rank == die_rank:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -64,11 +62,6 @@ class Probe:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(60)
 
-    def unpicklable(self):
-        import threading
-
-        return threading.Lock()
-
     def shutdown(self):
         self.tidied = True
 
@@ -104,9 +97,6 @@ class Probe:
         if self.context.rank == only:
             os.kill(os.getpid(), signal.SIGKILL)
         dist.all_reduce(torch.zeros(1))
-
-    def give_back(self, value):
-        return value
 
     def touch(self, path):
         open(path, "w").close()

@@ -7,25 +7,31 @@ import pytest
 from rlframework.errors import BatchError
 from rlframework.interfaces.named_sharding import NamedSharding
 from rlframework.interfaces.worker_group import MultiWorkerFuture
-from rlframework.workers.dispatch import (
-    dispatch_multiple_data,
-    dispatch_sharded_data,
-    dispatch_single_data,
-    dispatch_to_one,
-    reject_positional,
-    select_results,
-)
+from rlframework.workers.dispatch import DispatchingWorkerGroup, select_results
 
-GRID = NamedSharding([[0, 1], [2, 3]], ["data", "tensor"])
+
+class Planner(DispatchingWorkerGroup):
+    """Returns its plans instead of calling anybody."""
+
+    def _run(self, method_name, plan):
+        return plan
+
+    def get_all_worker_results(self, future):
+        raise NotImplementedError
+
+    shutdown = get_all_worker_results
+
+
+GROUP = Planner(NamedSharding([[0, 1], [2, 3]], ["data", "tensor"]))
 
 
 def plan(kwargs, **options):
-    found = dispatch_sharded_data(GRID, kwargs, **options)
+    found = GROUP.run_all_workers_sharded_data("method", **options, **kwargs)
     return dict(zip(found.called, found.kwargs, strict=True)), found.returned
 
 
 def test_single_data_to_all():
-    found = dispatch_single_data(GRID, {"x": 1})
+    found = GROUP.run_all_workers_single_data("method", x=1)
     assert found.called == found.returned == [0, 1, 2, 3]
     assert found.kwargs == [{"x": 1}] * 4
 
@@ -34,29 +40,29 @@ def test_single_data_to_all():
     ("axes", "called"), [(["tensor"], [0, 2]), (["data"], [0, 1]), (["data", "tensor"], [0]), ([], [0, 1, 2, 3])]
 )
 def test_single_data_to_rank_0_of_axes(axes, called):
-    found = dispatch_single_data(GRID, {}, axes)
+    found = GROUP.run_all_workers_single_data("method", run_rank_0_only_axes=axes)
     assert found.called == found.returned == called
 
 
 def test_one_worker_alone():
-    found = dispatch_to_one(GRID, 2, {"x": 1})
+    found = GROUP.run_single_worker_single_data("method", 2, x=1)
     assert (found.called, found.kwargs, found.returned) == ([2], [{"x": 1}], [2])
 
 
 @pytest.mark.parametrize("worker", [-1, 4])
 def test_a_worker_that_does_not_exist(worker):
     with pytest.raises(IndexError, match=rf"no worker {worker} in a group of 4: use 0\.\.3"):
-        dispatch_to_one(GRID, worker, {})
+        GROUP.run_single_worker_single_data("method", worker)
 
 
 def test_multiple_data_by_worker():
-    found = dispatch_multiple_data(GRID, {"x": list("abcd"), "z": (1, 2, 3, 4)}, common_kwargs={"y": 7})
+    found = GROUP.run_all_workers_multiple_data("method", common_kwargs={"y": 7}, x=list("abcd"), z=(1, 2, 3, 4))
     assert found.called == found.returned == [0, 1, 2, 3]
     assert found.kwargs == [{"x": x, "z": z, "y": 7} for x, z in zip("abcd", (1, 2, 3, 4), strict=True)]
 
 
 def test_multiple_data_on_rank_0_of_an_axis():
-    found = dispatch_multiple_data(GRID, {"x": ["a", "b"]}, run_rank_0_only_axes=["tensor"])
+    found = GROUP.run_all_workers_multiple_data("method", run_rank_0_only_axes=["tensor"], x=["a", "b"])
     assert (found.called, found.returned) == ([0, 2], [0, 2])
     assert found.kwargs == [{"x": "a"}, {"x": "b"}]
 
@@ -77,7 +83,7 @@ def test_multiple_data_on_rank_0_of_an_axis():
 )
 def test_multiple_data_of_the_wrong_length(kwargs, axes, message):
     with pytest.raises(BatchError, match=message):
-        dispatch_multiple_data(GRID, kwargs, run_rank_0_only_axes=axes)
+        GROUP.run_all_workers_multiple_data("method", run_rank_0_only_axes=axes, **kwargs)
 
 
 def test_sharded_and_replicated_with_one_result_per_shard():
@@ -147,7 +153,7 @@ def test_conflicting_and_unknown_axes():
         with pytest.raises(ValueError, match="Axis 'pipeline' not found"):
             plan({}, **{option: ["pipeline"]})
     with pytest.raises(ValueError, match="Axis 'pipeline' not found"):
-        dispatch_single_data(GRID, {}, ["pipeline"])
+        GROUP.run_all_workers_single_data("method", run_rank_0_only_axes=["pipeline"])
     with pytest.raises(TypeError, match="a list of names, got the string 'data'"):
         plan({}, in_sharded_axes="data")
 
@@ -169,12 +175,6 @@ def test_wrong_number_of_shards(value, message):
 def test_wrong_number_of_nested_shards():
     with pytest.raises(BatchError, match="'x' has 1 entries; axis 'tensor' needs 2"):
         plan({"x": [["a", "b"], ["c"]]}, in_sharded_axes=["data", "tensor"])
-
-
-def test_positional_arguments_are_rejected():
-    reject_positional("train", ())
-    with pytest.raises(TypeError, match=r"train: got 2 positional argument\(s\); workers take keywords"):
-        reject_positional("train", (1, 2))
 
 
 def test_select_results():

@@ -7,7 +7,7 @@ import traceback
 
 import pytest
 
-from rlframework.errors import ConfigError, PluginError, WorkerError
+from rlframework.errors import ConfigError, PluginError
 from rlframework.interfaces.named_sharding import NamedSharding
 from rlframework.interfaces.worker_group import WorkerSpec
 from rlframework.workers.inline import InlineWorkerGroup
@@ -18,25 +18,6 @@ ONE = NamedSharding([[0]], ["data_parallel", "tensor_parallel"])
 @pytest.fixture
 def group(probe_spec, group_config):
     return InlineWorkerGroup(probe_spec(word="hi"), group_config("inline", 1), sharding=ONE, device="cpu")
-
-
-def test_the_worker_gets_its_context(group):
-    future = group.run_all_workers_single_data("who")
-    (who,) = group.get_all_worker_results(future)
-    assert (who["rank"], who["world_size"], who["device"], who["word"]) == (0, 1, "cpu", "hi")
-    assert group.sharding == ONE
-
-
-def test_sharded_and_common_arguments(group):
-    future = group.run_all_workers_sharded_data(
-        "echo",
-        in_sharded_axes=["data_parallel"],
-        replicate_on_axes=["tensor_parallel"],
-        output_is_replicated=["tensor_parallel"],
-        common_kwargs={"y": 2},
-        x=["only"],
-    )
-    assert group.get_all_worker_results(future) == [(0, {"x": "only", "y": 2})]
 
 
 def test_arguments_are_not_copied(group):
@@ -58,22 +39,6 @@ def test_runs_in_the_calling_thread(group):
     before = threading.active_count()
     group.run_all_workers_single_data("who")
     assert threading.active_count() == before
-
-
-def test_positional_arguments(group):
-    with pytest.raises(TypeError, match="workers take keywords"):
-        group.run_all_workers_single_data("echo", 1)
-    with pytest.raises(TypeError, match="workers take keywords"):
-        group.run_all_workers_sharded_data("echo", [1])
-
-
-def test_shutdown(group):
-    worker = group._worker
-    assert group.shutdown("shutdown") is True
-    assert worker.tidied
-    assert group.shutdown("shutdown") is True
-    with pytest.raises(WorkerError, match="who was called on a worker group that has been shut down"):
-        group.run_all_workers_single_data("who")
 
 
 def test_a_failing_cleanup_is_logged(probe_spec, group_config, caplog):

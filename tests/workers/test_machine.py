@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from rlframework.errors import ConfigError
-from rlframework.workers import machine, ports, worker_host
+from rlframework.workers import machine, ports
 
 
 def test_workers_get_named_variables_only(monkeypatch):
@@ -58,15 +58,18 @@ def test_cores(monkeypatch):
 
 
 def test_reserved_ports_are_bound_and_below_the_ephemeral_range():
-    host = worker_host.WorkerHost()
-    address, port = host.reserve_address()
-    assert address == "127.0.0.1"
-    assert port < ports.first_ephemeral_port()
-    with socket.socket() as other, pytest.raises(OSError, match="in use"):
-        other.bind((address, port))
-    host._reserved.close()
+    reserved = ports.reserve_port("127.0.0.1")
+    address = reserved.getsockname()
+    assert address[1] < ports.first_ephemeral_port()
+    with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
+        stranger.bind(address)
+    with socket.socket() as owner:
+        owner.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        owner.bind(address)
+        owner.listen()
+    reserved.close()
     with socket.socket() as other:
-        other.bind((address, port))
+        other.bind(address)
 
 
 @pytest.mark.xdist_group("ray")

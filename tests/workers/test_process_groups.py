@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 from rlframework.interfaces.worker_group import WorkerContext
+from rlframework.workers.ports import reserve_port
 from rlframework.workers.process_groups import process_store
-from rlframework.workers.worker_host import WorkerHost
 
 
 def listening():
@@ -25,12 +25,9 @@ def listening():
 @pytest.fixture
 def contexts():
     """The contexts of two ranks at a free port."""
-    host = WorkerHost()
-    address, port = host.reserve_address()
-    host._reserved.close()
-    return [
-        WorkerContext(rank=rank, world_size=2, master_addr=address, master_port=port, deadline=30.0) for rank in (0, 1)
-    ]
+    with reserve_port("127.0.0.1") as reserved:
+        port = reserved.getsockname()[1]
+        yield [WorkerContext(rank=rank, world_size=2, master_port=port, deadline=30.0) for rank in (0, 1)]
 
 
 def test_rank_0_only_listens_at_the_address_of_its_context(contexts):

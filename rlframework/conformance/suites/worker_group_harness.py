@@ -8,9 +8,9 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import torch
 
 from rlframework.config.sections import DeadlinesConfig, WorkerGroupConfig
@@ -129,8 +129,6 @@ def _end_shared() -> None:
 
 def _runs(pid: int) -> bool:
     """Return True if a process exists and is not a zombie."""
-    with contextlib.suppress(OSError):
-        os.kill(pid, 0)
-        status = Path(f"/proc/{pid}/stat")
-        return not status.exists() or status.read_text().rpartition(")")[2].split()[0] != "Z"
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     return False

@@ -1,4 +1,4 @@
-"""Placement of a virtual cluster: checks capacity, assigns groups of bundles to machines, and orders bundles as ranks.
+"""Placement: checks a cluster's capacity, assigns bundles to machines, orders them as ranks, and selects a group's.
 
 Pure functions of numbers, without Ray.
 """
@@ -7,17 +7,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
+
+from rlframework.errors import ConfigError
 
 Resources = Mapping[str, float]
 """Resource amounts by name, such as `{"CPU": 8, "GPU": 4}`."""
 
 
+class ClusterArgumentError(ConfigError, ValueError, AssertionError):
+    """An invalid argument of a virtual cluster or a worker group."""
+
+
 @dataclass(frozen=True)
 class Machine:
-    """A node: its id, its address, its total resources, and those that are free now."""
+    """A node: its id, address and host name, its total resources, and those that are free now."""
 
     node_id: str
     address: str
+    host: str
     total: Resources
     free: Resources
 
@@ -93,6 +101,58 @@ def rank_placements(nodes: Sequence[Sequence[str]], addresses: Mapping[str, str]
         for node_rank, (node, of_node) in enumerate(bundles.items())
         for local_rank, bundle in enumerate(of_node)
     ]
+
+
+@dataclass(frozen=True)
+class WorkerAssignment:
+    """The placement of a worker, its tied group, and the name of its actor.
+
+    `bundles` are those of the tied group, and None for all workers but its first.
+    """
+
+    placement: Placement
+    tied_group: int
+    tied_rank: int
+    bundles: tuple[int, list[int]] | None
+    name: str
+
+
+def one_worker_per_bundle(
+    placements: Sequence[Placement], groups: int, workers_per_node: int | list[int] | None
+) -> list[tuple[int, list[int]]]:
+    """A tied group of one worker for each used bundle, in rank order; `groups` is the number of placement groups."""
+    bundles = [[place.bundle for place in placements if place.group == group] for group in range(groups)]
+    sizes = [len(each) for each in bundles]
+    counts = [workers_per_node] * groups if type(workers_per_node) is int else workers_per_node
+    if counts is None:
+        counts = sizes
+    if not isinstance(counts, list):
+        raise ClusterArgumentError(
+            f"workers_per_node={workers_per_node!r} must be a number, a list with one number per node, or None"
+        )
+    if len(counts) != groups or any(not 0 <= count <= most for count, most in zip(counts, sizes, strict=True)):
+        raise ClusterArgumentError(f"workers_per_node={workers_per_node} does not fit: the nodes have {sizes} bundles")
+    return [(group, [bundle]) for group in range(groups) for bundle in islice(bundles[group], counts[group])]
+
+
+def assign_workers(
+    placements: Sequence[Placement], tied_groups: Sequence[tuple[int, list[int]]], name_prefix: str
+) -> list[WorkerAssignment]:
+    """Assign a worker to each bundle of each tied group `(node, bundles)`, in rank order."""
+    known = {(each.group, each.bundle): each for each in placements}
+    assignments: list[WorkerAssignment] = []
+    for group, (node, bundles) in enumerate(tied_groups):
+        for tied_rank, bundle in enumerate(bundles):
+            if (node, bundle) not in known:
+                raise ClusterArgumentError(
+                    f"no bundle {bundle} on node {node}; available (node, bundle) pairs: {sorted(known)}"
+                )
+            tied = (node, list(bundles)) if tied_rank == 0 else None
+            suffix = f"{node}-{bundle}" if len(bundles) == 1 else f"grp{group}-{tied_rank}"
+            assignments.append(WorkerAssignment(known[node, bundle], group, tied_rank, tied, f"{name_prefix}-{suffix}"))
+    if not assignments:
+        raise ClusterArgumentError("a worker group needs at least one worker: select at least one bundle")
+    return assignments
 
 
 def describe(resources: Resources) -> str:

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import ray
+from ray._private import ray_constants, services
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlframework.errors import ConfigError
 from rlframework.workers.machine import cpu_count, inherited_environment
@@ -33,8 +38,6 @@ _RAY_LOG_MARKERS = (":job_id:", ":actor_name:", ":task_name:")
 
 def check_gpus(workers: int) -> None:
     """Raise a `ConfigError` if Ray, which must be up, has fewer GPUs than `workers`."""
-    import ray
-
     gpus = int(ray.cluster_resources().get("GPU", 0))  # type: ignore[no-untyped-call]
     if workers > gpus:
         raise ConfigError(
@@ -45,8 +48,6 @@ def check_gpus(workers: int) -> None:
 
 def would_be_private(address: str | None = None) -> bool:
     """Whether `acquire` would start, or has started, a Ray that is private to this process and machine."""
-    import ray
-
     return bool(_PRIVATE) if ray.is_initialized() else (address or os.environ.get("RAY_ADDRESS") or "local") == "local"
 
 
@@ -61,8 +62,6 @@ def acquire(user: int, address: str | None = None, listen: str = "127.0.0.1") ->
     A private Ray listens at the address `listen`, and its processes inherit only the environment variables that they
     need. Raises `ConfigError` if there is no Ray cluster at the address. `user` is the id to pass to `release`.
     """
-    import ray
-
     if ray.is_initialized():
         if _OWNED_BY:
             _OWNED_BY.add(user)
@@ -94,8 +93,6 @@ def acquire(user: int, address: str | None = None, listen: str = "127.0.0.1") ->
 
 
 def _connect(address: str) -> None:
-    import ray
-
     hint = "start one (`ray start --head`), correct worker_group.address or RAY_ADDRESS, or unset both"
     if address.startswith("ray://"):
         raise ConfigError(
@@ -113,16 +110,12 @@ def release(user: int) -> None:
         return
     _OWNED_BY.remove(user)
     if not _OWNED_BY:
-        import ray
-
         ray.shutdown()
         _PRIVATE.clear()
 
 
 def log_tail(pid: int, lines: int = 20) -> str:
     """The last lines that the worker process `pid` wrote to standard error; empty if Ray has no log of it."""
-    import ray
-
     node = ray._private.worker.global_worker.node
     if node is None:
         return ""
@@ -137,9 +130,6 @@ def log_tail(pid: int, lines: int = 20) -> str:
 
 def log_tail_of(node_id: str, pid: int) -> str:
     """`log_tail` of a process on another node; empty if that node is gone or does not reply in time."""
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
     on_node = NodeAffinitySchedulingStrategy(node_id, soft=False)
     task = ray.remote(log_tail).options(num_cpus=0, max_retries=0, scheduling_strategy=on_node)
     try:
@@ -150,19 +140,17 @@ def log_tail_of(node_id: str, pid: int) -> str:
 
 def is_dead(actor: Any) -> bool:
     """Whether Ray has noticed that the process of `actor` has ended."""
-    import ray
-
     found = ray._private.state.actors(actor._actor_id.hex())
     return not found or found.get("State") == "DEAD"
 
 
-def cores_and_names() -> tuple[dict[str, int], dict[str, str]]:
-    """The number of CPUs and the host name of each live node, by node id."""
-    import ray
-
-    nodes = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
-    cores = {node["NodeID"]: int(node["Resources"].get("CPU", 0)) for node in nodes}
-    return cores, {node["NodeID"]: node["NodeManagerHostname"] for node in nodes}
+def poll(items: Sequence[Any], is_done: Callable[[Any], bool], seconds: float) -> bool:
+    """Wait until `is_done` holds for each of `items`; return whether it does within `seconds`."""
+    until, left = time.monotonic() + seconds, list(items)
+    while left and time.monotonic() < until:
+        left = [item for item in left if not is_done(item)]
+        time.sleep(0.02 if left else 0)
+    return not left
 
 
 class _FilteredOs:
@@ -183,8 +171,6 @@ class _FilteredOs:
 @contextmanager
 def _isolated_startup(*, loopback: bool) -> Iterator[None]:
     """Start Ray's processes with `_FilteredOs.environ`, and with `loopback` closed to other machines."""
-    from ray._private import ray_constants, services
-
     enable_cluster, token = ray_constants.ENABLE_RAY_CLUSTER, Path.home() / ".ray" / "auth_token"
     had_token = token.exists()
     services_module: Any = services

@@ -1,43 +1,37 @@
-"""Transport of values through Ray's object store: one copy to store them, none to read them.
+"""Transport of values through Ray's object store: one copy to store them, none to read large ones.
 
 Ray stores a value pickled with protocol 5 as a header and buffers, and passes readers the buffers in place, in memory
 shared by all processes of the machine. A tensor on top of that memory would be shared too: writing to it would change
-the stored object. A reader (worker or driver) therefore accesses the memory through a private mapping
-(`private_memory`): it reads the stored bytes directly, and the system copies a page (4 KiB) when the reader first
-writes to it. Readers thus own their arguments and results, as the interface promises, and nothing is copied just to be
-read.
+the stored object. A reader (worker or driver) therefore copies a buffer, or maps a large one privately: it reads the
+stored bytes directly, and the system copies a page (4 KiB) when the reader first writes to it. Readers thus own their
+arguments and results, as the interface promises.
 
-If the memory cannot be mapped (not Linux, or a raylet of another user), a large value is copied, as small values always
-are. An object stays in the store as long as a tensor of it is alive.
+A buffer that cannot be mapped (not Linux, or a raylet of another user) is copied. An object stays in the store as long
+as a tensor mapped onto it is alive.
 """
 
 from __future__ import annotations
 
+import io
+import mmap
 import os
 import pickle
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from rlframework.workers.dispatch import is_small
-from rlframework.workers.ray import private_memory
+import numpy as np
+import psutil
+import ray
+from ray import cloudpickle
 
-MAPPED_FROM = 1 << 20
-"""Minimum size in bytes of a value to be mapped; copying a smaller one is faster than looking up its memory."""
-
-_STORES: dict[tuple[int, int], int | None] = {}
-"""File descriptors of object stores by device and inode; None for a store that cannot be opened."""
-
-
-def is_worth_packing(value: Any) -> bool:
-    """Whether `value` may contain tensors or arrays: True for anything but scalars and lists of them."""
-    if isinstance(value, (list, tuple)):
-        return any(is_worth_packing(item) for item in value)
-    return not is_small(value)
+MAPPED_FROM = 1 << 24
+"""Minimum size in bytes of a buffer to be mapped; copying a smaller one takes no longer than reading new mappings."""
+_NO_RESERVE = 0x4000
+"""Linux's MAP_NORESERVE: commit no memory for writes that never happen."""
 
 
 class Packed:
@@ -51,12 +45,15 @@ class Packed:
 
     def __init__(self, value: Any) -> None:
         self._buffers: list[pickle.PickleBuffer] = []
+        file = io.BytesIO()
         try:
-            self._head = _pickled(value, self._buffers.append)
+            pickler: Any = _Pickler
+            pickler(file, protocol=5, buffer_callback=self._buffers.append).dump(value)
         except Exception as error:
             raise TypeError(
                 f"values sent to worker processes must be picklable: {type(error).__name__}: {error}"
             ) from error
+        self._head = file.getvalue()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _unpacked, (self._head, self._buffers)
@@ -69,127 +66,75 @@ def call_arguments(
 
     Arguments are packed together because each argument costs Ray time; an `ObjectRef` must be a separate argument.
     """
-    import ray
-
     stored = {position: value for position, value in enumerate(values) if isinstance(value, ray.ObjectRef)}
     unstored = [None if position in stored else value for position, value in enumerate(values)]
     return Packed((method_name, wants_result, names, unstored, list(stored))), *stored.values()
 
 
-def _pickled(value: Any, keep: Callable[[pickle.PickleBuffer], Any]) -> bytes:
-    import io
-
-    file = io.BytesIO()
-    _pickler()(file, protocol=5, buffer_callback=keep).dump(value)
-    return file.getvalue()
-
-
-@cache
-def _pickler() -> Any:
+class _Pickler(cloudpickle.Pickler):
     """Ray's pickler, which supports functions and classes of the driver's program, extended with tensors as buffers."""
-    from ray import cloudpickle
 
-    class Pickler(cloudpickle.Pickler):
-        """Pickles tensors as `rlframework.batch.tensor_pickling` does."""
+    def reducer_override(self, value: Any) -> Any:
+        """Pickle tensors as `rlframework.batch.tensor_pickling` does; see `pickle.Pickler.reducer_override`."""
+        torch = sys.modules.get("torch")
+        if torch is None or type(value) is not torch.Tensor or value.requires_grad:
+            return super().reducer_override(value)  # type: ignore[no-untyped-call]
+        from rlframework.batch.tensor_pickling import PickledTensors, picklable
 
-        def reducer_override(self, value: Any) -> Any:
-            """See `pickle.Pickler.reducer_override`."""
-            torch = sys.modules.get("torch")
-            if torch is None or type(value) is not torch.Tensor or value.requires_grad:
-                return super().reducer_override(value)  # type: ignore[no-untyped-call]
-            from rlframework.batch.tensor_pickling import PickledTensors, picklable
-
-            sent = picklable(value)
-            return sent.__reduce_ex__(5) if isinstance(sent, PickledTensors) else NotImplemented
-
-    return Pickler
+        sent = picklable(value)
+        return sent.__reduce_ex__(5) if isinstance(sent, PickledTensors) else NotImplemented
 
 
 def _unpacked(head: bytes, buffers: Sequence[Any]) -> Any:
-    views = [memoryview(buffer) for buffer in buffers]
-    mapped = _mapped(views) if sum(view.nbytes for view in views) >= MAPPED_FROM else None
-    return pickle.loads(head, buffers=mapped or [bytearray(view) for view in views])  # noqa: S301 - from our driver
+    return pickle.loads(head, buffers=[_private(memoryview(buffer)) for buffer in buffers])  # noqa: S301 - our driver's
 
 
-@dataclass(frozen=True)
-class _Region:
-    """A memory region: a line of `/proc/self/maps`."""
+class _PrivateMemory(mmap.mmap):
+    """A private mapping of a part of the store. Refers to the stored object, whose memory could be reused otherwise."""
 
-    start: int
-    end: int
-    offset: int
-    store: tuple[int, int]
+    stored: memoryview
 
 
-def _mapped(views: Sequence[memoryview]) -> list[memoryview] | None:
-    """The same bytes in private memory, or None if they cannot be mapped."""
-    addresses = [_address(view) for view in views]
-    start = min(address for address, view in zip(addresses, views, strict=True) if view.nbytes)
-    size = max(address + view.nbytes for address, view in zip(addresses, views, strict=True)) - start
-    region = _region(start, size)
-    file = None if region is None else _store(region.store)
-    if region is None or file is None:
-        return None
-    whole = private_memory.window(file, region.offset + start - region.start, size, owner=views)
-    if whole is None:
-        return None
-    return [
-        whole[address - start : address - start + view.nbytes] if view.nbytes else memoryview(bytearray())
-        for address, view in zip(addresses, views, strict=True)
-    ]
+def _private(view: memoryview) -> bytearray | memoryview:
+    """Writable private memory with the bytes of `view`."""
+    place = _place(view) if view.nbytes >= MAPPED_FROM else None
+    if place is None:
+        return bytearray(view)
+    file, offset = place
+    skipped = offset % mmap.ALLOCATIONGRANULARITY
+    flags, access = mmap.MAP_PRIVATE | _NO_RESERVE, mmap.PROT_READ | mmap.PROT_WRITE
+    try:
+        memory = _PrivateMemory(file, skipped + view.nbytes, flags=flags, prot=access, offset=offset - skipped)
+    except (OSError, ValueError):  # too many mappings
+        return bytearray(view)
+    memory.stored = view
+    return memoryview(memory)[skipped:]
 
 
-def _address(view: memoryview) -> int:
-    import numpy as np
-
-    return int(np.frombuffer(view, dtype=np.uint8).ctypes.data) if view.nbytes else 0
-
-
-def _region(start: int, size: int) -> _Region | None:
-    """The shared mapping of this process that contains all `size` bytes at `start`."""
+def _place(view: memoryview) -> tuple[int, int] | None:
+    """The file of the object store that `view` is a part of, and its offset there; None if that is unknown."""
+    start = int(np.frombuffer(view, dtype=np.uint8).ctypes.data)
     with suppress(OSError), open("/proc/self/maps") as maps:
         for line in maps:
-            bounds, _, rest = line.partition(" ")
-            first, _, last = bounds.partition("-")
-            if int(last, 16) <= start:
-                continue
-            permissions, offset, device, inode = rest.split(None, 4)[:4]
-            major, _, minor = device.partition(":")
-            found = _Region(
-                int(first, 16),
-                int(last, 16),
-                int(offset, 16),
-                (os.makedev(int(major, 16), int(minor, 16)), int(inode)),
-            )
-            return found if found.start <= start and start + size <= found.end and permissions[3] == "s" else None
+            bounds, permissions, offset, device, inode = line.split(None, 5)[:5]
+            first, last = (int(bound, 16) for bound in bounds.split("-"))
+            if first <= start < last:
+                major, minor = (int(number, 16) for number in device.split(":"))
+                is_store = permissions.endswith("s") and start + view.nbytes <= last
+                file = _store(os.makedev(major, minor), int(inode)) if is_store else None
+                return None if file is None else (file, int(offset, 16) + start - first)
     return None
 
 
-def _store(store: tuple[int, int]) -> int | None:
-    """A file descriptor of an object store, whose file is unlinked but still open in this machine's raylet."""
-    if store not in _STORES:
-        found = (_open_of(process, store) for process in _raylets())
-        _STORES[store] = next((file for file in found if file is not None), None)
-    return _STORES[store]
-
-
-def _raylets() -> Iterator[int]:
-    """Process ids of raylets: in a worker, first the one that started it; then all on this machine."""
-    own = os.environ.get("RAY_RAYLET_PID", "")
-    if own.isdigit():
-        yield int(own)
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            if (folder / "comm").read_text().strip() == "raylet":
-                yield int(folder.name)
-
-
-def _open_of(process: int, store: tuple[int, int]) -> int | None:
-    folder = f"/proc/{process}/fd"
-    with suppress(OSError):
-        for name in os.listdir(folder):
+@cache
+def _store(device: int, inode: int) -> int | None:
+    """A descriptor of the object store's file, which is unlinked but still open in its raylet."""
+    own = os.environ.get("RAY_RAYLET_PID")  # set in workers
+    raylets = [own] if own else [each.pid for each in psutil.process_iter(["name"]) if each.info["name"] == "raylet"]
+    for raylet in raylets:
+        for path in Path(f"/proc/{raylet}/fd").glob("*"):
             with suppress(OSError):
-                found = os.stat(f"{folder}/{name}")
-                if (found.st_dev, found.st_ino) == store:
-                    return os.open(f"{folder}/{name}", os.O_RDONLY | os.O_CLOEXEC)
+                found = path.stat()
+                if (found.st_dev, found.st_ino) == (device, inode):
+                    return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     return None

@@ -12,15 +12,21 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import ray
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlframework.errors import ConfigError, DeadlineExceeded
 from rlframework.workers.ports import PortReserver
 from rlframework.workers.ray import placement, runtime
-from rlframework.workers.ray.placement import Machine, Placement
-
-if TYPE_CHECKING:
-    from ray.util.placement_group import PlacementGroup
+from rlframework.workers.ray.placement import ClusterArgumentError, Machine, Placement
 
 _LOG = logging.getLogger(__name__)
 MAX_RETRIES_VARIABLE = "NRL_VIRTUAL_CLUSTER_MAX_RETRIES"
@@ -28,10 +34,6 @@ MAX_RETRIES_VARIABLE = "NRL_VIRTUAL_CLUSTER_MAX_RETRIES"
 _READY_TIMEOUT = 180.0
 _REMOVAL_WAIT = 10.0
 _STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
-
-
-class ClusterArgumentError(ConfigError, ValueError, AssertionError):
-    """An invalid argument of a virtual cluster or a worker group."""
 
 
 class ResourceInsufficientError(ConfigError, RuntimeError):
@@ -52,9 +54,9 @@ class RayVirtualCluster:
     """Bundles of CPUs and GPUs on several nodes, for the workers of one or more groups.
 
     `bundle_ct_per_node_list` is the number of bundles on each node. A bundle holds one worker of each of the
-    `max_colocated_worker_groups` groups that share it: it has as many CPUs as groups, and one GPU with `use_gpus`.
-    Resources are reserved by the first `get_placement_groups()` or worker group. By default each node is a placement
-    group on a single machine, on different machines if enough are free; with
+    `max_colocated_worker_groups` groups that share it: it has `cpus_per_worker` CPUs for each of them, and one GPU with
+    `use_gpus`. Resources are reserved by the first `get_placement_groups()` or worker group. By default each node is a
+    placement group on a single machine, on different machines if enough are free; with
     `_init_placement_groups(use_unified_pg=True)` one placement group holds all bundles, placed by
     `placement_group_strategy`.
 
@@ -76,6 +78,7 @@ class RayVirtualCluster:
         *,
         max_retries: int | None = None,
         ready_timeout: float = _READY_TIMEOUT,
+        cpus_per_worker: float = 1,
     ) -> None:
         self._placement_groups: list[PlacementGroup] = []
         self._port_reservers: dict[str, Any] = {}
@@ -93,16 +96,19 @@ class RayVirtualCluster:
         self.max_colocated_worker_groups = max_colocated_worker_groups
         self.num_gpus_per_node = num_gpus_per_node
         self.name = name
+        self._title = f"virtual cluster {name!r}" if name else "virtual cluster"
         self.placement_group_strategy = placement_group_strategy
         self._max_retries = _retries(max_retries)
         self._ready_timeout = ready_timeout
+        self._cpus_per_worker = cpus_per_worker
 
     # -- properties ---------------------------------------------------------------------------------------------------
 
     @property
     def bundle(self) -> dict[str, float]:
         """The resources of one bundle."""
-        return {"CPU": self.max_colocated_worker_groups, **({"GPU": 1} if self.use_gpus else {})}
+        cpus = self._cpus_per_worker * self.max_colocated_worker_groups
+        return {"CPU": cpus, **({"GPU": 1} if self.use_gpus else {})}
 
     def world_size(self) -> int:
         """The total number of bundles, and so of workers in a group that uses them all."""
@@ -122,7 +128,8 @@ class RayVirtualCluster:
         """The placement of each rank in a group that uses all bundles. The ranks of a node are consecutive."""
         if self._placements is None:
             self._placements = placement.rank_placements(
-                [_nodes_of(group) for group in self.get_placement_groups()], _addresses()
+                [_nodes_of(group) for group in self.get_placement_groups()],
+                {machine.node_id: machine.address for machine in machines()},
             )
         return list(self._placements)
 
@@ -133,8 +140,6 @@ class RayVirtualCluster:
 
     def get_available_address_and_port(self, pg_idx: int, bundle_idx: int) -> tuple[str, int]:
         """The same for the machine of another bundle. Loopback if all bundles are on one machine."""
-        import ray
-
         placements = {(each.group, each.bundle): each for each in self.placements()}
         if (pg_idx, bundle_idx) not in placements:
             raise IndexError(
@@ -191,27 +196,25 @@ class RayVirtualCluster:
 
     def _wait_for_capacity(self, unified: bool) -> None:
         for attempt in range(self._max_retries):
-            machines = _machines()
-            reason = placement.capacity_shortfall(self._counts, self.bundle, machines, unified=unified)
+            found = machines()
+            reason = placement.capacity_shortfall(self._counts, self.bundle, found, unified=unified)
             if not reason:
                 return
             if attempt + 1 < self._max_retries:
-                _LOG.warning("%s: %s; checking again in %d s", self._title(), reason, 2**attempt)
+                _LOG.warning("%s: %s; checking again in %d s", self._title, reason, 2**attempt)
                 time.sleep(2**attempt)
         raise ResourceInsufficientError(
             f"Maximum number of retries reached ({self._max_retries}). {self._request_text()}: {reason}.\n"
-            f"The Ray cluster has\n{placement.describe_machines(machines, list(self.bundle))}\n"
+            f"The Ray cluster has\n{placement.describe_machines(found, list(self.bundle))}\n"
             "Request fewer workers or nodes, or add nodes to the cluster"
         )
 
     def _reserve(self, strategy: str, unified: bool) -> list[PlacementGroup]:
-        from ray.util.placement_group import placement_group
-
         if unified:
             bundles = [self.bundle for _ in range(self.world_size())]
             return [placement_group(bundles, strategy=strategy, name=self._unique_name("all"))]
         counts = [count for count in self._counts if count]
-        nodes = placement.assign(counts, self.bundle, _machines())
+        nodes = placement.assign(counts, self.bundle, machines())
         return [
             placement_group(
                 [self.bundle for _ in range(count)],
@@ -231,16 +234,13 @@ class RayVirtualCluster:
             raise DeadlineExceeded(
                 f"{self._request_text()}: {len(missing)} of {len(self._placement_groups)} placement groups were not "
                 f"ready within {self._ready_timeout:g} s, because the cluster is in use. It has\n"
-                f"{placement.describe_machines(_machines(), list(self.bundle))}\n"
+                f"{placement.describe_machines(machines(), list(self.bundle))}\n"
                 "All reservations were released. End the programs that use the cluster, request fewer bundles, or "
                 "raise ready_timeout"
             )
 
     def _port_reserver(self, node_id: str) -> Any:
         """The actor that reserves ports of a machine."""
-        import ray
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
         if node_id not in self._port_reservers:
             self._port_reservers[node_id] = (
                 ray.remote(PortReserver)
@@ -256,8 +256,6 @@ class RayVirtualCluster:
 
         Returns False if Ray did not confirm this in time.
         """
-        import ray
-
         gone = True
         if ray.is_initialized():
             for reserver in self._port_reservers.values():
@@ -273,14 +271,11 @@ class RayVirtualCluster:
             with contextlib.suppress(Exception):  # Python or Ray is shutting down, which releases them anyway
                 self.shutdown()
 
-    def _title(self) -> str:
-        return f"virtual cluster {self.name!r}" if self.name else "virtual cluster"
-
     def _request_text(self) -> str:
         each = ", ".join(f"node {index}: {count}" for index, count in enumerate(self._counts))
         total = {name: amount * self.world_size() for name, amount in self.bundle.items()}
         return (
-            f"{self._title()} requests bundles of {placement.describe(self.bundle)} ({each}), in total "
+            f"{self._title} requests bundles of {placement.describe(self.bundle)} ({each}), in total "
             f"{placement.describe(total)}"
         )
 
@@ -315,39 +310,31 @@ def _retries(given: int | None) -> int:
     return int(text)
 
 
-def _machines() -> list[Machine]:
+def machines() -> list[Machine]:
     """The live nodes of the Ray cluster."""
-    import ray
-
     free = ray._private.state.available_resources_per_node()  # type: ignore[no-untyped-call]
     return [
-        Machine(node["NodeID"], node["NodeManagerAddress"], node["Resources"], free.get(node["NodeID"], {}))
+        Machine(
+            node["NodeID"],
+            node["NodeManagerAddress"],
+            node["NodeManagerHostname"],
+            node["Resources"],
+            free.get(node["NodeID"], {}),
+        )
         for node in ray.nodes()  # type: ignore[no-untyped-call]
         if node["Alive"]
     ]
 
 
-def _addresses() -> dict[str, str]:
-    return {machine.node_id: machine.address for machine in _machines()}
-
-
 def _nodes_of(group: PlacementGroup) -> list[str]:
     """The machine of each bundle."""
-    from ray.util.placement_group import placement_group_table
-
     node_ids = placement_group_table(group)["bundles_to_node_id"]
     return [node_ids[bundle] for bundle in sorted(node_ids)]
 
 
 def _remove(groups: Sequence[PlacementGroup]) -> bool:
     """Remove placement groups; return whether Ray has confirmed it in time."""
-    from ray.util.placement_group import placement_group_table, remove_placement_group
-
     for group in groups:
         remove_placement_group(group)
-    until = time.monotonic() + _REMOVAL_WAIT
-    left = list(groups)
-    while left and time.monotonic() < until:
-        left = [group for group in left if placement_group_table(group).get("state") not in ("REMOVED", None)]
-        time.sleep(0.02 if left else 0)
-    return not left
+    states = ("REMOVED", None)
+    return runtime.poll(groups, lambda group: placement_group_table(group).get("state") in states, _REMOVAL_WAIT)

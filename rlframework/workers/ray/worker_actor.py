@@ -1,9 +1,8 @@
-"""The Ray actors that host a worker in its process.
+"""`WorkerActor`: the Ray actor that hosts a worker in its process.
 
-`RayWorkerHost` is the `WorkerHost` of `RayRemoteWorkerGroup`. `WorkerActor` hosts a worker of a `RayWorkerBuilder`,
-which need not know rlframework: its rank is in environment variables, set before its module is imported, and its
-exceptions are raised in the driver as Ray raises them. Ray itself is not imported: the classes become actors where they
-are started.
+The worker need not know rlframework: its rank may be given in environment variables, set before its module is imported,
+and its exceptions are raised in the driver as Ray raises them. Ray itself is not imported: the class becomes an actor
+where it is started.
 """
 
 from __future__ import annotations
@@ -17,43 +16,24 @@ from contextlib import contextmanager
 from typing import Any
 
 from rlframework.errors import RLFrameworkError, WorkerError
-from rlframework.logs import log_to_stderr
+from rlframework.interfaces.worker_group import WorkerSpec
 from rlframework.workers import machine
 from rlframework.workers.failures import HostFailure
-from rlframework.workers.ports import PortReserver
 from rlframework.workers.ray import transport
 from rlframework.workers.ray.worker_class import Configuration, Description, configuration, describe, find_class
-from rlframework.workers.worker_host import WorkerHost
+from rlframework.workers.worker_host import WorkerHost, find_target
 
 BARE = "bare"
 """Value of `wants_result` for a call with several returns: the result is not packed, so that Ray can split it."""
 FAILURE = "rlframework_failure"
 """Attribute of a raised exception with the `HostFailure` that describes the original one in the worker."""
 
-
 PackedCall = tuple[str, bool | str, Sequence[str | None], list[Any], Sequence[int]]
 """A call: method name, `wants_result`, argument names (None: positional), argument values, and the positions of the
-values that are passed separately because they are in Ray's store."""
+values that are passed separately because they are in Ray's store. See `transport.call_arguments`."""
 
 
-class RayWorkerHost(WorkerHost):
-    """A `WorkerHost` that packs its results, see `transport`. Ray unpacks its arguments."""
-
-    def call_packed(self, packed: tuple[str, bool, Sequence[str], list[Any], Sequence[int]], *stored: Any) -> Any:
-        """`WorkerHost.call` with packed arguments; `stored` are the values for the positions at their end."""
-        method_name, wants_result, names, values, positions = packed
-        for position, value in zip(positions, stored, strict=True):
-            values[position] = value
-        result = self.call(method_name, wants_result, names, *values)
-        if isinstance(result, HostFailure) or not transport.is_worth_packing(result):
-            return result
-        try:
-            return transport.Packed(result)
-        except TypeError as error:
-            return HostFailure.of(error)
-
-
-class WorkerActor:
+class WorkerActor(WorkerHost):
     """Hosts one worker. Cheap to construct; `load` imports its class, `construct` constructs it.
 
     With a `path`, the constructor does both, so that no call can precede them; the other arguments are those of
@@ -61,104 +41,92 @@ class WorkerActor:
     """
 
     def __init__(self, path: str = "", *construct: Any) -> None:
-        log_to_stderr()
-        self._path = ""
+        super().__init__()
         self._class: type | None = None
-        self._worker: Any = None
         self._error: Exception | None = None
-        self._ports = PortReserver()
         if path:
             try:
-                self.load(path, {})
+                self.load(WorkerSpec(path, {}), {})
                 self.construct(*construct)
             except Exception as error:  # noqa: BLE001 - raised by every call
                 self._error = error
 
     def __repr__(self) -> str:
-        return repr(self._worker) if self._worker is not None else f"WorkerActor({self._path})"
+        return repr(self._worker) if self._worker is not None else f"WorkerActor({self._class})"
 
-    def pid(self) -> tuple[int, str]:
-        """The process id and its `machine.identity`. A reply also shows that the process is up."""
-        return os.getpid(), machine.identity()
-
-    def reserve_address(self, address: str) -> tuple[str, int]:
-        """Return `address`, an address of this machine, and a port that this process reserves there; see `ports`."""
-        return address, self._ports.reserve(address)
-
-    def load(self, path: str, environment: Mapping[str, str], listen_at: str = "") -> Description:
-        """Set the environment variables, then import and describe the class.
+    def load(self, spec: WorkerSpec, environment: Mapping[str, str], listen_at: str = "") -> Description:
+        """Set the environment variables, compare plugins, then import and describe the class.
 
         `listen_at` is the address at which other machines reach this one.
         """
         os.environ.update(environment)
-        if listen_at and "GLOO_SOCKET_IFNAME" not in os.environ and (name := machine.interface_of(listen_at)):
-            os.environ["GLOO_SOCKET_IFNAME"] = name  # else gloo listens at the address that the host name resolves to
-        self._path = path
+        machine.listen_for_gloo_at(listen_at)
         with _raises_portable():
-            self._class, _ = find_class(path)
-            return describe(path)
+            self._class, options = find_class(find_target(spec))
+            return describe(self._class, options)
 
     def configure(
         self, workers: Sequence[tuple[float, tuple[int, list[int]] | None]], num_gpus_per_node: int
     ) -> list[Configuration]:
         """Call `configure_worker` for each worker, given as its fraction of a GPU and its bundles."""
         with _raises_portable():
-            return [configuration(self._path, *each, num_gpus_per_node) for each in workers]
+            return [configuration(self._loaded(), *each, num_gpus_per_node) for each in workers]
 
-    def construct(self, extra: Mapping[str, Any], names: Sequence[str | None], *values: Any) -> None:
+    def construct(self, extra: Mapping[str, Any], asked: PackedCall, *stored: Any) -> None:
         """Construct the worker; keywords in `extra` take precedence. If this raises, every later call does too."""
-        args, kwargs = _arguments(names, values)
-        if self._class is None:
-            raise WorkerError("construct was called before load")
+        _, _, args, kwargs = _unpacked(asked, stored)
         try:
             with _raises_portable():
-                self._worker = self._class(*args, **(kwargs | dict(extra)))
+                self._worker = self._loaded()(*args, **(kwargs | dict(extra)))
         except Exception as error:
             self._error = error
             raise
 
-    def call(self, asked: PackedCall, *stored: Any) -> Any:
+    def call(self, asked: PackedCall, *stored: Any) -> Any:  # type: ignore[override]
         """Call the worker; return its packed result, None if it is not wanted, or with `BARE` the result itself."""
         method_name, wants_result, args, kwargs = _unpacked(asked, stored)
         with _raises_portable():
-            result = getattr(self._require_worker(), method_name)(*args, **kwargs)
-            return _wanted(result, wants_result)
+            return _wanted(self._method(method_name)(*args, **kwargs), wants_result)
 
     def stream(self, asked: PackedCall, *stored: Any) -> Iterator[Any]:
         """Call a generator method of the worker."""
         method_name, _, args, kwargs = _unpacked(asked, stored)
         with _raises_portable():
-            for each in getattr(self._require_worker(), method_name)(*args, **kwargs):
-                yield _packed(each)
+            for each in self._method(method_name)(*args, **kwargs):
+                yield transport.Packed(each)
 
-    def _require_worker(self) -> Any:
+    def _loaded(self) -> type:
+        if self._class is None:
+            raise WorkerError("construct was called before load")
+        return self._class
+
+    def _method(self, name: str) -> Any:
         if self._error is not None:
             raise self._error
-        return self._worker
+        return getattr(self._worker, name)
 
 
 class AsyncWorkerActor(WorkerActor):
     """A `WorkerActor` for a class with coroutines: its calls run concurrently in one event loop."""
 
-    async def call(self, asked: PackedCall, *stored: Any) -> Any:
+    async def call(self, asked: PackedCall, *stored: Any) -> Any:  # type: ignore[override]
         """Call the worker; await the result of a coroutine."""
         method_name, wants_result, args, kwargs = _unpacked(asked, stored)
         with _raises_portable():
-            result = getattr(self._require_worker(), method_name)(*args, **kwargs)
-            result = await result if inspect.isawaitable(result) else result
-            return _wanted(result, wants_result)
+            result = self._method(method_name)(*args, **kwargs)
+            return _wanted(await result if inspect.isawaitable(result) else result, wants_result)
 
     async def stream(self, asked: PackedCall, *stored: Any) -> AsyncIterator[Any]:  # type: ignore[override]
         """Call a generator or asynchronous generator method of the worker."""
         method_name, _, args, kwargs = _unpacked(asked, stored)
         with _raises_portable():
-            results = getattr(self._require_worker(), method_name)(*args, **kwargs)
+            results = self._method(method_name)(*args, **kwargs)
             if hasattr(results, "__aiter__"):
                 async for each in results:
-                    yield _packed(each)
+                    yield transport.Packed(each)
             else:
                 for each in results:
-                    yield _packed(each)
+                    yield transport.Packed(each)
 
 
 @contextmanager
@@ -216,20 +184,13 @@ def _pickles(error: Exception) -> bool:
 def _wanted(result: Any, wants_result: bool | str) -> Any:
     if wants_result == BARE:
         return result
-    return _packed(result) if wants_result else None
-
-
-def _packed(result: Any) -> Any:
-    return transport.Packed(result) if transport.is_worth_packing(result) else result
+    return transport.Packed(result) if wants_result else None
 
 
 def _unpacked(asked: PackedCall, stored: Sequence[Any]) -> tuple[str, bool | str, list[Any], dict[str, Any]]:
     method_name, wants_result, names, values, positions = asked
     for position, value in zip(positions, stored, strict=True):
         values[position] = value
-    return method_name, wants_result, *_arguments(names, values)
-
-
-def _arguments(names: Sequence[str | None], values: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
     named = list(zip(names, values, strict=True))
-    return [value for name, value in named if name is None], {name: value for name, value in named if name is not None}
+    args = [value for name, value in named if name is None]
+    return method_name, wants_result, args, {name: value for name, value in named if name is not None}

@@ -1,4 +1,4 @@
-"""`RayWorkerBuilder`: creates workers from an import path, so that the driver never imports their module.
+"""`RayWorkerBuilder` creates workers from an import path, and `WorkerHandle` calls one; neither imports their module.
 
 Names and semantics follow NeMo-RL. A worker's options, in increasing order of precedence, come from its class's
 `ray.remote`, the caller, its `configure_worker`, and its placement.
@@ -6,17 +6,27 @@ Names and semantics follow NeMo-RL. A worker's options, in increasing order of p
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
+import ray
+from ray.actor import ActorHandle
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from rlframework.interfaces.worker_group import WorkerSpec
 from rlframework.workers import machine
-from rlframework.workers.ray.worker_actor import AsyncWorkerActor, WorkerActor
-from rlframework.workers.ray.worker_class import Configuration, Description, configuration, describe, split_path
-
-if TYPE_CHECKING:
-    import ray
-    from ray.actor import ActorHandle
-    from ray.util.placement_group import PlacementGroup
+from rlframework.workers.ray import transport
+from rlframework.workers.ray.worker_actor import BARE, AsyncWorkerActor, WorkerActor
+from rlframework.workers.ray.worker_class import (
+    Configuration,
+    Description,
+    configuration,
+    describe,
+    find_class,
+    split_path,
+)
 
 
 def recursive_merge_options(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
@@ -36,10 +46,9 @@ def worker_options(
     num_gpus: float,
     placement_group: PlacementGroup,
     bundle: int,
+    capture_child_tasks: bool = True,
 ) -> dict[str, Any]:
     """The options with which Ray starts a worker. Leaves its arguments unchanged."""
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
     options = recursive_merge_options(described.options, asked)
     wanted = recursive_merge_options({"env_vars": configured.environment}, configured.runtime_env)
     options = recursive_merge_options(options, {"runtime_env": wanted})
@@ -48,16 +57,92 @@ def worker_options(
         runtime_env["nsight"] = runtime_env.pop("_nsight")
     options = recursive_merge_options(options, {"num_gpus": num_gpus, **configured.resources})
     options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
-        placement_group, placement_group_bundle_index=bundle, placement_group_capture_child_tasks=True
+        placement_group,
+        placement_group_bundle_index=bundle,
+        placement_group_capture_child_tasks=capture_child_tasks,
     )
     return options
 
 
 def start_actor(options: Mapping[str, Any], *recipe: Any, is_async: bool) -> Any:
     """Start a `WorkerActor` with the constructor arguments `recipe`; return Ray's handle without waiting."""
-    import ray
-
     return ray.remote(AsyncWorkerActor if is_async else WorkerActor).options(**options).remote(*recipe)
+
+
+def constructor_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The arguments of `WorkerActor.construct` after the first, for these arguments of the worker's constructor."""
+    names = [None] * len(args) + list(kwargs)
+    return transport.call_arguments("__init__", False, names, [*args, *kwargs.values()])
+
+
+@dataclass(frozen=True)
+class BoundMethod:
+    """`handle.method`, called with `remote`."""
+
+    actor: Any
+    name: str
+    yields: bool
+    ray_options: Mapping[str, Any] = field(default_factory=dict)
+
+    def options(self, **options: Any) -> BoundMethod:
+        """The same method with additional Ray options, such as `name` or `num_returns`."""
+        return BoundMethod(self.actor, self.name, self.yields, {**self.ray_options, **options})
+
+    def remote(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the method; returns an `ObjectRef`, or a generator of them if the method yields."""
+        return self.send(True, [None] * len(args) + list(kwargs), *args, *kwargs.values())
+
+    def send(self, wants_result: bool, names: Sequence[str | None], *values: Any) -> Any:
+        """Call the method with `names` and `values` of its arguments (name None: positional)."""
+        method = self.actor.stream if self.yields else self.actor.call
+        if self.ray_options:
+            method = method.options(**self.ray_options)
+        wanted = BARE if "num_returns" in self.ray_options else wants_result
+        return method.remote(*transport.call_arguments(self.name, wanted, names, values))
+
+
+class PickledHandle:
+    """Sends a `WorkerHandle` through Ray: unpickles as a `WorkerHandle`."""
+
+    def __init__(self, actor: Any, described: Description) -> None:
+        self._parts = (actor, described)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return WorkerHandle, self._parts
+
+
+class WorkerHandle(ActorHandle):  # type: ignore[type-arg]
+    """The Ray handle of a worker, which keeps its `WorkerActor` alive and has the methods of the worker inside.
+
+    It behaves like Ray's handle of the worker's own class (`handle.method.remote(...)`, `ray.kill(handle)`), but does
+    not need that class.
+
+    Pickling preserves the worker's methods. Ray does not pickle a handle that is itself an argument or a result
+    (`task.remote(handle)`); put it in a list or a dictionary instead.
+    """
+
+    def __init__(self, actor: Any, described: Description) -> None:
+        self.__dict__.update(actor.__dict__)
+        self._rlframework_actor = actor
+        self._rlframework_described = described
+
+    def __getattr__(self, name: str) -> Any:
+        described = self.__dict__.get("_rlframework_described")
+        if described is not None and name in described.methods:
+            method = described.methods[name]
+            return BoundMethod(self._rlframework_actor, name, method.yields, method.options)
+        if name.startswith("__ray_"):
+            return super().__getattr__(name)
+        raise AttributeError(f"the worker {described.name if described else ''} has no method {name!r}")
+
+    def __del__(self) -> None:
+        """Do nothing: the wrapped handle keeps the reference count of the actor."""
+
+    def __repr__(self) -> str:
+        return f"WorkerHandle({self._rlframework_described.name}, {self._actor_id.hex()})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return WorkerHandle, (self._rlframework_actor, self._rlframework_described)
 
 
 class RayWorkerBuilder:
@@ -86,11 +171,9 @@ class RayWorkerBuilder:
             **extra_options: Any,
         ) -> Any:
             """Start a worker on its bundle; return its pickled handle. An error in its constructor fails every call."""
-            from rlframework.workers.ray.worker_handle import PickledHandle
-
-            path = self.ray_actor_class_fqn
-            described = describe(path)
-            configured = configuration(path, num_gpus, bundle_indices, num_gpus_per_node)
+            plain, own_options = find_class(self.ray_actor_class_fqn)
+            described = describe(plain, own_options)
+            configured = configuration(plain, num_gpus, bundle_indices, num_gpus_per_node)
             options = worker_options(
                 described,
                 extra_options,
@@ -99,9 +182,8 @@ class RayWorkerBuilder:
                 placement_group=placement_group,
                 bundle=placement_group_bundle_index,
             )
-            names = [None] * len(self.init_args) + list(self.init_kwargs)
-            recipe = (path, dict(configured.init_kwargs), names, *self.init_args, *self.init_kwargs.values())
-            actor = start_actor(options, *recipe, is_async=described.is_async)
+            recipe = (dict(configured.init_kwargs), *constructor_call(self.init_args, self.init_kwargs))
+            actor = start_actor(options, self.ray_actor_class_fqn, *recipe, is_async=described.is_async)
             return PickledHandle(actor, described)
 
     def __init__(self, ray_actor_class_fqn: str, *args: Any, **kwargs: Any) -> None:
@@ -109,6 +191,15 @@ class RayWorkerBuilder:
         self.ray_actor_class_fqn = ray_actor_class_fqn
         self.args = args
         self.kwargs = kwargs
+        self.spec = WorkerSpec(ray_actor_class_fqn, kwargs)
+        self.passes_context = False
+
+    @classmethod
+    def from_spec(cls, spec: WorkerSpec) -> RayWorkerBuilder:
+        """A builder for workers that get a `WorkerContext` and compare their plugins with the driver's."""
+        builder = cls(spec.target, **spec.kwargs)
+        builder.spec, builder.passes_context = spec, True
+        return builder
 
     def create_worker_async(
         self,
@@ -124,9 +215,6 @@ class RayWorkerBuilder:
         worker's environment in `runtime_env` (`py_executable`, `env_vars`); they are not modified. The worker inherits
         that environment, and the variables of `machine.worker_environment`, from its initializer.
         """
-        import ray
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
         initializer: Any = (
             ray.remote(self.IsolatedWorkerInitializer)
             .options(
@@ -154,8 +242,6 @@ class RayWorkerBuilder:
         **extra_options: Any,
     ) -> ActorHandle[Any]:
         """Create a worker and wait for its handle, which keeps the initializer alive."""
-        import ray
-
         created, initializer = self.create_worker_async(
             placement_group, placement_group_bundle_index, num_gpus, bundle_indices, **extra_options
         )

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
-from rlframework.errors import ConfigError
+from rlframework.errors import ConfigError, PluginError
 
 
-class WorkerClassError(ConfigError, ValueError):
+class WorkerClassError(PluginError, ConfigError, ValueError):
     """The import path of a worker's class is invalid, or does not name a usable class."""
 
 
@@ -41,14 +41,16 @@ class Configuration:
 class Description:
     """Describes a worker's class to the driver, which does not import it.
 
-    `options` are those of its `ray.remote`; `configures` says whether it has a `configure_worker`.
+    `options` are those of its `ray.remote`; `configures` says whether it has a `configure_worker`, and `forwards`
+    whether it has a `__getattr__`, and therefore methods that are not among `methods`.
     """
 
     name: str
-    methods: Mapping[str, Method]
-    options: Mapping[str, Any]
-    is_async: bool
-    configures: bool
+    methods: Mapping[str, Method] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    is_async: bool = False
+    configures: bool = False
+    forwards: bool = False
 
 
 def split_path(path: str) -> tuple[str, str]:
@@ -75,22 +77,27 @@ def find_class(path: str) -> tuple[type, dict[str, Any]]:
     return plain, {key: value for key, value in options.items() if value is not None}
 
 
-def describe(path: str) -> Description:
-    """Describe the class at `path`."""
-    plain, options = find_class(path)
+def describe(plain: type, options: Mapping[str, Any]) -> Description:
+    """Describe a class as `find_class` returns it."""
     members = {
         name: member for name, member in inspect.getmembers(plain, inspect.isroutine) if not name.startswith("__")
     }
-    is_async = any(inspect.iscoroutinefunction(each) or inspect.isasyncgenfunction(each) for each in members.values())
-    methods = {name: _method(member) for name, member in members.items()}
-    return Description(plain.__name__, methods, options, is_async, hasattr(plain, "configure_worker"))
+    return Description(
+        plain.__name__,
+        {name: _method(member) for name, member in members.items()},
+        options,
+        is_async=any(
+            inspect.iscoroutinefunction(each) or inspect.isasyncgenfunction(each) for each in members.values()
+        ),
+        configures=hasattr(plain, "configure_worker"),
+        forwards=hasattr(plain, "__getattr__"),
+    )
 
 
 def configuration(
-    path: str, num_gpus: float, bundle_indices: tuple[int, list[int]] | None, num_gpus_per_node: int
+    plain: type, num_gpus: float, bundle_indices: tuple[int, list[int]] | None, num_gpus_per_node: int
 ) -> Configuration:
     """Call the class's `configure_worker`; an empty configuration if it has none."""
-    plain, _ = find_class(path)
     configure = getattr(plain, "configure_worker", None)
     if configure is None:
         return Configuration()
@@ -100,8 +107,8 @@ def configuration(
     answer = tuple(configure(**known))
     if len(answer) not in (3, 4):
         raise WorkerClassError(
-            f"{path!r}: configure_worker must return (resources, env_vars, init_kwargs) and optionally runtime_env; it "
-            f"returned {len(answer)} values"
+            f"{plain.__name__}: configure_worker must return (resources, env_vars, init_kwargs) and optionally "
+            f"runtime_env; it returned {len(answer)} values"
         )
     return Configuration(*(part or {} for part in answer))
 

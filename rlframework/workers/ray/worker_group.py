@@ -2,35 +2,65 @@
 
 Names, arguments and defaults follow NeMo-RL, with these differences: `run_*` calls work without sharding annotations
 unless they need them; a failure is reported with rank, node and the worker's own traceback, and ends the group; workers
-get only the named variables of the driver's environment. `worker_group.name=ray` uses its base,
-`remote_group.RayRemoteWorkerGroup`.
+get only the named variables of the driver's environment. `worker_group.name=ray` starts the same group from a
+configuration, see `configured_group`.
+
+All workers start at the same time, as `WorkerActor`s that import the worker's class themselves. They are restarted only
+if that class turns out to need other options: because of its `ray.remote`, its `configure_worker`, or coroutines.
 """
 
 from __future__ import annotations
 
+import builtins
+import contextlib
 import difflib
+import platform
+import weakref
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
-from rlframework.config.sections import DeadlinesConfig
+import ray
+from ray.actor import ActorHandle
+
+from rlframework.config.sections import DeadlinesConfig, RayGroupConfig
+from rlframework.errors import WorkerError, WorkerLost
 from rlframework.interfaces.named_sharding import NamedSharding
-from rlframework.interfaces.worker_group import MultiWorkerFuture
-from rlframework.workers import dispatch
-from rlframework.workers.ray.actor_group import ActorGroup, WorkerAssignment, is_generator
-from rlframework.workers.ray.virtual_cluster import ClusterArgumentError, RayVirtualCluster
-from rlframework.workers.ray.worker_builder import RayWorkerBuilder
-
-if TYPE_CHECKING:
-    import ray
-    from ray.actor import ActorHandle
+from rlframework.interfaces.worker_group import MultiWorkerFuture, WorkerContext, WorkerSpec
+from rlframework.workers import dispatch, machine
+from rlframework.workers.failures import HostFailure, root_cause
+from rlframework.workers.ray import placement, runtime, transport, virtual_cluster
+from rlframework.workers.ray.placement import ClusterArgumentError, assign_workers, one_worker_per_bundle
+from rlframework.workers.ray.virtual_cluster import RayVirtualCluster
+from rlframework.workers.ray.worker_actor import FAILURE
+from rlframework.workers.ray.worker_builder import (
+    BoundMethod,
+    RayWorkerBuilder,
+    WorkerHandle,
+    constructor_call,
+    start_actor,
+    worker_options,
+)
+from rlframework.workers.ray.worker_class import Configuration, Description, Method
+from rlframework.workers.remote_group import Call, RemoteWorkerGroup, check_ranks
 
 __all__ = ["MultiWorkerFuture", "RayWorkerBuilder", "RayWorkerGroup"]
 
 _NO_TIMEOUT = 3e8
 """In seconds: about ten years."""
+_KILL_WAIT = 5.0
 
 
-class RayWorkerGroup:
+class RayCall(Call, list[Any]):
+    """A call that is also the list of its references, for `ray.get`."""
+
+    def __init__(self, futures: list[Any], **details: Any) -> None:
+        list.__init__(self, futures)
+        Call.__init__(self, futures, **details)
+
+
+class RayWorkerGroup(RemoteWorkerGroup):
     """One worker of `remote_worker_builder` on each bundle of `cluster`, or on the selected bundles.
 
     `workers_per_node` is the number of workers on each node, or a list with one number per node (default: one per
@@ -70,56 +100,41 @@ class RayWorkerGroup:
         self.cluster = cluster
         self.name_prefix = name_prefix
         self.sharding_annotations = sharding_annotations
-        self._env_vars = dict(env_vars or {})
+        self._builder = remote_worker_builder
         self._runtime_env = dict(runtime_env or {})
-        self._deadlines = deadlines or DeadlinesConfig()
-        self.dp_leader_worker_indices: list[int] = []
-        self._metadata: list[dict[str, Any]] = []
-        chosen = (
-            _one_worker_per_bundle(cluster, workers_per_node) if bundle_indices_list is None else bundle_indices_list
+        self._described = Description("")
+        self._hosts: list[Any] = []
+        self._handles: list[WorkerHandle] = []
+        self._items: dict[Any, Any] = {}
+        places = cluster.placements()
+        if bundle_indices_list is None:
+            bundle_indices_list = one_worker_per_bundle(places, len(cluster.get_placement_groups()), workers_per_node)
+        self._assignments = assign_workers(places, bundle_indices_list, name_prefix)
+        self._placements = [assignment.placement for assignment in self._assignments]
+        self._configured = [Configuration() for _ in self._assignments]
+        workers = len(self._assignments)
+        sharding = sharding_annotations or NamedSharding(list(range(workers)), ["worker"])
+        check_ranks(sharding, workers)
+        config = RayGroupConfig(
+            name="ray",
+            num_workers=workers,
+            deadlines=deadlines or DeadlinesConfig(),
+            environment=dict(env_vars or {}),
         )
-        self._create_workers_from_bundle_indices(remote_worker_builder, chosen)
+        device = "cuda" if cluster.use_gpus else "cpu"
+        super().__init__(remote_worker_builder.spec, config, sharding=sharding, device=device)
 
-    def _create_workers_from_bundle_indices(
-        self, remote_worker_builder: RayWorkerBuilder, bundle_indices_list: Sequence[tuple[int, list[int]]]
-    ) -> None:
-        """Start a worker on each bundle of each tied group; return when all are constructed."""
-        assignments = self._assign_workers(bundle_indices_list)
-        self._actors = ActorGroup(
-            self.cluster,
-            remote_worker_builder,
-            assignments,
-            sharding=_checked_sharding(self.sharding_annotations, len(assignments)),
-            deadlines=self._deadlines,
-            environment=self._env_vars,
-            runtime_env=self._runtime_env,
-            named=bool(self.name_prefix),
-        )
+    # -- properties ---------------------------------------------------------------------------------------------------
 
-    def _assign_workers(self, bundle_indices_list: Sequence[tuple[int, list[int]]]) -> list[WorkerAssignment]:
-        """Assign workers to bundles, and record their metadata and the leaders."""
-        placements = {(each.group, each.bundle): each for each in self.cluster.placements()}
-        self._metadata, self.dp_leader_worker_indices = [], []
-        assignments: list[WorkerAssignment] = []
-        for group, (node, bundles) in enumerate(bundle_indices_list):
-            for tied_rank, bundle in enumerate(bundles):
-                if (node, bundle) not in placements:
-                    raise ClusterArgumentError(
-                        f"no bundle {bundle} on node {node}; available (node, bundle) pairs: {sorted(placements)}"
-                    )
-                tied = (node, list(bundles)) if tied_rank == 0 else None
-                suffix = f"{node}-{bundle}" if len(bundles) == 1 else f"grp{group}-{tied_rank}"
-                name = f"{self.name_prefix}-{suffix}"
-                assignments.append(WorkerAssignment(placements[node, bundle], group, tied_rank, tied, name))
-                self._record_metadata(assignments[-1], len(assignments) - 1)
-        if not assignments:
-            raise ClusterArgumentError("a worker group needs at least one worker: select at least one bundle")
-        return assignments
+    @property
+    def workers(self) -> list[ActorHandle[Any]]:
+        """The handles of the workers by rank; empty after the group has ended."""
+        return list(self._handles)
 
-    def _record_metadata(self, assignment: WorkerAssignment, rank: int) -> None:
-        if assignment.tied_rank == 0:
-            self.dp_leader_worker_indices.append(rank)
-        self._metadata.append(
+    @property
+    def worker_metadata(self) -> list[dict[str, Any]]:
+        """By rank: node_idx, local_rank (in the tied group), global_rank, name, bundle_indices, dp_shard_idx."""
+        return [
             {
                 "node_idx": assignment.placement.group,
                 "local_rank": assignment.tied_rank,
@@ -128,19 +143,13 @@ class RayWorkerGroup:
                 "bundle_indices": assignment.bundles,
                 "dp_shard_idx": assignment.tied_group,
             }
-        )
-
-    # -- properties ---------------------------------------------------------------------------------------------------
-
-    @property
-    def workers(self) -> list[ActorHandle[Any]]:
-        """The handles of the workers by rank; empty after the group has ended."""
-        return list(self._actors.handles)
+            for rank, assignment in enumerate(self._assignments)
+        ]
 
     @property
-    def worker_metadata(self) -> list[dict[str, Any]]:
-        """By rank: node_idx, local_rank (in the tied group), global_rank, name, bundle_indices, dp_shard_idx."""
-        return [dict(each) for each in self._metadata]
+    def dp_leader_worker_indices(self) -> list[int]:
+        """The ranks of the leaders of the tied groups."""
+        return [rank for rank, assignment in enumerate(self._assignments) if assignment.tied_rank == 0]
 
     @property
     def dp_size(self) -> int:
@@ -155,73 +164,13 @@ class RayWorkerGroup:
 
     # -- calls --------------------------------------------------------------------------------------------------------
 
-    def run_single_worker_single_data(
+    def run_single_worker_single_data(  # type: ignore[override]  # as in NeMo-RL
         self, method_name: str, worker_idx: int, *args: Any, **kwargs: Any
     ) -> ray.ObjectRef[Any]:
-        """Call `method_name` on worker `worker_idx` with these keyword arguments."""
-        self._check_call(method_name, args)
-        plan = dispatch.dispatch_to_one(self._actors.sharding, worker_idx, kwargs)
-        reference: ray.ObjectRef[Any] = self._actors._run(method_name, plan).futures[0]
+        """Call `method_name` on worker `worker_idx` with these keyword arguments; return a reference to its result."""
+        future = super().run_single_worker_single_data(method_name, worker_idx, *args, **kwargs)
+        reference: ray.ObjectRef[Any] = future.futures[0]
         return reference
-
-    def run_all_workers_multiple_data(
-        self,
-        method_name: str,
-        *args: Any,
-        run_rank_0_only_axes: list[str] | None = None,
-        common_kwargs: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> list[ray.ObjectRef[Any]]:
-        """Call `method_name` on the i-th worker with entry i of each keyword's list; all workers get `common_kwargs`.
-
-        Workers that are not at coordinate 0 on `run_rank_0_only_axes` are skipped and take no entry. Raises
-        `BatchError` if the length of a list differs from the number of called workers, and if there are no keywords.
-        """
-        self._check_call(method_name, args, run_rank_0_only_axes)
-        plan = dispatch.dispatch_multiple_data(
-            self._actors.sharding, kwargs, run_rank_0_only_axes=run_rank_0_only_axes, common_kwargs=common_kwargs
-        )
-        return self._actors._run(method_name, plan).futures
-
-    def run_all_workers_single_data(
-        self, method_name: str, *args: Any, run_rank_0_only_axes: list[str] | None = None, **kwargs: Any
-    ) -> list[ray.ObjectRef[Any]]:
-        """Call `method_name` with the same arguments on all workers at coordinate 0 on `run_rank_0_only_axes`."""
-        self._check_call(method_name, args, run_rank_0_only_axes)
-        plan = dispatch.dispatch_single_data(self._actors.sharding, kwargs, run_rank_0_only_axes)
-        return self._actors._run(method_name, plan).futures
-
-    def run_all_workers_sharded_data(
-        self,
-        method_name: str,
-        *args: Any,
-        in_sharded_axes: list[str] | None = None,
-        replicate_on_axes: list[str] | None = None,
-        output_is_replicated: list[str] | None = None,
-        make_dummy_calls_to_free_axes: bool = False,
-        common_kwargs: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> MultiWorkerFuture:
-        """Call `method_name` on each worker with its shard: see `WorkerGroup.run_all_workers_sharded_data`.
-
-        Replicated results that are not returned are not transferred either: their futures resolve to None. Raises
-        `ValueError` without sharding annotations.
-        """
-        self._check_call(method_name, args)
-        if self.sharding_annotations is None:
-            raise ClusterArgumentError(
-                "run_all_workers_sharded_data needs sharding_annotations: pass them to the worker group's constructor"
-            )
-        plan = dispatch.dispatch_sharded_data(
-            self.sharding_annotations,
-            kwargs,
-            in_sharded_axes=in_sharded_axes or (),
-            replicate_on_axes=replicate_on_axes or (),
-            output_is_replicated=output_is_replicated or (),
-            make_dummy_calls_to_free_axes=make_dummy_calls_to_free_axes,
-            common_kwargs=common_kwargs,
-        )
-        return self._actors._run(method_name, plan)
 
     def get_all_worker_results(
         self, future_bundle: MultiWorkerFuture, return_generators_as_proxies: bool = False
@@ -233,75 +182,264 @@ class RayWorkerGroup:
         """
         if return_generators_as_proxies:
             return dispatch.select_results(future_bundle, future_bundle.futures)
-        if any(map(is_generator, future_bundle.futures)):
-            return self._actors.stream(future_bundle)
-        return self._actors.get_all_worker_results(future_bundle)
+        futures = future_bundle.futures
+        if not any(isinstance(future, ray.ObjectRefGenerator) for future in futures):
+            return super().get_all_worker_results(future_bundle)
+        yields = {index for index, each in enumerate(futures) if isinstance(each, ray.ObjectRefGenerator)}
+        refs = [each.completed() if index in yields else each for index, each in enumerate(futures)]
+        self._items = {refs[index]: futures[index] for index in yields}
+        name = getattr(future_bundle, "method_name", "a call")
+        all_results = Call(refs, None, future_bundle.called_workers, future_bundle.deadline, name)
+        results = super().get_all_worker_results(all_results)
+        return [item for index, each in enumerate(results) for item in (each if index in yields else [each])]
 
     def shutdown(self, cleanup_method: str | None = None, timeout: float | None = 30.0, force: bool = False) -> bool:
         """Call `cleanup_method` on all workers, wait at most `timeout` seconds (None: no limit), then end them.
 
         With `force`, end them immediately. Returns False if a worker did not end cleanly. Idempotent.
         """
-        method = None if force or not self._actors.handles else cleanup_method
-        return self._actors.shutdown(method, _NO_TIMEOUT if timeout is None else timeout)
+        return super().shutdown(None if force else cleanup_method, _NO_TIMEOUT if timeout is None else timeout)
 
-    def _check_call(self, method_name: str, args: Sequence[Any], axes: Sequence[str] | None = None) -> None:
-        """Reject an invalid call before it reaches a worker."""
-        dispatch.reject_positional(method_name, args)
-        self._actors._require_usable(method_name)
-        methods = self._actors.described.methods
-        if method_name not in methods:
-            near = difflib.get_close_matches(method_name, methods, n=1)
+    def _check_call(self, method_name: str, args: Sequence[Any], axes: Sequence[str] | None, *, shards: bool) -> None:
+        super()._check_call(method_name, args, axes, shards=shards)
+        self._require_usable(method_name)
+        described = self._described
+        if method_name not in described.methods and not described.forwards:
+            near = difflib.get_close_matches(method_name, described.methods, n=1)
             raise AttributeError(
-                f"the worker {self._actors.described.name} has no method {method_name!r}"
+                f"the worker {described.name} has no method {method_name!r}"
                 + (f"; did you mean {near[0]!r}?" if near else "")
             )
-        if axes and self.sharding_annotations is None:
+        if self.sharding_annotations is None and (shards or axes):
+            what = f"run_rank_0_only_axes={list(axes)}" if axes else "run_all_workers_sharded_data"
             raise ClusterArgumentError(
-                f"run_rank_0_only_axes={list(axes)} needs sharding_annotations: pass them to the worker group's "
-                "constructor"
+                f"{what} needs sharding_annotations: pass them to the worker group's constructor"
             )
 
+    @property
+    def sharding(self) -> NamedSharding:
+        """See `WorkerGroup.sharding`; without sharding annotations, all workers on one axis."""
+        return self.sharding_annotations or self._sharding
 
-def _one_worker_per_bundle(
-    cluster: RayVirtualCluster, workers_per_node: int | list[int] | None
-) -> list[tuple[int, list[int]]]:
-    """A tied group of one worker for each used bundle, in rank order."""
-    placements = cluster.placements()
-    bundles = [0] * len(cluster.get_placement_groups())
-    for placement in placements:
-        bundles[placement.group] += 1
-    remaining = _counts(workers_per_node, bundles)
-    selected: list[tuple[int, list[int]]] = []
-    for placement in placements:
-        if remaining[placement.group]:
-            remaining[placement.group] -= 1
-            selected.append((placement.group, [placement.bundle]))
-    return selected
+    def _run(self, method_name: str, plan: dispatch.Dispatch) -> MultiWorkerFuture:
+        return RayCall(**vars(super()._run(method_name, plan)))
 
-
-def _counts(workers_per_node: int | list[int] | None, bundles: list[int]) -> list[int]:
-    """The number of workers on each node, at most its number of bundles."""
-    if workers_per_node is None:
-        return list(bundles)
-    if isinstance(workers_per_node, int) and not isinstance(workers_per_node, bool):
-        counts = [workers_per_node] * len(bundles)
-    elif isinstance(workers_per_node, list):
-        counts = list(workers_per_node)
-    else:
-        raise ClusterArgumentError(
-            f"workers_per_node={workers_per_node!r} must be a number, a list with one number per node, or None"
+    def _send(self, rank: int, method: str, *args: Any) -> Any:
+        if method != "call":
+            return getattr(self._hosts[rank], method).remote(*args)
+        name, wants_result, names, *values = args
+        described = self._described.methods.get(name, Method())
+        return BoundMethod(self._hosts[rank], name, described.yields, described.options).send(
+            wants_result, names, *values
         )
-    if len(counts) != len(bundles) or any(not 0 <= count <= most for count, most in zip(counts, bundles, strict=True)):
-        raise ClusterArgumentError(
-            f"workers_per_node={workers_per_node} does not fit: the nodes have {bundles} bundles"
+
+    def _shared(self, value: Any) -> Any:
+        return value if isinstance(value, ray.ObjectRef) else ray.put(transport.Packed(value))
+
+    def _wait_any(self, refs: Sequence[Any], timeout: float) -> list[Any]:
+        return list(ray.wait(list(refs), num_returns=1, timeout=timeout)[0])
+
+    def _result(self, rank: int, ref: Any) -> Any:
+        items = self._items.pop(ref, None)
+        try:
+            result = ray.get(ref)
+            return result if items is None else [ray.get(item) for item in items]
+        except ray.exceptions.RayTaskError as error:
+            return getattr(error.cause, FAILURE, None) or HostFailure.of(error)
+        except ray.exceptions.RayActorError as error:
+            message = f"{str(error).strip()}{self._stderr_tail(rank)}"
+            return replace(HostFailure.of(error), message=message, died=True)
+        except Exception as error:  # noqa: BLE001 - for example a result that cannot be unpickled
+            return HostFailure.of(error)
+
+    def _exception(self, failures: Mapping[int, HostFailure], doing: str) -> Exception:
+        error = super()._exception(failures, doing)
+        _add_builtin_base(error, failures[root_cause(failures)])
+        return error
+
+    # -- starting -----------------------------------------------------------------------------------------------------
+
+    def _prepare(self, spec: WorkerSpec, device: str) -> None:
+        bundles = [(place.group, place.bundle) for place in self._placements]
+        self.cluster.claim(bundles, f"a group of {spec.target}")
+        runtime.acquire(id(self))
+        self._release = weakref.finalize(self, _release, self.cluster, bundles, id(self))
+        self._release.atexit = False
+        self._machines = {machine.node_id: machine for machine in virtual_cluster.machines()}
+
+    def _start(self, spec: WorkerSpec, device: str) -> None:
+        self._start_hosts(spec, device)
+        contexts, first = self._contexts(device), self._options()
+        loading = self._load(spec, contexts)
+        self._described = self._wait_for_start({0: loading[0]}, f"importing {spec.target}")[0]
+        if self._described.configures:
+            self._configured = self._configure()
+        if self._described.is_async or any(map(_options_differ, first, self._options())):
+            self._kill_and_wait()
+            self._start_hosts(spec, device)
+            contexts = self._contexts(device)
+            loading = self._load(spec, contexts)
+        self._wait_for_start(loading, f"importing {spec.target}")
+        self._handles = [WorkerHandle(host, self._described) for host in self._hosts]
+        self._wait_for_start(self._construct(contexts), f"constructing {spec.target}")
+
+    def _start_hosts(self, spec: WorkerSpec, device: str) -> None:
+        self._hosts = [start_actor(each, is_async=self._described.is_async) for each in self._options()]
+
+    def _load(self, spec: WorkerSpec, contexts: Sequence[WorkerContext]) -> dict[int, Any]:
+        """Start importing the class in all workers."""
+        return {
+            rank: host.load.remote(spec, self._identity(context), context.node)
+            for rank, (host, context) in enumerate(zip(self._hosts, contexts, strict=True))
+        }
+
+    def _identity(self, context: WorkerContext) -> dict[str, str]:
+        """The environment variables that `torch.distributed` reads, for a worker that does not get its context."""
+        if self._builder.passes_context:
+            return {}
+        return {
+            "RANK": str(context.rank),
+            "LOCAL_RANK": str(context.local_rank),
+            "NODE_RANK": str(context.node_rank),
+            "WORLD_SIZE": str(context.world_size),
+            "MASTER_ADDR": context.master_addr,
+            "MASTER_PORT": str(context.master_port),
+        }
+
+    def _configure(self) -> list[Configuration]:
+        workers = [(self._gpu_fraction(), assignment.bundles) for assignment in self._assignments]
+        ref = self._hosts[0].configure.remote(workers, self.cluster.num_gpus_per_node)
+        configurations: list[Configuration] = self._wait_for_start({0: ref}, "configure_worker")[0]
+        return configurations
+
+    def _construct(self, contexts: Sequence[WorkerContext]) -> dict[int, Any]:
+        args, kwargs = self._builder.args, self._builder.kwargs
+        stored = self._store_shared([{**dict(enumerate(args)), **kwargs}] * len(self._hosts))
+        call = constructor_call(
+            [stored.get(id(value), value) for value in args],
+            {name: stored.get(id(value), value) for name, value in kwargs.items()},
         )
-    return counts
+        extra = [{"context": context} if self._builder.passes_context else {} for context in contexts]
+        return {
+            rank: host.construct.remote({**self._configured[rank].init_kwargs, **extra[rank]}, *call)
+            for rank, host in enumerate(self._hosts)
+        }
+
+    def _options(self) -> list[dict[str, Any]]:
+        """Ray's options of each worker."""
+        groups = self.cluster.get_placement_groups()
+        options = []
+        for rank, assignment in enumerate(self._assignments):
+            variables = {**self._environment(rank), **(self._runtime_env.get("env_vars") or {})}
+            requested: dict[str, Any] = {"runtime_env": {**self._runtime_env, "env_vars": variables}}
+            if self.name_prefix:
+                requested["name"] = assignment.name
+            if self._builder.passes_context:
+                requested["num_cpus"] = 0  # its bundle has them
+            each = worker_options(
+                self._described,
+                requested,
+                self._configured[rank],
+                num_gpus=self._gpu_fraction(),
+                placement_group=groups[assignment.placement.group],
+                bundle=assignment.placement.bundle,
+                capture_child_tasks=not self._builder.passes_context,
+            )
+            options.append(each)
+        return options
+
+    def _gpu_fraction(self) -> float:
+        return 1 / self.cluster.max_colocated_worker_groups if self.cluster.use_gpus else 0
+
+    # -- where workers are --------------------------------------------------------------------------------------------
+
+    def _environment(self, rank: int) -> dict[str, str]:
+        """The environment variables of a worker."""
+        nodes = Counter(place.node_id for place in self._placements)
+        node = self._placements[rank].node_id
+        cores = int(self._machines[node].total.get("CPU", 0))
+        return machine.worker_environment(
+            nodes[node], self._config.environment, cores=cores, one_machine=len(nodes) == 1
+        )
+
+    def _threads(self, rank: int) -> int | None:
+        threads = self._environment(rank)["OMP_NUM_THREADS"]
+        return int(threads) if threads.isdigit() else None
+
+    def _address(self) -> str:
+        return self.cluster.address_of(self._placements[0])
+
+    def _context(self, rank: int, context: WorkerContext) -> WorkerContext:
+        place = self._placements[rank]
+        several = len({each.node_id for each in self._placements}) > 1
+        return replace(
+            super()._context(rank, context),
+            local_rank=place.local_rank,
+            node_rank=place.node_rank,
+            node=place.address if several else "",
+        )
+
+    def _location_text(self, rank: int) -> str:
+        if runtime.is_private():
+            return f" on node {platform.node()}"
+        place = self._placements[rank]
+        return f" on node {self._machines[place.node_id].host} ({place.address}, {place.node_id[:8]})"
+
+    def _describe_resources(self) -> str:
+        if runtime.is_private():
+            return ""
+        bundle = self.cluster.bundle
+        available = placement.describe_machines(virtual_cluster.machines(), list(bundle))
+        requested = f"{self._sharding.size} workers with {placement.describe(bundle)} each"
+        return f"Requested: {requested}. The Ray cluster has\n{available}\n"
+
+    def _stderr_tail(self, rank: int) -> str:
+        if rank in self._pids and ((tail := runtime.log_tail(self._pids[rank])) or runtime.is_private()):
+            return tail
+        pid, node = self._pids.get(rank) or self._remote_pids.get(rank), self._placements[rank].node_id
+        if node not in {machine.node_id for machine in virtual_cluster.machines()}:
+            return "\nits node has left the cluster"
+        return "" if pid is None else runtime.log_tail_of(node, pid)
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def _end_hosts(self) -> None:
+        for host in self._hosts if ray.is_initialized() else ():
+            ray.kill(host)
+
+    def _kill_and_wait(self) -> None:
+        """Kill the actors and wait until Ray has noticed, because their names and GPUs are needed again."""
+        self._end_hosts()
+        self._wait_for_other_machines(range(len(self._hosts)))
+
+    def _wait_for_other_machines(self, ranks: Sequence[int]) -> bool:
+        """Wait until Ray reports that these actors have ended, or their machines are gone; return whether they have."""
+        return runtime.poll([self._hosts[rank] for rank in ranks], runtime.is_dead, _KILL_WAIT)
+
+    def _on_ended(self) -> None:
+        self._hosts, self._handles = [], []
+        self._release()
 
 
-def _checked_sharding(given: NamedSharding | None, workers: int) -> NamedSharding:
-    if given is None:
-        return NamedSharding(list(range(workers)), ["worker"])
-    if sorted(given.layout.ravel().tolist()) != list(range(workers)):
-        raise ClusterArgumentError(f"sharding_annotations must hold the ranks 0..{workers - 1} once each, got {given}")
-    return given
+def _release(cluster: RayVirtualCluster, bundles: Sequence[tuple[int, int]], user: int) -> None:
+    cluster.release_claim(bundles)
+    runtime.release(user)
+
+
+def _options_differ(first: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
+    """Whether two sets of options differ, apart from the scheduling strategy, which does not compare."""
+    return {**first, "scheduling_strategy": None} != {**wanted, "scheduling_strategy": None}
+
+
+def _add_builtin_base(error: Exception, failure: HostFailure) -> None:
+    """Make a `WorkerError` also an instance of the built-in class that the worker raised, for code that catches it."""
+    kind = type(error)
+    for module, name in failure.classes:
+        raised = getattr(builtins, name, None) if module == "builtins" else None
+        if raised in (None, Exception, BaseException, object) or kind not in (WorkerError, WorkerLost):
+            continue
+        with contextlib.suppress(TypeError):  # a class with an incompatible instance layout
+            error.__class__ = type(
+                kind.__name__, (kind, raised), {"__module__": kind.__module__, "__str__": kind.__str__}
+            )
+        return

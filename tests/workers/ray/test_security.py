@@ -50,7 +50,7 @@ def test_secrets_of_the_driver_reach_no_other_process(seen):
 def test_a_named_secret_reaches_only_the_worker(seen):
     assert seen["worker"]["NAMED_TOKEN"] == NAMED["NAMED_TOKEN"]
     holders = [process for process, variables in seen["variables"].items() if "NAMED_TOKEN" in "\n".join(variables)]
-    assert all("RayWorkerHost" in process for process in holders)
+    assert all("WorkerActor" in process for process in holders)
 
 
 def test_ray_logs_contain_no_secret(seen):

@@ -20,7 +20,7 @@ def seen():
     """The result of each scenario, by name."""
     path = os.pathsep.join([str(FOLDER), str(FOLDER.parent.parent)])
     ran = subprocess.run(
-        [sys.executable, str(FOLDER / "several_nodes.py")],
+        [sys.executable, str(FOLDER / "ray" / "several_nodes.py")],
         capture_output=True,
         text=True,
         timeout=280,
@@ -126,3 +126,51 @@ def test_a_node_that_leaves_fails_the_call_with_rank_and_node(of):
     assert told["running"] == []
     assert told["peaceful"]
     assert told["groups_left"] == []
+
+
+# -- groups of a configuration ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("how", "ranks"),
+    [("one_each", [[0, 0], [1, 0]]), ("packed", [[0, 0], [0, 1]]), ("spread", [[0, 0], [1, 0]])],
+)
+def test_workers_are_placed_as_configured_and_everything_is_released(of, how, ranks):
+    told = of("configured_groups")[how]
+    assert told["ranks"] == ranks
+    assert told["sum"] == [6.0, 6.0]
+    assert told["ended"] is True
+    assert told["running"] == []
+    assert told["all_free"]
+
+
+def test_the_master_address_is_that_of_the_node_of_rank_0(of):
+    told = of("configured_groups")
+    assert set(told["one_each"]["addresses"]) == {told["one_each"]["nodes"][0]}
+    assert set(told["packed"]["addresses"]) == {"127.0.0.1"}
+    assert set(told["packed"]["nodes"]) == {""}
+
+
+def test_the_number_of_threads_is_what_the_user_set(of):
+    assert set(of("configured_groups")["one_each"]["threads"]) == {int(os.environ["OMP_NUM_THREADS"])}
+
+
+def test_only_named_variables_reach_configured_workers(of):
+    told = of("configured_groups")
+    assert told["one_each"]["variables"] == [["passed on", "a value", None]] * 2
+    assert told["packed"]["variables"] == [[None, None, None]] * 2
+
+
+def test_workers_that_are_not_divisible_over_the_nodes(of):
+    error = of("configured_groups")["uneven"]
+    assert "ConfigError" in error["classes"]
+    assert "worker_group.num_workers=3 is not divisible by worker_group.workers_per_node=2" in error["message"]
+
+
+def test_a_worker_killed_on_another_node_is_reported_with_its_standard_error(of):
+    told = of("killed_on_another_node")
+    assert told["error"]["classes"][0] == "WorkerLost"
+    assert told["error"]["message"].startswith(f"the process of rank {told['rank']} of 2 on node ")
+    assert told["error"]["message"].endswith("\nlast words of the dying")
+    assert told["error"]["seconds"] < 5
+    assert told["running"] == []

@@ -16,18 +16,18 @@ from rlframework.config.sections import RayGroupConfig
 from rlframework.interfaces.named_sharding import NamedSharding
 from rlframework.interfaces.worker_group import WorkerSpec
 from rlframework.workers.ray import transport
-from rlframework.workers.ray.remote_group import RayRemoteWorkerGroup
+from rlframework.workers.ray.configured_group import ConfiguredRayWorkerGroup
 
 pytestmark = pytest.mark.xdist_group("ray")
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="memory is mapped on Linux only")
-ROWS = 512
+ROWS = 4096
 
 
 @pytest.fixture(scope="module")
 def group(ray_session):
     spec = WorkerSpec("probe_memory:Memory", {})
     sharding = NamedSharding([[0, 1]], ["data_parallel", "tensor_parallel"])
-    group = RayRemoteWorkerGroup(spec, RayGroupConfig(name="ray", num_workers=2), sharding=sharding, device="cpu")
+    group = ConfiguredRayWorkerGroup(spec, RayGroupConfig(name="ray", num_workers=2), sharding=sharding, device="cpu")
     yield group
     assert group.shutdown()
 
@@ -37,7 +37,7 @@ def ask(group, method, **kwargs):
 
 
 def make_batch():
-    """4 MiB of tokens and 2 MiB of log-probabilities, which are a view of twice as much."""
+    """32 MiB of tokens and 16 MiB of log-probabilities, which are a view of twice as much."""
     return BatchedDataDict(
         ids=torch.arange(ROWS * 1024).reshape(ROWS, 1024),
         logprobs=torch.ones(ROWS, 2048)[:, ::2],
@@ -117,10 +117,10 @@ def store_bytes():
 
 
 def test_the_driver_owns_results(group):
-    for rank, result in enumerate(ask(group, "zeros", size=1 << 20)):
+    for rank, result in enumerate(ask(group, "zeros", size=1 << 22)):
         assert result["rank"] == rank
         result["own"].add_(1)
-        assert float(result["own"].sum()) == 1 << 20
+        assert float(result["own"].sum()) == 1 << 22
         assert result["view"][:3].tolist() == [0, 2, 4]
         assert result["view"].untyped_storage().nbytes() == result["view"].nbytes
         assert result["grad"].tolist() == [1, 1]
@@ -128,7 +128,7 @@ def test_the_driver_owns_results(group):
 
 @on_linux
 def test_results_are_read_in_place_too(group):
-    first = ask(group, "zeros", size=1 << 20)[0]
+    first = ask(group, "zeros", size=1 << 22)[0]
     lines = mapping_of(first["own"])
     assert "plasma" in lines["head"]
     assert lines["Anonymous"] == 0

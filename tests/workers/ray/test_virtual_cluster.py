@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from ray.util.placement_group import placement_group_table
 
 from rlframework.errors import UserError
-from rlframework.workers.ports import reserve_port
 from rlframework.workers.ray import placement
 from rlframework.workers.ray.placement import Machine, Placement
 from rlframework.workers.ray.virtual_cluster import (
@@ -30,7 +29,7 @@ CPU = {"CPU": 1.0}
 
 
 def machine(name, cpus, free=None):
-    return Machine(name, f"address of {name}", {"CPU": cpus}, {"CPU": cpus if free is None else free})
+    return Machine(name, f"address of {name}", name, {"CPU": cpus}, {"CPU": cpus if free is None else free})
 
 
 @pytest.fixture
@@ -140,21 +139,6 @@ def test_groups_are_nodes_and_the_machines_of_one_group_too():
         Placement(0, 2, "x", "10.0.0.1", 0, 1),
         Placement(0, 1, "y", "10.0.0.2", 1, 0),
     ]
-
-
-# -- ports ------------------------------------------------------------------------------------------------------------
-
-
-def test_a_reserved_port_can_only_be_bound_with_reuse():
-    kept = reserve_port("127.0.0.1")
-    address = kept.getsockname()
-    with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
-        stranger.bind(address)
-    with socket.socket() as owner:
-        owner.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        owner.bind(address)
-        owner.listen()
-    kept.close()
 
 
 # -- on Ray -----------------------------------------------------------------------------------------------------------

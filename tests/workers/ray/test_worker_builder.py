@@ -10,6 +10,7 @@ import ray
 from probe_options import OUTER
 
 from rlframework.errors import BatchError
+from rlframework.interfaces.worker_group import WorkerSpec
 from rlframework.workers.ray.virtual_cluster import RayVirtualCluster
 from rlframework.workers.ray.worker_actor import FAILURE, WorkerActor, portable
 from rlframework.workers.ray.worker_builder import RayWorkerBuilder, recursive_merge_options, worker_options
@@ -22,7 +23,7 @@ PLACE = {"num_gpus": 0.5, "placement_group": object(), "bundle": 3}
 
 
 def described(**options):
-    return Description("Worker", {}, options, is_async=False, configures=False)
+    return Description("Worker", {}, options)
 
 
 # -- the class --------------------------------------------------------------------------------------------------------
@@ -138,9 +139,9 @@ def test_an_error_that_cannot_be_pickled_is_described_as_text():
 
 def test_every_call_raises_the_error_of_a_failed_constructor():
     actor = WorkerActor()
-    actor.load("probe_options:Plain", {})
+    actor.load(WorkerSpec("probe_options:Plain", {}), {})
     with pytest.raises(TypeError):
-        actor.construct({}, ["unknown"], 1)
+        actor.construct({}, ("__init__", False, ["unknown"], [1], []))
     with pytest.raises(TypeError):
         actor.call(("answer", True, [], [], []))
 

@@ -27,7 +27,7 @@ def test_the_worker_group_benchmark(tmp_path):
     assert done.returncode == 0, done.stderr
     written = json.loads((tmp_path / "groups.json").read_text())
     names = {line["case"] for line in written["cases"]}
-    assert {"call: 2 MiB each", "answer: 2 MiB each", "call, replicated: 2 MiB", "start of 1 workers"} <= names
+    assert {"call: 24 MiB each", "answer: 24 MiB each", "call, replicated: 24 MiB", "start of 1 workers"} <= names
     assert all(line["ratio"]["median"] > 0 for line in written["cases"])
     held = written["memory"]
     assert held["bytes of the batch"] <= held["bytes stored"] < 1.1 * held["bytes of the batch"]

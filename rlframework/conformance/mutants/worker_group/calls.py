@@ -12,41 +12,34 @@ from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.conformance.mutants.mutant import Mutant
 from rlframework.conformance.mutants.worker_group.base import TWO, Break, values, with_methods, without
 
+Change = Callable[[dict[str, Any]], Mapping[str, Any]]
 
-def sharded_call_with(change: Callable[[dict[str, Any]], Mapping[str, Any]]) -> Break:
-    """Break `run_all_workers_sharded_data`: it gets the keywords `change(given)`."""
+
+def calling(run: str, change: Change) -> Break:
+    """Break the method `run` of the group: it gets the keywords `change(given)`."""
 
     def break_it(part: Any) -> type:
-        def run(self: Any, method_name: str, *args: Any, **given: Any) -> Any:
-            return part.run_all_workers_sharded_data(self, method_name, *args, **change(given))
+        def broken(self: Any, method_name: str, *args: Any, **given: Any) -> Any:
+            return getattr(part, run)(self, method_name, *args, **change(given))
 
-        return with_methods(part, run_all_workers_sharded_data=run)
+        return with_methods(part, **{run: broken})
 
     return break_it
 
 
-def single_call_with(change: Callable[[dict[str, Any]], Mapping[str, Any]]) -> Break:
-    """Break `run_all_workers_single_data`: it gets the keywords `change(given)`."""
-
-    def break_it(part: Any) -> type:
-        def run(self: Any, method_name: str, *args: Any, **given: Any) -> Any:
-            return part.run_all_workers_single_data(self, method_name, *args, **change(given))
-
-        return with_methods(part, run_all_workers_single_data=run)
-
-    return break_it
+def sharded_call_with(change: Change) -> Break:
+    """Break `run_all_workers_sharded_data`."""
+    return calling("run_all_workers_sharded_data", change)
 
 
-def multiple_call_with(change: Callable[[dict[str, Any]], Mapping[str, Any]]) -> Break:
-    """Break `run_all_workers_multiple_data`: it gets the keywords `change(given)`."""
+def single_call_with(change: Change) -> Break:
+    """Break `run_all_workers_single_data`."""
+    return calling("run_all_workers_single_data", change)
 
-    def break_it(part: Any) -> type:
-        def run(self: Any, method_name: str, *args: Any, **given: Any) -> Any:
-            return part.run_all_workers_multiple_data(self, method_name, *args, **change(given))
 
-        return with_methods(part, run_all_workers_multiple_data=run)
-
-    return break_it
+def multiple_call_with(change: Change) -> Break:
+    """Break `run_all_workers_multiple_data`."""
+    return calling("run_all_workers_multiple_data", change)
 
 
 def reversed_list(value: Any) -> Any:

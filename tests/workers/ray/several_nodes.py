@@ -15,8 +15,10 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group_table
 
-from rlframework.config.sections import DeadlinesConfig
+from rlframework.config.sections import DeadlinesConfig, RayGroupConfig
 from rlframework.interfaces.named_sharding import NamedSharding
+from rlframework.interfaces.worker_group import WorkerSpec
+from rlframework.workers.ray.configured_group import ConfiguredRayWorkerGroup
 from rlframework.workers.ray.virtual_cluster import RayVirtualCluster
 from rlframework.workers.ray.worker_group import MultiWorkerFuture, RayWorkerBuilder, RayWorkerGroup
 
@@ -149,7 +151,59 @@ def a_node_leaves(nodes):
     }
 
 
+def configured(workers, **settings):
+    deadlines = DeadlinesConfig(start=60.0, call=60.0)
+    config = RayGroupConfig(name="ray", num_workers=workers, address=CLUSTER.address, deadlines=deadlines, **settings)
+    sharding = NamedSharding(list(range(workers)), ["data_parallel"])
+    return ConfiguredRayWorkerGroup(WorkerSpec("probe_workers:Probe", {}), config, sharding=sharding, device="cpu")
+
+
+def ask(group, method, **kwargs):
+    return group.get_all_worker_results(group.run_all_workers_single_data(method, **kwargs))
+
+
+def placed(**settings):
+    """What the two workers of a configured group know, and what is left of them."""
+    free_cpus()
+    group = configured(2, **settings)
+    who = ask(group, "who")
+    answer = {
+        "ranks": [[each["node_rank"], each["local_rank"]] for each in who],
+        "nodes": [each["node"] for each in who],
+        "addresses": [each["address"] for each in who],
+        "threads": [each["threads"] for each in who],
+        "variables": [[each["environment"].get(name) for name in ("NAMED", "GIVEN", "PLANTED")] for each in who],
+        "sum": ask(group, "all_reduce", value=3),
+        "ended": group.shutdown(),
+        "running": [each["pid"] for each in who if os.path.exists(f"/proc/{each['pid']}")],
+    }
+    return {**answer, "all_free": free_cpus()}
+
+
+def configured_groups(nodes):
+    os.environ.update(PLANTED="a secret", NAMED="passed on")
+    given = {"pass_environment": ("NAMED",), "environment": {"GIVEN": "a value"}}
+    return {
+        "one_each": placed(workers_per_node=1, **given),
+        "packed": placed(),
+        "spread": placed(placement="spread"),
+        "uneven": told(lambda: configured(3, workers_per_node=2)),
+    }
+
+
+def killed_on_another_node(nodes):
+    group = configured(2, workers_per_node=1)
+    who = ask(group, "who")
+    here = ray.get_runtime_context().get_node_id()
+    rank = next(each["rank"] for each in who if each["node_id"] != here)
+    error = told(lambda: ask(group, "die", only=rank))
+    running = [each["pid"] for each in who if os.path.exists(f"/proc/{each['pid']}")]
+    return {"error": error, "rank": rank, "running": running, "ended": group.shutdown()}
+
+
 SCENARIOS = (
+    configured_groups,
+    killed_on_another_node,
     one_group_a_node,
     one_group_for_all,
     too_few_resources,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import platform
 import signal
 import subprocess
@@ -22,14 +21,13 @@ from rlframework.errors import (
     BatchError,
     ConfigError,
     DeadlineExceeded,
-    PluginError,
     WorkerError,
     WorkerLost,
 )
 from rlframework.interfaces.named_sharding import NamedSharding
 from rlframework.interfaces.worker_group import WorkerSpec
 from rlframework.workers import machine
-from rlframework.workers.ray.remote_group import RayRemoteWorkerGroup
+from rlframework.workers.ray.configured_group import ConfiguredRayWorkerGroup
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray"), pytest.mark.usefixtures("ray_session")]
 
@@ -38,7 +36,7 @@ TWO = NamedSharding([0, 1], ["data_parallel"])
 
 def start(sharding=TWO, target="probe_workers:Probe", spec=None, **deadlines):
     config = WorkerGroupConfig(name="ray", num_workers=sharding.size, deadlines=DeadlinesConfig(**deadlines))
-    return RayRemoteWorkerGroup(spec or WorkerSpec(target, {"word": "hi"}), config, sharding=sharding, device="cpu")
+    return ConfiguredRayWorkerGroup(spec or WorkerSpec(target, {"word": "hi"}), config, sharding=sharding, device="cpu")
 
 
 def ask(group, method, **kwargs):
@@ -89,52 +87,6 @@ def test_only_named_variables_are_passed_and_torch_is_not_imported(group, monkey
         assert "SECRET_OF_THE_DRIVER" not in answer["environment"]
         assert answer["environment"]["OMP_NUM_THREADS"] == str(machine.threads_per_worker(2))
         assert answer["torch_imported"] is False
-
-
-def test_shards_go_to_their_ranks_and_results_are_in_order(group):
-    future = group.run_all_workers_sharded_data(
-        "echo", in_sharded_axes=["data_parallel"], common_kwargs={"y": [1, 2]}, x=["a", "b"]
-    )
-    assert group.get_all_worker_results(future) == [(0, {"x": "a", "y": [1, 2]}), (1, {"x": "b", "y": [1, 2]})]
-
-
-def test_results_are_in_rank_order(group):
-    assert ask(group, "sleep", seconds=0.3, only=0) == [0, 1]
-
-
-def test_free_axis_and_rank_0_only(group):
-    assert group.get_all_worker_results(group.run_all_workers_sharded_data("echo", x="whole")) == [(0, {"x": "whole"})]
-    future = group.run_all_workers_single_data("echo", run_rank_0_only_axes=["data_parallel"], x=1)
-    assert group.get_all_worker_results(future) == [(0, {"x": 1})]
-
-
-def test_futures_may_be_awaited_in_any_order(group):
-    first = group.run_all_workers_single_data("echo", x=1)
-    second = group.run_all_workers_single_data("echo", x=2)
-    assert group.get_all_worker_results(second) == [(0, {"x": 2}), (1, {"x": 2})]
-    assert group.get_all_worker_results(first) == [(0, {"x": 1}), (1, {"x": 1})]
-
-
-def test_shared_arguments_are_stored_once(group, monkeypatch):
-    import ray
-
-    stored = []
-    put = ray.put
-    monkeypatch.setattr(ray, "put", lambda value: (stored.append(value), put(value))[1])
-    shared, names = {"big": torch.arange(4)}, ["p", "q"]
-    future = group.run_all_workers_sharded_data(
-        "echo", in_sharded_axes=["data_parallel"], common_kwargs={"shared": shared, "small": 3}, x=names
-    )
-    answers = group.get_all_worker_results(future)
-    assert len(stored) == 1
-    assert torch.equal(pickle.loads(pickle.dumps(stored[0], protocol=5))["big"], torch.arange(4))  # noqa: S301 - ours
-    assert [kwargs["x"] for _, kwargs in answers] == names
-    assert all(torch.equal(kwargs["shared"]["big"], torch.arange(4)) for _, kwargs in answers)
-
-
-def test_positional_arguments(group):
-    with pytest.raises(TypeError, match="workers take keywords"):
-        group.run_all_workers_single_data("echo", 1)
 
 
 def test_gloo_at_the_address_of_the_context(group):
@@ -220,7 +172,7 @@ def test_a_failing_import_is_reported_with_its_traceback(ray_session, module, me
 def test_a_missing_python_is_rejected_before_anything_starts(probe_spec, line):
     config = RayGroupConfig(name="ray", num_workers=1, python="/no/such/python")
     with pytest.raises(ConfigError, match=r"worker_group\.python=/no/such/python is not an executable"):
-        RayRemoteWorkerGroup(probe_spec(), config, sharding=line(1), device="cpu")
+        ConfiguredRayWorkerGroup(probe_spec(), config, sharding=line(1), device="cpu")
 
 
 def test_named_variables_reach_the_workers(probe_spec, line, monkeypatch, ray_session):
@@ -229,7 +181,7 @@ def test_named_variables_reach_the_workers(probe_spec, line, monkeypatch, ray_se
     config = RayGroupConfig(
         name="ray", num_workers=1, pass_environment=("NAMED", "NOT_THERE"), environment={"GIVEN": "a value"}
     )
-    group = RayRemoteWorkerGroup(probe_spec(), config, sharding=line(1), device="cpu")
+    group = ConfiguredRayWorkerGroup(probe_spec(), config, sharding=line(1), device="cpu")
     (who,) = ask(group, "who")
     found = {name: who["environment"].get(name) for name in ("NAMED", "NOT_NAMED", "NOT_THERE", "GIVEN")}
     assert found == {"NAMED": "from the driver", "NOT_NAMED": None, "NOT_THERE": None, "GIVEN": "a value"}
@@ -252,57 +204,22 @@ def test_deadline(fresh):
     assert running(pids) == []
 
 
-def test_a_result_that_cannot_be_sent(fresh):
-    with pytest.raises(WorkerError, match="failed in unpicklable"):
-        ask(fresh(), "unpicklable")
-
-
-def test_a_worker_that_cannot_be_constructed(ray_session):
-    spec = WorkerSpec("probe_workers:Probe", {"word": "wood", "fail_rank": 1})
-    with pytest.raises(
-        WorkerError,
-        match=r"^rank 1 of 2 on node \S+ failed in constructing probe_workers:Probe: ValueError: cannot build with wo",
-    ):
-        start(spec=spec)
-
-
-def test_plugins_that_differ(ray_session):
-    spec = WorkerSpec("probe_workers:Probe", {}, fingerprint={"not-there": ("not-there-dist", "1.2.3")})
-    with pytest.raises(PluginError, match=r"not-there: the driver has .*not-there-dist.*1\.2\.3"):
-        start(NamedSharding([0], ["data_parallel"]), spec=spec)
-
-
-def test_start_has_a_deadline(ray_session):
-    with pytest.raises(
-        DeadlineExceeded, match=r"no answer within 0\.01 s from rank 0, 1 of 2 on node \S+; answered: none\..*start$"
-    ):
-        start(start=0.01)
-
-
-def test_a_hanging_cleanup(fresh):
-    group = fresh(shutdown=0.5)
-    pids = [answer["pid"] for answer in ask(group, "who")]
-    group.run_all_workers_single_data("sleep", seconds=60)
-    assert group.shutdown("shutdown") is False
-    assert running(pids) == []
-
-
 def test_more_workers_than_cores(probe_spec, group_config, line):
     workers = machine.cpu_count() + 1
     with pytest.raises(ConfigError, match=rf"num_workers={workers}, but this process may use {workers - 1} CPU core"):
-        RayRemoteWorkerGroup(probe_spec(), group_config("ray", workers), sharding=line(workers), device="cpu")
+        ConfiguredRayWorkerGroup(probe_spec(), group_config("ray", workers), sharding=line(workers), device="cpu")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs here")
 def test_more_workers_than_gpus(probe_spec, group_config, line, ray_session):
     with pytest.raises(ConfigError, match=r"num_workers=1 on device cuda, but there are 0 GPU\(s\)"):
-        RayRemoteWorkerGroup(probe_spec(), group_config("ray", 1), sharding=line(1), device="cuda")
+        ConfiguredRayWorkerGroup(probe_spec(), group_config("ray", 1), sharding=line(1), device="cuda")
 
 
 def test_ranks_must_be_those_of_a_group(probe_spec, group_config):
     sharding = NamedSharding([1, 2], ["data_parallel"])
     with pytest.raises(ValueError, match=r"the sharding must hold the ranks 0\.\.1"):
-        RayRemoteWorkerGroup(probe_spec(), group_config("ray", 2), sharding=sharding, device="cpu")
+        ConfiguredRayWorkerGroup(probe_spec(), group_config("ray", 2), sharding=sharding, device="cpu")
 
 
 DRIVER = """
@@ -311,10 +228,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has programs
 sys.path.append({folder!r})
 from rlframework.config.sections import WorkerGroupConfig
 from rlframework.interfaces.named_sharding import NamedSharding
-from rlframework.workers.ray.remote_group import RayRemoteWorkerGroup
+from rlframework.workers.ray.configured_group import ConfiguredRayWorkerGroup
 from rlframework.interfaces.worker_group import WorkerSpec
 
-group = RayRemoteWorkerGroup(
+group = ConfiguredRayWorkerGroup(
     WorkerSpec("probe_workers:Probe", {{}}),
     WorkerGroupConfig(name="ray", num_workers=1),
     sharding=NamedSharding([0], ["data_parallel"]),
