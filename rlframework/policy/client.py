@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 import torch
 
-from rlframework.batch.batched_data_dict import BatchedDataDict, SlicedDataDict
+from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.batch.packing import TokenCost
-from rlframework.config.policy import PolicyConfig
-from rlframework.errors import BatchError, BatchTypeError, NotSupported
+from rlframework.errors import BatchError, BatchTypeError
 from rlframework.huggingface.model_directories import model_sizes
 from rlframework.interfaces.named_sharding import policy_sharding
 from rlframework.interfaces.policy_worker import BytesMoved, PolicyWorker, WorkerInfo
 from rlframework.interfaces.worker_group import WorkerGroup, WorkerSpec
-from rlframework.plugins.types import CAPABILITY_OF_FORM, Capability, Record
+from rlframework.plugins.types import CAPABILITY_OF_FORM, Capability
 from rlframework.policy.balancer import BatchBalancer
-from rlframework.policy.optimization import resolve_total_steps
+from rlframework.policy.worker_spec import require, worker_spec
 from rlframework.workers.calls import WorkerCalls
 
 if TYPE_CHECKING:
@@ -28,51 +27,8 @@ if TYPE_CHECKING:
     from rlframework.interfaces.loss import LossFunction
     from rlframework.plugins.manager import PluginManager
 
+P = ParamSpec("P")
 Rows = BatchedDataDict[Any]
-
-
-def worker_spec(
-    config: RunConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    manager: PluginManager,
-    *,
-    init_reference_model: bool,
-    init_optimizer: bool,
-    training_calls: int | None = None,
-) -> WorkerSpec:
-    """The specification that each worker of the policy in `config` is started with; see `Policy` for the arguments."""
-    record = manager.select("policy_worker", config.policy.backend).record
-    neutral = {name: getattr(config.policy, name) for name in PolicyConfig.model_fields}
-    neutral["scheduler"] = resolve_total_steps(config.policy.scheduler, training_calls or config.algorithm.num_steps)
-    section = getattr(config.policy, config.policy.backend, None)
-    generates = Capability.EMBEDDED_GENERATION in record.capabilities
-    engine = manager.select("generation_engine", config.generation.name).record.target if generates else None
-    return WorkerSpec(
-        target=record.target,
-        part=(record.kind, record.name),
-        kwargs={
-            "config": PolicyConfig(**neutral),
-            "tokenizer": tokenizer,
-            "init_optimizer": init_optimizer,
-            "init_reference_model": init_reference_model,
-            "backend_config": None if section is None else section.model_dump(),
-            "generation": config.generation,
-            "generation_target": engine,
-            "processor_target": manager.select("data_processor", config.policy.data_processor).record.target,
-        },
-        plugins=tuple(config.plugins),
-        fingerprint=manager.fingerprint(),
-        py_executable=record.py_executable,
-    )
-
-
-def require(record: Record, capability: Capability, reason: str) -> None:
-    """Raise `NotSupported` unless the backend of `record` declares `capability`."""
-    if capability not in record.capabilities:
-        raise NotSupported(
-            f"{reason}, but the backend {record.name!r} does not declare {capability}; choose a policy.backend that "
-            "does: see `rlframework plugins`"
-        )
 
 
 def _require_batch(method: str, data: Any) -> None:
@@ -197,57 +153,54 @@ class Policy:
         return {**result, "loss": float(result["global_loss"].mean())}
 
     def get_logprobs(
-        self,
-        data: Rows,
-        micro_batch_size: int | None = None,
-        positions: str = "all",
-        entropy: bool = False,
+        self, data: Rows, micro_batch_size: int | None = None, positions: str = "all", entropy: bool = False
     ) -> Rows:
         """Return `logprobs [B, S]`, in row order, and optionally `entropy`: see `PolicyWorker.get_logprobs`."""
-        shards, restore = self._shard_for_scoring("get_logprobs", data, micro_batch_size, positions)
-        options: Any = {"entropy": True} if entropy else {}
-        return restore(
-            self._calls.on_shards(
-                PolicyWorker.get_logprobs, shards, micro_batch_size=micro_batch_size, positions=positions, **options
-            )
+        return self._score(
+            PolicyWorker.get_logprobs,
+            data,
+            positions,
+            micro_batch_size=micro_batch_size,
+            positions=positions,
+            entropy=entropy,
         )
 
     def get_topk_logits(self, data: Rows, k: int, micro_batch_size: int | None = None, positions: str = "all") -> Rows:
         """Return `topk_logits [B, S, k]` and `topk_indices [B, S, k]`, in order: see `PolicyWorker.get_topk_logits`."""
         _require_positive(k=k)
-        shards, restore = self._shard_for_scoring("get_topk_logits", data, micro_batch_size, positions)
-        return restore(
-            self._calls.on_shards(
-                PolicyWorker.get_topk_logits, shards, k=k, micro_batch_size=micro_batch_size, positions=positions
-            )
+        return self._score(
+            PolicyWorker.get_topk_logits, data, positions, micro_batch_size=micro_batch_size, positions=positions, k=k
         )
 
     def score(self, data: Rows, micro_batch_size: int | None = None) -> Rows:
         """Return `scores [B]` of a reward model, in order: see `PolicyWorker.score`."""
         require(self.record, Capability.SCORING, "score was called")
-        shards, restore = self._shard_for_scoring("score", data, micro_batch_size, "last")
-        return restore(self._calls.on_shards(PolicyWorker.score, shards, micro_batch_size=micro_batch_size))
+        return self._score(PolicyWorker.score, data, "last", micro_batch_size=micro_batch_size)
 
     def get_reference_policy_logprobs(
         self, data: Rows, micro_batch_size: int | None = None, positions: str = "all"
     ) -> Rows:
         """Return `reference_logprobs [B, S]`: log-probabilities under the weights that the policy started with."""
-        shards, restore = self._shard_for_scoring("get_reference_policy_logprobs", data, micro_batch_size, positions)
-        return restore(
-            self._calls.on_shards(
-                PolicyWorker.get_reference_policy_logprobs,
-                shards,
-                micro_batch_size=micro_batch_size,
-                positions=positions,
-            )
+        return self._score(
+            PolicyWorker.get_reference_policy_logprobs,
+            data,
+            positions,
+            micro_batch_size=micro_batch_size,
+            positions=positions,
         )
 
-    def _shard_for_scoring(
-        self, method: str, data: Rows, micro_batch_size: int | None, positions: str
-    ) -> tuple[list[SlicedDataDict[Any]], Callable[[list[Rows]], Rows]]:
-        """Shard what scoring reads of `data`; also return the function that joins the results in row order."""
-        _require_batch(method, data)
-        _require_positive(micro_batch_size=micro_batch_size)
+    def _score(
+        self,
+        method: Callable[Concatenate[Any, Rows, P], Rows],
+        data: Rows,
+        where: str,
+        *args: P.args,
+        **options: P.kwargs,
+    ) -> Rows:
+        """Call `method` on shards of what scoring reads of `data`, and join the results in row order."""
+        _require_batch(method.__name__, data)
+        sizes: Any = options
+        _require_positive(micro_batch_size=sizes["micro_batch_size"])
         rows, ranks = data.size, self.data_parallel_size
         keys = [key for key in ("input_ids", "input_lengths", "token_mask", "sample_mask") if key in data]
         inputs: Rows = BatchedDataDict({key: data[key] for key in keys} | data.get_multimodal_dict())
@@ -255,16 +208,12 @@ class Policy:
             inputs = inputs.select_indices(torch.arange(rows + -rows % ranks) % rows)
         batching = self.config.policy.batching
         shards, order = self._balancer.shard(
-            inputs, batch_size=None, positions=positions, tokens=batching.logprob_tokens or batching.tokens
+            inputs, batch_size=None, positions=where, tokens=batching.logprob_tokens or batching.tokens
         )
-
-        def restore(results: list[Rows]) -> Rows:
-            scored: Rows = BatchedDataDict.from_batches(results)
-            if order is not None:
-                scored.reorder_data(order)
-            return scored.slice(0, rows)
-
-        return shards, restore
+        scored: Rows = BatchedDataDict.from_batches(self._calls.on_shards(method, shards, *args, **options))
+        if order is not None:
+            scored.reorder_data(order)
+        return scored.slice(0, rows)
 
     def save_pretrained(self, path: str) -> None:
         """Write weights, configuration and tokenizer as a Hugging Face directory, atomically."""

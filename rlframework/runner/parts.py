@@ -158,7 +158,7 @@ def _workers(
 def _planned_policy(config: RunConfig, manager: PluginManager, tokenizer: PreTrainedTokenizerBase) -> Placeholder:
     """Check what `Policy` checks before it starts workers; return what is known of the policy without them."""
     from rlframework.interfaces.named_sharding import policy_sharding
-    from rlframework.policy.client import require, worker_spec
+    from rlframework.policy.worker_spec import require, worker_spec
 
     algorithm = algorithm_class(config, manager)
     reference = algorithm.needs_reference_model(config.algorithm)
@@ -184,7 +184,7 @@ def _planned_policy(config: RunConfig, manager: PluginManager, tokenizer: PreTra
 
 def _require_generation(config: RunConfig, manager: PluginManager) -> None:
     """Raise `NotSupported` if the backend can neither generate in its workers nor send weights to engines that do."""
-    from rlframework.policy.client import require
+    from rlframework.policy.worker_spec import require
 
     backend = manager.select("policy_worker", config.policy.backend).record
     if config.generation.workers is None:
