@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from rlframework.errors import NotSupported
@@ -122,7 +123,7 @@ class Reporting:
                 "peak_memory_allocated": torch.cuda.max_memory_allocated(self._device),
                 "peak_memory_reserved": torch.cuda.max_memory_reserved(self._device),
             }
-        now = resident_bytes()
+        now = psutil.Process().memory_info().rss
         peak = max(peak_resident_bytes(), now)  # the kernel updates the two separately, with a delay
         return {
             "memory_allocated": now,
@@ -135,15 +136,6 @@ class Reporting:
         """The first weight, whole, under the name that `save_pretrained` writes."""
         name, spec = next(iter(self._engine.weight_specs().items()))
         return {"name": name, "device": str(self._device), "shape": list(spec.shape), "dtype": str(spec.dtype)}
-
-
-def resident_bytes() -> int:
-    """Return the resident memory of this process in bytes (0 if the system does not report it)."""
-    try:
-        with open("/proc/self/statm") as statm:
-            return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except FileNotFoundError:  # not Linux
-        return 0
 
 
 def peak_resident_bytes() -> int:

@@ -9,13 +9,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import psutil
 import torch
 
 from rlframework.algorithm import Algorithm, Parts, RunResult
 from rlframework.datasets.loader import PromptLoader
 from rlframework.errors import DataError
 from rlframework.plugins.hookspec import SampleRecord
-from rlframework.policy.reporting import resident_bytes
 from rlframework.rollout import validate
 from rlframework.training.checkpoints import Checkpoints
 from rlframework.training.input_checks import InputCheck
@@ -147,7 +147,7 @@ class StepLoop(Algorithm):
         metrics |= {f"time/{name}": value for name, value in timer.seconds.items()} | parts.generation.pop_metrics()
         if "train/tokens" in metrics:
             metrics["throughput/tokens_per_second"] = metrics["train/tokens"] / timer.seconds["step"]
-        metrics["memory/rss_mb"] = resident_bytes() / 2**20
+        metrics["memory/rss_mb"] = psutil.Process().memory_info().rss / 2**20
         peaks = [info["peak_memory_bytes"] for info in parts.policy.get_info() if "peak_memory_bytes" in info]
         return metrics | ({"memory/peak_mb": max(peaks) / 2**20} if peaks else {}), samples
 
