@@ -102,7 +102,7 @@ def _local_counts(engine: Any, found: dict[str, Any]) -> dict[str, Any]:
 
 local_counts = mutant(
     "local_counts",
-    "Each engine divides by the counts of its own rows.",
+    "Each worker divides by the counts of its own rows.",
     "test_counts_are_of_the_whole_global_batch",
     "test_workers_with_unequal_work_agree",
     "test_order_of_rows_changes_nothing",
