@@ -230,12 +230,14 @@ class Engine(ABC):
         yield
 
     def data_parallel_group(self) -> ProcessGroup | None:
-        """Return the process group that batches are sharded over; None for a single rank."""
-        return None
+        """Return the process group that batches are sharded over: by default all ranks, None for a single one."""
+        import torch
+
+        return torch.distributed.group.WORLD if self.context.world_size > 1 else None
 
     def data_parallel_size(self) -> int:
         """Return the number of ranks that batches are sharded over."""
-        return 1
+        return self.context.world_size
 
     def close(self) -> None:
         """Free the model and leave the process groups that the engine created."""

@@ -9,19 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
 
 import torch
-from rlframework.errors import NotSupported
 from rlframework.interfaces.data_processor import Microbatch
 from rlframework.models.forward import attending, forward
-from rlframework.models.loading import (
-    checkpoint_activations,
-    is_multimodal,
-    load_config,
-    load_model,
-    require_vocabulary,
-)
+from rlframework.models.loading import checkpoint_activations, load_config, load_model, require_vocabulary
 from rlframework.models.named_tensors import by_file_names, named_tensors
 from rlframework.models.probing import probe_packing
 from rlframework.policy.engine import Engine, Step, StepResult
@@ -49,8 +41,6 @@ class DdpEngine(Engine):
         self._packs = probe_packing(self.config, load_config(self.config), self.device, "auto")
         self.model: nn.Module = load_model(self.config, None)
         require_vocabulary(self.model, self.tokenizer)
-        if is_multimodal(self.model):
-            raise NotSupported(f"{type(self.model).__name__} is multimodal, which this backend does not support")
         if self.config.activation_checkpointing:
             checkpoint_activations(self.model)
         self.model.to(self.device)
@@ -71,14 +61,6 @@ class DdpEngine(Engine):
             zeros = {kind: torch.zeros_like(one) for kind in ("exp_avg", "exp_avg_sq")}
             optimizer.state[one] = {"step": torch.tensor(0.0), **zeros}
         return optimizer
-
-    def data_parallel_group(self) -> Any:
-        """See `Engine.data_parallel_group`."""
-        return torch.distributed.group.WORLD if self.context.world_size > 1 else None
-
-    def data_parallel_size(self) -> int:
-        """See `Engine.data_parallel_size`."""
-        return self.context.world_size
 
     def close(self) -> None:
         """See `Engine.close`."""

@@ -279,8 +279,6 @@ def test_a_disk_without_a_compiler_is_refused(tmp_path, monkeypatch):
     [
         ({"lora": {"target_modules": []}}, "policy.lora.target_modules"),
         ({"lora": {}, "head": "score"}, "policy.lora"),
-        ({"lora": {}, "checkpoints": {"format": "sharded"}}, "checkpoints.format"),
-        ({"lora": {}, "checkpoints": {"format": "native"}}, "checkpoints.format"),
         ({"lora": {}}, None),
     ],
 )

@@ -319,9 +319,9 @@ def test_two_workers_write_files_for_two(worker, stage, tmp_path, models):
         harness.close()
     one, folder = worker(stage, model="tied"), tmp_path / "weights" / "engine"
     with pytest.raises(DataError, match="number of workers that ZeRO shards over was 2; here it is 1"):
-        one.load_native(folder, optimizer=True)
-    one.load_native(folder, optimizer=False)
+        one.engine.load_native(folder, optimizer=True)
+    one.engine.load_native(folder, optimizer=False)
     assert same(weights(one), right)
     max((folder / "training").glob("*_optim_states.pt")).unlink()
     with pytest.raises(DataError, match="damaged or incomplete: Expected 2 of"):
-        one.load_native(folder, optimizer=False)
+        one.engine.load_native(folder, optimizer=False)

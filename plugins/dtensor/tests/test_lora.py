@@ -17,7 +17,6 @@ from rlframework.errors import ConfigError, NotSupported, UserError
 from rlframework.generation.remote import RemoteGeneration
 from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.plugins.manager import create_manager
-from rlframework_dtensor.config import check
 
 pytestmark = pytest.mark.slow
 
@@ -198,14 +197,6 @@ def test_unsupported_combinations_are_rejected_before_anything_starts(models, ke
     keys = {"lora": LORA, **REFUSED[key]}
     with pytest.raises((NotSupported, ConfigError), match=key):
         run_config("dtensor", cases.model("untied", models), Layout(), manager=create_manager(), **keys)
-
-
-def test_sharded_checkpoints_are_rejected_with_adapters(models):
-    config = run_config("dtensor", cases.model("untied", models), Layout(), manager=create_manager(), lora=LORA)
-    sharded = config.checkpoints.model_copy(update={"format": "sharded"})
-    assert [problem.key for problem in check(config.model_copy(update={"checkpoints": sharded}), "cpu")] == [
-        "checkpoints.format"
-    ]
 
 
 def test_without_adapters_there_are_none_to_save(policy, tmp_path):

@@ -187,7 +187,7 @@ def test_saved_files_are_the_weights_bit_for_bit(worker, tmp_path):
             tmp_path / "saved", dtype=torch.float32, output_loading_info=True
         )
     assert not any(info.values())
-    held = dict(made.gather_weights(made.weight_specs()))
+    held = dict(made.engine.gather_weights(made.engine.weight_specs()))
     assert {name for name, _ in loaded.named_parameters()} == held.keys()
     for name, parameter in loaded.named_parameters():
         assert torch.equal(parameter, held[name]), name

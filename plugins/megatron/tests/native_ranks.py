@@ -93,7 +93,7 @@ def check(folder: Path, model: str, word: str, rank: int) -> list[str]:
     wanted = told(worker)
     worker.shutdown()
     again = make_worker(model, layout, optimizer, rank)
-    again.load_native(folder / word, optimizer=True)
+    again.engine.load_native(folder / word, optimizer=True)
     train(again, layout, 3, rank)
     complaints += [f"gone on: {what}" for what in differences(told(again), wanted)]
     again.shutdown()

@@ -177,10 +177,10 @@ def test_a_native_checkpoint_of_a_gpu_goes_on_at_a_worker_on_the_cpu(path, tmp_p
         worker.shutdown()
     on_cpu = make_worker(path, section, device="cpu", precision="bfloat16")
     try:
-        on_cpu.load_native(tmp_path / "native", optimizer=True)
+        on_cpu.engine.load_native(tmp_path / "native", optimizer=True)
         for name, weight in weights_of(on_cpu):
             assert torch.equal(weight, weights[name]), name
-        for name, moments in on_cpu.gather_moments():
+        for name, moments in on_cpu.engine.gather_moments():
             assert torch.equal(moments.exp_avg, wanted[name][0]), name
             assert torch.equal(moments.exp_avg_sq, wanted[name][1]), name
     finally:

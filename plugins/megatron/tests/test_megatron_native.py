@@ -75,7 +75,7 @@ def test_one_worker_resumes_to_the_bit(written, worker_of, optimizer, tmp_path):
     worker.engine.load_native(written[optimizer], optimizer=True)
     assert not differences(told(worker), torch.load(f"{written[optimizer]}.pt"))
     worker.engine.save_native(tmp_path, optimizer=True)
-    other.load_native(tmp_path, optimizer=True)
+    other.engine.load_native(tmp_path, optimizer=True)
     for one in (worker, other):
         train(one, "data=1", 2)
     assert not differences(told(other), told(worker))
@@ -85,8 +85,8 @@ def test_before_the_first_step_moments_are_zeros(worker_of, tmp_path):
     worker, other = worker_of(), worker_of()
     worker.engine.save_native(tmp_path, optimizer=True)
     train(other, "data=1", 0)
-    other.load_native(tmp_path, optimizer=True)
-    assert not any(moments.steps or moments.exp_avg.any() for _, moments in other.gather_moments())
+    other.engine.load_native(tmp_path, optimizer=True)
+    assert not any(moments.steps or moments.exp_avg.any() for _, moments in other.engine.gather_moments())
     for one in (worker, other):
         train(one, "data=1", 2)
     assert not differences(told(other), told(worker))
@@ -190,7 +190,7 @@ def test_incompatible_checkpoints_are_rejected(folder, written, worker_of, tmp_p
         worker.engine.load_native(alone, optimizer=True)
     assert not differences(told(worker), before)
     with pytest.raises(DataError, match="not a megatron-core checkpoint of this model"):
-        worker_of(of=str(cases.model("norms_of_heads", folder))).load_native(written["plain"], optimizer=True)
+        worker_of(of=str(cases.model("norms_of_heads", folder))).engine.load_native(written["plain"], optimizer=True)
 
 
 def test_different_step_counts_are_rejected(worker_of, tmp_path):

@@ -163,7 +163,7 @@ def ask(group, method, **kwargs):
 
 
 def placed(**settings):
-    """What the two workers of a configured group know, and what is left of them."""
+    """Describe the two workers of a configured group, and what is left of them."""
     free_cpus()
     group = configured(2, **settings)
     who = ask(group, "who")
