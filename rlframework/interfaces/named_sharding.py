@@ -153,7 +153,6 @@ def _as_ranks(layout: Sequence[Any] | NDArray[Any]) -> NDArray[np.int64]:
         given = np.asarray(layout)
     except ValueError as error:
         raise ValueError(f"the layout is ragged: {layout}") from error
-    whole = given.dtype.kind in "iu" or (given.dtype.kind == "f" and bool((given == np.floor(given)).all()))
-    if not whole or (given.dtype.kind == "f" and not np.isfinite(given).all()):
+    if given.dtype.kind not in "iuf" or not np.isfinite(given).all() or (given % 1).any():
         raise ValueError(f"Layout must contain only integer rank IDs. Got {given.tolist()}")
     return given.astype(np.int64)

@@ -63,13 +63,14 @@ class MultiWorkerFuture:
     """A call in progress: `futures[i]` is the result of worker `called_workers[i]`.
 
     Only the results of the workers in `return_from_workers` are returned. `deadline`: time limit in seconds that
-    overrides `deadlines.call`; a group need not support it.
+    overrides `deadlines.call`; a group need not support it. `method_name` is the called method, for messages.
     """
 
     futures: list[Any]
     return_from_workers: list[int] | None = None
     called_workers: list[int] | None = None
     deadline: float | None = None
+    method_name: str = "a call"
 
     def get_results(self, worker_group: Any, return_generators_as_proxies: bool = False) -> list[Any]:
         """Return `worker_group.get_all_worker_results(self)`, of the group that started the calls."""

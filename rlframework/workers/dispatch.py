@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlframework.errors import BatchError, UserError
+from rlframework.errors import BatchError, ConfigError, UserError
 from rlframework.interfaces.named_sharding import NamedSharding
-from rlframework.interfaces.worker_group import MultiWorkerFuture, WorkerGroup
+from rlframework.interfaces.worker_group import MultiWorkerFuture, WorkerGroup, WorkerSpec
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,15 @@ class Dispatch:
 
 class PositionalArgumentsError(UserError, TypeError, AssertionError):
     """A worker was called with positional arguments. Also an `AssertionError`, for code written for NeMo-RL."""
+
+
+def reject_own_python(spec: WorkerSpec, group: str) -> None:
+    """Raise a `ConfigError` if the worker names its own Python, which the worker group `group` does not support."""
+    if spec.py_executable is not None:
+        raise ConfigError(
+            f"the worker {spec.target} needs its own Python ({spec.py_executable}), which worker_group.name={group} "
+            "does not support: use worker_group.name=ray"
+        )
 
 
 def select_results(future: MultiWorkerFuture, results: Sequence[Any]) -> list[Any]:

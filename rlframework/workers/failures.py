@@ -1,20 +1,26 @@
 """Worker exceptions on the driver: how they are sent, and which of several failures is the root cause.
 
-The exception itself is not sent, because its class may be defined in a module that the driver must not import.
+The exception itself is not sent, because its class may be defined in a module that the driver must not import: a
+process sends a `HostFailure`, a Ray actor raises a `portable` exception that carries one.
 """
 
 from __future__ import annotations
 
+import builtins
 import importlib
+import pickle
 import sys
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from rlframework.errors import RLFrameworkError, WorkerError, WorkerLost
 
 _CONNECTION_LOST = ("connection closed by peer", "connection reset by peer", "connection refused", "remote process")
 _COLLECTIVE_FAILED = (*_CONNECTION_LOST, "gloo")
+FAILURE = "rlframework_failure"
+"""Attribute of a `portable` exception with the `HostFailure` that describes the original one in the worker."""
 
 
 @dataclass(frozen=True)
@@ -93,3 +99,42 @@ def _own_class(failure: HostFailure) -> type[RLFrameworkError] | None:
         if isinstance(found, type) and issubclass(found, RLFrameworkError):
             return found
     return None
+
+
+def portable(error: Exception) -> Exception:
+    """Convert `error` to an exception that the driver can unpickle without importing the worker's modules.
+
+    Its class is the most derived base class of `error` that is a built-in or an rlframework error. It keeps the
+    traceback, and its attribute `FAILURE` describes the original exception.
+    """
+    if hasattr(error, FAILURE):
+        return error
+    failure, raised = HostFailure.of(error), _in_a_known_class(error)
+    setattr(raised, FAILURE, failure)
+    return raised.with_traceback(error.__traceback__)
+
+
+def _in_a_known_class(error: Exception) -> Exception:
+    kind = type(error)
+    if _is_everywhere(kind) and _pickles(error):
+        return error
+    text = str(error) if _is_everywhere(kind) else f"{kind.__module__}.{kind.__qualname__}: {error}"
+    for base in filter(_is_everywhere, kind.__mro__[: kind.__mro__.index(Exception)]):
+        with suppress(TypeError):  # its constructor needs more arguments, like that of UnicodeDecodeError
+            known: Exception = base(text)
+            if _pickles(known):
+                return known
+    return RuntimeError(text)
+
+
+def _pickles(error: Exception) -> bool:
+    try:
+        return type(pickle.loads(pickle.dumps(error))) is type(error)  # noqa: S301 - pickled on the same line
+    except Exception:  # noqa: BLE001 - any exception means that this error cannot be sent
+        return False
+
+
+def _is_everywhere(kind: type) -> bool:
+    if kind.__module__ == "builtins":
+        return getattr(builtins, kind.__name__, None) is kind
+    return issubclass(kind, RLFrameworkError) and kind.__module__.startswith("rlframework.")

@@ -31,11 +31,7 @@ class InlineWorkerGroup(DispatchingWorkerGroup):
                 f"worker_group.name=inline runs one worker, not {max(config.num_workers, sharding.size)}: "
                 "set worker_group.num_workers=1, or use worker_group.name=processes or ray"
             )
-        if spec.py_executable is not None:
-            raise ConfigError(
-                f"the worker {spec.target} needs its own Python ({spec.py_executable}), which worker_group.name=inline "
-                "does not support: use worker_group.name=ray"
-            )
+        dispatch.reject_own_python(spec, "inline")
         super().__init__(sharding)
         context = WorkerContext(device=device, deadline=config.deadlines.call)
         self._worker: Any = load_target(spec.target)(**spec.kwargs, context=context)

@@ -37,6 +37,15 @@ def check_cores(workers: int) -> None:
         )
 
 
+def check_gpus(workers: int, gpus: int) -> None:
+    """Raise a `ConfigError` if there are more workers than the `gpus` that can be used."""
+    if workers > gpus:
+        raise ConfigError(
+            f"worker_group.num_workers={workers} on device cuda, but there are {gpus} GPU(s): set at most "
+            f"{gpus}, make more visible with CUDA_VISIBLE_DEVICES, or set device=cpu"
+        )
+
+
 def inherited_environment(names: Iterable[str] = (), prefixes: tuple[str, ...] = ()) -> dict[str, str]:
     """The environment variables that a child process inherits: `INHERITED`, `names`, and those with one of `prefixes`.
 

@@ -10,10 +10,20 @@ from __future__ import annotations
 import random
 import socket
 import sys
+from pathlib import Path
 
 from rlframework.errors import WorkerError
 
 _LOWEST_PORT = 20000
+
+
+def first_ephemeral_port() -> int:
+    """The first port of the kernel's ephemeral range."""
+    try:
+        first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except OSError:  # not Linux: IANA's range
+        return 49152
+    return first if first > _LOWEST_PORT + 1000 else 61000
 
 
 def bind_free_port(address: str) -> socket.socket:
@@ -23,26 +33,15 @@ def bind_free_port(address: str) -> socket.socket:
     its use. Raises `WorkerError` if no free port is found.
     """
     highest = first_ephemeral_port() - 1
-    rng = random.SystemRandom()
-    for _ in range(100):
-        candidate = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    for port in random.SystemRandom().sample(range(_LOWEST_PORT, highest + 1), 100):
+        candidate = socket.socket()
         try:
-            candidate.bind((address, rng.randint(_LOWEST_PORT, highest)))
+            candidate.bind((address, port))
         except OSError:
             candidate.close()
         else:
             return candidate
     raise WorkerError(f"found no free port between {_LOWEST_PORT} and {highest} on {address} in 100 attempts")
-
-
-def first_ephemeral_port() -> int:
-    """The first port of the kernel's ephemeral range."""
-    try:
-        with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
-            first = int(file.read().split()[0])
-    except (OSError, ValueError, IndexError):  # not Linux: IANA's range
-        return 49152
-    return first if first > _LOWEST_PORT + 1000 else 61000
 
 
 def reserve_port(address: str) -> socket.socket:

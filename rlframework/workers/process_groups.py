@@ -57,9 +57,7 @@ def process_store(context: WorkerContext) -> TCPStore:
     listener = None
     if context.rank == 0:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        listener = socket.create_server(
-            (address, port), family=family, backlog=_BACKLOG
-        ).detach()  # closed by the store
+        listener = socket.create_server((address, port), family=family, backlog=_BACKLOG).detach()  # the store's
     else:
         _wait_until_served(address, port, context.deadline)
     return TCPStore(

@@ -116,7 +116,8 @@ class Peer:
     def _describe_death(self) -> HostFailure:
         self._process.join(1.0)
         code = self._process.exitcode
-        cause = f"killed by signal {_signal_name(-code)}" if code is not None and code < 0 else f"exit code {code}"
+        names = {-each.value: f"killed by signal {each.name}" for each in signal.Signals}
+        cause = names.get(code, f"exit code {code}")
         hint = "see its output on standard error"
         if not self._has_replied:
             hint += '; a program that starts workers must do so under `if __name__ == "__main__":`'
@@ -128,13 +129,6 @@ class Peer:
         with contextlib.suppress(ProcessLookupError, PermissionError):  # it may not lead its own process group yet
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return str(number)
 
 
 def serve(link: connection.Connection, process_environment: ProcessEnvironment) -> None:

@@ -17,9 +17,8 @@ from multiprocessing import get_context
 from multiprocessing.context import BaseContext
 from typing import Any
 
-from rlframework.errors import ConfigError
 from rlframework.interfaces.worker_group import WorkerSpec
-from rlframework.workers import machine
+from rlframework.workers import dispatch, machine
 from rlframework.workers.failures import HostFailure
 from rlframework.workers.process_peer import Peer, ProcessEnvironment
 from rlframework.workers.remote_group import RemoteWorkerGroup
@@ -67,13 +66,16 @@ class ProcessWorkerGroup(RemoteWorkerGroup):
     def _prepare(self, spec: WorkerSpec, device: str) -> None:
         self._peers: list[Peer] = []
         self._gpus: list[str] = visible_gpus(self._sharding.size) if device == "cuda" else []
-        if spec.py_executable is not None:
-            raise ConfigError(
-                f"the worker {spec.target} needs its own Python ({spec.py_executable}), which "
-                "worker_group.name=processes does not support: use worker_group.name=ray"
-            )
+        dispatch.reject_own_python(spec, "processes")
+
+    def _start(self, spec: WorkerSpec, device: str) -> None:
+        self._start_hosts(spec, device)
+        contexts, shared = self._contexts(device), _Pickled(spec)
+        started = {rank: self._send(rank, "start", shared, context) for rank, context in enumerate(contexts)}
+        self._wait(started, f"constructing {spec.target}", "start")
 
     def _start_hosts(self, spec: WorkerSpec, device: str) -> None:
+        """Start a process for each rank."""
         method = _start_method()
         environment = machine.inherited_environment() | machine.worker_environment(
             self._sharding.size, self._config.environment, self._config.pass_environment
@@ -129,11 +131,7 @@ def visible_gpus(workers: int) -> list[str]:
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     count = torch.cuda.device_count()
     gpus = named.split(",")[:count] if named else [str(index) for index in range(count)]
-    if workers > len(gpus):
-        raise ConfigError(
-            f"worker_group.num_workers={workers} on device cuda, but there are {len(gpus)} GPU(s): set at most "
-            f"{len(gpus)}, make more visible with CUDA_VISIBLE_DEVICES, or set device=cpu"
-        )
+    machine.check_gpus(workers, len(gpus))
     return gpus[:workers]
 
 

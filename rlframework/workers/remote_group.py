@@ -14,9 +14,10 @@ import os
 import time
 import weakref
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -34,15 +35,11 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 _GRACE = 1.0
 """Seconds to wait for further failures after the first one, so that the root cause is reported, not its consequence."""
-_KILL_WAIT = 5.0
+KILL_WAIT = 5.0
+"""Seconds to wait until killed processes are gone."""
+_SMALL = (type(None), bool, int, float, str)
+"""Values that are sent with each call instead of being stored once."""
 _LIVE: weakref.WeakSet[RemoteWorkerGroup] = weakref.WeakSet()
-
-
-@dataclass
-class Call(MultiWorkerFuture):
-    """A future that records the name of the called method, for messages."""
-
-    method_name: str = "a call"
 
 
 class RemoteWorkerGroup(DispatchingWorkerGroup):
@@ -56,8 +53,7 @@ class RemoteWorkerGroup(DispatchingWorkerGroup):
         self._ended: str | None = None
         self._gone: bool | None = None
         self._driver = os.getpid()
-        self._pids: dict[int, int] = {}
-        self._remote_pids: dict[int, int] = {}
+        self._pids: dict[int, tuple[int, str]] = {}
         self._prepare(spec, device)
         _LIVE.add(self)
         self._started = time.monotonic()
@@ -74,8 +70,8 @@ class RemoteWorkerGroup(DispatchingWorkerGroup):
         """Reject what this machine cannot run, before any process is started."""
 
     @abstractmethod
-    def _start_hosts(self, spec: WorkerSpec, device: str) -> None:
-        """Start a process with a `WorkerHost` for each rank."""
+    def _start(self, spec: WorkerSpec, device: str) -> None:
+        """Start a process with a `WorkerHost` for each rank, and construct the workers."""
 
     @abstractmethod
     def _send(self, rank: int, method: str, *args: Any) -> Any:
@@ -93,6 +89,14 @@ class RemoteWorkerGroup(DispatchingWorkerGroup):
     def _end_hosts(self) -> None:
         """Kill the processes."""
 
+    @abstractmethod
+    def _shared(self, value: Any) -> Any:
+        """`value`, which is sent to several ranks, in a form that is stored once."""
+
+    @abstractmethod
+    def _threads(self, rank: int) -> int | None:
+        """Number of threads of a worker."""
+
     def _send_all(self, method: str, calls: Sequence[tuple[int, tuple[Any, ...]]]) -> list[Any]:
         """Call a method of several hosts, given as (rank, arguments); return refs. Ends the group if one call fails."""
         refs: list[Any] = []
@@ -104,17 +108,6 @@ class RemoteWorkerGroup(DispatchingWorkerGroup):
                 self._end(f"{method} could not be sent to all workers")
             raise
         return refs
-
-    def _on_ended(self) -> None:
-        """Called when the processes are gone."""
-
-    def _shared(self, value: Any) -> Any:
-        """`value`, which is sent to several ranks, in a form that is stored once."""
-        return value
-
-    def _threads(self, rank: int) -> int | None:
-        """Number of threads of a worker."""
-        return None
 
     def _address(self) -> str:
         """The address of rank 0's machine at which it listens for the other workers."""
@@ -140,6 +133,9 @@ class RemoteWorkerGroup(DispatchingWorkerGroup):
         """Wait briefly until the processes on other machines have ended; return whether they have."""
         return True
 
+    def _on_ended(self) -> None:
+        """Called when the processes are gone."""
+
     # -- common to all groups -----------------------------------------------------------------------------------------
 
     def get_all_worker_results(self, future: MultiWorkerFuture) -> list[Any]:
@@ -147,11 +143,7 @@ class RemoteWorkerGroup(DispatchingWorkerGroup):
         self._require_usable("waiting for results")
         called = range(len(future.futures)) if future.called_workers is None else future.called_workers
         refs = dict(zip(called, future.futures, strict=True))
-        doing = future.method_name if isinstance(future, Call) else "a call"
-        if future.deadline is None:
-            results = self._wait(refs, doing, "call", self._deadlines.call)
-        else:
-            results = self._wait(refs, doing, "", future.deadline)
+        results = self._wait(refs, future.method_name, "call", future.deadline)
         return dispatch.select_results(future, list(results.values()))
 
     def shutdown(self, cleanup_method: str | None = None, timeout: float | None = None) -> bool:
@@ -166,25 +158,18 @@ class RemoteWorkerGroup(DispatchingWorkerGroup):
         ranks = list(range(self._sharding.size))
         refs = dict(enumerate(self._run(cleanup_method, dispatch.Dispatch(ranks, [{}] * len(ranks), ranks)).futures))
         try:
-            self._wait(refs, cleanup_method, "shutdown", self._deadlines.shutdown if timeout is None else timeout)
+            self._wait(refs, cleanup_method, "shutdown", timeout)
         except Exception:  # noqa: BLE001 - logged with its traceback; the shutdown must continue
             _LOG.exception("%s failed during the shutdown of the workers", cleanup_method)
             return False
         return True
 
-    def _start(self, spec: WorkerSpec, device: str) -> None:
-        self._start_hosts(spec, device)
-        contexts, shared = self._contexts(device), self._shared(spec)
-        started = {rank: self._send(rank, "start", shared, context) for rank, context in enumerate(contexts)}
-        self._wait_for_start(started, f"constructing {spec.target}")
-
     def _contexts(self, device: str) -> list[WorkerContext]:
         """Wait until all processes are up; return the context of each rank, with a port that rank 0 has reserved."""
         ranks = range(self._sharding.size)
-        pids = self._wait_for_start({rank: self._send(rank, "pid") for rank in ranks}, "starting its process")
-        self._record_pids(pids)
-        reserved = {0: self._send(0, "reserve_address", self._address())}
-        address, port = self._wait_for_start(reserved, "reserving a port")[0]
+        self._pids = self._wait({rank: self._send(rank, "pid") for rank in ranks}, "starting its process", "start")
+        address = self._address()
+        port = self._wait({0: self._send(0, "reserve", address)}, "reserving a port", "start")[0]
         context = WorkerContext(
             world_size=self._sharding.size,
             master_addr=address,
@@ -194,102 +179,79 @@ class RemoteWorkerGroup(DispatchingWorkerGroup):
         )
         return [self._context(rank, context) for rank in ranks]
 
-    def _wait_for_start(self, refs: dict[int, Any], doing: str) -> dict[int, Any]:
-        return self._wait(refs, doing, "start", self._deadlines.start, self._started)
-
-    def _record_pids(self, replies: Mapping[int, tuple[int, str]]) -> None:
-        """Store the process ids, given as `WorkerHost.pid` returns them."""
-        for rank, (pid, identity) in replies.items():
-            (self._pids if identity == machine.identity() else self._remote_pids)[rank] = pid
-
     def _run(self, method_name: str, plan: dispatch.Dispatch) -> MultiWorkerFuture:
         self._require_usable(method_name)
         shared = self._store_shared(plan.kwargs)
-        calls = [
-            (
-                worker,
-                (
-                    method_name,
-                    worker in plan.returned,
-                    tuple(kwargs),
-                    *[shared.get(id(value), value) for value in kwargs.values()],
-                ),
-            )
-            for worker, kwargs in zip(plan.called, plan.kwargs, strict=True)
-        ]
+        calls = []
+        for worker, kwargs in zip(plan.called, plan.kwargs, strict=True):
+            values = [shared.get(id(value), value) for value in kwargs.values()]
+            calls.append((worker, (method_name, worker in plan.returned, tuple(kwargs), *values)))
         refs = self._send_all("call", calls)
-        return Call(refs, return_from_workers=plan.returned, called_workers=plan.called, method_name=method_name)
+        return MultiWorkerFuture(
+            refs, return_from_workers=plan.returned, called_workers=plan.called, method_name=method_name
+        )
 
     def _store_shared(self, arguments: Sequence[Mapping[Any, Any]]) -> dict[int, Any]:
-        """Store each value that several workers get once, by `id`; small values are sent with each call instead."""
-        counts: dict[int, int] = {}
-        values: dict[int, Any] = {}
-        for of_worker in arguments:
-            for value in of_worker.values():
-                counts[id(value)] = counts.get(id(value), 0) + 1
-                values[id(value)] = value
-        small = (type(None), bool, int, float, str)
-        return {
-            key: self._shared(value)
-            for key, value in values.items()
-            if counts[key] > 1 and not isinstance(value, small)
-        }
+        """Store each value that several workers get once, by `id`."""
+        values = [value for each in arguments for value in each.values() if not isinstance(value, _SMALL)]
+        counts, by_id = Counter(map(id, values)), {id(value): value for value in values}
+        return {key: self._shared(value) for key, value in by_id.items() if counts[key] > 1}
 
     def _require_usable(self, doing: str) -> None:
         if self._ended is not None:
             raise WorkerError(f"{doing}: the worker group is no longer usable: {self._ended}; create a new one")
 
-    def _wait(
-        self, refs: dict[int, Any], doing: str, deadline: str, seconds: float, started: float | None = None
-    ) -> dict[int, Any]:
-        """The results by rank. A failure, a missed deadline or an interrupt ends the group and is raised."""
-        try:
-            return self._collect(refs, doing, deadline, seconds, time.monotonic() if started is None else started)
-        except BaseException as error:
-            self._end(f"{doing} ended with {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
-            raise
+    def _wait(self, refs: Mapping[int, Any], doing: str, deadline: str, seconds: float | None = None) -> dict[int, Any]:
+        """The results by rank. A failure, a missed deadline or an interrupt ends the group and is raised.
 
-    def _collect(
-        self, refs: dict[int, Any], doing: str, deadline: str, seconds: float, started: float
-    ) -> dict[int, Any]:
+        `deadline` names the limit in `deadlines`, which for "start" includes all that came before; `seconds` overrides
+        it.
+        """
+        limit = getattr(self._deadlines, deadline) if seconds is None else seconds
+        until = limit + (self._started if deadline == "start" else time.monotonic())
+        try:
+            results, failures = self._collect(refs, until)
+            if failures:
+                raise self._exception(failures, doing)
+            if missing := sorted(refs.keys() - results.keys()):
+                hint = self._describe_resources() if deadline == "start" else ""
+                if seconds is None:
+                    hint += f"If they just need more time, raise worker_group.deadlines.{deadline}"
+                nodes = ",".join(sorted({self._location_text(rank) for rank in missing} - {""}))
+                raise DeadlineExceeded(
+                    f"{doing}: no answer within {limit:g} s from rank {', '.join(map(str, missing))} of "
+                    f"{self._sharding.size}{nodes}; answered: {', '.join(map(str, sorted(results))) or 'none'}. "
+                    f"The workers were ended. {hint}"
+                )
+        except BaseException as error:
+            first_line = str(error).partition("\n")[0]
+            self._end(f"{doing} ended with {type(error).__name__}: {first_line}")
+            raise
+        return {rank: results[rank] for rank in refs}
+
+    def _collect(self, refs: Mapping[int, Any], until: float) -> tuple[dict[int, Any], dict[int, HostFailure]]:
+        """The results and failures that arrive in time, by rank; after a failure, those of the next moment."""
         pending = {ref: rank for rank, ref in refs.items()}
         results: dict[int, Any] = {}
         failures: dict[int, HostFailure] = {}
-        until = started + seconds
-        while pending:
-            ready = self._wait_any(list(pending), max(until - time.monotonic(), 0.0))
-            if not ready:
-                break
+        while pending and (ready := self._wait_any(list(pending), max(until - time.monotonic(), 0.0))):
             for ref in ready:
                 rank = pending.pop(ref)
                 results[rank] = self._result(rank, ref)
                 if isinstance(results[rank], HostFailure):
                     failures[rank] = results[rank]
                     until = min(until, time.monotonic() + _GRACE)
-        if failures:
-            raise self._exception(failures, doing)
-        if pending:
-            self._raise_deadline(sorted(pending.values()), sorted(results), doing, deadline, seconds)
-        return {rank: results[rank] for rank in refs}
-
-    def _raise_deadline(
-        self, missing: list[int], answered: list[int], doing: str, deadline: str, seconds: float
-    ) -> NoReturn:
-        size = self._sharding.size
-        nodes = {self._location_text(rank) for rank in missing} - {""}
-        raise DeadlineExceeded(
-            f"{doing}: no answer within {seconds:g} s from rank {', '.join(map(str, missing))} of {size}"
-            f"{','.join(sorted(nodes))}; answered: {', '.join(map(str, answered)) or 'none'}. The workers were ended. "
-            + (self._describe_resources() if deadline == "start" else "")
-            + (f"If they just need more time, raise worker_group.deadlines.{deadline}" if deadline else "")
-        )
+        return results, failures
 
     def _end(self, reason: str) -> bool:
         """Kill the processes and wait until they are gone; idempotent."""
         self._ended = self._ended or reason
         if self._gone is None:  # still None if this was interrupted: tried again when the program exits
             self._end_hosts()
-            gone = _wait_until_gone(self._pids.values()) and self._wait_for_other_machines(sorted(self._remote_pids))
+            here = machine.identity()
+            gone = _wait_until_gone([pid for pid, where in self._pids.values() if where == here])
+            away = sorted(rank for rank, (_, where) in self._pids.items() if where != here)
+            gone = self._wait_for_other_machines(away) and gone
             self._on_ended()
             _LIVE.discard(self)
             self._gone = gone
@@ -306,12 +268,12 @@ def check_ranks(sharding: NamedSharding, workers: int) -> None:
         raise GroupArgumentError(f"the sharding must hold the ranks 0..{workers - 1} once each, got {sharding}")
 
 
-def _wait_until_gone(pids: Iterable[int]) -> bool:
+def _wait_until_gone(pids: Sequence[int]) -> bool:
     processes = []
     for pid in pids:
         with contextlib.suppress(psutil.NoSuchProcess):
             processes.append(psutil.Process(pid))
-    _, left = psutil.wait_procs(processes, _KILL_WAIT)
+    _, left = psutil.wait_procs(processes, KILL_WAIT)
     for process in left:
         with contextlib.suppress(psutil.Error):
             process.kill()

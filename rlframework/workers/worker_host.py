@@ -31,21 +31,17 @@ def find_target(spec: WorkerSpec) -> str:
     return manager.select(*spec.part).record.target if spec.part else spec.target
 
 
-class WorkerHost:
+class WorkerHost(PortReserver):
     """Hosts one worker. Cheap to construct; `start` imports the worker's module and constructs the worker."""
 
     def __init__(self) -> None:
+        super().__init__()
         log_to_stderr()
         self._worker: Any = None
-        self._ports = PortReserver()
 
     def pid(self) -> tuple[int, str]:
         """The process id and its `machine.identity`. A reply also shows that the process is up."""
         return os.getpid(), machine.identity()
-
-    def reserve_address(self, address: str) -> tuple[str, int]:
-        """Return `address`, an address of this machine, and a port that this process reserves there; see `ports`."""
-        return address, self._ports.reserve(address)
 
     def start(self, spec: WorkerSpec, context: WorkerContext) -> None:
         """Compare plugins, import the worker's module and construct the worker."""

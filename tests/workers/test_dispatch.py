@@ -44,6 +44,15 @@ def test_single_data_to_rank_0_of_axes(axes, called):
     assert found.called == found.returned == called
 
 
+@pytest.mark.parametrize("method", ["all_workers_single", "all_workers_multiple", "all_workers_sharded"])
+def test_positional_arguments_are_a_type_error_that_says_to_use_keywords(method):
+    with pytest.raises(TypeError, match="name=value") as told:
+        getattr(GROUP, f"run_{method}_data")("method", [1, 2])
+    assert isinstance(told.value, AssertionError)  # as in NeMo-RL
+    with pytest.raises(TypeError, match="name=value"):
+        GROUP.run_single_worker_single_data("method", 0, 1)
+
+
 def test_one_worker_alone():
     found = GROUP.run_single_worker_single_data("method", 2, x=1)
     assert (found.called, found.kwargs, found.returned) == ([2], [{"x": 1}], [2])
@@ -82,8 +91,9 @@ def test_multiple_data_on_rank_0_of_an_axis():
     ],
 )
 def test_multiple_data_of_the_wrong_length(kwargs, axes, message):
-    with pytest.raises(BatchError, match=message):
+    with pytest.raises(BatchError, match=message) as told:
         GROUP.run_all_workers_multiple_data("method", run_rank_0_only_axes=axes, **kwargs)
+    assert isinstance(told.value, AssertionError)  # as in NeMo-RL
 
 
 def test_sharded_and_replicated_with_one_result_per_shard():
@@ -98,17 +108,10 @@ def test_sharded_and_replicated_with_one_result_per_shard():
     assert kept == [0, 2]
 
 
-def test_replicated_without_output_is_replicated_keeps_every_copy():
-    _, kept = plan({"x": ["a", "b"]}, in_sharded_axes=["data"], replicate_on_axes=["tensor"])
-    assert kept == [0, 1, 2, 3]
-
-
-def test_sharded_over_the_inner_axis():
-    calls, kept = plan(
-        {"x": ["a", "b"]}, in_sharded_axes=["tensor"], replicate_on_axes=["data"], output_is_replicated=["data"]
-    )
+def test_sharded_over_the_inner_axis_with_every_copy_returned():
+    calls, kept = plan({"x": ["a", "b"]}, in_sharded_axes=["tensor"], replicate_on_axes=["data"])
     assert {worker: share["x"] for worker, share in calls.items()} == {0: "a", 1: "b", 2: "a", 3: "b"}
-    assert kept == [0, 1]
+    assert kept == [0, 1, 2, 3]
 
 
 def test_two_sharded_axes_index_in_the_given_order():
@@ -120,29 +123,19 @@ def test_two_sharded_axes_index_in_the_given_order():
     assert [calls[worker]["x"] for worker in range(4)] == ["a", "c", "b", "d"]
 
 
-def test_free_axis_calls_only_coordinate_0():
-    calls, kept = plan({"x": ["a", "b"]}, in_sharded_axes=["data"])
-    assert calls == {0: {"x": "a"}, 2: {"x": "b"}}
-    assert kept == [0, 2]
-
-
-def test_dummy_calls_to_free_axes_get_none_and_the_common_arguments():
+@pytest.mark.parametrize("dummy", [False, True])
+def test_free_axis_calls_only_coordinate_0_or_the_others_with_none(dummy):
     calls, kept = plan(
-        {"x": ["a", "b"]}, in_sharded_axes=["data"], make_dummy_calls_to_free_axes=True, common_kwargs={"y": 1}
+        {"x": ["a", "b"]}, in_sharded_axes=["data"], make_dummy_calls_to_free_axes=dummy, common_kwargs={"y": 1}
     )
-    assert calls == {0: {"x": "a", "y": 1}, 1: {"x": None, "y": 1}, 2: {"x": "b", "y": 1}, 3: {"x": None, "y": 1}}
+    others = {1: {"x": None, "y": 1}, 3: {"x": None, "y": 1}} if dummy else {}
+    assert calls == {0: {"x": "a", "y": 1}, 2: {"x": "b", "y": 1}, **others}
     assert kept == [0, 2]
 
 
 def test_all_axes_free_calls_one_worker():
     calls, kept = plan({"x": "whole"})
     assert calls == {0: {"x": "whole"}}
-    assert kept == [0]
-
-
-def test_output_replicated_on_a_sharded_axis_keeps_one():
-    calls, kept = plan({"x": ["a", "b"]}, in_sharded_axes=["data"], output_is_replicated=["data"])
-    assert list(calls) == [0, 2]
     assert kept == [0]
 
 
@@ -159,22 +152,18 @@ def test_conflicting_and_unknown_axes():
 
 
 @pytest.mark.parametrize(
-    ("value", "message"),
+    ("value", "axes", "message"),
     [
-        (["a"], "'x' has 1 entries; axis 'data' needs 2"),
-        (["a", "b", "c"], "'x' has 3 entries; axis 'data' needs 2"),
-        ("ab", "must be a list of 2 entries, got a str"),
-        (None, "must be a list of 2 entries, got a NoneType"),
+        (["a"], ["data"], "'x' has 1 entries; axis 'data' needs 2"),
+        (["a", "b", "c"], ["data"], "'x' has 3 entries; axis 'data' needs 2"),
+        ("ab", ["data"], "must be a list of 2 entries, got a str"),
+        (None, ["data"], "must be a list of 2 entries, got a NoneType"),
+        ([["a", "b"], ["c"]], ["data", "tensor"], "'x' has 1 entries; axis 'tensor' needs 2"),
     ],
 )
-def test_wrong_number_of_shards(value, message):
+def test_wrong_number_of_shards(value, axes, message):
     with pytest.raises(BatchError, match=message):
-        plan({"x": value}, in_sharded_axes=["data"], replicate_on_axes=["tensor"])
-
-
-def test_wrong_number_of_nested_shards():
-    with pytest.raises(BatchError, match="'x' has 1 entries; axis 'tensor' needs 2"):
-        plan({"x": [["a", "b"], ["c"]]}, in_sharded_axes=["data", "tensor"])
+        plan({"x": value}, in_sharded_axes=axes)
 
 
 def test_select_results():

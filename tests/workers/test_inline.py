@@ -7,6 +7,7 @@ import traceback
 
 import pytest
 
+from rlframework.config.sections import WorkerGroupConfig
 from rlframework.errors import ConfigError, PluginError
 from rlframework.interfaces.named_sharding import NamedSharding
 from rlframework.interfaces.worker_group import WorkerSpec
@@ -15,9 +16,15 @@ from rlframework.workers.inline import InlineWorkerGroup
 ONE = NamedSharding([[0]], ["data_parallel", "tensor_parallel"])
 
 
+def start(target="probe_workers:Probe", workers=1, **spec):
+    sharding = ONE if workers == 1 else NamedSharding(list(range(workers)), ["data_parallel"])
+    config = WorkerGroupConfig(name="inline", num_workers=workers)
+    return InlineWorkerGroup(WorkerSpec(target, {}, **spec), config, sharding=sharding, device="cpu")
+
+
 @pytest.fixture
-def group(probe_spec, group_config):
-    return InlineWorkerGroup(probe_spec(word="hi"), group_config("inline", 1), sharding=ONE, device="cpu")
+def group():
+    return start()
 
 
 def test_arguments_are_not_copied(group):
@@ -41,30 +48,25 @@ def test_runs_in_the_calling_thread(group):
     assert threading.active_count() == before
 
 
-def test_a_failing_cleanup_is_logged(probe_spec, group_config, caplog):
-    group = InlineWorkerGroup(probe_spec(), group_config("inline", 1), sharding=ONE, device="cpu")
+def test_a_failing_cleanup_is_logged(group, caplog):
     assert group.shutdown("no_such_method") is False
     assert "the worker failed in no_such_method" in caplog.text
 
 
-def test_more_than_one_worker(probe_spec, group_config, line):
+def test_one_worker_of_the_drivers_python():
     with pytest.raises(ConfigError, match=r"runs one worker, not 2.*worker_group\.name=processes or ray"):
-        InlineWorkerGroup(probe_spec(), group_config("inline", 2), sharding=line(2), device="cpu")
-
-
-def test_a_worker_with_its_own_python(group_config):
-    spec = WorkerSpec("probe_workers:Probe", {}, py_executable="/other/python")
+        start(workers=2)
     with pytest.raises(ConfigError, match=r"needs its own Python.*worker_group\.name=ray"):
-        InlineWorkerGroup(spec, group_config("inline", 1), sharding=ONE, device="cpu")
+        start(py_executable="/other/python")
 
 
 @pytest.mark.parametrize(
     ("target", "message"),
     [("probe_workers", "is not an import path"), ("probe_workers:Nothing", "module 'probe_workers' has no 'Nothing'")],
 )
-def test_bad_targets(target, message, group_config):
+def test_bad_targets(target, message):
     with pytest.raises(PluginError, match=message):
-        InlineWorkerGroup(WorkerSpec(target, {}), group_config("inline", 1), sharding=ONE, device="cpu")
+        start(target)
 
 
 def test_needs_neither_ray_nor_torch():

@@ -22,10 +22,7 @@ def test_workers_get_named_variables_only(monkeypatch):
     assert set(given) <= allowed
     assert given["RLFRAMEWORK_DISABLE_PLUGINS"] == "this,that"
     assert dict(os.environ) == before
-
-
-def test_plugins_enabled_in_the_driver_are_enabled_in_workers(monkeypatch):
-    monkeypatch.delenv("RLFRAMEWORK_DISABLE_PLUGINS", raising=False)
+    monkeypatch.delenv("RLFRAMEWORK_DISABLE_PLUGINS")
     assert machine.worker_environment(1)["RLFRAMEWORK_DISABLE_PLUGINS"] == ""
 
 

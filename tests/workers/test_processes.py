@@ -63,17 +63,6 @@ def fresh():
         group.shutdown()
 
 
-def test_workers_get_their_context(group):
-    answers = ask(group, "who")
-    assert [(a["rank"], a["world_size"], a["device"], a["word"]) for a in answers] == [
-        (0, 2, "cpu", "hi"),
-        (1, 2, "cpu", "hi"),
-    ]
-    assert len({a["pid"] for a in answers} | {os.getpid()}) == 3
-    assert all(a["address"] == "127.0.0.1" for a in answers)
-    assert all(a["threads"] == machine.threads_per_worker(2) for a in answers)
-
-
 def test_only_named_variables_are_passed(monkeypatch, fresh):
     monkeypatch.setenv("SECRET_OF_THE_DRIVER", "x")
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
@@ -104,16 +93,6 @@ def test_workers_run_in_the_drivers_working_directory(monkeypatch, tmp_path):
     assert group.shutdown()
 
 
-def test_a_second_call_starts_without_being_awaited(group, tmp_path):
-    mark = tmp_path / "begun"
-    group.run_all_workers_single_data("echo", x=1)
-    group.run_all_workers_single_data("touch", path=str(mark))
-    until = time.monotonic() + 10
-    while not mark.exists() and time.monotonic() < until:
-        time.sleep(0.01)
-    assert mark.exists()
-
-
 def test_shared_arguments_are_pickled_once(group):
     pickled = []
 
@@ -127,14 +106,9 @@ def test_shared_arguments_are_pickled_once(group):
 
 
 def test_unpicklable_arguments_reach_no_worker(group):
-    with pytest.raises(TypeError, match=r"must be picklable: .*lock"):
-        ask(group, "echo", x=threading.Lock())
     with pytest.raises(TypeError, match="must be picklable"):
         group.run_all_workers_sharded_data("echo", in_sharded_axes=["data_parallel"], x=["fine", lambda: 1])
     assert ask(group, "echo", x=1) == [(0, {"x": 1}), (1, {"x": 1})]
-
-
-def test_unpicklable_constructor_arguments():
     before = threads_of_peers()  # of groups that other tests share
     with pytest.raises(TypeError, match="must be picklable"):
         start(spec=WorkerSpec("probe_workers:Probe", {"word": threading.Lock()}))
@@ -146,30 +120,11 @@ def test_a_result_that_cannot_be_unpickled(fresh):
         ask(fresh(), "answer_of_a_class_that_is_only_there")
 
 
-def test_a_failing_rank_ends_the_call_at_once(fresh):
-    group = fresh()
-    pids = [answer["pid"] for answer in ask(group, "who")]
-    begun = time.monotonic()
-    with pytest.raises(WorkerError, match=r"^rank 1 of 2 failed in fail: Plain: bad thing on 1\n") as caught:
-        ask(group, "fail", kind="Plain", only=1)  # rank 0 sleeps for a minute
-    assert time.monotonic() - begun < 10
-    assert "in fail\n" in str(caught.value)
-    assert running(pids) == []
-    with pytest.raises(WorkerError, match="who: the worker group is no longer usable: fail ended with WorkerError"):
-        ask(group, "who")
-    assert group.shutdown("shutdown") is True
-
-
 def test_a_worker_that_dies_while_idle(fresh):
     group = fresh()
-    pids = [answer["pid"] for answer in ask(group, "who")]
-    os.kill(pids[0], signal.SIGKILL)
+    os.kill(ask(group, "who")[0]["pid"], signal.SIGKILL)
     with pytest.raises(WorkerError, match=r"^the process of rank 0 of 2 died in echo: .*SIGKILL"):
         ask(group, "echo", x=torch.zeros(2**20))
-    assert running(pids) == []
-
-
-def test_a_worker_that_died_while_idle_did_not_end_cleanly(fresh):
     group = fresh()
     os.kill(ask(group, "who")[1]["pid"], signal.SIGKILL)
     assert group.shutdown("shutdown") is False
@@ -187,13 +142,6 @@ def test_a_dead_worker_whose_child_keeps_the_connection_open(fresh):
     with pytest.raises(WorkerError, match=r"^the process of rank 0 of 2 died in die_forked"):
         ask(group, "die_forked", seconds=5)
     assert time.monotonic() - begun < 4
-
-
-def test_the_dead_rank_is_named_not_the_peer_that_noticed(fresh):
-    group = fresh()
-    assert ask(group, "all_reduce", value=1) == [2.0, 2.0]
-    with pytest.raises(WorkerError, match=r"^the process of rank 1 of 2 died in wait_for_peer: "):
-        ask(group, "wait_for_peer", only=1)
 
 
 def test_a_worker_that_does_not_read_its_messages(fresh):
@@ -220,12 +168,6 @@ def test_a_worker_with_its_own_python():
         start(spec=spec)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs here")
-def test_more_workers_than_gpus():
-    with pytest.raises(ConfigError, match=r"num_workers=2 on device cuda, but there are 0 GPU\(s\)"):
-        start(device="cuda")
-
-
 def test_gpus_are_assigned_by_their_visible_names(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-8a,6")
@@ -234,11 +176,6 @@ def test_gpus_are_assigned_by_their_visible_names(monkeypatch):
     assert processes.visible_gpus(3) == ["0", "1", "2"]
     with pytest.raises(ConfigError, match="set at most 3"):
         processes.visible_gpus(4)
-
-
-def test_ranks_must_be_those_of_a_group():
-    with pytest.raises(ValueError, match=r"the sharding must hold the ranks 0\.\.1"):
-        start(NamedSharding([1, 2], ["data_parallel"]))
 
 
 def test_more_workers_than_cores():

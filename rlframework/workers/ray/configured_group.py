@@ -10,6 +10,8 @@ import contextlib
 import os
 from typing import TYPE_CHECKING, Any
 
+import ray
+
 from rlframework.config.sections import RayGroupConfig
 from rlframework.errors import ConfigError
 from rlframework.interfaces.worker_group import MultiWorkerFuture, WorkerSpec
@@ -76,7 +78,7 @@ class ConfiguredRayWorkerGroup(RayWorkerGroup):
 
 def _check(settings: RayGroupConfig, workers: int) -> None:
     """Reject what the cluster cannot run, before Ray is started."""
-    if runtime.would_be_private(settings.address):
+    if runtime.is_private(settings.address):
         machine.check_cores(workers)
         if settings.python is not None and not os.access(settings.python, os.X_OK):
             raise ConfigError(
@@ -94,7 +96,7 @@ def _reserve(settings: RayGroupConfig, workers: int, device: str) -> RayVirtualC
     """Reserve placement groups for all workers: one per node with `workers_per_node`, otherwise a single one."""
     private = runtime.is_private()
     if private and device == "cuda":
-        runtime.check_gpus(workers)
+        machine.check_gpus(workers, int(ray.cluster_resources().get("GPU", 0)))  # type: ignore[no-untyped-call]
     each = None if private else settings.workers_per_node
     cluster = RayVirtualCluster(
         [workers] if each is None else [each] * (workers // each),

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 from rlframework.errors import ConfigError
 
@@ -87,34 +88,15 @@ def rank_placements(nodes: Sequence[Sequence[str]], addresses: Mapping[str, str]
     With several groups, each group is a node and ranks follow the order of the groups. With one group spread over
     machines, the machines are the nodes, in order of first appearance, and the ranks of a machine are consecutive.
     """
-    if len(nodes) > 1:
-        return [
-            Placement(group, bundle, node, addresses.get(node, ""), group, bundle)
-            for group, of_group in enumerate(nodes)
-            for bundle, node in enumerate(of_group)
-        ]
-    bundles: dict[str, list[int]] = {}
-    for bundle, node in enumerate(nodes[0] if nodes else ()):
-        bundles.setdefault(node, []).append(bundle)
+    of_nodes: dict[int | str, list[tuple[int, int, str]]] = {}
+    for group, of_group in enumerate(nodes):
+        for bundle, node in enumerate(of_group):
+            of_nodes.setdefault(group if len(nodes) > 1 else node, []).append((group, bundle, node))
     return [
-        Placement(0, bundle, node, addresses.get(node, ""), node_rank, local_rank)
-        for node_rank, (node, of_node) in enumerate(bundles.items())
-        for local_rank, bundle in enumerate(of_node)
+        Placement(group, bundle, node, addresses.get(node, ""), node_rank, local_rank)
+        for node_rank, of_node in enumerate(of_nodes.values())
+        for local_rank, (group, bundle, node) in enumerate(of_node)
     ]
-
-
-@dataclass(frozen=True)
-class WorkerAssignment:
-    """The placement of a worker, its tied group, and the name of its actor.
-
-    `bundles` are those of the tied group, and None for all workers but its first.
-    """
-
-    placement: Placement
-    tied_group: int
-    tied_rank: int
-    bundles: tuple[int, list[int]] | None
-    name: str
 
 
 def one_worker_per_bundle(
@@ -137,22 +119,35 @@ def one_worker_per_bundle(
 
 def assign_workers(
     placements: Sequence[Placement], tied_groups: Sequence[tuple[int, list[int]]], name_prefix: str
-) -> list[WorkerAssignment]:
-    """Assign a worker to each bundle of each tied group `(node, bundles)`, in rank order."""
+) -> tuple[list[Placement], list[dict[str, Any]]]:
+    """The placement and the metadata of each worker: one for each bundle of each tied group `(node, bundles)`.
+
+    `bundle_indices` of a worker are those of its tied group, and None for all workers of the group but the first.
+    """
     known = {(each.group, each.bundle): each for each in placements}
-    assignments: list[WorkerAssignment] = []
+    chosen: list[Placement] = []
+    metadata: list[dict[str, Any]] = []
     for group, (node, bundles) in enumerate(tied_groups):
         for tied_rank, bundle in enumerate(bundles):
             if (node, bundle) not in known:
                 raise ClusterArgumentError(
                     f"no bundle {bundle} on node {node}; available (node, bundle) pairs: {sorted(known)}"
                 )
-            tied = (node, list(bundles)) if tied_rank == 0 else None
             suffix = f"{node}-{bundle}" if len(bundles) == 1 else f"grp{group}-{tied_rank}"
-            assignments.append(WorkerAssignment(known[node, bundle], group, tied_rank, tied, f"{name_prefix}-{suffix}"))
-    if not assignments:
+            chosen.append(known[node, bundle])
+            metadata.append(
+                {
+                    "node_idx": node,
+                    "local_rank": tied_rank,
+                    "global_rank": len(metadata),
+                    "name": f"{name_prefix}-{suffix}",
+                    "bundle_indices": (node, list(bundles)) if tied_rank == 0 else None,
+                    "dp_shard_idx": group,
+                }
+            )
+    if not chosen:
         raise ClusterArgumentError("a worker group needs at least one worker: select at least one bundle")
-    return assignments
+    return chosen, metadata
 
 
 def describe(resources: Resources) -> str:

@@ -36,24 +36,9 @@ _TAIL_WAIT = 3.0
 _RAY_LOG_MARKERS = (":job_id:", ":actor_name:", ":task_name:")
 
 
-def check_gpus(workers: int) -> None:
-    """Raise a `ConfigError` if Ray, which must be up, has fewer GPUs than `workers`."""
-    gpus = int(ray.cluster_resources().get("GPU", 0))  # type: ignore[no-untyped-call]
-    if workers > gpus:
-        raise ConfigError(
-            f"worker_group.num_workers={workers} on device cuda, but there are {gpus} GPU(s): set at most "
-            f"{gpus}, make more visible with CUDA_VISIBLE_DEVICES, or set device=cpu"
-        )
-
-
-def would_be_private(address: str | None = None) -> bool:
-    """Whether `acquire` would start, or has started, a Ray that is private to this process and machine."""
+def is_private(address: str | None = None) -> bool:
+    """Whether `acquire` has started, or would start, a Ray that is private to this process and machine."""
     return bool(_PRIVATE) if ray.is_initialized() else (address or os.environ.get("RAY_ADDRESS") or "local") == "local"
-
-
-def is_private() -> bool:
-    """Whether the running Ray was started by this process for itself."""
-    return bool(_PRIVATE)
 
 
 def acquire(user: int, address: str | None = None, listen: str = "127.0.0.1") -> None:
@@ -69,31 +54,27 @@ def acquire(user: int, address: str | None = None, listen: str = "127.0.0.1") ->
     settings = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
     # Ray runs workers at niceness 15, where another busy program on the same cores would almost starve them
     settings["RAY_worker_niceness"] = "0"
-    private = would_be_private(address)
-    if private:
-        settings |= _NO_LOG_MONITOR
-    if private and listen == _LOOPBACK:
-        settings[_ENABLE_CLUSTER] = "0"
-    with _environment(settings):
-        if private:
-            with _isolated_startup(loopback=listen == _LOOPBACK):
-                ray.init(
-                    address="local",
-                    num_cpus=cpu_count(),
-                    include_dashboard=False,
-                    log_to_driver=False,
-                    logging_level=logging.ERROR,
-                    _node_ip_address=listen,
-                )
-            _PRIVATE.append(True)
-        else:
+    if not is_private(address):
+        with _environment(settings):
             _connect(address or os.environ["RAY_ADDRESS"])
+    else:
+        loopback = listen == _LOOPBACK
+        settings |= _NO_LOG_MONITOR | ({_ENABLE_CLUSTER: "0"} if loopback else {})
+        with _environment(settings), _isolated_startup(loopback=loopback):
+            ray.init(
+                address="local",
+                num_cpus=cpu_count(),
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                _node_ip_address=listen,
+            )
+        _PRIVATE.append(True)
     logging.getLogger("ray").setLevel(logging.WARNING)  # silenced only during startup
     _OWNED_BY.add(user)
 
 
 def _connect(address: str) -> None:
-    hint = "start one (`ray start --head`), correct worker_group.address or RAY_ADDRESS, or unset both"
     if address.startswith("ray://"):
         raise ConfigError(
             f"{address}: a Ray client cannot start worker groups; run on a machine of the cluster (`ray job submit`)"
@@ -101,7 +82,10 @@ def _connect(address: str) -> None:
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        raise ConfigError(f"no Ray cluster was found at {address}: {error}; {hint}") from error
+        raise ConfigError(
+            f"no Ray cluster was found at {address}: {error}; start one (`ray start --head`), correct "
+            "worker_group.address or RAY_ADDRESS, or unset both"
+        ) from error
 
 
 def release(user: int) -> None:
@@ -120,10 +104,9 @@ def log_tail(pid: int, lines: int = 20) -> str:
     if node is None:
         return ""
     logs = Path(node.get_logs_dir_path())
-    found = sorted(logs.glob(f"worker-*-{pid}.err"))
-    if not found:
-        return ""
-    written = found[-1].read_text(errors="replace").splitlines()
+    written = [
+        line for log in logs.glob(f"worker-*-{pid}.err") for line in log.read_text(errors="replace").splitlines()
+    ]
     text = "\n".join([line for line in written if not line.startswith(_RAY_LOG_MARKERS)][-lines:])
     return f"\nthe end of its standard error:\n{text}" if text.strip() else ""
 

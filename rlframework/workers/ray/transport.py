@@ -25,7 +25,6 @@ from typing import Any
 
 import numpy as np
 import psutil
-import ray
 from ray import cloudpickle
 
 MAPPED_FROM = 1 << 24
@@ -57,18 +56,6 @@ class Packed:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _unpacked, (self._head, self._buffers)
-
-
-def call_arguments(
-    method_name: str, wants_result: Any, names: Sequence[str | None], values: Sequence[Any]
-) -> tuple[Any, ...]:
-    """The arguments with which to call a worker's actor: one `Packed` call, then the values already in Ray's store.
-
-    Arguments are packed together because each argument costs Ray time; an `ObjectRef` must be a separate argument.
-    """
-    stored = {position: value for position, value in enumerate(values) if isinstance(value, ray.ObjectRef)}
-    unstored = [None if position in stored else value for position, value in enumerate(values)]
-    return Packed((method_name, wants_result, names, unstored, list(stored))), *stored.values()
 
 
 class _Pickler(cloudpickle.Pickler):

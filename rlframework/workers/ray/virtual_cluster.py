@@ -85,12 +85,14 @@ class RayVirtualCluster:
         self._placements: list[Placement] | None = None
         self._used: Counter[tuple[int, int]] = Counter()
         self._counts = _checked_counts(bundle_ct_per_node_list)
-        if use_gpus and num_gpus_per_node <= 0:
-            raise ClusterArgumentError(
-                f"num_gpus_per_node={num_gpus_per_node} with use_gpus=True: use at least 1, or set use_gpus=False"
-            )
-        if max_colocated_worker_groups < 1:
-            raise ClusterArgumentError(f"max_colocated_worker_groups={max_colocated_worker_groups} must be at least 1")
+        _require(
+            not use_gpus or num_gpus_per_node > 0,
+            f"num_gpus_per_node={num_gpus_per_node} with use_gpus=True: use at least 1, or set use_gpus=False",
+        )
+        _require(
+            max_colocated_worker_groups > 0,
+            f"max_colocated_worker_groups={max_colocated_worker_groups} must be at least 1",
+        )
         _check_strategy(placement_group_strategy)
         self.use_gpus = use_gpus
         self.max_colocated_worker_groups = max_colocated_worker_groups
@@ -127,8 +129,9 @@ class RayVirtualCluster:
     def placements(self) -> list[Placement]:
         """The placement of each rank in a group that uses all bundles. The ranks of a node are consecutive."""
         if self._placements is None:
+            of_bundles = [placement_group_table(group)["bundles_to_node_id"] for group in self.get_placement_groups()]
             self._placements = placement.rank_placements(
-                [_nodes_of(group) for group in self.get_placement_groups()],
+                [[nodes[bundle] for bundle in sorted(nodes)] for nodes in of_bundles],
                 {machine.node_id: machine.address for machine in machines()},
             )
         return list(self._placements)
@@ -146,9 +149,14 @@ class RayVirtualCluster:
                 f"no bundle {bundle_idx} in placement group {pg_idx}; available (group, bundle) pairs: "
                 f"{sorted(placements)}"
             )
-        address = self.address_of(placements[pg_idx, bundle_idx])
-        reserver = self._port_reserver(placements[pg_idx, bundle_idx].node_id)
-        return address, int(ray.get(reserver.reserve.remote(address), timeout=self._ready_timeout))
+        placed = placements[pg_idx, bundle_idx]
+        if placed.node_id not in self._port_reservers:
+            there = NodeAffinitySchedulingStrategy(placed.node_id, soft=False)
+            reserver = ray.remote(PortReserver).options(num_cpus=0, scheduling_strategy=there).remote()
+            self._port_reservers[placed.node_id] = reserver
+        address = self.address_of(placed)
+        port = self._port_reservers[placed.node_id].reserve.remote(address)
+        return address, int(ray.get(port, timeout=self._ready_timeout))
 
     def address_of(self, placed: Placement) -> str:
         """The address at which other workers reach a worker placed there: loopback if all are on one machine."""
@@ -211,19 +219,16 @@ class RayVirtualCluster:
 
     def _reserve(self, strategy: str, unified: bool) -> list[PlacementGroup]:
         if unified:
-            bundles = [self.bundle for _ in range(self.world_size())]
+            bundles = [self.bundle] * self.world_size()
             return [placement_group(bundles, strategy=strategy, name=self._unique_name("all"))]
         counts = [count for count in self._counts if count]
         nodes = placement.assign(counts, self.bundle, machines())
-        return [
-            placement_group(
-                [self.bundle for _ in range(count)],
-                strategy="STRICT_PACK",
-                name=self._unique_name(f"node{index}"),
-                bundle_label_selector=None if nodes is None else [{"ray.io/node-id": nodes[index]}] * count,
-            )
-            for index, count in enumerate(counts)
-        ]
+        groups = []
+        for index, count in enumerate(counts):
+            selector = None if nodes is None else [{"ray.io/node-id": nodes[index]}] * count
+            name, bundles = self._unique_name(f"node{index}"), [self.bundle] * count
+            groups.append(placement_group(bundles, strategy="STRICT_PACK", name=name, bundle_label_selector=selector))
+        return groups
 
     def _wait_until_ready(self) -> None:
         until = time.monotonic() + self._ready_timeout
@@ -239,16 +244,6 @@ class RayVirtualCluster:
                 "raise ready_timeout"
             )
 
-    def _port_reserver(self, node_id: str) -> Any:
-        """The actor that reserves ports of a machine."""
-        if node_id not in self._port_reservers:
-            self._port_reservers[node_id] = (
-                ray.remote(PortReserver)
-                .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False))
-                .remote()
-            )
-        return self._port_reservers[node_id]
-
     # -- shutdown -----------------------------------------------------------------------------------------------------
 
     def shutdown(self) -> bool:
@@ -260,7 +255,9 @@ class RayVirtualCluster:
         if ray.is_initialized():
             for reserver in self._port_reservers.values():
                 ray.kill(reserver)
-            gone = _remove(self._placement_groups)
+            for group in self._placement_groups:
+                remove_placement_group(group)
+            gone = runtime.poll(self._placement_groups, _is_removed, _REMOVAL_WAIT)
         self._port_reservers, self._placement_groups, self._placements = {}, [], None
         self._used.clear()
         runtime.release(id(self))
@@ -283,30 +280,32 @@ class RayVirtualCluster:
         return f"{self.name or 'rlframework'}-{part}-{os.getpid()}-{id(self):x}"
 
 
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise ClusterArgumentError(message)
+
+
 def _checked_counts(counts: Sequence[int]) -> list[int]:
-    whole = not isinstance(counts, (str, bytes)) and all(
-        isinstance(count, int) and not isinstance(count, bool) and count >= 0 for count in counts
+    _require(
+        all(type(count) is int and count >= 0 for count in counts) and sum(counts) > 0,
+        f"bundle_ct_per_node_list={counts!r} must be a list with the number of bundles on each node, at least one in "
+        "total",
     )
-    if not whole or not sum(counts):
-        raise ClusterArgumentError(
-            f"bundle_ct_per_node_list={counts!r} must be a list with the number of bundles on each node, at least one "
-            "in total"
-        )
     return list(counts)
 
 
 def _check_strategy(strategy: str) -> None:
-    if strategy not in _STRATEGIES:
-        raise ClusterArgumentError(
-            f"placement_group_strategy={strategy!r} is unknown: use one of {', '.join(_STRATEGIES)}"
-        )
+    _require(
+        strategy in _STRATEGIES,
+        f"placement_group_strategy={strategy!r} is unknown: use one of {', '.join(_STRATEGIES)}",
+    )
 
 
 def _retries(given: int | None) -> int:
-    text = os.environ.get(MAX_RETRIES_VARIABLE, "6") if given is None else str(given)
-    if not text.isdigit() or int(text) < 1:
-        source = MAX_RETRIES_VARIABLE if given is None else "max_retries"
-        raise ClusterArgumentError(f"{source}={text} must be a positive integer")
+    source, text = "max_retries", str(given)
+    if given is None:
+        source, text = MAX_RETRIES_VARIABLE, os.environ.get(MAX_RETRIES_VARIABLE, "6")
+    _require(text.isdigit() and int(text) > 0, f"{source}={text} must be a positive integer")
     return int(text)
 
 
@@ -326,15 +325,5 @@ def machines() -> list[Machine]:
     ]
 
 
-def _nodes_of(group: PlacementGroup) -> list[str]:
-    """The machine of each bundle."""
-    node_ids = placement_group_table(group)["bundles_to_node_id"]
-    return [node_ids[bundle] for bundle in sorted(node_ids)]
-
-
-def _remove(groups: Sequence[PlacementGroup]) -> bool:
-    """Remove placement groups; return whether Ray has confirmed it in time."""
-    for group in groups:
-        remove_placement_group(group)
-    states = ("REMOVED", None)
-    return runtime.poll(groups, lambda group: placement_group_table(group).get("state") in states, _REMOVAL_WAIT)
+def _is_removed(group: PlacementGroup) -> bool:
+    return placement_group_table(group).get("state") in ("REMOVED", None)

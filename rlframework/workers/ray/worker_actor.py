@@ -1,55 +1,83 @@
-"""`WorkerActor`: the Ray actor that hosts a worker in its process.
+"""`WorkerActor`: the Ray actor that hosts a worker, and how it inspects the worker's class for the driver.
 
 The worker need not know rlframework: its rank may be given in environment variables, set before its module is imported,
-and its exceptions are raised in the driver as Ray raises them. Ray itself is not imported: the class becomes an actor
-where it is started.
+and its exceptions are raised in the driver as Ray raises them.
 """
 
 from __future__ import annotations
 
-import builtins
+import importlib
 import inspect
 import os
-import pickle
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
-from rlframework.errors import RLFrameworkError, WorkerError
+from rlframework.errors import ConfigError, PluginError, WorkerError
 from rlframework.interfaces.worker_group import WorkerSpec
 from rlframework.workers import machine
-from rlframework.workers.failures import HostFailure
-from rlframework.workers.ray import transport
-from rlframework.workers.ray.worker_class import Configuration, Description, configuration, describe, find_class
+from rlframework.workers.failures import portable
+from rlframework.workers.ray.transport import Packed
 from rlframework.workers.worker_host import WorkerHost, find_target
 
 BARE = "bare"
 """Value of `wants_result` for a call with several returns: the result is not packed, so that Ray can split it."""
-FAILURE = "rlframework_failure"
-"""Attribute of a raised exception with the `HostFailure` that describes the original one in the worker."""
 
 PackedCall = tuple[str, bool | str, Sequence[str | None], list[Any], Sequence[int]]
 """A call: method name, `wants_result`, argument names (None: positional), argument values, and the positions of the
-values that are passed separately because they are in Ray's store. See `transport.call_arguments`."""
+values that are passed separately because they are in Ray's store. See `worker_builder.call_arguments`."""
+
+
+class WorkerClassError(PluginError, ConfigError, ValueError):
+    """The import path of a worker's class is invalid, or does not name a usable class."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """How to call a method of the worker: whether it yields, and its options from `ray.method`."""
+
+    yields: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """The return values of `configure_worker` for one worker."""
+
+    resources: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    init_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    runtime_env: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Description:
+    """Describes a worker's class to the driver, which does not import it.
+
+    `options` are those of its `ray.remote`; `configures` says whether it has a `configure_worker`, and `forwards`
+    whether it has a `__getattr__`, and therefore methods that are not among `methods`.
+    """
+
+    name: str
+    methods: Mapping[str, Method] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    is_async: bool = False
+    configures: bool = False
+    forwards: bool = False
 
 
 class WorkerActor(WorkerHost):
     """Hosts one worker. Cheap to construct; `load` imports its class, `construct` constructs it.
 
-    With a `path`, the constructor does both, so that no call can precede them; the other arguments are those of
-    `construct`. A call raises the worker's exceptions as classes that every process knows, see `portable`.
+    A call raises the worker's exceptions as classes that every process knows, see `failures.portable`.
     """
 
-    def __init__(self, path: str = "", *construct: Any) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self._class: type | None = None
         self._error: Exception | None = None
-        if path:
-            try:
-                self.load(WorkerSpec(path, {}), {})
-                self.construct(*construct)
-            except Exception as error:  # noqa: BLE001 - raised by every call
-                self._error = error
 
     def __repr__(self) -> str:
         return repr(self._worker) if self._worker is not None else f"WorkerActor({self._class})"
@@ -84,26 +112,26 @@ class WorkerActor(WorkerHost):
 
     def call(self, asked: PackedCall, *stored: Any) -> Any:  # type: ignore[override]
         """Call the worker; return its packed result, None if it is not wanted, or with `BARE` the result itself."""
-        method_name, wants_result, args, kwargs = _unpacked(asked, stored)
         with _raises_portable():
-            return _wanted(self._method(method_name)(*args, **kwargs), wants_result)
+            result, wants_result = self._called(asked, stored)
+            return _wanted(result, wants_result)
 
     def stream(self, asked: PackedCall, *stored: Any) -> Iterator[Any]:
         """Call a generator method of the worker."""
-        method_name, _, args, kwargs = _unpacked(asked, stored)
         with _raises_portable():
-            for each in self._method(method_name)(*args, **kwargs):
-                yield transport.Packed(each)
+            for each in self._called(asked, stored)[0]:
+                yield Packed(each)
 
     def _loaded(self) -> type:
         if self._class is None:
             raise WorkerError("construct was called before load")
         return self._class
 
-    def _method(self, name: str) -> Any:
+    def _called(self, asked: PackedCall, stored: Sequence[Any]) -> tuple[Any, bool | str]:
         if self._error is not None:
             raise self._error
-        return getattr(self._worker, name)
+        method_name, wants_result, args, kwargs = _unpacked(asked, stored)
+        return getattr(self._worker, method_name)(*args, **kwargs), wants_result
 
 
 class AsyncWorkerActor(WorkerActor):
@@ -111,22 +139,20 @@ class AsyncWorkerActor(WorkerActor):
 
     async def call(self, asked: PackedCall, *stored: Any) -> Any:  # type: ignore[override]
         """Call the worker; await the result of a coroutine."""
-        method_name, wants_result, args, kwargs = _unpacked(asked, stored)
         with _raises_portable():
-            result = self._method(method_name)(*args, **kwargs)
+            result, wants_result = self._called(asked, stored)
             return _wanted(await result if inspect.isawaitable(result) else result, wants_result)
 
     async def stream(self, asked: PackedCall, *stored: Any) -> AsyncIterator[Any]:  # type: ignore[override]
         """Call a generator or asynchronous generator method of the worker."""
-        method_name, _, args, kwargs = _unpacked(asked, stored)
         with _raises_portable():
-            results = self._method(method_name)(*args, **kwargs)
+            results = self._called(asked, stored)[0]
             if hasattr(results, "__aiter__"):
                 async for each in results:
-                    yield transport.Packed(each)
+                    yield Packed(each)
             else:
                 for each in results:
-                    yield transport.Packed(each)
+                    yield Packed(each)
 
 
 @contextmanager
@@ -138,53 +164,10 @@ def _raises_portable() -> Iterator[None]:
         raise portable(error) from None
 
 
-def portable(error: Exception) -> Exception:
-    """Convert `error` to an exception that the driver can unpickle without importing the worker's modules.
-
-    Its class is the most derived base class of `error` that is a built-in or an rlframework error. It keeps the
-    traceback, and its attribute `FAILURE` describes the original exception.
-    """
-    if hasattr(error, FAILURE):
-        return error
-    failure = HostFailure.of(error)
-    raised = _known(error)
-    setattr(raised, FAILURE, failure)
-    return raised.with_traceback(error.__traceback__)
-
-
-def _known(error: Exception) -> Exception:
-    kind = type(error)
-    if _is_everywhere(kind) and _pickles(error):
-        return error
-    text = str(error) if _is_everywhere(kind) else f"{kind.__module__}.{kind.__qualname__}: {error}"
-    for base in kind.__mro__:
-        if _is_everywhere(base) and base not in (Exception, BaseException, object):
-            try:
-                known = base(text)
-            except TypeError:  # its constructor needs more arguments, like that of UnicodeDecodeError
-                continue
-            if isinstance(known, Exception) and _pickles(known):
-                return known
-    return RuntimeError(text)
-
-
-def _is_everywhere(kind: type) -> bool:
-    if kind.__module__ == "builtins":
-        return getattr(builtins, kind.__name__, None) is kind
-    return issubclass(kind, RLFrameworkError) and kind.__module__.startswith("rlframework.")
-
-
-def _pickles(error: Exception) -> bool:
-    try:
-        return type(pickle.loads(pickle.dumps(error))) is type(error)  # noqa: S301 - pickled on the same line
-    except Exception:  # noqa: BLE001 - any exception means that this error cannot be sent
-        return False
-
-
 def _wanted(result: Any, wants_result: bool | str) -> Any:
     if wants_result == BARE:
         return result
-    return transport.Packed(result) if wants_result else None
+    return Packed(result) if wants_result else None
 
 
 def _unpacked(asked: PackedCall, stored: Sequence[Any]) -> tuple[str, bool | str, list[Any], dict[str, Any]]:
@@ -194,3 +177,72 @@ def _unpacked(asked: PackedCall, stored: Sequence[Any]) -> tuple[str, bool | str
     named = list(zip(names, values, strict=True))
     args = [value for name, value in named if name is None]
     return method_name, wants_result, args, {name: value for name, value in named if name is not None}
+
+
+# -- the worker's class, in a process that may import it --------------------------------------------------------------
+
+
+def split_path(path: str) -> tuple[str, str]:
+    """Split `module:Class` or `module.Class` into module and class; raise `WorkerClassError` for anything else."""
+    module, separator, name = path.partition(":") if ":" in path else path.rpartition(".")
+    if not separator or not all(part.isidentifier() for part in f"{module}.{name}".split(".")):
+        raise WorkerClassError(f"{path!r} is not the import path of a worker class: write module:Class or module.Class")
+    return module, name
+
+
+def find_class(path: str) -> tuple[type, dict[str, Any]]:
+    """Import the class at `path`; return it undecorated, and the options of its `ray.remote`."""
+    module, name = split_path(path)
+    imported = importlib.import_module(module)
+    try:
+        found = attrgetter(name)(imported)
+    except AttributeError as error:
+        raise WorkerClassError(f"{path!r}: module {module!r} has no {name!r}") from error
+    metadata = getattr(found, "__ray_metadata__", None)
+    options = {} if metadata is None else found._default_options
+    plain = found if metadata is None else metadata.modified_class.__ray_actor_class__
+    if not inspect.isclass(plain):
+        raise WorkerClassError(f"{path!r} is a {type(found).__name__}: name a class, with or without ray.remote")
+    return plain, {key: value for key, value in options.items() if value is not None}
+
+
+def describe(plain: type, options: Mapping[str, Any]) -> Description:
+    """Describe a class as `find_class` returns it."""
+    members = dict(inspect.getmembers(plain, inspect.isroutine))
+    members = {name: member for name, member in members.items() if not name.startswith("__")}
+    return Description(
+        plain.__name__,
+        {name: _method(member) for name, member in members.items()},
+        options,
+        is_async=any(
+            inspect.iscoroutinefunction(each) or inspect.isasyncgenfunction(each) for each in members.values()
+        ),
+        configures=hasattr(plain, "configure_worker"),
+        forwards=hasattr(plain, "__getattr__"),
+    )
+
+
+def _method(member: Any) -> Method:
+    yields = inspect.isgeneratorfunction(member) or inspect.isasyncgenfunction(member)
+    known = {"num_returns": "__ray_num_returns__", "concurrency_group": "__ray_concurrency_group__"}
+    options = {option: getattr(member, name) for option, name in known.items() if hasattr(member, name)}
+    return Method(yields, options)
+
+
+def configuration(
+    plain: type, num_gpus: float, bundle_indices: tuple[int, list[int]] | None, num_gpus_per_node: int
+) -> Configuration:
+    """Call the class's `configure_worker`; an empty configuration if it has none."""
+    configure = getattr(plain, "configure_worker", None)
+    if configure is None:
+        return Configuration()
+    known: dict[str, Any] = {"num_gpus": num_gpus, "bundle_indices": bundle_indices}
+    if "num_gpus_per_node" in inspect.signature(configure).parameters:
+        known["num_gpus_per_node"] = num_gpus_per_node
+    answer = tuple(configure(**known))
+    if len(answer) not in (3, 4):
+        raise WorkerClassError(
+            f"{plain.__name__}: configure_worker must return (resources, env_vars, init_kwargs) and optionally "
+            f"runtime_env; it returned {len(answer)} values"
+        )
+    return Configuration(*(part or {} for part in answer))

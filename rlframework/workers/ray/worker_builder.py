@@ -7,7 +7,7 @@ Names and semantics follow NeMo-RL. A worker's options, in increasing order of p
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -17,11 +17,14 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlframework.interfaces.worker_group import WorkerSpec
 from rlframework.workers import machine
-from rlframework.workers.ray import transport
-from rlframework.workers.ray.worker_actor import BARE, AsyncWorkerActor, WorkerActor
-from rlframework.workers.ray.worker_class import (
+from rlframework.workers.ray.transport import Packed
+from rlframework.workers.ray.worker_actor import (
+    BARE,
+    AsyncWorkerActor,
     Configuration,
     Description,
+    Method,
+    WorkerActor,
     configuration,
     describe,
     find_class,
@@ -31,10 +34,15 @@ from rlframework.workers.ray.worker_class import (
 
 def recursive_merge_options(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     """Merge both dictionaries recursively into a new one; values of `above` take precedence."""
-    merged = {key: _copied(value) for key, value in below.items()}
+    merged = {
+        key: recursive_merge_options(value, {}) if isinstance(value, Mapping) else value for key, value in below.items()
+    }
     for key, value in above.items():
-        both = isinstance(value, Mapping) and isinstance(merged.get(key), dict)
-        merged[key] = recursive_merge_options(merged[key], value) if both else _copied(value)
+        if isinstance(value, Mapping):
+            inner = merged.get(key)
+            merged[key] = recursive_merge_options(inner if isinstance(inner, dict) else {}, value)
+        else:
+            merged[key] = value
     return merged
 
 
@@ -49,13 +57,13 @@ def worker_options(
     capture_child_tasks: bool = True,
 ) -> dict[str, Any]:
     """The options with which Ray starts a worker. Leaves its arguments unchanged."""
-    options = recursive_merge_options(described.options, asked)
+    options: dict[str, Any] = {}
     wanted = recursive_merge_options({"env_vars": configured.environment}, configured.runtime_env)
-    options = recursive_merge_options(options, {"runtime_env": wanted})
-    runtime_env = options["runtime_env"]
-    if "_nsight" in runtime_env:  # Ray renames `nsight` when it reads the options of a class
-        runtime_env["nsight"] = runtime_env.pop("_nsight")
-    options = recursive_merge_options(options, {"num_gpus": num_gpus, **configured.resources})
+    placed = {"num_gpus": num_gpus, **configured.resources}
+    for above in (described.options, asked, {"runtime_env": wanted}, placed):
+        options = recursive_merge_options(options, above)
+    if "_nsight" in options["runtime_env"]:  # Ray renames `nsight` when it reads the options of a class
+        options["runtime_env"]["nsight"] = options["runtime_env"].pop("_nsight")
     options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
         placement_group,
         placement_group_bundle_index=bundle,
@@ -64,15 +72,26 @@ def worker_options(
     return options
 
 
-def start_actor(options: Mapping[str, Any], *recipe: Any, is_async: bool) -> Any:
-    """Start a `WorkerActor` with the constructor arguments `recipe`; return Ray's handle without waiting."""
-    return ray.remote(AsyncWorkerActor if is_async else WorkerActor).options(**options).remote(*recipe)
+def start_actor(options: Mapping[str, Any], *, is_async: bool) -> Any:
+    """Start a `WorkerActor`; return Ray's handle without waiting."""
+    return ray.remote(AsyncWorkerActor if is_async else WorkerActor).options(**options).remote()
+
+
+def call_arguments(
+    method_name: str, wants_result: bool | str, names: Sequence[str | None], values: Sequence[Any]
+) -> tuple[Any, ...]:
+    """The arguments with which to call a worker's actor: one packed `PackedCall`, then the values in Ray's store.
+
+    Arguments are packed together because each argument costs Ray time; an `ObjectRef` must be a separate argument.
+    """
+    stored = {position: value for position, value in enumerate(values) if isinstance(value, ray.ObjectRef)}
+    unstored = [None if position in stored else value for position, value in enumerate(values)]
+    return Packed((method_name, wants_result, names, unstored, list(stored))), *stored.values()
 
 
 def constructor_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
     """The arguments of `WorkerActor.construct` after the first, for these arguments of the worker's constructor."""
-    names = [None] * len(args) + list(kwargs)
-    return transport.call_arguments("__init__", False, names, [*args, *kwargs.values()])
+    return call_arguments("__init__", False, [None] * len(args) + list(kwargs), [*args, *kwargs.values()])
 
 
 @dataclass(frozen=True)
@@ -81,12 +100,11 @@ class BoundMethod:
 
     actor: Any
     name: str
-    yields: bool
-    ray_options: Mapping[str, Any] = field(default_factory=dict)
+    method: Method
 
     def options(self, **options: Any) -> BoundMethod:
         """The same method with additional Ray options, such as `name` or `num_returns`."""
-        return BoundMethod(self.actor, self.name, self.yields, {**self.ray_options, **options})
+        return replace(self, method=replace(self.method, options={**self.method.options, **options}))
 
     def remote(self, *args: Any, **kwargs: Any) -> Any:
         """Call the method; returns an `ObjectRef`, or a generator of them if the method yields."""
@@ -94,21 +112,11 @@ class BoundMethod:
 
     def send(self, wants_result: bool, names: Sequence[str | None], *values: Any) -> Any:
         """Call the method with `names` and `values` of its arguments (name None: positional)."""
-        method = self.actor.stream if self.yields else self.actor.call
-        if self.ray_options:
-            method = method.options(**self.ray_options)
-        wanted = BARE if "num_returns" in self.ray_options else wants_result
-        return method.remote(*transport.call_arguments(self.name, wanted, names, values))
-
-
-class PickledHandle:
-    """Sends a `WorkerHandle` through Ray: unpickles as a `WorkerHandle`."""
-
-    def __init__(self, actor: Any, described: Description) -> None:
-        self._parts = (actor, described)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return WorkerHandle, self._parts
+        method = self.actor.stream if self.method.yields else self.actor.call
+        if self.method.options:
+            method = method.options(**self.method.options)
+        wanted = BARE if "num_returns" in self.method.options else wants_result
+        return method.remote(*call_arguments(self.name, wanted, names, values))
 
 
 class WorkerHandle(ActorHandle):  # type: ignore[type-arg]
@@ -123,26 +131,24 @@ class WorkerHandle(ActorHandle):  # type: ignore[type-arg]
 
     def __init__(self, actor: Any, described: Description) -> None:
         self.__dict__.update(actor.__dict__)
-        self._rlframework_actor = actor
-        self._rlframework_described = described
+        self._rlframework = (actor, described)
 
     def __getattr__(self, name: str) -> Any:
-        described = self.__dict__.get("_rlframework_described")
-        if described is not None and name in described.methods:
-            method = described.methods[name]
-            return BoundMethod(self._rlframework_actor, name, method.yields, method.options)
+        actor, described = self.__dict__.get("_rlframework", (None, Description("")))
+        if name in described.methods:
+            return BoundMethod(actor, name, described.methods[name])
         if name.startswith("__ray_"):
             return super().__getattr__(name)
-        raise AttributeError(f"the worker {described.name if described else ''} has no method {name!r}")
+        raise AttributeError(f"the worker {described.name} has no method {name!r}")
 
     def __del__(self) -> None:
         """Do nothing: the wrapped handle keeps the reference count of the actor."""
 
     def __repr__(self) -> str:
-        return f"WorkerHandle({self._rlframework_described.name}, {self._actor_id.hex()})"
+        return f"WorkerHandle({self._rlframework[1].name}, {self._actor_id.hex()})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return WorkerHandle, (self._rlframework_actor, self._rlframework_described)
+        return WorkerHandle, self._rlframework
 
 
 class RayWorkerBuilder:
@@ -182,9 +188,11 @@ class RayWorkerBuilder:
                 placement_group=placement_group,
                 bundle=placement_group_bundle_index,
             )
-            recipe = (dict(configured.init_kwargs), *constructor_call(self.init_args, self.init_kwargs))
-            actor = start_actor(options, self.ray_actor_class_fqn, *recipe, is_async=described.is_async)
-            return PickledHandle(actor, described)
+            actor = start_actor(options, is_async=described.is_async)
+            actor.load.remote(WorkerSpec(self.ray_actor_class_fqn, {}), {})
+            call = constructor_call(self.init_args, self.init_kwargs)
+            ray.wait([actor.construct.remote(dict(configured.init_kwargs), *call)])
+            return Packed(WorkerHandle(actor, described))
 
     def __init__(self, ray_actor_class_fqn: str, *args: Any, **kwargs: Any) -> None:
         split_path(ray_actor_class_fqn)
@@ -249,8 +257,3 @@ class RayWorkerBuilder:
         worker._RAY_INITIALIZER_ACTOR_REF_TO_AVOID_GC = initializer
         handle: ActorHandle[Any] = worker
         return handle
-
-
-def _copied(value: Any) -> Any:
-    """Copy `value`, with all mappings in it as plain dictionaries."""
-    return {key: _copied(each) for key, each in value.items()} if isinstance(value, Mapping) else value

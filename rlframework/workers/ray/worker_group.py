@@ -29,11 +29,11 @@ from rlframework.errors import WorkerError, WorkerLost
 from rlframework.interfaces.named_sharding import NamedSharding
 from rlframework.interfaces.worker_group import MultiWorkerFuture, WorkerContext, WorkerSpec
 from rlframework.workers import dispatch, machine
-from rlframework.workers.failures import HostFailure, root_cause
+from rlframework.workers.failures import FAILURE, HostFailure, root_cause
 from rlframework.workers.ray import placement, runtime, transport, virtual_cluster
 from rlframework.workers.ray.placement import ClusterArgumentError, assign_workers, one_worker_per_bundle
 from rlframework.workers.ray.virtual_cluster import RayVirtualCluster
-from rlframework.workers.ray.worker_actor import FAILURE
+from rlframework.workers.ray.worker_actor import Configuration, Description, Method
 from rlframework.workers.ray.worker_builder import (
     BoundMethod,
     RayWorkerBuilder,
@@ -42,22 +42,20 @@ from rlframework.workers.ray.worker_builder import (
     start_actor,
     worker_options,
 )
-from rlframework.workers.ray.worker_class import Configuration, Description, Method
-from rlframework.workers.remote_group import Call, RemoteWorkerGroup, check_ranks
+from rlframework.workers.remote_group import KILL_WAIT, RemoteWorkerGroup, check_ranks
 
 __all__ = ["MultiWorkerFuture", "RayWorkerBuilder", "RayWorkerGroup"]
 
 _NO_TIMEOUT = 3e8
 """In seconds: about ten years."""
-_KILL_WAIT = 5.0
 
 
-class RayCall(Call, list[Any]):
+class RayCall(MultiWorkerFuture, list[Any]):
     """A call that is also the list of its references, for `ray.get`."""
 
     def __init__(self, futures: list[Any], **details: Any) -> None:
         list.__init__(self, futures)
-        Call.__init__(self, futures, **details)
+        MultiWorkerFuture.__init__(self, futures, **details)
 
 
 class RayWorkerGroup(RemoteWorkerGroup):
@@ -104,15 +102,15 @@ class RayWorkerGroup(RemoteWorkerGroup):
         self._runtime_env = dict(runtime_env or {})
         self._described = Description("")
         self._hosts: list[Any] = []
-        self._handles: list[WorkerHandle] = []
+        self._handles: list[ActorHandle[Any]] = []
         self._items: dict[Any, Any] = {}
         places = cluster.placements()
         if bundle_indices_list is None:
             bundle_indices_list = one_worker_per_bundle(places, len(cluster.get_placement_groups()), workers_per_node)
-        self._assignments = assign_workers(places, bundle_indices_list, name_prefix)
-        self._placements = [assignment.placement for assignment in self._assignments]
-        self._configured = [Configuration() for _ in self._assignments]
-        workers = len(self._assignments)
+        self._placements, self._metadata = assign_workers(places, bundle_indices_list, name_prefix)
+        workers = len(self._placements)
+        self._configured = [Configuration()] * workers
+        self._nodes = Counter(place.node_id for place in self._placements)
         sharding = sharding_annotations or NamedSharding(list(range(workers)), ["worker"])
         check_ranks(sharding, workers)
         config = RayGroupConfig(
@@ -134,22 +132,12 @@ class RayWorkerGroup(RemoteWorkerGroup):
     @property
     def worker_metadata(self) -> list[dict[str, Any]]:
         """By rank: node_idx, local_rank (in the tied group), global_rank, name, bundle_indices, dp_shard_idx."""
-        return [
-            {
-                "node_idx": assignment.placement.group,
-                "local_rank": assignment.tied_rank,
-                "global_rank": rank,
-                "name": assignment.name,
-                "bundle_indices": assignment.bundles,
-                "dp_shard_idx": assignment.tied_group,
-            }
-            for rank, assignment in enumerate(self._assignments)
-        ]
+        return [dict(each) for each in self._metadata]
 
     @property
     def dp_leader_worker_indices(self) -> list[int]:
         """The ranks of the leaders of the tied groups."""
-        return [rank for rank, assignment in enumerate(self._assignments) if assignment.tied_rank == 0]
+        return [rank for rank, each in enumerate(self._metadata) if each["local_rank"] == 0]
 
     @property
     def dp_size(self) -> int:
@@ -183,15 +171,13 @@ class RayWorkerGroup(RemoteWorkerGroup):
         if return_generators_as_proxies:
             return dispatch.select_results(future_bundle, future_bundle.futures)
         futures = future_bundle.futures
-        if not any(isinstance(future, ray.ObjectRefGenerator) for future in futures):
+        yields = [isinstance(each, ray.ObjectRefGenerator) for each in futures]
+        if not any(yields):
             return super().get_all_worker_results(future_bundle)
-        yields = {index for index, each in enumerate(futures) if isinstance(each, ray.ObjectRefGenerator)}
-        refs = [each.completed() if index in yields else each for index, each in enumerate(futures)]
-        self._items = {refs[index]: futures[index] for index in yields}
-        name = getattr(future_bundle, "method_name", "a call")
-        all_results = Call(refs, None, future_bundle.called_workers, future_bundle.deadline, name)
-        results = super().get_all_worker_results(all_results)
-        return [item for index, each in enumerate(results) for item in (each if index in yields else [each])]
+        refs = [each.completed() if streams else each for each, streams in zip(futures, yields, strict=True)]
+        self._items = {ref: each for ref, each, streams in zip(refs, futures, yields, strict=True) if streams}
+        results = super().get_all_worker_results(replace(future_bundle, futures=refs, return_from_workers=None))
+        return [item for each, streams in zip(results, yields, strict=True) for item in (each if streams else [each])]
 
     def shutdown(self, cleanup_method: str | None = None, timeout: float | None = 30.0, force: bool = False) -> bool:
         """Call `cleanup_method` on all workers, wait at most `timeout` seconds (None: no limit), then end them.
@@ -206,10 +192,8 @@ class RayWorkerGroup(RemoteWorkerGroup):
         described = self._described
         if method_name not in described.methods and not described.forwards:
             near = difflib.get_close_matches(method_name, described.methods, n=1)
-            raise AttributeError(
-                f"the worker {described.name} has no method {method_name!r}"
-                + (f"; did you mean {near[0]!r}?" if near else "")
-            )
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise AttributeError(f"the worker {described.name} has no method {method_name!r}{hint}")
         if self.sharding_annotations is None and (shards or axes):
             what = f"run_rank_0_only_axes={list(axes)}" if axes else "run_all_workers_sharded_data"
             raise ClusterArgumentError(
@@ -229,9 +213,7 @@ class RayWorkerGroup(RemoteWorkerGroup):
             return getattr(self._hosts[rank], method).remote(*args)
         name, wants_result, names, *values = args
         described = self._described.methods.get(name, Method())
-        return BoundMethod(self._hosts[rank], name, described.yields, described.options).send(
-            wants_result, names, *values
-        )
+        return BoundMethod(self._hosts[rank], name, described).send(wants_result, names, *values)
 
     def _shared(self, value: Any) -> Any:
         return value if isinstance(value, ray.ObjectRef) else ray.put(transport.Packed(value))
@@ -268,49 +250,32 @@ class RayWorkerGroup(RemoteWorkerGroup):
         self._machines = {machine.node_id: machine for machine in virtual_cluster.machines()}
 
     def _start(self, spec: WorkerSpec, device: str) -> None:
-        self._start_hosts(spec, device)
-        contexts, first = self._contexts(device), self._options()
-        loading = self._load(spec, contexts)
-        self._described = self._wait_for_start({0: loading[0]}, f"importing {spec.target}")[0]
+        options = self._options()
+        contexts, loading = self._load_in_actors(spec, device, options)
+        self._described = self._wait({0: loading[0]}, f"importing {spec.target}", "start")[0]
         if self._described.configures:
-            self._configured = self._configure()
-        if self._described.is_async or any(map(_options_differ, first, self._options())):
-            self._kill_and_wait()
-            self._start_hosts(spec, device)
-            contexts = self._contexts(device)
-            loading = self._load(spec, contexts)
-        self._wait_for_start(loading, f"importing {spec.target}")
+            workers = [(self._gpu_fraction(), each["bundle_indices"]) for each in self._metadata]
+            ref = self._hosts[0].configure.remote(workers, self.cluster.num_gpus_per_node)
+            self._configured = self._wait({0: ref}, "configure_worker", "start")[0]
+        if self._described.is_async or any(map(_options_differ, options, self._options())):
+            self._end_hosts()
+            self._wait_for_other_machines(range(len(self._hosts)))  # their names and GPUs are needed again
+            contexts, loading = self._load_in_actors(spec, device, self._options())
+        self._wait(loading, f"importing {spec.target}", "start")
         self._handles = [WorkerHandle(host, self._described) for host in self._hosts]
-        self._wait_for_start(self._construct(contexts), f"constructing {spec.target}")
+        self._wait(self._construct(contexts), f"constructing {spec.target}", "start")
 
-    def _start_hosts(self, spec: WorkerSpec, device: str) -> None:
-        self._hosts = [start_actor(each, is_async=self._described.is_async) for each in self._options()]
-
-    def _load(self, spec: WorkerSpec, contexts: Sequence[WorkerContext]) -> dict[int, Any]:
-        """Start importing the class in all workers."""
-        return {
-            rank: host.load.remote(spec, self._identity(context), context.node)
-            for rank, (host, context) in enumerate(zip(self._hosts, contexts, strict=True))
-        }
-
-    def _identity(self, context: WorkerContext) -> dict[str, str]:
-        """The environment variables that `torch.distributed` reads, for a worker that does not get its context."""
-        if self._builder.passes_context:
-            return {}
-        return {
-            "RANK": str(context.rank),
-            "LOCAL_RANK": str(context.local_rank),
-            "NODE_RANK": str(context.node_rank),
-            "WORLD_SIZE": str(context.world_size),
-            "MASTER_ADDR": context.master_addr,
-            "MASTER_PORT": str(context.master_port),
-        }
-
-    def _configure(self) -> list[Configuration]:
-        workers = [(self._gpu_fraction(), assignment.bundles) for assignment in self._assignments]
-        ref = self._hosts[0].configure.remote(workers, self.cluster.num_gpus_per_node)
-        configurations: list[Configuration] = self._wait_for_start({0: ref}, "configure_worker")[0]
-        return configurations
+    def _load_in_actors(
+        self, spec: WorkerSpec, device: str, options: Sequence[Mapping[str, Any]]
+    ) -> tuple[list[WorkerContext], dict[int, Any]]:
+        """Start the actors, and importing the class in each; return the contexts of the workers."""
+        self._hosts = [start_actor(each, is_async=self._described.is_async) for each in options]
+        contexts = self._contexts(device)
+        loading = {}
+        for rank, (host, context) in enumerate(zip(self._hosts, contexts, strict=True)):
+            variables = {} if self._builder.passes_context else _rank_variables(context)
+            loading[rank] = host.load.remote(spec, variables, context.node)
+        return contexts, loading
 
     def _construct(self, contexts: Sequence[WorkerContext]) -> dict[int, Any]:
         args, kwargs = self._builder.args, self._builder.kwargs
@@ -329,11 +294,11 @@ class RayWorkerGroup(RemoteWorkerGroup):
         """Ray's options of each worker."""
         groups = self.cluster.get_placement_groups()
         options = []
-        for rank, assignment in enumerate(self._assignments):
+        for rank, place in enumerate(self._placements):
             variables = {**self._environment(rank), **(self._runtime_env.get("env_vars") or {})}
             requested: dict[str, Any] = {"runtime_env": {**self._runtime_env, "env_vars": variables}}
             if self.name_prefix:
-                requested["name"] = assignment.name
+                requested["name"] = self._metadata[rank]["name"]
             if self._builder.passes_context:
                 requested["num_cpus"] = 0  # its bundle has them
             each = worker_options(
@@ -341,8 +306,8 @@ class RayWorkerGroup(RemoteWorkerGroup):
                 requested,
                 self._configured[rank],
                 num_gpus=self._gpu_fraction(),
-                placement_group=groups[assignment.placement.group],
-                bundle=assignment.placement.bundle,
+                placement_group=groups[place.group],
+                bundle=place.bundle,
                 capture_child_tasks=not self._builder.passes_context,
             )
             options.append(each)
@@ -355,11 +320,10 @@ class RayWorkerGroup(RemoteWorkerGroup):
 
     def _environment(self, rank: int) -> dict[str, str]:
         """The environment variables of a worker."""
-        nodes = Counter(place.node_id for place in self._placements)
         node = self._placements[rank].node_id
         cores = int(self._machines[node].total.get("CPU", 0))
         return machine.worker_environment(
-            nodes[node], self._config.environment, cores=cores, one_machine=len(nodes) == 1
+            self._nodes[node], self._config.environment, cores=cores, one_machine=len(self._nodes) == 1
         )
 
     def _threads(self, rank: int) -> int | None:
@@ -371,13 +335,9 @@ class RayWorkerGroup(RemoteWorkerGroup):
 
     def _context(self, rank: int, context: WorkerContext) -> WorkerContext:
         place = self._placements[rank]
-        several = len({each.node_id for each in self._placements}) > 1
-        return replace(
-            super()._context(rank, context),
-            local_rank=place.local_rank,
-            node_rank=place.node_rank,
-            node=place.address if several else "",
-        )
+        node = place.address if len(self._nodes) > 1 else ""
+        context = super()._context(rank, context)
+        return replace(context, local_rank=place.local_rank, node_rank=place.node_rank, node=node)
 
     def _location_text(self, rank: int) -> str:
         if runtime.is_private():
@@ -394,12 +354,13 @@ class RayWorkerGroup(RemoteWorkerGroup):
         return f"Requested: {requested}. The Ray cluster has\n{available}\n"
 
     def _stderr_tail(self, rank: int) -> str:
-        if rank in self._pids and ((tail := runtime.log_tail(self._pids[rank])) or runtime.is_private()):
+        pid, where = self._pids.get(rank, (0, ""))
+        if where == machine.identity() and ((tail := runtime.log_tail(pid)) or runtime.is_private()):
             return tail
-        pid, node = self._pids.get(rank) or self._remote_pids.get(rank), self._placements[rank].node_id
+        node = self._placements[rank].node_id
         if node not in {machine.node_id for machine in virtual_cluster.machines()}:
             return "\nits node has left the cluster"
-        return "" if pid is None else runtime.log_tail_of(node, pid)
+        return runtime.log_tail_of(node, pid) if pid else ""
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -407,14 +368,9 @@ class RayWorkerGroup(RemoteWorkerGroup):
         for host in self._hosts if ray.is_initialized() else ():
             ray.kill(host)
 
-    def _kill_and_wait(self) -> None:
-        """Kill the actors and wait until Ray has noticed, because their names and GPUs are needed again."""
-        self._end_hosts()
-        self._wait_for_other_machines(range(len(self._hosts)))
-
     def _wait_for_other_machines(self, ranks: Sequence[int]) -> bool:
         """Wait until Ray reports that these actors have ended, or their machines are gone; return whether they have."""
-        return runtime.poll([self._hosts[rank] for rank in ranks], runtime.is_dead, _KILL_WAIT)
+        return runtime.poll([self._hosts[rank] for rank in ranks], runtime.is_dead, KILL_WAIT)
 
     def _on_ended(self) -> None:
         self._hosts, self._handles = [], []
@@ -426,6 +382,18 @@ def _release(cluster: RayVirtualCluster, bundles: Sequence[tuple[int, int]], use
     runtime.release(user)
 
 
+def _rank_variables(context: WorkerContext) -> dict[str, str]:
+    """The environment variables that `torch.distributed` reads, for a worker that does not get its context."""
+    return {
+        "RANK": str(context.rank),
+        "LOCAL_RANK": str(context.local_rank),
+        "NODE_RANK": str(context.node_rank),
+        "WORLD_SIZE": str(context.world_size),
+        "MASTER_ADDR": context.master_addr,
+        "MASTER_PORT": str(context.master_port),
+    }
+
+
 def _options_differ(first: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
     """Whether two sets of options differ, apart from the scheduling strategy, which does not compare."""
     return {**first, "scheduling_strategy": None} != {**wanted, "scheduling_strategy": None}
@@ -434,12 +402,8 @@ def _options_differ(first: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool
 def _add_builtin_base(error: Exception, failure: HostFailure) -> None:
     """Make a `WorkerError` also an instance of the built-in class that the worker raised, for code that catches it."""
     kind = type(error)
-    for module, name in failure.classes:
-        raised = getattr(builtins, name, None) if module == "builtins" else None
-        if raised in (None, Exception, BaseException, object) or kind not in (WorkerError, WorkerLost):
-            continue
+    raised = [getattr(builtins, name, Exception) for module, name in failure.classes if module == "builtins"]
+    if kind in (WorkerError, WorkerLost) and raised and raised[0] not in (Exception, BaseException):
         with contextlib.suppress(TypeError):  # a class with an incompatible instance layout
-            error.__class__ = type(
-                kind.__name__, (kind, raised), {"__module__": kind.__module__, "__str__": kind.__str__}
-            )
-        return
+            attributes = {"__module__": kind.__module__, "__str__": kind.__str__}
+            error.__class__ = type(kind.__name__, (kind, raised[0]), attributes)

@@ -52,23 +52,10 @@ def test_each_node_has_the_requested_workers_and_ranks_follow_nodes(of):
     assert told["local_ranks"] == ["0", "1", "0", "1", "0"]
     assert [each["node_idx"] for each in told["metadata"]] == [0, 0, 1, 1, 2]
     assert [each["name"] for each in told["metadata"]] == ["-0-0", "-0-1", "-1-0", "-1-1", "-2-0"]
-
-
-def test_a_node_without_bundles_is_ignored(of):
-    told = of("one_group_a_node")
-    assert (told["node_count"], told["world_size"], told["groups"]) == (3, 5, 3)
-
-
-def test_workers_on_several_nodes_rendezvous_on_the_first(of):
-    assert of("one_group_a_node")["address"].startswith("127.0.0.")
-    assert of("one_group_a_node")["address"] != "127.0.0.1"  # which each node takes for itself
-
-
-def test_nothing_is_left_after_shutdown(of):
-    told = of("one_group_a_node")
-    assert told["peaceful"]
-    assert told["running"] == []
-    assert told["all_free"]
+    assert (told["node_count"], told["world_size"], told["groups"]) == (3, 5, 3)  # a node has no bundles
+    assert told["address"].startswith("127.0.0.")
+    assert told["address"] != "127.0.0.1"  # which each node takes for itself
+    assert (told["peaceful"], told["running"], told["all_free"]) == (True, [], True)
 
 
 def test_a_unified_placement_group_spreads_and_ranks_follow_nodes(of):
@@ -82,7 +69,7 @@ def test_a_unified_placement_group_spreads_and_ranks_follow_nodes(of):
         assert ranks == list(range(len(ranks)))
 
 
-def test_insufficient_resources_are_reported_per_node(of):
+def test_insufficient_and_busy_resources_are_reported_per_node(of):
     told = of("too_few_resources")
     for error in (told["nodes"], told["all"]):
         assert error["classes"][:3] == ["ResourceInsufficientError", "ConfigError", "UserError"]
@@ -91,14 +78,11 @@ def test_insufficient_resources_are_reported_per_node(of):
     assert "(node 0: 3, node 1: 3), in total CPU 6" in told["nodes"]["message"]
     assert "2 node(s) with room for 3 bundles are needed, but there are only 0" in told["nodes"]["message"]
     assert "18 bundle(s) are needed, but there is only room for 6" in told["all"]["message"]
-
-
-def test_waiting_for_resources_in_use_times_out(of):
-    error = of("too_few_resources")["busy"]
+    error = told["busy"]
     assert "TimeoutError" in error["classes"]
     assert "CPU 2 (0 free)" in error["message"]
     assert error["seconds"] < 5
-    assert of("too_few_resources")["all_free"]
+    assert told["all_free"]
 
 
 def test_a_cluster_may_grow_while_waiting(of):
@@ -144,27 +128,17 @@ def test_workers_are_placed_as_configured_and_everything_is_released(of, how, ra
     assert told["all_free"]
 
 
-def test_the_master_address_is_that_of_the_node_of_rank_0(of):
+def test_configured_workers_get_addresses_threads_and_named_variables(of):
     told = of("configured_groups")
     assert set(told["one_each"]["addresses"]) == {told["one_each"]["nodes"][0]}
     assert set(told["packed"]["addresses"]) == {"127.0.0.1"}
     assert set(told["packed"]["nodes"]) == {""}
-
-
-def test_the_number_of_threads_is_what_the_user_set(of):
-    assert set(of("configured_groups")["one_each"]["threads"]) == {int(os.environ["OMP_NUM_THREADS"])}
-
-
-def test_only_named_variables_reach_configured_workers(of):
-    told = of("configured_groups")
+    assert set(told["one_each"]["threads"]) == {int(os.environ["OMP_NUM_THREADS"])}  # as the user set it
     assert told["one_each"]["variables"] == [["passed on", "a value", None]] * 2
     assert told["packed"]["variables"] == [[None, None, None]] * 2
-
-
-def test_workers_that_are_not_divisible_over_the_nodes(of):
-    error = of("configured_groups")["uneven"]
-    assert "ConfigError" in error["classes"]
-    assert "worker_group.num_workers=3 is not divisible by worker_group.workers_per_node=2" in error["message"]
+    assert "ConfigError" in told["uneven"]["classes"]
+    message = "worker_group.num_workers=3 is not divisible by worker_group.workers_per_node=2"
+    assert message in told["uneven"]["message"]
 
 
 def test_a_worker_killed_on_another_node_is_reported_with_its_standard_error(of):

@@ -49,15 +49,11 @@ def cluster():
 # -- what is asked ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("counts", [[], [0, 0], [1, -1], [1.0], "12", [True]])
-def test_invalid_bundle_counts_are_rejected(counts):
-    with pytest.raises(ClusterArgumentError, match="bundle_ct_per_node_list"):
-        RayVirtualCluster(counts)
-
-
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
+        *[({"bundle_ct_per_node_list": counts}, "bundle_ct_per_node_list") for counts in ([], [0, 0], [1, -1], "12")],
+        *[({"bundle_ct_per_node_list": counts}, "bundle_ct_per_node_list") for counts in ([1.0], [True])],
         ({"num_gpus_per_node": 0}, "num_gpus_per_node=0"),
         ({"max_colocated_worker_groups": 0}, "max_colocated_worker_groups=0"),
         ({"placement_group_strategy": "FAR"}, "PACK, SPREAD, STRICT_PACK, STRICT_SPREAD"),
@@ -66,16 +62,15 @@ def test_invalid_bundle_counts_are_rejected(counts):
 )
 def test_invalid_arguments_are_also_assertion_errors(wrong, message):
     with pytest.raises(AssertionError, match=message) as told:
-        RayVirtualCluster([1], **wrong)
+        RayVirtualCluster(**{"bundle_ct_per_node_list": [1], **wrong})
     assert isinstance(told.value, UserError)
 
 
-def test_a_cluster_without_gpus_needs_no_gpus_on_a_node():
+def test_bundles_are_counted_and_described_without_ray():
     assert RayVirtualCluster([1], use_gpus=False, num_gpus_per_node=0).bundle == {"CPU": 1}
-
-
-def test_a_bundle_has_a_cpu_for_each_group_and_one_gpu():
-    assert RayVirtualCluster([2], max_colocated_worker_groups=3).bundle == {"CPU": 3, "GPU": 1}
+    cluster = RayVirtualCluster([2, 0, 1], max_colocated_worker_groups=3)
+    assert cluster.bundle == {"CPU": 3, "GPU": 1}
+    assert (cluster.world_size(), cluster.node_count()) == (3, 2)
 
 
 def test_retries_come_from_the_variable(monkeypatch):
@@ -84,11 +79,6 @@ def test_retries_come_from_the_variable(monkeypatch):
         RayVirtualCluster([1])
     monkeypatch.setenv("NRL_VIRTUAL_CLUSTER_MAX_RETRIES", "3")
     assert RayVirtualCluster([1])._max_retries == 3
-
-
-def test_counting_needs_no_ray():
-    cluster = RayVirtualCluster([2, 0, 1])
-    assert (cluster.world_size(), cluster.node_count()) == (3, 2)
 
 
 # -- where bundles go -------------------------------------------------------------------------------------------------
@@ -151,18 +141,12 @@ class TestOnRay:
     pytestmark = on_ray
 
     def test_nothing_is_reserved_before_it_is_needed(self, cluster):
-        made = cluster([1])
-        assert made._placement_groups == []
-        assert len(made.get_placement_groups()) == 1
-        assert made.get_placement_groups() == made.get_placement_groups()
-
-    def test_one_placement_group_per_node(self, cluster):
         made = cluster([1, 0, 1])
-        assert len(made.get_placement_groups()) == 2
-        assert [place.node_rank for place in made.placements()] == [0, 1]
-        assert [place.local_rank for place in made.placements()] == [0, 0]
-
-    def test_one_placement_group_for_all(self, cluster):
+        assert made._placement_groups == []
+        assert len(made.get_placement_groups()) == 2  # one per node with bundles
+        assert made.get_placement_groups() == made.get_placement_groups()
+        assert [(place.node_rank, place.local_rank) for place in made.placements()] == [(0, 0), (1, 0)]
+        made.shutdown()
         made = cluster([1, 1])
         assert len(made._init_placement_groups(use_unified_pg=True)) == 1
         assert [(place.node_rank, place.local_rank) for place in made.placements()] == [(0, 0), (0, 1)]

@@ -11,10 +11,17 @@ from probe_options import OUTER
 
 from rlframework.errors import BatchError
 from rlframework.interfaces.worker_group import WorkerSpec
+from rlframework.workers.failures import FAILURE, portable
 from rlframework.workers.ray.virtual_cluster import RayVirtualCluster
-from rlframework.workers.ray.worker_actor import FAILURE, WorkerActor, portable
+from rlframework.workers.ray.worker_actor import (
+    Configuration,
+    Description,
+    WorkerActor,
+    WorkerClassError,
+    find_class,
+    split_path,
+)
 from rlframework.workers.ray.worker_builder import RayWorkerBuilder, recursive_merge_options, worker_options
-from rlframework.workers.ray.worker_class import Configuration, Description, WorkerClassError, find_class, split_path
 
 pytestmark = pytest.mark.slow
 
@@ -88,20 +95,13 @@ def test_configure_worker_overrides_the_caller_who_overrides_the_class():
     assert place.placement_group_capture_child_tasks
 
 
-def test_the_placement_cannot_be_overridden():
-    options = worker_options(described(num_gpus=8), {"scheduling_strategy": "SPREAD"}, Configuration(), **PLACE)
+def test_the_placement_cannot_be_overridden_and_nsight_keeps_its_name():
+    of_class = described(num_gpus=8, runtime_env={"_nsight": "default"})  # Ray renames `nsight`
+    options = worker_options(of_class, {"scheduling_strategy": "SPREAD"}, Configuration(), **PLACE)
     assert options["num_gpus"] == 0.5
     assert options["scheduling_strategy"].placement_group_bundle_index == 3
-
-
-def test_configure_worker_may_set_its_gpu_fraction():
-    options = worker_options(described(), {}, Configuration({"num_gpus": 0}), **PLACE)
-    assert options["num_gpus"] == 0
-
-
-def test_the_renaming_of_nsight_is_undone():
-    options = worker_options(described(runtime_env={"_nsight": "default"}), {}, Configuration(), **PLACE)
     assert options["runtime_env"] == {"nsight": "default", "env_vars": {}}
+    assert worker_options(described(), {}, Configuration({"num_gpus": 0}), **PLACE)["num_gpus"] == 0
 
 
 # -- what a worker raises ---------------------------------------------------------------------------------------------
