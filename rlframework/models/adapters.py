@@ -8,6 +8,7 @@ used.
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -32,11 +33,10 @@ def inject(model: Any, lora: LoraConfig) -> None:
     The adapters stay on the meta device until `initialize`. Raises `ConfigError` for a name that matches no linear
     layer, or matches an embedding or the head.
     """
-    from peft import LoraConfig as PeftConfig
-    from peft import inject_adapter_in_model
+    import peft
 
     _require_layers(model, lora)
-    config = PeftConfig(
+    config = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]  # floats work too
         lora_dropout=0.0,
@@ -44,35 +44,28 @@ def inject(model: Any, lora: LoraConfig) -> None:
         bias="none",
         init_lora_weights=False,
     )
-    inject_adapter_in_model(config, model, adapter_name=ADAPTER, low_cpu_mem_usage=True)
+    peft.inject_adapter_in_model(config, model, adapter_name=ADAPTER, low_cpu_mem_usage=True)
     freeze(model)
 
 
 def freeze(model: nn.Module) -> None:
     """Freeze all parameters of `model` but the adapters. Repeat after sharding, which replaces the parameters."""
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(is_adapter_parameter(name))
+        parameter.requires_grad_(is_adapter(external_name(name)))
 
 
 def _require_layers(model: Any, lora: LoraConfig) -> None:
-    names = {name: module for name, module in model.named_modules() if name}
-    wanted = {
-        target: [name for name in names if name == target or name.endswith(f".{target}")]
-        for target in lora.target_modules
-    }
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
-    linear = {name for name, module in names.items() if isinstance(module, nn.Linear) and module not in ends}
-    for target, found in wanted.items():
-        if not found or set(found) - linear:
+    names = [name for name, _ in model.named_modules() if name]
+    linear = {name for name, one in model.named_modules() if isinstance(one, nn.Linear) and one not in ends}
+    for target in lora.target_modules:
+        found = {name for name in names if f".{name}".endswith(f".{target}")}
+        if not found or found - linear:
             known = ", ".join(sorted({name.rpartition(".")[2] for name in linear})) or "none"
             raise ConfigError(
                 f"policy.lora.target_modules names {target!r}, which is not a linear layer of {type(model).__name__}; "
                 f"layers that can have adapters: {known}"
             )
-    if not wanted:
-        raise ConfigError(
-            "policy.lora.target_modules is empty, so nothing would be trained; name at least one linear layer"
-        )
 
 
 def layers_of(model: nn.Module) -> dict[str, Any]:
@@ -96,26 +89,9 @@ def initialize(model: nn.Module, lora: LoraConfig, write: Callable[[Tensor, Tens
         module.lora_B[ADAPTER].weight.zero_()
 
 
-def is_adapter_parameter(name: str) -> bool:
-    """Return True if `name`, a parameter's name in the model, is an adapter's."""
-    return f".lora_A.{ADAPTER}." in name or f".lora_B.{ADAPTER}." in name
-
-
 def external_name(name: str) -> str:
     """Return the external name of a parameter or buffer of the model."""
-    if is_adapter_parameter(name):
-        return name.replace(f".{ADAPTER}.", ".")
-    return name.replace(".base_layer.", ".")
-
-
-def set_adapters_enabled(model: nn.Module, enabled: bool) -> None:
-    """Enable or disable the adapters of `model`.
-
-    peft also sets flags on the parameters, so an engine must have released gathered parameters: the flags must be set
-    on the sharded ones.
-    """
-    for layer in layers_of(model).values():
-        layer.enable_adapters(enabled)
+    return re.sub(rf"\.(lora_[AB])\.{ADAPTER}\.", r".\1.", name).replace(".base_layer.", ".")
 
 
 class ModelAdapters(Engine, ABC):
@@ -164,15 +140,17 @@ class ModelAdapters(Engine, ABC):
         if self._adapters_disabled:
             yield
             return
-        self._adapters()  # releases gathered parameters, here and below
         try:
-            self._adapters_disabled = True
-            set_adapters_enabled(self.model, False)
+            self._enable_adapters(False)
             yield
         finally:
-            self._adapters()
-            set_adapters_enabled(self.model, True)
-            self._adapters_disabled = False
+            self._enable_adapters(True)
+
+    def _enable_adapters(self, enabled: bool) -> None:
+        self._adapters()  # releases gathered parameters: peft sets flags on the parameters, which are the sharded ones
+        self._adapters_disabled = not enabled
+        for layer in layers_of(self.model).values():
+            layer.enable_adapters(enabled)
 
     @torch.no_grad()
     def _merged(self, name: str, tensors: Mapping[str, Tensor]) -> Tensor:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any, ClassVar
 
 import torch
@@ -82,25 +82,17 @@ def ranges(length: int, rank: int, size: int) -> list[tuple[int, int]]:
 def query_blocks(bounds: Sequence[int], columns: Sequence[tuple[int, int]]) -> tuple[QueryBlock, ...]:
     """Return the attention calls for the (start, end) `columns` of a row whose sequences have these `bounds`."""
     blocks: list[QueryBlock] = []
-    for first, last in columns:
-        for start, end in pairwise(bounds):
-            begin, stop = max(start, first), min(end, last)
-            if begin < stop:
-                _append(blocks, QueryBlock(stop - begin, stop - start, start))
+    for (first, last), (start, end) in product(columns, pairwise(bounds)):
+        begin, stop = max(start, first), min(end, last)
+        if begin >= stop:
+            continue
+        before, block = blocks[-1] if blocks else None, QueryBlock(stop - begin, stop - start, start)
+        # adjacent full sequences of equal length share one call
+        if before and block == QueryBlock(before.keys, before.queries, before.first_key + before.count * before.keys):
+            blocks[-1] = replace(before, count=before.count + 1)
+        else:
+            blocks.append(block)
     return tuple(blocks)
-
-
-def _append(blocks: list[QueryBlock], block: QueryBlock) -> None:
-    """Append `block`, or merge it with the last one if both are adjacent full sequences of equal length."""
-    before = blocks[-1] if blocks else None
-    if (
-        before is not None
-        and before.queries == before.keys == block.queries == block.keys
-        and block.first_key == before.first_key + before.count * before.keys
-    ):
-        blocks[-1] = replace(before, count=before.count + 1)
-    else:
-        blocks.append(block)
 
 
 class ContextParallel:
@@ -122,16 +114,19 @@ class ContextParallel:
         inputs = microbatch.processed_inputs
         shard = self.shard(microbatch)
         assert inputs.position_ids is not None
-        placement = self._placement(microbatch.head_positions, inputs.seq_len)
-        with patch.computing(head, placement.positions, microbatch.targets[placement.own]):
+        own, positions = self._own_positions(microbatch.head_positions, inputs.seq_len)
+        with patch.computing(head, positions, microbatch.targets[own]):
             values = model(
                 input_ids=inputs.input_ids[:, shard.columns],
                 position_ids=inputs.position_ids[:, shard.columns],
                 use_cache=False,
                 context_shard=shard,
             ).logits
-        gathered: Tensor = _GatherValues.apply(values, placement, self.group)  # type: ignore[no-untyped-call]
-        return gathered
+        # All ranks compute the same loss from the result, so each keeps the gradient of its own values only.
+        whole: Tensor = values.new_zeros((len(microbatch.head_positions), *values.shape[1:]))
+        whole.index_copy_(0, own, values.detach())
+        dist.all_reduce(whole, group=self.group)
+        return whole.index_copy(0, own, values)
 
     def shard(self, microbatch: Microbatch) -> ContextShard:
         """Return this rank's shard of the rows of `microbatch`."""
@@ -141,55 +136,17 @@ class ContextParallel:
         row = [0, inputs.seq_len] if bounds is None else bounds.tolist()
         return ContextShard(self.group, self.size, columns, query_blocks(row, own))
 
-    def _placement(self, head_positions: Tensor, length: int) -> HeadPlacement:
-        """Locate each of the flat `head_positions [N]` in rows of `length`: the rank and the index there."""
+    def _own_positions(self, head_positions: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """Return the indices `[n]` of this rank's `head_positions [N]` in rows of `length`, and their places there.
+
+        Both the head positions and the places, in this rank's shard, are flat.
+        """
         chunk = length // (2 * self.size)
         row, column = head_positions // length, head_positions % length
         number = column // chunk
-        owner = torch.minimum(number, 2 * self.size - 1 - number)
-        local = row * (2 * chunk) + (number >= self.size) * chunk + column % chunk
-        counts = torch.bincount(owner, minlength=self.size)
-        most = max(int(counts.max()), 1)
-        order = owner.argsort(stable=True)  # by rank
-        within = torch.empty_like(order)
-        starts = counts.cumsum(0) - counts
-        within[order] = torch.arange(len(order), device=order.device) - starts[owner[order]]
-        own = (owner == self.rank).nonzero()[:, 0]
-        return HeadPlacement(own, local[own], owner * most + within, most)
-
-
-@dataclass(frozen=True)
-class HeadPlacement:
-    """The placement of a microbatch's N head positions on the ranks.
-
-    `own [n]`: the indices of this rank's head positions; `positions [n]`: their flat positions in its shard;
-    `source [N]`: the index of each value in the gathered values of all ranks, padded to `most` per rank.
-    """
-
-    own: Tensor
-    positions: Tensor
-    source: Tensor
-    most: int
-
-
-class _GatherValues(torch.autograd.Function):
-    """Gather `[n, ...]` of each rank to `[N, ...]` on all; backward, each rank keeps the gradient of its own values.
-
-    All ranks compute the same loss from the result, so summing their gradients would count each `size` times.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, placement: HeadPlacement, group: dist.ProcessGroup) -> Tensor:
-        ctx.own = placement.own
-        sent = values.new_zeros((placement.most, *values.shape[1:]))
-        sent[: len(values)] = values
-        gathered = values.new_empty((dist.get_world_size(group) * placement.most, *values.shape[1:]))
-        all_gather(gathered, sent, group=group)
-        return gathered[placement.source]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return grads[0][ctx.own], None, None
+        own = (torch.minimum(number, 2 * self.size - 1 - number) == self.rank).nonzero()[:, 0]
+        places = row * (2 * chunk) + (number >= self.size) * chunk + column % chunk
+        return own, places[own]
 
 
 # -- attention ---------------------------------------------------------------------------------------------------------

@@ -40,8 +40,12 @@ class FileWeight:
 def file_weights(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, FileWeight]:
     """Return the file weights of `tensors` of `model`, by name; those with the same source are adjacent."""
     per_expert = model.config.get_text_config().model_type in KINDS
-    found = (weight for name, tensor in tensors.items() for weight in _split(name, tuple(tensor.shape), per_expert))
-    return {weight.name: weight for weight in found}
+    found: dict[str, FileWeight] = {}
+    for name, tensor in tensors.items():
+        shape = tuple(tensor.shape)
+        parts = list(split_experts(name, shape)) if per_expert else []
+        found |= {weight.name: weight for weight in parts or [FileWeight(name, name, shape)]}
+    return found
 
 
 def file_tensors(model: Any) -> dict[str, Tensor]:
@@ -50,10 +54,10 @@ def file_tensors(model: Any) -> dict[str, Tensor]:
     return {name: weight.of(tensors[weight.source]) for name, weight in file_weights(model, tensors).items()}
 
 
-def _split(name: str, shape: tuple[int, ...], per_expert: bool) -> Iterator[FileWeight]:
-    match = _EXPERTS.fullmatch(name) if per_expert and len(shape) == 3 else None
-    if match is None:
-        yield FileWeight(name, name, shape)
+def split_experts(name: str, shape: tuple[int, ...]) -> Iterator[FileWeight]:
+    """Yield the weights of each expert in the tensor `name`; nothing unless it is a stack of experts."""
+    match = _EXPERTS.fullmatch(name)
+    if match is None or len(shape) != 3:
         return
     experts, rows, columns = shape
     kinds = ("gate_proj", "up_proj") if match[2] == "gate_up_proj" else ("down_proj",)

@@ -1,28 +1,30 @@
-"""Find a model's safetensors files and read shards of their weights.
+"""Read a pretrained model's weights from its safetensors files, slice by slice.
 
-The caller maps a weight to its slice on this rank (`LocalSlice`). Not supported: quantised files, other formats, and
-names other than the model's; `read_weights` then returns False, and the caller loads a full copy.
+Files may omit the base model's prefix, store a tied weight under the head's name, and store the experts of a mixture
+one by one or stacked. Not supported: quantised files, other formats and other names; `pretrained_weights` then loads a
+full copy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import logging
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from rlframework.config.policy import PolicyConfig
 from rlframework.errors import DataError
 from rlframework.huggingface.hub import local_files_only
-from rlframework.models.file_names import FileWeight, by_source, file_weights
-from rlframework.policy.checkpoint.reader import SavedTensors
+from rlframework.models.adapters import external_name
+from rlframework.models.file_names import FileWeight, file_weights, split_experts
+from rlframework.models.loading import load_model
+from rlframework.models.named_tensors import by_file_names, named_tensors
+from rlframework.policy.checkpoint.pretrained import SavedTensors
 from rlframework.policy.checkpoint.saved import Saved
 
-Where = tuple[slice, ...]
-LocalSlice = Callable[[FileWeight, Tensor], tuple[Tensor, Where] | None]
-"""Maps a weight and this rank's shard of its source tensor to the view of the shard that stores values of the weight,
-and the region of the weight that it stores; None if the shard stores nothing of it."""
+logger = logging.getLogger(__name__)
 
 
 def weights_folder(model_name: str) -> Path | None:
@@ -42,89 +44,79 @@ def weights_folder(model_name: str) -> Path | None:
     return folder if any(folder.glob("model*.safetensors")) else None
 
 
-def _names(wanted: Mapping[str, Tensor], saved: Mapping[str, Any], model: Any) -> dict[str, FileWeight] | None:
-    """Return the weights to read, by name in the files; None if one is missing.
+class ModelFiles(Saved):
+    """The weights of a model in the safetensors files of `folder`, under the names in `shapes`.
 
-    Files may store experts separately or in one tensor, and may omit the base model's prefix.
+    `prefix`: the base model's, with its dot, which files may omit or add. `other_names`: of tied weights. `missing`:
+    the weights that the files lack. Raises `DataError` for a weight of another shape.
     """
-    names = {}
-    split = by_source(file_weights(model, wanted))
-    for source, tensor in wanted.items():
-        full = FileWeight(source, source, tuple(tensor.shape))
-        for weight in [full] if _name_of(full, saved, model) else split[source]:
-            name = _name_of(weight, saved, model)
-            if name is None:
-                return None
-            names[name] = weight
-    return names
 
-
-def _name_of(weight: FileWeight, saved: Mapping[str, Any], model: Any) -> str | None:
-    prefix, name = f"{model.base_model_prefix}.", weight.name
-    candidates = [name, name.removeprefix(prefix), prefix + name]
-    found = next((candidate for candidate in candidates if candidate in saved), None)
-    return found or next((candidate for candidate in _tied_names(name, model) if candidate in saved), None)
-
-
-def _tied_names(name: str, model: Any) -> list[str]:
-    """Return other names of the weight `name`, for files that store a tied weight under the head's name."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    weight = model.get_parameter(name) if name in dict(model.named_parameters()) else None
-    ends = (model.get_input_embeddings(), model.get_output_embeddings())
-    return [
-        f"{path}.weight" for path, module in modules.items() if module in ends and module.weight is weight is not None
-    ]
-
-
-def read_weights(wanted: Mapping[str, Tensor], folder: Path, model: Any, local_slice: LocalSlice) -> bool:
-    """Read this rank's shards; return False and read nothing if the files in `folder` have other names."""
-    with SavedTensors(folder) as saved:
-        names = _names(wanted, saved, model)
-        if names is None:
-            return False
-        for name, weight in names.items():
-            require_shape(saved, name, weight.shape)
-            if (found := local_slice(weight, wanted[weight.source])) is not None:
-                found[0].copy_(saved.read_slice(name, found[1]))
-    return True
-
-
-class _Renamed(Saved):
-    """Weights in files under the names of `file_weights`; `names` maps those to the names in the files."""
-
-    def __init__(self, saved: SavedTensors, names: Mapping[str, str]) -> None:
-        super().__init__(saved.folder)
-        self._saved, self._entries = saved, names
+    def __init__(
+        self,
+        folder: Path,
+        shapes: Mapping[str, tuple[int, ...]],
+        prefix: str,
+        other_names: Mapping[str, Sequence[str]],
+    ) -> None:
+        self._files = SavedTensors(folder)
+        stored: dict[str, FileWeight] = {}
+        for name in self._files:
+            stored[name] = FileWeight(name, name, self._files.shape(name))
+            stored |= {part.name: part for part in split_experts(name, self._files.shape(name))}
+        located: dict[str, FileWeight] = {}
+        for name, shape in shapes.items():
+            names = (name, *other_names.get(name, ()))
+            candidates = [form for one in names for form in (one, one.removeprefix(prefix), prefix + one)]
+            if found := next((stored[candidate] for candidate in candidates if candidate in stored), None):
+                located[name] = found
+                if found.shape != shape:
+                    raise DataError(
+                        f"{folder} has {found.name} with shape {found.shape}, but its config.json describes a model "
+                        f"with shape {shape}"
+                    )
+        self.missing = [name for name in shapes if name not in located]
+        super().__init__(folder, located)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """See `Saved.shape`."""
-        return self._saved.shape(self._entries[name])
+        shape: tuple[int, ...] = self._entries[name].shape
+        return shape
 
-    def read_slice(self, name: str, where: Where) -> Tensor:
+    def read_slice(self, name: str, where: tuple[slice, ...]) -> Tensor:
         """See `Saved.read_slice`."""
-        return self._saved.read_slice(self._entries[name], where)
+        part: FileWeight = self._entries[name]
+        if part.expert is None:
+            return self._files.read_slice(part.source, where)
+        rows = slice(where[0].start + part.start, where[0].stop + part.start)
+        return self._files.read_slice(part.source, (slice(part.expert, part.expert + 1), rows, *where[1:]))[0]
 
 
-@contextmanager
-def named_weights(wanted: Mapping[str, Tensor], folder: Path, model: Any) -> Iterator[Saved | None]:
-    """Open the files in `folder` to read the weights `wanted` under the names of `file_weights`.
+def pretrained_weights(
+    wanted: Mapping[str, Tensor], model: Any, config: PolicyConfig, attention: str | None
+) -> Mapping[str, Tensor]:
+    """Return the weights of `config.model_name` under their names in files; each is read on access.
 
-    Uses only the shapes of `wanted`. Yields None if the files have other names, or have experts in one tensor.
+    `wanted`: tensors of `model` by name, of which only the shapes are used. If the files cannot be read by slice, loads
+    a full copy as `load_model` does, and logs that.
     """
-    with SavedTensors(folder) as saved:
-        names = _names(wanted, saved, model)
-        if names is None or {weight.name for weight in names.values()} != file_weights(model, wanted).keys():
-            yield None
-            return
-        for name, weight in names.items():
-            require_shape(saved, name, weight.shape)
-        yield _Renamed(saved, {weight.name: name for name, weight in names.items()})
+    folder = None if getattr(model.config, "quantization_config", None) else weights_folder(config.model_name)
+    if folder is not None:
+        shapes = {name: weight.shape for name, weight in file_weights(model, wanted).items()}
+        files = ModelFiles(folder, shapes, f"{model.base_model_prefix}.", _other_names(model))
+        if not files.missing:
+            return files
+    whole = load_model(config, attention)
+    logger.warning(
+        "%s is not a directory of safetensors files with the weight names of %s: every process loaded a full copy",
+        config.model_name,
+        type(whole).__name__,
+    )
+    return by_file_names(whole, named_tensors(whole))
 
 
-def require_shape(saved: SavedTensors, name: str, wanted: tuple[int, ...]) -> None:
-    """Raise `DataError` if the tensor `name` has another shape than the model described by config.json."""
-    if saved.shape(name) != wanted:
-        raise DataError(
-            f"{saved.folder} has {name} with shape {saved.shape(name)}, but its config.json describes a model with "
-            f"shape {wanted}"
-        )
+def _other_names(model: nn.Module) -> dict[str, list[str]]:
+    """Return the further names of tied weights, by the first."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(external_name(name))
+    return {first: others for first, *others in names.values()}

@@ -46,8 +46,9 @@ class LoadBalancingLoss:
         self._routed: list[tuple[Tensor, Tensor]] = []
         model.register_forward_pre_hook(self._begin)
         model.register_forward_hook(self._end)
-        for router in _routers(model):
-            router.register_forward_hook(self._keep)
+        for name, module in model.named_modules():
+            if name.endswith(".mlp.gate"):
+                module.register_forward_hook(self._keep)
 
     def _begin(self, model: nn.Module, inputs: Any) -> None:
         self._recording, self._routed = True, []
@@ -92,10 +93,6 @@ class LoadBalancingLoss:
             [torch.softmax(logits.float(), -1)[real].sum(0) for logits, _ in self._pop_routed()]
         ).sum(0)
         return self._experts * (load.load * probabilities).sum() / max(load.tokens, 1.0)
-
-
-def _routers(model: nn.Module) -> list[nn.Module]:
-    return [module for name, module in model.named_modules() if name.endswith(".mlp.gate")]
 
 
 def real_tokens(microbatch: Microbatch) -> Tensor:

@@ -5,10 +5,8 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +15,6 @@ from rlframework.config.policy import PolicyConfig
 from rlframework.errors import DataError
 from rlframework.huggingface.hub import local_files_only
 from rlframework.policy.head.patch import output_head
-
-logger = logging.getLogger(__name__)
 
 
 def load_model(config: PolicyConfig, attention: str | None) -> Any:
@@ -46,19 +42,29 @@ def load_model(config: PolicyConfig, attention: str | None) -> Any:
         raise _cannot_be_loaded(config, error) from error
     if found["missing_keys"]:  # transformers initialized them at random, differently in each process
         raise _cannot_be_loaded(config, f"it lacks {sorted(found['missing_keys'])[:3]}")
-    model.config.use_cache = False
-    return prepare_head(model.eval(), config.head)
+    return _prepared(model, config.head)
 
 
-def load_whole(config: PolicyConfig, attention: str | None) -> Any:
-    """Load as `load_model` does, and log that the engine could not read shards instead."""
-    model = load_model(config, attention)
-    logger.warning(
-        "%s is not a directory of safetensors files with the weight names of %s: every process loaded a full copy",
-        config.model_name,
-        type(model).__name__,
+def new_model(config: PolicyConfig, model_config: Any, attention: str | None) -> Any:
+    """Build the model of `model_config` with random fp32 weights, in evaluation mode; see `load_model`."""
+    keys = {} if attention is None else {"attn_implementation": attention}
+    model = auto_class(model_config, config.head).from_config(
+        model_config, dtype=torch.float32, trust_remote_code=config.trust_remote_code, **keys
     )
-    return model
+    return _prepared(model, config.head)
+
+
+def empty_model(config: PolicyConfig, model_config: Any, attention: str | None) -> Any:
+    """Build the model as `new_model` does, with its parameters on the meta device; buffers keep their values."""
+    register_parameter = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+        register_parameter(module, name, parameter)
+
+    with patch.object(nn.Module, "register_parameter", on_meta):
+        return new_model(config, model_config, attention)
 
 
 def load_config(config: PolicyConfig) -> Any:
@@ -73,17 +79,10 @@ def load_config(config: PolicyConfig) -> Any:
         )
     except (OSError, ValueError) as error:
         raise _cannot_be_loaded(config, error) from error
-    _require_language_model(config, model_config)
+    if not getattr(model_config, "auto_map", None) and _language_class(model_config) is None:
+        raise _cannot_be_loaded(config, f"unrecognized configuration class {type(model_config).__name__}")
     disable_dropout(model_config)
     return model_config
-
-
-def _require_language_model(config: PolicyConfig, model_config: Any) -> None:
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-
-    known = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
-    if not getattr(model_config, "auto_map", None) and all(type(model_config) not in mapping for mapping in known):
-        raise _cannot_be_loaded(config, f"unrecognized configuration class {type(model_config).__name__}")
 
 
 def _cannot_be_loaded(config: PolicyConfig, why: object) -> DataError:
@@ -92,32 +91,34 @@ def _cannot_be_loaded(config: PolicyConfig, why: object) -> DataError:
 
 def auto_class(config: Any, head: str = "language") -> Any:
     """Return the transformers auto class for a model of `config` with a `head` (a value of `policy.head`)."""
-    from transformers import (
-        MODEL_FOR_CAUSAL_LM_MAPPING,
-        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-        AutoModelForCausalLM,
-        AutoModelForImageTextToText,
-        AutoModelForSequenceClassification,
-    )
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    if head == "score":
-        return AutoModelForSequenceClassification
+    return AutoModelForSequenceClassification if head == "score" else _language_class(config) or AutoModelForCausalLM
+
+
+def _language_class(config: Any) -> Any | None:
+    """Return the auto class that knows `config`, directly or by the code next to it."""
+    import transformers
+
     own_code = getattr(config, "auto_map", None) or {}
-    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in own_code:
-        return AutoModelForCausalLM
-    if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING or "AutoModelForImageTextToText" in own_code:
-        return AutoModelForImageTextToText
-    return AutoModelForCausalLM
+    for name, mapping in (
+        ("AutoModelForCausalLM", transformers.MODEL_FOR_CAUSAL_LM_MAPPING),
+        ("AutoModelForImageTextToText", transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING),
+    ):
+        if type(config) in mapping or name in own_code:
+            return getattr(transformers, name)
+    return None
 
 
-def prepare_head(model: Any, head: str) -> Any:
-    """Return `model`, an instance of `auto_class`, with a forward that gives logits for each token.
+def _prepared(model: Any, head: str) -> Any:
+    """Return `model` in evaluation mode, without a cache, with a forward that gives logits for each token.
 
     A reward model gives the score of each token, `[n, L, 1]`: its head runs inside the model's forward, where FSDP has
     gathered its weight, and `HeadPatch` selects the last token of each sequence. transformers' own forward would find
     it by the padding id, which may be the end-of-sequence token, and does not support packed rows. Raises `DataError`
     for several labels.
     """
+    model.eval().config.use_cache = False
     if head == "language":
         return model
     score = output_head(model)
@@ -162,34 +163,6 @@ def require_vocabulary(model: Any, tokenizer: Any) -> None:
             f"the tokenizer has {tokens} tokens and the model embeddings for {rows}: they do not belong together; "
             "check policy.tokenizer_name"
         )
-
-
-@contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    """Create parameters of modules on the meta device; buffers keep their values."""
-    ordinary = nn.Module.register_parameter
-
-    def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and not parameter.is_meta:
-            parameter = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
-        ordinary(module, name, parameter)
-
-    nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = ordinary  # type: ignore[method-assign]
-
-
-def empty_model(config: PolicyConfig, model_config: Any, attention: str | None) -> Any:
-    """Build the model of `model_config` in evaluation mode, with fp32 parameters on the meta device."""
-    keys = {} if attention is None else {"attn_implementation": attention}
-    with _parameters_on_meta():
-        model = auto_class(model_config, config.head).from_config(
-            model_config, dtype=torch.float32, trust_remote_code=config.trust_remote_code, **keys
-        )
-    model.config.use_cache = False
-    return prepare_head(model.eval(), config.head)
 
 
 def checkpoint_activations(model: Any) -> None:

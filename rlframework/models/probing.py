@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from rlframework.config.policy import PolicyConfig
 from rlframework.errors import NotSupported
 from rlframework.models import attention as segments
 from rlframework.models.context_parallel import CANNOT, REMEDY
-from rlframework.models.loading import auto_class, prepare_head
+from rlframework.models.loading import new_model
 from rlframework.policy.head.patch import probe_ids, require_plain_head
 
 VOCABULARY = 1024
@@ -30,22 +31,14 @@ def tiny_model(config: PolicyConfig, model_config: Any, attention: str | None) -
 
     It is narrow if the architecture allows it, and otherwise of full width with few layers.
     """
-    keys = {} if attention is None else {"attn_implementation": attention}
+    rejected = (RuntimeError, ValueError, AssertionError, TypeError, IndexError, AttributeError)
     for narrow in (True, False):
-        small = _small(model_config, narrow)
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), suppress(*(rejected if narrow else ())):
             torch.manual_seed(0)
-            try:
-                model = auto_class(small, config.head).from_config(
-                    small, dtype=torch.float32, trust_remote_code=config.trust_remote_code, **keys
-                )
-                model = prepare_head(model, config.head)
-                with torch.no_grad():
-                    model(input_ids=torch.arange(4)[None], use_cache=False)
-                return model.eval()
-            except (RuntimeError, ValueError, AssertionError, TypeError, IndexError, AttributeError):
-                if not narrow:
-                    raise
+            model = new_model(config, _small(model_config, narrow), attention)
+            with torch.no_grad():
+                model(input_ids=torch.arange(4)[None], use_cache=False)
+            return model
     raise AssertionError("the second attempt returns or raises")
 
 
@@ -101,29 +94,19 @@ def supports_packing(model: Any) -> bool:
 
 
 def _small(model_config: Any, narrow: bool) -> Any:
+    """Reduce to the layers needed to contain every layer type, at least two; and to one group of attention heads."""
     small = copy.deepcopy(model_config)
     text = small.get_text_config()
-    layers = _layers(text)
-    if getattr(text, "layer_types", None):
-        text.layer_types = text.layer_types[:layers]
-    text.num_hidden_layers = layers
+    kinds = list(getattr(text, "layer_types", None) or ())
+    text.num_hidden_layers = min(int(text.num_hidden_layers), max([2, *(kinds.index(kind) + 1 for kind in kinds)]))
+    if kinds:
+        text.layer_types = text.layer_types[: text.num_hidden_layers]
     for section in (small, text):
         section.pad_token_id = None  # may exceed the small vocabulary
         if text.vocab_size > VOCABULARY:
             section.vocab_size = VOCABULARY
-    if narrow:
-        _narrow(text)
-    return small
-
-
-def _layers(text: Any) -> int:
-    """Return the number of layers needed to contain every layer type, at least two."""
-    kinds = list(getattr(text, "layer_types", None) or ())
-    return min(int(text.num_hidden_layers), max([2, *(kinds.index(kind) + 1 for kind in kinds)]))
-
-
-def _narrow(text: Any) -> None:
-    """Reduce to one group of attention heads, keeping the head size."""
+    if not narrow:
+        return small
     heads = text.num_attention_heads
     groups = getattr(text, "num_key_value_heads", None) or heads
     size = getattr(text, "head_dim", None) or text.hidden_size // heads
@@ -134,6 +117,7 @@ def _narrow(text: Any) -> None:
     for name in ("intermediate_size", "moe_intermediate_size"):
         if getattr(text, name, None):
             setattr(text, name, 64)
+    return small
 
 
 @torch.no_grad()
@@ -161,22 +145,13 @@ def require_splittable(config: Any) -> None:
         raise NotSupported(f"{CANNOT} multimodal models ({name}); {REMEDY}")
     if not getattr(model_class, "_supports_attention_backend", not known):
         raise NotSupported(f"{CANNOT} {name}: its attention cannot be replaced by ours; {REMEDY}")
-    layers = set(getattr(text, "layer_types", None) or ()) - KNOWN_LAYERS
-    if layers:
+    if layers := set(getattr(text, "layer_types", None) or ()) - KNOWN_LAYERS:
         raise NotSupported(f"{CANNOT} layers of type {sorted(layers)} ({name}); {REMEDY}")
     if getattr(text, "attn_logit_softcapping", None) is not None:
         raise NotSupported(f"{CANNOT} soft-capped attention scores ({name}); {REMEDY}")
-    ropes = _rope_kinds(getattr(text, "rope_parameters", None) or {}) & CHANGING_ROPES
-    if ropes:
+    rope = getattr(text, "rope_parameters", None) or {}
+    parts = [part for part in (rope, *rope.values()) if isinstance(part, dict)]  # one, or one per layer type
+    if ropes := {str(part.get("rope_type")) for part in parts} & CHANGING_ROPES:
         raise NotSupported(
             f"{CANNOT} rotary embeddings whose frequencies depend on the length: {sorted(ropes)}; {REMEDY}"
         )
-
-
-def _rope_kinds(parameters: Any) -> set[str]:
-    """Return the `rope_type`s in `rope_parameters`: one for all layers, or one per layer type."""
-    if not isinstance(parameters, dict):
-        return set()
-    nested = [value for value in parameters.values() if isinstance(value, dict)]
-    own = parameters.get("rope_type")
-    return set().union(*map(_rope_kinds, nested), {str(own)} if own else set())

@@ -61,11 +61,9 @@ class HeadExchange(ContextParallel):
 
     def shard(self, microbatch: Microbatch) -> HeadShard:
         """See `ContextParallel.shard`."""
-        base, bounds = super().shard(microbatch), microbatch.cu_seqlens
+        bounds = microbatch.cu_seqlens
         segments = None if bounds is None else Segments(bounds.tolist())
-        return HeadShard(
-            base.group, base.size, base.columns, base.query_blocks, exchange=self._exchange, segments=segments
-        )
+        return HeadShard(**vars(super().shard(microbatch)), exchange=self._exchange, segments=segments)
 
 
 def head_attention(
@@ -100,13 +98,9 @@ def head_attention(
         mask = None if plain else shard.mask(QueryBlock(length, length, 0), sliding_window)
         return shard.in_rank_order(causal_attention(q, k, v, mask, scaling, dropout))
 
-    key, value = (_repeat_heads(tensor, shard.size) for tensor in (key, value))
+    if key.shape[1] < shard.size:  # so that each rank has its own
+        key, value = (tensor.repeat_interleave(shard.size // tensor.shape[1], 1) for tensor in (key, value))
     return shard.exchange(attend, query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)), None
-
-
-def _repeat_heads(tensor: Tensor, size: int) -> Tensor:
-    """Repeat the heads of `[b, kv_heads, l, D]` if there are fewer than `size`, so that each rank has its own."""
-    return tensor if tensor.shape[1] >= size else tensor.repeat_interleave(size // tensor.shape[1], 1)
 
 
 def register() -> None:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
+
+import torch
 
 from rlframework.errors import DataError, RLFrameworkError, UserError
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from rlframework.interfaces.worker_group import WorkerContext
+from rlframework.interfaces.worker_group import WorkerContext
 
 T = TypeVar("T")
 
@@ -24,8 +22,6 @@ def run_on_all_ranks(context: WorkerContext, work: Callable[[], T]) -> list[T]:
     """
     if context.world_size == 1:
         return [work()]
-    import torch
-
     outcome: tuple[Any, str, type[Exception]]
     failure: Exception | None = None
     try:
@@ -52,12 +48,3 @@ def exhausting(items: Iterator[object]) -> Iterator[None]:
     finally:
         for _ in items:
             pass
-
-
-def require_shared_folder(folder: Path, context: WorkerContext, form: str) -> None:
-    """Raise a `UserError` if this rank does not see the `folder` that rank 0 created for a checkpoint."""
-    if not folder.is_dir():
-        raise UserError(
-            f"{folder} was created by rank 0, but rank {context.rank} does not see it: {form} checkpoints need a file "
-            "system that all workers share; set checkpoints.format=portable, or another output_dir"
-        )

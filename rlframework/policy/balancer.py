@@ -58,18 +58,17 @@ class BatchBalancer:
         most = tokens or max(self.preferred_tokens, longest)
         check_fits(longest, mode, most)
         planned: BatchedDataDict[Any] = BatchedDataDict({**data, PLANNED_LENGTHS: lengths})
-        common: Any = {
+        plan: Any = {
             "max_tokens_per_microbatch": most if mode == "dynamic" else most // self.pad_multiple * self.pad_multiple,
             "input_key": "input_ids",
             "input_lengths_key": PLANNED_LENGTHS,
             "algorithm": "balanced",
             "cost": self.cost,
         }
-        args: dict[str, Any] = (
-            {"sequence_packing_args": {**common, "sequence_length_pad_multiple": 1}}
-            if mode == "packed"
-            else {"dynamic_batching_args": {**common, "sequence_length_round": self.pad_multiple}}
-        )
+        if mode == "packed":
+            args: Any = {"sequence_packing_args": {**plan, "sequence_length_pad_multiple": 1}}
+        else:
+            args = {"dynamic_batching_args": {**plan, "sequence_length_round": self.pad_multiple}}
         shards, order = planned.shard_by_batch_size(self.ranks, batch_size=batch_size, **args)
         for shard in shards:
             del shard[PLANNED_LENGTHS]

@@ -162,8 +162,7 @@ class CheckpointIO:
         self._progress.weights_version += 1
         if optimizer_path is not None and progress is not None:
             if not native:
-                with SavedMoments(optimizer_path) as moments:
-                    engine.load_moments(moments)
+                engine.load_moments(SavedMoments(optimizer_path))
             self.restore_progress(progress)
             restore_random_states(optimizer_path, engine.context, engine.device)
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from torch import Tensor
+import torch
+from torch import Tensor
 
 A, B = ".lora_A.weight", ".lora_B.weight"
 """Name suffixes of an adapter's two matrices, after the layer's path: A `[rank, in]`, B `[out, rank]`."""
@@ -32,8 +31,6 @@ def initial_a(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
     Uniform within 1 / sqrt(in), as in the LoRA paper's reference implementation. The value depends on the arguments
     only, so all ranks of all layouts start from the same model; the process's random state is unchanged.
     """
-    import torch
-
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
     bound = shape[1] ** -0.5

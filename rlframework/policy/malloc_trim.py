@@ -12,8 +12,8 @@ import ctypes
 import sys
 import time
 from collections.abc import Callable
-from functools import cache
 
+_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
 MIN_INTERVAL = 10.0
 """Minimum seconds between two trims: reusing returned pages has a small cost."""
 
@@ -28,18 +28,8 @@ class MallocTrimmer:
     def trim(self) -> bool:
         """Trim the heap if `min_interval` seconds have passed; return whether it was trimmed."""
         now = self._clock()
-        malloc_trim = _malloc_trim()
-        if malloc_trim is None or now - self._last < self._min_interval:
+        if _malloc_trim is None or now - self._last < self._min_interval:
             return False
         self._last = now
-        malloc_trim(0)
+        _malloc_trim(0)
         return True
-
-
-@cache
-def _malloc_trim() -> Callable[[int], int] | None:
-    """glibc's `malloc_trim`, or None if the C library has none."""
-    if sys.platform != "linux":
-        return None
-    trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    return trim

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,13 +41,12 @@ def average_metrics(batches: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """
     names = sorted({name for batch in batches for name in batch})
     values = {name: [batch[name] for batch in batches if name in batch] for name in names}
-    return {name: _combine(name, present) for name, present in values.items()}
+    kinds: dict[str, Callable[[list[float]], float]] = {"_min": min, "_max": max}
+    return {name: kinds.get(name[-4:], _mean)(present) for name, present in values.items()}
 
 
-def _combine(name: str, values: Sequence[float]) -> float:
-    if name.endswith("_max"):
-        return max(values)
-    return min(values) if name.endswith("_min") else sum(values) / len(values)
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
 
 
 def _all_names(names: list[str], group: Any) -> list[str]:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from rlframework.config.policy import SchedulerConfig
+from torch.nn import Parameter
+
+from rlframework.config.policy import OptimizerConfig, SchedulerConfig
 from rlframework.errors import ConfigError
-
-if TYPE_CHECKING:
-    from torch.nn import Parameter
-
-    from rlframework.config.policy import OptimizerConfig
 
 
 def parameter_groups(

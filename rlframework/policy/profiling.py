@@ -6,15 +6,15 @@ workers are separate processes.
 
 from __future__ import annotations
 
-import os
-import uuid
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from rlframework.errors import NotSupported, UserError
+from rlframework.errors import NotSupported
+from rlframework.files import write_atomically
 
 FORWARD = "rlframework: forward of a microbatch"
 LOSS = "rlframework: loss"
@@ -62,20 +62,8 @@ class TraceProfiler:
             return False
         profiler.stop()
         if path is not None:
-            _write(profiler, Path(path))
+            with TemporaryDirectory() as folder:
+                trace = Path(folder, "trace.json.gz")  # torch compresses if the name ends in .gz
+                profiler.export_chrome_trace(str(trace))
+                write_atomically(path, trace.read_bytes())
         return True
-
-
-def _write(profiler: profile, path: Path) -> None:
-    new = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp.gz")  # torch compresses if the name ends in .gz
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        profiler.export_chrome_trace(str(new))
-        os.replace(new, path)
-    except OSError as error:
-        raise UserError(
-            f"the trace {str(path)!r} cannot be written: {error.strerror or error}; choose a writable folder"
-        ) from error
-    finally:
-        with suppress(OSError):
-            new.unlink(missing_ok=True)

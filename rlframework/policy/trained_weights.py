@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from rlframework.config.sections import GenerationConfig
-from rlframework.policy.checkpoint.portable import require_weights
-from rlframework.policy.checkpoint.pretrained import write_pretrained
-from rlframework.policy.checkpoint.reader import open_saved
+from rlframework.policy.checkpoint.pretrained import open_saved, write_pretrained
+from rlframework.policy.checkpoint.saved import require_weights
 from rlframework.policy.engine import Engine
 from rlframework.weight_sync.buffers import WeightInfo
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from rlframework.errors import DataError, UserError
 from rlframework.files import replacing_directory
 from rlframework.policy.checkpoint.manifest import MANIFEST, check_files, write_manifest
-from rlframework.policy.checkpoint.reader import open_saved
+from rlframework.policy.checkpoint.pretrained import open_saved
 from rlframework.policy.checkpoint.saved import INDEX, SHARD_SUFFIX, Saved, is_sharded, reject_native
 from rlframework.training.checkpoints import newest_checkpoint
 

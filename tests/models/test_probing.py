@@ -22,12 +22,9 @@ def test_probing_registers_packed_attention(monkeypatch):
     assert SEGMENTS in AttentionInterface()  # for the full model
 
 
-def test_an_architecture_that_cannot_be_packed_is_reported_without_an_unset_key():
+def test_what_cannot_be_packed_is_named_with_the_attention_if_it_was_configured():
     with pytest.raises(NotSupported, match="BloomForCausalLM does not keep packed sequences apart") as caught:
         probe_packing(PACKED, BloomConfig(vocab_size=30, hidden_size=16, n_layer=2, n_head=2), CPU, "auto")
     assert "attention=" not in str(caught.value)
-
-
-def test_a_configured_attention_that_cannot_be_packed_is_named():
     with pytest.raises(NotSupported, match=r"LlamaForCausalLM with policy\.mine\.attention=eager does not keep packed"):
         probe_packing(PACKED, LlamaConfig(**LLAMA), CPU, "eager")

@@ -90,30 +90,21 @@ def test_rows_without_targets_count_as_empty():
 
 
 def test_a_single_rank_and_padded_rows_keep_their_order():
-    for ranks, mode in ((1, "packed"), (2, "padded")):
-        shards, order = balancer(ranks, mode).shard(
-            make_batch([5, 9, 3, 7]), batch_size=2, positions="all", tokens=None
-        )
+    data = make_batch([5, 9, 3, 7])
+    for ranks, mode, rows in ((1, "packed", [[0, 1, 2, 3]]), (2, "padded", [[0, 2], [1, 3]])):
+        shards, order = balancer(ranks, mode).shard(data, batch_size=2, positions="all", tokens=None)
         assert order is None
-        assert [shard["row"].tolist() for shard in shards] == ([[0, 1, 2, 3]] if ranks == 1 else [[0, 2], [1, 3]])
-
-
-def test_a_row_over_the_limit_is_an_error_that_names_both():
-    with pytest.raises(BatchError, match=r"20.*16"):
-        balancer(2, "packed").shard(make_batch([20, 3]), batch_size=None, positions="all", tokens=16)
+        assert [shard["row"].tolist() for shard in shards] == rows
+    (whole,), _ = balancer(1, "packed").shard(data, batch_size=2, positions="all", tokens=None)
+    assert whole["input_ids"].data_ptr() == data["input_ids"].data_ptr()  # without a copy
 
 
 def test_padding_to_a_multiple_stays_under_the_limit():
     """Two rows of 5 are two padded to 8 each, or one pack of 10 padded to 12."""
     data, packed = make_batch([5, 5, 5, 5]), BatchBalancer(2, "packed", 8, TokenCost(), pad_multiple=4)
-    assert [
-        len(shard.micro_batch_indices[0])
-        for shard in packed.shard(data, batch_size=None, positions="all", tokens=11)[0]
-    ] == [2, 2]
-    assert [
-        len(shard.micro_batch_indices[0])
-        for shard in packed.shard(data, batch_size=None, positions="all", tokens=12)[0]
-    ] == [1, 1]
+    for tokens, microbatches in ((11, 2), (12, 1)):
+        shards, _ = packed.shard(data, batch_size=None, positions="all", tokens=tokens)
+        assert [len(shard.micro_batch_indices[0]) for shard in shards] == [microbatches] * 2
     with pytest.raises(BatchError, match=r"8 tokens.*may have 7"):
         packed.shard(data, batch_size=None, positions="all", tokens=7)
 
@@ -122,9 +113,3 @@ def test_tokens_unknown_to_the_model_are_rejected():
     small = BatchBalancer(2, "packed", 32, TokenCost(), vocabulary=3)
     with pytest.raises(BatchError, match=r"row 2 has token 3 at position 0.*0 to 2"):
         small.shard(make_batch([4, 4, 4, 4]), batch_size=None, positions="all", tokens=None)
-
-
-def test_one_rank_gets_the_rows_without_a_copy():
-    data = make_batch([4, 5])
-    (shard,), _ = balancer(1, "packed").shard(data, batch_size=None, positions="all", tokens=None)
-    assert shard["input_ids"].data_ptr() == data["input_ids"].data_ptr()

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from rlframework import run
 from rlframework.errors import DataError, UserError
 from rlframework.evaluation.plan import find_model
-from rlframework.policy.checkpoint.reader import open_saved
+from rlframework.policy.checkpoint.pretrained import open_saved
 from rlframework.runner.convert import convert
 from rlframework.runner.launch import resume
 from rlframework.runner.parts import build_parts

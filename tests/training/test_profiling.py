@@ -84,7 +84,7 @@ def test_a_profiler_is_on_once_and_an_unwritable_trace_is_told(tmp_path):
     with trace_span(profiling.LOSS):
         torch.ones(2).sum()
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"trace.json.gz' cannot be written: File exists; choose a writable folder"):
+    with pytest.raises(UserError, match=r"cannot write .*trace.json.gz: a component of the path is a file"):
         profiler.stop(tmp_path / "file" / "trace.json.gz")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
     profiler.start(with_stack=False, record_shapes=False, memory=False)  # it is off again

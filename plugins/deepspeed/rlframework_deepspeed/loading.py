@@ -8,18 +8,8 @@ formats require a whole copy in every process, which is logged.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
-
 import torch
-from torch import Tensor, nn
-
-from rlframework.config.policy import PolicyConfig
-from rlframework.models.adapters import external_name
-from rlframework.models.file_names import file_weights
-from rlframework.models.files import named_weights, weights_folder
-from rlframework.models.loading import load_whole
+from torch import nn
 
 
 def give_memory(model: nn.Module, dtype: torch.dtype) -> None:
@@ -32,22 +22,3 @@ def give_memory(model: nn.Module, dtype: torch.dtype) -> None:
                     empty = torch.empty_like(parameter, device="cpu", dtype=dtype)
                     made[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
                 setattr(module, name, made[parameter])
-
-
-@contextmanager
-def saved_weights(
-    wanted: Mapping[str, Tensor], model: Any, config: PolicyConfig, attention: str | None
-) -> Iterator[Mapping[str, Tensor]]:
-    """The weights of `config.model_name` by their names in files; `wanted`: tensors of their shapes."""
-    folder = weights_folder(config.model_name) if not getattr(model.config, "quantization_config", None) else None
-    if folder is not None:
-        with named_weights(wanted, folder, model) as found:
-            if found is not None:
-                yield found
-                return
-    yield _by_file_names(load_whole(config, attention))
-
-
-def _by_file_names(whole: Any) -> Mapping[str, Tensor]:
-    tensors = {external_name(name): one.detach() for name, one in (*whole.named_parameters(), *whole.named_buffers())}
-    return {name: part.of(tensors[part.source]) for name, part in file_weights(whole, tensors).items()}

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from rlframework.errors import NotSupported
 from rlframework.models import adapters
 from rlframework.models.file_names import FileWeight, by_source, file_weights, gathered
+from rlframework.models.files import pretrained_weights
 from rlframework.policy.checkpoint.portable import FIRST, SECOND, moments_slice
 from rlframework.policy.checkpoint.saved import slice_of
 from rlframework.policy.engine import Engine
@@ -28,7 +29,6 @@ from rlframework.policy.profiling import GATHER, trace_span
 from rlframework_deepspeed import native
 from rlframework_deepspeed.autotp import TensorParallel
 from rlframework_deepspeed.config import DeepSpeedConfig
-from rlframework_deepspeed.loading import saved_weights
 from rlframework_deepspeed.shards import MOMENTS, Read, Shards
 from rlframework_deepspeed.slices import Where, fill, pieces
 
@@ -85,10 +85,9 @@ class ModelState(adapters.ModelAdapters, Engine, ABC):
     @torch.no_grad()
     def fill(self) -> None:
         """Load the weights of `policy.model_name` and initialise adapters. Not collective."""
-        choice = self.backend_config.attention
+        attention = None if self.backend_config.attention == "auto" else self.backend_config.attention
         wanted = {name: torch.empty(self._shape(one), device="meta") for name, one in self._weights().items()}
-        with saved_weights(wanted, self.model, self.config, None if choice == "auto" else choice) as found:
-            self.load_weights(found)
+        self.load_weights(pretrained_weights(wanted, self.model, self.config, attention))
         if self.config.lora is None:
             return
         for name, tensor in self._adapters().items():

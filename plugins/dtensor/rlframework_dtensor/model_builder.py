@@ -22,8 +22,7 @@ from rlframework.config.policy import LoraConfig, PolicyConfig
 from rlframework.errors import NotSupported
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.models import adapters, attention, context_parallel
-from rlframework.models.adapters import external_name, is_adapter_parameter
-from rlframework.models.files import read_weights, weights_folder
+from rlframework.models.files import pretrained_weights
 from rlframework.models.loading import (
     checkpoint_activations,
     decoder_layers,
@@ -31,17 +30,18 @@ from rlframework.models.loading import (
     is_multimodal,
     load_config,
     load_model,
-    load_whole,
     require_vocabulary,
 )
+from rlframework.models.named_tensors import named_tensors
 from rlframework.models.probing import probe_packing, require_splittable
 from rlframework.policy.head.patch import HeadPatch
+from rlframework.policy.lora_math import is_adapter
 from rlframework.workers import process_groups
 from rlframework_dtensor import experts
 from rlframework_dtensor.config import DTensorConfig
 from rlframework_dtensor.mesh import Mesh, Sizes
 from rlframework_dtensor.offload import move_buffers
-from rlframework_dtensor.shards import copy_into_shard, local_shard
+from rlframework_dtensor.shards import copy_into_shard, load_weights
 from rlframework_dtensor.tensor_parallel import apply_tensor_parallel, require_divisible
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -178,12 +178,5 @@ def load_pretrained_weights(model: Any, config: PolicyConfig, attention: str | N
     for name, buffer in model.named_buffers():
         buffer.copy_(buffers[name])
     move_buffers(model, device)
-    saved = set(model.state_dict())
-    tensors = dict(model.named_parameters()) | {name: b for name, b in model.named_buffers() if name in saved}
-    wanted = {external_name(name): tensor for name, tensor in tensors.items() if not is_adapter_parameter(name)}
-    folder = weights_folder(config.model_name) if not getattr(model.config, "quantization_config", None) else None
-    if folder is None or not read_weights(wanted, folder, model, local_shard):
-        whole = load_whole(config, attention)
-        values = dict(whole.named_parameters()) | dict(whole.named_buffers())
-        for name, weight in wanted.items():
-            copy_into_shard(weight, values[name])
+    wanted = {name: tensor for name, tensor in named_tensors(model).items() if not is_adapter(name)}
+    load_weights(wanted, model, pretrained_weights(wanted, model, config, attention))

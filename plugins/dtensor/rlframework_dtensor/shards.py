@@ -17,8 +17,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
-from rlframework.models.file_names import FileWeight
+from rlframework.models.file_names import FileWeight, file_weights
 from rlframework.policy.checkpoint.portable import moments_slice
+from rlframework.policy.checkpoint.saved import slice_of
 from rlframework.policy.model_state import Moments, TensorShard
 
 Slices = tuple[slice, ...]
@@ -94,6 +95,14 @@ def local_shard(weight: FileWeight, tensor: Tensor) -> tuple[Tensor, Slices] | N
         return None
     view = shard[weight.expert - experts.start, first - rows.start : last - rows.start]
     return view, (slice(first - weight.start, last - weight.start), columns)
+
+
+@torch.no_grad()
+def load_weights(tensors: Mapping[str, Tensor], model: Any, weights: Mapping[str, Tensor]) -> None:
+    """Copy this rank's shards of `weights`, named as in files, into `tensors` of `model`. No collective."""
+    for name, part in file_weights(model, tensors).items():
+        if (shard := local_shard(part, tensors[part.source])) is not None:
+            shard[0].copy_(slice_of(weights, name, shard[1]))
 
 
 def tensor_shards(weight: FileWeight, tensor: Tensor, prefix: str = "") -> Iterator[TensorShard]:

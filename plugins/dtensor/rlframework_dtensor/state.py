@@ -17,7 +17,6 @@ from rlframework.models import adapters
 from rlframework.models.file_names import by_source, file_weights, gathered
 from rlframework.models.named_tensors import named_tensors
 from rlframework.policy.checkpoint.portable import FIRST, SECOND
-from rlframework.policy.checkpoint.saved import slice_of
 from rlframework.policy.lora_math import is_adapter
 from rlframework.policy.model_state import Moments, ShardedState, TensorShard, WeightSpec
 from rlframework.policy.profiling import GATHER, trace_span
@@ -25,7 +24,7 @@ from rlframework_dtensor.shards import (
     copy_into_shard,
     fill_moments,
     gather_full,
-    local_shard,
+    load_weights,
     local_tensor,
     reshard,
     tensor_shards,
@@ -86,13 +85,9 @@ class ModelState(adapters.ModelAdapters, ABC):
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """See `Engine.load_weights`."""
-        weights_by_name = self._weights()
-        for name, part in file_weights(self.model, weights_by_name).items():
-            if (shard := local_shard(part, weights_by_name[part.source])) is not None:
-                shard[0].copy_(slice_of(weights, name, shard[1]))
+        load_weights(self._weights(), self.model, weights)
 
     def _trained(self) -> dict[str, Tensor]:
         """The parameters that the optimizer updates, by the names of `weight_specs`."""

@@ -13,7 +13,7 @@ from rlframework.conformance.layouts import Layout
 from rlframework.conformance.policies import run_config
 from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.plugins.manager import create_manager
-from rlframework.policy.checkpoint.reader import open_saved
+from rlframework.policy.checkpoint.pretrained import open_saved
 from rlframework.policy.client import Policy
 
 CHAIN = ("data=1", "data=2,tensor=2", "context=2", "tensor=2", "data=2", "data=1")

@@ -9,22 +9,34 @@ from pathlib import Path
 
 from torch import Tensor
 
+from rlframework.errors import DataError
+from rlframework.models.files import ModelFiles
 from rlframework.policy.engine import Engine
 from rlframework.policy.model_state import Moments, ShardedState, WeightSpec
 from rlframework_megatron import moments as moments_of
 from rlframework_megatron import native
 from rlframework_megatron import weights as weights_of
-from rlframework_megatron.weight_files import FolderWeights
+from rlframework_megatron.names import EMBEDDING, HEAD, is_tied
 from rlframework_megatron.weights import LocalModel
 
 
 def load_from_folder(local_model: LocalModel, folder: str | Path) -> None:
     """Load the parameters, and the optimizer's fp32 copies of them, from the safetensors files in `folder`.
 
-    Call after creating the optimizer. Each rank reads only its own shards.
+    Call after creating the optimizer. Each rank reads only its own shards. Quantised files and other formats are
+    rejected, because reading them requires a whole model in each process.
     """
-    with FolderWeights(folder, local_model.config) as saved:
-        weights_of.load(local_model, saved.read_slice)
+    config = local_model.config
+    if getattr(config, "quantization_config", None):
+        raise DataError(f"the weights in {folder} are quantised; the megatron backend reads unquantised weights only")
+    shapes = {name: weight.shape for name, weight in local_model.weights.items()}
+    files = ModelFiles(Path(folder), shapes, "model.", {EMBEDDING: [HEAD]} if is_tied(config) else {})
+    if files.missing:
+        raise DataError(
+            f"{folder} has no {files.missing[0]}: its files do not belong to the model in its config.json, or use "
+            "other weight names. Load it with transformers, save it with save_pretrained, and use the result"
+        )
+    weights_of.load(local_model, files.read_slice)
 
 
 class ModelState(Engine, ABC):

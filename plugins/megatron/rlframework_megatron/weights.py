@@ -4,7 +4,7 @@ Weights are exchanged in fp32. Under bfloat16 they are the optimizer's fp32 main
 parameters round; loading sets both. A worker without an optimizer has no fp32 copies: it rounds loaded weights to
 bfloat16 and returns these as fp32.
 
-Weights are gathered one at a time (`gathering`); loading reads only this rank's shards (`weight_files`). Does not cover
+Weights are gathered one at a time (`gathering`); loading reads only this rank's shards. Does not cover
 buffers, as these models save none.
 """
 

@@ -15,7 +15,7 @@ from rlframework.conformance.policies import InspectedPolicy, run_config
 from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.plugins.manager import create_manager
-from rlframework.policy.checkpoint.reader import open_saved
+from rlframework.policy.checkpoint.pretrained import open_saved
 from rlframework_megatron import cpu
 from rlframework_megatron.worker import MegatronPolicyWorker
 

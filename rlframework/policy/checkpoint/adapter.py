@@ -15,19 +15,18 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from rlframework.config.policy import LoraConfig
 from rlframework.errors import DataError
 from rlframework.files import replacing_directory
 from rlframework.policy.all_ranks import exhausting
 from rlframework.policy.checkpoint.manifest import reading, write_manifest
 from rlframework.policy.checkpoint.saved import differences
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from rlframework.config.policy import LoraConfig
-    from rlframework.policy.model_state import WeightSpec
+from rlframework.policy.model_state import WeightSpec
 
 PREFIX = "base_model.model."
 CONFIG, WEIGHTS, BASE = "adapter_config.json", "adapter_model.safetensors", "base.json"
@@ -50,31 +49,26 @@ def write_adapter(
 
     `checksums`: add a manifest of all files.
     """
-    from safetensors.torch import save_file
-
     with exhausting(adapters), replacing_directory(path) as folder:
         tensors = {PREFIX + name: tensor.detach().float().cpu().contiguous() for name, tensor in adapters}
         save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-        _write_json(folder / CONFIG, _peft_config(model_name, lora))
+        config = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": model_name,
+            "r": lora.rank,
+            "lora_alpha": lora.alpha,
+            "lora_dropout": 0.0,
+            "target_modules": list(lora.target_modules),
+            "bias": "none",
+            "fan_in_fan_out": False,
+            "inference_mode": True,
+        }
+        _write_json(folder / CONFIG, config)
         _write_json(folder / BASE, {"model_name": model_name, "files": base_files(model_name)})
         tokenizer.save_pretrained(folder)
         if checksums:
             write_manifest(folder)
-
-
-def _peft_config(model_name: str, lora: LoraConfig) -> dict[str, Any]:
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": model_name,
-        "r": lora.rank,
-        "lora_alpha": lora.alpha,
-        "lora_dropout": 0.0,
-        "target_modules": list(lora.target_modules),
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-    }
 
 
 def _write_json(path: Path, value: Any) -> None:
@@ -89,11 +83,14 @@ def read_adapter(
     Raises a `DataError` if files are missing or damaged, for other layers, shapes or scales, or if the adapters were
     trained on another base than `model_name` (checked if `base.json` exists, which peft does not write).
     """
-    from safetensors.torch import load_file
-
     folder = Path(path)
     _require_scale(folder, _read_json(folder / CONFIG), lora)
-    _require_base(folder, model_name)
+    base = _read_json(folder / BASE) if (folder / BASE).exists() else None
+    if base is not None and base.get("files") != base_files(model_name):
+        raise DataError(
+            f"the adapters in {folder} were trained on {base.get('model_name')!r}, whose files differ from "
+            f"those of policy.model_name={model_name!r}; use the base that they were trained on"
+        )
     with reading(folder / WEIGHTS):
         tensors = load_file(folder / WEIGHTS)
     adapters = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
@@ -108,26 +105,14 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _require_scale(folder: Path, config: Mapping[str, Any], lora: LoraConfig) -> None:
-    unsupported = [key for key in UNSUPPORTED_KEYS if config.get(key)]
-    if config.get("peft_type") != "LORA" or unsupported or config.get("bias", "none") != "none":
-        kind = config.get("peft_type")
+    kind, unsupported = config.get("peft_type"), [key for key in UNSUPPORTED_KEYS if config.get(key)]
+    if kind != "LORA" or unsupported or config.get("bias", "none") != "none":
         raise DataError(f"{folder / CONFIG} is not plain LoRA (peft_type {kind!r}, set: {unsupported or 'bias'})")
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if rank != lora.rank or alpha != lora.alpha:
         raise DataError(
             f"the adapters in {folder} have rank {rank} and alpha {alpha}, but policy.lora has rank {lora.rank} and "
             f"alpha {lora.alpha}; set policy.lora.rank and policy.lora.alpha to match"
-        )
-
-
-def _require_base(folder: Path, model_name: str) -> None:
-    if not (folder / BASE).exists():
-        return
-    base = _read_json(folder / BASE)
-    if base.get("files") != base_files(model_name):
-        raise DataError(
-            f"the adapters in {folder} were trained on {base.get('model_name')!r}, whose files differ from "
-            f"those of policy.model_name={model_name!r}; use the base that they were trained on"
         )
 
 
@@ -145,14 +130,12 @@ def base_files(model_name: str) -> dict[str, Any]:
             folder = Path(snapshot_download(model_name, local_files_only=True))
         except (LocalEntryNotFoundError, HfHubHTTPError, ValueError):
             return {}
-    return {path.name: _ends(path) for path in sorted(folder.glob("model*.safetensors"))}
-
-
-def _ends(path: Path) -> dict[str, Any]:
-    size = path.stat().st_size
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        digest.update(file.read(END_BYTES))
-        file.seek(max(size - END_BYTES, 0))
-        digest.update(file.read(END_BYTES))
-    return {"bytes": size, "sha256_of_ends": digest.hexdigest()}
+    found = {}
+    for path in sorted(folder.glob("model*.safetensors")):
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            digest = hashlib.sha256(file.read(END_BYTES))
+            file.seek(max(size - END_BYTES, 0))
+            digest.update(file.read(END_BYTES))
+        found[path.name] = {"bytes": size, "sha256_of_ends": digest.hexdigest()}
+    return found

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypedDict
@@ -51,20 +51,11 @@ def describe_file(path: Path) -> FileFacts:
     return {"bytes": size, "crc32": f"{checksum:08x}"}
 
 
-def describe_files(folder: Path, names: Iterable[str] | None = None) -> dict[str, FileFacts]:
-    """Describe the files `names` in `folder`; by default all files in it and below, except the manifest."""
-    return {name: describe_file(folder / name) for name in (_names(folder) if names is None else names)}
-
-
-def _names(folder: Path) -> list[str]:
-    files = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    return sorted(name for name in files if name != MANIFEST)
-
-
 def write_manifest(folder: Path, known: Manifest | None = None) -> None:
     """Write `checksums.json` for all files in `folder` and below; entries in `known` are not recomputed."""
-    known = known or {}
-    facts = {**known, **describe_files(folder, [name for name in _names(folder) if name not in known])}
+    paths = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    facts = dict(known or {})
+    facts |= {name: describe_file(path) for name, path in paths.items() if name not in facts and name != MANIFEST}
     text = json.dumps({"files": facts, "crc32": _own_checksum(facts)}, indent=1)
     (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
 
@@ -92,28 +83,22 @@ def check_files(folder: str | Path, *, required: bool = False, share: tuple[int,
     `required`: a folder without a manifest is an error too. `share`: `(rank, ranks)`; each rank checks all sizes and
     reads its share of the files.
     """
-    folder = Path(folder)
+    folder, remedy = Path(folder), "Use another checkpoint, or copy this one again"
     manifest = read_manifest(folder)
     if manifest is None:
         if required:
             raise DataError(f"{folder} has no {MANIFEST}: it is not a checkpoint, or an incomplete one")
         return
     for name, facts in manifest.items():
-        _check_size(folder / name, facts["bytes"])
+        path, wanted = folder / name, facts["bytes"]
+        try:
+            size = path.stat().st_size
+        except OSError as error:
+            raise DataError(f"{path} is missing or cannot be read: {error.strerror}. {remedy}") from error
+        if size != wanted:
+            damage = "is truncated" if size < wanted else "is damaged"
+            raise DataError(f"{path} {damage}: it has {size} bytes, but {wanted} were written. {remedy}")
     rank, ranks = share
     for name in list(manifest)[rank::ranks]:
         if describe_file(folder / name) != manifest[name]:
-            raise DataError(f"{folder / name} is damaged: its contents differ from what was written. {_REMEDY}")
-
-
-_REMEDY = "Use another checkpoint, or copy this one again"
-
-
-def _check_size(path: Path, wanted: int) -> None:
-    try:
-        size = path.stat().st_size
-    except OSError as error:
-        raise DataError(f"{path} is missing or cannot be read: {error.strerror}. {_REMEDY}") from error
-    if size != wanted:
-        damage = "is truncated" if size < wanted else "is damaged"
-        raise DataError(f"{path} {damage}: it has {size} bytes, but {wanted} were written. {_REMEDY}")
+            raise DataError(f"{folder / name} is damaged: its contents differ from what was written. {remedy}")

@@ -17,16 +17,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rlframework.errors import DataError
 from rlframework.files import reporting_full_disk
-from rlframework.policy.checkpoint.manifest import FileFacts, describe_files, reading
+from rlframework.interfaces.worker_group import WorkerContext
+from rlframework.policy.checkpoint.manifest import FileFacts, describe_file, reading
 from rlframework.policy.checkpoint.saved import NATIVE
 from rlframework.policy.checkpoint.shared_directory import SharedDirectory
-
-if TYPE_CHECKING:
-    from rlframework.interfaces.worker_group import WorkerContext
 
 ENGINE = "engine"
 
@@ -44,16 +41,15 @@ def save_native(
         (folder / ENGINE).mkdir()
         (folder / NATIVE).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
 
+    def share_of_files() -> dict[str, FileFacts]:  # the ranks compute checksums in parallel
+        files = sorted(path for path in (directory.folder / ENGINE).rglob("*") if path.is_file())
+        own = files[context.rank :: context.world_size]
+        return {path.relative_to(directory.folder).as_posix(): describe_file(path) for path in own}
+
     with SharedDirectory(path, context, "native", begin) as directory:
         with reporting_full_disk(path):
             write(directory.folder / ENGINE)
-        directory.commit(lambda: _share_of_files(directory.folder, context))
-
-
-def _share_of_files(folder: Path, context: WorkerContext) -> dict[str, FileFacts]:
-    """Describe this rank's share of the files written, so that the ranks compute checksums in parallel."""
-    names = sorted(path.relative_to(folder).as_posix() for path in (folder / ENGINE).rglob("*") if path.is_file())
-    return describe_files(folder, names[context.rank :: context.world_size])
+        directory.commit(share_of_files)
 
 
 def native_files(path: str, backend: str, *, optimizer: bool) -> Path:

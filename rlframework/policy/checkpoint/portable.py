@@ -19,24 +19,18 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from rlframework.errors import DataError
 from rlframework.files import replacing_directory
+from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.policy.all_ranks import exhausting, run_on_all_ranks
 from rlframework.policy.checkpoint.manifest import reading, write_manifest
-from rlframework.policy.checkpoint.pretrained import write_tensors
-from rlframework.policy.checkpoint.reader import open_saved
-from rlframework.policy.checkpoint.saved import differences
+from rlframework.policy.checkpoint.pretrained import open_saved, write_tensors
 from rlframework.policy.model_state import Moments
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
-    from rlframework.interfaces.worker_group import WorkerContext
-    from rlframework.policy.checkpoint.saved import Saved
-    from rlframework.policy.model_state import WeightSpec
 
 FORMAT = 1
 FIRST, SECOND = "exp_avg.", "exp_avg_sq."
@@ -64,14 +58,6 @@ def save_optimizer(
     `moments` is exhausted on every rank, even on failure.
     """
     states = random_states(context, device)
-    with exhausting(moments):
-        if context.rank == 0:
-            _write_optimizer(path, moments, progress, states, backend)
-
-
-def _write_optimizer(
-    path: str, moments: Iterator[tuple[str, Moments]], progress: Progress, states: Mapping[str, Tensor], backend: str
-) -> None:
     steps: dict[str, int] = {}
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
@@ -80,19 +66,18 @@ def _write_optimizer(
             yield FIRST + name, state.exp_avg
             yield SECOND + name, state.exp_avg_sq
 
-    with replacing_directory(path) as folder:
-        write_tensors(folder, tensors())
-        write_training(folder, steps, progress, states, backend)
-        write_manifest(folder)
+    with exhausting(moments):
+        if context.rank == 0:
+            with replacing_directory(path) as folder:
+                write_tensors(folder, tensors())
+                write_training(folder, steps, progress, states, backend)
+                write_manifest(folder)
 
 
 def write_training(
     folder: Path, steps: Mapping[str, int], progress: Progress, states: Mapping[str, Tensor], backend: str
 ) -> None:
     """Write the files common to both forms: `training.json`, and random states by kind and rank."""
-    import torch
-    from safetensors.torch import save_file
-
     save_file(dict(states), folder / RANDOM)
     facts = {"format": FORMAT, "optimizer": "adamw", "steps": dict(steps), **asdict(progress)}
     facts |= {"backend": backend, "versions": {"torch": torch.__version__}}
@@ -120,20 +105,9 @@ class SavedMoments(Mapping[str, Moments]):
     """The moments in an optimizer's directory, of either form, by weight; each is read on access."""
 
     def __init__(self, folder: str | Path) -> None:
-        self._tensors = open_saved(folder)
-        self._steps = _read_training(folder)[1]
-
-    def __enter__(self) -> Self:
-        tensors = self._tensors.__enter__()
-        if {start + name for name in self._steps for start in (FIRST, SECOND)} != set(tensors):
-            tensors.__exit__()
-            raise DataError(
-                f"{tensors.folder} is damaged: {TRAINING} and the moments next to it name different weights"
-            )
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._tensors.__exit__()
+        self._tensors, self._steps = open_saved(folder), _read_training(folder)[1]
+        if {start + name for name in self._steps for start in (FIRST, SECOND)} != set(self._tensors):
+            raise DataError(f"{folder} is damaged: {TRAINING} and the moments next to it name different weights")
 
     def __getitem__(self, name: str) -> Moments:
         return Moments(self._steps[name], self._tensors[FIRST + name], self._tensors[SECOND + name])
@@ -158,16 +132,8 @@ def moments_slice(moments: Mapping[str, Moments], name: str, where: tuple[slice,
     return Moments(whole.steps, whole.exp_avg[where], whole.exp_avg_sq[where])
 
 
-def require_weights(saved: Saved, specs: Mapping[str, WeightSpec]) -> None:
-    """Raise a `DataError` that names the differences between saved weights and those of the model."""
-    if found := differences({name: saved.shape(name) for name in saved}, specs):
-        raise DataError(f"the checkpoint {saved.folder} is for another model: it {found}")
-
-
 def random_states(context: WorkerContext, device: torch.device) -> dict[str, Tensor]:
     """Gather the random states of all workers, by kind and rank. Collective."""
-    import torch
-
     own = {f"cpu.{context.rank}": torch.get_rng_state()}
     if device.type == "cuda":
         own[f"cuda.{context.rank}"] = torch.cuda.get_rng_state(device)
@@ -176,9 +142,6 @@ def random_states(context: WorkerContext, device: torch.device) -> dict[str, Ten
 
 def restore_random_states(folder: str | Path, context: WorkerContext, device: torch.device) -> None:
     """Restore this rank's random states, if the number of ranks is that of the save."""
-    import torch
-    from safetensors.torch import load_file
-
     path = Path(folder) / RANDOM
     with reading(path):
         states = load_file(path)

@@ -22,14 +22,14 @@ NATIVE = "native.json"
 
 
 class Saved(Mapping[str, "Tensor"]):
-    """The tensors in the directory `folder`, by name. Use as a context manager.
+    """The tensors in the directory `folder`, by name; the end of the context closes its files.
 
     Raises a `DataError` if files are missing or damaged.
     """
 
-    def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
-        self._entries: Mapping[str, Any] = {}
+    def __init__(self, folder: str | Path, entries: Mapping[str, Any]) -> None:
+        """`entries`: an object for each tensor, with which a subclass finds it."""
+        self.folder, self._entries = Path(folder), entries
 
     def __enter__(self) -> Self:
         return self
@@ -82,6 +82,12 @@ def reject_native(folder: str | Path) -> None:
 def slice_of(tensors: Mapping[str, Tensor], name: str, where: tuple[slice, ...]) -> Tensor:
     """Return `where` of `tensors[name]`, reading no more than that from files."""
     return tensors.read_slice(name, where) if isinstance(tensors, Saved) else tensors[name][where]
+
+
+def require_weights(saved: Saved, specs: Mapping[str, WeightSpec]) -> None:
+    """Raise a `DataError` that names the differences between saved weights and those of the model."""
+    if found := differences({name: saved.shape(name) for name in saved}, specs):
+        raise DataError(f"the checkpoint {saved.folder} is for another model: it {found}")
 
 
 def differences(shapes: Mapping[str, tuple[int, ...]], specs: Mapping[str, WeightSpec]) -> str:

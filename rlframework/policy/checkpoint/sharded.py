@@ -13,34 +13,37 @@ computes wrong offsets for one that is sharded unevenly twice. Shards that sever
 Planning and finishing are collective; writing is not, so it may run in a thread while the workers train. All workers
 write into one folder, on a file system that all machines share.
 
-Reading is in `sharded_reader.py`; it reshards to any layout.
+`SavedShards` reads any slice, with any number of workers, so it reshards to any layout.
 """
 
 from __future__ import annotations
 
+import math
+import pickle
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, WriteItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from rlframework.errors import DataError
 from rlframework.files import reporting_full_disk
+from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.policy.all_ranks import run_on_all_ranks
-from rlframework.policy.checkpoint.manifest import FileFacts, describe_files
+from rlframework.policy.checkpoint.manifest import FileFacts, describe_file, reading
+from rlframework.policy.checkpoint.saved import INDEX, SHARD_SUFFIX, Saved
 from rlframework.policy.checkpoint.shared_directory import SharedDirectory
 from rlframework.policy.model_state import TensorShard
 
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import Metadata
-
-    from rlframework.interfaces.worker_group import WorkerContext
+# -- writing -----------------------------------------------------------------------------------------------------------
 
 
 class _Planner(DefaultSavePlanner):
@@ -115,9 +118,9 @@ class DirectorySave(SharedDirectory):
         """Write this rank's shards. No collective."""
         with reporting_full_disk(self.path):
             self._results = self._writer.write_data(self._plan, self._planner).wait()
-            names = [path.name for path in self.folder.glob(f"__{self._context.rank}_*.distcp")]
-            self._checksums = describe_files(self.folder, names)
-        self._planner.keep([], copied=False)
+            own = self.folder.glob(f"__{self._context.rank}_*{SHARD_SUFFIX}")
+            self._checksums = {path.name: describe_file(path) for path in own}
+        self._planner.shards = {}  # free the copies
 
     def finish(self, failure: Exception | None = None) -> None:
         """Move the directory into place, or raise on all ranks if one failed. `failure`: this rank's."""
@@ -133,7 +136,7 @@ class DirectorySave(SharedDirectory):
 
 
 class CheckpointSave:
-    """Directories that are saved together: written by a thread on each rank (`asynchronous`), or by `finish`.
+    """Directories that are saved together: written by a thread on each rank (`asynchronous`), or by the constructor.
 
     Constructor and `finish` are collective.
     """
@@ -148,9 +151,11 @@ class CheckpointSave:
         except BaseException:
             self.abandon()
             raise
-        if asynchronous:
-            self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
-            self._thread.start()
+        if not asynchronous:
+            self._write()
+            return
+        self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
+        self._thread.start()
 
     def _write(self) -> None:
         try:
@@ -166,9 +171,7 @@ class CheckpointSave:
 
     def finish(self) -> None:
         """Wait until all ranks have written, and move the directories into place. Collective."""
-        if self._thread is None:
-            self._write()
-        else:
+        if self._thread is not None:
             self._thread.join()
         try:
             for save in self._saves:
@@ -183,3 +186,90 @@ class CheckpointSave:
             self._thread.join()
         for save in self._saves:
             save.abandon()
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+_ALLOWED = {
+    "torch.distributed.checkpoint.metadata": {
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size"},
+    "pathlib": {"Path", "PosixPath", "PurePosixPath"},
+    "pathlib._local": {"Path", "PosixPath", "PurePosixPath"},
+}
+"""The only names that an index may contain, by module, besides torch's dtypes."""
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    """DCP stores its index as a pickle; others than `_ALLOWED` classes could run code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return names in `_ALLOWED`; raise `UnpicklingError` for any other."""
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not is_dtype and name not in _ALLOWED.get(module, ()):
+            raise pickle.UnpicklingError(f"it contains {module}.{name}, which no checkpoint index needs")
+        return super().find_class(module, name)
+
+
+class _SlicePlanner(DefaultLoadPlanner):
+    """Reads one slice of one tensor into `target`."""
+
+    def __init__(self, target: Tensor) -> None:
+        super().__init__()
+        self._target = target
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        """See `DefaultLoadPlanner`."""
+        return self._target
+
+
+class SavedShards(Saved):
+    """The tensors of a directory in the sharded form, read by DCP with an index that cannot run code."""
+
+    def __init__(self, folder: str | Path) -> None:
+        path = Path(folder) / INDEX
+        with reading(path):
+            with path.open("rb") as file:
+                index: Metadata = _IndexUnpickler(file).load()
+            entries = index.state_dict_metadata
+            tensors = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+            for entry in tensors.values():  # a pickle can be intact and contain something else
+                _ = tuple(entry.size), entry.chunks
+            self._reader = FileSystemReader(folder)
+            self._reader.set_up_storage_reader(index, is_coordinator=True)
+        super().__init__(folder, tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """See `Saved.shape`."""
+        return tuple(self._entries[name].size)
+
+    def read_slice(self, name: str, where: tuple[slice, ...]) -> Tensor:
+        """See `Saved.read_slice`."""
+        entry = self._entries[name]
+        offsets, sizes = [one.start for one in where], [one.stop - one.start for one in where]
+        target = torch.empty(sizes, dtype=entry.properties.dtype)
+        if where and not target.numel():
+            return target
+        chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+        items = create_read_items_for_chunk_list(name, entry, [chunk])
+        if sum(math.prod(item.lengths) for item in items) != target.numel():
+            raise DataError(f"{self.folder / INDEX} is damaged: its shards of {name} do not cover the whole")
+        try:
+            self._reader.read_data(LoadPlan(items), _SlicePlanner(target)).wait()
+        except Exception as error:
+            names = sorted({self._reader.storage_data[item.storage_index].relative_path for item in items})
+            raise DataError(
+                f"{name} cannot be read from {', '.join(str(self.folder / each) for each in names)}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        return target

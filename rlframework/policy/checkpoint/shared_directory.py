@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
+from rlframework.errors import UserError
 from rlframework.files import Replacement, reporting_full_disk
-from rlframework.policy.all_ranks import require_shared_folder, run_on_all_ranks
+from rlframework.interfaces.worker_group import WorkerContext
+from rlframework.policy.all_ranks import run_on_all_ranks
 from rlframework.policy.checkpoint.manifest import FileFacts, write_manifest
-
-if TYPE_CHECKING:
-    from rlframework.interfaces.worker_group import WorkerContext
 
 
 class SharedDirectory:
@@ -26,7 +25,7 @@ class SharedDirectory:
         self._replacement: Replacement | None = None
         with self:
             self.folder = Path(run_on_all_ranks(context, lambda: self._create(begin))[0])
-            run_on_all_ranks(context, lambda: require_shared_folder(self.folder, context, form))
+            run_on_all_ranks(context, lambda: self._require_visible(form))
 
     def _create(self, begin: Callable[[Path], None]) -> str:
         if self._context.rank:
@@ -35,6 +34,14 @@ class SharedDirectory:
             self._replacement = Replacement(self.path)
             begin(self._replacement.folder)
         return str(self._replacement.folder)
+
+    def _require_visible(self, form: str) -> None:
+        if not self.folder.is_dir():
+            raise UserError(
+                f"{self.folder} was created by rank 0, but rank {self._context.rank} does not see it: {form} "
+                "checkpoints need a file system that all workers share; set checkpoints.format=portable, or another "
+                "output_dir"
+            )
 
     def commit(self, describe: Callable[[], Mapping[str, FileFacts]], end: Callable[[], None] = lambda: None) -> None:
         """Call `end` on rank 0, add the manifest, and move the directory into place.

@@ -10,7 +10,6 @@ Shapes: N requested tokens, H hidden size, R rows of the vocabulary on this rank
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -54,43 +53,25 @@ class VocabularyShard:
 
     def gather_columns(self, columns: Tensor) -> Tensor:
         """Gather `[N, R]` of each rank to `[N, V]` on all. Collective; the gradient is this rank's columns of it."""
-        gathered: Tensor = _GatheredColumns.apply(columns, self)  # type: ignore[no-untyped-call]
-        return gathered
-
-
-class _SumOfGradients(torch.autograd.Function):
-    """Identity; the backward sums the gradients of the group."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        total = grads[0].contiguous().clone()
-        dist.all_reduce(total, group=ctx.group)
-        return total, None
+        sizes = _all_gather(torch.tensor([columns.shape[1]], device=columns.device), self.group)[:, 0].tolist()
+        padded = torch.nn.functional.pad(columns.detach(), (0, max(sizes) - columns.shape[1]))
+        parts = [part[:, :size] for part, size in zip(_all_gather(padded, self.group), sizes, strict=True)]
+        parts[dist.get_rank(self.group)] = columns  # the only part with a gradient
+        return torch.cat(parts, dim=1)
 
 
 def _summed(hidden: Tensor, shard: VocabularyShard) -> Tensor:
-    summed: Tensor = _SumOfGradients.apply(hidden, shard.group)  # type: ignore[no-untyped-call]
-    return summed
+    """Return `hidden`; the backward sums its gradients over the group."""
 
+    def over_group(gradient: Tensor) -> Tensor:
+        total = gradient.contiguous().clone()
+        dist.all_reduce(total, group=shard.group)
+        return total
 
-class _GatheredColumns(torch.autograd.Function):
-    """`[N, R] -> [N, V]`; the backward takes this rank's columns of the gradient, which is the same on every rank."""
-
-    @staticmethod
-    def forward(ctx: Any, columns: Tensor, shard: VocabularyShard) -> Tensor:
-        ctx.columns = slice(shard.start, shard.start + shard.rows)
-        sizes = _all_gather(torch.tensor([columns.shape[1]], device=columns.device), shard.group)[:, 0].tolist()
-        parts = _all_gather(torch.nn.functional.pad(columns, (0, max(sizes) - columns.shape[1])), shard.group)
-        return torch.cat([part[:, :size] for part, size in zip(parts, sizes, strict=True)], dim=1)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0][:, ctx.columns].contiguous(), None
+    if hidden.requires_grad:
+        hidden = hidden.view_as(hidden)
+        hidden.register_hook(over_group)
+    return hidden
 
 
 def _all_gather(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -4,12 +4,12 @@ import json
 
 import pytest
 
-from rlframework.errors import DataError, UserError
+from rlframework.errors import DataError
 from rlframework.evaluation.plan import find_model
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.policy.checkpoint.manifest import check_files, read_manifest
 from rlframework.policy.checkpoint.native import native_files, save_native
-from rlframework.policy.checkpoint.reader import open_saved
+from rlframework.policy.checkpoint.pretrained import open_saved
 from rlframework.policy.checkpoint.saved import is_native
 from rlframework.runner.convert import find_source
 
@@ -39,10 +39,6 @@ def test_it_holds_the_engines_files_with_their_checksums(tmp_path):
     assert set(read_manifest(path)) == {"config.json", "native.json", "engine/parts/a.bin"}
     assert read_manifest(path)["engine/parts/a.bin"] == {"bytes": 5, "crc32": "cbf53a1c"}  # CRC-32 of b"12345"
     check_files(path, required=True)
-
-
-def test_damage_below_the_engines_folder_is_named(tmp_path):
-    path = saved(tmp_path / "model")
     (path / "engine" / "parts" / "a.bin").write_bytes(b"12346")
     with pytest.raises(DataError, match=r"a\.bin is damaged"):
         check_files(path)
@@ -58,12 +54,6 @@ def test_a_failed_write_leaves_what_was_there(tmp_path):
         save_native(str(path), WorkerContext(), beside=write_config, write=fail, facts=FACTS)
     assert [one.name for one in tmp_path.iterdir()] == ["model"]
     check_files(path, required=True)
-
-
-def test_an_unwritable_path_is_reported(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="a component of the path is a file"):
-        saved(tmp_path / "file" / "model")
 
 
 def test_another_backends_files_and_a_missing_optimizer_are_rejected(tmp_path):

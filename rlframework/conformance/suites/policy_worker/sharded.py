@@ -20,7 +20,7 @@ from rlframework.conformance.suites.policy_worker.checkpoints import (
 from rlframework.conformance.suites.policy_worker.harness import PolicyHarness
 from rlframework.errors import DataError, UserError
 from rlframework.plugins.types import Capability
-from rlframework.policy.checkpoint.reader import open_saved
+from rlframework.policy.checkpoint.pretrained import open_saved
 
 SHARDED = Capability.SHARDED_CHECKPOINTS
 SETTINGS: dict[str, Any] = {"scheduler": SCHEDULE, "optimizer": {"lr": 1e-3}}

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
 from rlframework.errors import BatchError, NotSupported
 from rlframework.policy.head import logprobs as logprobs_module
-from rlframework.policy.head.logprobs import chunked_logprobs, top_logits
+from rlframework.policy.head.logprobs import chunked_logprobs, top_logits, whole_logits
 from rlframework.policy.head.patch import HeadPatch, require_plain_head
 from rlframework.policy.head.request import HeadRequest, read_head_output
+from rlframework.policy.head.vocab_parallel import VocabularyShard
 
 
 def plain(hidden, weight, bias, targets, temperature):
@@ -54,13 +59,6 @@ def test_values_and_gradients_match_the_formula(count, vocabulary, rows, tempera
         torch.testing.assert_close(gradient.double(), wanted, rtol=1e-4, atol=1e-5)
 
 
-def test_a_uniform_distribution_by_hand():
-    hidden, weight = torch.zeros(3, 2), torch.ones(8, 2)
-    logprobs, entropy = chunked_logprobs(hidden, weight, None, torch.tensor([0, 3, 7]), wants_entropy=True)
-    torch.testing.assert_close(logprobs, torch.full((3,), -2.0794415))  # -ln 8
-    torch.testing.assert_close(entropy, torch.full((3,), 2.0794415))
-
-
 def test_no_chunk_holds_more_logits_than_the_limit(monkeypatch):
     seen = []
     ordinary = torch.nn.functional.linear
@@ -93,42 +91,28 @@ class TinyModel(torch.nn.Module):
         return self.lm_head(hidden)
 
 
-def test_patched_head_returns_columns_inside_and_logits_outside():
+def test_patched_head_returns_values_inside_and_logits_outside():
     model = TinyModel()
-    hidden = torch.randn(2, 4, 3)
+    hidden, positions, targets = torch.randn(2, 4, 3), torch.tensor([1, 6]), torch.tensor([4, 0])
     ordinary = model(hidden)
     patch = HeadPatch(model)
     torch.testing.assert_close(model(hidden), ordinary)
-    request = HeadRequest(frozenset({"logprobs", "entropy"}))
-    with patch.computing(request, torch.tensor([1, 6]), torch.tensor([4, 0])):
-        output = read_head_output(model(hidden), request)
-    expected = ordinary.reshape(8, 5)[[1, 6]].log_softmax(-1)
-    torch.testing.assert_close(output.logprobs, expected[[0, 1], [4, 0]])
-    torch.testing.assert_close(output.entropy, -(expected.exp() * expected).sum(-1))
-    assert not output.entropy.requires_grad
-    torch.testing.assert_close(model(hidden), ordinary)
-
-
-def test_patched_head_is_restored_after_an_error():
-    model = TinyModel()
-    patch = HeadPatch(model)
-    hidden = torch.randn(1, 2, 3)
-    with (
-        pytest.raises(RuntimeError, match="boom"),
-        patch.computing(HeadRequest(), torch.tensor([0]), torch.tensor([1])),
-    ):
+    found = {}
+    for wanted in (("logprobs", "entropy"), ("logits",), ("topk",)):
+        request = HeadRequest(frozenset(wanted), temperature=2.0, top_k=2)
+        with patch.computing(request, positions, targets):
+            found |= read_head_output(model(hidden), request).results()
+    logits = ordinary.reshape(8, 5)[[1, 6]] / 2.0
+    expected = logits.log_softmax(-1)
+    torch.testing.assert_close(found["logprobs"], expected[[0, 1], [4, 0]])
+    torch.testing.assert_close(found["entropy"], -(expected.exp() * expected).sum(-1))
+    assert not found["entropy"].requires_grad
+    torch.testing.assert_close(found["logits"], logits)
+    torch.testing.assert_close(found["topk_logits"], logits.topk(2).values.detach())
+    assert torch.equal(found["topk_indices"], logits.topk(2).indices)
+    with pytest.raises(RuntimeError, match="boom"), patch.computing(HeadRequest(), positions, targets):
         raise RuntimeError("boom")
-    assert model(hidden).shape == (1, 2, 5)
-
-
-def test_logits_on_request_at_the_temperature():
-    model = TinyModel()
-    patch, hidden = HeadPatch(model), torch.randn(1, 3, 3)
-    ordinary = model(hidden)
-    request = HeadRequest(frozenset({"logits"}), temperature=2.0)
-    with patch.computing(request, torch.tensor([2]), torch.tensor([0])):
-        output = read_head_output(model(hidden), request)
-    torch.testing.assert_close(output.logits, ordinary[0, 2:] / 2.0)
+    torch.testing.assert_close(model(hidden), ordinary)
 
 
 @pytest.mark.parametrize("wanted", ["logprobs", "logits", "topk", "scores"])
@@ -183,19 +167,104 @@ def test_k_above_the_vocabulary_is_an_error():
         top_logits(torch.zeros(1, 2), torch.zeros(3, 2), None, None, 4, 1.0)
 
 
-def test_a_patched_model_returns_top_k_at_the_requested_positions():
-    from transformers import LlamaConfig, LlamaForCausalLM
+# -- a head sharded over the vocabulary, by ranks that are threads of this process ------------------------------------
 
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=11, **sizes)).eval()
-    ids, positions = torch.tensor([[3, 1, 4, 1, 5]]), torch.tensor([0, 3])
-    request = HeadRequest(frozenset({"topk"}), 1.0, 2)
-    with torch.no_grad():
-        plain = model(input_ids=ids, use_cache=False).logits[0, positions]
-        with HeadPatch(model).computing(request, positions, torch.tensor([1, 5])):
-            found = read_head_output(model(input_ids=ids, use_cache=False).logits, request)
-    for row in range(2):
-        order = sorted(range(11), key=lambda index: -float(plain[row, index]))[:2]
-        assert found.topk_indices[row].tolist() == order
-        torch.testing.assert_close(found.topk_logits[row], plain[row, order])
+
+def on_ranks(ranks, work):
+    """Return the results of `work(rank)` in `ranks` threads that are the ranks of the default group."""
+    results, errors = {}, []
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    threaded._install_threaded_pg()
+    store = dist.HashStore()
+
+    def run(rank):
+        try:
+            dist.init_process_group("threaded", rank=rank, world_size=ranks, store=store)
+            results[rank] = work(rank)
+        except BaseException as error:  # noqa: BLE001  # raised again below
+            errors.append(error)
+            threaded.ProcessLocalGroup.exception_handle(error)
+        finally:
+            dist.destroy_process_group()
+
+    try:
+        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    finally:
+        threaded._uninstall_threaded_pg()
+        torch._C._distributed_c10d._set_thread_isolation_mode(False)
+    if errors:
+        raise errors[0]
+    return [results[rank] for rank in range(ranks)]
+
+
+def leaves_of(rank, bounds, padding, hidden, weight, bias):
+    """This rank's leaves: the hidden states and its rows, followed by rows that only pad the vocabulary."""
+    rows = slice(bounds[rank], bounds[rank + 1])
+    below = torch.full((padding, weight.shape[1]), 9.0)  # would win every softmax
+    own = [hidden, torch.cat((weight[rows], below))]
+    own += [] if bias is None else [torch.cat((bias[rows], torch.full((padding,), 9.0)))]
+    return [leaf.clone().requires_grad_() for leaf in own]
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    count=st.integers(0, 9),
+    sizes=st.lists(st.integers(1, 5), min_size=2, max_size=3),
+    padding=st.integers(0, 2),
+    chunk=st.integers(1, 10),
+    temperature=st.sampled_from([1.0, 0.7, 1.6]),
+    with_bias=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_values_and_gradients_match_the_whole_vocabulary(count, sizes, padding, chunk, temperature, with_bias, seed):
+    bounds = [sum(sizes[:rank]) for rank in range(len(sizes) + 1)]
+    generator = torch.Generator().manual_seed(seed)
+    hidden, weight = torch.randn(count, 5, generator=generator), torch.randn(bounds[-1], 5, generator=generator)
+    bias = torch.randn(bounds[-1], generator=generator) if with_bias else None
+    targets = torch.randint(0, bounds[-1], (count,), generator=generator)
+    upstream = torch.randn(count, generator=generator)
+
+    def work(rank):
+        leaves = leaves_of(rank, bounds, padding, hidden, weight, bias)
+        shard = VocabularyShard(dist.group.WORLD, bounds[rank], sizes[rank])
+        own_bias = leaves[2] if with_bias else None
+        logprobs, entropy = chunked_logprobs(
+            leaves[0], leaves[1], own_bias, targets, shard, temperature=temperature, wants_entropy=True
+        )
+        return logprobs, entropy, torch.autograd.grad((logprobs * upstream).sum(), leaves)
+
+    with pytest.MonkeyPatch.context() as patch:  # so that `chunk` of them, or fewer, make a chunk
+        patch.setattr(logprobs_module, "CHUNK_ELEMENTS", chunk * max(sizes))
+        found = on_ranks(len(sizes), work)
+
+    doubles = [leaf.double().requires_grad_() for leaf in (hidden, weight, bias) if leaf is not None]
+    expected, expected_entropy = plain(doubles[0], doubles[1], doubles[2] if with_bias else None, targets, temperature)
+    wanted = torch.autograd.grad((expected * upstream).sum(), doubles)
+    for rank, (logprobs, entropy, gradients) in enumerate(found):
+        torch.testing.assert_close(logprobs.double(), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(entropy.double(), expected_entropy, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(gradients[0].double(), wanted[0], rtol=1e-4, atol=1e-5)
+        for gradient, whole in zip(gradients[1:], wanted[1:], strict=True):
+            rows = whole[bounds[rank] : bounds[rank + 1]]
+            padded = torch.cat((rows, rows.new_zeros(padding, *rows.shape[1:])))
+            torch.testing.assert_close(gradient.double(), padded, rtol=1e-4, atol=1e-5)
+
+
+def test_whole_logits_are_gathered_and_their_gradient_sharded():
+    hidden, weight = torch.tensor([[1.0, 2.0]]), torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
+    upstream = torch.tensor([[1.0, 10.0, 100.0]])
+
+    def work(rank):
+        own = hidden.clone().requires_grad_(), weight[[0, 1] if rank == 0 else [2]].clone().requires_grad_()
+        shard = VocabularyShard(dist.group.WORLD, (0, 2)[rank], (2, 1)[rank])
+        logits = whole_logits(*own, None, shard, temperature=0.5)
+        return logits, torch.autograd.grad((logits * upstream).sum(), own)
+
+    for rank, (logits, (of_hidden, of_weight)) in enumerate(on_ranks(2, work)):
+        assert logits.tolist() == [[2.0, 4.0, 6.0]]  # (1, 2, 3) / 0.5
+        assert of_hidden.tolist() == [[202.0, 220.0]]  # 2 * (1 * w0 + 10 * w1 + 100 * w2)
+        assert of_weight.tolist() == [[[2.0, 4.0], [20.0, 40.0]], [[200.0, 400.0]]][rank]  # 2 * upstream * hidden
