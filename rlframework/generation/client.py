@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlframework.batch.batched_data_dict import BatchedDataDict
-from rlframework.errors import BatchError, WorkerError
+from rlframework.errors import BatchError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -62,9 +62,5 @@ class Generation:
             common_kwargs={"greedy": greedy},
         )
         results = self._group.get_all_worker_results(future)
-        if len(results) != len(parts):
-            raise WorkerError(
-                f"generate returned results of {len(results)} data-parallel ranks instead of {len(parts)}"
-            )
         kept = [result for result, rows in zip(results, parts, strict=True) if len(rows)]
         return BatchedDataDict.from_batches(kept, pad_value_dict={"output_ids": self._pad_id})

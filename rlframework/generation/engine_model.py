@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -17,8 +17,6 @@ from rlframework.policy.lora_math import A, B, is_adapter, merge
 from rlframework.weight_sync.buffers import WeightInfo
 from rlframework.weight_sync.receiver import CollectingSink, WeightSink
 from rlframework.weight_sync.shared_memory import SharedMemory, move_to_shared_memory
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class AdaptedModel:
@@ -75,7 +73,8 @@ class EngineModel:
     """A module built from the model's configuration at the first `load`; later loads copy into it if names match."""
 
     def __init__(self, model_name: str, device: str, precision: str) -> None:
-        self._model_name, self._device, self._dtype = model_name, torch.device(device), _DTYPES[precision]
+        self._model_name, self._device = model_name, torch.device(device)
+        self._dtype: torch.dtype = getattr(torch, precision)
         self._module: nn.Module | None = None
         self._names: frozenset[str] = frozenset()
         self._adapted: AdaptedModel | None = None
@@ -128,13 +127,12 @@ class EngineModel:
         targets, seen = file_tensors(module), set()
         for name, tensor in weights:
             if name not in self._names:
-                self._require_match(set(), {name}, set())
+                self._require_match(unexpected={name})
             if targets[name].shape != tensor.shape:
-                self._require_match(set(), set(), {name})
+                self._require_match(mismatched={name})
             targets[name].copy_(tensor)
             seen.add(name)
-        if seen != self._names:
-            self._require_match(set(self._names - seen), set(), set())
+        self._require_match(missing=self._names - seen)
 
     def _build(self, weights: Iterator[tuple[str, Tensor]]) -> nn.Module:
         """Build with transformers' own loading, which maps names that differ between files and modules."""
@@ -159,12 +157,14 @@ class EngineModel:
                 ignore_mismatched_sizes=True,
             )
         mismatched = {entry[0] if isinstance(entry, tuple) else entry for entry in info["mismatched_keys"]}
-        self._require_match(set(info["missing_keys"]), set(info["unexpected_keys"]), mismatched)
+        self._require_match(info["missing_keys"], info["unexpected_keys"], mismatched)
         self._names = frozenset(given)
         placed: nn.Module = module.to(self._device).eval()
         return placed
 
-    def _require_match(self, missing: set[str], unexpected: set[str], mismatched: set[str]) -> None:
+    def _require_match(
+        self, missing: Collection[str] = (), unexpected: Collection[str] = (), mismatched: Collection[str] = ()
+    ) -> None:
         mistakes = [
             f"{what}: {', '.join(sorted(names)[:8])}{' and more' if len(names) > 8 else ''}"
             for what, names in (("missing", missing), ("unknown", unexpected), ("with another shape", mismatched))

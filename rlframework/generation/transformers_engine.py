@@ -74,21 +74,17 @@ class TransformersEngine(ReceivesWeights):
             raise UserError("the generation engine has no weights yet: call attach or load_weights before generate")
         prompts, seeds = _unpadded_prompts(data)
         budgets = self._budgets(prompts, self._model)
-        rule = self._rule(greedy)
-        uniforms = row_uniforms(seeds, 0 if rule.greedy else self._config.max_new_tokens)
+        config = self._config
+        rule = SamplingRule(0.0 if greedy else config.temperature, config.top_k, config.top_p)
+        uniforms = row_uniforms(seeds, 0 if rule.greedy else config.max_new_tokens)
         device = next(self._model.parameters()).device
         stop_tokens = torch.tensor(sorted(self._all_stop_tokens(self._model)), dtype=torch.int64, device=device)
         done: list[tuple[list[int], Completions]] = []
         with _evaluating(self._model):
-            for rows in _batches(prompts, self._config.batch_size):
+            for rows in _batches(prompts, config.batch_size):
                 batch = _decoding_batch(prompts, rows, uniforms, budgets)
                 done.append((rows, complete(self._model, batch, stop_tokens, rule, self._pad_id)))
         return _collect(prompts, done, self._pad_id)
-
-    def _rule(self, greedy: bool) -> SamplingRule:
-        if greedy:
-            return SamplingRule(temperature=0.0)
-        return SamplingRule(self._config.temperature, self._config.top_k, self._config.top_p)
 
     def _all_stop_tokens(self, model: nn.Module) -> frozenset[int]:
         if self._stop_tokens is None:
@@ -126,12 +122,13 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 def _unpadded_prompts(data: BatchedDataDict[Any]) -> tuple[list[Tensor], Tensor]:
     """Return the prompts of `data` without padding, and the seeds; raise `BatchError` if they are inconsistent."""
-    missing = [name for name in ("input_ids", "input_lengths", "seeds") if name not in data]
+    names = "input_ids", "input_lengths", "seeds"
+    missing = [name for name in names if name not in data]
     if missing:
         raise BatchError(f"generate needs input_ids, input_lengths and seeds; {missing} are not in {sorted(data)}")
-    ids, lengths, seeds = data["input_ids"].cpu(), data["input_lengths"].cpu(), data["seeds"].cpu()
+    ids, lengths, seeds = (data[name].cpu() for name in names)
     if ids.ndim != 2 or len(ids) == 0 or lengths.shape != ids.shape[:1] or seeds.shape != ids.shape[:1]:
-        shapes = {name: tuple(data[name].shape) for name in ("input_ids", "input_lengths", "seeds")}
+        shapes = {name: tuple(data[name].shape) for name in names}
         raise BatchError(
             f"generate needs input_ids [B, S], input_lengths [B] and seeds [B] with B at least 1, got {shapes}"
         )
@@ -145,8 +142,7 @@ def _unpadded_prompts(data: BatchedDataDict[Any]) -> tuple[list[Tensor], Tensor]
 
 def _batches(prompts: list[Tensor], batch_size: int) -> Iterator[list[int]]:
     """Yield row numbers in batches of similar prompt length, equal prompts adjacent."""
-    keys = [(len(prompt), prompt.tolist()) for prompt in prompts]
-    order = sorted(range(len(prompts)), key=keys.__getitem__)
+    order = sorted(range(len(prompts)), key=lambda row: (len(prompts[row]), prompts[row].tolist()))
     for start in range(0, len(order), batch_size):
         yield order[start : start + batch_size]
 
@@ -225,7 +221,12 @@ def _single_token(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
     known = tokenizer.get_vocab()
     if text in known:
         return int(known[text])
-    ids: list[int] = _try_encode(tokenizer, text)
+    ids: list[int] = []
+    try:
+        ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    except Exception as error:  # the tokenizers library raises bare Exception
+        if "Missing [UNK] token" not in str(error):
+            raise
     if len(ids) != 1 or tokenizer.decode(ids) != text:
         raise ConfigError(
             f"generation.stop_strings: {text!r} is not a single token of the tokenizer "
@@ -233,12 +234,3 @@ def _single_token(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
             + "; give strings of one token, or use generation.stop_token_ids"
         )
     return ids[0]
-
-
-def _try_encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    try:
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-    except Exception as error:  # the tokenizers library raises bare Exception
-        if "Missing [UNK] token" not in str(error):
-            raise
-        return []

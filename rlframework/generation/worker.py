@@ -7,10 +7,10 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from rlframework.errors import RefitError
 from rlframework.interfaces.generation import GenerationEngine
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.plugins.loading import load_target
+from rlframework.weight_sync.coordinator import attempt
 from rlframework.weight_sync.receiver import EngineState, ReceivesWeights
 
 if TYPE_CHECKING:
@@ -59,19 +59,13 @@ class GenerationWorker:
 
     def get_refit_state(self) -> EngineState:
         """Return the engine's state; no device if it does not derive from `ReceivesWeights`."""
-        if not isinstance(self.engine, ReceivesWeights):
-            return {"device": "", "joined": False}
-        return {"device": self.engine.get_refit_device(), "joined": self.engine.has_joined}
+        if isinstance(self.engine, ReceivesWeights):
+            return self.engine.get_refit_state()
+        return {"device": "", "joined": False}
 
     def attempt(self, method: str, arguments: Mapping[str, Any]) -> tuple[Any, str]:
-        """Call `method` and return its result and `""`, or None and the message of the `RefitError` it raised.
-
-        An exception would end the whole worker group, but a failed refit can be repeated.
-        """
-        try:
-            return getattr(self, method)(**arguments), ""
-        except RefitError as error:
-            return None, f"generation worker {self.context.rank}: {error}"
+        """See `coordinator.attempt`."""
+        return attempt(self, f"generation worker {self.context.rank}", method, arguments)
 
     def get_info(self) -> dict[str, Any]:
         """Return the `rank`, `pid` and `python` executable of this process."""

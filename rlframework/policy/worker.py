@@ -22,7 +22,7 @@ from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.base import Section
 from rlframework.config.policy import PolicyConfig
 from rlframework.config.sections import GenerationConfig
-from rlframework.errors import NotSupported, RefitError
+from rlframework.errors import NotSupported
 from rlframework.interfaces.loss import LossFunction
 from rlframework.interfaces.policy_worker import (
     BytesMoved,
@@ -46,6 +46,7 @@ from rlframework.policy.trained_weights import TrainedWeights
 from rlframework.policy.training_step import Training
 from rlframework.policy.weight_sender import WeightSender
 from rlframework.weight_sync.buffers import WeightInfo
+from rlframework.weight_sync.coordinator import attempt
 from rlframework.weight_sync.ipc import GroupHandles
 
 if TYPE_CHECKING:
@@ -289,10 +290,7 @@ class PolicyWorkerBase(PolicyWorker):
 
     def attempt(self, method: str, arguments: Mapping[str, Any]) -> tuple[Any, str]:
         """See `PolicyWorker.attempt`."""
-        try:
-            return getattr(self, method)(**arguments), ""
-        except RefitError as error:
-            return None, f"rank {self.engine.context.rank} of the trainer: {error}"
+        return attempt(self, f"rank {self.engine.context.rank} of the trainer", method, arguments)
 
     # -- diagnostics --------------------------------------------------------------------------------------------------
 

@@ -12,15 +12,21 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from rlframework.errors import ConfigError, DeadlineExceeded, RefitError, RLFrameworkError
 from rlframework.interfaces.policy_worker import PolicyWorker, RefitState
 from rlframework.weight_sync.buffers import WeightInfo, group_names, sizes_of
-from rlframework.weight_sync.ipc import GPU as _GPU
-from rlframework.weight_sync.ipc import GroupHandles, ReceiveBuffer
-from rlframework.weight_sync.memory_budget import BUFFERS, CPU_GROUP, GPU_GROUP, OFFERED_GROUP
-from rlframework.weight_sync.receiver import EngineState
+from rlframework.weight_sync.ipc import (
+    BUFFERS,
+    CPU_GROUP,
+    GPU_GROUP,
+    GPU_PREFIX,
+    OFFERED_GROUP,
+    GroupHandles,
+    ReceiveBuffer,
+)
+from rlframework.weight_sync.receiver import ReceivesWeights
 from rlframework.workers.inline import InlineWorkerGroup
 
 if TYPE_CHECKING:
@@ -39,16 +45,15 @@ _UNKNOWN_DEVICE = ""
 """The device reported by an engine that does not derive from `ReceivesWeights`."""
 
 
-class _Engine(Protocol):
-    """A generation worker, as a refit calls it; see `GenerationEngine` and `ReceivesWeights`."""
+def attempt(worker: object, name: str, method: str, arguments: Mapping[str, Any]) -> tuple[Any, str]:
+    """Call `method` of `worker`; return its result and `""`, or None and the `RefitError` it raised, after `name`.
 
-    def get_refit_state(self) -> EngineState: ...
-    def prepare_refit_info(self, state_dict_info: WeightInfo) -> None: ...
-    def offer_refit_memory(self) -> dict[str, ReceiveBuffer]: ...
-    def update_weights_from_ipc_handles(self, ipc_handles: Mapping[str, GroupHandles]) -> bool: ...
-    def init_collective(self, ip: str, port: int, world_size: int) -> None: ...
-    def update_weights_from_collective(self) -> bool: ...
-    def require_weights(self) -> None: ...
+    An exception would end the whole worker group, but a failed refit can be repeated.
+    """
+    try:
+        return getattr(worker, method)(**arguments), ""
+    except RefitError as error:
+        return None, f"{name}: {error}"
 
 
 @dataclass(frozen=True)
@@ -84,15 +89,14 @@ class Refitter:
     def shares_gpu(self) -> bool:
         """Whether an engine runs on a GPU of the trainer, or may, because its device is unknown."""
         trainer, engines = self._devices
-        return any(device.startswith(_GPU) for device in trainer & engines) or (
-            _UNKNOWN_DEVICE in engines and any(device.startswith(_GPU) for device in trainer)
-        )
+        shared = trainer if _UNKNOWN_DEVICE in engines else trainer & engines
+        return any(device.startswith(GPU_PREFIX) for device in shared)
 
     @cached_property
     def _devices(self) -> tuple[set[str], set[str]]:
         """The devices of the trainer's workers and of the engines, as `ipc.device_id` names them."""
         trainer = {state["device"] for state in self._call_all(self._trainer, PolicyWorker.get_refit_state)}
-        return trainer, {state["device"] for state in self._call_all(self._generation, _Engine.get_refit_state)}
+        return trainer, {state["device"] for state in self._call_all(self._generation, ReceivesWeights.get_refit_state)}
 
     def is_stale(self) -> bool:
         """Return True if the trainer's weights are newer than those last sent to the engines."""
@@ -107,16 +111,16 @@ class Refitter:
         """
         start = time.perf_counter()
         self._version, version = None, self._trainer_state()["version"]
-        info: WeightInfo = self._call_first(self._trainer, PolicyWorker.prepare_info_for_collective)
+        info: WeightInfo = self._call_trainer(PolicyWorker.prepare_info_for_collective)
         if info != self._info:
-            self._call_all(self._generation, _Engine.prepare_refit_info, state_dict_info=info)
+            self._call_all(self._generation, ReceivesWeights.prepare_refit_info, state_dict_info=info)
             self._info = info
         chosen = transport or self.transport
         if chosen == "ipc":
             self._by_ipc(buffer_bytes)
         else:
             self._by_collective()
-        self._call_all(self._generation, _Engine.require_weights)
+        self._call_all(self._generation, ReceivesWeights.require_weights)
         self._version = version
         return RefitReport(chosen, sum(size for _, size in sizes_of(info)), time.perf_counter() - start)
 
@@ -129,14 +133,14 @@ class Refitter:
         read another.
         """
         buffers: dict[str, ReceiveBuffer] = {}
-        for offered in reversed(self._call_all(self._generation, _Engine.offer_refit_memory)):
+        for offered in reversed(self._call_all(self._generation, ReceivesWeights.offer_refit_memory)):
             buffers |= offered
         destination = {"receive_buffers": buffers} if buffers else {}
         prepared = self._call_all(self._trainer, PolicyWorker.prepare_weights_for_ipc, **destination)
         if buffer_bytes is None and self._config.buffer_mb is not None:
             buffer_bytes = self._config.buffer_mb * 2**20
         if buffer_bytes is None:
-            on_gpu = self._trainer_state()["device"].startswith(_GPU)
+            on_gpu = self._trainer_state()["device"].startswith(GPU_PREFIX)
             buffer_bytes = GPU_GROUP if on_gpu else OFFERED_GROUP if buffers else CPU_GROUP
         groups = group_names(prepared[0][0], min([buffer_bytes, *(free for _, free in prepared)]))
         requested: deque[MultiWorkerFuture] = deque()
@@ -146,16 +150,15 @@ class Refitter:
                 self._wait_until_read(reading.popleft())
             requested.append(self._start(self._trainer, PolicyWorker.get_weights_ipc_handles, keys=names))
             while len(requested) > (_AHEAD if number < len(groups) else 0):
-                handles = self._wait_for_handles(requested.popleft())
+                ranks = self._results(self._trainer, requested.popleft())
+                handles: dict[str, GroupHandles] = {
+                    device: group for of_rank in ranks for device, group in of_rank.items()
+                }
                 reading.append(
-                    self._start(self._generation, _Engine.update_weights_from_ipc_handles, ipc_handles=handles)
+                    self._start(self._generation, ReceivesWeights.update_weights_from_ipc_handles, ipc_handles=handles)
                 )
         while reading:
             self._wait_until_read(reading.popleft())
-
-    def _wait_for_handles(self, future: MultiWorkerFuture) -> dict[str, GroupHandles]:
-        """Wait until the trainer has written a group; return its handles by device."""
-        return {device: group for of_rank in self._results(self._trainer, future) for device, group in of_rank.items()}
 
     def _wait_until_read(self, future: MultiWorkerFuture) -> None:
         """Wait until the engines have read a group."""
@@ -165,13 +168,10 @@ class Refitter:
     # -- collective ---------------------------------------------------------------------------------------------------
 
     def _by_collective(self) -> None:
-        states: list[EngineState] = [
-            self._trainer_state(),
-            *self._call_all(self._generation, _Engine.get_refit_state),
-        ]
-        if not all(state["joined"] for state in states):
+        engines = self._call_all(self._generation, ReceivesWeights.get_refit_state)
+        if not (self._trainer_state()["joined"] and all(engine["joined"] for engine in engines)):
             self._join_process_group()
-        self._run_both(PolicyWorker.broadcast_weights_for_collective, _Engine.update_weights_from_collective, {})
+        self._run_both(PolicyWorker.broadcast_weights_for_collective, ReceivesWeights.update_weights_from_collective)
 
     def _join_process_group(self) -> None:
         if isinstance(self._trainer, InlineWorkerGroup) and isinstance(self._generation, InlineWorkerGroup):
@@ -179,12 +179,14 @@ class Refitter:
                 "generation.refit.transport=collective needs the trainer and the engines in different processes: set "
                 "worker_group.name or generation.workers.group to processes or ray"
             )
-        address, port = self._call_first(self._trainer, PolicyWorker.reserve_refit_address)
-        arguments = {"ip": address, "port": port, "world_size": 1 + self._generation.sharding.size}
-        self._run_both(PolicyWorker.init_collective, _Engine.init_collective, arguments)
+        address, port = self._call_trainer(PolicyWorker.reserve_refit_address)
+        size = 1 + self._generation.sharding.size
+        self._run_both(
+            PolicyWorker.init_collective, ReceivesWeights.init_collective, ip=address, port=port, world_size=size
+        )
 
     def _run_both(
-        self, trainer_method: Callable[..., None], engine_method: Callable[..., Any], arguments: Mapping[str, Any]
+        self, trainer_method: Callable[..., None], engine_method: Callable[..., Any], **arguments: Any
     ) -> None:
         """Start a call on both sides, the one in this process last if there is one, and wait for both."""
         sides = [(self._generation, engine_method), (self._trainer, trainer_method)]
@@ -210,7 +212,7 @@ class Refitter:
     # -- calls --------------------------------------------------------------------------------------------------------
 
     def _trainer_state(self) -> RefitState:
-        return self._call_first(self._trainer, PolicyWorker.get_refit_state)
+        return self._call_trainer(PolicyWorker.get_refit_state)
 
     def _start(
         self, group: WorkerGroup, method: Callable[Concatenate[Any, P], Any], *args: P.args, **arguments: P.kwargs
@@ -224,10 +226,10 @@ class Refitter:
     ) -> list[R]:
         return self._results(group, self._start(group, method, *args, **arguments))
 
-    def _call_first(self, group: WorkerGroup, method: Callable[[Any], R]) -> R:
-        future = group.run_single_worker_single_data("attempt", 0, method=method.__name__, arguments={})
-        first: R = self._results(group, future)[0]
-        return first
+    def _call_trainer(self, method: Callable[[Any], R]) -> R:
+        future = self._trainer.run_single_worker_single_data("attempt", 0, method=method.__name__, arguments={})
+        result: R = self._results(self._trainer, future)[0]
+        return result
 
     def _results(self, group: WorkerGroup, future: MultiWorkerFuture, deadline: float | None = None) -> list[Any]:
         """Wait for the engines up to `deadline` seconds, by default the refit's; for the trainer, its own deadline."""

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from rlframework.errors import RefitError
+from rlframework.observers.host import available_memory
 from rlframework.weight_sync.buffers import (
     Slot,
     WeightInfo,
@@ -27,11 +28,22 @@ from rlframework.weight_sync.buffers import (
     layout_checksum,
     write_weight,
 )
-from rlframework.weight_sync.memory_budget import BUFFERS
 from rlframework.weight_sync.shared_memory import MemoryHandle, SharedMemory, open_memory
 from rlframework.workers.machine import identity
 
-GPU = "GPU-"
+BUFFERS = 3
+"""Groups of weights in memory at the same time."""
+
+CPU_GROUP, GPU_GROUP = 32 << 20, 1 << 30
+"""Default bytes per group. A group on a CPU is small enough to stay in its caches between the two copies."""
+
+OFFERED_GROUP = 128 << 20
+"""Default bytes per group written straight into an engine's memory: large, as it needs no buffers and saves calls."""
+
+_USABLE = 0.8
+"""Fraction of the free memory that a refit may use."""
+
+GPU_PREFIX = "GPU-"
 """Prefix of the device ids of GPUs."""
 
 _CUDA_DEVICE = 6
@@ -89,11 +101,23 @@ class ReceiveBuffer:
 def device_id(device: torch.device) -> str:
     """Return the id of the GPU or machine of `device`; processes with equal ids can share memory on it."""
     if device.type == "cuda":
-        return f"{GPU}{torch.cuda.get_device_properties(device).uuid}"
+        return f"{GPU_PREFIX}{torch.cuda.get_device_properties(device).uuid}"
     return f"{device.type} {_machine()}"
 
 
 _machine = cache(identity)
+
+
+def free_bytes(device: torch.device) -> float:
+    """Return the bytes that each of `BUFFERS` groups of weights may use on `device`."""
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
+    return float("inf") if free is None else free * _USABLE / BUFFERS
+
+
+def group_bytes(buffer_mb: float | None, device: torch.device) -> float:
+    """Return the bytes per group: `generation.refit.buffer_mb` or the default, limited by free memory."""
+    default = GPU_GROUP if device.type == "cuda" else CPU_GROUP
+    return min(free_bytes(device), default if buffer_mb is None else buffer_mb * 2**20)
 
 
 class IpcSender:

@@ -41,8 +41,8 @@ class RefitGroup:
         self.rank, self.size, self.deadline, self.device = rank, world_size, deadline, device
         self._group: Any = None
         try:
-            self._store = _store(ip, port, rank, world_size, deadline, listening)
-            self._group = _backend(self._store, rank, world_size, device, ip, port, deadline)
+            self._store = self._connect_store(ip, port, listening)
+            self._group = self._process_group(ip, port)
             # connections are made at the first collective, so a missing rank is reported now
             self.wait(self.all_reduce(torch.zeros(1, dtype=torch.int64, device=device)), "connecting")
         except (RuntimeError, OSError) as error:
@@ -50,6 +50,35 @@ class RefitGroup:
                 f"rank {rank} of {world_size} could not form the process group of the refit at {ip}:{port} within "
                 f"{deadline:g} s (generation.refit.deadline): {_first_line(error)}"
             ) from error
+
+    def _connect_store(self, ip: str, port: int, listening: socket.socket | None) -> Any:
+        untyped: Any = dist
+        served = None
+        if self.rank == 0:
+            bound = listening or socket.create_server((ip, port), family=_family(ip))
+            bound.listen(_BACKLOG)
+            served = bound.detach()  # the store closes it
+        return untyped.TCPStore(
+            ip,
+            port,
+            world_size=self.size,
+            is_master=self.rank == 0,
+            timeout=timedelta(seconds=self.deadline),
+            wait_for_workers=False,
+            master_listen_fd=served,
+        )
+
+    def _process_group(self, ip: str, port: int) -> Any:
+        untyped: Any = dist
+        if self.device.type == "cuda":
+            kind = untyped.ProcessGroupNCCL
+            options = kind.Options()
+        else:
+            kind = untyped.ProcessGroupGloo
+            options = kind._Options()
+            options._devices = [kind.create_device(hostname=_own_address(ip, port) if self.rank else ip)]
+        options._timeout = timedelta(seconds=self.deadline)
+        return kind(self._store, self.rank, self.size, options)
 
     def broadcast(self, tensor: Tensor) -> dist.Work:
         """Start sending `tensor` from rank 0 to the others; pass the result to `wait`."""
@@ -94,38 +123,6 @@ class RefitGroup:
         if group is not None and self.device.type == "cuda":
             with suppress(RuntimeError):
                 group.abort()
-
-
-def _store(ip: str, port: int, rank: int, world_size: int, deadline: float, listening: socket.socket | None) -> Any:
-    from torch._C._distributed_c10d import TCPStore
-
-    served = None
-    if rank == 0:
-        bound = listening or socket.create_server((ip, port), family=_family(ip))
-        bound.listen(_BACKLOG)
-        served = bound.detach()  # the store closes it
-    return TCPStore(
-        ip,
-        port,
-        world_size=world_size,
-        is_master=rank == 0,
-        timeout=timedelta(seconds=deadline),
-        wait_for_workers=False,
-        master_listen_fd=served,
-    )
-
-
-def _backend(store: Any, rank: int, world_size: int, device: torch.device, ip: str, port: int, deadline: float) -> Any:
-    untyped: Any = dist
-    if device.type == "cuda":
-        kind = untyped.ProcessGroupNCCL
-        options = kind.Options()
-    else:
-        kind = untyped.ProcessGroupGloo
-        options = kind._Options()
-        options._devices = [kind.create_device(hostname=_own_address(ip, port) if rank else ip)]
-    options._timeout = timedelta(seconds=deadline)
-    return kind(store, rank, world_size, options)
 
 
 def _own_address(ip: str, port: int) -> str:

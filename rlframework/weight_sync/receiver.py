@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
 from typing import Any, Protocol, TypedDict
 
 import torch
@@ -76,21 +77,21 @@ class EngineState(TypedDict):
 
 
 class IncomingRefit:
-    """The refit `refit` in progress at the receiver: checks what arrives and tracks what is missing."""
+    """The refit `refit` in progress at the receiver: checks what arrives; `missing`: the names still to come."""
 
     def __init__(self, refit: str, info: WeightInfo, sink: WeightSink) -> None:
-        self.refit, self._info, self._sink = refit, info, sink
-        self._missing = dict.fromkeys(info)
+        self.refit, self._info, self.sink = refit, info, sink
+        self.missing = dict.fromkeys(info)
 
     def target(self, slot: Slot) -> Tensor:
         """Return the bytes that the weight may be received into, 1-D uint8."""
         self._check(slot)
-        return self._sink.target(slot.name).detach().view(-1).view(torch.uint8)
+        return self.sink.target(slot.name).detach().view(-1).view(torch.uint8)
 
     def receive(self, slot: Slot, raw: Tensor) -> int:
         """Copy an announced weight from `raw` to its target; return its checksum."""
         self._check(slot)
-        return read_weight(raw, self._sink.target(slot.name))
+        return read_weight(raw, self.sink.target(slot.name))
 
     def verify(self, name: str, received: int, sent: int) -> None:
         """Compare the checksums of a weight. Verifying the last weight finishes the refit."""
@@ -99,9 +100,9 @@ class IncomingRefit:
                 f"received weight {name!r} differs from what the trainer sent: its checksum is {received:016x}, "
                 f"the trainer's is {sent:016x}"
             )
-        del self._missing[name]
-        if not self._missing:
-            self._sink.finish()
+        del self.missing[name]
+        if not self.missing:
+            self.sink.finish()
 
     def _check(self, slot: Slot) -> None:
         if slot.name not in self._info:
@@ -109,7 +110,7 @@ class IncomingRefit:
                 f"received weight {slot.name!r}, which was not announced by prepare_refit_info "
                 f"(announced: {_listed(self._info)})"
             )
-        if slot.name not in self._missing:
+        if slot.name not in self.missing:
             raise RefitError(f"received weight {slot.name!r} twice in one refit")
         shape, dtype = self._info[slot.name]
         if (slot.shape, slot.dtype) != (tuple(shape), dtype):
@@ -118,19 +119,10 @@ class IncomingRefit:
                 f"{tuple(shape)} in {dtype}"
             )
 
-    def memory(self) -> SharedMemory | None:
-        """See `WeightSink.memory`."""
-        return self._sink.memory()
-
     def receive_buffer(self, memory: SharedMemory) -> ReceiveBuffer:
         """Return `memory`, the sink's, as a receive buffer."""
-        offsets = {name: memory.offset(self._sink.target(name)) for name in self._info}
+        offsets = {name: memory.offset(self.sink.target(name)) for name in self._info}
         return ReceiveBuffer(memory.handle, layout_checksum(self._info), offsets)
-
-    @property
-    def missing(self) -> list[str]:
-        """The names that have not arrived."""
-        return list(self._missing)
 
 
 class ReceivesWeights(GenerationEngine, ABC):
@@ -144,7 +136,6 @@ class ReceivesWeights(GenerationEngine, ABC):
     _refit_info: WeightInfo | None = None
     _refit_now: IncomingRefit | None = None
     _refit_failed = ""
-    _refit_receiver: IpcReceiver | None = None
     _refit_group: RefitGroup | None = None
 
     def refit_sink(self, info: WeightInfo) -> WeightSink:
@@ -164,14 +155,13 @@ class ReceivesWeights(GenerationEngine, ABC):
                 f"the last refit of this engine failed ({self._refit_failed}); refit it again before generating"
             )
 
-    def get_refit_device(self) -> str:
-        """Return the id of the engine's device, as `device_id` defines it."""
-        return device_id(self.refit_device)
+    def get_refit_state(self) -> EngineState:
+        """Return the state that the driver needs before a refit."""
+        return {"device": device_id(self.refit_device), "joined": self._refit_group is not None}
 
-    @property
-    def has_joined(self) -> bool:
-        """Whether the engine has a process group for collective refits."""
-        return self._refit_group is not None
+    @cached_property
+    def _refit_receiver(self) -> IpcReceiver:
+        return IpcReceiver()
 
     def prepare_refit_info(self, state_dict_info: Mapping[str, Any]) -> None:
         """See `GenerationEngine.prepare_refit_info`."""
@@ -185,13 +175,12 @@ class ReceivesWeights(GenerationEngine, ABC):
         if self.refit_device.type != "cpu":
             return {}
         incoming = self._begin(_OFFERED)
-        self._refit_receiver = self._refit_receiver or IpcReceiver()
-        self._refit_receiver.offered = memory = incoming.memory()
-        return {} if memory is None else {self.get_refit_device(): incoming.receive_buffer(memory)}
+        self._refit_receiver.offered = memory = incoming.sink.memory()
+        return {} if memory is None else {device_id(self.refit_device): incoming.receive_buffer(memory)}
 
     def update_weights_from_ipc_handles(self, ipc_handles: Mapping[str, GroupHandles]) -> bool:
         """See `GenerationEngine.update_weights_from_ipc_handles`."""
-        device = self.get_refit_device()
+        device = device_id(self.refit_device)
         if device not in ipc_handles:
             raise UserError(
                 f"the trainer shares weights on {sorted(ipc_handles)}, but this engine is on {device!r}; "
@@ -202,7 +191,6 @@ class ReceivesWeights(GenerationEngine, ABC):
             self._refit_now.refit = handles.refit
         if self._refit_now is None or self._refit_now.refit != handles.refit:
             self._begin(handles.refit)
-        self._refit_receiver = self._refit_receiver or IpcReceiver()
         try:
             raw = self._refit_receiver.open(handles, self.refit_device)
             for slot, checksum in zip(handles.slots, handles.checksums, strict=True):
@@ -210,7 +198,8 @@ class ReceivesWeights(GenerationEngine, ABC):
                     raise RefitError(f"received weight {slot.name!r} after the refit was complete")
                 incoming = self._refit_now
                 incoming.verify(slot.name, incoming.receive(slot, slot.of(raw)), checksum)
-                self._end(incoming)
+                if not incoming.missing:
+                    self._refit_now = None
         except Exception as error:
             self._fail(error)
             raise
@@ -230,7 +219,7 @@ class ReceivesWeights(GenerationEngine, ABC):
         assert self._refit_info is not None
         try:
             collective.receive(self._refit_group, self._refit_info, incoming)
-            self._end(incoming)
+            self._refit_now = None
         except Exception as error:
             self._fail(error)
             if self._refit_group.closed:
@@ -247,10 +236,6 @@ class ReceivesWeights(GenerationEngine, ABC):
         self._refit_now = IncomingRefit(refit, self._refit_info, self.refit_sink(self._refit_info))
         return self._refit_now
 
-    def _end(self, incoming: IncomingRefit) -> None:
-        if not incoming.missing:
-            self._refit_now = None
-
     def _fail(self, error: Exception) -> None:
         self._refit_now, self._refit_failed = None, str(error)
 
@@ -258,6 +243,5 @@ class ReceivesWeights(GenerationEngine, ABC):
 def _listed(names: Iterable[str]) -> str:
     """List the first of `names`, and count the rest."""
     listed = list(names)
-    return ", ".join(listed[:_MAX_LISTED]) + (
-        f" and {len(listed) - _MAX_LISTED} more" if len(listed) > _MAX_LISTED else ""
-    )
+    more = f" and {len(listed) - _MAX_LISTED} more" if len(listed) > _MAX_LISTED else ""
+    return ", ".join(listed[:_MAX_LISTED]) + more

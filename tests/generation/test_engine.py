@@ -1,9 +1,8 @@
-"""The transformers engine against full forward passes without a cache, and the independence of its rows."""
+"""The transformers engine against full forward passes without a cache; see also the suite of the conformance kit."""
 
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 import torch
 
 from rlframework.config.sections import GenerationConfig
-from rlframework.errors import BatchError, ConfigError, RLFrameworkError, UserError
+from rlframework.errors import BatchError, ConfigError, RLFrameworkError
 from rlframework.generation.transformers_engine import TransformersEngine
 from rlframework.huggingface.tokenizer import character_tokenizer
 
@@ -57,31 +56,6 @@ def test_logprobs_equal_a_whole_forward(tiny: Any, batch: Any, temperature: floa
     assert output["logprobs"].dtype == torch.float32
 
 
-def test_output_layout(tiny: Any, batch: Any) -> None:
-    """Prompts come back whole, lengths add up, and everything after a row's end is padding."""
-    output = tiny.engine(max_new_tokens=9).generate(batch(RAGGED))
-    totals = output["unpadded_sequence_lengths"]
-    assert output["output_ids"].shape == output["logprobs"].shape == (len(RAGGED), int(totals.max()))
-    assert output["output_ids"].dtype == torch.int64
-    assert output["truncated"].dtype == torch.bool
-    for row, prompt in enumerate(RAGGED):
-        assert output["output_ids"][row, : len(prompt)].tolist() == prompt
-        assert int(totals[row]) == len(prompt) + int(output["generation_lengths"][row])
-        assert (output["output_ids"][row, int(totals[row]) :] == tiny.tokenizer.pad_token_id).all()
-
-
-def test_rows_do_not_depend_on_order_or_company(tiny: Any, batch: Any, completions: Any) -> None:
-    seeds = [11, 2**62, 5, -3, 0, 7, 5]
-    whole = tiny.engine(max_new_tokens=16).generate(batch(RAGGED, seeds))
-    order = list(range(len(RAGGED)))
-    random.Random(0).shuffle(order)
-    data = batch([RAGGED[i] for i in order], [seeds[i] for i in order])
-    same_rows(whole, tiny.engine(max_new_tokens=16).generate(data), order, completions)
-    for row in range(len(RAGGED)):
-        alone = tiny.engine(max_new_tokens=16).generate(batch([RAGGED[row]], [seeds[row]]))
-        same_rows(whole, alone, [row], completions)
-
-
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 64])
 def test_rows_do_not_depend_on_the_batch_size(tiny: Any, batch: Any, completions: Any, batch_size: int) -> None:
     whole = tiny.engine(max_new_tokens=12, batch_size=256).generate(batch(RAGGED))
@@ -124,44 +98,6 @@ def test_finished_rows_leave_the_batch(tiny: Any, batch: Any, completions: Any) 
     assert lengths[0] < lengths[-1]
     assert needed <= decoded <= needed * 4 / 3 + 64, "at most a quarter of the rows may be finished ones"
     assert len(widths) == max(lengths), "no forward after the last sampled token"
-
-
-def test_seeds_decide(tiny: Any, batch: Any, completions: Any) -> None:
-    engine = tiny.engine(max_new_tokens=20)
-    first = completions(engine.generate(batch([[5, 12]] * 3, [1, 1, 2])))
-    assert first[0] == first[1] != first[2]
-    assert completions(engine.generate(batch([[5, 12]] * 3, [1, 1, 2]))) == first
-
-
-def test_samples_are_distributed_as_the_model_says(tiny: Any, batch: Any) -> None:
-    """First two tokens of 4,000 rows: Pearson's statistic against exact probabilities stays below its 99.9% point."""
-    count, prompt = 4000, [4, 12]
-    output = tiny.engine(max_new_tokens=2, batch_size=count).generate(batch([prompt] * count, range(count)))
-    with torch.no_grad():
-        first = torch.softmax(tiny.model(torch.tensor([prompt])).logits[0, -1].double(), -1)
-        size = len(first)
-        pairs = torch.tensor([[*prompt, token] for token in range(size)])
-        second = torch.softmax(tiny.model(pairs).logits[:, -1].double(), -1)
-    exact = (first[:, None] * second).flatten()
-    exact = torch.cat([exact.view(size, size)[torch.arange(size) != EOS].flatten(), first[EOS : EOS + 1]])
-    tokens = output["output_ids"][:, 2:]
-    index = torch.where(tokens[:, 0] == EOS, -1, (tokens[:, 0] - (tokens[:, 0] > EOS).long()) * size + tokens[:, -1])
-    counts = torch.bincount(torch.where(index < 0, (size - 1) * size, index), minlength=len(exact)).double()
-    common = exact * count >= 5
-    observed = torch.cat([counts[common], counts[~common].sum()[None]])
-    expected = torch.cat([exact[common], exact[~common].sum()[None]]) * count
-    statistic = float(((observed - expected) ** 2 / expected).sum())
-    freedom = len(expected) - 1
-    bound = freedom * (1 - 2 / (9 * freedom) + 3.09 * (2 / (9 * freedom)) ** 0.5) ** 3  # Wilson and Hilferty 1931
-    assert freedom > 10
-    assert statistic < bound
-
-
-def test_one_token_and_one_row(tiny: Any, batch: Any, completions: Any, plain_greedy: Any) -> None:
-    output = tiny.engine(max_new_tokens=1, temperature=0.0).generate(batch([[3, 9]]))
-    assert completions(output) == [plain_greedy(tiny.model, [3, 9], {EOS}, 1)]
-    assert output["generation_lengths"].tolist() == [1]
-    assert output["truncated"].tolist() == [completions(output)[0] != [EOS]]
 
 
 def test_the_end_is_found_by_position_when_pad_is_the_end_token(
@@ -254,32 +190,13 @@ def test_rows_that_run_out_of_positions_leave_the_others_alone(
     assert len({len(row) for row in expected if row[-1] != EOS}) > 2
 
 
-def test_the_modules_modes_are_restored(tiny: Any, batch: Any) -> None:
-    """Dropout is off while generating, each module's mode is kept, and nothing needs a gradient."""
-    model = tiny.model
-    model.train()
-    model.model.layers[1].eval()
-    modes = [module.training for module in model.modules()]
-    seen: list[bool] = []
-    handle = model.register_forward_pre_hook(lambda module, args: seen.append(module.training))
-    try:
-        output = tiny.engine(max_new_tokens=3).generate(batch([[3, 4]]))
-        assert [module.training for module in model.modules()] == modes
-    finally:
-        handle.remove()
-        model.eval()
-    assert seen
-    assert not any(seen)
-    assert not output["logprobs"].requires_grad
-    assert not output["logprobs"].is_inference()
-
-
 def test_training_continues_after_generating(tiny: Any, batch: Any) -> None:
     """The engine's outputs can be used in a loss, and the model still gets gradients."""
     output = tiny.engine(max_new_tokens=4).generate(batch(RAGGED))
     logits = tiny.model(output["output_ids"]).logits
     loss = (torch.log_softmax(logits, -1)[..., 0] * output["logprobs"]).sum()
     loss.backward()
+    assert not output["logprobs"].requires_grad
     assert all(bool(torch.isfinite(p.grad).all()) for p in tiny.model.parameters())
     tiny.model.zero_grad(set_to_none=True)
 
@@ -297,14 +214,6 @@ def test_bad_batches(tiny: Any, batch: Any) -> None:
     data["input_lengths"] = torch.tensor([2])
     with pytest.raises(BatchError, match=r"input_lengths \[B\] and seeds \[B\]"):
         engine.generate(data)
-
-
-def test_without_weights(tiny: Any, batch: Any) -> None:
-    engine = TransformersEngine(
-        GenerationConfig(), tiny.tokenizer, model_name=tiny.path, device="cpu", precision="float32"
-    )
-    with pytest.raises(UserError, match="no weights yet: call attach or load_weights"):
-        engine.generate(batch([[3]]))
 
 
 def test_weights_that_are_not_finite(tiny: Any, batch: Any) -> None:

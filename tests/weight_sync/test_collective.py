@@ -128,7 +128,7 @@ def test_a_trainer_that_fails_lets_the_engine_leave(sent):
     assert isinstance(receiver, RefitError)
     assert "the trainer is gone or took too long (generation.refit.deadline is 2 s)" in str(receiver)
     assert time.monotonic() - begun < 5 * DEADLINE
-    assert not engine.has_joined
+    assert not engine.get_refit_state()["joined"]
 
 
 def test_weights_other_than_announced_are_rejected(sent):

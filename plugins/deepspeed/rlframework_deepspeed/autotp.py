@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from importlib import import_module
 from itertools import accumulate
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -19,56 +18,57 @@ from torch import Tensor, nn
 
 from rlframework.errors import NotSupported
 from rlframework.models import adapters
+from rlframework.models.replacing import replacing
 from rlframework.policy.head.patch import output_head
 from rlframework.policy.head.vocab_parallel import VocabularyShard
-from rlframework_deepspeed.slices import Cut, Ranges
+from rlframework_deepspeed.slices import Partition, Ranges
 
 
 class TensorParallel:
     """AutoTP's partitions of a model's parameters; `group`: the tensor-parallel ranks, None if there is only one."""
 
-    def __init__(self, cuts: dict[int, Cut] | None = None, group: dist.ProcessGroup | None = None) -> None:
-        self.group, self._cuts = group, cuts or {}
+    def __init__(self, partitions: dict[int, Partition] | None = None, group: dist.ProcessGroup | None = None) -> None:
+        self.group, self._partitions = group, partitions or {}
 
     @classmethod
     def of(cls, model: nn.Module) -> TensorParallel:
         """Read the partitions of a model that AutoTP has processed; raise `NotSupported` if a layer has no record."""
         group = import_module("deepspeed.utils.groups").get_tensor_model_parallel_group()
         rank = dist.get_rank(group)
-        found = {id(one): _cut(name, one, rank) for name, one in model.named_parameters()}
-        return cls({number: cut for number, cut in found.items() if cut is not None}, group)
+        found = {id(one): _recorded_partition(name, one, rank) for name, one in model.named_parameters()}
+        return cls({number: partition for number, partition in found.items() if partition is not None}, group)
 
-    def cut(self, tensor: Tensor) -> Cut | None:
+    def partition(self, tensor: Tensor) -> Partition | None:
         """The partition of the whole weight that `tensor` holds; None if it is replicated."""
-        return self._cuts.get(id(tensor))
+        return self._partitions.get(id(tensor))
 
-    def join(self, part: Tensor, cut: Cut | None) -> Tensor:
+    def join(self, part: Tensor, partition: Partition | None) -> Tensor:
         """Gather the whole weight from all ranks' shards; `part` is this rank's. Collective if it is partitioned."""
-        if cut is None:
+        if partition is None:
             return part
-        missing = cut.most - part.shape[cut.dim]
+        missing = partition.most - part.shape[partition.dim]
         if missing:
-            shape = [missing if dim == cut.dim else size for dim, size in enumerate(part.shape)]
-            part = torch.cat((part, part.new_zeros(shape)), cut.dim)
-        parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in cut.parts]
+            shape = [missing if dim == partition.dim else size for dim, size in enumerate(part.shape)]
+            part = torch.cat((part, part.new_zeros(shape)), partition.dim)
+        parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in partition.parts]
         dist.all_gather(parts, part.contiguous(), group=self.group)
-        return cut.join(parts)
+        return partition.join(parts)
 
     def head_rows(self, model: nn.Module) -> VocabularyShard | None:
         """The local rows of the head of `model`, for `HeadPatch`; None: all."""
-        cut = self.cut(output_head(model).weight)
-        if cut is None or self.group is None:
+        partition = self.partition(output_head(model).weight)
+        if partition is None or self.group is None:
             return None
-        if cut.dim != 0 or len(cut.ranges) != 1:
+        if partition.dim != 0 or len(partition.ranges) != 1:
             raise NotSupported(
                 "AutoTP does not split the output head by vocabulary rows, which computing log-probabilities requires; "
                 "remove the head from policy.deepspeed.tensor_parallel.partition_config"
             )
-        first, end = cut.ranges[0]
+        first, end = partition.ranges[0]
         return VocabularyShard(self.group, first, end - first)
 
 
-def _cut(name: str, parameter: nn.Parameter, rank: int) -> Cut | None:
+def _recorded_partition(name: str, parameter: nn.Parameter, rank: int) -> Partition | None:
     """The partition that AutoTP recorded on `parameter`; `rank`: this rank in the tensor-parallel group."""
     meta: dict[str, Any] | None = getattr(parameter, "ds_autotp_universal_checkpoint_meta", None)
     if not meta or meta["replicated"]:
@@ -80,7 +80,7 @@ def _cut(name: str, parameter: nn.Parameter, rank: int) -> Cut | None:
             f"AutoTP splits {name} in a way that it cannot merge again, so the weight could not be saved; set "
             "policy.parallelism.tensor to 1, or give a plan in policy.deepspeed.tensor_parallel.partition_config"
         )
-    return Cut(tuple(shape), int(dim), _parts(widths or [sizes]), rank)
+    return Partition(tuple(shape), int(dim), _parts(widths or [sizes]), rank)
 
 
 def _parts(widths: Sequence[Sequence[int]]) -> tuple[Ranges, ...]:
@@ -101,14 +101,14 @@ def partitioning_adapters() -> Iterator[None]:
     processes the unwrapped layers, and the adapters then wrap the results.
     """
     engine_class = import_module("deepspeed.runtime.engine").DeepSpeedEngine
-    cut = engine_class._apply_autotp_partitioning
+    partition = engine_class._apply_autotp_partitioning
 
-    def cut_both(engine: Any, model: Any, settings: Any) -> Any:
+    def partition_both(engine: Any, model: Any, settings: Any) -> Any:
         layers = adapters.layers_of(model)
         for path, layer in layers.items():
             model.set_submodule(path, layer.base_layer)
         try:
-            sources = cut(engine, model, settings)
+            sources = partition(engine, model, settings)
         except AssertionError as error:  # its message is about inference
             raise NotSupported(
                 f"AutoTP cannot split {type(model).__name__} ({error}); set policy.parallelism.tensor to 1, or give a "
@@ -116,15 +116,15 @@ def partitioning_adapters() -> Iterator[None]:
             ) from error
         for path, layer in layers.items():
             layer.base_layer = model.get_submodule(path)
-            _cut_adapter(path, layer)
+            _partition_adapter(path, layer)
             model.set_submodule(path, layer)
         return sources
 
-    with patch.object(engine_class, "_apply_autotp_partitioning", cut_both):
+    with replacing(engine_class, _apply_autotp_partitioning=partition_both):
         yield
 
 
-def _cut_adapter(path: str, layer: Any) -> None:
+def _partition_adapter(path: str, layer: Any) -> None:
     """Partition B like the base of a column-parallel `layer`, or A like that of a row-parallel one.
 
     The adapter's output then has the layout of the base output. The other matrix is replicated.

@@ -5,6 +5,16 @@ groups per process. Its launcher is not used: the workers and their process grou
 
 Nothing is compiled on a CPU: gloo replaces DeepSpeed's shared-memory reduction, which would be compiled on first use.
 Extensions that a configuration requires (offload to a disk) are logged before DeepSpeed compiles them.
+
+Replaced attributes, because DeepSpeed has no option for them:
+
+    torch.compile                        building the engine: used only for Muon, loads torch's compiler for seconds
+    comm.torch.build_shm_op              joining: would compile for a minute, for a reduction that AutoTP alone uses
+    OpBuilder.jit_load                   building the engine: to check the compilers and log before it compiles
+    engine._apply_autotp_partitioning    building the engine: to partition adapters with their layers (`autotp`)
+    the optimizer's norm                 stepping: to clip by the norm over all shards (`gradients`)
+    adam.state                           saving: to leave the moments out of DeepSpeed's files (`native`)
+    zero_to_fp32                         loading: to read one tensor-parallel rank's files, silently (`native`)
 """
 
 from __future__ import annotations
@@ -17,7 +27,6 @@ from contextlib import contextmanager
 from importlib import import_module
 from shutil import which
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -25,6 +34,7 @@ from torch import nn
 
 from rlframework.errors import ConfigError
 from rlframework.interfaces.worker_group import WorkerContext
+from rlframework.models.replacing import replacing
 from rlframework.workers import process_groups
 from rlframework_deepspeed.checks import COMPILERS
 
@@ -39,7 +49,7 @@ _before: dict[str, str | None] = {}
 def deepspeed_on(device: torch.device) -> Any:
     """Import `deepspeed` for `device`; raise `ConfigError` if this process already uses it on another device type."""
     # transformers and others may have imported it already; it chooses on first use
-    with patch.dict(os.environ, DS_ACCELERATOR=device.type), quiet():
+    with _environment(DS_ACCELERATOR=device.type), quiet():
         found = import_module("deepspeed")
         kind = import_module("deepspeed.accelerator").get_accelerator().device_name()
     if kind != device.type:
@@ -50,6 +60,23 @@ def deepspeed_on(device: torch.device) -> Any:
     return found
 
 
+@contextmanager
+def _environment(**variables: str) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ |= variables
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            _restore(name, value)
+
+
+def _restore(variable: str, value: str | None) -> None:
+    os.environ.pop(variable, None)
+    if value is not None:
+        os.environ[variable] = value
+
+
 def join(context: WorkerContext, device: torch.device) -> None:
     """Join the workers' process group and initialise DeepSpeed's communication over it."""
     process_groups.join(context, device)
@@ -57,8 +84,7 @@ def join(context: WorkerContext, device: torch.device) -> None:
     backend = import_module("deepspeed.comm.torch")
     _before.setdefault(LOCAL_RANK, os.environ.get(LOCAL_RANK))
     os.environ[LOCAL_RANK] = "0"  # as its launcher does; a worker sees its own device only
-    # with it DeepSpeed would compile for a minute, for a reduction that AutoTP alone uses
-    with patch.object(backend, "build_shm_op", lambda: None), quiet():
+    with replacing(backend, build_shm_op=lambda: None), quiet():
         comm.init_distributed(dist_backend="nccl" if device.type == "cuda" else "gloo", auto_mpi_discovery=False)
     # DeepSpeed calls them by the names before torch 2.13, which warn
     comm.cdb.all_gather_function, comm.cdb.reduce_scatter_function = all_gather, reduce_scatter
@@ -77,10 +103,7 @@ def leave() -> None:
     init.apply_param_persistence = False
     if hasattr(init, "linear_bk"):  # ZeRO-3 puts a function of its own in place of torch's, and leaves it there
         nn.functional.linear = init.linear_bk
-    before = _before.pop(LOCAL_RANK, None)
-    os.environ.pop(LOCAL_RANK, None)
-    if before is not None:
-        os.environ[LOCAL_RANK] = before
+    _restore(LOCAL_RANK, _before.pop(LOCAL_RANK, None))
 
 
 @contextmanager
@@ -96,12 +119,8 @@ def leaving_on_failure(context: WorkerContext) -> Iterator[None]:
 
 @contextmanager
 def building_engine() -> Iterator[None]:
-    """The context for creating a DeepSpeed engine.
-
-    Disables `torch.compile`, which DeepSpeed uses only for an optimizer that is not used here (Muon) and which would
-    load torch's compiler for seconds in each process.
-    """
-    with patch.object(torch, "compile", _identity), announcing_compilation(), quiet():
+    """The context for creating a DeepSpeed engine."""
+    with replacing(torch, compile=_identity), announcing_compilation(), quiet():
         yield
 
 
@@ -131,7 +150,7 @@ def announcing_compilation() -> Iterator[None]:
         logger.warning("DeepSpeed compiles its extension %s on first use: about a minute, once", self.name)
         return compiled(self, *args, **kwargs)
 
-    with patch.object(builder, "jit_load", jit_load):
+    with replacing(builder, jit_load=jit_load):
         yield
 
 

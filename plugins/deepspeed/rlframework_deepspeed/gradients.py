@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from rlframework.models.replacing import replacing
 from rlframework_deepspeed.shards import Shards
 
 CLIPPED = 1e-6
@@ -22,15 +23,17 @@ CLIPPED = 1e-6
 
 
 @torch.no_grad()
-def total_norm(shards: Shards, is_cut: Callable[[nn.Parameter], bool], tensor_group: Any) -> float:
+def total_norm(shards: Shards, is_partitioned: Callable[[nn.Parameter], bool], tensor_group: Any) -> float:
     """L2 norm of the whole gradient, the same on every rank. Collective.
 
-    Each element counts once: ZeRO shards are summed over ZeRO's ranks, tensor-parallel shards (`is_cut`) over
+    Each element counts once: ZeRO shards are summed over ZeRO's ranks, tensor-parallel shards (`is_partitioned`) over
     `tensor_group` (None: one rank), and replicated parameters are not.
     """
     squares = torch.zeros(2, dtype=torch.float64, device=shards.engine.device)
     for parameter, gradient in shards.gradients():
-        squares[int(is_cut(parameter))] += torch.linalg.vector_norm(gradient, dtype=torch.float32).double().square()
+        squares[int(is_partitioned(parameter))] += (
+            torch.linalg.vector_norm(gradient, dtype=torch.float32).double().square()
+        )
     if shards.splits_gradients and shards.ranks > 1:
         dist.all_reduce(squares, group=shards.group)
     if tensor_group is not None:
@@ -56,18 +59,18 @@ def step(shards: Shards, norm: float, max_grad_norm: float | None, lr: float) ->
         shards.engine.step()
         return False
     shards.wrapper.clip_grad = max_grad_norm or 0.0
-    with _told(shards, norm * shards.scale()):
+    with _using_norm(shards, norm * shards.scale()):
         shards.engine.step()
     return bool(shards.wrapper.overflow)
 
 
-def _told(shards: Shards, scaled_norm: float) -> Any:
+def _using_norm(shards: Shards, scaled_norm: float) -> AbstractContextManager[None]:
     """Make DeepSpeed use `scaled_norm` as the norm of its gradients."""
     wrapper = shards.wrapper
     known: Tensor = torch.tensor(scaled_norm, dtype=torch.float32, device=shards.engine.device)
     if hasattr(wrapper, "_get_norm_groups"):  # stage 3
-        return patch.object(wrapper, "_get_norm_groups", lambda: [known])
+        return replacing(wrapper, _get_norm_groups=lambda: [known])
     if hasattr(wrapper, "scaled_global_norm"):  # stages 1 and 2
-        return patch.object(wrapper, "scaled_global_norm", lambda: known)
+        return replacing(wrapper, scaled_global_norm=lambda: known)
     unscale = wrapper.unscale_and_clip_grads  # stage 0 in half precision, which works out a norm of its own first
-    return patch.object(wrapper, "unscale_and_clip_grads", lambda _: unscale(scaled_norm))
+    return replacing(wrapper, unscale_and_clip_grads=lambda _: unscale(scaled_norm))

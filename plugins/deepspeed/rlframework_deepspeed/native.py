@@ -17,18 +17,19 @@ from __future__ import annotations
 import pickle
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass
 from importlib import import_module
+from io import StringIO
 from pathlib import Path
-from typing import Any, TypeVar
-from unittest.mock import patch
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlframework.errors import DataError, NotSupported
 from rlframework.interfaces.worker_group import WorkerContext
+from rlframework.models.replacing import replacing
 from rlframework.policy.all_ranks import run_on_all_ranks
 from rlframework_deepspeed.environment import quiet
 from rlframework_deepspeed.shards import Shards
@@ -42,7 +43,6 @@ INSTEAD = "resume from a portable or sharded checkpoint (checkpoints.format), wh
 UNREADABLE = (OSError, RuntimeError, EOFError, pickle.UnpicklingError)
 """Exceptions that torch and DeepSpeed raise for truncated files and files that are not checkpoints."""
 Shape = tuple[int, ...]
-T = TypeVar("T")
 
 
 def save(shards: Shards, folder: Path, *, optimizer: bool) -> None:
@@ -51,9 +51,8 @@ def save(shards: Shards, folder: Path, *, optimizer: bool) -> None:
         raise NotSupported("DeepSpeed's format requires an optimizer; this worker was built without one")
     half_precision = hasattr(shards.wrapper, "fp32_groups")
     state = {NAMES: _names(shards)} if half_precision else {}
-    with quiet(), ExitStack() as stack:
-        if not optimizer:
-            stack.enter_context(patch.object(shards.adam, "state", defaultdict(dict)))
+    without_moments = nullcontext() if optimizer else replacing(shards.adam, state=defaultdict(dict))
+    with quiet(), without_moments:
         shards.engine.save_checkpoint(str(folder), tag=TAG, client_state=state)
 
 
@@ -253,18 +252,11 @@ def _of_zero(folder: Path, engine: Any) -> Mapping[str, Any]:
     def of_this_part(where: str, pattern: str) -> list[str]:
         return [path for path in listed(where, pattern) if part in Path(path).name]
 
-    def silent(*_: object) -> None:
-        """Replaces `print`; the program reports every step."""
-
-    with ExitStack() as stack:
-        for name, instead in (("get_checkpoint_files", of_this_part), ("print", silent), ("tqdm", _plainly)):
-            stack.enter_context(patch.object(program, name, instead, create=True))
+    # it prints every step
+    silently = redirect_stdout(StringIO())
+    with silently, replacing(program, get_checkpoint_files=of_this_part, tqdm=lambda items, **_: items):
         try:
             found: Mapping[str, Any] = program._get_fp32_state_dict_from_zero_checkpoint(str(folder), False)
         except (*UNREADABLE, ValueError) as error:
             raise DataError(f"{folder} is damaged or incomplete: {error}") from error
     return found
-
-
-def _plainly(items: Iterable[T], **_: object) -> Iterable[T]:
-    return items

@@ -79,8 +79,8 @@ def _main_params(shards: Shards) -> list[Tensor]:
 def _bytes_on(shards: Shards, device: torch.device) -> int:
     """Bytes of weights, buffers and optimizer state on the type of `device`, counting shared memory once."""
     module = shards.engine.module
-    pieces = [getattr(one, "ds_tensor", one) for one in module.parameters()]
+    parameters = [getattr(one, "ds_tensor", one) for one in module.parameters()]
     states = [] if shards.adam is None else [v for state in shards.adam.state.values() for v in state.values()]
-    tensors = [*pieces, *module.buffers(), *_main_params(shards), *(v for v in states if isinstance(v, Tensor))]
+    tensors = [*parameters, *module.buffers(), *_main_params(shards), *(v for v in states if isinstance(v, Tensor))]
     found = {tensor.data_ptr(): tensor.nbytes for tensor in tensors if tensor.device.type == device.type}
     return sum(found.values())

@@ -14,14 +14,12 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-Where = tuple[slice, ...]
-
-
+Slices = tuple[slice, ...]
 Ranges = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
-class Cut:
+class Partition:
     """A rank's partition of a weight of `shape`: ranges (first, end) along `dim`, concatenated.
 
     `parts`: the ranges of each rank, in order; `rank`: this rank.
@@ -58,7 +56,7 @@ class Cut:
         return max(sum(end - first for first, end in ranges) for ranges in self.parts)
 
 
-def boxes(shape: tuple[int, ...], first: int, end: int) -> Iterator[tuple[Where, int, int]]:
+def range_slices(shape: tuple[int, ...], first: int, end: int) -> Iterator[tuple[Slices, int, int]]:
     """Split the flat range `first` to `end` of a tensor of `shape` into slices, each with its own flat range."""
     if first >= end:
         return
@@ -76,23 +74,23 @@ def boxes(shape: tuple[int, ...], first: int, end: int) -> Iterator[tuple[Where,
     yield from _within(shape, bottom, bottom * row, end)
 
 
-def _within(shape: tuple[int, ...], index: int, first: int, end: int) -> Iterator[tuple[Where, int, int]]:
+def _within(shape: tuple[int, ...], index: int, first: int, end: int) -> Iterator[tuple[Slices, int, int]]:
     start = index * math.prod(shape[1:])
-    for where, begin, stop in boxes(shape[1:], first - start, end - start):
+    for where, begin, stop in range_slices(shape[1:], first - start, end - start):
         yield (slice(index, index + 1), *where), begin + start, stop + start
 
 
-def placed(where: Where, cut: Cut | None) -> Iterator[tuple[Where, Where]]:
+def slices_of_whole(where: Slices, partition: Partition | None) -> Iterator[tuple[Slices, Slices]]:
     """Map the slice `where` of this rank's partition to pairs of slices: within `where`, and in the whole weight."""
     inside = tuple(slice(0, one.stop - one.start) for one in where)
-    if cut is None:
+    if partition is None:
         yield inside, where
         return
     bounds = [0]
-    for first, end in cut.ranges:
+    for first, end in partition.ranges:
         bounds.append(bounds[-1] + end - first)
-    dim, one = cut.dim, where[cut.dim]
-    for (begin, stop), (first, _) in zip(pairwise(bounds), cut.ranges, strict=True):
+    dim, one = partition.dim, where[partition.dim]
+    for (begin, stop), (first, _) in zip(pairwise(bounds), partition.ranges, strict=True):
         low, high = max(one.start, begin), min(one.stop, stop)
         if low < high:
             local = slice(low - one.start, high - one.start)
@@ -100,16 +98,20 @@ def placed(where: Where, cut: Cut | None) -> Iterator[tuple[Where, Where]]:
             yield (*inside[:dim], local, *inside[dim + 1 :]), (*where[:dim], there, *where[dim + 1 :])
 
 
-def pieces(row: Tensor, shape: tuple[int, ...], first: int, cut: Cut | None) -> Iterator[tuple[Tensor, Where]]:
+def views_with_slices(
+    row: Tensor, shape: tuple[int, ...], first: int, partition: Partition | None
+) -> Iterator[tuple[Tensor, Slices]]:
     """Yield views of `row`, this rank's partition (of `shape`) from `first` on, with slices of the whole weight."""
-    for where, begin, stop in boxes(shape, first, first + row.numel()):
+    for where, begin, stop in range_slices(shape, first, first + row.numel()):
         size = tuple(one.stop - one.start for one in where)
-        box = row[begin - first : stop - first].view(size)
-        for inside, there in placed(where, cut):
-            yield box[inside], there
+        view = row[begin - first : stop - first].view(size)
+        for inside, there in slices_of_whole(where, partition):
+            yield view[inside], there
 
 
-def fill(row: Tensor, shape: tuple[int, ...], first: int, cut: Cut | None, read: Callable[[Where], Tensor]) -> None:
-    """Fill `row` (as in `pieces`) from `read`, which returns slices of the whole weight."""
-    for box, where in pieces(row, shape, first, cut):
-        box.copy_(read(where))
+def fill(
+    row: Tensor, shape: tuple[int, ...], first: int, partition: Partition | None, read: Callable[[Slices], Tensor]
+) -> None:
+    """Fill `row` (as in `views_with_slices`) from `read`, which returns slices of the whole weight."""
+    for view, where in views_with_slices(row, shape, first, partition):
+        view.copy_(read(where))

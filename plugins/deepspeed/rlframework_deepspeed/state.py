@@ -1,8 +1,8 @@
 """The `Engine` primitives for weights, adapters and moments, by name, whole or as this rank's shards.
 
 Used by refit, saving, portable and sharded checkpoints and the reference swap. Names are those of `save_pretrained`.
-AutoTP partitions a weight first (`Cut`); ZeRO then shards this rank's partition into flat ranges (`Slot`). Loading
-reads only local slices.
+AutoTP partitions a weight first (`Partition`); ZeRO then shards this rank's partition into flat ranges (`Slot`).
+Loading reads only local slices.
 """
 
 from __future__ import annotations
@@ -30,9 +30,7 @@ from rlframework_deepspeed import native
 from rlframework_deepspeed.autotp import TensorParallel
 from rlframework_deepspeed.config import DeepSpeedConfig
 from rlframework_deepspeed.shards import MOMENTS, Read, Shards
-from rlframework_deepspeed.slices import Where, fill, pieces
-
-Pieces = Iterator[tuple[Tensor, Where]]
+from rlframework_deepspeed.slices import Slices, fill, views_with_slices
 
 
 class ModelState(adapters.ModelAdapters, Engine, ABC):
@@ -65,8 +63,8 @@ class ModelState(adapters.ModelAdapters, Engine, ABC):
 
     def _shape(self, tensor: Tensor) -> tuple[int, ...]:
         """The shape of the whole weight."""
-        cut = self._tensor.cut(tensor)
-        return cut.shape if cut is not None else self._part_shape(tensor)
+        partition = self._tensor.partition(tensor)
+        return partition.shape if partition is not None else self._part_shape(tensor)
 
     def _part_shape(self, tensor: Tensor) -> tuple[int, ...]:
         """The shape of this rank's tensor-parallel partition, before ZeRO shards it."""
@@ -117,12 +115,12 @@ class ModelState(adapters.ModelAdapters, Engine, ABC):
 
     def _gather_tensor(self, tensor: Tensor) -> Tensor:
         found = self._shards.whole(tensor) if isinstance(tensor, nn.Parameter) else tensor
-        return self._tensor.join(found.detach().to(self._dtype(tensor)), self._tensor.cut(tensor))
+        return self._tensor.join(found.detach().to(self._dtype(tensor)), self._tensor.partition(tensor))
 
     @torch.no_grad()
     def _write_tensor(self, tensor: Tensor, value: Tensor) -> None:
-        cut = self._tensor.cut(tensor)
-        self._put_part(tensor, value if cut is None else cut.of(value))
+        partition = self._tensor.partition(tensor)
+        self._put_part(tensor, value if partition is None else partition.of(value))
 
     def _put_part(self, tensor: Tensor, own: Tensor) -> None:
         """Set `tensor` from `own`, this rank's tensor-parallel partition."""
@@ -149,9 +147,9 @@ class ModelState(adapters.ModelAdapters, Engine, ABC):
         def read(first: int, end: int) -> Tensor:
             row = torch.empty(end - first)
             for part, own, start in _within(parts, self._part_shape(tensor), row, first):
-                name, cut = part.name, self._tensor.cut(tensor)
-                shape = part.shape if cut is None else self._part_shape(tensor)
-                fill(own, shape, start, cut, lambda where, name=name: slice_of(weights, name, where))  # type: ignore[misc]
+                name, partition = part.name, self._tensor.partition(tensor)
+                shape = part.shape if partition is None else self._part_shape(tensor)
+                fill(own, shape, start, partition, lambda where, name=name: slice_of(weights, name, where))  # type: ignore[misc]
             return row
 
         return read
@@ -211,8 +209,10 @@ class ModelState(adapters.ModelAdapters, Engine, ABC):
         for name, parameter in trained.items():
             steps, here = self._shards.state(parameter)
             steps = self._everywhere(steps)
-            cut = self._tensor.cut(parameter)
-            first, second = (self._tensor.join(self._shards.all_of(parameter, here.get(kind)), cut) for kind in MOMENTS)
+            partition = self._tensor.partition(parameter)
+            first, second = (
+                self._tensor.join(self._shards.all_of(parameter, here.get(kind)), partition) for kind in MOMENTS
+            )
             for part in files[name]:
                 yield part.name, Moments(steps, part.of(first), part.of(second))
 
@@ -235,15 +235,15 @@ class ModelState(adapters.ModelAdapters, Engine, ABC):
             slot = self._shards.slot(parameter)
             if slot is None:
                 continue
-            cut, shape = self._tensor.cut(parameter), self._part_shape(parameter)
+            partition, shape = self._tensor.partition(parameter), self._part_shape(parameter)
             for kind in MOMENTS:
                 for part, own, start in _within(files[name], shape, state[kind], slot.first):
 
-                    def read(where: Where, part: FileWeight = part, kind: str = kind) -> Tensor:
+                    def read(where: Slices, part: FileWeight = part, kind: str = kind) -> Tensor:
                         found: Tensor = getattr(moments_slice(moments, part.name, where), kind)
                         return found
 
-                    fill(own, shape if cut is not None else part.shape, start, cut, read)
+                    fill(own, shape if partition is not None else part.shape, start, partition, read)
 
     # -- shards -------------------------------------------------------------------------------------------------------
 
@@ -252,7 +252,7 @@ class ModelState(adapters.ModelAdapters, Engine, ABC):
         self._require_no_adapters()
         own = self._weights()
         files = by_source(self._files(own))
-        weights = [piece for name, tensor in own.items() for piece in self._weight_pieces(tensor, files[name])]
+        weights = [shard for name, tensor in own.items() for shard in self._weight_shards(tensor, files[name])]
         moments: list[TensorShard] = []
         steps: dict[str, int] = {}
         for name, parameter in self._trained().items():
@@ -263,23 +263,23 @@ class ModelState(adapters.ModelAdapters, Engine, ABC):
             steps |= {part.name: count for part in files[name]}
             for start, kind in ((FIRST, MOMENTS[0]), (SECOND, MOMENTS[1])):
                 row = here.get(kind, torch.zeros(0)) if here else torch.zeros(slot.count, device=slot.holder.device)
-                moments += self._pieces(parameter, files[name], row, slot.first, start)
+                moments += self._tensor_shards(parameter, files[name], row, slot.first, start)
         return ShardedState(weights, moments, steps)
 
-    def _weight_pieces(self, tensor: Tensor, files: list[FileWeight]) -> Iterator[TensorShard]:
+    def _weight_shards(self, tensor: Tensor, files: list[FileWeight]) -> Iterator[TensorShard]:
         if not isinstance(tensor, nn.Parameter):
-            yield from self._pieces(tensor, files, tensor.detach().view(-1), 0, "")
+            yield from self._tensor_shards(tensor, files, tensor.detach().view(-1), 0, "")
         elif (slot := self._shards.slot(tensor)) is not None:
-            yield from self._pieces(tensor, files, slot.main, slot.first, "")
+            yield from self._tensor_shards(tensor, files, slot.main, slot.first, "")
 
-    def _pieces(
+    def _tensor_shards(
         self, tensor: Tensor, files: list[FileWeight], row: Tensor, first: int, prefix: str
     ) -> Iterator[TensorShard]:
         """Shards of `row`, this rank's partition of `tensor`, from `first` on, named by `files` with `prefix`."""
-        cut, shape = self._tensor.cut(tensor), self._part_shape(tensor)
+        partition, shape = self._tensor.partition(tensor), self._part_shape(tensor)
         for part, own, start in _within(files, shape, row, first):
-            for box, where in pieces(own, shape if cut is not None else part.shape, start, cut):
-                yield TensorShard(prefix + part.name, box, tuple(one.start for one in where), part.shape)
+            for view, where in views_with_slices(own, shape if partition is not None else part.shape, start, partition):
+                yield TensorShard(prefix + part.name, view, tuple(one.start for one in where), part.shape)
 
 
 def _steps(moments: Mapping[str, Moments], files: list[FileWeight]) -> int:

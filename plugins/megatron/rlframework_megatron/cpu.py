@@ -1,7 +1,14 @@
 """Run megatron-core without a GPU: inside `on(device)`, its CUDA calls run on the CPU.
 
 Megatron-core hard-codes the device "cuda" in many places. On a CPU, a function mode replaces it with "cpu" and a few
-functions of `torch.cuda` are patched with CPU equivalents. On a GPU, `on` does nothing. For development and tests.
+functions are replaced with CPU equivalents. On a GPU, `on` does nothing. For development and tests.
+
+Replaced attributes, because megatron-core has no option for them:
+
+    torch.cuda                       streams, seeds and the current device (`STAND_INS`): there is no CUDA
+    random_states                    megatron-core's own functions for CUDA's random state
+    torch.distributed                `all_to_all_single`: gloo does not accept sizes in tensors
+    torch.compile (in `upstream`)    during the import: there is no compiler to load
 """
 
 from __future__ import annotations
@@ -10,13 +17,13 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from rlframework.models.replacing import replacing
 from rlframework_megatron.upstream import random_states
 
 CPU = torch.device("cpu")
@@ -104,12 +111,11 @@ def _emulated_cuda() -> Iterator[None]:
         yield
         return
     _inside.depth = 1
-    own: dict[str, Any] = {"_get_cuda_rng_state": _get_state, "_set_cuda_rng_state": _set_state}
     try:
         with (
-            patch.multiple(torch.cuda, **STAND_INS),
-            patch.multiple(random_states, **own),
-            patch.object(dist, "all_to_all_single", _with_int_sizes),
+            replacing(torch.cuda, **STAND_INS),
+            replacing(random_states, _get_cuda_rng_state=_get_state, _set_cuda_rng_state=_set_state),
+            replacing(dist, all_to_all_single=_with_int_sizes),
             _CudaIsCpu(),
         ):
             yield

@@ -11,7 +11,7 @@ import torch
 from rlframework.conformance.mutants.mutant import mutant
 from rlframework.errors import UserError
 from rlframework.weight_sync.buffers import checksum
-from rlframework.weight_sync.ipc import GroupHandles, IpcReceiver, ReceiveBuffer
+from rlframework.weight_sync.ipc import GroupHandles, ReceiveBuffer
 
 _HANDLES = "test_weights_come_through_handles"
 _OFFER = "test_weights_come_into_memory_that_the_engine_offers"
@@ -58,7 +58,7 @@ def _checksums_not_compared(part: Any) -> type:
             return bool(super().update_weights_from_ipc_handles({device: self._with_own_checksums(group)}))
 
         def _with_own_checksums(self, group: GroupHandles) -> GroupHandles:
-            raw = (self._refit_receiver or IpcReceiver()).open(group, self.refit_device)
+            raw = self._refit_receiver.open(group, self.refit_device)
             return replace(group, checksums=tuple(checksum(slot.of(raw)) for slot in group.slots))
 
     return Broken

@@ -1,4 +1,4 @@
-"""Ranges of weights as boxes, and parts of tensor parallelism, against plain indexing."""
+"""Flat ranges of weights as slices, and tensor-parallel partitions, against plain indexing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlframework_deepspeed.autotp import _parts
-from rlframework_deepspeed.slices import Cut, boxes, fill, pieces
+from rlframework_deepspeed.slices import Partition, fill, range_slices, views_with_slices
 
 SHAPES = st.lists(st.integers(1, 5), min_size=0, max_size=3).map(tuple)
 
@@ -27,14 +27,14 @@ def ranges(draw):
 
 
 @given(ranges())
-def test_boxes_are_the_range(case):
+def test_range_slices_cover_the_range(case):
     shape, first, end = case
     whole, found = numbered(shape), []
-    for where, begin, stop in boxes(shape, first, end):
+    for where, begin, stop in range_slices(shape, first, end):
         assert whole[where].numel() == stop - begin
         found += whole[where].reshape(-1).tolist()
     assert found == list(range(first, end))
-    assert len(list(boxes(shape, first, end))) <= max(1, 2 * len(shape) - 1)
+    assert len(list(range_slices(shape, first, end))) <= max(1, 2 * len(shape) - 1)
 
 
 @given(ranges())
@@ -56,24 +56,24 @@ def test_a_range_of_a_part_is_read_of_the_whole(widths, dim, share):
     size = sum(map(sum, widths))
     shape = (size, 3) if dim == 0 else (3, size)
     whole, ranks = numbered(shape), len(widths[0])
-    cuts = [Cut(shape, dim, _parts(widths), rank) for rank in range(ranks)]
-    assert torch.equal(cuts[0].join([cut.of(whole) for cut in cuts]), whole)
+    partitions = [Partition(shape, dim, _parts(widths), rank) for rank in range(ranks)]
+    assert torch.equal(partitions[0].join([partition.of(whole) for partition in partitions]), whole)
     told = torch.full(shape, -1.0)
-    for cut in cuts:
-        part = cut.of(whole)
+    for partition in partitions:
+        part = partition.of(whole)
         row, length = part.reshape(-1).clone(), -(-part.numel() // share)
         for first in range(0, part.numel(), max(length, 1)):
-            piece = row[first : first + length]
-            for box, where in pieces(piece, tuple(part.shape), first, cut):
-                told[where] = box
-            read = torch.empty_like(piece)
-            fill(read, tuple(part.shape), first, cut, lambda where: whole[where])
-            assert torch.equal(read, piece)
+            shard = row[first : first + length]
+            for view, where in views_with_slices(shard, tuple(part.shape), first, partition):
+                told[where] = view
+            read = torch.empty_like(shard)
+            fill(read, tuple(part.shape), first, partition, lambda where: whole[where])
+            assert torch.equal(read, shard)
     assert torch.equal(told, whole)
 
 
-def test_pieces_share_the_memory_of_the_row():
+def test_views_share_the_memory_of_the_row():
     row = torch.zeros(6)
-    for box, _ in pieces(row, (3, 4), 3, None):
-        box += 1
+    for view, _ in views_with_slices(row, (3, 4), 3, None):
+        view += 1
     assert row.tolist() == [1.0] * 6
