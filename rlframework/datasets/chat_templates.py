@@ -13,13 +13,12 @@ from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from rlframework.config.algorithms import TrainOn
 from rlframework.errors import DataError
+from rlframework.interfaces.environment import Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from rlframework.config.algorithms import TrainOn
-    from rlframework.interfaces.environment import Message
 
 
 @dataclass(frozen=True)

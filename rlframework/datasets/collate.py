@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from rlframework.datasets.rendering import Rendered
 from rlframework.errors import DataError
-
-if TYPE_CHECKING:
-    from rlframework.datasets.rendering import Rendered
 
 
 class TokenRows(NamedTuple):

@@ -18,13 +18,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from rlframework.config.environments import ColumnsConfig
 from rlframework.errors import DataError
 from rlframework.interfaces.environment import Message
-
-if TYPE_CHECKING:
-    from rlframework.config.environments import ColumnsConfig
 
 _ROLES = {
     **dict.fromkeys(("system", "developer"), "system"),

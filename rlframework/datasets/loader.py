@@ -6,14 +6,12 @@ There are no worker processes whose state torchdata's StatefulDataLoader would k
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from rlframework.errors import DataError
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
 
 T = TypeVar("T")
 

@@ -268,18 +268,14 @@ def _detached_from(folder: Path, leaf: torch.Tensor) -> torch.Tensor:
     return leaf.as_subclass(torch.Tensor) if inside else leaf
 
 
-def _lock_mapped(loaded: Any) -> Any:
-    """Lock `loaded`, whose fields are mapped from files, and mark it as mapped."""
-    _mark_mapped(loaded)
-    return loaded.lock_()
-
-
-def _mark_mapped(data: Any) -> None:
+def _lock_mapped(data: Any) -> Any:
+    """Lock `data`, whose fields are mapped from files, and mark it as mapped."""
     inner = data._tensordict if is_tensorclass(data) else data
     inner._is_memmap = True
     for value in inner.values():
         if is_tensor_collection(value):
-            _mark_mapped(value)
+            _lock_mapped(value)
+    return data.lock_()
 
 
 def _folder_of(data: Any) -> Path | None:

@@ -27,7 +27,6 @@ from rlframework.interfaces.environment import Message, Sample
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-
 _MOST = torch.finfo(torch.float32).max
 
 _CHUNK = 4096
@@ -69,21 +68,20 @@ class PreferencePairs(MemmapTensorClass):
 
         Sequences are padded to the longest one. A pair with a sequence longer than `max_length` tokens raises a
         `DataError`, or is dropped (`too_long="drop"`). Raises a `DataError` if no pair is left. Scores become
-        `end_scores`, fp32; either all rows have two finite scores, or none has any. Chosen and rejected are stored in
-        alternate rows of one tensor per field, so `to_fields` copies nothing large.
+        `end_scores`, fp32; either all rows have two finite scores, or none has any.
         """
         if too_long not in ("error", "drop"):
             raise DataError(f"too_long is {too_long!r}; it must be 'error' or 'drop'")
         tokenised = [_tokenise(row, tokenizer) for row in rows]
-        limit = max((ids.longest for ids in tokenised), default=0) if max_length is None else max_length
-        long = [index for index, ids in enumerate(tokenised) if ids.longest > limit]
+        longest = [max(len(chosen), len(rejected)) for _, chosen, rejected in tokenised]
+        long = [] if max_length is None else [index for index, length in enumerate(longest) if length > max_length]
         if long and too_long == "error":
             raise DataError(
-                f"pair {long[0]} ({rows[long[0]].id or 'without id'}) has {tokenised[long[0]].longest} tokens, more "
-                f"than max_length {max_length}, and so have {len(long) - 1} others; raise max_length, or set "
+                f"pair {long[0]} ({rows[long[0]].id or 'without id'}) has {longest[long[0]]} tokens, more than "
+                f"max_length {max_length}, and so have {len(long) - 1} others; raise max_length, or set "
                 "too_long='drop'"
             )
-        kept = [index for index, ids in enumerate(tokenised) if ids.longest <= limit]
+        kept = [index for index in range(len(rows)) if index not in set(long)]
         if not kept:
             why = f": all have more than {max_length} tokens" if rows else ""
             raise DataError(f"none of the {len(rows)} given pairs is left{why}")
@@ -92,15 +90,11 @@ class PreferencePairs(MemmapTensorClass):
             raise DataError(f"{sum(scored)} of {len(scored)} pairs have scores; all must have them, or none")
         scores = _scores([rows[index] for index in kept]) if all(scored) else None
         pad: Any = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-        return cls._of_tokens([tokenised[index] for index in kept], int(pad), scores)
-
-    @classmethod
-    def _of_tokens(cls, pairs: Sequence[_Tokens], padding: int, scores: Tensor | None) -> Self:
-        sides = [side for pair in pairs for side in (pair.chosen, pair.rejected)]
-        ids, lengths = (rows.unflatten(0, (len(pairs), 2)) for rows in pad_rows(sides, padding))
+        sides = [side for index in kept for side in tokenised[index][1:]]
+        ids, lengths = (each.unflatten(0, (len(kept), 2)) for each in pad_rows(sides, int(pad)))
         both = RewardData.from_lengths(ids, lengths, end_scores=scores)
-        prompts = torch.tensor([pair.prompt for pair in pairs])
-        return cls(both[:, 0], both[:, 1], prompts, batch_size=[len(pairs)])
+        prompts = torch.tensor([tokenised[index][0] for index in kept])
+        return cls(both[:, 0], both[:, 1], prompts, batch_size=[len(kept)])
 
     def check(self) -> Self:
         """Check the shapes and contents described above, and return self. Raises a `BatchError`.
@@ -129,8 +123,7 @@ class PreferencePairs(MemmapTensorClass):
 
         `input_ids [2 P, S]`, `attention_mask [2 P, S]`, `input_lengths [2 P]`, `prompt_lengths [2 P]`, `token_mask [2
         P, S]` (fp32, 1 on the answer), `sample_mask [2 P]` (ones), and `rewards` and `end_scores` if both sides have
-        them. The narrower side is padded with 0. Shares storage with pairs made by `from_rows` or `from_batch`, and
-        with slices of them; copies any other pairs.
+        them. The narrower side is padded with 0.
         """
         sides = [self.check().chosen.to_fields(), self.rejected.to_fields()]
         fields = {name: _interleave(name, sides[0][name], sides[1][name]) for name in sides[0] if name in sides[1]}
@@ -188,24 +181,14 @@ class PreferencePairs(MemmapTensorClass):
             )
 
 
-@dataclass(frozen=True)
-class _Tokens:
-    prompt: int
-    chosen: list[int]
-    rejected: list[int]
-
-    @property
-    def longest(self) -> int:
-        return max(len(self.chosen), len(self.rejected))
-
-
-def _tokenise(row: PreferenceRow, tokenizer: PreTrainedTokenizerBase) -> _Tokens:
+def _tokenise(row: PreferenceRow, tokenizer: PreTrainedTokenizerBase) -> tuple[int, list[int], list[int]]:
+    """The length of the prompt, and the ids of prompt and chosen answer, and of prompt and rejected answer."""
     prompt = render_prompt(tokenizer, row.messages)
-    answers = [
+    chosen, rejected = (
         render_completion(tokenizer, Sample(row.id, row.messages, answer="", completion=text))
         for text in (row.chosen, row.rejected)
-    ]
-    return _Tokens(len(prompt), prompt + answers[0], prompt + answers[1])
+    )
+    return len(prompt), prompt + chosen, prompt + rejected
 
 
 def _scores(rows: Sequence[PreferenceRow]) -> Tensor:
@@ -222,7 +205,6 @@ def _scores(rows: Sequence[PreferenceRow]) -> Tensor:
 
 
 def _interleave(name: str, first: Tensor, second: Tensor) -> Tensor:
-    """Interleave the rows of both; without a copy if they are the even and odd rows of one tensor."""
     if first.dtype != second.dtype or first.device != second.device or first.ndim != second.ndim:
         raise BatchError(
             f"{name} is {first.dtype} of shape {list(first.shape)} on {first.device} in chosen, and {second.dtype} of "
@@ -231,14 +213,4 @@ def _interleave(name: str, first: Tensor, second: Tensor) -> Tensor:
     if first.ndim > 1 and first.shape[1] != second.shape[1]:
         width = max(first.shape[1], second.shape[1])
         first, second = (torch.nn.functional.pad(each, (0, width - each.shape[1])) for each in (first, second))
-    step = first.stride(0) // 2
-    alternate = (
-        first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
-        and first.stride() == second.stride()
-        and first.stride(0) % 2 == 0
-        and second.storage_offset() - first.storage_offset() == step
-        and len(first) > 0
-    )
-    if alternate:
-        return first.as_strided((2 * len(first), *first.shape[1:]), (step, *first.stride()[1:]))
     return torch.stack([first, second], dim=1).flatten(0, 1)

@@ -12,15 +12,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from rlframework.config.algorithms import TrainOn
 from rlframework.datasets.chat_templates import Chat, Segment
 from rlframework.datasets.conversations import lone_surrogate
 from rlframework.errors import DataError
+from rlframework.interfaces.environment import Message, Sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from rlframework.config.algorithms import TrainOn
-    from rlframework.interfaces.environment import Message, Sample
 
 Rendered = tuple[list[int], list[bool]]
 """Token ids, and for each whether it is trained on."""
@@ -112,7 +111,7 @@ def _render(tokenizer: PreTrainedTokenizerBase, rows: Sequence[tuple[list[int], 
 
 
 def _puts_space(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the tokenizer prepends a space to each text, as SentenceSegment does."""
+    """Whether the tokenizer prepends a space to each text, as SentencePiece does."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return False

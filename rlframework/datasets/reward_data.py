@@ -88,7 +88,9 @@ class RewardData(MemmapTensorClass):
             return cls.from_lengths(batch["input_ids"], batch["input_lengths"], *values)._of_rows()
         _check_shapes(batch["input_ids"], batch["attention_mask"], *values)
         made = cls(batch["input_ids"], batch["attention_mask"], *values, batch_size=batch["input_ids"].shape[:-1])
-        _check_agreement(made._of_rows().input_lengths, batch.get("input_lengths"))
+        lengths, given = made._of_rows().input_lengths, batch.get("input_lengths")
+        if given is not None:
+            _check_agreement(lengths, given)
         return made
 
     def to_fields(self) -> dict[str, Tensor]:
@@ -156,9 +158,7 @@ def _check_shapes(ids: Any, mask: Any, rewards: Any, end_scores: Any) -> None:
 
 
 def _check_agreement(lengths: Tensor, given: Any) -> None:
-    """Raise a `BatchError` unless `given`, the batch's `input_lengths`, is None or agrees with the mask."""
-    if given is None:
-        return
+    """Raise a `BatchError` unless `given`, the batch's `input_lengths`, agrees with the mask."""
     if need_tensor("input_lengths", given).shape != lengths.shape:
         raise BatchError(f"input_lengths has shape {list(given.shape)}; it must be {list(lengths.shape)}")
     wrong = given.to(lengths.device) != lengths

@@ -18,23 +18,20 @@ import os
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, overload
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from pydantic import JsonValue, PositiveInt, TypeAdapter, ValidationError
 from typing_extensions import TypedDict  # pydantic requires it before Python 3.12
 
 from rlframework.datasets.collate import TokenRows
+from rlframework.datasets.rendering import Rendered
 from rlframework.errors import DataError
 from rlframework.files import replacing_directory
 
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    from rlframework.datasets.rendering import Rendered
-
-    Row = tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]
+Row = tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]
 
 _FORMAT, _VERSION = "rlframework token rows", 1
 _META, _TOKENS, _MASK, _OFFSETS = "meta.json", "tokens.bin", "mask.bin", "offsets.bin"
@@ -60,7 +57,7 @@ class TokenMeta(TypedDict):
     source: dict[str, JsonValue]
 
 
-class TokenData(Sequence["Row"]):
+class TokenData(Sequence[Row]):
     """The token data in the folder `path`. `meta` is the content of its `meta.json`.
 
     Opening reads the offsets, 8 bytes per row, and no tokens. Raises a `DataError` if the folder is missing, damaged or
@@ -84,9 +81,8 @@ class TokenData(Sequence["Row"]):
     @overload
     def __getitem__(self, index: slice) -> list[Row]: ...
     def __getitem__(self, index: int | slice) -> Row | list[Row]:
-        if isinstance(index, slice):
-            return [self.row(number) for number in range(*index.indices(len(self)))]
-        return self.row(range(len(self))[index])
+        chosen = range(len(self))[index]
+        return self.row(chosen) if isinstance(chosen, int) else [self.row(number) for number in chosen]
 
     @property
     def lengths(self) -> npt.NDArray[np.int64]:

@@ -12,14 +12,11 @@ import random
 import re
 import string
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
+from rlframework.config.environments import AdditionConfig
 from rlframework.environments.verifiable import VerifiableEnvironment, prompt_messages
 from rlframework.errors import DataError
 from rlframework.interfaces.environment import Sample, Split
-
-if TYPE_CHECKING:
-    from rlframework.config.environments import AdditionConfig
 
 Terms = tuple[int, ...]
 

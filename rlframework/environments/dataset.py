@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, overload
+from typing import overload
 
 import numpy as np
+import numpy.typing as npt
 
+from rlframework.config.environments import DatasetConfig
 from rlframework.datasets.conversations import Conversation, conversation_of
 from rlframework.datasets.loader import shuffled
 from rlframework.datasets.rendering import has_answer
@@ -24,11 +26,6 @@ from rlframework.environments.own_reward import OwnReward
 from rlframework.environments.verifiable import VerifiableEnvironment
 from rlframework.errors import DataError
 from rlframework.interfaces.environment import Message, Sample, Split, StepOutcome
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    from rlframework.config.environments import DatasetConfig
 
 SCANNED = 100_000
 PROBED = 2_000

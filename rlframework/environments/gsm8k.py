@@ -8,17 +8,15 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from rlframework.config.environments import Gsm8kConfig
 from rlframework.datasets.sources.opening import open_rows
 from rlframework.datasets.sources.rows import Rows, check_fields
 from rlframework.environments.math_answers import same_answer
 from rlframework.environments.verifiable import VerifiableEnvironment, prompt_messages
 from rlframework.errors import DataError
 from rlframework.interfaces.environment import Sample, Split
-
-if TYPE_CHECKING:
-    from rlframework.config.environments import Gsm8kConfig
 
 _FIELDS = {"question": str, "answer": str}
 _ANSWER = re.compile(r"####\s*(\S[^\n]*?)\s*$")

@@ -13,27 +13,18 @@ import numbers
 import traceback
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import Any
 
 from rlframework.errors import UserError
+from rlframework.interfaces.environment import Sample, StepOutcome
 from rlframework.plugins.user_defined import load_reward, reward_form
 
-if TYPE_CHECKING:
-    from types import TracebackType
+FAILURES = "reward_failures"
+"""The metric of an outcome that is 1 if the answer has no reward because the function failed."""
 
-    from rlframework.interfaces.environment import Sample
-
-_MAX_SHOWN = 80
 _TRL_TEXTS = {"prompt", "completion", "prompts", "completions"}
 """Columns that TRL does not pass on: they are, or would clash with, its two arguments."""
-
-
-@dataclass(frozen=True)
-class RewardValue:
-    """The reward of one answer, and the other numbers that the function returned, by name."""
-
-    reward: float
-    metrics: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -44,7 +35,7 @@ class Failure:
     cause: str
 
 
-RewardResult = RewardValue | Failure
+RewardResult = StepOutcome | Failure
 Report = Callable[[list[int], list[RewardResult] | None], None]
 """Called with the numbers of answers: first with None when their call starts, then with their results."""
 
@@ -59,109 +50,101 @@ class RewardCalls:
         self, path: str, *, timeout: float | None, concurrency: int, function: Callable[..., Any] | None = None
     ) -> None:
         """Load the function. Raises a `ConfigError` if it cannot be used as a reward."""
-        if function is None:
-            self.function, self.form = load_reward(path)
-        else:
-            self.function, self.form = function, reward_form(path, function)
+        self._function, self._form = load_reward(path) if function is None else (function, reward_form(path, function))
         self._path, self._timeout, self._concurrency = path, timeout, concurrency
         self._runner: asyncio.Runner | None = None
 
     def score(self, samples: Sequence[Sample], completions: Sequence[str], report: Report) -> None:
         """Score every answer. Raises a `UserError` if a batched function returns the wrong number of values."""
-        if self.form.is_async:
+        everything = list(range(len(samples)))
+        calls = [everything] if self._form.batched else [[number] for number in everything]
+        if self._form.is_async:
             self._runner = self._runner or asyncio.Runner()
-            self._runner.run(self._score_async(samples, completions, report))
-        elif self.form.batched:
-            everything = list(range(len(samples)))
-            report(everything, None)
-            report(everything, self._results(self._call(samples, completions), len(samples)))
-        else:
-            for number, (sample, completion) in enumerate(zip(samples, completions, strict=True)):
-                report([number], None)
-                report([number], [_result(self._call(sample, completion))])
+            self._runner.run(self._score_async(calls, samples, completions, report))
+            return
+        for called in calls:
+            report(called, None)
+            try:
+                returned = self._function(**self._arguments(called, samples, completions))
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code; the error is reported
+                returned = _failure_of(error)
+            report(called, self._results(returned, len(called)))
 
     def close(self) -> None:
         """Close the event loop."""
         if self._runner is not None:
             self._runner.close()
 
-    def _arguments(self, samples: Any, completions: Any) -> dict[str, Any]:
-        """Keyword arguments for the function, of one answer or of all."""
-        if self.form.columns:
-            return _trl_arguments(samples, completions)
-        if not self.form.batched:
-            given = {"sample": samples, "completion": completions, "answer": samples.answer, "prompt": _prompt(samples)}
-        else:
-            given = {
-                "samples": list(samples),
-                "completions": list(completions),
-                "answers": [sample.answer for sample in samples],
-                "prompts": [_prompt(sample) for sample in samples],
-            }
-        return {name: given[name] for name in self.form.names}
-
-    def _call(self, samples: Any, completions: Any) -> Any:
-        """The function's return value, or a `Failure`."""
-        try:
-            return self.function(**self._arguments(samples, completions))
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code; the error is reported
-            return failure_of(error)
-
-    async def _score_async(self, samples: Sequence[Sample], completions: Sequence[str], report: Report) -> None:
-        everything = list(range(len(samples)))
-        if self.form.batched:
-            report(everything, None)
-            report(everything, self._results(await self._call_async(samples, completions), len(samples)))
-            return
+    async def _score_async(
+        self, calls: Sequence[list[int]], samples: Sequence[Sample], completions: Sequence[str], report: Report
+    ) -> None:
         limit = asyncio.Semaphore(self._concurrency)
 
-        async def score(number: int) -> None:
+        async def score(called: list[int]) -> None:
             async with limit:
-                report([number], None)
-                report([number], [_result(await self._call_async(samples[number], completions[number]))])
+                report(called, None)
+                timeout = asyncio.timeout(self._timeout)
+                try:
+                    async with timeout:
+                        returned = await self._function(**self._arguments(called, samples, completions))
+                except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code; the error is reported
+                    returned = timed_out(self._timeout or 0.0) if timeout.expired() else _failure_of(error)
+                report(called, self._results(returned, len(called)))
 
-        await asyncio.gather(*map(score, everything))
+        await asyncio.gather(*map(score, calls))
 
-    async def _call_async(self, samples: Any, completions: Any) -> Any:
-        """The awaited return value, or a `Failure`."""
-        timeout = asyncio.timeout(self._timeout)
-        try:
-            async with timeout:
-                return await self.function(**self._arguments(samples, completions))
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code; the error is reported
-            return timed_out(self._timeout or 0.0) if timeout.expired() else failure_of(error)
+    def _arguments(self, called: list[int], samples: Sequence[Sample], completions: Sequence[str]) -> dict[str, Any]:
+        """Keyword arguments for the function, of the answers `called`."""
+        rows, texts = [samples[number] for number in called], [completions[number] for number in called]
+        if self._form.columns:
+            return _trl_arguments(rows, texts)
+        given: dict[str, list[Any]] = {
+            "samples": rows,
+            "completions": texts,
+            "answers": [sample.answer for sample in rows],
+            "prompts": [_prompt(sample) for sample in rows],
+        }
+        if self._form.batched:
+            return {name: given[name] for name in self._form.names}
+        return {name: given[f"{name}s"][0] for name in self._form.names}
 
     def _results(self, returned: Any, count: int) -> list[RewardResult]:
-        """The results in the return value of a batched function."""
+        """The results of `count` answers in what their call returned."""
         if isinstance(returned, Failure):
             return [returned] * count
+        if not self._form.batched:
+            return [_result(returned)]
         if isinstance(returned, (str, bytes, Mapping)) or not isinstance(returned, Iterable):
-            wrong = f"it returned {_shown(returned)}, not a list with one value per answer"
-            return [_wrong_type(wrong, returned)] * count
+            return [
+                _wrong_type(f"it returned {returned!r:.80}, not a list with one value per answer", returned)
+            ] * count
         try:
             values = list(returned.tolist() if hasattr(returned, "tolist") else returned)  # an array or a tensor
         except (Exception, SystemExit) as error:  # noqa: BLE001 - a generator runs the user's code
-            return [failure_of(error)] * count
+            return [_failure_of(error)] * count
         if len(values) != count:
             raise UserError(
-                f"environment.reward={self._path!r} ({self.form.place}) returned {len(values)} values for {count} "
+                f"environment.reward={self._path!r} ({self._form.place}) returned {len(values)} values for {count} "
                 "answers; it must return one per answer, in the same order"
             )
         return [_result(value) for value in values]
-
-
-def failure_of(error: BaseException) -> Failure:
-    """The failure for `error`, with the traceback from the user's own code on."""
-    error = error.with_traceback(_outside_this_file(error.__traceback__))
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-    return Failure("".join(traceback.format_exception(error)).rstrip(), f"{type(error).__name__} {where}")
 
 
 def timed_out(seconds: float, what: str = "it") -> Failure:
     """The failure of a call that was stopped after `seconds`."""
     text = f"{what} took more than environment.reward_timeout, which is {seconds:g} s"
     return Failure(text, text)
+
+
+def _failure_of(error: BaseException) -> Failure:
+    """The failure for `error`, with the traceback from the user's own code on."""
+    trace: TracebackType | None = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    frames = traceback.extract_tb(trace)
+    where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    text = "".join(traceback.format_exception(error.with_traceback(trace))).rstrip()
+    return Failure(text, f"{type(error).__name__} {where}")
 
 
 def _trl_arguments(samples: Sequence[Sample], completions: Sequence[str]) -> dict[str, Any]:
@@ -179,44 +162,36 @@ def _trl_arguments(samples: Sequence[Sample], completions: Sequence[str]) -> dic
     return {**{name: [row.get(name) for row in rows] for name in names}, "prompts": prompts, "completions": answers}
 
 
-def _outside_this_file(trace: TracebackType | None) -> TracebackType | None:
-    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
-        trace = trace.tb_next
-    return trace
+def _prompt(sample: Sample) -> str:
+    """The text of the last message before the answer."""
+    return sample.messages[-1]["content"] if sample.messages else ""
 
 
 def _result(value: Any) -> RewardResult:
     """The result in one returned value: a number, or a dict with `reward` and other numbers."""
-    if isinstance(value, Failure):
-        return value
     try:
-        return _read(value)
+        named = dict(value) if isinstance(value, Mapping) else {"reward": value}
+        if "reward" not in named:
+            return _wrong_type(f"it returned a dict without 'reward': {value!r:.80}", value)
+        read = {}
+        for name, entry in named.items():
+            number = _number(entry)
+            if number is None or not isinstance(name, str):
+                kind = type(entry).__name__
+                return _wrong_type(f"it returned {value!r:.80}, which is not a number: {kind}", entry)
+            if not math.isfinite(number):
+                return Failure(f"it returned {value!r:.80}: {name} is not finite", f"not finite: {name}")
+            read[name] = number
+        return StepOutcome(read.pop("reward"), metrics={**read, FAILURES: 0.0})
     except Exception as error:  # noqa: BLE001 - the value may be of a user-defined class
-        return failure_of(error)
-
-
-def _read(value: Any) -> RewardResult:
-    named = dict(value) if isinstance(value, Mapping) else {"reward": value}
-    if "reward" not in named:
-        return _wrong_type(f"it returned a dict without 'reward': {_shown(value)}", value)
-    read = {}
-    for name, entry in named.items():
-        number = _number(entry)
-        if number is None or not isinstance(name, str):
-            return _wrong_type(f"it returned {_shown(value)}, which is not a number: {_type(entry)}", entry)
-        if not math.isfinite(number):
-            return Failure(f"it returned {_shown(value)}: {name} is not finite", f"not finite: {name}")
-        read[name] = number
-    return RewardValue(read.pop("reward"), read)
+        return _failure_of(error)
 
 
 def _number(value: Any) -> float | None:
-    if not isinstance(value, numbers.Real) and getattr(value, "shape", None) == () and hasattr(value, "item"):
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
         value = value.item()  # a zero-dimensional array or tensor
-    if not isinstance(value, numbers.Real):
-        return None
     try:
-        return float(value)
+        return float(value) if isinstance(value, numbers.Real) else None
     except OverflowError:
         return math.inf
 
@@ -225,18 +200,4 @@ def _wrong_type(text: str, value: Any) -> Failure:
     hint = "; write `async def`" if isinstance(value, Awaitable) else ""
     if inspect.iscoroutine(value):
         value.close()  # it is never awaited
-    return Failure(text + hint, f"wrong type: {_type(value)}")
-
-
-def _type(value: Any) -> str:
-    return type(value).__name__
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."
-
-
-def _prompt(sample: Sample) -> str:
-    """The text of the last message before the answer."""
-    return sample.messages[-1]["content"] if sample.messages else ""
+    return Failure(text + hint, f"wrong type: {type(value).__name__}")

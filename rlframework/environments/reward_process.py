@@ -2,10 +2,10 @@
 
 A thread could not be stopped: a regular expression or a big integer holds Python's lock, and blocks the driver with it.
 The process is a new interpreter that imports the function's module with the driver's `sys.path`, working directory and
-environment variables. A function of the program itself (`__main__`: a script or a notebook) cannot be imported, so it
-is sent by value, with the globals that it uses. The process serves one request at a time and reports which answers it
-is working on: if it dies or is killed, only those fail, and a new process scores the others. It leads a process group,
-which is killed with it, and exits with the driver.
+environment variables: multiprocessing would run the user's program again. A function of the program itself (`__main__`:
+a script or a notebook) cannot be imported, so it is sent by value, with the globals that it uses. The process serves
+one request at a time and reports which answers it is working on: if it dies or is killed, only those fail, and a new
+process scores the others. It leads a process group, which is killed with it, and exits with the driver.
 """
 
 from __future__ import annotations
@@ -24,16 +24,13 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, Pipe
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 from rlframework.environments.reward_calls import Failure, Report, RewardCalls, RewardResult, timed_out
 from rlframework.errors import ConfigError, UserError
+from rlframework.interfaces.environment import Sample
 from rlframework.plugins.user_defined import load_reward
-
-if TYPE_CHECKING:
-    from rlframework.interfaces.environment import Sample
 
 START_SECONDS = 300.0
 """Timeout for starting the interpreter and importing the function's module."""
@@ -44,41 +41,47 @@ GRACE_SECONDS = 2.0
 _POLL_SECONDS = 0.5
 _STACK_LINES = 12
 _PROGRAM = (  # not -m or PYTHONPATH: these would put the current directory before installed packages
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from rlframework.environments.reward_process import main; main(*map(int, sys.argv[2:]))"
+    "import json, sys; sys.path[:], *arguments = json.loads(sys.argv[1]); "
+    "from rlframework.environments.reward_process import main; main(*arguments)"
 )
 
 
-@dataclass(frozen=True)
-class RewardJob:
-    """The function by its import path, and how it is called. `pickled`: the function by value, if it is sent."""
-
-    path: str
-    timeout: float
-    concurrency: int
-    is_async: bool
-    pickled: bytes | None = None
-
-    @property
-    def patience(self) -> float:
-        """Seconds to wait for a message from the process."""
-        return self.timeout + (GRACE_SECONDS if self.is_async else 0.0)
-
-
 class RewardProcess:
-    """Scores answers as `RewardCalls` does, in a process that is started on first use."""
+    """Scores answers as `RewardCalls` does, in a process that is started on first use.
 
-    def __init__(self, job: RewardJob) -> None:
+    Waits `timeout` seconds for each call that is not async.
+    """
+
+    def __init__(self, path: str, *, timeout: float, concurrency: int, is_async: bool) -> None:
         """Raise a `ConfigError` if the function is defined in the program itself and cannot be pickled."""
-        self._job = replace(job, pickled=_by_value(job.path)) if job.path.startswith("__main__:") else job
+        self._path, self._timeout, self._is_async = path, timeout, is_async
+        self._patience = timeout + (GRACE_SECONDS if is_async else 0.0)
+        self._setup = _pickled(path, timeout if is_async else None, concurrency)
         self._child: _Child | None = None
 
     def score(self, samples: Sequence[Sample], completions: Sequence[str], report: Report) -> None:
         """See `RewardCalls.score`; `report` may raise to stop."""
         pending = list(range(len(samples)))
         while pending:
-            request = [samples[number] for number in pending], [completions[number] for number in pending]
-            pending = self._round(pending, request, report)
+            started: set[int] = set()
+            done: set[int] = set()
+            child = self._running()
+            finished = False
+            try:
+                child.send(([samples[number] for number in pending], [completions[number] for number in pending]))
+                while (message := child.receive(self._patience)) is not None:
+                    numbers = [pending[index] for index in message[0]]
+                    (started if message[1] is None else done).update(numbers)
+                    report(numbers, message[1])
+                finished = True
+            except (TimeoutError, EOFError) as error:
+                lost = sorted(started - done) or [number for number in pending if number not in done][:1]
+                done.update(lost)
+                report(lost, [self._failure(child, error)] * len(lost))
+            finally:
+                if not finished:
+                    self.close()
+            pending = [number for number in pending if number not in done]
 
     def close(self) -> None:
         """Kill the process."""
@@ -86,52 +89,28 @@ class RewardProcess:
         if child is not None:
             child.kill()
 
-    def _round(self, pending: list[int], request: Any, report: Report) -> list[int]:
-        """Score the `pending` answers; return those that are still pending if the process ended early."""
-        started: set[int] = set()
-        done: set[int] = set()
-
-        def received(indices: list[int], results: list[RewardResult] | None) -> None:
-            numbers = [pending[index] for index in indices]
-            (started if results is None else done).update(numbers)
-            report(numbers, results)
-
-        failure = self._ask(request, received)
-        if failure is not None:
-            lost = sorted(started - done) or [number for number in pending if number not in done][:1]
-            done.update(lost)
-            report(lost, [failure] * len(lost))
-        return [number for number in pending if number not in done]
-
-    def _ask(self, request: Any, received: Report) -> Failure | None:
-        """Send `request` and pass the results on; return why the process ended early, or None."""
+    def _running(self) -> _Child:
         if self._child is None or not self._child.is_alive:
             self.close()
-            self._child = _Child(self._job)
-        finished = False
-        try:
-            self._child.send(request)
-            while (message := self._child.receive(self._job.patience)) is not None:
-                received(*message)
-            finished = True
-        except TimeoutError:
-            late = timed_out(self._job.timeout, "it, or a call awaited with it," if self._job.is_async else "it")
-            return Failure("\n".join([late.text, *self._child.stack()]), late.cause)
-        except EOFError as error:
+            self._child = _Child(self._path, self._setup, self._patience)
+        return self._child
+
+    def _failure(self, child: _Child, error: Exception) -> Failure:
+        if isinstance(error, EOFError):
             return Failure(str(error), str(error))
-        finally:
-            if not finished:
-                self.close()
-        return None
+        late = timed_out(self._timeout, "it, or a call awaited with it," if self._is_async else "it")
+        return Failure("\n".join([late.text, *child.stack()]), late.cause)
 
 
-def _by_value(path: str) -> bytes:
-    """The function at `path` in the program itself, pickled with the globals that it uses."""
+def _pickled(path: str, timeout: float | None, concurrency: int) -> bytes:
+    """The arguments of `RewardCalls`; a function in the program itself is included with the globals that it uses."""
     import cloudpickle  # type: ignore[import-untyped]
 
-    function, _ = load_reward(path)
+    function = load_reward(path)[0] if path.startswith("__main__:") else None
     try:
-        pickled: bytes = cloudpickle.dumps(function)
+        pickled: bytes = cloudpickle.dumps(
+            {"path": path, "timeout": timeout, "concurrency": concurrency, "function": function}
+        )
     except Exception as error:
         raise ConfigError(
             f"environment.reward={path!r} is defined in the program itself and uses values that cannot be sent to the "
@@ -144,14 +123,14 @@ def _by_value(path: str) -> bytes:
 class _Child:
     """The driver's side of one process."""
 
-    def __init__(self, job: RewardJob) -> None:
+    def __init__(self, path: str, setup: bytes, patience: float) -> None:
         self._link, theirs = Pipe()
         self._stack = tempfile.TemporaryFile()  # noqa: SIM115 - `kill` closes it
-        path = json.dumps([os.path.abspath(entry) for entry in sys.path])
         descriptors = theirs.fileno(), self._stack.fileno()
+        arguments = json.dumps([[os.path.abspath(entry) for entry in sys.path], *descriptors, patience])
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _PROGRAM, path, *map(str, descriptors)],
+                [sys.executable, "-P", "-c", _PROGRAM, arguments],
                 pass_fds=descriptors,
                 process_group=0,
                 stdin=subprocess.DEVNULL,
@@ -160,7 +139,7 @@ class _Child:
         self.kill = weakref.finalize(self, _kill, self._process, self._link, self._stack)
         """Kill the process and its process group; further calls do nothing."""
         try:
-            self.send(job)
+            self.send(setup)
             self.receive(START_SECONDS)
         except BaseException as error:
             self.kill()
@@ -168,7 +147,7 @@ class _Child:
                 raise
             reason = str(error) or f"its module was not imported within {START_SECONDS:g} s"
             raise ConfigError(
-                f"environment.reward={job.path!r} cannot be used in a process of its own: {reason}. Set "
+                f"environment.reward={path!r} cannot be used in a process of its own: {reason}. Set "
                 "environment.reward_timeout=null to run it in this one"
             ) from error
 
@@ -180,15 +159,21 @@ class _Child:
     def send(self, message: Any) -> None:
         """Send `message`. Raises `EOFError` if the process has ended."""
         try:
-            self._link.send_bytes(pickle.dumps(message, protocol=5))
+            self._link.send(message)
         except OSError as error:
             raise EOFError(self._how_it_ended()) from error
 
     def receive(self, seconds: float) -> Any:
         """Return the next message; raise it if it is an error, `TimeoutError`, or `EOFError` if the process ended."""
-        self._wait(seconds)
+        until = time.monotonic() + seconds
+        while not self._link.poll(max(0.0, min(_POLL_SECONDS, until - time.monotonic()))):
+            # a process that it started may hold the link open
+            if not self.is_alive and not self._link.poll():
+                raise EOFError(self._how_it_ended())
+            if time.monotonic() >= until:
+                raise TimeoutError
         try:
-            message = pickle.loads(self._link.recv_bytes())  # noqa: S301 - from a process that this one started
+            message = self._link.recv()
         except (EOFError, OSError) as error:
             raise EOFError(self._how_it_ended()) from error
         if isinstance(message, UserError):
@@ -202,15 +187,6 @@ class _Child:
         frames = [line for line in main_thread if line.startswith("  File ")]
         ours = next((number for number, line in enumerate(frames) if "reward_calls.py" in line), len(frames))
         return ["where it was, most recent call first:", *frames[:ours][:_STACK_LINES]] if ours else []
-
-    def _wait(self, seconds: float) -> None:
-        until = time.monotonic() + seconds
-        while not self._link.poll(max(0.0, min(_POLL_SECONDS, until - time.monotonic()))):
-            # a process that it started may hold the link open
-            if not self.is_alive and not self._link.poll():
-                raise EOFError(self._how_it_ended())
-            if time.monotonic() >= until:
-                raise TimeoutError
 
     def _how_it_ended(self) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -229,61 +205,45 @@ def _kill(process: subprocess.Popen[bytes], link: Connection, stack: IO[bytes]) 
     stack.close()
 
 
-def main(descriptor: int, stack: int) -> None:
+def main(descriptor: int, stack: int, patience: float) -> None:
     """Entry point of the process. `descriptor` is its side of the link; its stack is dumped to the file `stack`."""
     for inherited in (descriptor, stack):
         os.set_inheritable(inherited, False)
     _exit_with(os.getppid())
     link = Connection(descriptor)
 
-    def send(message: Any) -> None:
-        link.send_bytes(pickle.dumps(message, protocol=5))
-
-    job: RewardJob = pickle.loads(link.recv_bytes())  # noqa: S301 - from the driver that started this process
-    try:
-        calls = _calls(job)
-    except UserError as error:
-        send(error)
-        return
-    send("ready")
-
     def report(numbers: list[int], results: list[RewardResult] | None) -> None:
         os.ftruncate(stack, 0)
         os.lseek(stack, 0, os.SEEK_SET)
-        faulthandler.dump_traceback_later(0.95 * job.patience, file=stack)
-        send((numbers, results))
+        faulthandler.dump_traceback_later(0.95 * patience, file=stack)
+        link.send((numbers, results))
 
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the driver has exited
-        while True:
-            samples, completions = pickle.loads(link.recv_bytes())  # noqa: S301 - as above
-            send(_answer(calls, samples, completions, report))
-
-
-def _calls(job: RewardJob) -> RewardCalls:
-    """The calls of `job`; a `ConfigError` if its function cannot be imported or unpickled here."""
-    function = None
-    if job.pickled is not None:
         try:
-            function = pickle.loads(job.pickled)  # noqa: S301 - from the driver that started this process
-        except Exception as error:
-            raise ConfigError(
-                f"{type(error).__name__} while the function and what it uses were unpickled: {error}"
-            ) from error
-    timeout = job.timeout if job.is_async else None
-    return RewardCalls(job.path, timeout=timeout, concurrency=job.concurrency, function=function)
+            calls = _calls(link.recv())
+        except UserError as error:
+            link.send(error)
+            return
+        link.send("ready")
+        while True:
+            samples, completions = link.recv()
+            failure = None
+            try:
+                calls.score(samples, completions, report)
+            except UserError as error:
+                failure = error
+            faulthandler.cancel_dump_traceback_later()
+            link.send(failure)
 
 
-def _answer(
-    calls: RewardCalls, samples: Sequence[Sample], completions: Sequence[str], report: Report
-) -> UserError | None:
-    """Score a request; return the error that ends the run, if any."""
+def _calls(setup: bytes) -> RewardCalls:
     try:
-        calls.score(samples, completions, report)
-    except UserError as error:
-        return error
-    finally:
-        faulthandler.cancel_dump_traceback_later()
-    return None
+        arguments = pickle.loads(setup)  # noqa: S301 - from the driver that started this process
+    except Exception as error:
+        raise ConfigError(
+            f"{type(error).__name__} while the function and what it uses were unpickled: {error}"
+        ) from error
+    return RewardCalls(**arguments)
 
 
 def _exit_with(driver: int) -> None:

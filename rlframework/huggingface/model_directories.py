@@ -72,13 +72,13 @@ def model_positions(name: str, trust_remote_code: bool = False) -> int | None:
 
     `name` as in `load_tokenizer`. Raises a `DataError` if the configuration cannot be read.
     """
-    return _size(_text_config(name, trust_remote_code), "max_position_embeddings", "n_positions")
+    return first_size(_text_config(name, trust_remote_code), "max_position_embeddings", "n_positions")
 
 
 def model_sizes(name: str, trust_remote_code: bool = False) -> tuple[int | None, int | None]:
     """Return the hidden size and the vocabulary size, each None if the configuration does not have it."""
     text = _text_config(name, trust_remote_code)
-    return _size(text, "hidden_size", "n_embd"), _size(text, "vocab_size")
+    return first_size(text, "hidden_size", "n_embd"), first_size(text, "vocab_size")
 
 
 def _text_config(name: str, trust_remote_code: bool) -> Any:
@@ -98,8 +98,8 @@ def _text_config(name: str, trust_remote_code: bool) -> Any:
     return config.get_text_config()
 
 
-def _size(config: Any, *keys: str) -> int | None:
-    """The first of `keys` whose value in `config` is a positive integer."""
+def first_size(config: Any, *keys: str) -> int | None:
+    """Return the first positive integer in a model's `config` among `keys`, or None."""
     sizes = (getattr(config, key, None) for key in keys)
     return next((size for size in sizes if isinstance(size, int) and size > 0), None)
 

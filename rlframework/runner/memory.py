@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from rlframework.huggingface.hub import quiet_hub
-from rlframework.huggingface.model_directories import quiet_transformers
+from rlframework.huggingface.model_directories import first_size, quiet_transformers
 
 if TYPE_CHECKING:
     from rlframework.config.policy import LoraConfig, PolicyConfig
@@ -206,9 +206,7 @@ def _intermediate(text: Any) -> int:
 
 
 def _first(config: Any, *names: str) -> int:
-    """The first positive integer in `config` among `names`; else 0."""
-    values = (getattr(config, name, None) for name in names)
-    return next((value for value in values if isinstance(value, int) and value > 0), 0)
+    return first_size(config, *names) or 0
 
 
 def _largest_block(model: Any) -> int:

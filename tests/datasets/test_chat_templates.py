@@ -163,23 +163,6 @@ def test_turns_without_an_end_are_trained_on_without_one() -> None:
     assert tokenizer.decode(rendered[0]) == text
 
 
-def test_an_end_token_in_the_template() -> None:
-    tokenizer = bpe(ENDS_WITH_EOS)
-    assert trained(tokenizer, render_conversation(tokenizer, TALK, "assistant")) == "hello<eos>4<eos>"
-
-
-def test_the_end_of_a_turn_that_is_written_in_another_way_when_it_is_the_last() -> None:
-    """As Qwen3: the last answer gets an empty thought before it, so its end is told from the later prompt."""
-    thought = "('<think></think>' if loop.last and m.role == 'assistant' else '') + m.content"
-    tokenizer = bpe(CHATML.replace("m.content", thought))
-    tokenizer.eos_token, before = "<end>", tokenizer.eos_token
-    try:
-        rendered = render_conversation(tokenizer, TALK, "assistant")
-    finally:
-        tokenizer.eos_token = before
-    assert trained(tokenizer, rendered) == "hello<end>4<end>"
-
-
 def test_without_a_template() -> None:
     """Contents one after the other. Generation sees no end token after earlier answers, so none is trained on."""
     tokenizer = bpe(None)
@@ -189,7 +172,9 @@ def test_without_a_template() -> None:
 
 
 def test_a_system_turn_that_the_template_refuses() -> None:
-    with pytest.raises(DataError, match=r"no system role.*environment\.system_prompt.*policy\.chat_template"):
+    with pytest.raises(
+        DataError, match=r"rejects .* \['system', .*no system role.*environment\.system_prompt.*policy\.chat_temp"
+    ):
         render_conversation(bpe(NO_SYSTEM), TALK, "assistant")
     assert trained(BPE, render_conversation(bpe(NO_SYSTEM), TALK[1:], "assistant")) == "hello<end>4<end>"
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rlframework.config.environments import ColumnsConfig
-from rlframework.datasets.conversations import Conversation, conversation_of
+from rlframework.datasets.conversations import Conversation, conversation_of, is_missing, lone_surrogate, number_text
 from rlframework.errors import DataError
 from rlframework.interfaces.environment import Message
 
@@ -114,3 +114,40 @@ def test_what_is_no_conversation(row, message) -> None:
 def test_a_renamed_column_must_be_there() -> None:
     with pytest.raises(DataError, match=r"there is no column 'gold'; the columns are \['answer', 'question'\]"):
         read({"question": "q", "answer": "a"}, answer="gold")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (4, "4"),
+        (4.0, "4"),
+        (-0.0, "0"),
+        (4.5, "4.5"),
+        (2.0**52, "4503599627370496"),
+        (1e300, "1e+300"),
+        (Decimal("1.50"), "1.50"),
+        (Decimal("3.00"), "3"),
+        (Decimal("1E+2"), "100"),
+        (Decimal("1E-7"), "0.0000001"),
+        (10**30, "1" + "0" * 30),
+        (10**400, "1" + "0" * 400),
+        (True, None),
+        ("4", None),
+        (float("inf"), None),
+        (Decimal("-Infinity"), None),
+        (float("nan"), None),
+    ],
+)
+def test_numbers(value: Any, text: str | None) -> None:
+    assert number_text(value) == text
+
+
+def test_what_is_no_value() -> None:
+    assert [is_missing(value) for value in (None, float("nan"), Decimal("nan"))] == [True] * 3
+    assert [is_missing(value) for value in (0, "", "nan", 0.0, float("inf"), [], Decimal(0))] == [False] * 7
+
+
+def test_half_a_character() -> None:
+    assert lone_surrogate("abc") is None
+    assert lone_surrogate("é😀") is None
+    assert lone_surrogate("é \ud83d!") == "\\ud83d"

@@ -25,20 +25,6 @@ def test_numbers_count_blank_lines_and_odd_line_ends(tmp_path: Path) -> None:
     assert [rows.label(index) for index in range(2)] == ["a-1", "a-3"]
 
 
-def test_bytes_that_are_no_text(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"a": "x"}\n{"a": "\xff"}\n')
-    with pytest.raises(DataError, match=r"a\.jsonl, line 2: not UTF-8"):
-        list(JsonlRows([path]))
-
-
-def test_nesting_without_end(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text("[" * 200_000, encoding="utf-8")
-    with pytest.raises(DataError, match="line 1: not JSON"):
-        list(JsonlRows([path]))
-
-
 values = st.recursive(st.none() | st.booleans() | st.integers() | st.text(max_size=5), st.lists, max_leaves=3)
 objects = st.dictionaries(st.text(max_size=3), values, max_size=3)
 blanks = st.sampled_from(["", " ", "\t", " \r", "\r", "   \t "])
@@ -120,6 +106,8 @@ def test_a_file_that_is_replaced_goes_on_as_it_was(tmp_path: Path) -> None:
         (b'[{"a": 1}, {"a": 2}]', r"line 1: must be a JSON object with named fields, not list.*jq -c '\.\[\]'"),
         (b'{"a": 1}\n{"a": ' + b"1" * 5000 + b"}\n", r"line 2: not JSON \(Exceeds the limit"),
         (b'[\n  {"a": 1}\n]\n', r"line 1: not JSON.*jq -c"),
+        (b'{"a": "x"}\n{"a": "\xff"}\n', "line 2: not UTF-8"),
+        (b"[" * 200_000, "line 1: not JSON"),
         (b"3\n", "line 1: must be a JSON object with named fields, not int$"),
         (gzip.compress(b'{"a": 1}\n', mtime=0), r"is compressed \(gzip\); decompress it"),
         (b"", "the file is empty"),

@@ -35,18 +35,6 @@ def test_every_epoch_has_every_sample_once(count: int, batch_size: int, batches:
     assert loader.epoch == (len(stream) - 1) // count
 
 
-@given(st.integers(1, 12), st.integers(1, 30), st.integers(0, 9), st.integers(0, 9))
-def test_it_goes_on_where_it_was(count: int, batch_size: int, before: int, after: int) -> None:
-    first = PromptLoader(samples(count), batch_size, 3)
-    take(first, before)
-    state = json.loads(json.dumps(first.state_dict()))
-    expected = take(first, after)
-    resumed = PromptLoader(samples(count), batch_size, 3)
-    take(resumed, 1)
-    resumed.load_state_dict(state)
-    assert take(resumed, after) == expected
-
-
 @settings(deadline=None, max_examples=100)
 @given(st.integers(1, 20), st.lists(st.tuples(st.integers(1, 9), st.integers(0, 4)), max_size=6), st.integers(0, 9))
 def test_stopping_anywhere_changes_nothing_even_with_another_batch_size(count: int, parts, seed: int) -> None:

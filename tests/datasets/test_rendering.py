@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
+from rlframework.datasets.collate import pad_rendered, pad_rows
 from rlframework.datasets.rendering import render_completion, render_prompt
 from rlframework.errors import DataError
 from rlframework.huggingface.tokenizer import character_tokenizer
@@ -67,31 +69,6 @@ def test_with_a_template() -> None:
     assert whole[:-1] == render_prompt(tokenizer, task.messages) + completion
 
 
-def test_a_template_that_strips_the_answer() -> None:
-    tokenizer = chat(TEMPLATE.replace("m['content']", "m['content'] | trim"))
-    assert tokenizer.decode(render_completion(tokenizer, sample(" 3 ", "1+2="))) == " 3 <end>"
-
-
-def test_a_template_that_writes_answers_in_another_way() -> None:
-    """The generation prompt is not part of the template's conversation, but its end of turn is the same."""
-    tokenizer = chat(TEMPLATE.replace("<start>assistant\n' }}{% endif", "<start>assistant\nthink ' }}{% endif"))
-    assert tokenizer.decode(render_completion(tokenizer, sample("3", "1+2="))) == "3<end>"
-
-
-def test_a_template_without_an_end() -> None:
-    tokenizer = chat("{% for m in messages %}{{ m['content'] + '\n' }}{% endfor %}")
-    completion = render_completion(tokenizer, sample("3", "1+2="))
-    assert completion == [*tokenizer("3")["input_ids"], tokenizer.eos_token_id]
-
-
-def test_a_template_that_refuses_a_role() -> None:
-    refusal = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + TEMPLATE
-    with pytest.raises(
-        DataError, match=r"rejects .* \['system', 'user'\]: no system role.*remove environment.system_prompt"
-    ):
-        render_prompt(chat(refusal), sample("3", "add", "1+2=").messages)
-
-
 def test_characters_without_a_token() -> None:
     with pytest.raises(DataError, match=r"no token for \['\?', 'X'\] in '1\+X\?'"):
         render_prompt(plain(), sample("3", "1+X?").messages)
@@ -114,3 +91,22 @@ def test_no_end_token() -> None:
     tokenizer.eos_token = None
     with pytest.raises(DataError, match="has no end-of-sequence token"):
         render_completion(tokenizer, sample("3", "1+2="))
+
+
+def test_rows_are_padded_on_the_right() -> None:
+    ids, lengths = pad_rows([[1, 2, 3], [4], []], 9)
+    assert ids.tolist() == [[1, 2, 3], [4, 9, 9], [9, 9, 9]]
+    assert lengths.tolist() == [3, 1, 0]
+    assert ids.dtype == lengths.dtype == torch.int64
+
+
+def test_masks_go_with_them() -> None:
+    rows = pad_rendered([([1, 2, 3], [False, True, True]), ([4], [True])], 0)
+    assert rows.input_ids.tolist() == [[1, 2, 3], [4, 0, 0]]
+    assert rows.input_lengths.tolist() == [3, 1]
+    assert rows.token_mask.tolist() == [[0.0, 1.0, 1.0], [1.0, 0.0, 0.0]]
+
+
+def test_no_rows() -> None:
+    with pytest.raises(DataError, match="cannot make a batch of no rows"):
+        pad_rows([], 0)

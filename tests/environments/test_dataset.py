@@ -117,13 +117,6 @@ def test_a_row_that_does_not_fit_is_named_at_the_start(tmp_path: Path, row, conf
         make(path, **config)
 
 
-def test_a_broken_line_is_named_at_the_start(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", *sums(3))
-    path.write_text(path.read_text() + "{]\n", encoding="utf-8")
-    with pytest.raises(DataError, match=r"a\.jsonl, line 4: not JSON"):
-        make(path)
-
-
 def test_a_share_is_held_out_with_all_copies(tmp_path: Path) -> None:
     """Forty rows of twenty questions, the copies in other spelling; a fifth is four questions."""
     rows = [{"question": f"How much is {n}?", "answer": n} for n in range(20)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +45,8 @@ def test_real_rows() -> None:
     )
     kept = make(train_path=TRAIN, validation_path=TEST, calculator_annotations=True).samples("train")[0]
     assert "<<48/2=24>>" in kept.completion
+    few = make(train_path=TRAIN, validation_path=TEST, max_samples=7, max_validation_samples=3)
+    assert (len(few.samples("train")), len(few.samples("validation"))) == (7, 3)
 
 
 def test_gold_solutions_are_right_and_others_are_not() -> None:
@@ -105,17 +106,12 @@ def test_answers_in_many_forms(gold: str, text: str, same: bool) -> None:
     ],
 )
 def test_no_answer_keeps_the_checker_busy(text: str) -> None:
-    started = time.perf_counter()
-    assert same_answer("18", text) is False
-    assert time.perf_counter() - started < 20
-
-
-def test_answers_are_checked_in_threads_too() -> None:
+    """In a thread, where no signal could interrupt it."""
     found: list[bool] = []
-    thread = threading.Thread(target=lambda: found.append(same_answer("18", "it is 18")))
+    thread = threading.Thread(target=lambda: found.append(same_answer("18", text) or not same_answer("18", "18")))
     thread.start()
-    thread.join()
-    assert found == [True]
+    thread.join(20)
+    assert found == [False]
 
 
 def test_format_reward() -> None:
@@ -153,14 +149,10 @@ def test_validation_questions_leave_train(tmp_path: Path) -> None:
     test = write(tmp_path / "test.jsonl", [row("TWO? ")])
     questions = [s.metadata["question"] for s in make(train_path=train, validation_path=test).samples("train")]
     assert questions == ["One?", "Three?"]
+    with pytest.raises(DataError, match="a single question cannot be split"):
+        make(train_path=test)
     with pytest.raises(DataError, match="no training sample is left"):
         make(train_path=test, validation_path=train)
-
-
-def test_limits() -> None:
-    environment = make(train_path=TRAIN, validation_path=TEST, max_samples=7, max_validation_samples=3)
-    assert len(environment.samples("train")) == 7
-    assert len(environment.samples("validation")) == 3
 
 
 @pytest.mark.parametrize(
@@ -180,18 +172,6 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str, message: str) -> None:
     path.write_text(f"{good}\n\n{line}\n{good}\n", encoding="utf-8")
     with pytest.raises(DataError, match=f"rows.jsonl, {message}"):
         make(train_path=path)
-
-
-def test_missing_empty_and_single(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"none\.jsonl: cannot be read \(No such file"):
-        make(train_path=tmp_path / "none.jsonl")
-    with pytest.raises(DataError, match=r"no data files found"):
-        make(train_path=tmp_path)
-    (tmp_path / "empty.jsonl").write_text("\n\n", encoding="utf-8")
-    with pytest.raises(DataError, match=r"empty\.jsonl: the file is empty"):
-        make(train_path=tmp_path / "empty.jsonl")
-    with pytest.raises(DataError, match="a single question cannot be split"):
-        make(train_path=write(tmp_path / "one.jsonl", [row("q")]))
 
 
 def test_sources_in_the_configuration() -> None:
@@ -230,8 +210,6 @@ def test_a_datasets_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
         ("a\n#### 1,234", "1234"),
         ("#### -5 ", "-5"),
         ("####42\n", "42"),
-        ("42", None),
-        ("#### 3\nmore", None),
         ("####", None),
     ],
 )

@@ -18,7 +18,6 @@ from rlframework.datasets.sources.opening import open_rows
 from rlframework.errors import DataError
 from rlframework.huggingface import hub
 from rlframework.huggingface.hub import local_files_only, require_available
-from rlframework.huggingface.model_directories import model_positions
 from rlframework.huggingface.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.slow
@@ -104,18 +103,10 @@ def test_a_cached_model_is_used_when_the_hub_cannot_be_reached(
     assert local_files_only("org/model")
     hub.announce_hub_request("org/model")
     assert "cannot be reached" in caplog.text
-    assert model_positions_in(tmp_path / "cache") == "77"
-
-
-def model_positions_in(cache: Path) -> str:
-    """`model_positions` in a process whose cache is `cache`: the hub's client reads the variable on import."""
-    assert model_positions.__module__ == "rlframework.huggingface.model_directories"
-    program = (
-        "from rlframework.huggingface.model_directories import model_positions; print(model_positions('org/model'))"
-    )
-    return run(
-        [sys.executable, "-c", program], HF_ENDPOINT="http://127.0.0.1:9", HF_HUB_CACHE=str(cache)
-    ).stdout.strip()
+    # in a process of its own, because the hub's client reads the variable on import
+    program = "from rlframework.huggingface.model_directories import *; print(model_positions('org/model'))"
+    variables = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_CACHE": str(tmp_path / "cache")}
+    assert run([sys.executable, "-c", program], **variables).stdout == "77\n"
 
 
 def run(command: list[str], **variables: str) -> subprocess.CompletedProcess[str]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import modeling_utils
 
 from rlframework.errors import ConfigError, DataError
 from rlframework.huggingface import hub
@@ -46,10 +47,10 @@ def test_written_and_read(tmp_path: Path) -> None:
 
 def test_begin_token(tmp_path: Path) -> None:
     tokenizer = character_tokenizer("ab", bos=True)
-    assert tokenizer("ba")["input_ids"] == [2, 4, 3]
-    assert tokenizer("ba", add_special_tokens=False)["input_ids"] == [4, 3]
     tokenizer.save_pretrained(tmp_path)
-    assert load_tokenizer(str(tmp_path))("ba")["input_ids"] == [2, 4, 3]
+    for each in (tokenizer, load_tokenizer(str(tmp_path))):
+        assert each("ba")["input_ids"] == [2, 4, 3]
+        assert each("ba", add_special_tokens=False)["input_ids"] == [4, 3]
 
 
 @pytest.mark.parametrize("alphabet", ["", "aa", ["ab"], [""]])
@@ -183,3 +184,15 @@ def test_make_llama_with_heads_that_do_not_divide(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"hidden \(16\) must be a multiple of heads \(3\)"):
         make_llama(tmp_path / "m", TOKENIZER, hidden=16, heads=3)
     assert not (tmp_path / "m").exists()
+
+
+def test_saving_a_model_does_not_ask_what_is_around_it(tmp_path, monkeypatch):
+    """Accelerate would import all of DeepSpeed for the answer: seconds, and a line on standard output."""
+
+    def ask(*args, **kwargs):
+        pytest.fail("asked")
+
+    monkeypatch.setattr(modeling_utils, "unwrap_model", ask)
+    made = make_llama(tmp_path / "model", TOKENIZER, hidden=8, layers=1, heads=2)
+    assert (made / "model.safetensors").exists()
+    assert modeling_utils.unwrap_model is ask  # put back

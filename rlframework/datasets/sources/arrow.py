@@ -16,13 +16,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, cast
 
 import numpy as np
+import numpy.typing as npt
 
-from rlframework.datasets.sources.rows import Row, Rows, unreadable
+from rlframework.datasets.sources.rows import Row, Rows, reading, unreadable
 from rlframework.errors import DataError
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
     import pyarrow as pa
+
+_DAMAGED = "cannot be read because the file is damaged"
+_NOT_PARQUET = "is missing, damaged, or not a Parquet file that fits the others"
 
 _BATCH = 1024
 """Number of rows of a Parquet file to unpack at a time."""
@@ -39,10 +42,8 @@ class ArrowRows(Rows):
         self._part_names = [name for name, _ in parts]
         self._part_starts = np.cumsum([0, *(rows for _, rows in parts)]).tolist()
         self._label = label
-        try:
+        with reading(f"{self._part_names[0]}: {_DAMAGED}"):
             table.validate()  # row counts and buffer positions only
-        except Exception as error:  # pyarrow does not validate damaged files and raises anything
-            raise self._damaged(self._part_names[0], error) from error
         self._batches: list[pa.RecordBatch] = table.to_batches()
         self._ends = np.cumsum([0, *(batch.num_rows for batch in self._batches)]).tolist()
         self._unchecked = set(range(len(self._batches)))
@@ -69,20 +70,14 @@ class ArrowRows(Rows):
                 self._unchecked.discard(number)
             rows: list[Row] = batch.slice(index - self._ends[number], 1).to_pylist()
         except Exception as error:
-            raise self._damaged(self.where(index), error) from error
+            raise unreadable(f"{self.where(index)}: {_DAMAGED}", error) from error
         return rows[0]
 
     def sizes(self) -> npt.NDArray[np.int64]:
         """See `Rows.sizes`: lengths of texts from their offsets, including those in lists and structs."""
-        try:
+        with reading(f"{self._part_names[0]}: {_DAMAGED}"):
             found = [sum(map(_bytes, batch.columns), _zeros(batch.num_rows)) for batch in self._batches]
-        except Exception as error:
-            raise self._damaged(self._part_names[0], error) from error
         return np.concatenate([*found, _zeros(0)])
-
-    @staticmethod
-    def _damaged(where: str, error: Exception) -> DataError:
-        return unreadable(f"{where}: cannot be read because the file is damaged", error)
 
 
 def read_parquet(paths: Sequence[Path], label: str) -> ArrowRows:
@@ -117,7 +112,7 @@ def _common_schema(paths: Sequence[Path]) -> pa.Schema:
 
     schema = pa.schema([])
     for path in paths:
-        with _parquet_errors(path):
+        with reading(f"{path}: {_NOT_PARQUET}"):
             found = pq.read_schema(path).remove_metadata()
         try:
             schema = pa.unify_schemas([schema, found], promote_options="permissive")
@@ -133,7 +128,7 @@ def _batches(path: Path, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    with _parquet_errors(path), pq.ParquetFile(path) as file:
+    with reading(f"{path}: {_NOT_PARQUET}"), pq.ParquetFile(path) as file:
         for batch in file.iter_batches(batch_size=_BATCH):
             given = batch.schema.names
             columns = [
@@ -141,14 +136,6 @@ def _batches(path: Path, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
                 for field in schema
             ]
             yield pa.record_batch(columns, schema=schema)
-
-
-@contextmanager
-def _parquet_errors(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        raise unreadable(f"{path}: is missing, damaged, or not a Parquet file that fits the others", error) from error
 
 
 @contextmanager

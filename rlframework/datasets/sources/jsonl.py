@@ -14,15 +14,12 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from rlframework.datasets.sources.rows import Row, Rows
 from rlframework.errors import DataError
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
 
 _SPACE = b" \t\r\n"
 _MARK = b"\xef\xbb\xbf"

@@ -13,14 +13,13 @@ from __future__ import annotations
 import glob
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlframework.datasets.sources.arrow import ArrowRows, read_parquet
 from rlframework.datasets.sources.jsonl import JsonlRows
-from rlframework.datasets.sources.rows import Rows, unreadable
+from rlframework.datasets.sources.rows import Rows, reading
 from rlframework.errors import DataError
 from rlframework.huggingface.hub import announce_hub_request, hub_problem, is_path, quiet_hub
 
@@ -113,7 +112,7 @@ def _saved(path: Path, subset: str | None, split: str | None) -> Rows:
 
     if subset is not None:
         raise DataError(f"{path}: was written by save_to_disk and has no subsets; remove subset")
-    with _data_errors(f"{path}: cannot be read as a folder of datasets.save_to_disk"):
+    with reading(f"{path}: cannot be read as a folder of datasets.save_to_disk"):
         saved = load_from_disk(str(path))
     if isinstance(saved, Dataset):
         if split is not None:
@@ -130,7 +129,7 @@ def _files_by_split(path: Path, subset: str | None) -> Mapping[str, list[str]]:
     # it creates a lock file in its cache, and reads only file names and the README
     with (
         tempfile.TemporaryDirectory() as cache,
-        _data_errors(f"{path}: no data files found", _ALLOWED[0].upper() + _ALLOWED[1:]),
+        reading(f"{path}: no data files found", _ALLOWED[0].upper() + _ALLOWED[1:]),
     ):
         builder: Any = load_dataset_builder(str(path), subset, cache_dir=cache)
         return {str(split): [str(name) for name in names] for split, names in builder.config.data_files.items()}
@@ -145,7 +144,7 @@ def _from_hub(name: str, subset: str | None, split: str | None) -> Rows:
     problem = hub_problem()
     if problem is not None and not (Path(config.HF_DATASETS_CACHE) / name.replace("/", "___")).is_dir():
         raise DataError(f"{where}: {problem}. {remedy}")
-    with quiet_hub(), _data_errors(where, remedy):
+    with quiet_hub(), reading(where, remedy):
         if split is None:
             split = choose_split(get_dataset_split_names(name, subset), None, f"the data set {name!r}")
         return _dataset_rows(load_dataset(name, subset, split=split), f"data set {name}, split {split}", split)
@@ -158,14 +157,3 @@ def _dataset_rows(dataset: Dataset, where: str, label: str) -> Rows:
     if not table.num_rows:
         raise DataError(f"{where}: it is empty")
     return ArrowRows(table, [(where, table.num_rows)], label)
-
-
-@contextmanager
-def _data_errors(where: str, remedy: str = "") -> Iterator[None]:
-    """Turn exceptions of the `datasets` library into a `DataError`: a damaged file may raise anything."""
-    try:
-        yield
-    except DataError:
-        raise
-    except Exception as error:
-        raise unreadable(where, error, remedy) from error

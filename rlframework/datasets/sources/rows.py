@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, overload
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, overload
+
+import numpy as np
+import numpy.typing as npt
 
 from rlframework.errors import DataError
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
 
 Row = dict[str, Any]
 """One row: plain Python values by column."""
@@ -43,9 +43,8 @@ class Rows(Sequence[Row], ABC):
     @overload
     def __getitem__(self, index: slice) -> list[Row]: ...
     def __getitem__(self, index: int | slice) -> Row | list[Row]:
-        if isinstance(index, slice):
-            return [self.read(position) for position in range(*index.indices(len(self)))]
-        return self.read(range(len(self))[index])
+        chosen = range(len(self))[index]
+        return self.read(chosen) if isinstance(chosen, int) else [self.read(number) for number in chosen]
 
 
 def check_fields(row: Row, fields: Mapping[str, type], where: str) -> Row:
@@ -62,3 +61,14 @@ def unreadable(what: str, error: Exception, remedy: str = "") -> DataError:
     """The error for data that another library cannot read: `what`, the library's reason, and what to do."""
     reason = " ".join(str(error.__cause__ or error).split()).rstrip(".") or type(error).__name__
     return DataError(f"{what} ({reason[:_REASON]}). {remedy}".rstrip(". "))
+
+
+@contextmanager
+def reading(what: str, remedy: str = "") -> Iterator[None]:
+    """Raise `unreadable` for whatever another library raises: it may be anything if a file is damaged."""
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:
+        raise unreadable(what, error, remedy) from error
