@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Callable
 from typing import TextIO
+
+ProgressCallback = Callable[[int, int], None]
+"""Called with the amount of work done and the total."""
 
 
 class _StderrHandler(logging.StreamHandler[TextIO]):

@@ -107,13 +107,26 @@ def complete(
 
 
 def rollout(parts: Parts, samples: Sequence[Sample], seeds: Tensor, *, greedy: bool = False) -> Rollout:
-    """Generate one completion for each of `samples` and score them in the environment."""
+    """Generate one completion for each of `samples` and score them in the environment.
+
+    An outcome without an `accuracy` metric counts as correct if its reward is at least 1.
+    """
     prompts = [render_prompt(parts.tokenizer, sample.messages) for sample in samples]
     completed = complete(parts.tokenizer, parts.generation, prompts, seeds, greedy=greedy)
     output, lengths = completed.output, completed.output["unpadded_sequence_lengths"]
     columns = torch.arange(output["output_ids"].shape[1])
     completion_mask = (columns >= completed.prompt_lengths[:, None]) & (columns < lengths[:, None])
-    rewards, accuracies, metrics = _score(parts, samples, completed.texts)
+    conversations = [
+        [*sample.messages, Message(role="assistant", content=text)]
+        for sample, text in zip(samples, completed.texts, strict=True)
+    ]
+    outcomes = parts.environment.step(samples, conversations)
+    if not all(outcome.done for outcome in outcomes):
+        raise NotSupported(
+            f"environment {parts.config.environment.name!r} continues after the first turn, which rollouts do not "
+            "support; return done=True with the first outcome"
+        )
+    correct = [float(outcome.metrics.get("accuracy", outcome.reward >= 1.0)) for outcome in outcomes]
     data: BatchedDataDict[Any] = BatchedDataDict(
         {
             "input_ids": output["output_ids"],
@@ -123,30 +136,16 @@ def rollout(parts: Parts, samples: Sequence[Sample], seeds: Tensor, *, greedy: b
             "generation_logprobs": output["logprobs"],
         }
     )
-    lengths, truncated = output["generation_lengths"], output["truncated"]
-    return Rollout(samples, completed.texts, data, rewards, accuracies, lengths, truncated, metrics)
-
-
-def _score(
-    parts: Parts, samples: Sequence[Sample], completions: Sequence[str]
-) -> tuple[Tensor, Tensor, dict[str, float]]:
-    """Return rewards and accuracies `[B]`, and the other metrics.
-
-    An outcome without an `accuracy` metric counts as correct if its reward is at least 1.
-    """
-    conversations = [
-        [*sample.messages, Message(role="assistant", content=completion)]
-        for sample, completion in zip(samples, completions, strict=True)
-    ]
-    outcomes = parts.environment.step(samples, conversations)
-    if not all(outcome.done for outcome in outcomes):
-        raise NotSupported(
-            f"environment {parts.config.environment.name!r} continues after the first turn, which rollouts do not "
-            "support; return done=True with the first outcome"
-        )
-    rewards = torch.tensor([float(outcome.reward) for outcome in outcomes])
-    correct = [float(outcome.metrics.get("accuracy", outcome.reward >= 1.0)) for outcome in outcomes]
-    return rewards, torch.tensor(correct), outcome_metrics(outcomes)
+    return Rollout(
+        samples=samples,
+        completions=completed.texts,
+        data=data,
+        rewards=torch.tensor([float(outcome.reward) for outcome in outcomes]),
+        accuracies=torch.tensor(correct),
+        completion_lengths=output["generation_lengths"],
+        truncated=output["truncated"],
+        metrics=outcome_metrics(outcomes),
+    )
 
 
 def outcome_metrics(outcomes: Sequence[StepOutcome]) -> dict[str, float]:

@@ -6,7 +6,7 @@ takes several optimizer steps or a reference policy is used, and trains.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,15 +14,13 @@ from torch import Tensor
 from rlframework.algorithm import Parts
 from rlframework.algorithms.losses import ClippedPGLoss
 from rlframework.batch.batched_data_dict import BatchedDataDict
-from rlframework.config.algorithms import ClippedPGLossConfig, GRPOConfig, OwnPolicyLossConfig
+from rlframework.config.algorithms import ClippedPGLossConfig, GRPOConfig
 from rlframework.datasets.loader import PromptLoader
+from rlframework.interfaces.loss import LossFunction
 from rlframework.plugins.user_defined import load_loss
 from rlframework.policy.metrics import average_metrics
 from rlframework.rollout import Rollout, rollout, row_seeds
 from rlframework.training.loop import StepLoop, StepResult, Timer, training_metrics
-
-if TYPE_CHECKING:
-    from rlframework.interfaces.loss import LossFunction
 
 
 class GRPO(StepLoop):
@@ -43,7 +41,12 @@ class GRPO(StepLoop):
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
         self.loader = PromptLoader(self.train_samples, self.config.prompts_per_step, parts.config.seed)
-        self.loss = make_policy_loss(self.config.loss)
+        section = self.config.loss
+        self.loss: LossFunction = (
+            ClippedPGLoss(section)
+            if isinstance(section, ClippedPGLossConfig)
+            else load_loss(section.name, section.keys)
+        )
         rows = self.config.prompts_per_step * self.config.samples_per_prompt
         steps_on_batch = self.config.epochs_per_batch * rows // parts.config.policy.train_global_batch_size
         # a single optimizer step per batch is on-policy, so the loss does not need `prev_logprobs`
@@ -117,14 +120,6 @@ class GRPO(StepLoop):
         if self.uses_reference:
             scored = policy.get_reference_policy_logprobs(data, positions="loss")
             data["reference_policy_logprobs"] = scored["reference_logprobs"]
-
-
-def make_policy_loss(config: ClippedPGLossConfig | OwnPolicyLossConfig) -> LossFunction:
-    """Construct the loss of the section `algorithm.loss`: the clipped policy gradient, or the user's own."""
-    if isinstance(config, ClippedPGLossConfig):
-        return ClippedPGLoss(config)
-    loss: LossFunction = load_loss(config.name, config.keys)
-    return loss
 
 
 def group_advantages(

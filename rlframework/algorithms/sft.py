@@ -5,8 +5,8 @@ Validation uses the environment's scores if it can score answers, and otherwise 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -20,14 +20,11 @@ from rlframework.datasets.rendering import render_samples
 from rlframework.datasets.tokens import TokenData
 from rlframework.errors import ConfigError
 from rlframework.huggingface.tokenizer import tokenizer_fingerprint
+from rlframework.interfaces.environment import Sample, Split
+from rlframework.interfaces.loss import LossFunction
+from rlframework.observers.services import flatten
 from rlframework.plugins.user_defined import load_loss
 from rlframework.training.loop import StepLoop, StepResult, Timer, training_metrics
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from rlframework.interfaces.environment import Sample, Split
-    from rlframework.interfaces.loss import LossFunction
 
 
 class SFT(StepLoop):
@@ -130,8 +127,8 @@ def open_token_data(config: SFTConfig, parts: Parts) -> TokenData:
                 f"{where} algorithm.{name}={recorded}, but this run has {configured}; set it to {recorded}, or {again}"
             )
     environment = parts.config.environment
-    ours = _flat({"environment": environment.model_dump(mode="json"), "seed": parts.config.seed})
-    theirs = _flat(tokens.meta.get("source") or {})
+    ours = flatten({"environment": environment.model_dump(mode="json"), "seed": parts.config.seed})
+    theirs = flatten(tokens.meta.get("source") or {})
     for name in dict.fromkeys([*ours, *theirs]) if theirs else ():
         if ours.get(name) != theirs.get(name) and name not in environment.unseen_by_training:
             raise ConfigError(
@@ -139,14 +136,6 @@ def open_token_data(config: SFTConfig, parts: Parts) -> TokenData:
                 f"out may be in it; restore the old value, or {again}"
             )
     return tokens
-
-
-def _flat(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    """Return nested values by dotted names."""
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        flat |= _flat(value, f"{before}{name}.") if isinstance(value, Mapping) else {f"{before}{name}": value}
-    return flat
 
 
 def _batch(rows: TokenRows) -> BatchedDataDict[Any]:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from typer import Argument, Option
 
 from rlframework.cli.common import Debug, Json, app, print_table
 from rlframework.errors import UserError
-
-if TYPE_CHECKING:
-    from rlframework.config.sections import RunConfig
 
 
 @app.command()
@@ -123,18 +120,11 @@ def generate(
         greedy=greedy,
         seed=seed,
     )
-    _answer(config, prompts, file, samples=samples, raw=raw, as_json=as_json)
-
-
-def _answer(
-    config: RunConfig, words: list[str] | None, file: str | None, *, samples: int, raw: bool, as_json: bool
-) -> None:
-    """Answer the prompts given as words, in a file or on stdin; without any, those typed on the terminal."""
-    from rlframework.evaluation.answers import Answerer, chat, print_answers, prompts_of_file, prompts_of_words
+    from rlframework.evaluation.answers import Answerer, chat, print_answers, read_prompts
     from rlframework.runner.parts import build_generation
 
-    typed = not words and file is None and sys.stdin.isatty()
-    given = [] if typed else prompts_of_words(words) if words else prompts_of_file(file or "-")
+    typed = not prompts and file is None and sys.stdin.isatty()
+    given = [] if typed else read_prompts(prompts or (), file or "-")
     with build_generation(config) as (tokenizer, _, generation):
         answerer = Answerer(config, tokenizer, generation, samples=samples, raw=raw)
         if typed:

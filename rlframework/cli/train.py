@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from typer import Argument, Option
 
+from rlframework.algorithm import RunResult
 from rlframework.cli.common import Config, Debug, Out, Overrides, app, print_table
 from rlframework.errors import ConfigError
-
-if TYPE_CHECKING:
-    from rlframework.algorithm import RunResult
 
 _LOG = logging.getLogger(__name__)
 
@@ -38,8 +35,20 @@ def train(
 
     rlframework train --resume runs/run [a.b=value ...]
     """
+    from rlframework.configure import load_config
+
     if dry:
-        _dry_run(config, overrides or (), resume_from, overwrite)
+        if config is None or resume_from is not None:
+            raise ConfigError(
+                "--dry-run checks a run before it starts, not one to resume: rlframework train CONFIG --dry-run"
+            )
+        from rlframework.runner.launch import dry_run
+
+        found = dry_run(load_config(config, overrides or ()), overwrite=overwrite)
+        print_table(found.table())
+        for warning in found.warnings():
+            _LOG.warning("%s", warning)
+        print("dry run complete: nothing was started or written")
         return
     if resume_from is not None:
         if overwrite:
@@ -51,26 +60,10 @@ def train(
         return
     if config is None:
         raise ConfigError("no run given: use `rlframework train CONFIG` or `rlframework train --resume RUN_DIR`")
-    from rlframework.configure import load_config
     from rlframework.runner.launch import run
 
     resolved = load_config(config, overrides or ())
     print(_summary(run(resolved, overwrite=overwrite), str(resolved.output_dir)))
-
-
-def _dry_run(config: str | None, overrides: Sequence[str], resume_from: str | None, overwrite: bool) -> None:
-    if config is None or resume_from is not None:
-        raise ConfigError(
-            "--dry-run checks a run before it starts, not one to resume: rlframework train CONFIG --dry-run"
-        )
-    from rlframework.configure import load_config
-    from rlframework.runner.launch import dry_run
-
-    found = dry_run(load_config(config, overrides), overwrite=overwrite)
-    print_table(found.table())
-    for warning in found.warnings():
-        _LOG.warning("%s", warning)
-    print("dry run complete: nothing was started or written")
 
 
 def _summary(result: RunResult, output_dir: str) -> str:

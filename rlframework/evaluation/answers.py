@@ -53,19 +53,17 @@ def prompts_of_texts(texts: Iterable[str], name: str = "prompt") -> list[Prompt]
     return [Prompt(f"{name} {n}", ({"role": "user", "content": text},)) for n, text in given if text.strip()]
 
 
-def prompts_of_words(words: Sequence[str]) -> list[Prompt]:
-    """One user turn for each argument of the command line; an empty one raises `UserError`."""
-    if empty := [number for number, word in enumerate(words, start=1) if not word.strip()]:
-        raise UserError(f"prompt {empty[0]} is empty; give it some text")
-    return [Prompt(f"prompt {n}", ({"role": "user", "content": word},)) for n, word in enumerate(words, start=1)]
+def read_prompts(words: Sequence[str], path: str) -> list[Prompt]:
+    """The prompts given as `words`; without any, those of a file: rows with `prompt` or `messages`, else lines.
 
-
-def prompts_of_file(path: str) -> list[Prompt]:
-    """Read prompts from a file: rows with `prompt` or `messages` (JSONL or Parquet), else one per line; `-` is stdin.
-
-    Anything after the prompt in a row, for example a final assistant turn, is ignored.
+    Rows are read from JSONL and Parquet files; anything after the prompt in a row, for example a final assistant turn,
+    is ignored. The path `-` is stdin.
     """
-    if path == "-":
+    if words:
+        prompts = [Prompt(f"prompt {n}", ({"role": "user", "content": word},)) for n, word in enumerate(words, start=1)]
+        if empty := [number for number, word in enumerate(words, start=1) if not word.strip()]:
+            raise UserError(f"prompt {empty[0]} is empty; give it some text")
+    elif path == "-":
         prompts = prompts_of_texts(sys.stdin, "line")
     elif Path(path).suffix.lower() in ROW_FILES:
         rows = open_rows(Path(path))
@@ -154,7 +152,8 @@ def print_answers(answerer: Answerer, prompts: Sequence[Prompt], *, as_json: boo
     for answer in answerer.answers(prompts):
         if with_prompts and answer.number == 0:
             print(f"> {answer.prompt.messages[-1]['content']}")
-        print(_as_json(answer) if as_json else _as_text(answer, answerer.samples), flush=True)
+        number = f"[{answer.number + 1}] " if answerer.samples > 1 else ""
+        print(_as_json(answer) if as_json else number + answer.text, flush=True)
         if with_prompts and answer.number == answerer.samples - 1:
             print()
         truncated += answer.truncated
@@ -176,10 +175,6 @@ def chat(answerer: Answerer, *, as_json: bool = False) -> None:
             return
         except DataError as error:  # and continue with the next line
             print(f"error: {error}", file=sys.stderr)
-
-
-def _as_text(answer: Answer, samples: int) -> str:
-    return f"[{answer.number + 1}] {answer.text}" if samples > 1 else answer.text
 
 
 def _as_json(answer: Answer) -> str:

@@ -19,22 +19,20 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TextIO
 
+from torch import Tensor
+
+from rlframework.algorithm import Parts
+from rlframework.config.sections import RunConfig
 from rlframework.configure import resolve_device
 from rlframework.errors import ConfigError, DataError, UserError
 from rlframework.evaluation.statistics import Estimate, estimate, pass_at_k
+from rlframework.interfaces.environment import Sample, Split
+from rlframework.logs import ProgressCallback
 from rlframework.rollout import Rollout, prompt_seeds, rollout
 from rlframework.training.input_checks import InputCheck
 from rlframework.training.recording import plain_json
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from rlframework.algorithm import Parts
-    from rlframework.config.sections import RunConfig
-    from rlframework.interfaces.environment import Sample, Split
-    from rlframework.observers.console import ProgressCallback
 
 _LOG = logging.getLogger(__name__)
 
@@ -112,7 +110,10 @@ def evaluate(
     started = time.perf_counter()
     result = Evaluation()
     attempts, total = settings.attempts, len(samples) * settings.attempts
-    batch_size = max(1, _max_rows(parts) // attempts)
+    rows_of_worker = parts.config.generation.batch_size
+    if resolve_device(parts.config.device) == "cpu":
+        rows_of_worker = min(rows_of_worker, ROWS_ON_CPU)
+    batch_size = max(1, rows_of_worker * parts.policy.data_parallel_size // attempts)
     progress(0, total)
     with _completions_file(out) as file:
         for start in range(0, len(samples), batch_size):
@@ -142,17 +143,23 @@ def _samples(parts: Parts, settings: EvaluationSettings) -> Sequence[Sample]:
     return samples
 
 
-def _max_rows(parts: Parts) -> int:
-    size = parts.config.generation.batch_size
-    if resolve_device(parts.config.device) == "cpu":
-        size = min(size, ROWS_ON_CPU)
-    return size * parts.policy.data_parallel_size
-
-
 def _add(result: Evaluation, scored: Rollout, settings: EvaluationSettings, file: TextIO) -> None:
     """Write the completions of `scored`, in which the rows of a prompt are adjacent, and add their values."""
     attempts = settings.attempts
-    lines = [_line(scored, row, row % attempts) for row in range(len(scored.samples))]
+    lines = [
+        {
+            "id": sample.id,
+            "attempt": row % attempts,
+            "prompt": list(sample.messages),
+            "completion": scored.completions[row],
+            "answer": sample.answer,
+            "reward": round(float(scored.rewards[row]), 6),
+            "accuracy": round(float(scored.accuracies[row]), 6),
+            "tokens": int(scored.completion_lengths[row]),
+            "truncated": bool(scored.truncated[row]),
+        }
+        for row, sample in enumerate(scored.samples)
+    ]
     file.writelines(json.dumps(plain_json(line), ensure_ascii=False, allow_nan=False) + "\n" for line in lines)
     file.flush()
 
@@ -171,21 +178,6 @@ def _add(result: Evaluation, scored: Rollout, settings: EvaluationSettings, file
         result.values.setdefault(name, []).extend(values)
     result.ids += [sample.id for sample in scored.samples[::attempts]]
     result.failures += int(scored.metrics.get("reward_failures", 0))
-
-
-def _line(scored: Rollout, row: int, attempt: int) -> dict[str, Any]:
-    sample = scored.samples[row]
-    return {
-        "id": sample.id,
-        "attempt": attempt,
-        "prompt": list(sample.messages),
-        "completion": scored.completions[row],
-        "answer": sample.answer,
-        "reward": round(float(scored.rewards[row]), 6),
-        "accuracy": round(float(scored.accuracies[row]), 6),
-        "tokens": int(scored.completion_lengths[row]),
-        "truncated": bool(scored.truncated[row]),
-    }
 
 
 @contextmanager

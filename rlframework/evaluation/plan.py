@@ -169,7 +169,13 @@ def find_model(name: str) -> ModelSource:
         run = path if is_run else path.absolute().parent.parent  # of RUN/checkpoints/step-NNNNNN
         return ModelSource(name, str(path / "model"), run if (run / "config.yaml").is_file() else None)
     if is_run:
-        raise _unfinished(path)
+        from rlframework.training.checkpoints import newest_checkpoint  # imports torch
+
+        newest = newest_checkpoint(path)
+        instead = "give the directory of a model" if newest is None else f"take its newest checkpoint ({newest})"
+        raise UserError(
+            f"{path} holds a run without a trained model, so it has not finished. Wait for it, or {instead}"
+        )
     if path.is_dir():
         raise UserError(
             f"{name} is neither a run (it has no config.yaml) nor a model (it has no config.json); give the output_dir "
@@ -179,14 +185,6 @@ def find_model(name: str) -> ModelSource:
         raise UserError(f"there is no directory {name}; give the output_dir of a run, or a model directory or name")
     require_available(name, "RUN_OR_MODEL")
     return ModelSource(name, name, None)
-
-
-def _unfinished(run: Path) -> UserError:
-    from rlframework.training.checkpoints import newest_checkpoint  # imports torch
-
-    newest = newest_checkpoint(run)
-    instead = "give the directory of a model" if newest is None else f"take its newest checkpoint ({newest})"
-    return UserError(f"{run} holds a run without a trained model, so it has not finished. Wait for it, or {instead}")
 
 
 def configurations(

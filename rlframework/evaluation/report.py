@@ -28,7 +28,7 @@ _PACKAGES = {"rlframework": "rlframework-core", "torch": "torch", "transformers"
 
 def summary(source: ModelSource, parts: Parts, settings: EvaluationSettings, result: Evaluation) -> dict[str, Any]:
     """The contents of `summary.json`."""
-    generation = parts.config.generation
+    generation, workers = parts.config.generation, parts.policy.get_info()
     return {
         "subject": source.name,
         "model": source.model,
@@ -46,7 +46,13 @@ def summary(source: ModelSource, parts: Parts, settings: EvaluationSettings, res
         "completions": COMPLETIONS,
         "finished": datetime.now(UTC).isoformat(timespec="seconds"),
         "seconds": round(result.seconds, 3),
-        "machine": _machine(parts),
+        "machine": {
+            "cpu": cpu_name(),
+            "cores": cpu_count(),
+            "workers": len(workers),
+            "devices": [str(worker.get("device_name", "unknown")) for worker in workers],
+            "system": f"{platform.system()} {platform.release()}",
+        },
         "versions": {
             "python": platform.python_version(),
             **{name: package_version(of) for name, of in _PACKAGES.items()},
@@ -97,13 +103,10 @@ def as_table(models: Sequence[ModelSource], results: Sequence[Evaluation], setti
         for name, result in zip(names, results, strict=True)
         if result.failures
     ]
-    return Group(Text(_title(results[0], settings)), table, *failed)
-
-
-def _title(result: Evaluation, settings: EvaluationSettings) -> str:
     how = "greedy" if settings.greedy else "sampled"
     attempts = "" if settings.attempts == 1 else f", {settings.attempts} attempts each"
-    return f"{len(result.ids):,} {settings.split} prompts, {how}{attempts}; {LEVEL:.0%} intervals over prompts"
+    title = f"{len(results[0].ids):,} {settings.split} prompts, {how}{attempts}; {LEVEL:.0%} intervals over prompts"
+    return Group(Text(title), table, *failed)
 
 
 def _cell(metric: str, given: Estimate, *, signed: bool = False) -> tuple[str, str]:
@@ -116,14 +119,3 @@ def _cell(metric: str, given: Estimate, *, signed: bool = False) -> tuple[str, s
     if given.low is None or given.high is None:
         return value, "[-]"
     return value, f"[{given.low * scale:{form}}, {given.high * scale:{form}}]"
-
-
-def _machine(parts: Parts) -> dict[str, Any]:
-    workers = parts.policy.get_info()
-    return {
-        "cpu": cpu_name(),
-        "cores": cpu_count(),
-        "workers": len(workers),
-        "devices": [str(worker.get("device_name", "unknown")) for worker in workers],
-        "system": f"{platform.system()} {platform.release()}",
-    }

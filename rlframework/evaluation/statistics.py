@@ -8,15 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import comb
 from statistics import NormalDist
-from typing import TYPE_CHECKING
 
 import numpy as np
-
-from rlframework.errors import UserError
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
 
 LEVEL = 0.95
 """Confidence level of the intervals."""
@@ -43,15 +38,9 @@ class Estimate:
 def pass_at_k(attempts: int, right: int, k: int) -> float:
     """The probability that at least one of `k` attempts is right, if `right` of `attempts` were (arXiv:2107.03374).
 
-    1 - C(n - c, k) / C(n, k), the mean over all subsets of k attempts, computed as a product that cannot overflow.
+    1 - C(n - c, k) / C(n, k), the mean over all subsets of k attempts, in integers of any size.
     """
-    if not 1 <= k <= attempts or not 0 <= right <= attempts:
-        raise UserError(
-            f"pass@{k} is undefined for {right} right of {attempts} attempts: k must be from 1 to {attempts}"
-        )
-    if attempts - right < k:
-        return 1.0
-    return 1.0 - float(np.prod([(attempts - right - i) / (attempts - i) for i in range(k)]))
+    return 1.0 - comb(attempts - right, k) / comb(attempts, k)
 
 
 def wilson(right: float, count: int, level: float = LEVEL) -> tuple[float, float]:
@@ -71,10 +60,8 @@ def bootstrap(values: Sequence[float], level: float = LEVEL) -> tuple[float, flo
     array = np.asarray(values, dtype=np.float64)
     rng = np.random.default_rng(_SEED)
     block = max(1, _BLOCK // len(array))
-    means: list[npt.NDArray[np.float64]] = []
-    for start in range(0, RESAMPLES, block):
-        chosen = rng.integers(0, len(array), (min(block, RESAMPLES - start), len(array)))
-        means.append(array[chosen].mean(axis=1))
+    sizes = (min(block, RESAMPLES - start) for start in range(0, RESAMPLES, block))
+    means = [array[rng.integers(0, len(array), (size, len(array)))].mean(axis=1) for size in sizes]
     low, high = np.quantile(np.concatenate(means), [(1.0 - level) / 2.0, (1.0 + level) / 2.0])
     return float(low), float(high)
 

@@ -19,6 +19,7 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
+from rlframework.logs import ProgressCallback
 from rlframework.plugins.hookspec import RunInfo, hookimpl
 
 DISPLAYED_METRICS = (
@@ -150,45 +151,31 @@ def describe(metrics: Mapping[str, float], resources: bool = True) -> list[str]:
 def duration(seconds: float) -> str:
     """Format seconds as `8s`, `1m20s`, `2h05m` or `3d04h`."""
     whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    if whole < 86400:
-        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
-    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
-
-
-ProgressCallback = Callable[[int, int], None]
-"""Called with the amount of work done and the total."""
-
-
-class ProgressLines:
-    """Writes `what: done of total, remaining time` to stderr, at most every `EVERY` seconds."""
-
-    def __init__(self, what: str, clock: Clock = time.monotonic) -> None:
-        self._what, self._clock = what, clock
-        self._started = self._printed = clock()
-
-    def __call__(self, done: int, total: int) -> None:
-        """Print a line if it is time."""
-        now = self._clock()
-        if now - self._printed < EVERY:
-            return
-        self._printed = now
-        left = f", {(now - self._started) / done * (total - done):.0f} s left" if 0 < done < total else ""
-        print(f"{self._what}: {done:,} of {total:,}{left}", file=sys.stderr, flush=True)
+    for unit, large, small, part in ((86400, "d", "h", 3600), (3600, "h", "m", 60), (60, "m", "s", 1)):
+        if whole >= unit:
+            return f"{whole // unit}{large}{whole % unit // part:02d}{small}"
+    return f"{whole}s"
 
 
 @contextmanager
-def progress_bar(what: str) -> Iterator[ProgressCallback]:
-    """Show the progress of `what` on stderr while the body runs.
+def progress_bar(what: str, clock: Clock = time.monotonic) -> Iterator[ProgressCallback]:
+    """Show the progress of `what` on stderr while the body runs; without a terminal, a line every `EVERY` seconds.
 
     Yields the function to call with the amount of work done and the total.
     """
-    console = Console(stderr=True)
+    console, started = Console(stderr=True), clock()
+    printed = started
+
+    def print_line(done: int, total: int) -> None:
+        nonlocal printed
+        now = clock()
+        if now - printed >= EVERY:
+            printed = now
+            left = f", {(now - started) / done * (total - done):.0f} s left" if 0 < done < total else ""
+            print(f"{what}: {done:,} of {total:,}{left}", file=sys.stderr, flush=True)
+
     if not console.is_terminal:
-        yield ProgressLines(what)
+        yield print_line
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as progress:

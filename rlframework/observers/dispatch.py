@@ -10,17 +10,14 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 
+from pluggy import HookRelay
+
+from rlframework.config.sections import ObserversConfig
 from rlframework.observers.secrets import hide_in_text
-from rlframework.plugins.hookspec import SampleRecord
+from rlframework.plugins.hookspec import RunInfo, SampleRecord
 from rlframework.plugins.loading import load_target, new_pluggy
-
-if TYPE_CHECKING:
-    from pluggy import HookRelay
-
-    from rlframework.config.sections import ObserversConfig
-    from rlframework.plugins.hookspec import RunInfo
 
 _LOG = logging.getLogger(__name__)
 

@@ -13,15 +13,13 @@ import uuid
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlframework.files import write_atomically
 from rlframework.observers import host
 from rlframework.observers.secrets import clean_command
+from rlframework.plugins.listing import PluginListing
 from rlframework.workers.machine import cpu_count
-
-if TYPE_CHECKING:
-    from rlframework.plugins.listing import PluginListing
 
 ENVIRONMENT_FILE = "environment.json"
 

@@ -12,17 +12,15 @@ from collections.abc import Mapping, Sequence
 from importlib.machinery import PathFinder
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from rlframework.config.observers import MlflowConfig
+from rlframework.config.sections import ObserversConfig
 from rlframework.configure import dump_config
 from rlframework.errors import ConfigError
 from rlframework.observers.environment import read_environment, run_id
 from rlframework.observers.secrets import hide_in_text, hide_secrets
 from rlframework.plugins.hookspec import RunInfo, SampleRecord, hookimpl
-
-if TYPE_CHECKING:
-    from rlframework.config.observers import MlflowConfig
-    from rlframework.config.sections import ObserversConfig
 
 _LOG = logging.getLogger(__name__)
 
@@ -83,7 +81,7 @@ class WandbObserver:
             dir=str(run.output_dir),
             id=run_id(run.output_dir),
             resume="allow" if section.mode == "online" else None,
-            config={**_config(run), "environment_of_run": _environment(run)},
+            config={**_config(run), "environment_of_run": hide_secrets(read_environment(run.output_dir))},
             settings=wandb.Settings(
                 console="off", silent=True, disable_git=True, disable_code=True, save_code=False, x_disable_meta=True
             ),
@@ -175,7 +173,7 @@ class MlflowObserver:
         values = {name: str(value)[:MLFLOW_VALUE_LENGTH] for name, value in flatten(config).items()}
         self._client.log_batch(created_id, params=[Param(name, value) for name, value in values.items()])
         self._client.log_dict(created_id, config, "config.json")
-        self._client.log_dict(created_id, _environment(run), "environment.json")
+        self._client.log_dict(created_id, hide_secrets(read_environment(run.output_dir)), "environment.json")
         return created_id
 
 
@@ -193,10 +191,6 @@ def _run_name(run: RunInfo, given: str | None) -> str:
 
 def _config(run: RunInfo) -> dict[str, Any]:
     return dict(hide_secrets(dump_config(run.config)))
-
-
-def _environment(run: RunInfo) -> dict[str, Any]:
-    return dict(hide_secrets(read_environment(run.output_dir)))
 
 
 def _rows(samples: Sequence[SampleRecord]) -> list[list[Any]]:

@@ -14,19 +14,16 @@ import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from rlframework.errors import DataError, UserError
 from rlframework.files import replacing_directory
+from rlframework.logs import ProgressCallback
 from rlframework.policy.checkpoint.manifest import MANIFEST, check_files, write_manifest
 from rlframework.policy.checkpoint.pretrained import open_saved
 from rlframework.policy.checkpoint.saved import INDEX, SHARD_SUFFIX, Saved, is_sharded, reject_native
 from rlframework.training.checkpoints import newest_checkpoint
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from rlframework.observers.console import ProgressCallback
 
 FORMATS = ("portable", "sharded", "huggingface")
 RUN, MODEL, OPTIMIZER = "run.json", "model", "optimizer"

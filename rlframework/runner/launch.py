@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from rlframework.config.sections import RunConfig
     from rlframework.evaluation.evaluate import Evaluation
     from rlframework.evaluation.plan import EvaluationPlan
-    from rlframework.observers.console import ProgressCallback
+    from rlframework.logs import ProgressCallback
     from rlframework.plugins.manager import PluginManager
     from rlframework.runner.estimate import Estimate
     from rlframework.runner.restarts import Attempt
@@ -76,7 +76,8 @@ def _train(config: RunConfig, manager: PluginManager, attempt: Attempt, lock: Ex
     from rlframework.runner.output_folder import check_output_dir, clear, read_contents
 
     algorithm, folder = algorithm_class(config, manager), config.output_dir
-    starts = attempt.first and attempt.checkpoint is None
+    first = attempt.number == 0
+    starts = first and attempt.checkpoint is None
     locked = False
 
     def before_workers(parts: Parts) -> None:
@@ -89,10 +90,10 @@ def _train(config: RunConfig, manager: PluginManager, attempt: Attempt, lock: Ex
             check_output_dir(config, overwrite)
             clear(folder)
 
-    planning = before_workers if attempt.first else None
+    planning = before_workers if first else None
     with build_parts(config, manager=manager, checkpoint=attempt.checkpoint, planning=planning) as parts:
         training = algorithm(parts)
-        if attempt.first:
+        if first:
             if not locked:
                 lock.enter_context(exclusive_directory(folder))
             if starts:

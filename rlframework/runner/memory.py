@@ -10,14 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+from rlframework.config.policy import LoraConfig, PolicyConfig
+from rlframework.config.sections import RunConfig
 from rlframework.huggingface.hub import quiet_hub
 from rlframework.huggingface.model_directories import first_size, quiet_transformers
-
-if TYPE_CHECKING:
-    from rlframework.config.policy import LoraConfig, PolicyConfig
-    from rlframework.config.sections import RunConfig
 
 Place = Literal["device", "host"]
 Phase = Literal["always", "generating", "scoring", "training"]
@@ -186,6 +184,8 @@ def model_size(config: PolicyConfig) -> ModelSize:
     hidden = _first(text, "hidden_size", "n_embd")
     heads = _first(text, "num_attention_heads", "n_head")
     head = _first(text, "head_dim") or hidden // max(heads, 1)
+    # the MLP width that one token passes through: of a mixture of experts, the total over its top-k experts
+    experts, width = _first(text, "num_experts_per_tok"), _first(text, "moe_intermediate_size")
     parameters = sum(parameter.numel() for parameter in model.parameters())
     return ModelSize(
         parameters=parameters,
@@ -193,16 +193,10 @@ def model_size(config: PolicyConfig) -> ModelSize:
         largest_block=_largest_block(model),
         layers=_first(text, "num_hidden_layers", "n_layer"),
         hidden=hidden,
-        intermediate=_intermediate(text) or 4 * hidden,
+        intermediate=experts * width or _first(text, "intermediate_size", "n_inner") or 4 * hidden,
         key_value=head * (_first(text, "num_key_value_heads") or heads),
         vocabulary=_first(text, "vocab_size"),
     )
-
-
-def _intermediate(text: Any) -> int:
-    """The MLP width that one token passes through; for a mixture of experts, the total over its top-k experts."""
-    experts, each = _first(text, "num_experts_per_tok"), _first(text, "moe_intermediate_size")
-    return experts * each if experts and each else _first(text, "intermediate_size", "n_inner")
 
 
 def _first(config: Any, *names: str) -> int:

@@ -21,16 +21,14 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from rlframework.config.sections import RunConfig
 from rlframework.configure import dump_config
 from rlframework.errors import ConfigError, UserError
 from rlframework.files import LOCK_FILE, check_writable
 from rlframework.observers.environment import ENVIRONMENT_FILE, read_environment
 from rlframework.observers.jsonl import METRICS_FILE, SAMPLES_FILE
-
-if TYPE_CHECKING:
-    from rlframework.config.sections import RunConfig
 
 _LOG = logging.getLogger(__name__)
 

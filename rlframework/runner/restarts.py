@@ -16,17 +16,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from rlframework.algorithm import RunResult
+from rlframework.config.sections import RunConfig
 from rlframework.errors import DeadlineExceeded, WorkerLost
+from rlframework.observers.dispatch import Observers
 from rlframework.observers.jsonl import drop_steps_after
 from rlframework.observers.secrets import hide_in_text
 from rlframework.training.checkpoints import newest_checkpoint, random_states, restore_random_states, step_of_checkpoint
-
-if TYPE_CHECKING:
-    from rlframework.algorithm import RunResult
-    from rlframework.config.sections import RunConfig
-    from rlframework.observers.dispatch import Observers
 
 _LOG = logging.getLogger(__name__)
 
@@ -37,16 +34,11 @@ RESTARTS_FILE = "restarts.jsonl"
 
 @dataclass
 class Attempt:
-    """One attempt at a run: the checkpoint that it starts from, and its observers, None until training begins."""
+    """An attempt at a run, 0 for the original start: its checkpoint, and its observers, None until training begins."""
 
     number: int
     checkpoint: Path | None
     observers: Observers | None = None
-
-    @property
-    def first(self) -> bool:
-        """Whether this is the original start, not a restart."""
-        return self.number == 0
 
 
 class Restarts:
@@ -63,8 +55,8 @@ class Restarts:
         self._initial_checkpoint = checkpoint
         self._wait = wait
         self._initial_random_states = random_states() if self._config.max_restarts else {}
-        if self._config.max_restarts and (note := _limitation(config)):
-            _LOG.warning("%s", note)
+        if self._config.max_restarts:
+            _report_limitations(config)
 
     def run(self, attempt: Callable[[Attempt], RunResult]) -> RunResult:
         """Return the result of the first attempt that succeeds, or raise the error of the last one."""
@@ -121,20 +113,18 @@ def _is_recoverable(error: Exception, failed: Attempt) -> bool:
     the first time, so the missing resource may return.
     """
     if failed.observers is None:
-        return not failed.first
+        return failed.number > 0
     return isinstance(error, WorkerLost) or (isinstance(error, DeadlineExceeded) and failed.observers.last_step > 0)
 
 
-def _limitation(config: RunConfig) -> str | None:
-    given = f"note: fault_tolerance.max_restarts={config.fault_tolerance.max_restarts}, but"
+def _report_limitations(config: RunConfig) -> None:
     if config.worker_group.name == "inline" and config.generation.workers is None:
-        return (
-            f"{given} worker_group.name=inline runs its worker in this process, so it cannot be restarted; "
+        why = (
+            "worker_group.name=inline runs its worker in this process, so it cannot be restarted; "
             "set worker_group.name=processes or ray"
         )
-    if not config.checkpoints.every:
-        return (
-            f"{given} checkpoints.every=0, so a restart repeats the whole run; set checkpoints.every=N to lose at most "
-            "N steps"
-        )
-    return None
+    elif not config.checkpoints.every:
+        why = "checkpoints.every=0, so a restart repeats the whole run; set checkpoints.every=N to lose at most N steps"
+    else:
+        return
+    _LOG.warning("note: fault_tolerance.max_restarts=%d, but %s", config.fault_tolerance.max_restarts, why)

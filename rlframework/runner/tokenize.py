@@ -4,27 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rlframework.config.algorithms import SFTConfig
+from rlframework.config.sections import RunConfig
 from rlframework.datasets.rendering import Rendered, render_samples
-from rlframework.datasets.tokens import write_token_data
+from rlframework.datasets.tokens import TokenData, write_token_data
 from rlframework.errors import ConfigError, DataError
 from rlframework.files import check_new_folder
 from rlframework.huggingface.hub import require_available
 from rlframework.huggingface.model_directories import model_positions
 from rlframework.huggingface.tokenizer import tokenizer_fingerprint
+from rlframework.interfaces.environment import Sample
+from rlframework.logs import ProgressCallback
 from rlframework.plugins.manager import create_manager
 from rlframework.runner.parts import open_environment, open_tokenizer
 from rlframework.training.input_checks import BATCH
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from rlframework.config.sections import RunConfig
-    from rlframework.datasets.tokens import TokenData
-    from rlframework.interfaces.environment import Sample
-    from rlframework.observers.console import ProgressCallback
 
 
 def tokenize(config: RunConfig, out: str | Path, *, progress: ProgressCallback = lambda done, total: None) -> TokenData:
@@ -42,39 +36,32 @@ def tokenize(config: RunConfig, out: str | Path, *, progress: ProgressCallback =
     check_new_folder(Path(out), f"OUT={str(out)!r}")
     require_available(config.policy.model_name)
     tokenizer = open_tokenizer(config.policy)
+    limit, cut = model_positions(config.policy.model_name, config.policy.trust_remote_code), algorithm.max_tokens
+
+    def rendered(samples: Sequence[Sample]) -> Iterator[Rendered]:
+        trained = False
+        for start in range(0, len(samples), BATCH):
+            batch = list(samples[start : start + BATCH])
+            for sample, row in zip(batch, render_samples(tokenizer, batch, algorithm.train_on, cut), strict=True):
+                if limit is not None and len(row[0]) > limit:
+                    raise DataError(
+                        f"sample {sample.id!r} has {len(row[0])} tokens, and the model (policy.model_name="
+                        f"{config.policy.model_name}) takes {limit}; algorithm.max_tokens={limit} truncates such rows"
+                    )
+                trained = trained or any(row[1][1:])
+                yield row
+            progress(start + len(batch), len(samples))
+        if not trained:
+            why = "" if cut is None else f", because algorithm.max_tokens={cut} cuts them off"
+            raise DataError(f"no row has a token to train on after its first token, which nothing predicts{why}")
+
     with open_environment(config, create_manager(config.plugins)) as environment:
         return write_token_data(
             Path(out),
-            _rendered(config, algorithm, tokenizer, environment.samples("train"), progress),
+            rendered(environment.samples("train")),
             vocab_size=1 + max(tokenizer.get_vocab().values()),
             tokenizer=tokenizer_fingerprint(tokenizer),
             train_on=algorithm.train_on,
-            max_tokens=algorithm.max_tokens,
+            max_tokens=cut,
             source={"environment": config.environment.model_dump(mode="json"), "seed": config.seed},
         )
-
-
-def _rendered(
-    config: RunConfig,
-    algorithm: SFTConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    samples: Sequence[Sample],
-    progress: ProgressCallback,
-) -> Iterator[Rendered]:
-    limit = model_positions(config.policy.model_name, config.policy.trust_remote_code)
-    trained, cut = False, algorithm.max_tokens
-    for start in range(0, len(samples), BATCH):
-        batch = list(samples[start : start + BATCH])
-        rows = render_samples(tokenizer, batch, algorithm.train_on, cut)
-        for sample, row in zip(batch, rows, strict=True):
-            if limit is not None and len(row[0]) > limit:
-                raise DataError(
-                    f"sample {sample.id!r} has {len(row[0])} tokens, and the model (policy.model_name="
-                    f"{config.policy.model_name}) takes {limit}; algorithm.max_tokens={limit} truncates such rows"
-                )
-            trained = trained or any(row[1][1:])
-            yield row
-        progress(start + len(batch), len(samples))
-    if not trained:
-        why = "" if cut is None else f", because algorithm.max_tokens={cut} cuts them off"
-        raise DataError(f"no row has a token to train on after its first token, which nothing predicts{why}")

@@ -22,19 +22,17 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from pydantic import BaseModel
 
+from rlframework.algorithm import Parts
 from rlframework.errors import DataError, DeadlineExceeded, RunInterrupted, RunTerminated, WorkerError
 from rlframework.files import Replacement, remove_directory, remove_temporary_directories, reporting_full_disk
 from rlframework.plugins.types import Capability
 from rlframework.policy.checkpoint.manifest import check_files, write_manifest
-
-if TYPE_CHECKING:
-    from rlframework.algorithm import Parts
 
 _LOG = logging.getLogger(__name__)
 

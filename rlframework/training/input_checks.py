@@ -5,17 +5,15 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from rlframework.algorithm import Parts
 from rlframework.datasets.rendering import Rendered, has_answer, render_prompt
 from rlframework.errors import ConfigError, DataError
 from rlframework.huggingface.model_directories import model_positions
-
-if TYPE_CHECKING:
-    from rlframework.algorithm import Parts
-    from rlframework.interfaces.environment import Sample, Split
+from rlframework.interfaces.environment import Sample, Split
 
 _LOG = logging.getLogger(__name__)
 
@@ -93,16 +91,12 @@ class InputCheck:
         self._row(f"{split} sample {sample.id!r} has {length} tokens with its completion", length)
         if not any(trainable) and len(samples) > len(trainable):  # perhaps only the longest ones are like this
             tokens(_at_even_distances(samples))
-        self._report_untrainable(split, trainable.count(False), len(trainable))
-
-    def _report_untrainable(self, split: Split, untrainable: int, rows: int) -> None:
-        """Report that `untrainable` of `rows` checked rows have no token to train on; raise `DataError` if all."""
-        if not untrainable:
+        if all(trainable):
             return
         limit = getattr(self._config.algorithm, "max_tokens", None)
-        what = f"{untrainable:,} of {rows:,} checked {split} rows have no token to train on"
+        what = f"{trainable.count(False):,} of {len(trainable):,} checked {split} rows have no token to train on"
         why = "" if limit is None else f", because algorithm.max_tokens={limit} cuts them off"
-        if untrainable == rows:
+        if not any(trainable):
             raise DataError(f"{what}{why}; raise it, shorten the prompts, or remove these samples")
         _LOG.warning("%s%s", what, why)
 

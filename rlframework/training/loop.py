@@ -7,24 +7,22 @@ from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import psutil
 import torch
 
 from rlframework.algorithm import Algorithm, Parts, RunResult
+from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.datasets.loader import PromptLoader
 from rlframework.errors import DataError
+from rlframework.interfaces.environment import Sample
+from rlframework.interfaces.loss import LossFunction
 from rlframework.plugins.hookspec import SampleRecord
 from rlframework.rollout import validate
 from rlframework.training.checkpoints import Checkpoints
 from rlframework.training.input_checks import InputCheck
 from rlframework.training.recording import Profiling, Recorder, TrainResult
-
-if TYPE_CHECKING:
-    from rlframework.batch.batched_data_dict import BatchedDataDict
-    from rlframework.interfaces.environment import Sample
-    from rlframework.interfaces.loss import LossFunction
 
 StepResult: TypeAlias = tuple[dict[str, float], list[SampleRecord]]
 """The metrics of a step or a validation by name, and some of its samples to inspect."""
@@ -114,13 +112,15 @@ class StepLoop(Algorithm):
     def run(self) -> RunResult:
         """See `Algorithm.run`. The `history` of a resumed run begins at its checkpoint."""
         history: list[dict[str, float]] = []
+        validation = self.config.validation
         with self.checkpoints.handling_signals(), self.profiling.reporting(), self.checkpoints.finishing():
             last = self._begin(history)
             for step in range(int(last["step"]) + 1, self.config.num_steps + 1):
                 metrics, samples = self._timed_step(step)
-                if self._validates_after(step):
-                    validation, more = self._timed_validation(step)
-                    metrics, samples = metrics | validation, [*samples, *more]
+                last_of_all = validation.at_end and step == self.config.num_steps
+                if last_of_all or (validation.every > 0 and step % validation.every == 0):
+                    scores, more = self._timed_validation(step)
+                    metrics, samples = metrics | scores, [*samples, *more]
                 self._report(step, metrics, samples, history)
                 last |= {"step": float(step), **metrics}
                 if self.should_stop(metrics):
@@ -158,11 +158,6 @@ class StepLoop(Algorithm):
         if refit := self.parts.generation.pop_metrics():  # the time of this refit is part of the validation
             metrics |= {"validation/refit_seconds": refit["time/refit"]}
         return metrics | {"time/validation": timer.seconds["validation"]}, samples
-
-    def _validates_after(self, step: int) -> bool:
-        validation = self.config.validation
-        last = step == self.config.num_steps and validation.at_end
-        return last or (validation.every > 0 and step % validation.every == 0)
 
     def _report(
         self, step: int, metrics: dict[str, float], samples: list[SampleRecord], history: list[dict[str, float]]

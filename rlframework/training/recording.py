@@ -24,22 +24,19 @@ import platform
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, cast
+from typing import Any, TypedDict, cast
 
 import torch
 from pydantic import BaseModel
 from safetensors.torch import save
 
 import rlframework
+from rlframework.algorithm import Parts
+from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.configure import dump_config
 from rlframework.files import replacing_directory, write_atomically
-from rlframework.interfaces.loss import LossInput
+from rlframework.interfaces.loss import LossFunction, LossInput
 from rlframework.plugins.loading import load_target
-
-if TYPE_CHECKING:
-    from rlframework.algorithm import Parts
-    from rlframework.batch.batched_data_dict import BatchedDataDict
-    from rlframework.interfaces.loss import LossFunction
 
 _LOG = logging.getLogger(__name__)
 

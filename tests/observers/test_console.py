@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlframework.observers.console import EVERY, ConsoleObserver, Pace, ProgressLines, duration, progress_bar
+from rlframework.observers.console import EVERY, ConsoleObserver, Pace, duration, progress_bar
 from rlframework.plugins.hookspec import RunInfo
 from rlframework.training.loop import StepLoop
 
@@ -51,27 +51,17 @@ def test_lines_show_step_known_metrics_pace_and_remaining_time(tmp_path, clock):
                 "train/loss": -0.0123456,
                 "train/kl": 0.05,
                 "other/thing": 7.0,
+                "throughput/tokens_per_second": 1234.6,
+                "memory/rss_mb": 2048.4,
+                "memory/peak_mb": 4096.4,
             },
         )
         clock.now += 1.8 if step < 12 else 0.0
     # twelve steps of 1.8 s; 48 steps of 1.8 s are 86.4 s
     line = next(line for line in stream.getvalue().splitlines() if line.startswith("step 12/60"))
-    assert line == ("step 12/60  reward 0.410  accuracy 0.520  loss -0.01235  KL 0.05  1.8 s/step, remaining 1m26s")
-
-
-def test_throughput_and_peak_memory_are_shown_if_measured(tmp_path, clock):
-    stream = io.StringIO()
-    observer = begin(stream, clock, tmp_path, steps=1)
-    metrics = {
-        "train/loss": 0.5,
-        "throughput/tokens_per_second": 1234.6,
-        "memory/rss_mb": 2048.4,
-        "memory/peak_mb": 4096.4,
-    }
-    observer.rlframework_step_finished(1, metrics)
-    assert (
-        stream.getvalue().splitlines()[1]
-        == "step 1/1  loss 0.5  1,235 tokens/s  peak worker memory 4,096 MiB  0 s/step, remaining 0s"
+    assert line == (
+        "step 12/60  reward 0.410  accuracy 0.520  loss -0.01235  KL 0.05  1,235 tokens/s  peak worker memory 4,096 MiB"
+        "  1.8 s/step, remaining 1m26s"
     )
 
 
@@ -214,23 +204,17 @@ def test_the_printed_memory_is_the_largest_peak_of_the_workers(infos, shown, tmp
 
 
 def test_a_line_with_the_remaining_time_is_printed_after_each_interval(clock, capsys):
-    tell = ProgressLines("rows", clock)
-    for intervals, done in ((0.3, 100), (1, 250), (1.3, 300), (3, 900), (4.2, 1000)):
-        clock.now = 100.0 + intervals * EVERY
-        tell(done, 1000)
+    with progress_bar("rows", clock) as tell:
+        for intervals, done in ((0.3, 100), (1, 250), (1.3, 300), (3, 900), (4.2, 1000)):
+            clock.now = 100.0 + intervals * EVERY
+            tell(done, 1000)
     # 250 in 30 s: 750 more take 90 s; 900 in 90 s: 100 more take 10 s
     lines = ["rows: 250 of 1,000, 90 s left", "rows: 900 of 1,000, 10 s left", "rows: 1,000 of 1,000"]
     assert capsys.readouterr().err.splitlines() == lines
 
 
 def test_no_remaining_time_before_any_progress(clock, capsys):
-    tell = ProgressLines("rows", clock)
-    clock.now += EVERY
-    tell(0, 10)
+    with progress_bar("rows", clock) as tell:
+        clock.now += EVERY
+        tell(0, 10)
     assert capsys.readouterr().err == "rows: 0 of 10\n"
-
-
-def test_without_a_terminal_there_is_no_bar(capsys):
-    with progress_bar("rows") as progress:
-        progress(1, 2)
-    assert capsys.readouterr() == ("", "")

@@ -68,32 +68,32 @@ def test_no_samples_file_if_samples_are_disabled(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_appends_after_the_last_complete_line(tmp_path):
+@pytest.mark.parametrize(("complete", "expected"), [('{"step": 1, "x": 1.0}\n', [(1, 1), (2, 5)]), ("", [(2, 5)])])
+def test_appends_after_the_last_complete_line(tmp_path, complete, expected):
     file = tmp_path / "metrics.jsonl"
-    file.write_text('{"step": 1, "x": 1.0}\n{"step": 2, "x"')
+    file.write_text(complete + '{"step": 2, "x"')
     observer = started(tmp_path)
     observer.rlframework_step_finished(2, {"x": 5.0}, [])
     observer.close()
-    assert [(row["step"], row["x"]) for row in read_history(file)] == [(1.0, 1.0), (2.0, 5.0)]
+    assert [(row["step"], row["x"]) for row in read_history(file)] == expected
 
 
-def test_a_single_incomplete_line_is_removed(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"st')
-    started(tmp_path).close()
-    assert (tmp_path / "metrics.jsonl").read_text() == ""
-
-
-def test_history_of_a_run_resumed_from_an_earlier_step(tmp_path):
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        (  # resumed from step 2
+            [(1, "x", 1), (2, "x", 2), (3, "x", 3), (4, "x", 4), (3, "x", 30), (4, "x", 40)],
+            [{"step": 1, "x": 1}, {"step": 2, "x": 2}, {"step": 3, "x": 30}, {"step": 4, "x": 40}],
+        ),
+        ([(1, "a", 1), (1, "b", 2)], [{"step": 1, "a": 1, "b": 2}]),  # training and validation of one step
+    ],
+)
+def test_a_history_has_one_row_per_step_and_no_incomplete_line(tmp_path, rows, expected):
     file = tmp_path / "metrics.jsonl"
-    rows = [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0), (3, 30.0), (4, 40.0)]
-    file.write_text("".join(json.dumps({"step": step, "x": value}) + "\n" for step, value in rows))
-    assert [(row["step"], row["x"]) for row in read_history(file)] == [(1, 1.0), (2, 2.0), (3, 30.0), (4, 40.0)]
-
-
-def test_history_merges_two_rows_of_one_step(tmp_path):
-    file = tmp_path / "metrics.jsonl"
-    file.write_text('{"step": 1, "a": 1.0}\n{"step": 1, "b": 2.0}\n')
-    assert read_history(file) == [{"step": 1.0, "a": 1.0, "b": 2.0}]
+    file.write_text(
+        "".join(f'{{"step": {step}, "{name}": {value}}}\n' for step, name, value in rows) + '{"step": 9, "x'
+    )
+    assert read_history(file) == expected
 
 
 @pytest.mark.parametrize("bad", ["not json", '["step"]', '{"x": 1.0}', '{"step": 1, "x": "word"}', '{"step": null}'])
@@ -104,18 +104,9 @@ def test_history_names_an_invalid_line(tmp_path, bad):
         read_history(file)
 
 
-def test_history_ignores_an_incomplete_last_line(tmp_path):
-    file = tmp_path / "metrics.jsonl"
-    file.write_text('{"step": 0}\n{"step": 1, "x": 1')
-    assert read_history(file) == [{"step": 0.0}]
-
-
-def test_no_history_is_a_data_error(tmp_path):
+def test_a_history_that_cannot_be_read_is_a_data_error(tmp_path):
     with pytest.raises(DataError, match=r"cannot read .*metrics\.jsonl"):
         read_history(tmp_path / "metrics.jsonl")
-
-
-def test_bytes_that_are_not_utf8_are_reported(tmp_path):
     (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n\xff\xfe\n')
     with pytest.raises(DataError, match=r"cannot read .*metrics\.jsonl: it is not UTF-8 text"):
         read_history(tmp_path / "metrics.jsonl")

@@ -2,26 +2,26 @@
 
 from pathlib import Path
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rlframework.observers.secrets import clean_command, hide_in_text, hide_secrets, is_secret_name
 
+SECRET = ["api_key", "hub.api_key", "--api-key", "password", "HF_TOKEN", "client_secret", "secret", "AWS_ACCESS_KEY"]
+SETTINGS = [
+    "max_tokens",
+    "max_new_tokens",
+    "tokenizer_name",
+    "stop_token_ids",
+    "key",
+    "tokens",
+    "keyboard",
+    "pad_token",
+]
 
-@pytest.mark.parametrize(
-    "name", ["api_key", "hub.api_key", "--api-key", "password", "HF_TOKEN", "client_secret", "secret", "AWS_ACCESS_KEY"]
-)
-def test_names_of_secrets(name):
-    assert is_secret_name(name)
 
-
-@pytest.mark.parametrize(
-    "name",
-    ["max_tokens", "max_new_tokens", "tokenizer_name", "stop_token_ids", "key", "tokens", "keyboard", "pad_token"],
-)
-def test_names_of_settings_are_not_secret(name):
-    assert not is_secret_name(name)
+def test_names_of_secrets_and_of_settings():
+    assert [name for name in [*SECRET, *SETTINGS] if is_secret_name(name)] == SECRET
 
 
 def test_known_key_formats_and_users_in_addresses_are_hidden():

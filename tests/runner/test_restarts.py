@@ -130,19 +130,6 @@ def test_a_worker_that_hangs_after_a_step_is_lost(run_config, tmp_path, whole, p
     ]
 
 
-def test_an_error_that_would_recur_ends_the_run(run_config, tmp_path, plan):
-    with pytest.raises(WorkerError, match="ZeroDivisionError: one that would come again") as caught:
-        run(run_config("sft", *options(tmp_path / "run", plan("1-3-raise"))))
-    assert not isinstance(caught.value, WorkerLost)
-    assert not (tmp_path / "run" / RESTARTS_FILE).exists()
-
-
-def test_by_default_nothing_restarts(run_config, tmp_path, plan):
-    with pytest.raises(WorkerLost, match="rank 0 of 2 died in train"):
-        run(run_config("sft", *options(tmp_path / "run", plan("0-3-kill")), "fault_tolerance.max_restarts=0"))
-    assert not (tmp_path / "run" / RESTARTS_FILE).exists()
-
-
 def test_an_interrupted_run_does_not_restart(run_config, tmp_path, plan, monkeypatch):
     """SIGTERM arrives in the third step, which loses a worker: a scheduler signals all processes of a job."""
     real, calls = Policy.train, []
@@ -264,9 +251,13 @@ def test_a_new_checkpoint_resets_the_count(tried):
     assert waits == [1.0, 1.0, 2.0]
 
 
-@pytest.mark.parametrize("error", [ConfigError("a"), NonFiniteGradients("b"), WorkerError("c"), ValueError("d")])
-def test_what_is_not_the_loss_of_a_worker_ends_the_run(tried, error):
-    starts, waits, end = tried([(error, 3, 0)], max_restarts=2)
+@pytest.mark.parametrize(
+    ("error", "allowed"),
+    [(ConfigError("a"), 2), (NonFiniteGradients("b"), 2), (WorkerError("c"), 2), (ValueError("d"), 2),
+     (WorkerLost("e"), 0)],
+)  # fmt: skip
+def test_what_is_not_the_loss_of_a_worker_ends_the_run_and_so_does_any_error_by_default(tried, error, allowed):
+    starts, waits, end = tried([(error, 3, 0)], **({"max_restarts": allowed} if allowed else {}))
     assert (end, waits, len(starts)) == (error, [], 1)
 
 
@@ -299,7 +290,7 @@ def test_a_restart_from_the_beginning_restores_random_states(run_config, tmp_pat
     def attempt(now: Attempt) -> RunResult:
         now.observers = Done(2)
         drawn.append((random.random(), np.random.rand(), torch.rand(1).item()))
-        if now.first:
+        if now.number == 0:
             if checkpoint:
                 (tmp_path / "run" / "checkpoints" / "step-000002").mkdir(parents=True)
             raise WorkerLost("gone")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from matplotlib import rc_context
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
@@ -16,9 +16,6 @@ from rlframework.observers.curve import STYLE, write_png
 from rlframework.observers.report.content import phases_of
 from rlframework.observers.report.metrics import Chart, arrange, split_of
 from rlframework.observers.report.reading import Run
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 COLOURS = ("#0067a8", "#cf5200", "#007a58", "#a8447e", "#6b4e00", "#5a35c9", "#6d7884", "#a3283a")
 PHASES = ("#2f8ca3", "#e0a030", "#8062b5", "#6f9a3d", "#c5656f", "#51688c")
