@@ -17,14 +17,14 @@ from pydantic import ConfigDict
 
 from rlframework.config.base import Section
 from rlframework.config.checks import check_run
-from rlframework.config.load import Tree, compose, escape_interpolation
+from rlframework.config.load import compose, escape_interpolation
 from rlframework.config.narrow import narrow
 from rlframework.config.policy import PolicyConfig
 from rlframework.config.problems import NOT_GIVEN, Problem, raise_problems
 from rlframework.config.schema import run_schema
 from rlframework.config.sections import RunConfig
 from rlframework.config.validate import validate
-from rlframework.config.yaml_text import Keys, to_yaml
+from rlframework.config.yaml_text import Keys, Tree, to_yaml
 from rlframework.errors import PluginError
 from rlframework.plugins.check import check_config
 from rlframework.plugins.manager import PluginManager, Registered, create_manager
@@ -54,7 +54,14 @@ def load_config(
     discovered again, along with the modules under `plugins:`. Raises a `ConfigError` that lists every problem, or a
     `PluginError` if a plugin cannot be selected; nothing is written and no worker is started.
     """
-    return _checked(compose(source, overrides), manager)
+    tree = compose(source, overrides)
+    config, choice = _typed(tree, manager or _manager_of(tree))
+    device = resolve_device(config.device)
+    problems = list(check_run(config))
+    for part in choice.parts.values():
+        problems += check_config(config, part, device)
+    raise_problems([replace(problem, origin=tree.origin(tuple(problem.key.split(".")))) for problem in problems])
+    return config
 
 
 def restore_config(values: Mapping[str, Any], *, manager: PluginManager) -> RunConfig:
@@ -62,9 +69,7 @@ def restore_config(values: Mapping[str, Any], *, manager: PluginManager) -> RunC
 
     Values are taken literally (no `defaults`, no interpolation), and device-dependent checks are skipped.
     """
-    tree = Tree(dict(values))
-    config, _ = _typed(tree, manager)
-    return config
+    return _typed(Tree(dict(values)), manager)[0]
 
 
 def dump_config(config: RunConfig) -> dict[str, Any]:
@@ -120,20 +125,21 @@ class _Anything(Section):
     model_config = ConfigDict(extra="allow")
 
 
-def _checked(tree: Tree, manager: PluginManager | None) -> RunConfig:
-    config, choice = _typed(tree, manager or _manager_of(tree))
-    device = resolve_device(config.device)
-    problems = list(check_run(config))
-    for part in choice.parts.values():
-        problems += check_config(config, part, device)
-    raise_problems([replace(problem, origin=tree.origin(tuple(problem.key.split(".")))) for problem in problems])
-    return config
-
-
 def _typed(tree: Tree, manager: PluginManager) -> tuple[RunConfig, _Choice]:
     """The validated configuration, without the checks between keys, and the plugins that it selects."""
-    tree, choice = _choose(tree, manager)
-    model = _model(tree, manager, choice)
+    tree = replace(tree, values={section: {} for section in OPEN_SECTIONS} | tree.values)  # omitted: all defaults
+    choice = _choose(tree, manager)
+    sections: dict[str, type[Section]] = {}
+    for section, record_type in OPEN_SECTIONS.items():
+        fallback = _Anything if isinstance(tree.values[section], Mapping) else record_type.section
+        sections[section] = _section_model(choice.parts[section]) if section in choice.parts else fallback
+    unusable = {
+        row.name: f"{row.status}: {row.reason}"
+        for row in manager.listing()
+        if row.status != "active" and row.kind in (BACKEND, None) and row.name not in PolicyConfig.model_fields
+    }
+    backend = choice.parts["policy"].record.name if "policy" in choice.parts else ""
+    model = narrow(sections, _backend_models(manager), backend, unusable)
     config, problems = validate(tree, model, _keys_of_others(choice, manager))
     only_plugins = not problems and len(choice.problems) == len(choice.errors)
     raise_problems([*choice.problems, *problems], choice.errors[0] if choice.errors and only_plugins else None)
@@ -147,59 +153,38 @@ def _manager_of(tree: Tree) -> PluginManager:
     if not isinstance(modules, list) or not all(isinstance(module, str) for module in modules):
         modules = ()  # validation reports this
     manager = create_manager(modules)
-    rows = manager.listing() if modules else ()
-    broken = {row.distribution.removeprefix("module "): row.reason for row in rows if row.status == "broken"}
-    broken |= {row.name: row.reason for row in rows if row.status == "broken"}
-    for index, module in enumerate(modules):
-        if module in broken:
-            message = f"module {module!r} cannot be used: {broken[module]}"
-            raise_problems([Problem("plugins", message, origin=tree.origin(("plugins", index)))])
+    for row in manager.listing() if modules else ():
+        module = row.distribution.removeprefix("module ")
+        module = module if module in modules else row.name
+        if row.status == "broken" and module in modules:
+            origin = tree.origin(("plugins", modules.index(module)))
+            raise_problems([Problem("plugins", f"module {module!r} cannot be used: {row.reason}", origin=origin)])
     return manager
 
 
-def _choose(tree: Tree, manager: PluginManager) -> tuple[Tree, _Choice]:
-    """Select the plugins that `tree` names, and add to `tree` an empty section for each one left to its default."""
-    choice, values = _Choice(), dict(tree.values)
-    for section, record_type in OPEN_SECTIONS.items():
-        default = record_type.section.model_fields["name"].default
-        given = values.setdefault(section, {})
-        if isinstance(given, Mapping):
-            name = given.get("name", default if isinstance(default, str) else NOT_GIVEN)
-            _select(choice, (section, "name"), record_type.kind, name, manager, tree)
-    policy = values.get("policy")
-    if isinstance(policy, Mapping):
-        name = policy.get("backend", PolicyConfig.model_fields["backend"].default)
-        _select(choice, ("policy", "backend"), BACKEND, name, manager, tree)
-    return replace(tree, values=values), choice
-
-
-def _select(choice: _Choice, keys: tuple[str, str], kind: str, name: Any, manager: PluginManager, tree: Tree) -> None:
-    origin = tree.origin(keys)
-    if not isinstance(name, str):
-        known = ", ".join(sorted(manager.registered(kind))) or "none is installed"
-        message = "required key is missing; must be one of" if name is NOT_GIVEN else "must be one of"
-        choice.problems.append(Problem(".".join(keys), f"{message}: {known}", given=name, origin=origin))
-        return
-    try:
-        choice.parts[keys[0]] = manager.select(kind, name)
-    except PluginError as error:
-        choice.problems.append(Problem("", str(error), origin=origin))
-        choice.errors.append(error)
-
-
-def _model(tree: Tree, manager: PluginManager, choice: _Choice) -> type[RunConfig]:
-    sections: dict[str, type[Section]] = {}
-    for section, record_type in OPEN_SECTIONS.items():
-        part = choice.parts.get(section)
-        fallback = _Anything if isinstance(tree.values[section], Mapping) else record_type.section
-        sections[section] = _section_model(part) if part else fallback
-    unusable = {
-        row.name: f"{row.status}: {row.reason}"
-        for row in manager.listing()
-        if row.status != "active" and row.kind in (BACKEND, None) and row.name not in PolicyConfig.model_fields
-    }
-    chosen = choice.parts.get("policy")
-    return narrow(sections, _backend_models(manager), chosen.record.name if chosen else "", unusable)
+def _choose(tree: Tree, manager: PluginManager) -> _Choice:
+    """Select the plugins that `tree` names."""
+    choice = _Choice()
+    types: tuple[type[Record], ...] = (*OPEN_SECTIONS.values(), PolicyWorkerRecord)
+    for record_type in types:
+        section, key = record_type.key.split(".")
+        model = PolicyConfig if section == "policy" else record_type.section
+        given, origin = tree.values.get(section), tree.origin((section, key))
+        if not isinstance(given, Mapping):
+            continue  # validation reports this
+        name = given.get(key, model.model_fields[key].default)
+        if isinstance(name, str):
+            try:
+                choice.parts[section] = manager.select(record_type.kind, name)
+            except PluginError as error:
+                choice.problems.append(Problem("", str(error), origin=origin))
+                choice.errors.append(error)
+        else:
+            known = ", ".join(sorted(manager.registered(record_type.kind))) or "none is installed"
+            message = "must be one of" if key in given else "required key is missing; must be one of"
+            shown = given.get(key, NOT_GIVEN)
+            choice.problems.append(Problem(f"{section}.{key}", f"{message}: {known}", given=shown, origin=origin))
+    return choice
 
 
 def _backend_models(manager: PluginManager) -> dict[str, type[Section]]:
@@ -223,13 +208,10 @@ def _keys_of_others(choice: _Choice, manager: PluginManager) -> dict[Keys, str]:
         for name in OWN_BACKENDS
     }
     for section, record_type in OPEN_SECTIONS.items():
-        chosen = choice.parts.get(section)
-        if chosen is None:
-            continue
-        for name, other in manager.registered(record_type.kind).items():
+        for name, other in manager.registered(record_type.kind).items() if section in choice.parts else ():
             for key in _section_model(other).model_fields:
                 hints[section, key] = (
-                    f"It is a key of `{name}`, but {section}.name is `{chosen.record.name}`. "
+                    f"It is a key of `{name}`, but {section}.name is `{choice.parts[section].record.name}`. "
                     f"The override `~{section}.{key}` removes it."
                 )
     return hints

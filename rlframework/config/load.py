@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, cast
 
 from pydantic import BaseModel
 
 from rlframework.config.base import import_path
-from rlframework.config.problems import NOT_GIVEN
-from rlframework.config.yaml_text import Keys, Layer, parse_value, read_yaml
+from rlframework.config.yaml_text import Keys, Tree, parse_value, read_yaml
 from rlframework.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,31 +24,6 @@ INHERIT = "defaults"
 
 _KEY = re.compile(r"[\w-]+(\.[\w-]+)*")
 _BEFORE_INTERPOLATION = re.compile(r"(\\*)\$\{")
-
-
-@dataclass
-class Tree:
-    """A configuration before validation: plain values, and where each was written."""
-
-    values: dict[str, Any]
-    origins: dict[Keys, str] = field(default_factory=dict)
-
-    def get(self, keys: Keys) -> Any:
-        """Return the value at `keys`; `NOT_GIVEN` if there is none."""
-        found: Any = self.values
-        for key in keys:
-            try:
-                found = found[key]
-            except (KeyError, IndexError, TypeError):
-                return NOT_GIVEN
-        return found
-
-    def origin(self, keys: Keys) -> str:
-        """Where the value at `keys` was written; empty if it is a default or its origin is unknown."""
-        if self.get(keys) is NOT_GIVEN:
-            return ""
-        known = (self.origins.get(keys[:length], "") for length in range(len(keys), 0, -1))
-        return next(filter(None, known), "")
 
 
 def compose(source: str | Path | Mapping[str, Any] | BaseModel, overrides: Sequence[str] = ()) -> Tree:
@@ -68,7 +41,7 @@ def compose(source: str | Path | Mapping[str, Any] | BaseModel, overrides: Seque
     origins: dict[Keys, str] = {}
     try:
         for layer in _layers(source):
-            merged.merge_with(OmegaConf.create(layer.tree))
+            merged.merge_with(OmegaConf.create(layer.values))
             origins.update(layer.origins)
         for override in (overrides,) if isinstance(overrides, str) else overrides:
             _apply(merged, override, origins)
@@ -87,24 +60,23 @@ def escape_interpolation(value: Any) -> Any:
     return [escape_interpolation(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def _layers(source: str | Path | Mapping[str, Any] | BaseModel) -> list[Layer]:
+def _layers(source: str | Path | Mapping[str, Any] | BaseModel) -> list[Tree]:
     if isinstance(source, BaseModel):
-        return [Layer(escape_interpolation(source.model_dump(mode="json")))]
+        return [Tree(escape_interpolation(source.model_dump(mode="json")))]
     if isinstance(source, Mapping):
-        return _with_inherited(Layer(_plain(source, ())), None, ())
-    path = Path(source)
-    return _with_inherited(read_yaml(path), path, ())
+        return _with_inherited(Tree(_plain(source, ())), None, ())
+    return _with_inherited(read_yaml(Path(source)), Path(source), ())
 
 
-def _with_inherited(layer: Layer, path: Path | None, above: tuple[Path, ...]) -> list[Layer]:
+def _with_inherited(layer: Tree, path: Path | None, above: tuple[Path, ...]) -> list[Tree]:
     """The layers that `layer` inherits from, in order, followed by `layer` without its `defaults`."""
-    names = layer.tree.pop(INHERIT, None)
+    names = layer.values.pop(INHERIT, None)
     where = layer.origins.get((INHERIT,), "the configuration")
     names = [names] if isinstance(names, str) else (names or [])
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ConfigError(f"`defaults` in {where} must be a file name or a list of file names, given {names!r}")
     above = (*above, path.resolve()) if path else above
-    layers: list[Layer] = []
+    layers: list[Tree] = []
     for name in names:
         parent = (path.parent if path else Path()) / name
         if parent.resolve() in above:

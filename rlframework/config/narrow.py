@@ -12,6 +12,8 @@ from rlframework.config.base import Section
 from rlframework.config.policy import PolicyConfig
 from rlframework.config.sections import RunConfig
 
+_Items = tuple[tuple[str, Any], ...]
+
 
 def narrow(
     sections: Mapping[str, type[Section]],
@@ -29,16 +31,11 @@ def narrow(
 
 
 @lru_cache(maxsize=64)
-def _narrow(
-    sections: tuple[tuple[str, type[Section]], ...],
-    backends: tuple[tuple[str, type[Section]], ...],
-    chosen: str,
-    ignored: tuple[tuple[str, str], ...],
-) -> type[RunConfig]:
-    fields: dict[str, Any] = {}
-    for name, model in sections:
-        info = RunConfig.model_fields[name]
-        fields[name] = (model, ... if info.is_required() else Field(default_factory=model))
+def _narrow(sections: _Items, backends: _Items, chosen: str, ignored: _Items) -> type[RunConfig]:
+    fields: dict[str, Any] = {
+        name: (model, ... if RunConfig.model_fields[name].is_required() else Field(default_factory=model))
+        for name, model in sections
+    }
     fields["policy"] = (narrow_policy(dict(backends), chosen, dict(ignored)), ...)
     return create_model("RunConfig", __base__=RunConfig, __doc__=RunConfig.__doc__, **fields)
 
@@ -47,17 +44,15 @@ def narrow_policy(
     backends: Mapping[str, type[Section]], chosen: str = "", ignored: Mapping[str, str] | None = None
 ) -> type[PolicyConfig]:
     """Return `PolicyConfig` with a section for each backend."""
-    fields: dict[str, Any] = {name: _backend_field(name, model, name == chosen) for name, model in backends.items()}
-    for name, reason in (ignored or {}).items():
-        fields.setdefault(name, (dict[str, Any] | None, Field(None, description=f"ignored: {reason}", exclude=True)))
+    fields: dict[str, Any] = {
+        name: (dict[str, Any] | None, Field(None, description=f"ignored: {reason}", exclude=True))
+        for name, reason in (ignored or {}).items()
+    }
+    for name, model in backends.items():
+        description = f"settings specific to the backend `{name}`"
+        try:
+            fields[name] = (model, Field(model(), description=description))
+        except ValidationError:
+            required = (model, Field(description=description))
+            fields[name] = required if name == chosen else (model | None, Field(None, description=description))
     return create_model("PolicyConfig", __base__=PolicyConfig, __doc__=PolicyConfig.__doc__, **fields)
-
-
-def _backend_field(name: str, model: type[Section], chosen: bool) -> tuple[Any, Any]:
-    description = f"settings specific to the backend `{name}`"
-    try:
-        return model, Field(model(), description=description)
-    except ValidationError:
-        if chosen:
-            return model, Field(description=description)
-        return model | None, Field(None, description=description)

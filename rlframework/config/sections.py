@@ -4,13 +4,13 @@ A plugin's record names a `config_model` derived from one of these bases (`Algor
 `narrow.py` puts the models of the chosen plugins into the run's model.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, SerializeAsAny
 
 from rlframework.config.base import Section
-from rlframework.config.observers import MlflowConfig, WandbConfig
 from rlframework.config.policy import PolicyConfig
 
 
@@ -170,8 +170,34 @@ class AlgorithmConfig(Section):
     validation: ValidationConfig = ValidationConfig()
 
 
+class WandbConfig(Section):
+    """Report to Weights & Biases. Requires the extra `wandb`."""
+
+    project: str = Field("rlframework", description="project to log the run to")
+    entity: str | None = Field(None, description="user or team that owns the project; null: W&B's default")
+    run_name: str | None = Field(None, description="display name of the run; null: the last component of output_dir")
+    tags: tuple[str, ...] = Field((), description="tags of the run")
+    mode: Literal["online", "offline"] = Field(
+        "online", description="offline: write to output_dir/wandb, to upload later with `wandb sync`"
+    )
+
+
+class MlflowConfig(Section):
+    """Report to MLflow. Requires the extra `mlflow`."""
+
+    tracking_uri: str | None = Field(
+        None,
+        description="server (http://...) or sqlite:///file; null: MLFLOW_TRACKING_URI if set, else MLflow's default",
+    )
+    experiment: str = Field("rlframework", description="experiment to log the run to")
+    run_name: str | None = Field(None, description="display name of the run; null: the last component of output_dir")
+    tags: Mapping[str, str] = Field(default_factory=dict, description="tags of the run, by name")
+
+
 class ObserversConfig(Section):
     """Outputs of the run, besides those of plugins."""
+
+    # No keys for passwords or API keys, because the configuration is saved with the run: the services read their own.
 
     console: bool = Field(True, description="progress display; plain lines if the output is not a terminal")
     jsonl: bool = Field(True, description="write metrics.jsonl and samples.jsonl to output_dir")

@@ -8,11 +8,10 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from rlframework.config.load import Tree
 from rlframework.config.peers import peer_hint
 from rlframework.config.problems import NOT_GIVEN, Problem
 from rlframework.config.suggest import Path, is_misspelling, key_paths, nearest_key
-from rlframework.config.yaml_text import Keys
+from rlframework.config.yaml_text import Keys, Tree
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -96,14 +95,10 @@ def _dotted(keys: Keys) -> str:
 
 def _mistaken_booleans(given: Any, taken: Any, keys: Keys, tree: Tree) -> Iterator[Problem]:
     """Report booleans given for numbers and numbers given for booleans, which pydantic accepts."""
-    if isinstance(given, Mapping) and isinstance(taken, Mapping):
-        for key, value in given.items():
-            if key in taken:
-                yield from _mistaken_booleans(value, taken[key], (*keys, key), tree)
-    elif isinstance(given, list) and isinstance(taken, list):
-        for index, (left, right) in enumerate(zip(given, taken, strict=False)):
-            yield from _mistaken_booleans(left, right, (*keys, index), tree)
-    elif isinstance(given, bool) and isinstance(taken, (int, float)) and not isinstance(taken, bool):
-        yield Problem(_dotted(keys), "must be a number", given=given, origin=tree.origin(keys))
-    elif isinstance(taken, bool) and isinstance(given, (int, float)) and not isinstance(given, bool):
-        yield Problem(_dotted(keys), "must be true or false", given=given, origin=tree.origin(keys))
+    if isinstance(given, (Mapping, list)) and isinstance(taken, (Mapping, list)):
+        for key in given if isinstance(given, Mapping) else range(len(given)):
+            if not isinstance(taken, Mapping) or key in taken:
+                yield from _mistaken_booleans(given[key], taken[key], (*keys, key), tree)
+    elif isinstance(given, bool) != isinstance(taken, bool) and {type(given), type(taken)} <= {bool, int, float}:
+        message = "must be true or false" if isinstance(taken, bool) else "must be a number"
+        yield Problem(_dotted(keys), message, given=given, origin=tree.origin(keys))

@@ -1,7 +1,7 @@
 """Reads and writes YAML: values with the line each was written on, and errors that name file, line and column.
 
-Scalars follow YAML 1.2, because PyYAML's 1.1 rules surprise people: only `true` and `false` are booleans (not `no` or
-`on`), `1e-6` is a number, dates are strings, and `1:30` and `010` are not base-60 and octal numbers.
+`OmegaConf.load` keeps no lines, and reads by YAML 1.1, as PyYAML does: `no` and `on` are booleans, `1:30` is 90, `010`
+is 8. Here scalars follow YAML 1.2: only `true` and `false` are booleans, `1e-6` is a number, and those are strings.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from rlframework.config.problems import NOT_GIVEN
 from rlframework.errors import ConfigError
 
 Keys = tuple[str | int, ...]
@@ -21,11 +22,28 @@ Keys = tuple[str | int, ...]
 
 
 @dataclass
-class Layer:
-    """One configuration source: its values, and where each was written (such as `run.yaml:3`)."""
+class Tree:
+    """A configuration, or a part of it, before validation: plain values, and where each was written (`run.yaml:3`)."""
 
-    tree: dict[str, Any]
+    values: dict[str, Any]
     origins: dict[Keys, str] = field(default_factory=dict)
+
+    def get(self, keys: Keys) -> Any:
+        """Return the value at `keys`; `NOT_GIVEN` if there is none."""
+        found: Any = self.values
+        for key in keys:
+            try:
+                found = found[key]
+            except (KeyError, IndexError, TypeError):
+                return NOT_GIVEN
+        return found
+
+    def origin(self, keys: Keys) -> str:
+        """Where the value at `keys` was written; empty if it is a default or its origin is unknown."""
+        if self.get(keys) is NOT_GIVEN:
+            return ""
+        known = (self.origins.get(keys[:length], "") for length in range(len(keys), 0, -1))
+        return next(filter(None, known), "")
 
 
 _FLOAT = (
@@ -68,7 +86,7 @@ for _tag, _pattern, _first in _RESOLVERS:
         _class.add_implicit_resolver(_tag, re.compile(_pattern), ["" if c == "\0" else c for c in _first])
 
 
-def read_yaml(path: Path) -> Layer:
+def read_yaml(path: Path) -> Tree:
     """Read the mapping in a file. Raises `ConfigError` if the file is missing, unreadable or not a YAML mapping."""
     try:
         text = path.read_text(encoding="utf-8")
@@ -81,12 +99,12 @@ def read_yaml(path: Path) -> Layer:
     return parse_yaml(text, str(path))
 
 
-def parse_yaml(text: str, name: str) -> Layer:
+def parse_yaml(text: str, name: str) -> Tree:
     """Parse the mapping in `text`; `name` identifies its source in messages and origins."""
     tree, origins = _parse(text, name)
     if not isinstance(tree, dict | None):
         raise ConfigError(f"{name}: a configuration must be a mapping of keys to values, not a {type(tree).__name__}")
-    return Layer(tree or {}, origins)
+    return Tree(tree or {}, origins)
 
 
 def parse_value(text: str, name: str) -> Any:
@@ -96,70 +114,47 @@ def parse_value(text: str, name: str) -> Any:
 
 def to_yaml(data: Any) -> str:
     """Return YAML that `parse_yaml` reads back to the same values."""
-    text: str = yaml.dump(
-        data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False, width=120
-    )
-    return text
+    return str(yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120))
 
 
 def _parse(text: str, name: str) -> tuple[Any, dict[Keys, str]]:
     try:
-        loader = _Loader(text)
-        try:
-            node = loader.get_single_node()
-            if node is None:
-                return None, {}
-            origins = {keys: f"{name}:{line}" for keys, line in _places(node, (), name, ())}
-            return loader.construct_document(node), origins
-        finally:
-            loader.dispose()
+        node = yaml.compose(text, Loader=_Loader)
+        if node is None:
+            return None, {}
+        origins = {keys: f"{name}:{line}" for keys, line in _places(node, (), name, ())}
+        return _Loader("").construct_document(node), origins
     except yaml.MarkedYAMLError as error:
-        raise ConfigError(_syntax_message(error, name)) from None
-    except yaml.YAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
+        context = f" ({error.context})" if error.context else ""
+        snippet = f"\n{mark.get_snippet()}" if mark else ""
+        raise ConfigError(f"{place}: not valid YAML: {error.problem}{context}{snippet}") from None
+    except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{name}: not valid YAML: {error}") from None
-    except ValueError as error:
-        raise ConfigError(f"{name}: {error}") from None
 
 
-def _syntax_message(error: yaml.MarkedYAMLError, name: str) -> str:
-    mark = error.problem_mark or error.context_mark
-    place = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
-    snippet = mark.get_snippet() if mark else None
-    context = f" ({error.context})" if error.context else ""
-    message = f"{place}: not valid YAML: {error.problem}{context}"
-    return f"{message}\n{snippet}" if snippet else message
-
-
-def _places(node: yaml.Node, keys: Keys, name: str, above: tuple[int, ...]) -> Iterator[tuple[Keys, int]]:
+def _places(node: yaml.Node, keys: Keys, name: str, above: tuple[yaml.Node, ...]) -> Iterator[tuple[Keys, int]]:
     """Yield every location under `node` with its line (from 1). Duplicate and non-string keys are errors."""
-    if id(node) in above:
+    if node in above:
         raise ConfigError(f"{name}:{node.start_mark.line + 1}: this YAML anchor contains itself")
-    above = (*above, id(node))
-    if isinstance(node, yaml.SequenceNode):
-        for index, item in enumerate(node.value):
-            yield (*keys, index), item.start_mark.line + 1
-            yield from _places(item, (*keys, index), name, above)
-    elif isinstance(node, yaml.MappingNode):
-        yield from _places_in_mapping(node, keys, name, above)
-
-
-def _places_in_mapping(
-    node: yaml.MappingNode, keys: Keys, name: str, above: tuple[int, ...]
-) -> Iterator[tuple[Keys, int]]:
+    above = (*above, node)
     seen: dict[str, int] = {}
-    for key, value in node.value:
-        line = key.start_mark.line + 1
-        if key.tag == "tag:yaml.org,2002:merge":
-            merged = value.value if isinstance(value, yaml.SequenceNode) else [value]
-            for part in merged:
-                yield from _places(part, keys, name, above)
-            continue
-        if key.tag != "tag:yaml.org,2002:str":
-            shown = key.value if isinstance(key, yaml.ScalarNode) else "a list or mapping"
-            raise ConfigError(f"{name}:{line}: keys must be strings, not {shown}; put the key in quotes")
-        if key.value in seen:
-            dotted = ".".join(str(part) for part in (*keys, key.value))
-            raise ConfigError(f"{name}:{line}: duplicate key `{dotted}`, first given on line {seen[key.value]}")
-        seen[key.value] = line
-        yield (*keys, key.value), line
-        yield from _places(value, (*keys, key.value), name, above)
+    for index, item in enumerate(node.value if isinstance(node, yaml.CollectionNode) else ()):
+        key, value = item if isinstance(node, yaml.MappingNode) else (item, item)
+        line, inside = key.start_mark.line + 1, (*keys, index)
+        if isinstance(node, yaml.MappingNode):
+            if key.tag == "tag:yaml.org,2002:merge":
+                for part in value.value if isinstance(value, yaml.SequenceNode) else [value]:
+                    yield from _places(part, keys, name, above)
+                continue
+            if key.tag != "tag:yaml.org,2002:str":
+                shown = key.value if isinstance(key, yaml.ScalarNode) else "a list or mapping"
+                raise ConfigError(f"{name}:{line}: keys must be strings, not {shown}; put the key in quotes")
+            inside = (*keys, key.value)
+            if key.value in seen:
+                dotted = ".".join(map(str, inside))
+                raise ConfigError(f"{name}:{line}: duplicate key `{dotted}`, first given on line {seen[key.value]}")
+            seen[key.value] = line
+        yield inside, line
+        yield from _places(value, inside, name, above)

@@ -12,10 +12,9 @@ from typing import Any
 
 from pydantic import BaseModel, create_model
 
-from rlframework.config.load import Tree
 from rlframework.config.problems import raise_problems
 from rlframework.config.validate import validate
-from rlframework.config.yaml_text import parse_value
+from rlframework.config.yaml_text import Tree, parse_value
 from rlframework.configure import OPEN_SECTIONS
 from rlframework.errors import ConfigError
 from rlframework.plugins.types import Record

@@ -1,4 +1,4 @@
-"""The registry of checks, their input (a `Context`) and their results (findings)."""
+"""The input of the checks (a `Context`) and their results (findings)."""
 
 from __future__ import annotations
 
@@ -12,16 +12,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property, partial
-from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
-if TYPE_CHECKING:
-    from rlframework.config.sections import RunConfig
-    from rlframework.plugins.manager import PluginManager
-
-TOPICS = ("machine", "devices", "packages", "plugins", "cluster", "run")
-"""The modules of checks, in display order. Checks of "run" need a configuration, and are skipped without one."""
+from rlframework.config.sections import RunConfig
+from rlframework.configure import load_config, resolve_device
+from rlframework.plugins.manager import PluginManager, create_manager
 
 PROBE_SECONDS = 90.0
 """Time limit of a child process: on a busy machine, the first import of torch can take most of a minute."""
@@ -77,8 +73,6 @@ class Context:
         self._threads = ThreadPoolExecutor()
         self._answers: dict[tuple[str, ...], Future[Any]] = {}
         if source is not None:
-            from rlframework.configure import load_config
-
             try:
                 self.config = load_config(source, overrides)
             except Exception as error:  # noqa: BLE001 - the check `configuration` reports it
@@ -87,15 +81,11 @@ class Context:
     @cached_property
     def manager(self) -> PluginManager:
         """The plugins, including those of the configuration."""
-        from rlframework.plugins.manager import create_manager
-
         return create_manager(self.config.plugins if self.config is not None else ())
 
     @property
     def device(self) -> str:
         """The resolved `device` of the configuration, "cpu" or "cuda"; "cpu" without a configuration."""
-        from rlframework.configure import resolve_device
-
         return resolve_device(self.config.device) if self.config is not None else "cpu"
 
     def uses_group(self, name: str) -> bool:
@@ -142,33 +132,9 @@ def ask(command: Sequence[str], seconds: float) -> Any:
     return found
 
 
-Function = Callable[[Context], Iterable[Finding]]
-
-
-@dataclass(frozen=True)
-class Check:
-    """A registered check."""
+class Check(NamedTuple):
+    """A check: `rlframework doctor` shows its findings under `topic` and `name`."""
 
     topic: str
     name: str
-    function: Function
-
-
-_CHECKS: list[Check] = []
-
-
-def check(topic: str, name: str) -> Callable[[Function], Function]:
-    """Return a decorator that registers a function as the check `name` of `topic`."""
-
-    def register(function: Function) -> Function:
-        _CHECKS.append(Check(topic, name, function))
-        return function
-
-    return register
-
-
-def all_checks() -> list[Check]:
-    """Return every check, ordered by topic."""
-    for topic in TOPICS:
-        import_module(f"rlframework.doctor.{topic}")
-    return sorted(_CHECKS, key=lambda one: TOPICS.index(one.topic))
+    function: Callable[[Context], Iterable[Finding]]

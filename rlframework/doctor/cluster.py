@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from rlframework.doctor.checks import Context, Finding, ProbeError, check, note, ok, warning
+from rlframework.doctor.checks import Check, Context, Finding, ProbeError, note, ok, warning
 from rlframework.doctor.machine import gib
 from rlframework.doctor.probes import RayCluster, RayNode
 from rlframework.observers.host import package_version
@@ -33,57 +33,46 @@ def cluster_nodes(context: Context) -> list[RayNode] | None:
     return None
 
 
-@check("cluster", "ray")
 def ray(context: Context) -> Iterator[Finding]:
     """The installed Ray, and the cluster that a run would use."""
     version, where = package_version("ray"), address(context)
     facts = {"version": version, "address": where}
+    text = f"ray {version}; a run starts a local instance on 127.0.0.1 and stops it at the end"
     if where is not None:
         yield ok(f"ray {version}; runs attach to the cluster at {where}", facts=facts)
-        return
-    text = f"ray {version}; a run starts a local instance on 127.0.0.1 and stops it at the end"
-    running = _address_of_running()
-    if running is None:
+    elif (running := _address_of_running()) is None:
         yield ok(text, facts=facts)
     else:
         text += f". Ray is already running at {running}; runs do not use it"
         yield note(text, "To use it, set RAY_ADDRESS=auto", {**facts, "running": running})
 
 
-@check("cluster", "token")
 def token(context: Context) -> Iterator[Finding]:
     """Ray's token authentication: without it, anyone who can reach Ray's ports can run programs as this user."""
     mode, source, where = os.environ.get("RAY_AUTH_MODE", "").lower(), token_source(), address(context)
-    facts = {"mode": mode or "not set", "source": source}
     if mode == "disabled":
         text = "RAY_AUTH_MODE=disabled: anyone who can reach Ray's ports can run programs here"
-        yield warning(text, "Unset RAY_AUTH_MODE; `ray get-auth-token --generate` creates a token", facts)
+        yield warning(text, "Unset RAY_AUTH_MODE; `ray get-auth-token --generate` creates a token")
     elif source is not None:
         if not mode and where not in (None, "auto"):
-            yield warning(
-                f"Ray does not send the token in {source} to a cluster given by address unless RAY_AUTH_MODE=token is "
-                "set",
-                "Export RAY_AUTH_MODE=token on this machine and on all nodes",
-                facts,
-            )
+            text = f"Ray sends the token in {source} to a cluster given by address only if RAY_AUTH_MODE=token is set"
+            yield warning(text, "Export RAY_AUTH_MODE=token on this machine and on all nodes")
         else:
-            yield ok(f"Ray's token authentication is on; the token is in {source}", facts=facts)
+            yield ok(f"Ray's token authentication is on; the token is in {source}")
         path = Path(source)
         if path.is_file() and path.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
             yield warning(f"other users can read Ray's token in {path}", f"chmod 600 {path}")
     elif where is None:
         text = "no token yet: the local Ray instance of a run creates one, but `ray start` runs without"
-        yield note(text, "Before `ray start`, run: ray get-auth-token --generate > /dev/null", facts)
+        yield note(text, "Before `ray start`, run: ray get-auth-token --generate > /dev/null")
     else:
         yield warning(
             "no token found: a cluster with token authentication rejects this machine, and one without is open to "
             "anyone who can reach it",
             "Copy ~/.ray/auth_token from the head node (mode 600), or set RAY_AUTH_TOKEN_PATH",
-            facts,
         )
 
 
-@check("cluster", "nodes")
 def nodes(context: Context) -> Iterator[Finding]:
     """Attach to the cluster as a run does: nodes, resources, versions on both sides."""
     where = address(context)
@@ -96,13 +85,12 @@ def nodes(context: Context) -> Iterator[Finding]:
         return
     living = [node for node in found["nodes"] if node["alive"]]
     for node in living:
-        text = f"node {node['address']}: {node['cpus']:g} CPU, {node['gpus']:g} GPU, memory {gib(node['memory_bytes'])}"
-        yield ok(f"{text}, objects {gib(node['object_store_bytes'])}", facts=node)
+        memory = f"memory {gib(node['memory_bytes'])}, objects {gib(node['object_store_bytes'])}"
+        yield ok(f"node {node['address']}: {node['cpus']:g} CPU, {node['gpus']:g} GPU, {memory}", facts=node)
     free = ", ".join(f"{found['free'].get(name, 0):g} {name}" for name in ("CPU", "GPU"))
     text = f"{len(living)} node(s); free now: {free}; ray {found['ray']} and Python {found['python']} on both sides"
     yield ok(text, facts={"free": found["free"], "ray": found["ray"], "python": found["python"]})
-    gone = ", ".join(node["address"] for node in found["nodes"] if not node["alive"])
-    if gone:
+    if gone := ", ".join(node["address"] for node in found["nodes"] if not node["alive"]):
         yield note(f"nodes that left the cluster: {gone}")
 
 
@@ -161,3 +149,6 @@ def _address_of_running() -> str | None:
     except OSError:
         return None
     return found if found and _cannot_reach(found) is None else None
+
+
+CHECKS = (Check("cluster", "ray", ray), Check("cluster", "token", token), Check("cluster", "nodes", nodes))

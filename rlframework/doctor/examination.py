@@ -10,14 +10,19 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from itertools import groupby
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
 
 from rlframework import __version__
-from rlframework.doctor.checks import Check, Context, Finding, Level, all_checks, unknown
+from rlframework.doctor import cluster, devices, machine, packages, run
+from rlframework.doctor.checks import Check, Context, Finding, Level, unknown
 from rlframework.observers.secrets import HIDDEN, hide_secrets, is_secret_name
 
-if TYPE_CHECKING:
-    from rich.table import Table
+CHECKS = (*machine.CHECKS, *devices.CHECKS, *packages.CHECKS, *cluster.CHECKS, *run.CHECKS)
+"""All checks in display order. Those of the topic "run" need a configuration, and are skipped without one."""
 
 _TOGETHER = 8
 _SHORTEST_SECRET = 6
@@ -50,23 +55,18 @@ class Examination:
 
     def as_table(self) -> Table:
         """Return a table with one row per finding, its remedy below its description."""
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table(show_lines=False)
+        table = Table()
         for title in ("about", "check", "state"):
             table.add_column(title, no_wrap=True)
         table.add_column("finding and remedy", overflow="fold")
-        topic = ""
-        for finding in self.findings:
-            if topic and finding.topic != topic:
-                table.add_section()
-            text = Text(finding.text)
-            if finding.remedy:
-                text.append(f"\n-> {finding.remedy}", style="bold")
-            shown = finding.topic if finding.topic != topic else ""
-            table.add_row(shown, finding.name, Text(finding.level, style=_COLOURS[finding.level]), text)
-            topic = finding.topic
+        for topic, findings in groupby(self.findings, lambda finding: finding.topic):
+            table.add_section()
+            for finding in findings:
+                text = Text(finding.text)
+                if finding.remedy:
+                    text.append(f"\n-> {finding.remedy}", style="bold")
+                table.add_row(topic, finding.name, Text(finding.level, style=_COLOURS[finding.level]), text)
+                topic = ""
         return table
 
     def summary(self) -> str:
@@ -80,16 +80,14 @@ class Examination:
         return f"{verdict}: {', '.join(parts)}"
 
 
-def examine(
-    source: str | None = None, overrides: Sequence[str] = (), checks: Sequence[Check] | None = None
-) -> Examination:
+def examine(source: str | None = None, overrides: Sequence[str] = (), checks: Sequence[Check] = CHECKS) -> Examination:
     """Check this machine and, if given, the run of the configuration `source`.
 
-    `checks` replaces the default list of all checks. Output of plugins and libraries goes to stderr.
+    Output of plugins and libraries goes to stderr.
     """
     with contextlib.redirect_stdout(sys.stderr):
         context = Context(source, overrides)
-        chosen = [one for one in checks or all_checks() if source is not None or one.topic != "run"]
+        chosen = [one for one in checks if source is not None or one.topic != "run"]
         with ThreadPoolExecutor(_TOGETHER, thread_name_prefix="doctor") as pool:
             found = list(pool.map(lambda one: _findings(one, context), chosen))
     secrets = secret_values(os.environ)

@@ -1,4 +1,4 @@
-"""Checks of this machine: Python, processor, memory, disk, limits, network, environment variables."""
+"""Checks of this machine: Python, processor, memory, disk, limits, proxies, environment variables."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import os
 import platform
 import resource
 import shutil
-import socket
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from rlframework.doctor.checks import Context, Finding, check, note, ok, unknown, warning
+from rlframework.doctor.checks import Check, Context, Finding, note, ok, unknown, warning
 from rlframework.observers import host
 from rlframework.observers.secrets import HIDDEN, is_secret_name
 from rlframework.workers.machine import cpu_count
@@ -34,7 +33,6 @@ def gib(size: float) -> str:
     return f"{size / GIB:,.1f} GiB"
 
 
-@check("machine", "python")
 def python(context: Context) -> Iterator[Finding]:
     """The Python version and its location."""
     version, system = platform.python_version(), platform.system()
@@ -45,7 +43,6 @@ def python(context: Context) -> Iterator[Finding]:
         yield warning(f"rlframework is not tested on {system}", remedy)
 
 
-@check("machine", "processor")
 def processor(context: Context) -> Iterator[Finding]:
     """Available cores, and the CPU quota of a container."""
     cores, words = cpu_count(), _words(_QUOTA)
@@ -59,22 +56,18 @@ def processor(context: Context) -> Iterator[Finding]:
         )
 
 
-@check("machine", "memory")
 def memory(context: Context) -> Iterator[Finding]:
     """RAM, within the limit of a container."""
     total, free = host.total_memory(), host.available_memory()
     if total is None or free is None:
         yield unknown("cannot determine the amount of memory")
-        return
-    text = f"{gib(total)}, {gib(free)} free"
-    if free < LITTLE_MEMORY:
+    elif free < LITTLE_MEMORY:
         remedy = "Stop other programs, or use a machine with more memory: torch alone takes 0.5 GiB per worker"
-        yield warning(text, remedy)
+        yield warning(f"{gib(total)}, {gib(free)} free", remedy)
     else:
-        yield ok(text, facts={"total_bytes": total, "free_bytes": free})
+        yield ok(f"{gib(total)}, {gib(free)} free", facts={"total_bytes": total, "free_bytes": free})
 
 
-@check("machine", "disk")
 def disk(context: Context) -> Iterator[Finding]:
     """Free space in the output directory, and where Ray and others put temporary files."""
     places = {"working directory": Path.cwd(), "temporary files": Path(tempfile.gettempdir())}
@@ -92,17 +85,13 @@ def disk(context: Context) -> Iterator[Finding]:
             yield ok(text, facts=facts)
 
 
-@check("machine", "shared memory")
 def shared_memory(context: Context) -> Iterator[Finding]:
     """Size of /dev/shm, where Ray keeps objects that several workers share."""
     if not SHM.is_dir():
         yield note(f"{SHM} does not exist: Ray keeps its objects in files instead")
         return
     usage = shutil.disk_usage(SHM)
-    text, facts = (
-        f"{SHM}: {gib(usage.total)}, {gib(usage.free)} free",
-        {"total_bytes": usage.total, "free_bytes": usage.free},
-    )
+    text, facts = f"{SHM}: {gib(usage.total)}, {gib(usage.free)} free", {"free_bytes": usage.free}
     if usage.free >= LITTLE_SHM:
         yield ok(text, facts=facts)
     elif context.config is not None and not context.uses_group("ray"):
@@ -112,61 +101,30 @@ def shared_memory(context: Context) -> Iterator[Finding]:
         yield warning(f"{text}: Ray falls back to slow files, and NCCL may fail", remedy, facts)
 
 
-@check("machine", "open files")
 def open_files(context: Context) -> Iterator[Finding]:
     """The limit on open files: each Ray worker opens dozens of files and sockets, some in Ray's own processes."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    facts = {"soft": soft, "hard": hard}
-    if 0 <= hard < FEW_FILES:
-        remedy = (
-            "Raise the hard limit to 65536 (limits.conf, LimitNOFILE= of systemd, docker run --ulimit nofile=65536)"
-        )
-        yield warning(f"at most {hard} open files per process (ulimit -n)", remedy, facts)
-    elif 0 <= soft < FEW_FILES:
-        text = f"{soft} open files per process (ulimit -n), up to {_limit(hard)} on request, which a local Ray makes"
-        yield note(text, "Before `ray start`, run: ulimit -n 65536", facts)
+    soft, hard = (float("inf") if limit < 0 else limit for limit in resource.getrlimit(resource.RLIMIT_NOFILE))
+    text = f"{'any number of' if soft > sys.maxsize else soft} open files per process (ulimit -n)"
+    if hard < FEW_FILES:
+        remedy = "Raise the hard limit to 65536 (limits.conf, LimitNOFILE= of systemd, docker --ulimit nofile=65536)"
+        yield warning(f"at most {text}", remedy)
+    elif soft < FEW_FILES:
+        yield note(f"{text}; a local Ray raises it by itself", "Before `ray start`, run: ulimit -n 65536")
     else:
-        yield ok(f"{_limit(soft)} open files per process (ulimit -n)", facts=facts)
+        yield ok(text)
 
 
-@check("machine", "processes")
 def processes(context: Context) -> Iterator[Finding]:
     """The limit on processes and threads, also of a container; Ray starts hundreds of threads."""
-    soft = resource.getrlimit(resource.RLIMIT_NPROC)[0]
-    limits = [soft] if soft >= 0 else []
-    limits += [int(word) for word in _words(_TASKS) if word.isdigit()]
-    least = min(limits, default=None)
+    limits = [limit for limit in resource.getrlimit(resource.RLIMIT_NPROC)[:1] if limit >= 0]
+    least = min([*limits, *(int(word) for word in _words(_TASKS) if word.isdigit())], default=None)
+    text = f"{'no limit on' if least is None else f'at most {least}'} processes and threads (ulimit -u, pids.max)"
     if least is not None and least < FEW_TASKS:
-        text = f"at most {least} processes and threads (ulimit -u, pids.max of the container)"
-        remedy = f"Raise the limit to at least {FEW_TASKS} (ulimit -u, docker run --pids-limit)"
-        yield warning(text, remedy, {"limit": least})
+        yield warning(text, f"Raise the limit to at least {FEW_TASKS} (ulimit -u, docker run --pids-limit)")
     else:
-        text = "no limit on processes and threads" if least is None else f"up to {least} processes and threads"
-        yield ok(text, facts={"limit": least})
+        yield ok(text)
 
 
-@check("machine", "network")
-def network(context: Context) -> Iterator[Finding]:
-    """The loopback interface, on which the services of a run listen, and this machine's hostname."""
-    try:
-        with socket.create_server(("127.0.0.1", 0)) as listening:
-            socket.create_connection(listening.getsockname(), timeout=5).close()
-    except OSError as error:
-        remedy = "Enable 127.0.0.1 (ip link set lo up, firewall rules): workers connect to each other over it"
-        yield context.problem(f"loopback connections fail: {error}", remedy, needed=True)
-    else:
-        yield ok("loopback works and has free ports")
-    name = socket.gethostname()
-    try:
-        socket.getaddrinfo(name, None)
-    except OSError as error:
-        yield warning(
-            f"the hostname {name!r} does not resolve ({error}): gloo and Ray may not find this machine on a cluster",
-            f"Add a line with its address and {name} to /etc/hosts, or set GLOO_SOCKET_IFNAME to its network interface",
-        )
-
-
-@check("machine", "proxies")
 def proxies(context: Context) -> Iterator[Finding]:
     """Whether a proxy intercepts connections to this machine's own addresses, which breaks Ray."""
     given = ", ".join(name for name in _PROXIES if os.environ.get(name))
@@ -180,22 +138,12 @@ def proxies(context: Context) -> Iterator[Finding]:
         )
 
 
-@check("machine", "variables")
 def variables(context: Context) -> Iterator[Finding]:
     """Relevant environment variables; for secrets, only that they are set."""
     names = sorted(name for name in os.environ if name.startswith(_SHOWN_BEGINNINGS) or name in _SHOWN)
     shown = {name: HIDDEN if is_secret_name(name) else os.environ[name] for name in names}
     if shown:
         yield ok(", ".join(f"{name}={value}" for name, value in shown.items()), facts={"variables": shown})
-    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
-        yield note("CUDA_VISIBLE_DEVICES is empty: GPUs are hidden", "Unset it to use GPUs")
-    threads = os.environ.get("OMP_NUM_THREADS", "")
-    if threads and not threads.isdigit():
-        yield warning(f"OMP_NUM_THREADS={threads!r} is not a number and is ignored", "Set it to a number, or unset it")
-
-
-def _limit(value: int) -> str:
-    return "without limit" if value < 0 else str(value)
 
 
 def _words(path: Path) -> list[str]:
@@ -203,3 +151,16 @@ def _words(path: Path) -> list[str]:
         return path.read_text().split()
     except OSError:
         return []
+
+
+CHECKS = (
+    Check("machine", "python", python),
+    Check("machine", "processor", processor),
+    Check("machine", "memory", memory),
+    Check("machine", "disk", disk),
+    Check("machine", "shared memory", shared_memory),
+    Check("machine", "open files", open_files),
+    Check("machine", "processes", processes),
+    Check("machine", "proxies", proxies),
+    Check("machine", "variables", variables),
+)

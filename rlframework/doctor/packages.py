@@ -1,23 +1,23 @@
-"""Checks of installed packages: versions, unmet requirements, missing extras, compilers."""
+"""Checks of installed packages and plugins: versions, unmet requirements, compilers, unusable plugins."""
 
 from __future__ import annotations
 
 import shutil
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from functools import cache
 from importlib import metadata
 from typing import NamedTuple
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from rlframework.doctor.checks import Context, Finding, check, note, ok, warning
+from rlframework.doctor.checks import Check, Context, Finding, note, ok, warning
+from rlframework.errors import PluginError
 from rlframework.observers.environment import PACKAGES
 from rlframework.observers.host import package_version
 
 CORE = "rlframework-core"
 OWN = (CORE, "rlframework-dtensor", "rlframework-deepspeed", "rlframework-megatron")
-EXTRAS = ("dtensor", "deepspeed", "megatron", "wandb", "mlflow")
 UNRELATED = "rlframework"
 """An unrelated distribution on PyPI that has a package of the same name."""
 _MISSING = "not installed"
@@ -41,7 +41,6 @@ class Clash(NamedTuple):
         return f"{self.distribution} requires {self.needed}, but {there}"
 
 
-@check("packages", "versions")
 def versions(context: Context) -> Iterator[Finding]:
     """The versions of relevant packages."""
     found = {name: package_version(name) for name in dict.fromkeys([*OWN, *PACKAGES])}
@@ -49,7 +48,6 @@ def versions(context: Context) -> Iterator[Finding]:
     yield ok(", ".join(f"{name} {version}" for name, version in there.items()), facts={"versions": there})
 
 
-@check("packages", "requirements")
 def requirements(context: Context) -> Iterator[Finding]:
     """Requirements of rlframework's distributions, and transitively of their dependencies."""
     own = [name for name in OWN if package_version(name) != _MISSING]
@@ -64,29 +62,34 @@ def requirements(context: Context) -> Iterator[Finding]:
             yield warning(str(clash), remedy)
     if not found:
         yield ok(f"all requirements of {', '.join(own)} are met")
-
-
-@check("packages", "extras")
-def extras(context: Context) -> Iterator[Finding]:
-    """Optional features that are not installed."""
-    missing = [extra for extra in EXTRAS if any(clash for _, clash in _required(CORE, extra))]
-    if missing:
-        words = ",".join(missing)
-        yield note(f"not installed: {', '.join(missing)}", f"To use them: pip install 'rlframework-core[{words}]'")
-    else:
-        yield ok(f"all extras are installed: {', '.join(EXTRAS)}")
-
-
-@check("packages", "name")
-def name(context: Context) -> Iterator[Finding]:
-    """Whether an unrelated distribution overwrites the package `rlframework`."""
-    version = package_version(UNRELATED)
-    if version != _MISSING:
+    if (version := package_version(UNRELATED)) != _MISSING:
         text = f"the unrelated distribution {UNRELATED!r} {version} is installed and overwrites this package"
         yield context.problem(text, f"pip uninstall {UNRELATED}, then reinstall rlframework-core", needed=True)
 
 
-@check("packages", "compilers")
+def clashes(roots: Iterable[str]) -> Iterator[Clash]:
+    """Yield unmet requirements of `roots` and, transitively, of their dependencies, breadth first."""
+    waiting = [(root, "") for root in roots]
+    for distribution, extra in waiting:  # grows meanwhile
+        for requirement in _requirements(distribution, extra):
+            there = package_version(requirement.name)
+            if there == _MISSING or not requirement.specifier.contains(there, prereleases=True):
+                yield Clash(distribution, requirement, there)
+                continue
+            found = str(canonicalize_name(requirement.name))
+            further = [(found, inner) for inner in ("", *sorted(requirement.extras))]
+            waiting += [one for one in further if one not in waiting]
+
+
+def _requirements(distribution: str, extra: str) -> Iterator[Requirement]:
+    """The requirements of an installed distribution on this machine; with an `extra`, those that it adds."""
+    for requirement in map(Requirement, metadata.requires(distribution) or []):
+        marker = requirement.marker
+        always = marker is None or marker.evaluate({"extra": ""})
+        if always != bool(extra) and (marker is None or marker.evaluate({"extra": extra})):
+            yield requirement
+
+
 def compilers(context: Context) -> Iterator[Finding]:
     """Compilers for DeepSpeed's offload to disk, which is built on first use."""
     if package_version("deepspeed") == _MISSING:
@@ -99,32 +102,32 @@ def compilers(context: Context) -> Iterator[Finding]:
     yield note(text, "To enable it: apt-get install g++; pip install ninja, with its folder on PATH")
 
 
-def clashes(roots: Iterable[str]) -> Iterator[Clash]:
-    """Yield unmet requirements of `roots` and, transitively, of their dependencies, breadth first."""
-    waiting = [(root, "") for root in roots]
-    for distribution, extra in waiting:  # grows meanwhile
-        for requirement, clash in _required(distribution, extra):
-            if clash is not None:
-                yield clash
-                continue
-            found = str(canonicalize_name(requirement.name))
-            further = [(found, inner) for inner in ("", *sorted(requirement.extras))]
-            waiting += [one for one in further if one not in waiting]
-
-
-@cache
-def _required(distribution: str, extra: str) -> list[tuple[Requirement, Clash | None]]:
-    """The requirements of `distribution` here, those that `extra` adds if given, each with how it is not met."""
+def plugins(context: Context) -> Iterator[Finding]:
+    """The available plugins by kind, and those that are broken or disabled."""
     try:
-        texts = metadata.requires(distribution) or []
-    except metadata.PackageNotFoundError:
-        return []
-    found = []
-    for requirement in map(Requirement, texts):
-        marker = requirement.marker
-        always = marker is None or marker.evaluate({"extra": ""})
-        if (not always and marker is not None and marker.evaluate({"extra": extra})) if extra else always:
-            there = package_version(requirement.name)
-            met = there != _MISSING and requirement.specifier.contains(there, prereleases=True)
-            found.append((requirement, None if met else Clash(distribution, requirement, there)))
-    return found
+        rows = context.manager.listing()
+    except PluginError as error:
+        yield context.problem(str(error), "See `rlframework plugins`", needed=True)
+        return
+    kinds: dict[str, list[str]] = defaultdict(list)
+    for row in rows:
+        if row.status == "active" and row.kind is not None:
+            kinds[row.kind].append(row.name)
+    text = "; ".join(f"{kind}: {', '.join(sorted(names))}" for kind, names in sorted(kinds.items()))
+    yield ok(text, facts={"parts": dict(kinds)})
+    for row in rows:
+        title = f"the {row.kind or 'plugin'} {row.name} ({row.distribution} {row.version}) is {row.status}"
+        if row.status == "disabled":
+            yield note(f"{title}: {row.reason}")
+        elif row.status == "broken":
+            remedy = f"Reinstall {row.distribution}, or disable it: RLFRAMEWORK_DISABLE_PLUGINS={row.name}"
+            needed = context.config is None  # a chosen one would not load
+            yield context.problem(f"{title}: {row.reason}", remedy, needed=needed)
+
+
+CHECKS = (
+    Check("packages", "versions", versions),
+    Check("packages", "requirements", requirements),
+    Check("packages", "compilers", compilers),
+    Check("plugins", "found", plugins),
+)

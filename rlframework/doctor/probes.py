@@ -11,6 +11,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, TypedDict
 
 
@@ -64,7 +65,14 @@ def torch_devices() -> TorchDevices:
         nccl: str | None = None
         gloo_error: str | None = "torch was built without it"
         cuda = torch.cuda.is_available()
-        gpus = [_gpu(index) for index in range(torch.cuda.device_count())] if cuda else []
+        gpus: list[TorchGpu] = [
+            {
+                "name": torch.cuda.get_device_name(index),
+                "capability": torch.cuda.get_device_capability(index),
+                "error": _error_of(partial(_compute, index)),
+            }
+            for index in range(torch.cuda.device_count() if cuda else 0)
+        ]
         if dist.is_available() and dist.is_nccl_available() and torch.version.cuda:
             nccl = ".".join(map(str, torch.cuda.nccl.version()))
         if dist.is_available() and dist.is_gloo_available():
@@ -86,7 +94,18 @@ def ray_cluster(address: str) -> RayCluster:
 
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-        nodes = [_node(node) for node in ray.nodes()]  # type: ignore[no-untyped-call]
+        nodes: list[RayNode] = [
+            {
+                "address": str(node.get("NodeManagerAddress")),
+                "alive": bool(node.get("Alive")),
+                "cpus": total.get("CPU", 0),
+                "gpus": total.get("GPU", 0),
+                "memory_bytes": total.get("memory", 0),
+                "object_store_bytes": total.get("object_store_memory", 0),
+            }
+            for node in ray.nodes()  # type: ignore[no-untyped-call]
+            for total in [node.get("Resources", {})]
+        ]
         free = ray.available_resources()  # type: ignore[no-untyped-call]
     finally:
         ray.shutdown()
@@ -98,15 +117,10 @@ def ray_cluster(address: str) -> RayCluster:
     }
 
 
-def _gpu(index: int) -> TorchGpu:
+def _compute(index: int) -> None:
     import torch
 
-    properties = torch.cuda.get_device_properties(index)
-    return {
-        "name": properties.name,
-        "capability": (properties.major, properties.minor),
-        "error": _error_of(lambda: torch.ones(2, device=f"cuda:{index}").sum().item()),
-    }
+    torch.ones(2, device=f"cuda:{index}").sum().item()
 
 
 def _form_gloo_group() -> None:
@@ -126,18 +140,6 @@ def _error_of(work: Callable[[], object]) -> str | None:
     return None
 
 
-def _node(node: dict[str, Any]) -> RayNode:
-    resources = node.get("Resources", {})
-    return {
-        "address": str(node.get("NodeManagerAddress")),
-        "alive": bool(node.get("Alive")),
-        "cpus": resources.get("CPU", 0),
-        "gpus": resources.get("GPU", 0),
-        "memory_bytes": resources.get("memory", 0),
-        "object_store_bytes": resources.get("object_store_memory", 0),
-    }
-
-
 def _with_causes(error: BaseException) -> str:
     causes = [error]
     while causes[-1].__cause__ is not None:
@@ -151,14 +153,10 @@ def _short(text: str) -> str:
     return f"{before}{inside.splitlines()[-1]}" if traceback and inside else before
 
 
-def _main(name: str, *arguments: str) -> None:
+if __name__ == "__main__":
     probes: dict[str, Callable[..., Mapping[str, Any]]] = {"torch_devices": torch_devices, "ray_cluster": ray_cluster}
     try:
-        result = probes[name](*arguments)
+        result = probes[sys.argv[1]](*sys.argv[2:])
     except Exception as error:  # noqa: BLE001 - the error is the result
         result = {"error": _with_causes(error)}
     print(json.dumps(result))
-
-
-if __name__ == "__main__":
-    _main(*sys.argv[1:])

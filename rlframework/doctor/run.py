@@ -8,17 +8,14 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from rlframework.doctor.checks import Context, Finding, ProbeError, ask, broken, check, note, ok, warning
+from rlframework.config.sections import RunConfig
+from rlframework.doctor.checks import Check, Context, Finding, ProbeError, ask, broken, note, ok, warning
 from rlframework.doctor.cluster import address, cluster_nodes
 from rlframework.errors import RLFrameworkError
 from rlframework.huggingface.hub import is_path, probe_hub
 from rlframework.observers import host
 from rlframework.workers.machine import cpu_count
-
-if TYPE_CHECKING:
-    from rlframework.config.sections import RunConfig
 
 _PYTHON_SECONDS = 60.0
 _VERSIONS = (
@@ -27,20 +24,7 @@ _VERSIONS = (
 )
 _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 
-RunFunction = Callable[[Context, "RunConfig"], Iterable[Finding]]
 
-
-def run_check(name: str) -> Callable[[RunFunction], RunFunction]:
-    """Return a decorator that registers a check of "run", which finds nothing if the configuration does not load."""
-
-    def register(function: RunFunction) -> RunFunction:
-        check("run", name)(lambda context: function(context, context.config) if context.config is not None else ())
-        return function
-
-    return register
-
-
-@check("run", "configuration")
 def configuration(context: Context) -> Iterator[Finding]:
     """Whether the configuration loads and passes the checks of its plugins."""
     config, error = context.config, context.config_error
@@ -50,7 +34,6 @@ def configuration(context: Context) -> Iterator[Finding]:
         yield broken(_told(error), "Fix the configuration; nothing else about this run was checked")
 
 
-@run_check("model")
 def model(context: Context, config: RunConfig) -> Iterator[Finding]:
     """The files of the model: local, in the Hub's cache, or on the Hub."""
     name = config.policy.model_name
@@ -69,13 +52,12 @@ def model(context: Context, config: RunConfig) -> Iterator[Finding]:
         yield note(text, "Before a run on a cluster: hf download")
 
 
-@run_check("estimate")
 def estimate(context: Context, config: RunConfig) -> Iterator[Finding]:
     """The checks and estimates of `rlframework train --dry-run`."""
     name = config.policy.model_name
     if not is_path(name) and _cached(name) is None and _hub_cannot_be_asked() is not None:
         return  # reported by the check `model`
-    from rlframework.runner.launch import dry_run
+    from rlframework.runner.launch import dry_run  # imports much that other checks do not need
 
     try:
         found = dry_run(config)
@@ -89,7 +71,6 @@ def estimate(context: Context, config: RunConfig) -> Iterator[Finding]:
         yield warning(text, remedy)
 
 
-@run_check("workers")
 def workers(context: Context, config: RunConfig) -> Iterator[Finding]:
     """Whether there are enough cores or GPUs for the workers; on a cluster, each node holds `workers_per_node`."""
     cuda, nodes, where = context.device == "cuda", None, "on this machine"
@@ -114,7 +95,6 @@ def workers(context: Context, config: RunConfig) -> Iterator[Finding]:
         yield warning("device=auto resolves to cpu on this machine, but the cluster has GPUs", "Set device=cuda")
 
 
-@run_check("python of the workers")
 def python_of_workers(context: Context, config: RunConfig) -> Iterator[Finding]:
     """Whether a Python set for the workers has the same versions of Python and Ray, as Ray requires."""
     backend = context.manager.select("policy_worker", config.policy.backend).record
@@ -134,41 +114,6 @@ def python_of_workers(context: Context, config: RunConfig) -> Iterator[Finding]:
         yield ok(f"{text}, as the driver has", facts=facts)
     else:
         yield broken(f"{text}; the driver has {here[0]} and {here[1]}", "Install exactly the same versions", facts)
-
-
-@run_check("environment of the workers")
-def environment_of_workers(context: Context, config: RunConfig) -> Iterator[Finding]:
-    """Whether the environment variables to pass on to workers are set."""
-    names = getattr(config.worker_group, "pass_environment", ())
-    missing = ", ".join(name for name in names if name not in os.environ)
-    if missing:
-        text = f"worker_group.pass_environment lists {missing}, which is not set: workers will not get it"
-        yield warning(text, "Set it in the environment of the run, or remove it from the list")
-    elif names:
-        yield ok(f"workers get {', '.join(names)}")
-
-
-@run_check("faults")
-def faults(context: Context, config: RunConfig) -> Iterator[Finding]:
-    """The cost of losing a worker."""
-    restarts, every = config.fault_tolerance.max_restarts, config.checkpoints.every
-    if restarts and every:
-        yield ok(f"losing a worker costs at most {every} step(s), up to {restarts} times in a row")
-    elif restarts:
-        yield warning("a restart begins from step 0, because checkpoints.every=0", "Set checkpoints.every=N")
-    elif config.worker_group.num_workers > 1:
-        kept = f"by hand, from a checkpoint every {every} step(s)" if every else "from step 0, without a checkpoint"
-        text = f"losing a worker ends the run, which can be restarted {kept}"
-        yield note(text, "For automatic restarts, set fault_tolerance.max_restarts=3 and checkpoints.every=N")
-
-
-@run_check("services")
-def services(context: Context, config: RunConfig) -> Iterator[Finding]:
-    """Whether Weights & Biases has the API key that it needs when a run starts."""
-    section, netrc = config.observers.wandb, Path(os.environ.get("NETRC") or Path.home() / ".netrc")
-    if section and section.mode == "online" and not os.environ.get("WANDB_API_KEY") and not netrc.is_file():
-        text = "observers.wandb is online, but no W&B API key is set"
-        yield warning(text, "Run `wandb login`, or set observers.wandb.mode=offline")
 
 
 def _told(error: Exception) -> str:
@@ -202,3 +147,17 @@ def _hub_cannot_be_asked() -> str | None:
     """Return why the hub cannot be reached; None if it can."""
     offline = [name for name in _OFFLINE if os.environ.get(name, "").lower() in ("1", "on", "yes", "true")]
     return f"{offline[0]} is set" if offline else probe_hub()
+
+
+def _if_loaded(check: Callable[[Context, RunConfig], Iterable[Finding]]) -> Callable[[Context], Iterable[Finding]]:
+    """`check`, without findings if the configuration does not load."""
+    return lambda context: check(context, context.config) if context.config is not None else ()
+
+
+CHECKS = (
+    Check("run", "configuration", configuration),
+    Check("run", "model", _if_loaded(model)),
+    Check("run", "estimate", _if_loaded(estimate)),
+    Check("run", "workers", _if_loaded(workers)),
+    Check("run", "python of the workers", _if_loaded(python_of_workers)),
+)

@@ -12,7 +12,6 @@ import re
 import shlex
 import sys
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib import metadata
 from importlib.resources import files
 from importlib.util import find_spec
@@ -47,57 +46,39 @@ FILES = {
 """Maps the path of each file to write to its template file."""
 
 
-@dataclass(frozen=True)
-class Names:
-    """The names derived from `name`, which selects the backend in the configuration."""
-
-    name: str
-
-    @property
-    def package(self) -> str:
-        """The name of the Python package."""
-        return f"rlframework_{self.name}"
-
-    @property
-    def distribution(self) -> str:
-        """The name of the distribution and of its folder."""
-        return f"rlframework-{self.name.replace('_', '-')}"
-
-    @property
-    def camel(self) -> str:
-        """The prefix of class names."""
-        return "".join(part[:1].upper() + part[1:] for part in self.name.split("_"))
-
-
 def write_backend(name: str, directory: str | Path | None = None) -> Path:
     """Write a distribution for the backend `name` to `directory` (default: a folder of its name); return the folder.
 
     Raises `ConfigError`, and writes nothing, if the name is invalid or in use, or if the folder is not empty.
     """
-    names = checked_names(name)
-    folder = Path(names.distribution if directory is None else directory).absolute()
+    if problem := _spelling(name) or _taken(name):
+        raise ConfigError(f"{name!r} cannot be the name of a backend: {problem}")
+    folder = Path(_words(name)["distribution"] if directory is None else directory).absolute()
     _require_free(folder)
-    texts = backend_files(names)
     with replacing_directory(folder) as new:
-        for path, text in texts.items():
+        for path, text in backend_files(name).items():
             (new / path).parent.mkdir(parents=True, exist_ok=True)
             (new / path).write_text(text, encoding="utf-8")
     return folder
 
 
-def backend_files(names: Names) -> dict[str, str]:
-    """Return the text of each file, by its path in the folder."""
-    words = {
-        "name": names.name,
-        "package": names.package,
-        "distribution": names.distribution,
-        "camel": names.camel,
-        "core": core_range(__version__),
-    }
-    template = files("rlframework.new_backend") / "template"
+def backend_files(name: str) -> dict[str, str]:
+    """Return the text of each file of the backend `name`, by its path in the folder."""
+    words, template = _words(name), files("rlframework.new_backend") / "template"
     return {
         Template(path).substitute(words): Template((template / source).read_text(encoding="utf-8")).substitute(words)
         for path, source in FILES.items()
+    }
+
+
+def _words(name: str) -> dict[str, str]:
+    """The placeholders of the template: `name` and the names derived from it."""
+    return {
+        "name": name,
+        "package": f"rlframework_{name}",
+        "distribution": f"rlframework-{name.replace('_', '-')}",
+        "camel": "".join(part.capitalize() for part in name.split("_")),
+        "core": core_range(__version__),
     }
 
 
@@ -111,21 +92,13 @@ def core_range(version: str) -> str:
 def next_commands(name: str, folder: Path) -> str:
     """Return the commands to run next, one per line."""
     near = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
-    return "\n".join(
-        [
-            f"  cd {shlex.quote(str(near))}",
-            '  pip install -e ".[dev]"',
-            "  rlframework plugins",
-            f"  rlframework conformance {name} --layout data=1",
-        ]
+    steps = (
+        f"cd {shlex.quote(str(near))}",
+        'pip install -e ".[dev]"',
+        "rlframework plugins",
+        f"rlframework conformance {name} --layout data=1",
     )
-
-
-def checked_names(name: str) -> Names:
-    """Return the names for a backend `name`. Raises `ConfigError` if the name is invalid or already in use."""
-    if problem := _spelling(name) or _taken(name):
-        raise ConfigError(f"{name!r} cannot be the name of a backend: {problem}")
-    return Names(name)
+    return "\n".join(f"  {step}" for step in steps)
 
 
 def _spelling(name: str) -> str | None:
@@ -146,12 +119,12 @@ def _taken(name: str) -> str | None:
             return (
                 f"it is used by {row.distribution} {row.version}; choose another name, or uninstall that distribution"
             )
-    names = Names(name)
-    if find_spec(names.package) is not None:
-        return f"the Python module {names.package} already exists; choose another name, or uninstall it"
+    package, distribution = (_words(name)[key] for key in ("package", "distribution"))
+    if find_spec(package) is not None:
+        return f"the Python module {package} already exists; choose another name, or uninstall it"
     with suppress(metadata.PackageNotFoundError):
-        version = metadata.version(names.distribution)
-        return f"{names.distribution} {version} is already installed; choose another name, or uninstall it"
+        version = metadata.version(distribution)
+        return f"{distribution} {version} is already installed; choose another name, or uninstall it"
     return None
 
 

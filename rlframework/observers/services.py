@@ -14,8 +14,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from rlframework.config.observers import MlflowConfig
-from rlframework.config.sections import ObserversConfig
+from rlframework.config.sections import MlflowConfig, ObserversConfig
 from rlframework.configure import dump_config
 from rlframework.errors import ConfigError
 from rlframework.observers.environment import read_environment, run_id

@@ -32,8 +32,7 @@ from rlframework.plugins.user_defined import load_loss, load_reward
 def rlframework_data_processors() -> list[DataProcessorRecord]:
     """The built-in microbatch processor."""
     target = "rlframework.microbatches.data_processor:MicrobatchProcessor"
-    summary = "padded, dynamic or packed microbatches"
-    return [DataProcessorRecord("microbatches", target, API_VERSION, summary)]
+    return [DataProcessorRecord("microbatches", target, API_VERSION, "padded, dynamic or packed microbatches")]
 
 
 @hookimpl
@@ -70,16 +69,10 @@ def rlframework_worker_groups() -> list[WorkerGroupRecord]:
 @hookimpl
 def rlframework_generation_engines() -> list[GenerationEngineRecord]:
     """The built-in engine."""
-    return [
-        GenerationEngineRecord(
-            "transformers",
-            "rlframework.generation.transformers_engine:TransformersEngine",
-            API_VERSION,
-            "generation with transformers, in the trainer's process or in separate ones",
-            frozenset({Capability.COLLECTIVE_REFIT, Capability.IPC_REFIT}),
-            GenerationConfig,
-        )
-    ]
+    target = "rlframework.generation.transformers_engine:TransformersEngine"
+    summary = "generation with transformers, in the trainer's process or in separate ones"
+    refits = frozenset({Capability.COLLECTIVE_REFIT, Capability.IPC_REFIT})
+    return [GenerationEngineRecord("transformers", target, API_VERSION, summary, refits, GenerationConfig)]
 
 
 @hookimpl

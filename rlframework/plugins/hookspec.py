@@ -12,20 +12,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import pluggy
 
-if TYPE_CHECKING:
-    from rlframework.config.sections import RunConfig
-    from rlframework.plugins.types import (
-        AlgorithmRecord,
-        DataProcessorRecord,
-        EnvironmentRecord,
-        GenerationEngineRecord,
-        PolicyWorkerRecord,
-        WorkerGroupRecord,
-    )
+from rlframework.config.sections import RunConfig
+from rlframework.plugins.types import (
+    AlgorithmRecord,
+    DataProcessorRecord,
+    EnvironmentRecord,
+    GenerationEngineRecord,
+    PolicyWorkerRecord,
+    WorkerGroupRecord,
+)
 
 PROJECT = "rlframework"
 """Name of the pluggy project and of the entry-point group of plugins."""
@@ -64,14 +63,8 @@ def rlframework_policy_workers() -> Iterable[PolicyWorkerRecord]:
     >>> from rlframework.plugins.types import Capability, PolicyWorkerRecord
     >>> @hookimpl
     ... def rlframework_policy_workers():
-    ...     return [
-    ...         PolicyWorkerRecord(
-    ...             name="mine",
-    ...             target="my_package.worker:MyPolicyWorker",
-    ...             api_version=1,
-    ...             capabilities=frozenset({Capability.DATA_PARALLEL}),
-    ...         )
-    ...     ]
+    ...     capabilities = frozenset({Capability.DATA_PARALLEL})
+    ...     return [PolicyWorkerRecord("mine", "my_package.worker:MyWorker", api_version=1, capabilities=capabilities)]
     """
     return ()
 
@@ -106,18 +99,11 @@ def rlframework_worker_groups() -> Iterable[WorkerGroupRecord]:
 def rlframework_generation_engines() -> Iterable[GenerationEngineRecord]:
     """Return generation engines, selected by `generation.name`.
 
-    >>> from rlframework.config.sections import GenerationConfig
     >>> from rlframework.plugins.hookspec import hookimpl
     >>> from rlframework.plugins.types import GenerationEngineRecord
-    >>> class MyConfig(GenerationConfig):
-    ...     beams: int = 1
     >>> @hookimpl
     ... def rlframework_generation_engines():
-    ...     return [
-    ...         GenerationEngineRecord(
-    ...             name="mine", target="my_package.engine:MyEngine", api_version=1, config_model=MyConfig
-    ...         )
-    ...     ]
+    ...     return [GenerationEngineRecord("mine", "my_package.engine:MyEngine", api_version=1)]
     """
     return ()
 
@@ -133,9 +119,7 @@ def rlframework_environments() -> Iterable[EnvironmentRecord]:
     ...     width: int = 8
     >>> @hookimpl
     ... def rlframework_environments():
-    ...     return [
-    ...         EnvironmentRecord(name="maze", target="my_package.maze:Maze", api_version=1, config_model=MazeConfig)
-    ...     ]
+    ...     return [EnvironmentRecord("maze", "my_package.maze:Maze", api_version=1, config_model=MazeConfig)]
     """
     return ()
 
@@ -144,18 +128,11 @@ def rlframework_environments() -> Iterable[EnvironmentRecord]:
 def rlframework_algorithms() -> Iterable[AlgorithmRecord]:
     """Return algorithms, selected by `algorithm.name`.
 
-    >>> from rlframework.config.sections import AlgorithmConfig
     >>> from rlframework.plugins.hookspec import hookimpl
     >>> from rlframework.plugins.types import AlgorithmRecord
-    >>> class MyConfig(AlgorithmConfig):
-    ...     beta: float = 0.1
     >>> @hookimpl
     ... def rlframework_algorithms():
-    ...     return [
-    ...         AlgorithmRecord(
-    ...             name="mine", target="my_package.algorithm:MyAlgorithm", api_version=1, config_model=MyConfig
-    ...         )
-    ...     ]
+    ...     return [AlgorithmRecord("mine", "my_package.algorithm:MyAlgorithm", api_version=1)]
     """
     return ()
 

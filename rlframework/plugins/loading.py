@@ -11,8 +11,8 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
 from operator import attrgetter
@@ -30,34 +30,27 @@ CORE = "rlframework-core"
 UNVERSIONED = "unversioned"
 
 
-@dataclass(frozen=True)
-class Source:
-    """The origin of a plugin, known before it is imported. `name` is that of its entry point or module."""
+@dataclass
+class Plugin:
+    """A plugin: its origin and, after `load`, its records or why it is broken.
+
+    `name` is that of its entry point or module. A `disabled` plugin is not even imported. `records` are those that
+    could be read, even if the plugin is broken.
+    """
 
     name: str
     distribution: str
     version: str
     module: str
-    load: Callable[[], object]
+    import_: Callable[[], object]
+    disabled: bool = False
+    loaded: object | None = None
+    records: Sequence[Record] = ()
+    error: BaseException | None = None
 
     def __str__(self) -> str:
         """Return `distribution version`, for error messages."""
         return f"{self.distribution} {self.version}"
-
-
-@dataclass(frozen=True)
-class LoadedPlugin:
-    """A plugin after the attempt to import and read it.
-
-    `error` is None unless the plugin is broken. A `disabled` plugin is not even imported. `records` are those that
-    could be read, even if the plugin is broken.
-    """
-
-    source: Source
-    plugin: object | None = None
-    records: tuple[Record, ...] = ()
-    error: BaseException | None = None
-    disabled: bool = False
 
     @property
     def active(self) -> bool:
@@ -69,31 +62,41 @@ class LoadedPlugin:
         """Why the plugin is broken; "" if it is not."""
         return "" if self.error is None else one_line(self.error)
 
+    def load(self) -> None:
+        """Import the plugin and read its records. Its errors are stored, never raised."""
+        try:
+            self.loaded = self.import_()
+        except (Exception, SystemExit) as error:  # noqa: BLE001  # stored: a plugin that exits Python is just broken
+            self.error = error
+            return
+        if self.version == UNVERSIONED:
+            package = sys.modules.get(self.module.partition(".")[0])
+            self.version = str(getattr(package, "__version__", UNVERSIONED))
+        self.records, self.error = read_plugin(self.loaded)
 
-def find_sources(modules: Sequence[str]) -> list[Source]:
+
+def find_plugins(modules: Sequence[str]) -> list[Plugin]:
     """Return the built-in plugins, entry points by name, and modules without an entry point, under unique names."""
-    sources = [_core_source(), *_entry_point_sources()]
-    known = {source.module for source in sources}
-    for module in dict.fromkeys(modules):
-        if module not in known:
-            load = partial(importlib.import_module, module)
-            sources.append(Source(module, f"module {module}", UNVERSIONED, module, load))
-    return list(_with_unique_names(sources))
-
-
-def load_source(source: Source, *, disabled: bool) -> LoadedPlugin:
-    """Import the plugin and read its records. Its errors are stored, never raised."""
-    if disabled:
-        return LoadedPlugin(source, disabled=True)
     try:
-        plugin = source.load()
-    except (Exception, SystemExit) as error:  # noqa: BLE001  # stored: a plugin that exits Python is just broken
-        return LoadedPlugin(source, error=error)
-    if source.version == UNVERSIONED:
-        package = sys.modules.get(source.module.partition(".")[0])
-        source = replace(source, version=str(getattr(package, "__version__", UNVERSIONED)))
-    records, fault = read_plugin(plugin)
-    return LoadedPlugin(source, plugin, tuple(records), fault)
+        version = metadata.version(CORE)
+    except metadata.PackageNotFoundError:  # running from a source tree that is not installed
+        version = rlframework.__version__
+    builtin = "rlframework.plugins.builtin"
+    plugins = [Plugin("core", CORE, version, builtin, partial(importlib.import_module, builtin))]
+    for entry in metadata.entry_points(group=specs.PROJECT):
+        origin = (entry.dist.name, entry.dist.version) if entry.dist else ("unknown distribution", UNVERSIONED)
+        plugins.append(Plugin(entry.name, *origin, entry.value, entry.load))
+    plugins.sort(key=lambda plugin: (plugin.module != builtin, plugin.name, plugin.distribution))
+    for module in dict.fromkeys(modules):
+        if all(plugin.module != module for plugin in plugins):
+            import_ = partial(importlib.import_module, module)
+            plugins.append(Plugin(module, f"module {module}", UNVERSIONED, module, import_))
+    taken = set[str]()
+    for plugin in plugins:
+        if plugin.name in taken:
+            plugin.name = f"{plugin.name} ({plugin.distribution})"
+        taken.add(plugin.name)
+    return plugins
 
 
 def load_target(target: str) -> Any:
@@ -138,7 +141,16 @@ def read_plugin(plugin: object) -> tuple[list[Record], BaseException | None]:
         for kind, record_type in RECORD_TYPES.items():
             hook = f"{specs.PROJECT}_{kind}s"
             for returned in getattr(scratch.hook, hook)():
-                records += _records(hook, record_type, returned)
+                if isinstance(returned, str) or not isinstance(returned, Iterable):
+                    found = type(returned).__name__
+                    raise PluginError(f"{hook} returned {found}; it must return a list of {record_type.__name__}")
+                for record in returned:
+                    if not isinstance(record, record_type):
+                        raise PluginError(
+                            f"{hook} returned a list that contains a {type(record).__name__}; all items must be "
+                            f"{record_type.__name__}"
+                        )
+                    records.append(record)
         for record in records:
             _check_record(record)
     except (Exception, SystemExit) as error:  # noqa: BLE001  # kept as the reason
@@ -170,31 +182,6 @@ def one_line(error: BaseException) -> str:
     return f"{kind.__name__}: {text}" if text else kind.__name__
 
 
-def _core_source() -> Source:
-    try:
-        version = metadata.version(CORE)
-    except metadata.PackageNotFoundError:  # running from a source tree that is not installed
-        version = rlframework.__version__
-    module = "rlframework.plugins.builtin"
-    return Source("core", CORE, version, module, partial(importlib.import_module, module))
-
-
-def _entry_point_sources() -> list[Source]:
-    sources = []
-    for entry in metadata.entry_points(group=specs.PROJECT):
-        name, version = (entry.dist.name, entry.dist.version) if entry.dist else ("unknown distribution", UNVERSIONED)
-        sources.append(Source(entry.name, name, version, entry.value, entry.load))
-    return sorted(sources, key=lambda source: (source.name, source.distribution))
-
-
-def _with_unique_names(sources: Sequence[Source]) -> Iterator[Source]:
-    taken: set[str] = set()
-    for source in sources:
-        unique = source if source.name not in taken else replace(source, name=f"{source.name} ({source.distribution})")
-        taken.add(unique.name)
-        yield unique
-
-
 def _check_hooks(scratch: pluggy.PluginManager, plugin: object) -> None:
     known = [name for name in vars(specs) if name.startswith(f"{specs.PROJECT}_")]
     callers = scratch.get_hookcallers(plugin) or []
@@ -215,18 +202,6 @@ def _check_hooks(scratch: pluggy.PluginManager, plugin: object) -> None:
             )
     if not callers:
         raise PluginError("it implements no hook of rlframework; rlframework.plugins.hookspec lists them")
-
-
-def _records(hook: str, expected: type[Record], returned: object) -> list[Record]:
-    if isinstance(returned, str) or not isinstance(returned, Iterable):
-        raise PluginError(f"{hook} returned {type(returned).__name__}; it must return a list of {expected.__name__}")
-    records = list(returned)
-    for record in records:
-        if not isinstance(record, expected):
-            raise PluginError(
-                f"{hook} returned a list that contains a {type(record).__name__}; all items must be {expected.__name__}"
-            )
-    return records
 
 
 def _check_record(record: Record) -> None:

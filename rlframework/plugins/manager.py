@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import os
-import pkgutil
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,10 +18,10 @@ from rlframework.errors import PluginError
 from rlframework.plugins.listing import PluginListing
 from rlframework.plugins.loading import (
     UNVERSIONED,
-    LoadedPlugin,
+    Plugin,
     did_you_mean,
-    find_sources,
-    load_source,
+    find_plugins,
+    load_target,
     make_current_directory_importable,
     new_pluggy,
     one_line,
@@ -60,29 +59,31 @@ def create_manager(modules: Sequence[str] = (), disabled: Sequence[str] | None =
     words = frozenset(word.strip() for word in disabled) - {""}
     if modules:
         make_current_directory_importable()
-    sources = find_sources(modules)
-    loaded = [load_source(source, disabled=bool(words & {source.name, source.distribution})) for source in sources]
-    return PluginManager(loaded, words)
+    plugins = find_plugins(modules)
+    for plugin in plugins:
+        plugin.disabled = bool(words & {plugin.name, plugin.distribution})
+        if not plugin.disabled:
+            plugin.load()
+    return PluginManager(plugins, words)
 
 
 class PluginManager:
     """The plugins of this process: active, broken and disabled. Use `create_manager` to create one."""
 
-    def __init__(self, plugins: Sequence[LoadedPlugin], disabled: frozenset[str]) -> None:
+    def __init__(self, plugins: Sequence[Plugin], disabled: frozenset[str]) -> None:
         """Manage the loaded `plugins`, without the records named in `disabled`."""
-        self._plugins = list(plugins)
+        self._plugins = plugins
         self._disabled = disabled
         self._pluggy = new_pluggy()
         self._found: Mapping[tuple[str, str], list[Registered]] = defaultdict(list)
         known = set[str]()
-        for plugin in self._plugins:
-            source = plugin.source
-            known |= {source.name, source.distribution, *(record.name for record in plugin.records)}
+        for plugin in plugins:
+            known |= {plugin.name, plugin.distribution, *(record.name for record in plugin.records)}
             if plugin.active:
-                self._pluggy.register(plugin.plugin, source.name)
+                self._pluggy.register(plugin.loaded, plugin.name)
                 for record in plugin.records:
                     if record.name not in disabled:
-                        entry = Registered(record, source.distribution, source.version, source.name)
+                        entry = Registered(record, plugin.distribution, plugin.version, plugin.name)
                         self._found[record.kind, record.name].append(entry)
         for word in sorted(disabled - known):
             raise PluginError(
@@ -112,19 +113,21 @@ class PluginManager:
         found = self._found.get((kind, name), [])
         if len(found) > 1:
             raise PluginError(_duplicate(found))
-        if (broken := self._broken(kind, name)) is not None:
-            subject = f"{RECORD_TYPES[kind].key}: the plugin {broken.source.name!r}"
-            raise PluginError(f"{subject} of {broken.source} is broken: {broken.reason}") from broken.error
+        for broken in (plugin for plugin in self._plugins if plugin.error is not None):
+            by_record = any((record.kind, record.name) == (kind, name) for record in broken.records)
+            if by_record or (broken.name == name and not found):
+                subject = f"{RECORD_TYPES[kind].key}: the plugin {broken.name!r}"
+                raise PluginError(f"{subject} of {broken} is broken: {broken.reason}") from broken.error
         if found:
             return found[0]
         raise PluginError(" ".join(self._why_not(kind, name)))
 
     def load(self, record: Record) -> type:
         """Import the class named by `record.target`. Raises `PluginError` from any error of the import."""
-        owners = (str(plugin.source) for plugin in self._plugins if any(record is own for own in plugin.records))
+        owners = (str(plugin) for plugin in self._plugins if any(record is own for own in plugin.records))
         blame = next(owners, "a plugin that this manager does not know")
         try:
-            target = pkgutil.resolve_name(record.target)
+            target = load_target(record.target)
         except (Exception, SystemExit) as error:  # reported with the plugin's name
             subject = f"the {record.kind} {record.name!r} of {blame}"
             raise PluginError(f"{subject} is broken: {one_line(error)} (while importing {record.target})") from error
@@ -138,19 +141,13 @@ class PluginManager:
 
     def fingerprint(self) -> dict[str, tuple[str, str]]:
         """Return the distribution and version of each active plugin, by plugin name."""
-        return {
-            plugin.source.name: (plugin.source.distribution, plugin.source.version)
-            for plugin in self._plugins
-            if plugin.active
-        }
+        return {plugin.name: (plugin.distribution, plugin.version) for plugin in self._plugins if plugin.active}
 
     def compare_fingerprint(self, theirs: Mapping[str, tuple[str, str]]) -> None:
         """Raise a `PluginError` that lists how the driver's fingerprint `theirs` differs from this process's."""
         ours, differences = self.fingerprint(), []
         unusable = {
-            plugin.source.name: f"it disabled ({plugin.source})"
-            if plugin.disabled
-            else f"it broken ({plugin.source}: {plugin.reason})"
+            plugin.name: f"it disabled ({plugin})" if plugin.disabled else f"it broken ({plugin}: {plugin.reason})"
             for plugin in self._plugins
             if not plugin.active
         }
@@ -165,26 +162,13 @@ class PluginManager:
                 "distributions in both environments."
             )
 
-    def _broken(self, kind: str, name: str) -> LoadedPlugin | None:
-        """The broken plugin that `name` refers to, by one of its records or else by the plugin's own name.
-
-        A record of an active plugin takes precedence over a broken plugin of the same name.
-        """
-        broken = [plugin for plugin in self._plugins if plugin.error is not None]
-        for plugin in broken:
-            if any((record.kind, record.name) == (kind, name) for record in plugin.records):
-                return plugin
-        if (kind, name) in self._found:
-            return None
-        return next((plugin for plugin in broken if plugin.source.name == name), None)
-
     def _why_not(self, kind: str, name: str) -> Iterator[str]:
         """Yield the sentences that say why there is no such record, and what to do."""
         key = RECORD_TYPES[kind].key
         for plugin in self._plugins:
             records = {record.name for record in plugin.records if record.kind == kind}
-            if plugin.source.name == name if plugin.disabled else name in records & self._disabled:
-                yield f"{key}: the {kind} {name!r} ({plugin.source}) is disabled by {DISABLE_VARIABLE}."
+            if plugin.name == name if plugin.disabled else name in records & self._disabled:
+                yield f"{key}: the {kind} {name!r} ({plugin}) is disabled by {DISABLE_VARIABLE}."
                 yield "Choose another one, or remove the name from that variable."
                 return
         installed = self.registered(kind)
@@ -198,7 +182,7 @@ class PluginManager:
         for plugin in self._plugins:
             if not plugin.active:
                 state = "disabled" if plugin.disabled else f"broken: {plugin.reason}"
-                yield f"{plugin.source.name} of {plugin.source} is {state}."
+                yield f"{plugin.name} of {plugin} is {state}."
         wanted = name if name in own else near
         if wanted in own and wanted not in installed:
             yield (
@@ -211,15 +195,13 @@ class PluginManager:
                 "`plugins:` in the configuration; `rlframework plugins` lists the plugins that are found."
             )
 
-    def _rows(self, plugin: LoadedPlugin) -> Iterator[PluginListing]:
-        source = plugin.source
-        status, reason = "active", ""
+    def _rows(self, plugin: Plugin) -> Iterator[PluginListing]:
+        status, reason = ("active", "") if plugin.active else ("broken", plugin.reason)
         if plugin.disabled:
             status, reason = "disabled", DISABLE_VARIABLE
-        elif plugin.error is not None:
-            status, reason = "broken", plugin.reason
+        origin = (plugin.distribution, plugin.version)
         if not plugin.records:
-            yield PluginListing(source.name, None, source.distribution, source.version, None, (), status, reason)
+            yield PluginListing(plugin.name, None, *origin, None, (), status, reason)
         for record in plugin.records:
             found = self._found.get((record.kind, record.name), [])
             of_record = (status, reason)
@@ -227,15 +209,9 @@ class PluginManager:
                 of_record = ("disabled", DISABLE_VARIABLE)
             elif plugin.active and len(found) > 1:
                 of_record = ("broken", _duplicate(found))
+            capabilities = tuple(sorted(map(str, record.capabilities)))
             yield PluginListing(
-                record.name,
-                record.kind,
-                source.distribution,
-                source.version,
-                record.api_version,
-                tuple(sorted(map(str, record.capabilities))),
-                *of_record,
-                summary=record.summary,
+                record.name, record.kind, *origin, record.api_version, capabilities, *of_record, record.summary
             )
 
 

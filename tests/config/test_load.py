@@ -43,50 +43,43 @@ def test_defaults_come_first_in_order_and_the_file_itself_wins(tmp_path: Path) -
     assert tree.origin(("nothing",)) == ""
 
 
-def test_defaults_are_relative_to_the_file_that_names_them(tmp_path: Path) -> None:
+def test_defaults_are_relative_to_their_file_and_one_may_be_inherited_along_two_ways(tmp_path: Path) -> None:
     write(
         tmp_path,
         {
             "base.yaml": "a: base\n",
             "sub/base.yaml": "a: sub\n",
-            "sub/middle.yaml": "defaults: base.yaml\n",
-            "top.yaml": "defaults: sub/middle.yaml\n",
+            "sub/l.yaml": "defaults: base.yaml\nl: 1\n",
+            "sub/r.yaml": "defaults: base.yaml\nr: 1\n",
+            "top.yaml": "defaults: [sub/l.yaml, sub/r.yaml]\n",
         },
     )
-    assert compose(tmp_path / "top.yaml").values == {"a": "sub"}
+    assert compose(tmp_path / "top.yaml").values == {"a": "sub", "l": 1, "r": 1}
 
 
-def test_one_file_may_be_inherited_along_two_ways(tmp_path: Path) -> None:
-    write(
-        tmp_path,
-        {
-            "base.yaml": "a: 1\n",
-            "l.yaml": "defaults: base.yaml\nl: 1\n",
-            "r.yaml": "defaults: base.yaml\nr: 1\n",
-            "top.yaml": "defaults: [l.yaml, r.yaml]\n",
-        },
-    )
-    assert compose(tmp_path / "top.yaml").values == {"a": 1, "l": 1, "r": 1}
-
-
-def test_a_circle_of_defaults_is_told_with_its_files(tmp_path: Path) -> None:
-    write(tmp_path, {"a.yaml": "defaults: b.yaml\n", "b.yaml": "defaults: a.yaml\n"})
-    message = refused(tmp_path / "a.yaml")
-    assert message == f"`defaults` are circular: {tmp_path}/a.yaml -> {tmp_path}/b.yaml -> {tmp_path}/a.yaml"
-
-
-def test_a_missing_file_of_defaults_names_both_files(tmp_path: Path) -> None:
-    write(tmp_path, {"a.yaml": "seed: 1\ndefaults: gone.yaml\n"})
-    message = refused(tmp_path / "a.yaml")
-    assert (
-        message == f"configuration file not found: {tmp_path}/gone.yaml, listed under `defaults` in {tmp_path}/a.yaml:2"
-    )
-
-
-@pytest.mark.parametrize("value", ["3", "{a: b}", "[a.yaml, 3]"])
-def test_defaults_must_be_file_names(tmp_path: Path, value: str) -> None:
-    write(tmp_path, {"a.yaml": f"defaults: {value}\n"})
-    assert "must be a file name or a list of file names" in refused(tmp_path / "a.yaml")
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (
+            {"a.yaml": "defaults: b.yaml\n", "b.yaml": "defaults: a.yaml\n"},
+            "`defaults` are circular: {0}/a.yaml -> {0}/b.yaml -> {0}/a.yaml",
+        ),
+        (
+            {"a.yaml": "seed: 1\ndefaults: gone.yaml\n"},
+            "configuration file not found: {0}/gone.yaml, listed under `defaults` in {0}/a.yaml:2",
+        ),
+        (
+            {"a.yaml": "defaults: 3\n"},
+            "`defaults` in {0}/a.yaml:1 must be a file name or a list of file names, given 3",
+        ),
+        ({"a.yaml": "defaults: {a: b}\n"}, "must be a file name or a list of file names"),
+        ({"a.yaml": "defaults: [a.yaml, 3]\n"}, "must be a file name or a list of file names"),
+        ({"a.yaml": "x: 1\ny:\n  z: ${nope}\n"}, "`y.z` ({0}/a.yaml:3): Interpolation key 'nope' not found"),
+    ],
+)
+def test_files_that_cannot_be_composed_are_named(tmp_path: Path, files: dict[str, str], message: str) -> None:
+    write(tmp_path, files)
+    assert message.replace("{0}", str(tmp_path)) in refused(tmp_path / "a.yaml")
 
 
 def test_overrides_are_yaml_values_and_the_last_one_wins() -> None:
@@ -104,26 +97,22 @@ def test_overrides_are_yaml_values_and_the_last_one_wins() -> None:
     assert tree.origin(("a", "c")) == "override `a.c=6`"
 
 
-def test_an_override_by_a_mapping_is_merged() -> None:
-    assert compose({"a": {"b": 1, "c": 2}}, ["a={c: 3, d: 4}"]).values == {"a": {"b": 1, "c": 3, "d": 4}}
-
-
-def test_an_override_opens_a_section_that_was_null() -> None:
-    assert compose({"lora": None}, ["lora.rank=8"]).values == {"lora": {"rank": 8}}
-
-
-def test_an_override_reaches_into_a_list() -> None:
-    tree = compose({"l": [1, 2]}, ["l.1=5"])
-    assert tree.values == {"l": [1, 5]}
-    assert tree.origin(("l", 1)) == "override `l.1=5`"
-
-
-def test_a_tilde_takes_a_key_out() -> None:
-    assert compose({"a": {"b": 1, "c": 2}, "d": 3}, ["~a.b", "~d"]).values == {"a": {"c": 2}}
-
-
-def test_one_override_may_be_given_as_a_string() -> None:
-    assert compose({}, "a.b=1").values == {"a": {"b": 1}}
+@pytest.mark.parametrize(
+    ("values", "overrides", "result"),
+    [
+        ({"a": {"b": 1, "c": 2}}, ["a={c: 3, d: 4}"], {"a": {"b": 1, "c": 3, "d": 4}}),
+        ({"lora": None}, ["lora.rank=8"], {"lora": {"rank": 8}}),
+        ({"l": [1, 2]}, ["l.1=5"], {"l": [1, 5]}),
+        ({"a": {"b": 1, "c": 2}, "d": 3}, ["~a.b", "~d"], {"a": {"c": 2}}),
+        ({}, "a.b=1", {"a": {"b": 1}}),
+    ],
+)
+def test_overrides_merge_open_replace_and_remove(
+    values: dict[str, object], overrides: list[str], result: object
+) -> None:
+    tree = compose(values, overrides)
+    assert tree.values == result
+    assert tree.origin(("l", 1)) == ("override `l.1=5`" if "l" in values else "")
 
 
 @pytest.mark.parametrize("override", ["lr", "=1", "a..b=1", ".a=1", "a.=1", "a b=1", "~", "~a..b", "", "a[0]=1"])
@@ -151,11 +140,6 @@ def test_values_may_refer_to_values_and_to_the_environment(monkeypatch: pytest.M
     monkeypatch.setenv("RLFRAMEWORK_TEST_VALUE", "from outside")
     tree = compose({"a": {"b": 3}, "c": "${a.b}", "d": "x${a.b}y", "e": "${oc.env:RLFRAMEWORK_TEST_VALUE}"}, ["a.b=4"])
     assert tree.values == {"a": {"b": 4}, "c": 4, "d": "x4y", "e": "from outside"}
-
-
-def test_a_reference_to_nothing_names_key_and_line(tmp_path: Path) -> None:
-    write(tmp_path, {"a.yaml": "x: 1\ny:\n  z: ${nope}\n"})
-    assert refused(tmp_path / "a.yaml") == f"`y.z` ({tmp_path}/a.yaml:3): Interpolation key 'nope' not found"
 
 
 def test_a_value_left_open_must_be_given() -> None:

@@ -39,7 +39,7 @@ def test_every_resolved_configuration_is_accepted(schema: dict[str, Any], manage
         ["environment={name: cards, suits: 4, mix: {a: 0.5}}", "policy.tokenizer_name=t"],
     ):
         resolved = config_yaml(load_config(minimal, overrides, manager=manager))
-        jsonschema.Draft202012Validator(schema).validate(parse_yaml(resolved, "resolved").tree)
+        jsonschema.Draft202012Validator(schema).validate(parse_yaml(resolved, "resolved").values)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_core_s_own_parts_are_in_it() -> None:
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("**/*.yaml")), ids=lambda path: path.name)
 def test_the_examples_fit_the_schema_and_a_misspelt_key_does_not(path: Path) -> None:
     validator = jsonschema.Draft202012Validator(config_schema(create_manager()))
-    data = read_yaml(path).tree
+    data = read_yaml(path).values
     validator.validate(data)
     assert not validator.is_valid({**data, "polcy": {}})
     assert not validator.is_valid({**data, "algorithm": {**data.get("algorithm", {}), "num_stps": 1}})

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from rlframework.doctor.checks import Context, Finding, ProbeError, all_checks
+from rlframework.doctor.checks import Context, Finding, ProbeError
+from rlframework.doctor.examination import CHECKS
 
 CLEARED = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "CUDA_VISIBLE_DEVICES", "NETRC",
            "HF_ENDPOINT", "WANDB_API_KEY", "CXX", "http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy",
@@ -29,7 +30,7 @@ def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 @pytest.fixture
 def found():
     """`found(topic, name, context)`: the findings of one check."""
-    functions = {(one.topic, one.name): one.function for one in all_checks()}
+    functions = {(one.topic, one.name): one.function for one in CHECKS}
 
     def look(topic: str, name: str, context: Context | None = None) -> list[Finding]:
         return list(functions[topic, name](context or Context()))

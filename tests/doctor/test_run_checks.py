@@ -19,33 +19,22 @@ def test_without_a_configuration_that_loads_only_that_is_told(found, tmp_path):
     [finding] = found("run", "configuration", context)
     assert finding.level is Level.BROKEN
     assert "Did you mean `seed`" in finding.text
-    for name in ("model", "estimate", "workers", "faults", "services", "python of the workers"):
+    for name in ("model", "estimate", "workers", "python of the workers"):
         assert found("run", name, context) == [], name
 
 
-def test_the_estimate_is_that_of_a_dry_run(found, with_config):
+def test_the_estimate_is_that_of_a_dry_run(found, with_config, monkeypatch, tmp_path):
     memory, disk = found("run", "estimate", with_config())
     assert memory.level is Level.OK
     # two layers (attention 2 x 32 x 32 + 2 x 32 x 16, 3 x 32 x 128, two norms), a norm, 48 tokens x 32
     assert f"{2 * (3_072 + 12_288 + 64) + 32 + 48 * 32:,} parameters; a worker needs about 0." in memory.text
     assert disk.text.startswith("disk in GiB: trained model 0.00")
-
-
-def test_what_does_not_fit_is_a_warning(found, with_config, monkeypatch):
     monkeypatch.setattr("rlframework.runner.estimate.available_memory", lambda: 1000)
-    *_, finding = found("run", "estimate", with_config())
-    assert finding.level is Level.WARNING
-    assert finding.text.startswith("the run may need 0.")
-    assert finding.remedy.startswith("Reduce the tokens of a microbatch")
-
-
-def test_an_output_folder_in_use_is_a_warning(found, with_config, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "notes.txt").touch()
-    *_, finding = found("run", "estimate", with_config())
-    assert finding.level is Level.WARNING
-    assert "is not empty: it holds files that no run wrote (notes.txt)" in finding.text
-    assert finding.remedy == "Take another output_dir, or move them away"
+    first, second = [one for one in found("run", "estimate", with_config()) if one.level is Level.WARNING]
+    assert {first.text[:11], second.text[:11]} == {"the run may", "output_dir="}
+    assert "Take another output_dir, or move them away" in (first.remedy, second.remedy)
 
 
 # -- the model ---------------------------------------------------------------------------------------------------------
@@ -149,30 +138,3 @@ def test_another_python_must_have_the_same_versions(found, with_config, tmp_path
     assert f"{other} has Python 3.9.1 and Ray 2.40.0; the driver has 3." in finding.text
     gone = with_config(ray, f"worker_group.python={tmp_path / 'gone'}")
     assert levels(found("run", "python of the workers", gone)) == [Level.BROKEN]
-
-
-def test_variables_that_workers_are_to_get(found, with_config, monkeypatch):
-    context = with_config("worker_group={name: processes, pass_environment: [HERE, NOT_HERE]}")
-    monkeypatch.setenv("HERE", "1")
-    [finding] = found("run", "environment of the workers", context)
-    assert finding.level is Level.WARNING
-    assert "lists NOT_HERE, which is not set" in finding.text
-    monkeypatch.setenv("NOT_HERE", "1")
-    assert levels(found("run", "environment of the workers", context)) == [Level.OK]
-
-
-@pytest.mark.parametrize(
-    ("restarts", "every", "level"), [(0, 0, Level.NOTE), (2, 0, Level.WARNING), (2, 5, Level.OK), (0, 5, Level.NOTE)]
-)
-def test_what_a_lost_worker_costs(found, with_config, restarts, every, level):
-    two = "worker_group={name: processes, num_workers: 2}"
-    context = with_config(two, f"fault_tolerance.max_restarts={restarts}", f"checkpoints.every={every}")
-    assert levels(found("run", "faults", context)) == [level]
-
-
-def test_a_key_of_wandb(found, with_config, monkeypatch):
-    context = with_config("observers.wandb={mode: online}")
-    assert levels(found("run", "services", context)) == [Level.WARNING]
-    monkeypatch.setenv("WANDB_API_KEY", "k")
-    assert found("run", "services", context) == []
-    assert found("run", "services", with_config("observers.wandb={mode: offline}")) == []

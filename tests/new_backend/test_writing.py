@@ -17,7 +17,7 @@ import pytest
 
 from rlframework.cli import main
 from rlframework.errors import ConfigError, UserError
-from rlframework.new_backend import FILES, LONGEST, Names, backend_files, core_range, write_backend
+from rlframework.new_backend import FILES, LONGEST, backend_files, core_range, write_backend
 from rlframework.policy.engine import Engine
 
 ROOT = Path(__file__).parents[2]
@@ -66,13 +66,13 @@ def test_a_whole_distribution_is_written(folder, capsys):
 
 
 def test_nothing_of_the_template_is_left_to_fill_in():
-    for path, text in backend_files(Names("mine")).items():
+    for path, text in backend_files("mine").items():
         left = re.findall(r"\$\{?\w+", text.replace("${{ matrix.python }}", ""))
         assert not left, (path, left)
 
 
 def test_every_primitive_is_there_and_says_what_to_write_and_where_the_page_tells_it():
-    written = methods(backend_files(Names("mine"))["rlframework_mine/engine.py"])
+    written = methods(backend_files("mine")["rlframework_mine/engine.py"])
     assert set(Engine.__abstractmethods__) | PORTABLE <= set(written)
     assert all(hasattr(Engine, name) for name in written)
     chapters = re.findall(r"^#+ (.*)$", (ROOT / "docs/write_a_backend.md").read_text(), re.MULTILINE)
@@ -179,7 +179,7 @@ def test_the_core_that_it_asks_for_ends_before_what_may_break_it(version, expect
 
 def test_the_example_was_made_with_it():
     """The parts that the example did not fill in equal the current template, and its methods are in the same order."""
-    template = backend_files(Names("ddp"))
+    template = backend_files("ddp")
     filled = {"README.md", "pyproject.toml", *(f"rlframework_ddp/{name}.py" for name in ("plugin", "config", "engine"))}
     for path, text in template.items():
         if path not in filled:

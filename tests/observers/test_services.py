@@ -13,9 +13,8 @@ import pytest
 
 from rlframework.config.algorithms import GRPOConfig
 from rlframework.config.environments import AdditionConfig
-from rlframework.config.observers import MlflowConfig, WandbConfig
 from rlframework.config.policy import PolicyConfig
-from rlframework.config.sections import ObserversConfig, RunConfig
+from rlframework.config.sections import MlflowConfig, ObserversConfig, RunConfig, WandbConfig
 from rlframework.errors import ConfigError
 from rlframework.observers import services
 from rlframework.observers.dispatch import Observers

@@ -100,32 +100,26 @@ def test_a_module_that_has_an_entry_point_too_is_registered_once(install):
     assert len(rows(manager, kind="policy_worker")) == 1
 
 
-def test_a_broken_import_is_told_when_it_is_chosen_and_the_others_go_on(install):
-    install("acme-engine", "acme", code="import no_such_engine\n", version="2.0")
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("import no_such_engine", "ModuleNotFoundError: No module named 'no_such_engine'"),
+        ("raise SystemExit(3)", "SystemExit: 3"),
+        ("def broken(:", "SyntaxError: invalid syntax"),
+    ],
+)
+def test_a_broken_import_is_told_when_it_is_chosen_and_the_others_go_on(install, code, reason):
+    install("acme-engine", "acme", code=code, version="2.0")
     install("fine-engine", "fine")
     manager = create_manager()
     assert manager.select("policy_worker", "fine").distribution == "fine-engine"
     with pytest.raises(PluginError) as caught:
         manager.select("policy_worker", "acme")
-    assert isinstance(caught.value.__cause__, ModuleNotFoundError)
-    assert str(caught.value) == (
-        "policy.backend: the plugin 'acme' of acme-engine 2.0 is broken: ModuleNotFoundError: "
-        "No module named 'no_such_engine'"
-    )
+    assert type(caught.value.__cause__).__name__ == reason.partition(":")[0]
+    assert str(caught.value).startswith(f"policy.backend: the plugin 'acme' of acme-engine 2.0 is broken: {reason}")
     [row] = rows(manager, name="acme")
-    assert (row.status, row.kind, row.reason) == (
-        "broken",
-        None,
-        "ModuleNotFoundError: No module named 'no_such_engine'",
-    )
-
-
-@pytest.mark.parametrize("code", ["raise SystemExit(3)", "def broken(:", "1 / 0"])
-def test_nothing_that_a_module_does_on_import_stops_the_others(install, code):
-    install("acme-engine", "acme", code=code)
-    manager = create_manager()
-    assert manager.select("worker_group", "inline")
-    assert rows(manager, name="acme", status="broken")
+    assert (row.status, row.kind) == ("broken", None)
+    assert row.reason.startswith(reason)
 
 
 def test_records_of_a_broken_plugin_are_refused_by_their_own_names(install):
@@ -149,17 +143,14 @@ def test_an_unknown_name_gets_the_nearest_and_what_is_installed(install):
     assert "`rlframework plugins` lists the plugins that are found" in message
 
 
-@pytest.mark.parametrize("name", ["dtensor", "deepspeed", "megatron"])
-def test_our_own_backend_that_is_not_installed_says_how_to_install_it(name):
+@pytest.mark.parametrize(
+    ("name", "meant"), [("dtensor", "dtensor"), ("megatron", "megatron"), ("deepsped", "deepspeed")]
+)
+def test_our_own_backend_that_is_not_installed_says_how_to_install_it(name, meant):
     message = choose_error(create_manager(), "policy_worker", name)
     assert "Installed: none." in message
-    assert f"To install {name}: pip install 'rlframework-core[{name}]', or in a clone of the repository:" in message
-
-
-def test_a_misspelt_backend_of_ours_that_is_not_installed_gets_both_hints():
-    message = choose_error(create_manager(), "policy_worker", "deepsped")
-    assert "Did you mean 'deepspeed'?" in message
-    assert "pip install 'rlframework-core[deepspeed]'" in message
+    assert ("Did you mean 'deepspeed'?" in message) == (name != meant)
+    assert f"To install {meant}: pip install 'rlframework-core[{meant}]', or in a clone of the repository:" in message
 
 
 def test_an_unknown_kind_is_a_mistake_of_the_program():
@@ -207,16 +198,8 @@ def test_one_record_of_a_plugin_can_be_disabled(install):
     manager = create_manager(disabled=["two"])
     assert set(manager.registered("policy_worker")) == {"one"}
     assert "'two' (acme-engine 1.0) is disabled" in choose_error(manager, "policy_worker", "two")
-    assert {row.name: row.status for row in rows(manager, distribution="acme-engine")} == {
-        "one": "active",
-        "two": "disabled",
-    }
-
-
-def test_a_part_of_core_can_be_disabled():
-    manager = create_manager(disabled=["ray"])
-    assert set(manager.registered("worker_group")) == {"inline", "processes"}
-    assert "'ray' (rlframework-core" in choose_error(manager, "worker_group", "ray")
+    statuses = {row.name: row.status for row in rows(manager, distribution="acme-engine")}
+    assert statuses == {"one": "active", "two": "disabled"}
 
 
 def test_a_word_to_disable_that_nobody_answers_to_is_an_error(monkeypatch):
@@ -236,37 +219,18 @@ def test_observers_hear_only_while_their_plugin_is_active(install):
     assert (row.kind, row.api_version, row.status) == (None, None, "active")
 
 
-def test_managers_share_nothing(install):
-    install("acme-engine", "acme")
-    first, second = create_manager(), create_manager(disabled=["acme"])
-    assert "acme" in first.registered("policy_worker")
-    assert "acme" not in second.registered("policy_worker")
-    assert first.hook is not second.hook
-
-
 def test_loading_names_the_distribution_when_the_class_cannot_be_imported(install):
     code = TWO_RECORDS.replace("nowhere:Two", "json:NoSuchClass").replace("nowhere:One", "json:dumps")
     install("acme-engine", "acme", code=code, version="2.0")
     manager = create_manager()
-    with pytest.raises(
-        PluginError, match=r"'two' of acme-engine 2.0 is broken: AttributeError: .*NoSuchClass"
-    ) as caught:
+    with pytest.raises(PluginError, match=r"'two' of acme-engine 2.0 is broken: module 'json' has no 'NoSuchClass'"):
         manager.load(manager.select("policy_worker", "two").record)
-    assert isinstance(caught.value.__cause__, AttributeError)
     with pytest.raises(PluginError, match=r"json:dumps, of acme-engine 2.0, is not a class"):
         manager.load(manager.select("policy_worker", "one").record)
+    plain = EnvironmentRecord("plain", "json:JSONDecoder", 1)
+    assert manager.load(plain) is importlib.import_module("json").JSONDecoder
     with pytest.raises(PluginError, match="a plugin that this manager does not know"):
         manager.load(PolicyWorkerRecord("stray", "no_such_module:Class", 1))
-
-
-def test_load_finds_a_nested_class():
-    record = EnvironmentRecord("nested", "json:JSONDecoder.mro", 1)
-    with pytest.raises(PluginError, match="is not a class"):
-        create_manager().load(record)
-    assert (
-        create_manager().load(EnvironmentRecord("plain", "json:JSONDecoder", 1))
-        is importlib.import_module("json").JSONDecoder
-    )
 
 
 def test_equal_fingerprints_pass_and_each_difference_is_named(install):
