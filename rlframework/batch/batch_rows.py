@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import operator
+import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import reduce
@@ -64,7 +65,7 @@ def as_integer(name: str, value: Any) -> int:
     try:
         return operator.index(value)
     except (TypeError, RuntimeError) as error:
-        raise BatchTypeError(f"{name} must be an integer, got {_abbreviate(value)}") from error
+        raise BatchTypeError(f"{name} must be an integer, got {reprlib.repr(value)}") from error
 
 
 def as_integers(what: str, given: Any) -> torch.Tensor:
@@ -72,7 +73,7 @@ def as_integers(what: str, given: Any) -> torch.Tensor:
     try:
         tensor = torch.as_tensor(given)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise BatchError(f"{what} takes integers, got {_abbreviate(given)}: {error}") from error
+        raise BatchError(f"{what} takes integers, got {reprlib.repr(given)}: {error}") from error
     if not tensor.numel() and not isinstance(given, torch.Tensor):
         return tensor.to(torch.int64)
     if tensor.is_floating_point() or tensor.is_complex():
@@ -96,17 +97,12 @@ def as_row_indices(indices: Any, size: int) -> torch.Tensor:
     return torch.where(given < 0, given + size, given)
 
 
-def _abbreviate(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) < 80 else f"{text[:76]}..."
-
-
 def as_device(device: Any) -> torch.device:
     """Return `torch.device(device)`; raise `BatchError` if it names no device."""
     try:
         return torch.device(device)
     except (RuntimeError, TypeError, ValueError) as error:
-        raise BatchError(f"{_abbreviate(device)} is not a device: {error}") from error
+        raise BatchError(f"{reprlib.repr(device)} is not a device: {error}") from error
 
 
 @contextmanager
@@ -228,7 +224,7 @@ def _pad_and_join(key: Any, tensors: Sequence[torch.Tensor], pad_value: float) -
         try:
             joined[start:end, tensor.shape[1] :] = pad_value
         except (RuntimeError, TypeError, ValueError, OverflowError) as error:
-            raise BatchError(f"{key!r} ({dtype}) cannot be padded with {_abbreviate(pad_value)}: {error}") from error
+            raise BatchError(f"{key!r} ({dtype}) cannot be padded with {reprlib.repr(pad_value)}: {error}") from error
         start = end
     return joined
 
@@ -243,3 +239,20 @@ def is_integral(value: Any) -> TypeGuard[Tensor]:
 def describe(value: Any) -> str:
     """Describe a value for messages: dtype and shape of a tensor, the type of anything else."""
     return f"{value.dtype} of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+
+
+def read_lengths(
+    value: Any, width: int | None = None, name: str = "input_lengths", tokens: str = "input_ids"
+) -> list[int]:
+    """Return a tensor of lengths `[B]` as a list; raise `BatchError` unless they are integers in 0..`width`.
+
+    `width` is the number of columns of `tokens` (None: unlimited).
+    """
+    if not is_integral(value) or value.ndim != 1 or value.device.type == "meta":
+        raise BatchTypeError(f"{name} must be a 1-D tensor of integers, got {describe(value)}")
+    lengths: list[int] = value.tolist()
+    if lengths and (min(lengths) < 0 or (width is not None and max(lengths) > width)):
+        row = next(row for row, length in enumerate(lengths) if length < 0 or (width is not None and length > width))
+        allowed = "0 or more" if width is None else f"0..{width}, the columns of {tokens}"
+        raise BatchError(f"{name} of row {row} is {lengths[row]}; allowed is {allowed}")
+    return lengths

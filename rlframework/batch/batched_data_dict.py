@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, overload
 
 import torch
 
-from rlframework.batch import batch_rows, microbatch_views, sharding
+from rlframework.batch import batch_rows, sharding
 from rlframework.batch.batch_rows import as_integer
 from rlframework.batch.packed_tensor import PackedTensor
 from rlframework.batch.sharding import DynamicBatchingArgs as DynamicBatchingArgs
@@ -166,10 +166,10 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         planned = (self.data, size, shards, batch_size, allow_uneven_shards)
         if dynamic_batching_args is not None:
             plans = sharding.plan_dynamic(*planned, dynamic_batching_args)
-            return self._make_shards(plans, dynamic_batching_args["input_key"]), sharding.row_order(plans)
+            return self._make_shards(plans, dynamic_batching_args["input_key"])
         if sequence_packing_args is not None:
             plans = sharding.plan_packed(*planned, sequence_packing_args)
-            return self._make_shards(plans, sequence_packing_args["input_key"]), sharding.row_order(plans)
+            return self._make_shards(plans, sequence_packing_args["input_key"])
         return [self._copy_blocks(blocks) for blocks in sharding.plain_blocks(*planned[1:])]
 
     def get_batch(self, batch_idx: int, batch_size: int | None = None) -> SlicedDataDict[DictT]:
@@ -247,7 +247,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
                 f"batch of {size} rows is not a multiple of the microbatch size {microbatch_size} (at least 1)"
             )
         ranges = ((start, start + microbatch_size) for start in range(0, size, microbatch_size))
-        return microbatch_views.views(self.data, ranges, _sliced)
+        return map(_sliced, sharding.views(self.data, ranges))
 
     def make_microbatch_iterator_with_dynamic_shapes(self, sequence_dim: int = 1) -> Iterator[SlicedDataDict[DictT]]:
         """Yield the microbatches planned by `shard_by_batch_size(dynamic_batching_args=...)`, truncated, as views.
@@ -256,26 +256,25 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         `sequence_dim` is as wide as the planned input are truncated there to the length of the microbatch; others, such
         as `[B, 3]`, are not.
         """
-        ranges, lengths = microbatch_views.planned(self, "make_microbatch_iterator_with_dynamic_shapes")
-        return microbatch_views.truncated_views(
-            self, ranges, lengths, as_integer("sequence_dim", sequence_dim), _sliced
-        )
+        dim, key = as_integer("sequence_dim", sequence_dim), self.micro_batch_input_key
+        planned = self._planned("make_microbatch_iterator_with_dynamic_shapes")
+        return map(_sliced, sharding.truncated_views(self.data, *planned, dim, key))
 
     def get_microbatch_iterator_dynamic_shapes_len(self) -> int:
         """Return the number of microbatches of `make_microbatch_iterator_with_dynamic_shapes`."""
-        return len(microbatch_views.planned(self, "get_microbatch_iterator_dynamic_shapes_len")[0])
+        return len(self._planned("get_microbatch_iterator_dynamic_shapes_len")[0])
 
     def make_microbatch_iterator_for_packable_sequences(self) -> Iterator[SlicedDataDict[DictT]]:
         """Yield the rows of each pack planned by `shard_by_batch_size(sequence_packing_args=...)`, unjoined, as views.
 
         The batch must be one global batch, as for `make_microbatch_iterator_with_dynamic_shapes`.
         """
-        ranges, _ = microbatch_views.planned(self, "make_microbatch_iterator_for_packable_sequences")
-        return microbatch_views.views(self.data, ranges, _sliced)
+        ranges, _ = self._planned("make_microbatch_iterator_for_packable_sequences")
+        return map(_sliced, sharding.views(self.data, ranges))
 
     def get_microbatch_iterator_for_packable_sequences_len(self) -> tuple[int, int]:
         """Return the number of packs, and the tokens of the largest."""
-        ranges, lengths = microbatch_views.planned(self, "get_microbatch_iterator_for_packable_sequences_len")
+        ranges, lengths = self._planned("get_microbatch_iterator_for_packable_sequences_len")
         return len(ranges), max(lengths, default=0)
 
     def to(self, device: str | torch.device) -> Self:
@@ -326,10 +325,16 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
                 pickled[id(value)] = picklable(value)
         return self.__dict__ | {"data": {key: pickled.get(id(value), value) for key, value in self.data.items()}}
 
+    def _planned(self, caller: str) -> tuple[list[list[int]], list[int]]:
+        size = batch_rows.count_rows(self.data)
+        return sharding.planned_microbatches(self.micro_batch_indices, self.micro_batch_lengths, size, caller)
+
     def _copy_blocks(self, blocks: list[tuple[int, int]]) -> SlicedDataDict[DictT]:
         return _sliced({key: batch_rows.join_blocks(value, blocks) for key, value in self.data.items()})
 
-    def _make_shards(self, plans: list[sharding.ShardPlan], input_key: str) -> list[SlicedDataDict[DictT]]:
+    def _make_shards(
+        self, plans: list[sharding.ShardPlan], input_key: str
+    ) -> tuple[list[SlicedDataDict[DictT]], list[int]]:
         shards = []
         for plan in plans:
             rows = torch.tensor(plan.rows, dtype=torch.int64)
@@ -339,7 +344,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
             shard.elem_counts_per_gb = plan.elem_counts_per_gb
             shard.micro_batch_input_key = input_key
             shards.append(shard)
-        return shards
+        return shards, [row for plan in plans for row in plan.rows]
 
 
 class SlicedDataDict(BatchedDataDict[DictT]):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlframework.batch.tensor_pickling import picklable_rows
+from rlframework.batch.tensor_pickling import picklable
 from rlframework.errors import BatchError, BatchTypeError
 
 _SHARED: ContextVar[bool] = ContextVar("media are shared by deep copies", default=False)
@@ -100,8 +100,13 @@ class PackedTensor:
             return None
         if len(present) > 1:
             self._check_joinable(present)
-            if len({row.device for row in present}) > 1:
-                present = self._on(present, device)
+        devices = {str(row.device) for row in present}
+        if len(devices) > 1:
+            if device is None:
+                raise BatchError(
+                    f"the rows of a PackedTensor are on {sorted(devices)}; choose one: as_tensor(device=...)"
+                )
+            present = [row.to(device) for row in present]
         joined = present[0] if len(present) == 1 else torch.cat(present, dim=self.dim_to_pack)
         return joined if device is None else joined.to(device)
 
@@ -127,7 +132,8 @@ class PackedTensor:
         return self._of([self.tensors[index] for index in wanted], self.dim_to_pack)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"tensors": picklable_rows(self.tensors), "dim_to_pack": self.dim_to_pack}
+        rows = [None if row is None else picklable(row) for row in self.tensors]
+        return {"tensors": rows, "dim_to_pack": self.dim_to_pack}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.tensors, self.dim_to_pack = state["tensors"], state["dim_to_pack"]
@@ -150,12 +156,6 @@ class PackedTensor:
             raise BatchError(
                 f"the rows of a PackedTensor may differ in dimension {self.dim_to_pack} only, got shapes {shapes}"
             )
-
-    def _on(self, present: list[Tensor], device: str | torch.device | None) -> list[Tensor]:
-        if device is None:
-            devices = sorted({str(row.device) for row in present})
-            raise BatchError(f"the rows of a PackedTensor are on {devices}; choose one: as_tensor(device=...)")
-        return [row.to(device) for row in present]
 
 
 @contextmanager

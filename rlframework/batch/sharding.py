@@ -1,17 +1,16 @@
 """Plans for sharding a batch: the rows of each shard and, with dynamic batches or packing, of each microbatch.
 
-Pure functions of row lengths; `BatchedDataDict.shard_by_batch_size` executes the plans. `rlframework.batch.packing`
-assigns rows to microbatches; the data processor joins the tokens of a packed microbatch.
+The plans are pure functions of row lengths, made by `rlframework.batch.packing`; `BatchedDataDict.shard_by_batch_size`
+executes them. The views of planned microbatches are slices; the data processor joins the tokens of a packed one.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 import torch
 
-from rlframework.batch.batch_rows import describe
+from rlframework.batch.batch_rows import describe, read_lengths
 from rlframework.batch.packing import balanced_microbatches, get_packer, round_robin_microbatches
 from rlframework.batch.packing.lengths import read_count, round_up
 from rlframework.errors import BatchError, BatchKeyError, BatchTypeError
@@ -88,7 +87,7 @@ class ShardPlan:
 
 def plain_blocks(size: int, shards: int, batch_size: int | None, allow_uneven_shards: bool) -> list[list[Block]]:
     """Return the blocks of each shard: its share of each global batch or, with uneven shards, one block of all rows."""
-    check_sizes(size, shards, batch_size, allow_uneven_shards, divide=not allow_uneven_shards)
+    _check_sizes(size, shards, batch_size, allow_uneven_shards, divide=not allow_uneven_shards)
     if allow_uneven_shards:
         each = -(-size // shards)
         return [[(min(shard * each, size), min((shard + 1) * each, size))] for shard in range(shards)]
@@ -108,9 +107,9 @@ def plan_dynamic(
     algorithm = args.get("algorithm", "round_robin")
     if algorithm not in ("round_robin", "balanced"):
         raise BatchError(f"the algorithm of dynamic_batching_args is {algorithm!r}; use round_robin or balanced")
-    check_sizes(size, shards, batch_size, uneven, divide=algorithm == "round_robin")
-    lengths, width = read_lengths(data, size, args["input_key"], args["input_lengths_key"])
-    check_cap([min(round_up(length, multiple), width) for length in lengths], lengths, most)
+    _check_sizes(size, shards, batch_size, uneven, divide=algorithm == "round_robin")
+    lengths, width = _read_lengths(data, args["input_key"], args["input_lengths_key"])
+    _check_cap([min(round_up(length, multiple), width) for length in lengths], lengths, most)
 
     def padded(rows: Sequence[int], lengths: list[int]) -> int:
         longest = max((lengths[row] for row in rows), default=0) or 1  # rows without tokens still take one column
@@ -145,11 +144,11 @@ def plan_packed(
     order = args.get("microbatch_order", "packer")
     if order not in ("packer", "largest_first"):
         raise BatchError(f"microbatch_order of sequence_packing_args is {order!r}; use packer or largest_first")
-    check_sizes(size, shards, batch_size, uneven, divide=False)
+    _check_sizes(size, shards, batch_size, uneven, divide=False)
     packer = get_packer(args["algorithm"], most, min_bin_count=shards, bin_count_multiple=shards, cost=args.get("cost"))
-    lengths, _ = read_lengths(data, size, args["input_key"], args["input_lengths_key"])
+    lengths, _ = _read_lengths(data, args["input_key"], args["input_lengths_key"])
     counted = [round_up(length, multiple) for length in lengths]
-    check_cap(counted, lengths, most)
+    _check_cap(counted, lengths, most)
 
     def packed(lengths: list[int]) -> list[list[Group]]:
         assigned = packer.assign_to_shards(packer.pack(lengths), lengths, shards)
@@ -162,7 +161,7 @@ def plan_packed(
     return _plan(counted, shards, batch_size, packed)
 
 
-def check_sizes(size: int, shards: int, batch_size: int | None, allow_uneven_shards: bool, *, divide: bool) -> None:
+def _check_sizes(size: int, shards: int, batch_size: int | None, allow_uneven_shards: bool, *, divide: bool) -> None:
     """Raise `BatchError` unless the batch divides into global batches and, with `divide`, these by the shards."""
     if not 1 <= shards <= MOST_SHARDS or (batch_size is not None and batch_size < 1):
         raise BatchError(
@@ -180,37 +179,20 @@ def check_sizes(size: int, shards: int, batch_size: int | None, allow_uneven_sha
         )
 
 
-def read_lengths(data: Mapping[str, Any], size: int, input_key: str, lengths_key: str) -> tuple[list[int], int]:
-    """Return the `[B]` lengths and the width of the `[B, S]` inputs; raise `BatchError` if their shapes differ."""
+def _read_lengths(data: Mapping[str, Any], input_key: str, lengths_key: str) -> tuple[list[int], int]:
+    """Return the `[B]` lengths and the width of the `[B, S]` inputs."""
     for name, key in (("input_key", input_key), ("input_lengths_key", lengths_key)):
         if not isinstance(key, str):
             raise BatchTypeError(f"{name} must be a string, a key of the batch; got {key!r}")
         if key not in data:
             raise BatchKeyError(f"the batch has no {key!r}, the given {name}; it has {sorted(data, key=str)}")
-    tokens, lengths = data[input_key], data[lengths_key]
+    tokens = data[input_key]
     if not isinstance(tokens, torch.Tensor) or tokens.ndim < 2:
         raise BatchTypeError(f"{input_key!r} must be a tensor [B, S] of tokens, got {describe(tokens)}")
-    if (
-        not isinstance(lengths, torch.Tensor)
-        or lengths.ndim != 1
-        or lengths.dtype == torch.bool
-        or lengths.is_floating_point()
-        or lengths.is_complex()
-        or lengths.device.type == "meta"
-    ):
-        raise BatchTypeError(f"{lengths_key!r} must be a tensor [B] of integers, got {describe(lengths)}")
-    width = tokens.shape[1]
-    values: list[int] = lengths.tolist()
-    wrong = next((row for row, length in enumerate(values) if not 0 <= length <= width), None)
-    if wrong is not None:
-        raise BatchError(
-            f"{lengths_key!r} of row {wrong} of {size} is {values[wrong]}; it must be in 0..{width}, the columns of "
-            f"{input_key!r}"
-        )
-    return values, width
+    return read_lengths(data[lengths_key], tokens.shape[1], lengths_key, input_key), tokens.shape[1]
 
 
-def check_cap(counted: Sequence[int], lengths: Sequence[int], most: int) -> None:
+def _check_cap(counted: Sequence[int], lengths: Sequence[int], most: int) -> None:
     """Raise `BatchError` for a row that alone exceeds `most` tokens; `counted` are the lengths as rounded up."""
     if max(counted, default=0) > most:
         row = counted.index(max(counted))
@@ -231,11 +213,6 @@ def _plan(
     return plans
 
 
-def row_order(plans: Sequence[ShardPlan]) -> list[int]:
-    """Return the input row at each position of the joined shards."""
-    return list(chain.from_iterable(plan.rows for plan in plans))
-
-
 def _global_batches(size: int, batch_size: int | None) -> list[Block]:
     if batch_size is None:
         return [(0, size)]
@@ -251,3 +228,67 @@ def _check_keys(args: Any, kind: Any, name: str) -> None:
             f"{name} lacks {sorted(missing)} and has unknown keys {sorted(map(str, unknown))}; "
             f"required: {sorted(kind.__required_keys__)}, optional: {sorted(kind.__optional_keys__)}"
         )
+
+
+def planned_microbatches(
+    indices: list[list[list[int]]] | None, lengths: list[list[int]] | None, size: int, caller: str
+) -> tuple[list[list[int]], list[int]]:
+    """Return row ranges and lengths of the microbatches of one global batch; raise `BatchError` for any other."""
+    how = (
+        "use get_batch(k), for each global batch k, of a shard of shard_by_batch_size(..., dynamic_batching_args=...) "
+        "or shard_by_batch_size(..., sequence_packing_args=...)"
+    )
+    if indices is None or lengths is None:
+        raise BatchError(
+            f"{caller}: this batch has no microbatch metadata; {how}. slice, select_indices and other methods that "
+            "make a new batch drop it"
+        )
+    if len(indices) != 1 or len(lengths) != 1:
+        raise BatchError(
+            f"{caller} needs one global batch, but this batch has the microbatches of {len(indices)}; {how}"
+        )
+    ends = [0, *(end for _, end in indices[0])]
+    starts = [start for start, _ in indices[0]]
+    if starts != ends[:-1] or ends != sorted(ends) or ends[-1] != size or len(lengths[0]) != len(starts):
+        raise BatchError(
+            f"{caller}: the microbatches {indices[0]} with lengths {lengths[0]} do not fit the batch of {size} rows, "
+            f"which was changed since they were planned; {how}"
+        )
+    return indices[0], lengths[0]
+
+
+def views(data: Mapping[str, Any], ranges: Iterable[Sequence[int]]) -> Iterator[dict[str, Any]]:
+    """Yield rows `[start, end)` of all values for each of the `ranges`, which must be valid."""
+    values = list(data.items())  # values set or moved during the iteration are not seen
+    return ({key: value[start:end] for key, value in values} for start, end in ranges)
+
+
+def truncated_views(
+    data: Mapping[str, Any],
+    ranges: Sequence[Sequence[int]],
+    lengths: Sequence[int],
+    dim: int,
+    input_key: str | None,
+) -> Iterator[dict[str, Any]]:
+    """As `views`, with sequences truncated to the length of the microbatch at dimension `dim`.
+
+    Sequences are the tensors that are as wide there as `input_key`, which was planned for, or else as the widest.
+    """
+    widths = {k: v.shape[dim] for k, v in data.items() if isinstance(v, torch.Tensor) and v.ndim > dim > 0}
+    names = (input_key, "input_ids")
+    width = next((widths[name] for name in names if name in widths), max(widths.values(), default=0))
+    longest = max(lengths, default=0)
+    if width < longest or dim < 1:
+        raise BatchError(
+            f"the microbatches are up to {longest} wide at dimension {dim}, where the sequences are {width}; pass the "
+            "`sequence_dim` that they were planned for, and do not truncate the batch after planning"
+        )
+    values = [(key, value, widths.get(key) == width) for key, value in data.items()]
+    between = (slice(None),) * (dim - 1)
+
+    def microbatch(start: int, end: int, length: int) -> dict[str, Any]:
+        rows = slice(start, end)
+        truncated = (rows, *between, slice(length))
+        return {key: value[truncated if is_sequence else rows] for key, value, is_sequence in values}
+
+    return (microbatch(start, end, length) for (start, end), length in zip(ranges, lengths, strict=True))

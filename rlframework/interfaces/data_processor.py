@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from rlframework.errors import BatchError
 
@@ -130,6 +130,19 @@ class Microbatch(ProcessedMicrobatch):
     is_dummy: bool = False
 
 
+class GlobalBatch(TypedDict):
+    """This rank's rows of a global batch, and the counts that losses are divided by.
+
+    The counts are 0-dim fp32 tensors, summed over the data-parallel ranks: `global_valid_seqs` is the sum of
+    `sample_mask [B]`, `global_valid_toks` that of `token_mask[:, 1:] * sample_mask[:, None]` (nothing predicts the
+    first token).
+    """
+
+    batch: BatchedDataDict[Any]
+    global_valid_seqs: torch.Tensor
+    global_valid_toks: torch.Tensor
+
+
 class DataProcessor(ABC):
     """Splits a worker's rows into global batches and microbatches."""
 
@@ -142,15 +155,11 @@ class DataProcessor(ABC):
         *,
         batch_idx: int,
         batch_size: int | None,
-    ) -> dict[str, Any]:
-        """Return this rank's rows of the `batch_idx`-th global batch and the counts that losses are divided by.
+    ) -> GlobalBatch:
+        """Return this rank's rows of a global batch, `data.get_batch(batch_idx, batch_size)`, and its counts.
 
-        - `batch`: `data.get_batch(batch_idx, batch_size)`, where `batch_size` counts this rank's rows (None: the number
-          that the driver assigned, `elem_counts_per_gb`);
-        - `global_valid_seqs`: the sum of `sample_mask [B]`;
-        - `global_valid_toks`: the sum of `token_mask[:, 1:] * sample_mask` (nothing predicts the first token).
-
-        The counts are 0-dim fp32 tensors, summed over `dp_group` (None: this rank only).
+        `batch_size` is the number of this rank's rows (None: as the driver assigned, `elem_counts_per_gb`). The counts
+        are summed over `dp_group` (None: this rank only).
         """
 
     @abstractmethod

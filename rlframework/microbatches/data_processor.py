@@ -1,7 +1,7 @@
 """The default data processor: splits a worker's rows, text or multimodal, into padded, dynamic or packed microbatches.
 
 All index arithmetic is vectorized. Each row's tokens are copied at most once, and not at all if the rows of a
-microbatch are consecutive. NeMo-RL's functions for the same purpose are in `nemo_rl`, and re-exported by this module.
+microbatch are consecutive. NeMo-RL's functions for the same purpose are in `nemo_rl`.
 """
 
 from __future__ import annotations
@@ -16,21 +16,9 @@ from rlframework.batch.packed_tensor import has_media
 from rlframework.batch.packing import balanced_microbatches, get_packer
 from rlframework.batch.packing.lengths import round_up
 from rlframework.errors import BatchError
-from rlframework.interfaces.data_processor import (
-    BatchPlan,
-    DataProcessor,
-    Microbatch,
-    MicrobatchRule,
-    ProcessedInputs,
-    ProcessedMicrobatch,
-)
-from rlframework.microbatches.global_batch import check_sequence_dim, process_global_batch
-from rlframework.microbatches.model_inputs import pack_sequences, packed_inputs, padded_inputs, unpack_tensor
-from rlframework.microbatches.nemo_rl import (
-    get_microbatch_iterator,
-    make_processed_microbatch_iterator,
-    process_microbatch,
-)
+from rlframework.interfaces.data_processor import BatchPlan, DataProcessor, GlobalBatch, Microbatch, MicrobatchRule
+from rlframework.microbatches.global_batch import process_global_batch
+from rlframework.microbatches.model_inputs import packed_inputs, padded_inputs
 from rlframework.microbatches.row_checks import check_fits, real_tokens, rows_with_targets
 
 if TYPE_CHECKING:
@@ -38,23 +26,6 @@ if TYPE_CHECKING:
 
     from rlframework.batch.batched_data_dict import BatchedDataDict
     from rlframework.interfaces.loss import LossFunction
-
-__all__ = [
-    "MicrobatchProcessor",
-    "ProcessedInputs",
-    "ProcessedMicrobatch",
-    "check_sequence_dim",
-    "get_microbatch_iterator",
-    "group_rows",
-    "make_dummy",
-    "make_microbatch",
-    "make_processed_microbatch_iterator",
-    "pack_sequences",
-    "process_global_batch",
-    "process_microbatch",
-    "to_device",
-    "unpack_tensor",
-]
 
 
 class MicrobatchProcessor(DataProcessor):
@@ -68,7 +39,7 @@ class MicrobatchProcessor(DataProcessor):
         *,
         batch_idx: int,
         batch_size: int | None,
-    ) -> dict[str, Any]:
+    ) -> GlobalBatch:
         """See `DataProcessor.process_global_batch`."""
         return process_global_batch(data, loss_fn, dp_group, batch_idx=batch_idx, batch_size=batch_size)
 

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rlframework.batch.batch_rows import describe, is_integral
+from rlframework.batch.batch_rows import describe, is_integral, read_lengths
 from rlframework.batch.collectives import sum_over_ranks
 from rlframework.errors import BatchError, BatchKeyError, BatchTypeError
+from rlframework.interfaces.data_processor import GlobalBatch
 from rlframework.interfaces.loss import LossType
 
 if TYPE_CHECKING:
@@ -26,15 +27,11 @@ def process_global_batch(
     *,
     batch_idx: int,
     batch_size: int | None,
-) -> dict[str, Any]:
-    """Return this rank's rows of a global batch and the counts that losses are divided by.
+) -> GlobalBatch:
+    """Return this rank's rows of a global batch and its counts; see `DataProcessor.process_global_batch`.
 
-    - `batch`: `data.get_batch(batch_idx, batch_size)`;
-    - `global_valid_seqs`: the sum of `sample_mask [B]`;
-    - `global_valid_toks`: the sum of `token_mask[:, 1:] * sample_mask[:, None]` (nothing predicts the first token).
-
-    The counts are 0-dim fp32 tensors on the device of the batch, summed over `dp_group` (None: this rank only) in one
-    all-reduce of two numbers. A rank may have no rows.
+    The counts are on the device of the batch, and summed over `dp_group` in one all-reduce of two numbers. A rank may
+    have no rows.
 
     Differences from NeMo-RL: without `token_mask [B, S]`, every real token of a row except the first counts, by
     `input_lengths` or else by S (NeMo-RL counts all S). Every error is raised as a `BatchError` before the ranks
@@ -131,8 +128,8 @@ def _all_targets(batch: BatchedDataDict[Any]) -> Tensor:
     if "input_lengths" not in batch:
         return torch.full((count,), max(width - 1, 0), dtype=torch.float32, device=input_ids.device)
     lengths: Tensor = batch["input_lengths"].to(torch.int64)  # so that lengths - 1 does not wrap around in uint8
-    if lengths.device.type == "cpu" and bool(((lengths < 0) | (lengths > width)).any()):
-        raise BatchError(f"input_lengths are in {int(lengths.min())}..{int(lengths.max())}; allowed is 0..{width}")
+    if lengths.device.type == "cpu":
+        read_lengths(lengths, width)
     return (lengths - 1).clamp(min=0).to(torch.float32)
 
 

@@ -2,8 +2,8 @@
 
 They read `cfg["dynamic_batching"]`, `cfg["sequence_packing"]` and `cfg["dtensor_cfg"]`. A batch is a `BatchedDataDict`
 with `input_ids [B, S]` and `input_lengths [B]`, a shard of `shard_by_batch_size` if rows are packed or batched
-dynamically. The workers of this framework use `data_processor.MicrobatchProcessor` instead, which shares
-`process_global_batch`.
+dynamically. Rows become model inputs by the same functions as in `data_processor.MicrobatchProcessor`, which the
+workers of this framework use instead.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.functional import pad
 
+from rlframework.batch.batch_rows import read_lengths
 from rlframework.batch.collectives import max_over_ranks
-from rlframework.batch.packing.lengths import read_count, round_up
+from rlframework.batch.packing.lengths import read_count
 from rlframework.errors import BatchError, BatchKeyError, BatchTypeError
 from rlframework.interfaces.data_processor import ProcessedInputs, ProcessedMicrobatch
 from rlframework.microbatches.global_batch import check_tokens, process_global_batch
-from rlframework.microbatches.model_inputs import get_flash_attention_kwargs, pack_sequences
+from rlframework.microbatches.model_inputs import get_flash_attention_kwargs, packed_inputs, padded_inputs
 
 if TYPE_CHECKING:
     from rlframework.batch.batched_data_dict import BatchedDataDict
@@ -57,18 +57,24 @@ def process_microbatch(
     Raises `BatchError` for rows of a wrong shape, and for multimodal rows with packing, context or sequence
     parallelism.
     """
-    input_ids = _check_rows(mb, enable_seq_packing, cfg, cp_size).to(torch.int64)
+    input_ids = _check_rows(mb, enable_seq_packing, cfg, cp_size)
     multiple = 2 * cp_size if cp_size > 1 else 1
     pad_value = _padding_value(tokenizer)
     if enable_seq_packing:
-        inputs = _packed(input_ids, mb["input_lengths"], pad_value, multiple)
+        inputs, _ = packed_inputs(input_ids, mb["input_lengths"], multiple, pad_value)
+        inputs.flash_attn_kwargs = get_flash_attention_kwargs(mb["input_lengths"])
     else:
-        inputs = _padded(input_ids, pad_value, multiple, with_mask=cp_size == 1)
+        inputs = padded_inputs(input_ids, multiple, pad_value)
+        if cp_size == 1:
+            inputs.attention_mask = torch.ones_like(inputs.input_ids, dtype=torch.bool)
         if mb.get_multimodal_dict():
             inputs.vlm_kwargs = mb.get_multimodal_dict(as_tensors=True, device=input_ids.device)
             inputs.position_ids = None
-    if cp_size > 1:
-        _add_context_parallel_buffers(inputs, mb)
+    if cp_size > 1:  # sharded in place, so in memory that neither the batch nor another row shares
+        assert inputs.position_ids is not None
+        inputs.input_ids, inputs.position_ids = inputs.input_ids.clone(), inputs.position_ids.contiguous()
+        inputs.seq_index = torch.arange(inputs.seq_len, device=input_ids.device)[None]
+        inputs.cp_buffers = [inputs.input_ids, inputs.position_ids, inputs.seq_index]
     return inputs
 
 
@@ -81,9 +87,9 @@ def make_processed_microbatch_iterator(
     """
     packing = _enabled(cfg, "sequence_packing")
     for rows in raw_iterator:
-        inputs = process_microbatch(rows, tokenizer, packing, cfg, cp_size)
-        count, width = rows["input_ids"].shape
-        yield ProcessedMicrobatch(rows, inputs, original_batch_size=count, original_seq_len=width)
+        yield ProcessedMicrobatch(
+            rows, process_microbatch(rows, tokenizer, packing, cfg, cp_size), *rows["input_ids"].shape
+        )
 
 
 def get_microbatch_iterator(
@@ -167,51 +173,22 @@ def _group_of(dp_mesh: Any) -> dist.ProcessGroup | None:
     return dp_mesh
 
 
-def _packed(input_ids: Tensor, lengths: Tensor, pad_value: int, multiple: int) -> ProcessedInputs:
-    known = lengths.cpu()
-    tokens = round_up(int(known.sum()), multiple)
-    packed, positions, _ = pack_sequences(
-        input_ids, known, [len(input_ids)], pad_value, return_attention_mask=False, min_seq_len=tokens
-    )
-    return ProcessedInputs(
-        packed, tokens, position_ids=positions, flash_attn_kwargs=get_flash_attention_kwargs(lengths)
-    )
-
-
-def _padded(input_ids: Tensor, pad_value: int, multiple: int, *, with_mask: bool) -> ProcessedInputs:
-    rows, width = input_ids.shape
-    length = round_up(width, multiple)
-    return ProcessedInputs(
-        input_ids=pad(input_ids, (0, length - width), value=pad_value) if length > width else input_ids,
-        seq_len=length,
-        attention_mask=torch.ones(rows, length, dtype=torch.bool, device=input_ids.device) if with_mask else None,
-        position_ids=torch.arange(length, device=input_ids.device).repeat(rows, 1),
-    )
-
-
-def _add_context_parallel_buffers(inputs: ProcessedInputs, mb: BatchedDataDict[Any]) -> None:
-    if inputs.input_ids is mb["input_ids"]:
-        inputs.input_ids = inputs.input_ids.clone()  # it will be sharded in place, and the batch must not be
-    assert inputs.position_ids is not None
-    inputs.seq_index = torch.arange(inputs.seq_len, device=inputs.input_ids.device)[None]
-    inputs.cp_buffers = [inputs.input_ids, inputs.position_ids, inputs.seq_index]
-
-
 def _check_rows(data: BatchedDataDict[Any], packing: bool, cfg: Mapping[str, Any], cp_size: int) -> Tensor:
     """Return `input_ids`; raise `BatchError` if these rows cannot be processed with these settings."""
     input_ids = check_tokens(data)
-    if packing and "input_lengths" not in data:
-        raise BatchKeyError(f"input_lengths must be present to pack rows; the data has {sorted(data, key=str)}")
+    if packing:
+        if "input_lengths" not in data:
+            raise BatchKeyError(f"input_lengths must be present to pack rows; the data has {sorted(data, key=str)}")
+        read_lengths(data["input_lengths"], input_ids.shape[1])
     read_count(cp_size, "cp_size", 1)
-    media = sorted(data.get_multimodal_dict())
-    sequence_parallel = bool(_section(cfg, "dtensor_cfg").get("sequence_parallel", False))
     requested = {
         "sequence packing": packing,
         "context parallelism": cp_size > 1,
-        "sequence parallelism": sequence_parallel,
+        "sequence parallelism": _section(cfg, "dtensor_cfg").get("sequence_parallel", False),
     }
-    unsupported = [feature for feature, enabled in requested.items() if enabled and media]
-    if unsupported:
+    unsupported = [feature for feature, enabled in requested.items() if enabled]
+    media = sorted(data.get_multimodal_dict())
+    if media and unsupported:
         raise BatchError(
             f"multimodal rows ({', '.join(media)}) are not supported with {' and '.join(unsupported)}; disable it"
         )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from rlframework.batch.batch_rows import read_lengths
 from rlframework.errors import BatchError, BatchKeyError
 from rlframework.microbatches.global_batch import check_sequence_dim, check_tokens, read_mask
 
@@ -30,13 +31,7 @@ def check_rows(data: BatchedDataDict[Any]) -> None:
     if "input_lengths" not in data:
         raise BatchKeyError(f"input_lengths must be present in the data; it has {sorted(data)}")
     check_sequence_dim(data, skip_keys=[k for k, v in data.items() if isinstance(v, Tensor) and v.shape[1:2] == (1,)])
-    lengths = data["input_lengths"]
-    wrong = ((lengths < 0) | (lengths > width)).nonzero()
-    if len(wrong):
-        row = int(wrong[0])
-        raise BatchError(
-            f"row {row} has input_lengths {int(lengths[row])}; allowed is 0 to {width}, the columns of input_ids"
-        )
+    read_lengths(data["input_lengths"], width)
 
 
 def check_contents(data: BatchedDataDict[Any], vocabulary: int | None = None) -> None:

@@ -10,7 +10,7 @@ from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.batch.collectives import max_over_ranks
 from rlframework.batch.packed_tensor import has_media
 from rlframework.batch.packing.lengths import round_up
-from rlframework.interfaces.data_processor import BatchPlan, DataProcessor, Microbatch
+from rlframework.interfaces.data_processor import BatchPlan, DataProcessor, GlobalBatch, Microbatch
 from rlframework.interfaces.loss import LossFunction
 from rlframework.microbatches.data_processor import make_dummy, to_device
 from rlframework.policy.engine import Engine
@@ -36,7 +36,7 @@ class Microbatching:
 
     def global_batch(
         self, data: BatchedDataDict[Any], loss_fn: LossFunction, index: int, rows: int | None
-    ) -> dict[str, Any]:
+    ) -> GlobalBatch:
         """Return this rank's rows of global batch `index`, and its counts: `DataProcessor.process_global_batch`."""
         group = self.engine.data_parallel_group()
         return self.processor.process_global_batch(data, loss_fn, group, batch_idx=index, batch_size=rows)

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from probe_batches import make_batch, numbers, same, shares_memory
+from probe_batches import make_batch, shares_memory
 
 from rlframework.batch.batched_data_dict import BatchedDataDict, SlicedDataDict
 from rlframework.batch.packed_tensor import PackedTensor
@@ -29,20 +25,6 @@ def test_from_batches_joins_and_pads_on_the_right():
     assert joined["n"].tolist() == [3, 1, 1]
     assert joined["t"] == ["a", "b", "c"]
     assert list(joined) == ["ids", "n", "t"]
-
-
-def test_from_batches_pads_with_0_and_keeps_dtypes():
-    joined = BatchedDataDict.from_batches(
-        [{"x": torch.ones(1, 1, dtype=torch.bool)}, {"x": torch.ones(1, 2, dtype=torch.bool)}]
-    )
-    assert joined["x"].tolist() == [[True, False], [True, True]]
-    assert joined["x"].dtype == torch.bool
-
-
-def test_from_batches_keeps_the_third_dimension():
-    one, two = torch.ones(1, 1, 2), torch.full((1, 3, 2), 2.0)
-    joined = BatchedDataDict.from_batches([{"x": one}, {"x": two}], {"x": -1})
-    assert joined["x"].tolist() == [[[1, 1], [-1, -1], [-1, -1]], [[2, 2]] * 3]
 
 
 def test_from_batches_joins_1d_tensors_with_2d_ones_as_rows_of_one_element():
@@ -96,27 +78,6 @@ def test_from_batches_rejects_values_that_cannot_be_joined(values, message):
 def test_from_batches_checks_each_batch():
     with pytest.raises(BatchError, match=r"all values of batch 1 must have the same number of rows"):
         BatchedDataDict.from_batches([{"x": [1], "y": [1]}, {"x": [1], "y": [1, 2]}])
-
-
-@given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 5)), min_size=1, max_size=5))
-def test_from_batches_and_back(shapes):
-    batches = [make_batch(rows, width) for rows, width in shapes]
-    before = copy.deepcopy(batches)
-    joined = BatchedDataDict.from_batches(batches, {"two": -5, "three": 7})
-    widest = max((width for rows, width in shapes if rows), default=None)
-    start = 0
-    for batch, untouched, (rows, width) in zip(batches, before, shapes, strict=True):
-        same(batch, untouched)
-        part = joined.slice(start, start + rows)
-        start += rows
-        if not rows:
-            continue
-        for key, pad in (("two", -5), ("three", 7)):
-            assert part[key].shape[1] == widest
-            assert (part[key][:, width:] == pad).all()
-            part[key] = part[key][:, :width]
-        assert numbers(part) == list(range(rows))
-    assert joined.size == start
 
 
 # --- media

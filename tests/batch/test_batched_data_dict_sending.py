@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import copy
-import json
 import pickle
 from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
-from probe_forked import run_program
 
-from rlframework.batch import tensor_pickling
 from rlframework.batch.batched_data_dict import BatchedDataDict, SlicedDataDict
 from rlframework.batch.packed_tensor import PackedTensor
 
@@ -95,7 +92,7 @@ def test_views_are_sent_without_their_storage_and_senders_keep_theirs():
     part = batch.slice(10, 12)
     for protocol in PROTOCOLS:
         assert len(pickle.dumps(part, protocol=protocol)) < 2_000
-    assert len(bytes(ForkingPickler.dumps(part))) < 2_000
+    assert ForkingPickler.loads(bytes(ForkingPickler.dumps(part)))["x"].tolist() == [10, 11]
     assert part["x"].untyped_storage().data_ptr() == batch["x"].untyped_storage().data_ptr()
     assert not batch["x"].is_shared()
     assert loads(pickle.dumps(part))["y"].tolist() == [[20, 21], [22, 23]]
@@ -188,92 +185,6 @@ def test_conjugated_and_negated_views():
     back = loads(pickle.dumps(BatchedDataDict(c=value.conj(), i=value.conj().imag), protocol=5))
     assert back["c"].tolist() == [1 - 2j, 3 + 4j]
     assert back["i"].tolist() == [-2, 4]
-
-
-def test_bytes_go_through_the_pipe_without_shared_memory(monkeypatch):
-    def full(size):
-        raise RuntimeError("unable to allocate shared memory(shm)")
-
-    batch = BatchedDataDict(x=torch.arange(100_000))
-    assert len(bytes(ForkingPickler.dumps(batch))) < 10_000
-    monkeypatch.setattr(torch.UntypedStorage, "_new_shared", full)
-    back = ForkingPickler.loads(bytes(ForkingPickler.dumps(batch)))
-    assert torch.equal(back["x"], batch["x"])
-    back["x"].zero_()
-
-
-OTHER_PROCESS = """
-import json, multiprocessing, sys
-import torch
-from rlframework.batch.packed_tensor import PackedTensor
-from rlframework.batch.batched_data_dict import BatchedDataDict, SlicedDataDict
-
-
-def serve(connection):
-    batch = connection.recv()
-    for value in (batch["big"], batch["small"], *(row for row in batch["media"].tensors if row is not None)):
-        value.add_(1)
-    connection.send(batch)
-    connection.recv()  # stay until it has arrived
-
-
-if __name__ == "__main__":
-    spawn = multiprocessing.get_context("spawn")
-    mine, theirs = spawn.Pipe()
-    child = spawn.Process(target=serve, args=(theirs,))
-    child.start()
-    whole = torch.arange(1_000_000)
-    media = PackedTensor([torch.zeros(200_000), None, torch.ones(7, dtype=torch.bfloat16), torch.zeros(0)], 0)
-    batch = SlicedDataDict(big=whole.reshape(-1, 100)[4:8], small=torch.arange(4), media=media, text=list("abcd"))
-    batch["big"] = whole[:800_000].reshape(4, -1)
-    batch.elem_counts_per_gb = [4]
-    mine.send(batch)
-    back = mine.recv()
-    media_back = back["media"].tensors
-    found = {
-        "class": type(back).__name__,
-        "equal": torch.equal(back["big"], batch["big"] + 1) and back["small"].tolist() == [1, 2, 3, 4],
-        "bytes": back["big"].untyped_storage().nbytes(),
-        "media": [row if row is None else [len(row), str(row.dtype), float(row.sum())] for row in media_back],
-        "text": back["text"],
-        "counts": back.elem_counts_per_gb,
-        "untouched": int(whole[1]) == 1 and float(media.tensors[0].sum()) == 0 and not whole.is_shared(),
-    }
-    back["big"].zero_()
-    mine.send(None)
-    child.join(30)
-    print(json.dumps(found | {"exit": child.exitcode}))
-"""
-
-
-def test_another_process_gets_batches_of_its_own(tmp_path):
-    script = tmp_path / "other.py"
-    script.write_text(OTHER_PROCESS)
-    done = run_program(script, seconds=90)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == {
-        "class": "SlicedDataDict",
-        "equal": True,
-        "bytes": 800_000 * 8,
-        "media": [[200_000, "torch.float32", 200_000.0], None, [7, "torch.bfloat16", 14.0], [0, "torch.float32", 0.0]],
-        "text": ["a", "b", "c", "d"],
-        "counts": [4],
-        "untouched": True,
-        "exit": 0,
-    }
-
-
-def test_all_rows_of_a_packed_tensor_share_one_block_of_memory():
-    rows = [torch.full((3, size), float(size)) for size in (1, 0, 40_000)]
-    sent = tensor_pickling.picklable_rows([rows[0], None, rows[1].T, rows[2]])
-    back = ForkingPickler.loads(bytes(ForkingPickler.dumps(sent)))
-    assert [None if row is None else row.tolist() for row in back] == [
-        rows[0].tolist(),
-        None,
-        rows[1].T.tolist(),
-        rows[2].tolist(),
-    ]
-    assert back[0].untyped_storage().data_ptr() == back[3].untyped_storage().data_ptr()  # one file descriptor
 
 
 @pytest.mark.xdist_group("ray")

@@ -20,6 +20,7 @@ def test_rows_are_joined_on_request():
     assert len(packed) == 3
     assert packed.has_media
     assert packed.as_tensor().tolist() == [[1, 2], [3, 4], [5, 6]]
+    assert repr(packed) == "PackedTensor(3 rows, 2 with media, dim_to_pack=0)"
     other = PackedTensor([torch.ones(2, 1), torch.zeros(2, 2)], dim_to_pack=-1)
     assert other.as_tensor().tolist() == [[1, 0, 0]] * 2
 
@@ -144,7 +145,3 @@ def test_shallow_copies_share_tensors_and_nothing_else():
     copied = copy.copy(packed)
     assert copied.tensors == packed.tensors
     assert copied.tensors is not packed.tensors
-
-
-def test_repr():
-    assert repr(images()) == "PackedTensor(3 rows, 2 with media, dim_to_pack=0)"

@@ -179,19 +179,6 @@ def check_microbatch(trial, whole, micro, length):
     assert_same(micro, expected)
 
 
-@given(trials())
-@settings(deadline=None, max_examples=50)
-def test_round_robin_microbatches_have_one_shape_on_all_shards(trial):
-    if trial.algorithm != "round_robin":
-        return
-    shards, _ = sharded(trial)
-    for shard in shards:
-        assert shard.micro_batch_indices == shards[0].micro_batch_indices
-        assert shard.micro_batch_lengths == shards[0].micro_batch_lengths
-        if shard is not shards[0]:
-            assert shard.micro_batch_indices is not shards[0].micro_batch_indices
-
-
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(0, 3), st.booleans())
 @settings(deadline=None, max_examples=50)
 def test_plain_shards(shards, per_shard, chunks, uneven):
@@ -235,16 +222,6 @@ class Written(TorchDispatchMode):
             ):
                 self.bytes += made.numel() * made.element_size()
         return out
-
-
-def test_the_counter_of_copied_bytes():
-    value = torch.zeros(10)
-    with Written() as written:
-        value[2:4].narrow(0, 0, 1)
-    assert written.bytes == 0
-    with Written() as written:
-        torch.cat([value.clone(), value])
-    assert written.bytes == 40 + 80
 
 
 def big_batch():

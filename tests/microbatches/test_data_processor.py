@@ -14,11 +14,11 @@ from rlframework.errors import BatchError
 from rlframework.interfaces.data_processor import BatchPlan, MicrobatchRule
 from rlframework.microbatches.data_processor import (
     MicrobatchProcessor,
-    check_sequence_dim,
     group_rows,
     make_dummy,
     make_microbatch,
 )
+from rlframework.microbatches.global_batch import check_sequence_dim
 from rlframework.microbatches.row_checks import check_contents, check_rows
 
 CPU = torch.device("cpu")
@@ -196,8 +196,8 @@ def test_rows_without_a_token_to_predict_are_left_out():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"input_lengths": torch.tensor([3, 5])}, r"row 1 has input_lengths 5.*0 to 4"),
-        ({"input_lengths": torch.tensor([-1, 4])}, "row 0 has input_lengths -1"),
+        ({"input_lengths": torch.tensor([3, 5])}, r"input_lengths of row 1 is 5; allowed is 0\.\.4"),
+        ({"input_lengths": torch.tensor([-1, 4])}, "input_lengths of row 0 is -1"),
         ({"input_lengths": torch.tensor([3.0, 4.0])}, "input_lengths must be integers"),
         ({"input_lengths": torch.tensor([[3], [4]])}, r"input_lengths must be a tensor of 2 lengths.*\[2, 1\]"),
         ({"input_ids": torch.ones(2, dtype=torch.int64)}, r"input_ids.*\[B, S\]"),

@@ -86,7 +86,7 @@ def test_lengths_of_any_integers_count(dtype):
 @pytest.mark.parametrize("lengths", [[2, 9], [-1, 3]])
 def test_invalid_lengths_are_rejected(lengths):
     rows = changed(token_mask=None, input_lengths=torch.tensor(lengths))
-    with pytest.raises(BatchError, match=rf"are in {lengths[0]}\.\.{lengths[1]}; allowed is 0\.\.3"):
+    with pytest.raises(BatchError, match=r"of row . is (9|-1); allowed is 0\.\.3"):
         process_global_batch(rows, None, None, batch_idx=0, batch_size=2)
 
 

@@ -43,8 +43,14 @@ WRONG: dict[str, tuple[Any, str]] = {
     "one length": (lambda: one(changed(input_lengths=torch.tensor([2]))), "tensor of 2 lengths, got torch.int64"),
     "2-D lengths": (lambda: one(changed(input_lengths=torch.ones(2, 1).long())), "tensor of 2 lengths"),
     "float lengths": (lambda: one(changed(input_lengths=torch.ones(2))), "integers, got torch.float32"),
-    "lengths over the width": (lambda: one(changed(input_lengths=torch.tensor([4, 1]))), r"1\.\.4; allowed is 0\.\.3"),
-    "lengths under 0": (lambda: one(changed(input_lengths=torch.tensor([-4, 1]))), r"-4\.\.1; allowed is 0\.\.3"),
+    "lengths over the width": (
+        lambda: one(changed(input_lengths=torch.tensor([4, 1]))),
+        r"of row 0 is 4; allowed is 0\.\.3",
+    ),
+    "lengths under 0": (
+        lambda: one(changed(input_lengths=torch.tensor([-4, 1]))),
+        r"of row 0 is -4; allowed is 0\.\.3",
+    ),
     "cp_size": (lambda: one(changed(), cp_size=0), "cp_size must be at least 1, got 0"),
     "section": (lambda: one(changed(), cfg={"dtensor_cfg": True}), r"cfg\['dtensor_cfg'\] must be a section"),
     "no dynamic section": (lambda: many(changed(), {}), "must have a section dynamic_batching"),

@@ -6,11 +6,7 @@ data processor joins the tokens of packed rows.
 
 from __future__ import annotations
 
-import difflib
-from typing import Any
-
 from rlframework.batch.packing.balanced import BalancedPacker
-from rlframework.batch.packing.cost import TokenCost, read_cost
 from rlframework.batch.packing.dynamic import balanced_microbatches, round_robin_microbatches
 from rlframework.batch.packing.first_fit import (
     ConcatenativePacker,
@@ -18,9 +14,15 @@ from rlframework.batch.packing.first_fit import (
     FirstFitShufflePacker,
     ModifiedFirstFitDecreasingPacker,
 )
-from rlframework.batch.packing.metrics import PackingMetrics, PackingStats, Spread
-from rlframework.batch.packing.packer import PackingAlgorithm, SequencePacker
-from rlframework.errors import BatchError, BatchTypeError
+from rlframework.batch.packing.lengths import TokenCost
+from rlframework.batch.packing.packer import (
+    PackingAlgorithm,
+    PackingMetrics,
+    PackingStats,
+    SequencePacker,
+    Spread,
+    read_algorithm,
+)
 
 __all__ = [
     "BalancedPacker",
@@ -40,6 +42,14 @@ __all__ = [
     "round_robin_microbatches",
 ]
 
+PACKERS: dict[PackingAlgorithm, type[SequencePacker]] = {
+    PackingAlgorithm.CONCATENATIVE: ConcatenativePacker,
+    PackingAlgorithm.FIRST_FIT_DECREASING: FirstFitDecreasingPacker,
+    PackingAlgorithm.FIRST_FIT_SHUFFLE: FirstFitShufflePacker,
+    PackingAlgorithm.MODIFIED_FIRST_FIT_DECREASING: ModifiedFirstFitDecreasingPacker,
+    PackingAlgorithm.BALANCED: BalancedPacker,
+}
+
 
 def get_packer(
     algorithm: PackingAlgorithm | str,
@@ -53,34 +63,7 @@ def get_packer(
 ) -> SequencePacker:
     """Construct the packer for `algorithm`, a `PackingAlgorithm` or its name in any case.
 
-    See `SequencePacker` for the positional arguments. Only BALANCED uses `cost`, the cost of a row; only
-    FIRST_FIT_SHUFFLE uses `seed` (None: draw from Python's global generator). Raises `BatchError` for an unknown name.
+    See `SequencePacker` for the other arguments. Raises `BatchError` for an unknown name.
     """
-    kind = read_algorithm(algorithm)
-    common = (bin_capacity, collect_metrics, min_bin_count, bin_count_multiple)
-    cost = read_cost(cost)
-    match kind:
-        case PackingAlgorithm.CONCATENATIVE:
-            return ConcatenativePacker(*common)
-        case PackingAlgorithm.FIRST_FIT_DECREASING:
-            return FirstFitDecreasingPacker(*common)
-        case PackingAlgorithm.FIRST_FIT_SHUFFLE:
-            return FirstFitShufflePacker(*common, seed=seed)
-        case PackingAlgorithm.MODIFIED_FIRST_FIT_DECREASING:
-            return ModifiedFirstFitDecreasingPacker(*common)
-        case PackingAlgorithm.BALANCED:
-            return BalancedPacker(*common, cost=cost)
-
-
-def read_algorithm(algorithm: PackingAlgorithm | str | Any) -> PackingAlgorithm:
-    """Return the algorithm of this name, in any case, or `algorithm` itself; raise `BatchError` listing the names."""
-    if isinstance(algorithm, PackingAlgorithm):
-        return algorithm
-    if not isinstance(algorithm, str):
-        raise BatchTypeError(f"algorithm must be a PackingAlgorithm or its name, got a {type(algorithm).__name__}")
-    names = list(PackingAlgorithm.__members__)
-    if algorithm.upper() in names:
-        return PackingAlgorithm[algorithm.upper()]
-    near = difflib.get_close_matches(algorithm.upper(), names, n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    raise BatchError(f"unknown packing algorithm {algorithm!r}.{hint} Use one of {', '.join(names)}, in any case.")
+    packer = PACKERS[read_algorithm(algorithm)]
+    return packer(bin_capacity, collect_metrics, min_bin_count, bin_count_multiple, cost=cost, seed=seed)

@@ -6,26 +6,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
-from itertools import chain, cycle
-from typing import Any
 
 import numpy as np
 
-from rlframework.batch.packing.cost import TokenCost, assign_by_cost, read_cost
-from rlframework.batch.packing.lengths import LONGEST, Ints, read_count, read_lengths, round_up, sort_descending
+from rlframework.batch.packing.lengths import (
+    LONGEST,
+    Ints,
+    Lengths,
+    TokenCost,
+    assign_by_cost,
+    read_cost,
+    read_count,
+    read_lengths,
+    round_up,
+    sort_descending,
+    spread_empty,
+)
 from rlframework.errors import BatchError
 
 Run = tuple[int, int]
 """Positions `[start, end)` in the rows sorted by length: one microbatch."""
-
 PRECISION = 0.004
 """Relative precision of the bisection for the lowest cost level; each step of it passes over all microbatches."""
 
 
 def balanced_microbatches(
-    lengths: Sequence[int] | Any,
+    lengths: Lengths,
     max_tokens: int,
     *,
     shards: int = 1,
@@ -45,8 +52,7 @@ def balanced_microbatches(
     """
     values = read_lengths(lengths, least=0)
     shards, most = read_count(shards, "shards", 1), read_count(max_tokens, "max_tokens", 1)
-    order = sort_descending(values)
-    rows = order[: np.count_nonzero(values)]
+    rows, empty = np.split(sort_descending(values), [np.count_nonzero(values)])
     plan = _Plan(padded_lengths(values[rows], most, length_round, width), most, read_cost(cost))
     fewest = len(plan.runs(float("inf"), shards))
     wanted = round_up(max(1, fewest), shards)
@@ -56,17 +62,14 @@ def balanced_microbatches(
             f"{shards} shards; use more rows, raise max_tokens, or use fewer shards"
         )
     runs = plan.balanced_runs(min(wanted, len(rows)), shards)
-    listed = rows.tolist()
-    batches = [listed[start:end] for start, end in runs]
-    batches += [[] for _ in range(wanted - len(batches))]
-    without_rows = [batch for batch in batches if not batch]
-    for row, batch in zip(order[len(rows) :].tolist(), chain(without_rows, cycle(batches)), strict=False):
-        batch.append(row)
-    costs = np.array([plan.cost_of(run) for run in runs] + [0.0] * len(without_rows))
+    unused = wanted - len(runs)
+    batches = [rows[start:end].tolist() for start, end in runs] + [[] for _ in range(unused)]
+    spread_empty(batches, empty.tolist())
+    costs = np.array([plan.cost_of(run) for run in runs] + [0.0] * unused)
     return [[batches[number] for number in numbers] for numbers in assign_by_cost(costs, shards)]
 
 
-def padded_lengths(lengths: Ints, max_tokens: int, length_round: Any, width: Any) -> Ints:
+def padded_lengths(lengths: Ints, max_tokens: int, length_round: int, width: int | None) -> Ints:
     """Return the length each row alone is padded to; raise `BatchError` if one exceeds `max_tokens` or `width`."""
     multiple = read_count(length_round, "length_round", 1, LONGEST)
     padded = -(-np.maximum(lengths, 1) // multiple) * multiple
@@ -84,7 +87,7 @@ def padded_lengths(lengths: Ints, max_tokens: int, length_round: Any, width: Any
 
 
 class _Plan:
-    """Rows by descending padded length, and their division into runs, one per microbatch.
+    """Divides rows, by descending padded length, into runs, one per microbatch.
 
     Sorting by length first is what keeps padding low: a run is padded to its first row, and its other rows are the next
     shorter ones.
@@ -93,12 +96,11 @@ class _Plan:
     def __init__(self, padded: Ints, max_tokens: int, cost: TokenCost) -> None:
         self._padded: list[int] = padded.tolist()
         self._most = max_tokens
-        self._cost = cost
         self._costs: list[float] = cost.of_rows(padded).tolist()
 
     def cost_of(self, run: Run) -> float:
         """Return the cost of the run as a microbatch."""
-        return self._cost.of_padded(run[1] - run[0], self._padded[run[0]])
+        return (run[1] - run[0]) * self._costs[run[0]]
 
     def runs(self, level: float, shards: int, start: int = 0) -> list[Run]:
         """Divide the rows from `start` on greedily into the longest runs of cost at most `level`.
@@ -134,7 +136,10 @@ class _Plan:
         return runs[:-shards] + self._lowest(runs[-shards][0], shards, shards)
 
     def _lowest(self, start: int, wanted: int, shards: int) -> list[Run]:
-        """Bisect for the lowest level: the higher the level, the fewer runs."""
+        """Bisect for the lowest level (the higher it is, the fewer runs); halve runs until there are `wanted`.
+
+        The costliest runs are halved first, but those above the level last: their steps wait for one long row anyway.
+        """
         best = self.runs(float("inf"), shards, start)
         low, high = sum(self._costs[start:]) / wanted, max(map(self.cost_of, best))
         while high - low > PRECISION * high:
@@ -144,34 +149,21 @@ class _Plan:
                 best, high = runs, middle
             else:
                 low = middle
-        return self._split(best, wanted, high)
 
-    def _split(self, runs: list[Run], wanted: int, level: float) -> list[Run]:
-        """Halve the costliest run of at least two rows until there are `wanted`.
+        def entry(run: Run) -> tuple[bool, bool, float, Run]:
+            return (run[1] - run[0] == 1, self.cost_of(run) > high, -self.cost_of(run), run)
 
-        Runs above `level` come last: their steps wait for one long row in any case.
-        """
-
-        def entry(run: Run) -> tuple[bool, float, Run]:
-            cost = self.cost_of(run)
-            return (cost > level, -cost, run)
-
-        single = [run for run in runs if run[1] - run[0] == 1]
-        heap = [entry(run) for run in runs if run[1] - run[0] > 1]
+        heap = [entry(run) for run in best]
         heapify(heap)
-        while len(single) + len(heap) < wanted:
-            start, end = heappop(heap)[-1]
-            middle = (start + end) // 2
-            for run in ((start, middle), (middle, end)):
-                if run[1] - run[0] > 1:
-                    heappush(heap, entry(run))
-                else:
-                    single.append(run)
-        return sorted([*single, *(run for _, _, run in heap)])
+        while len(heap) < wanted:
+            first, last = heappop(heap)[-1]
+            heappush(heap, entry((first, (first + last) // 2)))
+            heappush(heap, entry(((first + last) // 2, last)))
+        return sorted(run for *_, run in heap)
 
 
 def round_robin_microbatches(
-    lengths: Sequence[int] | Any,
+    lengths: Lengths,
     max_tokens: int,
     *,
     shards: int = 1,

@@ -5,15 +5,65 @@ All are O(n log n), and assign bins to shards round robin. The packer `balanced`
 
 from __future__ import annotations
 
-import heapq
 import random
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
+from heapq import heappush, heapreplace
+from itertools import pairwise
 
 import numpy as np
 
 from rlframework.batch.packing.lengths import Ints, sort_descending
-from rlframework.batch.packing.packer import SequencePacker, sort_within_bins
-from rlframework.batch.packing.row_pool import RowPool
+from rlframework.batch.packing.packer import SequencePacker
+
+
+class RowPool:
+    """Rows that are not in a bin yet; `rows [n]` must be in descending order of their `lengths [n]`, all above 0.
+
+    Rows of equal length form a group; the groups are sorted by ascending length. So a bisection over the lengths finds
+    the longest row that fits, and a group that runs empty is deleted from the two lists.
+    """
+
+    def __init__(self, rows: Ints, lengths: Ints) -> None:
+        ascending = lengths[::-1]
+        starts = np.flatnonzero(np.diff(ascending, prepend=0))
+        listed = rows[::-1].tolist()
+        self._lengths: list[int] = ascending[starts].tolist()
+        self._groups = [listed[start:end] for start, end in pairwise([*starts.tolist(), len(listed)])]
+
+    def __bool__(self) -> bool:
+        return bool(self._lengths)
+
+    def fill(self, taken: list[int], room: int) -> int:
+        """Move the longest row that fits `room` to `taken`, again and again; return the room that is left."""
+        # Runs once for each row (or run of rows of equal length) of a batch: it determines the speed of the packers.
+        lengths, groups = self._lengths, self._groups
+        at = bisect_right(lengths, room)
+        while at:
+            at -= 1
+            length, group = lengths[at], groups[at]
+            if room < length + length:
+                taken.append(group.pop())
+                room -= length
+            else:
+                run = group[: -(room // length) - 1 : -1]
+                del group[-len(run) :]
+                taken += run
+                room -= length * len(run)
+            if not group:
+                del lengths[at], groups[at]
+            at = bisect_right(lengths, room, 0, at)  # what is left has no room for this length, or none remains
+        return room
+
+    def take_shortest(self) -> tuple[int, int]:
+        """Take a row of the least length; return it and its length."""
+        row, length = self._groups[0].pop(), self._lengths[0]
+        if not self._groups[0]:
+            del self._lengths[0], self._groups[0]
+        return row, length
+
+    def rest(self) -> list[int]:
+        """Return the remaining rows, by descending length."""
+        return [row for group in reversed(self._groups) for row in reversed(group)]
 
 
 class ConcatenativePacker(SequencePacker):
@@ -40,8 +90,22 @@ class FirstFitDecreasingPacker(SequencePacker):
     """Rows by descending length, each into the first bin that has room; of equal lengths the later row first."""
 
     def _pack(self, lengths: Ints) -> list[list[int]]:
-        rows = sort_descending(lengths)
-        return RowPool(rows, lengths[rows]).first_fit(self._capacity)
+        return first_fit_decreasing(sort_descending(lengths), lengths, self._capacity)
+
+
+def first_fit_decreasing(rows: Ints, lengths: Ints, capacity: int) -> list[list[int]]:
+    """Pack `rows`, by descending length, each into the first bin that has room; `lengths` are those of all rows.
+
+    Works bin by bin instead of row by row. That gives the same bins: whether a row goes into the first bin depends only
+    on longer rows, so the first bin is what a greedy scan over all rows collects, the second what a scan over the rows
+    that are then left collects, and so on.
+    """
+    pool = RowPool(rows, lengths[rows])
+    bins: list[list[int]] = []
+    while pool:
+        bins.append([])
+        pool.fill(bins[-1], capacity)
+    return bins
 
 
 class FirstFitShufflePacker(SequencePacker):
@@ -51,27 +115,10 @@ class FirstFitShufflePacker(SequencePacker):
     seed, so that equal lengths give equal bins.
     """
 
-    def __init__(
-        self,
-        bin_capacity: int,
-        collect_metrics: bool = False,
-        min_bin_count: int | None = None,
-        bin_count_multiple: int | None = None,
-        seed: int | None = None,
-    ) -> None:
-        super().__init__(bin_capacity, collect_metrics, min_bin_count, bin_count_multiple)
-        self.seed = seed
-
     def _pack(self, lengths: Ints) -> list[list[int]]:
         rows = list(range(len(lengths)))
-        if self.seed is None:
-            random.shuffle(rows)
-        else:
-            random.Random(self.seed).shuffle(rows)
-        return first_fit(rows, lengths[rows].tolist(), self._capacity)
-
-    def _finish(self, bins: list[list[int]], lengths: Ints) -> None:
-        sort_within_bins(bins, lengths)
+        (random if self.seed is None else random.Random(self.seed)).shuffle(rows)
+        return sort_within_bins(first_fit(rows, lengths[rows].tolist(), self._capacity), lengths)
 
 
 def first_fit(rows: list[int], lengths: list[int], capacity: int) -> list[list[int]]:
@@ -104,88 +151,61 @@ def first_fit(rows: list[int], lengths: list[int], capacity: int) -> list[list[i
 
 
 class ModifiedFirstFitDecreasingPacker(SequencePacker):
-    """Modified first fit decreasing (Johnson and Garey, 1985): at most 71/60 of the optimal number of bins, plus 1.
+    """Modified first fit decreasing (Johnson and Garey, 1985): at most 71/60 of the optimal number of bins, plus 1."""
 
-    With bins of capacity C:
+    def _pack(self, lengths: Ints) -> list[list[int]]:
+        return modified_first_fit(sort_descending(lengths), lengths, self._capacity)
+
+
+def modified_first_fit(rows: Ints, lengths: Ints, capacity: int) -> list[list[int]]:
+    """Pack `rows`, by descending length, with bins of capacity C as follows; `lengths` are those of all rows.
 
     1. Each row above C/2 opens a bin.
     2. In the order of these rows, longest first, each bin takes the longest row above C/3 that fits.
-    3. In reverse order, each bin without such a row takes the shortest row above C/6 and the longest one that fits
-       beside it.
+    3. In reverse order, each bin without such a row takes the shortest row above C/6 and the longest one up to C/3 that
+       fits beside it.
     4. In order again, each bin takes the longest rows that still fit.
     5. The remaining rows go into further bins, longest first, each into the emptiest bin.
     """
-
-    def _pack(self, lengths: Ints) -> list[list[int]]:
-        return modified_first_fit(lengths, self._capacity)
-
-    def _finish(self, bins: list[list[int]], lengths: Ints) -> None:
-        sort_within_bins(bins, lengths)
-
-
-def modified_first_fit(lengths: Ints, capacity: int) -> list[list[int]]:
-    """Pack rows of `lengths`, all in 1..capacity: see `ModifiedFirstFitDecreasingPacker`."""
-    rows = sort_descending(lengths)
     ordered = lengths[rows]
     large, medium, small = (int(np.count_nonzero(ordered * parts > capacity)) for parts in (2, 3, 6))
     bins = [[row] for row in rows[:large].tolist()]
     rooms = (capacity - ordered[:large]).tolist()
     mediums, smalls = (RowPool(rows[a:b], ordered[a:b]) for a, b in ((large, medium), (medium, small)))
-    _add_mediums(bins, rooms, mediums)
-    unpaired = _add_pairs(bins, rooms, smalls)
-    rest = np.concatenate((mediums.rest()[0], np.array(unpaired, dtype=np.int64), smalls.rest()[0], rows[small:]))
+    for number, room in enumerate(rooms):  # below C/2, so that there is no room for a second medium row
+        rooms[number] = mediums.fill(bins[number], room)
+    unpaired = []
+    for number in reversed(range(large)):
+        if len(bins[number]) == 1 and smalls:
+            shortest, length = smalls.take_shortest()
+            room = smalls.fill(bins[number], rooms[number] - length)  # at most one row, as above
+            if len(bins[number]) == 1:
+                unpaired = [shortest]  # the bins that follow have even less room
+                break
+            bins[number].append(shortest)
+            rooms[number] = room
+    rest = np.array([*mediums.rest(), *unpaired, *smalls.rest(), *rows[small:].tolist()], dtype=np.int64)
     rest = rest[sort_descending(lengths[rest])]
     pool = RowPool(rest, lengths[rest])
-    pool.fill(rooms, rooms, bins)
-    return bins + _emptiest_first(*pool.rest(), capacity)
-
-
-def _add_mediums(bins: list[list[int]], rooms: list[int], mediums: RowPool) -> None:
-    for number, room in enumerate(rooms):
-        length = mediums.longest_up_to(room)
-        if length:
-            bins[number].append(mediums.take(length))
-            rooms[number] -= length
-
-
-def _add_pairs(bins: list[list[int]], rooms: list[int], smalls: RowPool) -> list[int]:
-    """Add two small rows to each bin of one row, the roomiest first; return a row that found no partner."""
-    for number in reversed(range(len(bins))):
-        if len(bins[number]) > 1:
-            continue
-        shortest = smalls.shortest()
-        if smalls.remaining < 2 or rooms[number] < 2 * shortest:
-            break
-        first = smalls.take(shortest)
-        length = smalls.longest_up_to(rooms[number] - shortest)
-        if not length:
-            return [first]  # the bins that follow have even less room
-        bins[number] += [smalls.take(length), first]
-        rooms[number] -= length + shortest
-    return []
-
-
-def _emptiest_first(rows: Ints, lengths: Ints, capacity: int) -> list[list[int]]:
-    """Pack rows, by descending length, each into the emptiest bin, or into a new one if it does not fit there.
-
-    One bin remains the emptiest for a run of rows, until it holds as much as the next; a bisection finds the run.
-    """
-    listed, sizes = rows.tolist(), lengths.tolist()
-    before = [0, *np.cumsum(lengths).tolist()]  # before[i]: total tokens of the rows before row i
-    bins: list[list[int]] = []
-    filled: list[tuple[int, int]] = []
-    start = 0
-    while start < len(listed):
-        total, number = 0, len(bins)
-        if filled and filled[0][0] + sizes[start] <= capacity:
-            total, number = heapq.heappop(filled)
+    for taken, room in zip(bins, rooms, strict=True):
+        pool.fill(taken, room)
+    left = pool.rest()
+    emptiest: list[tuple[int, int]] = []  # a heap of the further bins: their tokens and numbers
+    for row, length in zip(left, lengths[left].tolist(), strict=True):
+        if emptiest and emptiest[0][0] + length <= capacity:
+            tokens, number = emptiest[0]
+            bins[number].append(row)
+            heapreplace(emptiest, (tokens + length, number))
         else:
-            bins.append([])
-        shift = before[start] - total
-        stop = bisect_right(before, capacity + shift, start) - 1
-        if filled:
-            stop = min(stop, max(start + 1, bisect_left(before, filled[0][0] + shift, start)))
-        bins[number] += listed[start:stop]
-        heapq.heappush(filled, (before[stop] - shift, number))
-        start = stop
+            heappush(emptiest, (length, len(bins)))
+            bins.append([row])
+    return sort_within_bins(bins, lengths)
+
+
+def sort_within_bins(bins: list[list[int]], lengths: Ints) -> list[list[int]]:
+    """Sort the rows of each bin, in place, by descending length, of equal lengths the later row first."""
+    keys = lengths.tolist()
+    for rows in bins:
+        rows.sort(reverse=True)
+        rows.sort(key=keys.__getitem__, reverse=True)
     return bins

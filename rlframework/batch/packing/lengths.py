@@ -1,80 +1,67 @@
-"""Validation of the arguments of packers: row lengths, bins and counts; and sorting and summing of arrays of them."""
+"""Lengths and costs of rows: reading and checking them, sorting rows, and assigning bins of rows to shards by cost."""
 
 from __future__ import annotations
 
+import math
 import operator
-import sys
 from array import array
 from collections.abc import Sequence
-from itertools import chain
+from dataclasses import dataclass
+from itertools import chain, cycle
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from rlframework.errors import BatchError, BatchTypeError
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
-AnyArray = npt.NDArray[Any]
+Lengths = Sequence[int] | npt.NDArray[np.integer[Any]] | torch.Tensor
+"""The length of each row: a list, tuple, numpy array or 1-D tensor of integers."""
 
 LONGEST = 2**40
 """The most tokens a row may have, so that sums of lengths stay far from the limits of int64."""
 
 
-def read_lengths(lengths: Any, most: int | None = None, *, least: int = 1, limit: str = "bin_capacity") -> Ints:
-    """Return row lengths (a list, tuple, range, numpy array or 1-D tensor of integers) as int64 `[n]`.
+def read_lengths(lengths: Lengths, most: int = LONGEST, *, least: int = 1, limit: str = "the limit") -> Ints:
+    """Return row lengths as int64 `[n]`, each in `least..most`; error messages call `most` by the name `limit`.
 
-    Each must be in `least..most`; error messages call `most` by the name `limit`. Raises `BatchTypeError` for values
-    that are not integers, and `BatchError` naming the row for a length out of bounds.
+    Raises `BatchTypeError` for values that are not integers, and `BatchError` naming a row with a length out of bounds.
     """
     values = _as_array(lengths)
     if not len(values):
         return np.empty(0, dtype=np.int64)
-    low, high = int(values.min()), int(values.max())
+    low, high, most = int(values.min()), int(values.max()), min(most, LONGEST)
     if low < least:
         raise BatchError(
             f"row {int(values.argmin())} of {len(values)} has length {low}, but it must be at least {least}"
             + ("; only the algorithm BALANCED takes rows of length 0" if low == 0 else "")
         )
-    if most is not None and high > most:
+    if high > most:
         raise BatchError(
             f"row {int(values.argmax())} of {len(values)} has {high} tokens, but {limit} is {most}: raise {limit} or "
             "shorten the row"
         )
-    if high > LONGEST:
-        raise BatchError(f"row {int(values.argmax())} has {high} tokens; no row may have more than {LONGEST}")
     return values.astype(np.int64, copy=False)
 
 
-def _as_array(lengths: Any) -> AnyArray:
-    torch = sys.modules.get("torch")  # a caller with a tensor has imported torch
-    if torch is not None and isinstance(lengths, torch.Tensor):
-        try:
-            lengths = lengths.detach().cpu().numpy()
-        except (TypeError, RuntimeError, NotImplementedError) as error:
-            raise BatchTypeError(f"lengths must be a plain tensor of integers: {error}") from error
-    if isinstance(lengths, np.ndarray):
-        if lengths.dtype.kind not in "iu":
-            raise BatchTypeError(f"lengths must be integers, got an array or tensor of {lengths.dtype}")
-        if lengths.ndim != 1:
-            raise BatchError(f"lengths must have one dimension [rows], got shape {list(lengths.shape)}")
-        return lengths
-    return _from_sequence(lengths)
-
-
-def _from_sequence(lengths: Any) -> AnyArray:
-    if not isinstance(lengths, Sequence) or isinstance(lengths, (str, bytes, bytearray, memoryview)):
-        raise BatchTypeError(f"lengths must be a list or 1-D tensor of integers, got a {type(lengths).__name__}")
+def _as_array(lengths: Any) -> npt.NDArray[Any]:
     try:
-        values = np.frombuffer(array("q", lengths), dtype=np.int64) if len(lengths) else np.empty(0, dtype=np.int64)
-    except OverflowError:
-        raise BatchError(f"a row's length does not fit into 64 bits; lengths must be in 0..{LONGEST}") from None
-    except TypeError as error:
-        raise BatchTypeError(f"lengths must be integers: {error}; pass a tensor itself, not a list of it") from None
-    if len(values) and values.min() < 2 and any(isinstance(length, (bool, np.bool_)) for length in lengths):
-        raise BatchTypeError("lengths must be integers, got a bool among them")
-    return values
+        if isinstance(lengths, torch.Tensor):
+            lengths = lengths.detach().cpu().numpy()
+        elif isinstance(lengths, Sequence):  # for a list of integers, faster than numpy, and strict
+            values = np.frombuffer(array("q", list(lengths)) or b"", np.int64)
+            if len(values) and values.min() < 2 and any(isinstance(length, (bool, np.bool_)) for length in lengths):
+                raise TypeError("got a bool among them")
+            lengths = values
+    except (TypeError, RuntimeError, OverflowError) as error:
+        raise BatchTypeError(f"lengths must be a list or 1-D tensor of 64-bit integers: {error}") from error
+    if not isinstance(lengths, np.ndarray) or lengths.dtype.kind not in "iu" or lengths.ndim != 1:
+        given = f"{lengths.dtype} {list(lengths.shape)}" if isinstance(lengths, np.ndarray) else type(lengths).__name__
+        raise BatchTypeError(f"lengths must be a list or 1-D tensor [rows] of integers, got {given}")
+    return lengths
 
 
 def read_count(value: Any, name: str, least: int, most: int | None = None) -> int:
@@ -97,45 +84,94 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def join_bins(bins: Sequence[Sequence[int]], rows: int) -> tuple[Ints, Ints]:
-    """Return the rows of all bins concatenated, and their counts `[bins]`; raise `BatchError` for an invalid row."""
-    try:
-        counts = np.fromiter(map(len, bins), dtype=np.int64, count=len(bins))
-        joined = np.fromiter(chain.from_iterable(bins), dtype=np.int64, count=int(counts.sum()))
-    except (TypeError, ValueError, OverflowError) as error:
-        raise BatchTypeError(f"bins must be lists of row indices: {error}") from error
-    if len(joined) and (int(joined.min()) < 0 or int(joined.max()) >= rows):
-        raise BatchError(f"bins name rows {int(joined.min())}..{int(joined.max())}, but there are {rows} lengths")
-    return joined, counts
-
-
 def sort_descending(lengths: Ints) -> Ints:
     """Return row indices by descending length; of equal lengths the later row first."""
-    return sort_ascending(lengths)[::-1]
+    short = len(lengths) > 0 and int(lengths.max()) < 2**16  # numpy sorts 16 bits by radix, in O(n)
+    return np.argsort(lengths.astype(np.uint16) if short else lengths, kind="stable")[::-1]
 
 
-def sort_ascending(values: Ints) -> Ints:
-    """Return positions by ascending value (all at least 0); of equal values the first position first."""
-    short = len(values) > 0 and int(values.max()) < 2**16  # numpy sorts 16 bits by radix, in O(n)
-    return np.argsort(values.astype(np.uint16) if short else values, kind="stable")
+def bin_sums(bins: Sequence[Sequence[int]], values: npt.NDArray[Any]) -> Floats:
+    """Return `[bins]`: the sum of the `values [rows]` of each bin's rows; raise `BatchError` for an invalid row."""
+    try:
+        counts = np.fromiter(map(len, bins), dtype=np.int64, count=len(bins))
+        rows = np.fromiter(chain.from_iterable(bins), dtype=np.int64)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise BatchTypeError(f"bins must be lists of row indices: {error}") from error
+    if len(rows) and (int(rows.min()) < 0 or int(rows.max()) >= len(values)):
+        raise BatchError(f"bins name rows {int(rows.min())}..{int(rows.max())}, but there are {len(values)} lengths")
+    return np.bincount(np.repeat(np.arange(len(bins)), counts), values[rows], len(bins)).astype(np.float64)
 
 
-def order_by_load(load: Floats) -> Ints:
-    """Return positions by ascending load, the first of equal ones first; many loads are first rounded to 16 bits.
+def spread_empty(bins: list[list[int]], rows: Sequence[int]) -> None:
+    """Add rows of length 0: first one to each bin without rows, then the others to all bins in turn."""
+    without_rows = [members for members in bins if not members]
+    for row, members in zip(rows, chain(without_rows, cycle(bins)), strict=False):
+        members.append(row)
 
-    The sort must be stable to give the same order on every machine. A stable sort of many floats is slow; one of 16-bit
-    integers is not.
+
+DEFAULT_HIDDEN_SIZE = 2048
+"""The hidden size of a typical model of 1B to 3B parameters; for others use `TokenCost.for_hidden_size`."""
+
+
+@dataclass(frozen=True)
+class TokenCost:
+    """A row of `n` tokens costs `linear * n + attention * n * n`, in units of one token without its attention.
+
+    In a transformer of hidden size `h`, the matrices of a layer take `24 h^2` operations per token, and causal
+    attention over `n` tokens takes `2 h n` per token (Kaplan et al. 2020, arXiv:2001.08361, table 1): so `attention` is
+    `1 / (12 h)`. Raises `BatchError` unless both are finite and not negative, and at least one is above 0.
     """
-    least, most = float(load.min()), float(load.max())
-    if len(load) < 512 or least == most:
-        return np.argsort(load, kind="stable")
-    return np.argsort(((load - least) * (65_535 / (most - least))).astype(np.uint16), kind="stable")
+
+    linear: float = 1.0
+    attention: float = 1.0 / (12 * DEFAULT_HIDDEN_SIZE)
+
+    def __post_init__(self) -> None:
+        for name, value in (("linear", self.linear), ("attention", self.attention)):
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise BatchTypeError(f"TokenCost.{name} must be a number, got {value!r}")
+            if not (math.isfinite(value) and 0 <= value <= 1e30):
+                raise BatchError(f"TokenCost.{name} must be a finite number from 0 to 1e30, got {value!r}")
+        if max(self.linear, self.attention) < 1e-30:
+            raise BatchError("TokenCost.linear and TokenCost.attention are both 0; at least one must be positive")
+
+    @classmethod
+    def for_hidden_size(cls, hidden: int) -> TokenCost:
+        """Return the cost for a dense model of this hidden size."""
+        return cls(attention=1.0 / (12 * read_count(hidden, "the hidden size", 1)))
+
+    def of_rows(self, lengths: npt.ArrayLike) -> Floats:
+        """Return the costs `[n]` float64 of rows of `lengths [n]`, each of which attends only to itself."""
+        tokens = np.asarray(lengths, dtype=np.float64)
+        costs: Floats = (self.attention * tokens + self.linear) * tokens
+        return costs
+
+    def of_padded(self, count: int, width: int) -> float:
+        """Return the cost of `count` rows padded to `width` tokens; padding costs as much as tokens."""
+        return float(count) * (self.attention * width + self.linear) * width
 
 
-def bin_sums(joined: AnyArray, counts: Ints) -> Floats:
-    """Return the sum of `joined`, the concatenated values of the bins' rows, for each bin `[bins]`; 0 if empty."""
-    sums = np.zeros(len(counts))
-    some = np.flatnonzero(counts)
-    if len(some):
-        sums[some] = np.add.reduceat(joined, (np.cumsum(counts) - counts)[some])
-    return sums
+def read_cost(cost: TokenCost | Any | None) -> TokenCost:
+    """Return `cost`, or the default for None; raise `BatchTypeError` for anything else."""
+    if cost is not None and not isinstance(cost, TokenCost):
+        raise BatchTypeError(f"cost must be a TokenCost or None, got a {type(cost).__name__}")
+    return cost or TokenCost()
+
+
+def assign_by_cost(costs: Floats, shards: int) -> list[list[int]]:
+    """Assign bins of `costs [bins]` to shards that run step by step together; return bin numbers, `[shard][step]`.
+
+    The number of bins must be a multiple of `shards`. All shards wait for the costliest bin of a step, so each step
+    gets bins that are adjacent in the order of cost, the costliest first. This minimizes the sum over the steps of
+    their costliest bins. Within a step the costliest bin goes to the shard with the least cost so far, which keeps
+    the totals of the shards alike.
+    """
+    order = np.argsort(-costs, kind="stable").reshape(-1, shards)
+    totals = [0.0] * shards
+    assigned: list[list[int]] = [[] for _ in range(shards)]
+    ranked = list(range(shards))  # the shards by ascending total
+    for numbers, values in zip(order.tolist(), costs[order].tolist(), strict=True):
+        ranked.sort(key=totals.__getitem__)
+        for shard, number, value in zip(ranked, numbers, values, strict=True):
+            assigned[shard].append(number)
+            totals[shard] += value
+    return assigned

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import difflib
 import enum
 import heapq
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
 
-from rlframework.batch.packing.lengths import Ints, read_count, read_lengths, round_up
-from rlframework.batch.packing.metrics import PackingMetrics
-from rlframework.errors import BatchError
+from rlframework.batch.packing.lengths import (
+    Ints,
+    Lengths,
+    TokenCost,
+    bin_sums,
+    read_cost,
+    read_count,
+    read_lengths,
+    round_up,
+)
+from rlframework.errors import BatchError, BatchTypeError
 
 
 class PackingAlgorithm(enum.Enum):
@@ -23,11 +33,83 @@ class PackingAlgorithm(enum.Enum):
     BALANCED = "balanced"
 
 
+def read_algorithm(algorithm: PackingAlgorithm | str | Any) -> PackingAlgorithm:
+    """Return the algorithm of this name, in any case, or `algorithm` itself; raise `BatchError` listing the names."""
+    if isinstance(algorithm, PackingAlgorithm):
+        return algorithm
+    if not isinstance(algorithm, str):
+        raise BatchTypeError(f"algorithm must be a PackingAlgorithm or its name, got a {type(algorithm).__name__}")
+    names = list(PackingAlgorithm.__members__)
+    if algorithm.upper() in names:
+        return PackingAlgorithm[algorithm.upper()]
+    near = difflib.get_close_matches(algorithm.upper(), names, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    raise BatchError(f"unknown packing algorithm {algorithm!r}.{hint} Use one of {', '.join(names)}, in any case.")
+
+
+@dataclass(frozen=True)
+class PackingStats:
+    """The result of one call of `pack` with at least one row.
+
+    `utilisation` and `waste` are the fractions of the capacity of all bins that hold tokens and that are empty;
+    `balance` is the tokens of the mean bin over those of the fullest: 1 if all are equal.
+    """
+
+    utilisation: float
+    waste: float
+    balance: float
+    bins: int
+    rows: int
+    tokens: int
+
+
+@dataclass
+class Spread:
+    """The minimum, maximum and mean of a value over the calls."""
+
+    min: float
+    max: float
+    mean: float
+
+
+class PackingMetrics:
+    """Statistics of a packer since it was constructed or `reset`. Calls without rows do not count."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all calls."""
+        self.calls = 0
+        self.last: PackingStats | None = None
+        self._spreads: dict[str, Spread] = {}
+
+    def add(self, bins: Sequence[Sequence[int]], lengths: Ints, capacity: int) -> None:
+        """Count one call: `bins` of rows of `lengths`, each bin with a capacity of `capacity` tokens."""
+        if not bins:
+            return
+        tokens, fullest = int(lengths.sum()), int(bin_sums(bins, lengths).max())
+        used = tokens / (len(bins) * capacity)
+        balance = tokens / (len(bins) * fullest) if fullest else 1.0
+        self.last = PackingStats(used, 1.0 - used, balance, len(bins), len(lengths), tokens)
+        self.calls += 1
+        for name, value in asdict(self.last).items():
+            spread = self._spreads.setdefault(name, Spread(value, value, value))
+            spread.min, spread.max = min(spread.min, value), max(spread.max, value)
+            spread.mean += (value - spread.mean) / self.calls
+
+    def summary(self) -> dict[str, Spread]:
+        """Return the `Spread` of each of the `PackingStats` over all calls; {} without any."""
+        return {name: replace(spread) for name, spread in self._spreads.items()}
+
+
 class SequencePacker(ABC):
     """Packs rows into bins of at most `bin_capacity` tokens, and assigns the bins to shards.
 
     There are at least `min_bin_count` bins, and their number is a multiple of `bin_count_multiple`, so that this many
     shards get the same number. With `collect_metrics`, `metrics` records how full the bins were; otherwise it is None.
+    `cost` is the cost of a row, used by BALANCED; `seed` (None: Python's global generator) is used by
+    FIRST_FIT_SHUFFLE.
     """
 
     least_length: ClassVar[int] = 1
@@ -39,31 +121,35 @@ class SequencePacker(ABC):
         collect_metrics: bool = False,
         min_bin_count: int | None = None,
         bin_count_multiple: int | None = None,
+        *,
+        cost: TokenCost | None = None,
+        seed: int | None = None,
     ) -> None:
         self.bin_capacity = read_count(bin_capacity, "bin_capacity", 1)
         self._capacity = min(self.bin_capacity, 2**60)  # practically unlimited, and within int64
-        self.min_bin_count = read_count(0 if min_bin_count is None else min_bin_count, "min_bin_count", 0)
-        self.bin_count_multiple = read_count(
-            1 if bin_count_multiple is None else bin_count_multiple, "bin_count_multiple", 1
-        )
+        self.min_bin_count = read_count(min_bin_count or 0, "min_bin_count", 0)
+        multiple = 1 if bin_count_multiple is None else bin_count_multiple
+        self.bin_count_multiple = read_count(multiple, "bin_count_multiple", 1)
+        self.cost, self.seed = read_cost(cost), seed
         self.metrics = PackingMetrics() if collect_metrics else None
 
-    def pack(self, sequence_lengths: Sequence[int] | Any) -> list[list[int]]:
+    def pack(self, sequence_lengths: Lengths) -> list[list[int]]:
         """Return bins of row indices: every row in exactly one bin, no bin empty, none over `bin_capacity` tokens.
 
-        `sequence_lengths` is a list, tuple, numpy array or 1-D tensor with one integer per row. Rows within a bin are
-        in order of descending length (concatenative: in the given order). Raises `BatchError` for a row longer than a
-        bin, for a negative length, for length 0 except with balanced, and if there are fewer rows than bins.
+        Rows within a bin are in order of descending length (concatenative: in the given order). Raises `BatchError` for
+        a row longer than a bin, for a negative length, for length 0 except with balanced, and if there are fewer rows
+        than bins.
         """
-        lengths = read_lengths(sequence_lengths, self.bin_capacity, least=self.least_length)
+        lengths = read_lengths(sequence_lengths, self.bin_capacity, least=self.least_length, limit="bin_capacity")
         bins = self._pack(lengths) if len(lengths) else []
         self._add_bins(bins, self.bins_wanted(len(bins), len(lengths)))
-        self._finish(bins, lengths)
         if self.metrics is not None:
             self.metrics.add(bins, lengths, self.bin_capacity)
         return bins
 
-    def assign_to_shards(self, bins: Sequence[list[int]], sequence_lengths: Any, shards: int) -> list[list[list[int]]]:
+    def assign_to_shards(
+        self, bins: Sequence[list[int]], sequence_lengths: Lengths, shards: int
+    ) -> list[list[list[int]]]:
         """Return the bins of each shard, `[shard][step]`: shard `i` gets every `shards`-th bin from bin `i` on.
 
         Raises `BatchError` if the number of bins is not a multiple of `shards`.
@@ -85,9 +171,6 @@ class SequencePacker(ABC):
     def _pack(self, lengths: Ints) -> list[list[int]]:
         """Pack at least one row; every length is in `least_length..bin_capacity`."""
 
-    def _finish(self, bins: list[list[int]], lengths: Ints) -> None:
-        """Put the rows of each bin into their final order."""
-
     @staticmethod
     def _add_bins(bins: list[list[int]], wanted: int) -> None:
         """Add bins of one row until there are `wanted`, each the last row of the first bin with the most rows."""
@@ -97,14 +180,6 @@ class SequencePacker(ABC):
             size, number = fullest[0]
             bins.append([bins[number].pop()])
             heapq.heapreplace(fullest, (size + 1, number))
-
-
-def sort_within_bins(bins: list[list[int]], lengths: Ints) -> None:
-    """Sort the rows of each bin by descending length; of equal lengths the later row first."""
-    keys = lengths.tolist()
-    for rows in bins:
-        rows.sort(reverse=True)
-        rows.sort(key=keys.__getitem__, reverse=True)
 
 
 def check_shards(bins: int, shards: Any) -> int:

@@ -11,12 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlframework.batch.packing import ModifiedFirstFitDecreasingPacker, TokenCost, get_packer
-from rlframework.batch.packing.balanced import least_bins, split
-from rlframework.batch.packing.row_pool import SortedRows
+from rlframework.batch.packing.balanced import BinFiller, group_by_bin, initial_loads, least_bins
 from rlframework.errors import BatchError, BatchTypeError
 
 MANY = settings(deadline=None, max_examples=100)
-LINEAR = TokenCost(1.0, 0.0)
+LINEAR, ATTENTIVE = TokenCost(1.0, 0.0), TokenCost(1.0, 0.01)
 
 
 def lognormal(rows, seed=0, shift=6.5):
@@ -113,16 +112,16 @@ def test_modified_first_fit_is_used_where_it_needs_fewer_bins():
 @MANY
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=40), st.integers(100, 250))
 def test_no_packing_has_fewer_bins_than_the_bound(lengths, capacity):
-    bound = least_bins(SortedRows(np.array(lengths), LINEAR), capacity)
+    bound = least_bins(np.array(lengths), capacity)
     assert bound >= -(-sum(lengths) // capacity)
     for name in ("first_fit_decreasing", "modified_first_fit_decreasing", "concatenative"):
         assert bound <= len(get_packer(name, capacity).pack(lengths))
 
 
 def test_the_bound_counts_long_rows_that_cannot_share_a_bin():
-    assert least_bins(SortedRows(np.array([6, 6, 6]), LINEAR), 10) == 3
-    assert least_bins(SortedRows(np.array([5, 5, 5]), LINEAR), 10) == 2
-    assert least_bins(SortedRows(np.array([4, 4, 4, 4, 4]), LINEAR), 10) == 3  # the sum would fit into 2
+    assert least_bins(np.array([6, 6, 6]), 10) == 3
+    assert least_bins(np.array([5, 5, 5]), 10) == 2
+    assert least_bins(np.array([4, 4, 4, 4, 4]), 10) == 3  # the sum would fit into 2
 
 
 def test_one_bin_a_rank_of_equal_cost():
@@ -176,12 +175,6 @@ def test_rows_of_length_0_are_spread_and_can_form_bins_of_their_own():
     ]
     with pytest.raises(BatchError, match="Cannot create 3 bins with only 2 sequences"):
         packer.pack([0, 0])
-
-
-def test_split_halves_the_costliest():
-    lengths = np.array([6, 5, 4, 3, 9, 1])
-    assert split([[0, 1, 2, 3], [4], [5]], 4, SortedRows(lengths, LINEAR)) == [[0, 3], [4], [5], [1, 2]]
-    assert split([[0, 1, 2, 3], [4], [5]], 9, SortedRows(lengths, LINEAR)) == [[0], [4], [5], [1], [3], [2]]
 
 
 @pytest.mark.parametrize("rows", [4096, 16_384])
@@ -248,3 +241,107 @@ def test_every_bin_is_assigned_once_and_all_shards_get_equally_many(lengths, sha
     for step in range(len(lengths) // shards):  # each step gets bins of neighbouring cost
         in_step = sorted((lengths[steps[step][0]] for steps in assigned), reverse=True)
         assert in_step == ordered[step * shards :][:shards]
+
+
+def filler_of(lengths, bins, capacity, cost=ATTENTIVE):
+    """A filler, and the lengths in its order."""
+    ordered = np.sort(np.array(lengths, dtype=np.int64))[::-1]
+    return BinFiller(ordered, cost, np.zeros(bins), capacity), ordered
+
+
+@MANY
+@given(st.integers(0, 10**6), st.integers(2, 80), st.integers(1, 300))
+def test_worst_fit_in_rounds_is_worst_fit_row_by_row(seed, bins, rows):
+    filler, lengths = filler_of(np.random.default_rng(seed).integers(1, 1000, rows), bins, 10**9)
+    done = filler.worst_fit(rows)
+    loads = np.zeros(bins)
+    for length in lengths[:done]:
+        loads[loads.argmin()] += ATTENTIVE.of_rows(length)
+    np.testing.assert_allclose(sorted(filler.load), sorted(loads))
+    assert done >= min(rows, bins)
+    where = filler.where[:done]
+    np.testing.assert_allclose(filler.load, np.bincount(where, ATTENTIVE.of_rows(lengths[:done]), bins))
+    assert (filler.room == 10**9 - np.bincount(where, lengths[:done], bins)).all()
+
+
+@MANY
+@given(st.integers(0, 10**6), st.integers(1, 30), st.integers(1, 400), st.floats(1.0, 1.3))
+def test_bins_hold_all_rows_within_the_cap_or_the_filler_says_so(seed, bins, rows, slack):
+    lengths = np.random.default_rng(seed).integers(1, 1000, rows)
+    capacity = max(int(lengths.max()), int(lengths.sum() / bins * slack))
+    filler, ordered = filler_of(lengths, bins, capacity)
+    if filler.place_all():
+        assert set(filler.where.tolist()) == set(range(bins))
+        used = np.bincount(filler.where, ordered, bins)
+        assert (filler.room == capacity - used).all()
+        assert used.max() <= capacity
+
+
+def test_remaining_rows_go_to_the_bin_of_least_load_that_has_room():
+    filler, lengths = filler_of([5, 4, 3, 2, 1, 1], 3, 10, LINEAR)
+    filler.load[:], filler.room[:] = [0, 1, 2], [4, 10, 10]
+    # 5 does not fit bin 0: to bin 1 (load 6). 4 to bin 2 (load 6; bin 0 was set aside). 3, 2: bins 1 and 2 at 9 and 8;
+    # 1 to bin 2 (9), 1 to bin 1
+    assert filler.place(np.arange(6))
+    assert np.bincount(filler.where, lengths, 3).tolist() == [0, 5 + 3 + 1, 4 + 2 + 1]
+
+
+@pytest.mark.parametrize(("capacity", "fits"), [(8, False), (9, True)])
+def test_a_row_that_fits_no_bin_is_reported(capacity, fits):
+    assert filler_of([5, 4], 1, capacity)[0].place(np.arange(2)) == fits
+
+
+def test_nearly_full_bins_are_filled_with_the_shortest_rows():
+    filler, _ = filler_of([9, 8, 4, 3, 2, 2], 2, 14, LINEAR)
+    filler.worst_fit(2)
+    assert filler.fill(2).tolist() == [5]  # bin 0 has room for 5: 4; bin 1 for 6: 3 and 2; a 2 remains
+    assert filler.where[:5].tolist() == [0, 1, 0, 1, 1]
+    assert filler.room.tolist() == [1, 1]
+
+
+def test_grouping_by_bin_keeps_the_order():
+    assert group_by_bin(np.array([7, 5, 3, 1]), np.array([1, 0, 1, 1]), 3) == [[5], [7, 3, 1], []]
+    many = group_by_bin(np.arange(70_000), np.arange(70_000)[::-1], 70_000)
+    assert many[0] == [69_999]
+    assert many[-1] == [0]
+
+
+def test_initial_loads_by_hand():
+    # Two bins a step, three steps, 34 in all. The row of 16 makes its step 16 long; the bin beside it may have as much
+    # (a cap of 20 allows it): 2 are left, which are rows of 1 for the second step, and nothing for the third.
+    rows = np.array([16] + [1] * 18)
+    assert initial_loads(rows, LINEAR, 6, 20, 2).tolist() == [0, 0, 15, 15, 16, 16]
+    # A cap of 10: the bin beside it gets 10, and 8 are left for four bins
+    assert initial_loads(rows, LINEAR, 6, 10, 2).tolist() == [0, 0, 8, 8, 8, 8]
+    assert initial_loads(rows, LINEAR, 2, 20, 2).tolist() == [0, 0]  # one step
+    assert initial_loads(rows, LINEAR, 6, 20, 4).tolist() == [0] * 6  # no whole steps
+    assert initial_loads(np.array([1] * 12), LINEAR, 6, 20, 2).tolist() == [0] * 6  # no row above the mean
+
+
+def test_initial_loads_count_all_rows_that_a_long_step_takes():
+    # Mean (20 + 5 * 4) / 4 = 10. The first step takes the 20 and, beside it, all the rows of 5: nothing is left
+    assert initial_loads(np.array([20, 5, 5, 5, 5]), LINEAR, 4, 100, 2).tolist() == [0, 0, 20, 20]
+
+
+def test_swaps_find_an_improvement_that_worst_fit_misses():
+    # Longest first makes 8 + 5 + 4 and 7 + 6 (17 and 13, with 3 beside it 17 and 16); better: 8 + 6 + 3, 7 + 5 + 4
+    filler, lengths = filler_of([8, 7, 6, 5, 4, 3], 2, 100, LINEAR)
+    filler.add([[0, 1, 2], [3, 4, 5]])
+    filler.swap()
+    assert sorted(np.bincount(filler.where, lengths).tolist()) == [16, 17]
+
+
+@MANY
+@given(st.integers(0, 10**6), st.integers(1, 8), st.integers(0, 60))
+def test_swaps_never_make_the_costliest_bin_costlier(seed, count, more):
+    rng = np.random.default_rng(seed)
+    where = np.concatenate((np.arange(count), rng.integers(0, count, more)))
+    lengths = np.sort(rng.integers(1, 100, count + more))[::-1]
+    capacity = int(np.bincount(where, lengths).max())
+    filler, _ = filler_of(lengths, count, capacity)
+    filler.add([np.flatnonzero(where == number).tolist() for number in range(count)])
+    before = filler.load.max()
+    filler.swap()
+    assert np.bincount(filler.where, ATTENTIVE.of_rows(lengths), count).max() <= before + 1e-9
+    assert np.bincount(filler.where, lengths, count).max() <= capacity
+    assert np.bincount(filler.where, minlength=count).all()
