@@ -1,19 +1,17 @@
 """The packer `balanced`: bins of similar cost, assigned to shards by cost.
 
-Never uses more bins than first fit decreasing or its modified form. The cap on tokens is hard. O(n log n) and
-deterministic.
+Never uses more bins than first fit decreasing or its modified form. The cap on tokens is hard. Deterministic.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from heapq import heapify, heappop, heapreplace
 from itertools import chain
 from typing import ClassVar
 
 import numpy as np
 
-from rlframework.batch.packing.first_fit import RowPool, first_fit_decreasing, modified_first_fit
+from rlframework.batch.packing.first_fit import fill_bins, first_fit_decreasing, modified_first_fit
 from rlframework.batch.packing.lengths import (
     Floats,
     Ints,
@@ -27,14 +25,14 @@ from rlframework.batch.packing.lengths import (
 )
 from rlframework.batch.packing.packer import SequencePacker, check_shards
 
-ROUND = 40
-"""A round of `BinFiller.worst_fit` takes about as long as placing this many rows one by one."""
-KEPT_PER_BIN = 2
+KEPT_PER_BIN = 3
 """If the bins will be nearly full, this many of the shortest rows per bin are kept to fill them."""
-MOST_SWAPPED, MOST_SWAPS = 256, 32
-"""The most rows of a batch that are swapped, and the most swaps: a try takes 20 us, and gains less with more rows."""
 HOPELESS = 16
 """Balancing fails, with so many rows, if the shortest is longer than this many times the spare room of a mean bin."""
+MOST_SWAPPED, MOST_SWAPS = 256, 32
+"""The most rows of a batch that are swapped, and the most swaps: a try takes 20 us, and gains less with more rows."""
+MOST_STEPS = 32
+"""With more steps than this, a single step that waits for one long row does not matter."""
 
 
 class BalancedPacker(SequencePacker):
@@ -63,45 +61,42 @@ class BalancedPacker(SequencePacker):
     def _pack(self, lengths: Ints) -> list[list[int]]:
         # First try the least number of bins any packing could have. Only if balancing fails there, let first fit decide
         # how many are needed, and balance that many; if that fails too, take the bins of first fit.
-        order = sort_descending(lengths)
-        rows, empty = np.split(order, [np.count_nonzero(lengths)])
-        ordered = lengths[rows]
-        least = wanted = self.bins_wanted(max(1, least_bins(ordered, self._capacity)), len(lengths))
-        filler, bins = self._balanced(ordered, wanted), []
-        if filler is None:
-            bins = first_fit_decreasing(rows, lengths, self._capacity)
-            if len(bins) > wanted:
-                bins = min(bins, modified_first_fit(rows, lengths, self._capacity), key=len)
-            wanted = self.bins_wanted(len(bins), len(lengths))
-            self._add_bins(bins, min(wanted, len(rows)))
-            filler = self._balanced(ordered, wanted) if wanted > least else None
-        if filler is None and len(rows) <= MOST_SWAPPED:
-            filler = self._filler(ordered, len(bins))
-            place = {row: number for number, row in enumerate(rows.tolist())}
-            filler.add([[place[row] for row in members] for members in bins])
-        if filler is not None:
-            if len(rows) <= MOST_SWAPPED:
-                filler.swap()
-            bins = group_by_bin(rows, filler.where, wanted)
+        rows, empty = np.split(sort_descending(lengths), [np.count_nonzero(lengths)])
+        least = wanted = self.bins_wanted(max(1, least_bins(lengths[rows], self._capacity)), len(lengths))
+        bins = self._balance(rows, lengths[rows], wanted)
+        if bins is None:
+            fitted = first_fit_decreasing(rows, lengths, self._capacity)
+            if len(fitted) > wanted:
+                fitted = min(fitted, modified_first_fit(rows, lengths, self._capacity), key=len)
+            wanted = self.bins_wanted(len(fitted), len(lengths))
+            bins = self._balance(rows, lengths[rows], wanted) if wanted > least else None
+            if bins is None:
+                bins = fitted
+                self._add_bins(bins, min(wanted, len(rows)))
         bins += [[] for _ in range(wanted - len(bins))]
         spread_empty(bins, empty.tolist())
         return bins
 
-    def _filler(self, lengths: Ints, count: int) -> BinFiller:
-        loads = initial_loads(lengths, self.cost, count, self._capacity, self.bin_count_multiple)
-        return BinFiller(lengths, self.cost, loads, self._capacity)
-
-    def _balanced(self, lengths: Ints, wanted: int) -> BinFiller | None:
-        """Fill `wanted` bins, or one per row, to equal cost; None if that fails. `lengths` are in descending order."""
-        filler = self._filler(lengths, min(wanted, len(lengths)))
-        loads = filler.load.copy()
-        if filler.place_all():
-            return filler
-        plain = BinFiller(lengths, self.cost, np.zeros(len(loads)), self._capacity)
-        if not (loads.any() and plain.place_all()):
+    def _balance(self, rows: Ints, lengths: Ints, wanted: int) -> list[list[int]] | None:
+        """Return `wanted` bins of similar cost, or one per row if there are fewer; None if that fails."""
+        count = min(wanted, len(rows))
+        if not count:
+            return []
+        shortest, spare = int(lengths[-1]), self._capacity - int(lengths.sum()) / count
+        if HOPELESS * spare < shortest:
             return None
-        plain.load += loads  # for the swaps
-        return plain
+        loads, none = initial_loads(lengths, self.cost, count, self._capacity, self.bin_count_multiple), np.zeros(count)
+        tight = spare < shortest
+        attempts = [(loads, tight)] if loads.any() else []
+        attempts += [(none, True)] if tight else [(none, False), (none, True)]
+        for load, nearly_full in attempts:
+            filler = BinFiller(lengths, self.cost, load, self._capacity)
+            if filler.place_all(nearly_full):
+                if len(rows) <= MOST_SWAPPED:
+                    filler.load += loads - load
+                    filler.swap()
+                return group_by_bin(rows, filler.where, count)
+        return None
 
 
 def least_bins(lengths: Ints, capacity: int) -> int:
@@ -122,9 +117,12 @@ def initial_loads(lengths: Ints, cost: TokenCost, count: int, capacity: int, gro
     target cost `targets[s]` that falls from step to step. Balancing makes the sum of initial load and work equal in all
     bins; starting each bin at `max(targets) - targets[s]` therefore gives it work of about `targets[s]`.
     """
-    steps, costs = count // group, cost.of_rows(lengths)
+    steps = count // group
+    if group == 1 or count % group or not 2 <= steps <= MOST_STEPS:
+        return np.zeros(count)
+    costs = cost.of_rows(lengths)
     total = left = float(costs.sum())
-    if not len(costs) or group == 1 or count % group or steps < 2 or costs[0] * count <= total:
+    if costs[0] * count <= total:
         return np.zeros(count)
     cumulative = np.cumsum(costs)
     # The cost of a bin filled to the cap without one of the longest rows
@@ -147,96 +145,115 @@ def initial_loads(lengths: Ints, cost: TokenCost, count: int, capacity: int, gro
 class BinFiller:
     """Fills a given number of bins to equal cost, under a hard cap of `capacity` tokens.
 
-    Rows go to the bins by descending length, each to the bin with the least cost so far that has room ("worst fit"):
-    long rows first, because a bin that is short of cost can be corrected with short rows, but not with long ones.
-    As worst fit leaves a bit of room in every bin, it cannot fill bins completely. So if they will be nearly full, the
-    shortest rows fill one bin after another instead.
+    Rows are placed in rounds, the longest rows first, because a bin that is short of cost can be corrected with short
+    rows, but not with long ones. No row lifts a bin above the level of cost at which all bins will be equal, so bins
+    stop at different times, and the later, shorter rows even them out. Each round is a few vectorized operations.
 
     `lengths [n]`, in descending order, and `costs [n]` are those of the rows, and `where [n]` is the bin of each.
     `load [bins]` is the cost of each bin, with an initial `load`, and `room [bins]` the tokens that it still takes.
+    The methods take rows as positions in `lengths`, by ascending length.
     """
 
     def __init__(self, lengths: Ints, cost: TokenCost, load: Floats, capacity: int) -> None:
         self.lengths, self.costs = lengths, cost.of_rows(lengths)
-        self.where = np.empty(len(lengths), dtype=np.int64)
+        self.where = np.zeros(len(lengths), dtype=np.int64)
         self.load = load.copy()
         self.room = np.full(len(load), capacity, dtype=np.int64)
 
-    def place_all(self) -> bool:
-        """Place all rows; return False if a row does not fit, or a bin is left empty."""
-        rows, count = len(self.lengths), len(self.load)
-        spare, shortest = int(self.room.sum() - self.lengths.sum()), int(self.lengths[-1]) if rows else 0
-        if HOPELESS * spare < count * shortest:
-            return False
-        kept = KEPT_PER_BIN * count if spare < 2 * count * shortest and rows >= 2 * KEPT_PER_BIN * count else 0
-        done = self.worst_fit(rows - kept)
-        placed = self.place(self.fill(done) if kept else np.arange(done, rows))
-        return placed and bool(np.bincount(self.where, minlength=count).all())
+    def place_all(self, nearly_full: bool) -> bool:
+        """Place all rows; return False if a row does not fit, or a bin is left empty.
 
-    def worst_fit(self, stop: int) -> int:
-        """Place rows up to row `stop`, many at a time; return how many were placed.
-
-        Works in rounds of vectorized operations. A round sorts the bins that have room by load and gives the k-th row
-        to the k-th bin. That is what placing row by row would do until a bin that got a row in this round has less load
-        than the next bin in order: the round is cut there, and the next one sorts again. Ends early if a round places
-        too few rows to be worth its cost, or if a row fits no bin.
+        Rounds leave a bit of room in every bin. If the bins will be `nearly_full`, the shortest rows therefore fill one
+        bin after another instead.
         """
-        done, placed = 0, ROUND
-        while done < stop and placed >= ROUND:
-            able = np.flatnonzero(self.room >= self.lengths[done])  # its first row is the longest: the others fit too
-            able = able[np.argsort(self.load[able], kind="stable")[: stop - done]]
-            before = self.load[able]
-            lowest_after = np.minimum.accumulate(before + self.costs[done : done + len(able)])
-            overtaken = before[1:] > lowest_after[:-1]
-            placed = int(overtaken.argmax()) + 1 if overtaken.any() else len(able)
-            able, end = able[:placed], done + placed
-            self.load[able] += self.costs[done:end]
-            self.room[able] -= self.lengths[done:end]
-            self.where[done:end] = able
-            done = end
-        return done
-
-    def fill(self, start: int) -> Ints:
-        """Fill the bins with the rows from `start` on, the fullest bin first; return the rows that remain."""
-        pool = RowPool(np.arange(start, len(self.lengths)), self.lengths[start:])
-        taken: list[list[int]] = [[] for _ in self.room]
-        room = self.room.tolist()
-        for number in np.argsort(self.room, kind="stable").tolist():
-            pool.fill(taken[number], room[number])
-        self.add(taken)
-        return np.array(pool.rest(), dtype=np.int64)
-
-    def add(self, bins: list[list[int]]) -> None:
-        """Add rows to the bins, which have room for them."""
-        count, rows = len(bins), np.array(list(chain.from_iterable(bins)), dtype=np.int64)
-        self.where[rows] = np.repeat(np.arange(count), [len(members) for members in bins])
-        self.load += np.bincount(self.where[rows], self.costs[rows], count)
-        self.room -= np.bincount(self.where[rows], self.lengths[rows], count).astype(np.int64)
-
-    def place(self, rows: Ints) -> bool:
-        """Place `rows` one by one, each in the bin of least load that has room; return False if one fits no bin.
-
-        A bin that is the lightest but lacks room for a row leaves the heap. Lengths descend, so it may have room for a
-        later row; but its load says little about where rows fit, so it gets rows only once the heap is empty, the
-        roomiest bin first.
-        """
-        load, room = self.load.tolist(), self.room.tolist()
-        lightest = list(zip(load, range(len(load)), strict=True))
-        heapify(lightest)
-        lengths, costs = self.lengths[rows].tolist(), self.costs[rows].tolist()
-        for row, length, cost in zip(rows.tolist(), lengths, costs, strict=True):
-            while lightest and room[lightest[0][1]] < length:
-                heappop(lightest)
-            number = lightest[0][1] if lightest else room.index(max(room))
-            if room[number] < length:
+        count, left, level = len(self.load), np.arange(len(self.lengths))[::-1], np.inf
+        if nearly_full and len(left) >= 2 * KEPT_PER_BIN * count:
+            kept, others = left[: KEPT_PER_BIN * count], left[KEPT_PER_BIN * count :]
+            left = self.fill(np.concatenate((kept, self.place(others, level))))
+        else:  # one row for each bin, or the rows that alone reach above the level of the lightest bin
+            above = np.count_nonzero(self.costs > self.level(left) - self.load.min()) if self.load.any() else count
+            first = min(int(above), count)
+            self._put(np.arange(first)[None], np.argsort(self.load, kind="stable")[:first])
+            left = left[: len(left) - first]
+            level = self.level(left)
+        left = self.place(left, level)
+        rise = float(self.costs[left[-1]]) if len(left) else 0.0
+        while len(left):  # the level rises until the bins that still have room take the remaining rows
+            if self.room.max() < self.lengths[left[-1]]:
                 return False
-            room[number] -= length
-            load[number] += cost
-            if lightest:
-                heapreplace(lightest, (load[number], number))
-            self.where[row] = number
-        self.load[:], self.room[:] = load, room
-        return True
+            level += rise
+            before, left = len(left), self.place(left, level)
+            rise *= 2 if len(left) == before else 1
+        return bool(np.bincount(self.where, minlength=count).all())
+
+    def level(self, rows: Ints) -> float:
+        """Return the cost of all bins if `rows`, each token at the same cost, were poured into them like water.
+
+        A bin takes cost from its load up to where it is full. So what all bins take up to a level is a piecewise linear
+        function of it, whose slope grows by one at each load and falls by one at each full bin: invert that.
+        """
+        if not len(rows):
+            return 0.0
+        cost = float(self.costs[rows].sum())
+        points = np.concatenate((self.load, self.load + self.room * (cost / int(self.lengths[rows].sum()))))
+        order = np.argsort(points, kind="stable")
+        slopes = np.cumsum(np.where(order < len(self.load), 1.0, -1.0))
+        taken = np.cumsum(slopes[:-1] * np.diff(points[order]))
+        return float(np.interp(cost, np.append(0.0, taken), points[order]))
+
+    def place(self, left: Ints, level: float) -> Ints:
+        """Place rows of `left` that lift no bin above `level`, in rounds until none does; return the others.
+
+        In a round, the bins are ordered by the length they can take, and each gets the longest row that fits and that
+        no bin before it has got. While all rows are short compared with the gaps, this gives the longest row to the
+        bin of least load ("worst fit"); later, each bin the row that fits best. With many rows per bin, a round deals
+        several to each bin, back and forth over the bins, so that longer rows and shorter ones make up for each other.
+        """
+        while len(left):
+            lengths = self.lengths[left]
+            longest = int(lengths[-1])
+            tokens = (level - self.load) * (longest / float(self.costs[left[-1]]))  # each at the cost of this row's
+            gap: Ints = np.maximum(np.minimum(tokens, self.room), 0).astype(np.int64)
+            order = sort_descending(gap)
+            several = 4 * int(gap.sum()) // (5 * longest * len(gap))
+            if several > 1:
+                order = order[: np.count_nonzero(gap >= several * longest)]
+                several = min(several, len(left) // len(order))
+            if several > 1:
+                rows = left[-several * len(order) :][::-1].reshape(several, -1)
+                rows[1::2] = rows[1::2, ::-1].copy()
+                left = left[: -rows.size]
+            else:
+                order = order[: len(left)]
+                fitting = np.searchsorted(lengths, gap[order], side="right")
+                turn = np.arange(len(order))
+                places = np.minimum.accumulate(fitting + turn) - turn - 1
+                places = places[places >= 0]
+                if not len(places):
+                    return left
+                order, rows = order[: len(places)], left[places][None]
+                others = np.ones(len(left), dtype=bool)
+                others[places] = False
+                left = left[others]
+            self._put(rows, order)
+        return left
+
+    def fill(self, rows: Ints) -> Ints:
+        """Fill the bins, the fullest first, up to the cap; return the rows that remain."""
+        bins = np.argsort(self.room, kind="stable")
+        taken, left = fill_bins(rows[::-1], self.lengths[rows[::-1]], self.room[bins].tolist())
+        placed, count = np.array(list(chain.from_iterable(taken)), dtype=np.int64), len(bins)
+        where = np.repeat(bins[: len(taken)], [len(members) for members in taken])
+        self.where[placed] = where
+        self.load += np.bincount(where, self.costs[placed], count)
+        self.room -= np.bincount(where, self.lengths[placed], count).astype(np.int64)
+        return np.array(left[::-1], dtype=np.int64)
+
+    def _put(self, rows: Ints, bins: Ints) -> None:
+        """Place `rows [k, n]` in `bins [n]`, `k` in each."""
+        self.where[rows] = bins
+        self.load[bins] += self.costs[rows].sum(axis=0)
+        self.room[bins] -= self.lengths[rows].sum(axis=0)
 
     def swap(self) -> None:
         """Swap or move rows, each time so that the costliest bin that can be improved gets cheaper (hill climbing).

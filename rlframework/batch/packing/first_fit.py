@@ -7,63 +7,14 @@ from __future__ import annotations
 
 import random
 from bisect import bisect_right
-from heapq import heappush, heapreplace
-from itertools import pairwise
+from collections.abc import Iterable
+from heapq import heappop, heappush
+from itertools import pairwise, repeat
 
 import numpy as np
 
 from rlframework.batch.packing.lengths import Ints, sort_descending
 from rlframework.batch.packing.packer import SequencePacker
-
-
-class RowPool:
-    """Rows that are not in a bin yet; `rows [n]` must be in descending order of their `lengths [n]`, all above 0.
-
-    Rows of equal length form a group; the groups are sorted by ascending length. So a bisection over the lengths finds
-    the longest row that fits, and a group that runs empty is deleted from the two lists.
-    """
-
-    def __init__(self, rows: Ints, lengths: Ints) -> None:
-        ascending = lengths[::-1]
-        starts = np.flatnonzero(np.diff(ascending, prepend=0))
-        listed = rows[::-1].tolist()
-        self._lengths: list[int] = ascending[starts].tolist()
-        self._groups = [listed[start:end] for start, end in pairwise([*starts.tolist(), len(listed)])]
-
-    def __bool__(self) -> bool:
-        return bool(self._lengths)
-
-    def fill(self, taken: list[int], room: int) -> int:
-        """Move the longest row that fits `room` to `taken`, again and again; return the room that is left."""
-        # Runs once for each row (or run of rows of equal length) of a batch: it determines the speed of the packers.
-        lengths, groups = self._lengths, self._groups
-        at = bisect_right(lengths, room)
-        while at:
-            at -= 1
-            length, group = lengths[at], groups[at]
-            if room < length + length:
-                taken.append(group.pop())
-                room -= length
-            else:
-                run = group[: -(room // length) - 1 : -1]
-                del group[-len(run) :]
-                taken += run
-                room -= length * len(run)
-            if not group:
-                del lengths[at], groups[at]
-            at = bisect_right(lengths, room, 0, at)  # what is left has no room for this length, or none remains
-        return room
-
-    def take_shortest(self) -> tuple[int, int]:
-        """Take a row of the least length; return it and its length."""
-        row, length = self._groups[0].pop(), self._lengths[0]
-        if not self._groups[0]:
-            del self._lengths[0], self._groups[0]
-        return row, length
-
-    def rest(self) -> list[int]:
-        """Return the remaining rows, by descending length."""
-        return [row for group in reversed(self._groups) for row in reversed(group)]
 
 
 class ConcatenativePacker(SequencePacker):
@@ -93,21 +44,6 @@ class FirstFitDecreasingPacker(SequencePacker):
         return first_fit_decreasing(sort_descending(lengths), lengths, self._capacity)
 
 
-def first_fit_decreasing(rows: Ints, lengths: Ints, capacity: int) -> list[list[int]]:
-    """Pack `rows`, by descending length, each into the first bin that has room; `lengths` are those of all rows.
-
-    Works bin by bin instead of row by row. That gives the same bins: whether a row goes into the first bin depends only
-    on longer rows, so the first bin is what a greedy scan over all rows collects, the second what a scan over the rows
-    that are then left collects, and so on.
-    """
-    pool = RowPool(rows, lengths[rows])
-    bins: list[list[int]] = []
-    while pool:
-        bins.append([])
-        pool.fill(bins[-1], capacity)
-    return bins
-
-
 class FirstFitShufflePacker(SequencePacker):
     """Rows in random order, each into the first bin that has room.
 
@@ -119,6 +55,56 @@ class FirstFitShufflePacker(SequencePacker):
         rows = list(range(len(lengths)))
         (random if self.seed is None else random.Random(self.seed)).shuffle(rows)
         return sort_within_bins(first_fit(rows, lengths[rows].tolist(), self._capacity), lengths)
+
+
+class ModifiedFirstFitDecreasingPacker(SequencePacker):
+    """Modified first fit decreasing (Johnson and Garey, 1985): at most 71/60 of the optimal number of bins, plus 1."""
+
+    def _pack(self, lengths: Ints) -> list[list[int]]:
+        return modified_first_fit(sort_descending(lengths), lengths, self._capacity)
+
+
+def fill_bins(rows: Ints, lengths: Ints, rooms: Iterable[int]) -> tuple[list[list[int]], list[int]]:
+    """Give each bin of `rooms` in turn the longest of `rows` that fits, again and again, until no row fits.
+
+    `lengths [n]`, in descending order, are those of `rows [n]`. Returns the rows of each bin visited, and the rows that
+    remain. Rows of equal length form a group, and the groups are sorted by ascending length: a bisection finds the
+    longest row that fits, and an empty group is deleted.
+    """
+    starts = np.flatnonzero(np.diff(lengths[::-1], prepend=0))
+    sizes, listed = lengths[::-1][starts].tolist(), rows[::-1].tolist()
+    groups = [listed[start:end] for start, end in pairwise([*starts.tolist(), len(listed)])]
+    bins: list[list[int]] = []
+    for room in rooms:  # the loops below run once for each row (or run of equal rows): they take most of the time
+        if not sizes:
+            break
+        bins.append(taken := [])
+        at = bisect_right(sizes, room)
+        while at:
+            at -= 1
+            size, group = sizes[at], groups[at]
+            if room < size + size:
+                taken.append(group.pop())
+                room -= size
+            else:
+                run = group[: -(room // size) - 1 : -1]
+                del group[-len(run) :]
+                taken += run
+                room -= size * len(run)
+            if not group:
+                del sizes[at], groups[at]
+            at = bisect_right(sizes, room, 0, at)  # what is left has no room for this length, or none remains
+    return bins, [row for group in reversed(groups) for row in reversed(group)]
+
+
+def first_fit_decreasing(rows: Ints, lengths: Ints, capacity: int) -> list[list[int]]:
+    """Pack `rows`, by descending length, each into the first bin that has room; `lengths` are those of all rows.
+
+    Filling bin by bin gives the same bins as placing row by row: whether a row goes into the first bin depends only on
+    longer rows, so the first bin is what a greedy scan over all rows collects, the second what a scan over the rest
+    collects, and so on.
+    """
+    return fill_bins(rows, lengths[rows], repeat(capacity))[0]
 
 
 def first_fit(rows: list[int], lengths: list[int], capacity: int) -> list[list[int]]:
@@ -150,13 +136,6 @@ def first_fit(rows: list[int], lengths: list[int], capacity: int) -> list[list[i
     return bins
 
 
-class ModifiedFirstFitDecreasingPacker(SequencePacker):
-    """Modified first fit decreasing (Johnson and Garey, 1985): at most 71/60 of the optimal number of bins, plus 1."""
-
-    def _pack(self, lengths: Ints) -> list[list[int]]:
-        return modified_first_fit(sort_descending(lengths), lengths, self._capacity)
-
-
 def modified_first_fit(rows: Ints, lengths: Ints, capacity: int) -> list[list[int]]:
     """Pack `rows`, by descending length, with bins of capacity C as follows; `lengths` are those of all rows.
 
@@ -168,38 +147,58 @@ def modified_first_fit(rows: Ints, lengths: Ints, capacity: int) -> list[list[in
     5. The remaining rows go into further bins, longest first, each into the emptiest bin.
     """
     ordered = lengths[rows]
+    sizes = ordered.tolist()
     large, medium, small = (int(np.count_nonzero(ordered * parts > capacity)) for parts in (2, 3, 6))
-    bins = [[row] for row in rows[:large].tolist()]
-    rooms = (capacity - ordered[:large]).tolist()
-    mediums, smalls = (RowPool(rows[a:b], ordered[a:b]) for a, b in ((large, medium), (medium, small)))
-    for number, room in enumerate(rooms):  # below C/2, so that there is no room for a second medium row
-        rooms[number] = mediums.fill(bins[number], room)
-    unpaired = []
+    rooms = [capacity - size for size in sizes[:large]]  # ascending
+    taken: list[list[int]] = [[number] for number in range(large)]  # positions in `rows`
+    fitting: list[int] = []  # rows above C/3 that fit, the longest last
+    shortest = medium
+    for number, room in enumerate(rooms):
+        while shortest > large and sizes[shortest - 1] <= room:
+            shortest -= 1
+            fitting.append(shortest)
+        if fitting:
+            taken[number].append(fitting.pop())
+    first, end = (
+        medium,
+        small,
+    )  # a row too long beside the shortest one is so for the next bins too: they have less room
     for number in reversed(range(large)):
-        if len(bins[number]) == 1 and smalls:
-            shortest, length = smalls.take_shortest()
-            room = smalls.fill(bins[number], rooms[number] - length)  # at most one row, as above
-            if len(bins[number]) == 1:
-                unpaired = [shortest]  # the bins that follow have even less room
+        if len(taken[number]) == 1:
+            while end - first > 1 and sizes[first] + sizes[end - 1] > rooms[number]:
+                first += 1
+            if end - first < 2:
                 break
-            bins[number].append(shortest)
-            rooms[number] = room
-    rest = np.array([*mediums.rest(), *unpaired, *smalls.rest(), *rows[small:].tolist()], dtype=np.int64)
-    rest = rest[sort_descending(lengths[rest])]
-    pool = RowPool(rest, lengths[rest])
-    for taken, room in zip(bins, rooms, strict=True):
-        pool.fill(taken, room)
-    left = pool.rest()
-    emptiest: list[tuple[int, int]] = []  # a heap of the further bins: their tokens and numbers
-    for row, length in zip(left, lengths[left].tolist(), strict=True):
-        if emptiest and emptiest[0][0] + length <= capacity:
-            tokens, number = emptiest[0]
-            bins[number].append(row)
-            heapreplace(emptiest, (tokens + length, number))
+            taken[number] += [first, end - 1]
+            first, end = first + 1, end - 1
+    left = np.ones(len(rows), dtype=bool)
+    left[[place for places in taken for place in places]] = False
+    rooms = [capacity - sum(sizes[place] for place in places) for places in taken]
+    bins = [rows[places].tolist() for places in taken]
+    filled, remaining = fill_bins(rows[left], ordered[left], rooms)
+    for members, more in zip(bins, filled, strict=False):
+        members += more
+    return sort_within_bins(bins + emptiest_first(remaining, lengths[remaining].tolist(), capacity), lengths)
+
+
+def emptiest_first(rows: list[int], lengths: list[int], capacity: int) -> list[list[int]]:
+    """Pack rows, by descending length, each into the emptiest bin, or into a new one if it does not fit there."""
+    bins: list[list[int]] = []
+    others: list[tuple[int, int]] = []  # a heap of the tokens and numbers of all bins but the emptiest
+    at = 0
+    while at < len(rows):
+        if others and others[0][0] + lengths[at] <= capacity:
+            tokens, number = heappop(others)
         else:
-            heappush(emptiest, (length, len(bins)))
-            bins.append([row])
-    return sort_within_bins(bins, lengths)
+            tokens, number = 0, len(bins)
+            bins.append([])
+        start, next_tokens = at, others[0][0] if others else capacity
+        while at < len(rows) and (at == start or tokens < next_tokens) and tokens + lengths[at] <= capacity:
+            tokens += lengths[at]
+            at += 1
+        bins[number] += rows[start:at]
+        heappush(others, (tokens, number))
+    return bins
 
 
 def sort_within_bins(bins: list[list[int]], lengths: Ints) -> list[list[int]]:

@@ -52,7 +52,7 @@ def _as_array(lengths: Any) -> npt.NDArray[Any]:
         if isinstance(lengths, torch.Tensor):
             lengths = lengths.detach().cpu().numpy()
         elif isinstance(lengths, Sequence):  # for a list of integers, faster than numpy, and strict
-            values = np.frombuffer(array("q", list(lengths)) or b"", np.int64)
+            values = np.frombuffer(array("q", lengths if isinstance(lengths, list) else list(lengths)) or b"", np.int64)
             if len(values) and values.min() < 2 and any(isinstance(length, (bool, np.bool_)) for length in lengths):
                 raise TypeError("got a bool among them")
             lengths = values

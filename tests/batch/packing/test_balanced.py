@@ -249,54 +249,82 @@ def filler_of(lengths, bins, capacity, cost=ATTENTIVE):
     return BinFiller(ordered, cost, np.zeros(bins), capacity), ordered
 
 
-@MANY
-@given(st.integers(0, 10**6), st.integers(2, 80), st.integers(1, 300))
-def test_worst_fit_in_rounds_is_worst_fit_row_by_row(seed, bins, rows):
-    filler, lengths = filler_of(np.random.default_rng(seed).integers(1, 1000, rows), bins, 10**9)
-    done = filler.worst_fit(rows)
-    loads = np.zeros(bins)
-    for length in lengths[:done]:
-        loads[loads.argmin()] += ATTENTIVE.of_rows(length)
-    np.testing.assert_allclose(sorted(filler.load), sorted(loads))
-    assert done >= min(rows, bins)
-    where = filler.where[:done]
-    np.testing.assert_allclose(filler.load, np.bincount(where, ATTENTIVE.of_rows(lengths[:done]), bins))
-    assert (filler.room == 10**9 - np.bincount(where, lengths[:done], bins)).all()
+def check_state(filler, lengths, placed, capacity):
+    """Load and room are those of the rows placed, within the cap."""
+    where, bins = filler.where[placed], len(filler.load)
+    np.testing.assert_allclose(filler.load, np.bincount(where, ATTENTIVE.of_rows(lengths[placed]), bins), atol=1e-9)
+    assert (filler.room == capacity - np.bincount(where, lengths[placed], bins)).all()
+    assert (filler.room >= 0).all()
 
 
 @MANY
-@given(st.integers(0, 10**6), st.integers(1, 30), st.integers(1, 400), st.floats(1.0, 1.3))
-def test_bins_hold_all_rows_within_the_cap_or_the_filler_says_so(seed, bins, rows, slack):
+@given(st.integers(0, 10**6), st.integers(2, 80), st.integers(1, 900), st.floats(0.2, 3.0), st.booleans())
+def test_rounds_place_rows_below_the_level_until_none_fits(seed, bins, rows, fraction, roomy):
+    filler, lengths = filler_of(np.random.default_rng(seed).integers(1, 1000, rows), bins, 10**9 if roomy else 2000)
+    level = fraction * filler.costs.sum() / bins
+    left = filler.place(np.arange(rows)[::-1], level)
+    placed = np.setdiff1d(np.arange(rows), left)
+    check_state(filler, lengths, placed, 10**9 if roomy else 2000)
+    assert (filler.load <= level + 1e-6).all()
+    assert (np.diff(lengths[left]) >= 0).all()
+    if len(left):  # a gap is counted in tokens at the longest row's cost, rounded down
+        gap = (level - filler.load) * lengths[left[-1]] / filler.costs[left[-1]]
+        assert (np.minimum(gap, filler.room) < lengths[left[0]] + 1e-6).all()
+
+
+@MANY
+@given(st.integers(0, 10**6), st.integers(1, 30), st.integers(1, 400), st.floats(1.0, 1.3), st.booleans())
+def test_bins_hold_all_rows_within_the_cap_or_the_filler_says_so(seed, bins, rows, slack, nearly_full):
+    rows = max(bins, rows)
     lengths = np.random.default_rng(seed).integers(1, 1000, rows)
     capacity = max(int(lengths.max()), int(lengths.sum() / bins * slack))
     filler, ordered = filler_of(lengths, bins, capacity)
-    if filler.place_all():
+    if filler.place_all(nearly_full):
         assert set(filler.where.tolist()) == set(range(bins))
-        used = np.bincount(filler.where, ordered, bins)
-        assert (filler.room == capacity - used).all()
-        assert used.max() <= capacity
+        check_state(filler, ordered, np.arange(rows), capacity)
 
 
-def test_remaining_rows_go_to_the_bin_of_least_load_that_has_room():
-    filler, lengths = filler_of([5, 4, 3, 2, 1, 1], 3, 10, LINEAR)
-    filler.load[:], filler.room[:] = [0, 1, 2], [4, 10, 10]
-    # 5 does not fit bin 0: to bin 1 (load 6). 4 to bin 2 (load 6; bin 0 was set aside). 3, 2: bins 1 and 2 at 9 and 8;
-    # 1 to bin 2 (9), 1 to bin 1
-    assert filler.place(np.arange(6))
-    assert np.bincount(filler.where, lengths, 3).tolist() == [0, 5 + 3 + 1, 4 + 2 + 1]
+@MANY
+@given(st.integers(0, 10**6), st.integers(1, 20), st.integers(1, 60))
+def test_all_bins_take_the_rows_cost_up_to_the_level(seed, bins, rows):
+    rng = np.random.default_rng(seed)
+    filler, lengths = filler_of(rng.integers(1, 100, rows), bins, 10**6, LINEAR)
+    filler.load[:], filler.room[:] = rng.uniform(0, 1000, bins), rng.integers(0, 1000, bins) + lengths.sum()
+    level = filler.level(np.arange(rows))
+    assert np.clip(level - filler.load, 0, filler.room).sum() == pytest.approx(lengths.sum())
+
+
+def test_full_bins_raise_the_level_of_the_others():
+    filler, _ = filler_of([5, 5], 2, 20, LINEAR)
+    filler.room[0] = 2
+    assert filler.level(np.arange(2)) == 8
+    assert filler.level(np.arange(0)) == 0
+
+
+def test_the_lightest_bin_gets_the_longest_row_and_full_bins_the_longest_that_fits():
+    filler, _ = filler_of([6, 5, 4, 3], 3, 20, LINEAR)
+    filler.load[:], filler.room[:] = [4, 0, 2], [20, 20, 4]
+    # The gaps are 6, 10 and 4: they take 5, 6 and 4, and then bin 1 the 3
+    assert len(filler.place(np.arange(4)[::-1], 10.0)) == 0
+    assert filler.where.tolist() == [1, 0, 2, 1]
+
+
+def test_many_rows_are_dealt_back_and_forth():
+    filler, lengths = filler_of([12, 11, 10, 9, 8, 7, 6, 5], 2, 1000, LINEAR)
+    assert len(filler.place(np.arange(8)[::-1], 1000.0)) == 0
+    assert np.bincount(filler.where, lengths).tolist() == [34, 34]
 
 
 @pytest.mark.parametrize(("capacity", "fits"), [(8, False), (9, True)])
 def test_a_row_that_fits_no_bin_is_reported(capacity, fits):
-    assert filler_of([5, 4], 1, capacity)[0].place(np.arange(2)) == fits
+    assert filler_of([5, 4], 1, capacity)[0].place_all(nearly_full=False) == fits
 
 
-def test_nearly_full_bins_are_filled_with_the_shortest_rows():
-    filler, _ = filler_of([9, 8, 4, 3, 2, 2], 2, 14, LINEAR)
-    filler.worst_fit(2)
-    assert filler.fill(2).tolist() == [5]  # bin 0 has room for 5: 4; bin 1 for 6: 3 and 2; a 2 remains
-    assert filler.where[:5].tolist() == [0, 1, 0, 1, 1]
-    assert filler.room.tolist() == [1, 1]
+def test_nearly_full_bins_are_filled_one_after_another():
+    filler, lengths = filler_of([9, 8, 4, 3, 2, 2], 2, 14, LINEAR)
+    filler.place(np.array([1, 0]), 14.0)
+    assert lengths[filler.fill(np.array([5, 4, 3, 2]))].tolist() == [2]  # room for 5 takes the 4; 6 takes 3 and 2
+    assert sorted(filler.room.tolist()) == [1, 1]
 
 
 def test_grouping_by_bin_keeps_the_order():
@@ -326,7 +354,7 @@ def test_initial_loads_count_all_rows_that_a_long_step_takes():
 def test_swaps_find_an_improvement_that_worst_fit_misses():
     # Longest first makes 8 + 5 + 4 and 7 + 6 (17 and 13, with 3 beside it 17 and 16); better: 8 + 6 + 3, 7 + 5 + 4
     filler, lengths = filler_of([8, 7, 6, 5, 4, 3], 2, 100, LINEAR)
-    filler.add([[0, 1, 2], [3, 4, 5]])
+    filler._put(np.array([[0, 3], [1, 4], [2, 5]]), np.array([0, 1]))
     filler.swap()
     assert sorted(np.bincount(filler.where, lengths).tolist()) == [16, 17]
 
@@ -339,7 +367,8 @@ def test_swaps_never_make_the_costliest_bin_costlier(seed, count, more):
     lengths = np.sort(rng.integers(1, 100, count + more))[::-1]
     capacity = int(np.bincount(where, lengths).max())
     filler, _ = filler_of(lengths, count, capacity)
-    filler.add([np.flatnonzero(where == number).tolist() for number in range(count)])
+    for row, number in enumerate(where):
+        filler._put(np.array([[row]]), np.array([number]))
     before = filler.load.max()
     filler.swap()
     assert np.bincount(filler.where, ATTENTIVE.of_rows(lengths), count).max() <= before + 1e-9

@@ -20,7 +20,7 @@ from rlframework.batch.packing import (
     PackingAlgorithm,
     get_packer,
 )
-from rlframework.batch.packing.first_fit import RowPool
+from rlframework.batch.packing.first_fit import fill_bins
 from rlframework.errors import BatchError, BatchTypeError
 
 NAMES = [algorithm.name for algorithm in PackingAlgorithm]
@@ -298,21 +298,15 @@ def test_metrics_by_hand():
 
 
 @MANY
-@given(st.lists(st.integers(1, 30), max_size=60), st.lists(st.integers(0, 60), max_size=8), st.booleans())
-def test_a_pool_gives_the_longest_rows_that_fit(lengths, rooms, shortest_first):
+@given(st.lists(st.integers(1, 30), max_size=60), st.lists(st.integers(0, 60), max_size=8))
+def test_each_bin_is_filled_with_the_longest_rows_that_fit(lengths, rooms):
     order = np.argsort(np.array(lengths, dtype=np.int64), kind="stable")[::-1]
-    pool = RowPool(order, np.array(lengths, dtype=np.int64)[order])
+    bins, rest = fill_bins(order, np.array(lengths, dtype=np.int64)[order], rooms)
     left = sorted(lengths, reverse=True)
-    if shortest_first and lengths:
-        row, length = pool.take_shortest()
-        assert lengths[row] == length == left.pop()
-    for room in rooms:
+    for taken, room in itertools.zip_longest(bins, rooms, fillvalue=[]):
         expected = []
-        while fitting := [length for length in left if length <= room - sum(expected)]:
+        while left and (fitting := [length for length in left if length <= room - sum(expected)]):
             expected.append(fitting[0])
             left.remove(fitting[0])
-        taken = []
-        assert pool.fill(taken, room) == room - sum(expected)
         assert [lengths[row] for row in taken] == expected
-        assert bool(pool) == bool(left)
-    assert [lengths[row] for row in pool.rest()] == left
+    assert [lengths[row] for row in rest] == left
