@@ -48,7 +48,7 @@ FAILED = "NOT CONFORMANT  1 passed, 1 failed, 1 not declared"
             "absent",
             1,
             "NOT CONFORMANT  0 passed, 2 errors, 1 not declared",
-            "*'absent' of tiny 1.5 is broken: AttributeError:*has no attribute 'Absent'*",
+            "*'absent' of tiny 1.5 is broken: module 'tiny_parts' has no 'Absent'*",
         ),
     ],
 )

@@ -138,7 +138,7 @@ def test_an_interrupted_run_does_not_restart(run_config, tmp_path, plan, monkeyp
         calls.append(1)
         if len(calls) == 3:
             os.kill(os.getpid(), signal.SIGTERM)
-            os.kill(self.worker_group._pids[1], signal.SIGKILL)
+            os.kill(self.worker_group._pids[1][0], signal.SIGKILL)
         return real(self, *args, **kwargs)
 
     monkeypatch.setattr(Policy, "train", train)

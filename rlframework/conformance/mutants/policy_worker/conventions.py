@@ -103,8 +103,8 @@ def positions_ignored(worker_class: Any) -> Any:
     """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
-        def get_logprobs(self, data: Any, micro_batch_size: Any = None, positions: str = "all") -> Any:
-            return super().get_logprobs(data, micro_batch_size)
+        def get_logprobs(self, *args: Any, **kwargs: Any) -> Any:
+            return super().get_logprobs(*args, **{**kwargs, "positions": "all"})
 
     return Broken
 
