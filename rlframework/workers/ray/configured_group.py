@@ -27,9 +27,6 @@ if TYPE_CHECKING:
     from rlframework.config.sections import WorkerGroupConfig
     from rlframework.interfaces.named_sharding import NamedSharding
 
-_HARDLY_A_CPU = 0.001
-"""A bundle must reserve something."""
-
 
 class ConfiguredRayWorkerGroup(RayWorkerGroup):
     """One worker per rank of `sharding`. Ray itself is started if needed, and shut down with the last group.
@@ -105,7 +102,7 @@ def _reserve(settings: RayGroupConfig, workers: int, device: str) -> RayVirtualC
         name="rlframework-workers",
         placement_group_strategy=settings.placement.upper(),
         ready_timeout=settings.deadlines.start,
-        cpus_per_worker=_HARDLY_A_CPU if private else 1,
+        cpus_per_worker=0 if private else 1,
     )
     cluster._init_placement_groups(use_unified_pg=each is None)
     return cluster

@@ -110,7 +110,8 @@ class RayVirtualCluster:
     def bundle(self) -> dict[str, float]:
         """The resources of one bundle."""
         cpus = self._cpus_per_worker * self.max_colocated_worker_groups
-        return {"CPU": cpus, **({"GPU": 1} if self.use_gpus else {})}
+        reserved: dict[str, float] = {"CPU": cpus} if cpus else {"memory": 1}  # a bundle must reserve something
+        return reserved | ({"GPU": 1} if self.use_gpus else {})
 
     def world_size(self) -> int:
         """The total number of bundles, and so of workers in a group that uses them all."""
