@@ -16,6 +16,7 @@ from torch import Tensor
 from rlframework.config.sections import RefitConfig
 from rlframework.errors import NotSupported, RefitNotPrepared, UserError
 from rlframework.interfaces.policy_worker import RefitState
+from rlframework.policy.all_ranks import exhausting
 from rlframework.policy.engine import Engine
 from rlframework.policy.progress import TrainingProgress
 from rlframework.policy.residency import Residency
@@ -55,11 +56,8 @@ class WeightSender:
         """Yield the weights; on exit, also after an exception, gather the remaining ones too."""
         self._residency.onload("model")
         weights = iter(self._weights.gather(names))
-        try:
+        with exhausting(weights):
             yield weights
-        finally:
-            for _ in weights:
-                pass
 
     # -- IPC ----------------------------------------------------------------------------------------------------------
 
