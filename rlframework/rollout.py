@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -35,7 +35,7 @@ class Rollout:
 
     `data` has `input_ids [B, T]`, `input_lengths [B]`, `token_mask [B, T]` (1 on completions), `sample_mask [B]` and
     `generation_logprobs [B, T]`. `rewards [B]` and `accuracies [B]` are fp32; `completion_lengths [B]` counts tokens;
-    `truncated [B]` is bool. `metrics` are those of `outcome_metrics`.
+    `truncated [B]` is bool. `metrics` are means over the samples, and those of `outcome_metrics`.
     """
 
     samples: Sequence[Sample]
@@ -45,30 +45,17 @@ class Rollout:
     accuracies: Tensor
     completion_lengths: Tensor
     truncated: Tensor
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float]
 
     def records(self, step: int, kind: Literal["train", "validation"], count: int) -> list[SampleRecord]:
         """Return at most `count` of the samples, evenly spaced, for logging."""
-        rows = range(0, len(self.samples), max(1, -(-len(self.samples) // count))) if count else ()
+        rows = range(0, len(self.samples), -(-len(self.samples) // count)) if count else ()
         return [
             SampleRecord(
-                step=step,
-                kind=kind,
-                prompt=self.samples[row].messages[-1]["content"],
-                completion=self.completions[row],
-                reward=float(self.rewards[row]),
+                self.samples[row].messages[-1]["content"], self.completions[row], float(self.rewards[row]), step, kind
             )
             for row in rows
         ]
-
-
-@dataclass
-class Completions:
-    """The completions of B prompts as `texts`; `output` is the result of `Generation.generate`."""
-
-    prompt_lengths: Tensor
-    output: BatchedDataDict[Any]
-    texts: list[str]
 
 
 def row_seeds(seed: int, step: int, rows: int) -> Tensor:
@@ -92,18 +79,19 @@ def complete(
     seeds: Tensor,
     *,
     greedy: bool = False,
-) -> Completions:
-    """Generate one completion of each of `prompts`, given as token ids, with `seeds [B]`, and decode it."""
+) -> tuple[BatchedDataDict[Any], list[str]]:
+    """Generate a completion of each of `prompts [B]`, given as token ids, with `seeds [B]`.
+
+    Returns the output of `Generation.generate`, and the completions as text.
+    """
     input_ids, lengths = pad_rows(prompts, tokenizer.pad_token_id)
     data: BatchedDataDict[Any] = BatchedDataDict({"input_ids": input_ids, "input_lengths": lengths, "seeds": seeds})
     generation.prepare_for_generation()
     output = generation.generate(data, greedy=greedy)
     generation.finish_generation()  # not after a failure, as a second error would hide the first
-    rows = zip(
-        output["output_ids"].tolist(), lengths.tolist(), output["unpadded_sequence_lengths"].tolist(), strict=True
-    )
-    texts: list[str] = tokenizer.batch_decode([row[start:end] for row, start, end in rows], skip_special_tokens=True)
-    return Completions(lengths, output, texts)
+    ends = output["unpadded_sequence_lengths"].tolist()
+    rows = zip(output["output_ids"].tolist(), lengths.tolist(), ends, strict=True)
+    return output, tokenizer.batch_decode([row[start:end] for row, start, end in rows], skip_special_tokens=True)
 
 
 def rollout(parts: Parts, samples: Sequence[Sample], seeds: Tensor, *, greedy: bool = False) -> Rollout:
@@ -112,13 +100,12 @@ def rollout(parts: Parts, samples: Sequence[Sample], seeds: Tensor, *, greedy: b
     An outcome without an `accuracy` metric counts as correct if its reward is at least 1.
     """
     prompts = [render_prompt(parts.tokenizer, sample.messages) for sample in samples]
-    completed = complete(parts.tokenizer, parts.generation, prompts, seeds, greedy=greedy)
-    output, lengths = completed.output, completed.output["unpadded_sequence_lengths"]
+    output, texts = complete(parts.tokenizer, parts.generation, prompts, seeds, greedy=greedy)
+    ends = output["unpadded_sequence_lengths"][:, None]
     columns = torch.arange(output["output_ids"].shape[1])
-    completion_mask = (columns >= completed.prompt_lengths[:, None]) & (columns < lengths[:, None])
+    completed = (columns >= ends - output["generation_lengths"][:, None]) & (columns < ends)
     conversations = [
-        [*sample.messages, Message(role="assistant", content=text)]
-        for sample, text in zip(samples, completed.texts, strict=True)
+        [*sample.messages, Message(role="assistant", content=text)] for sample, text in zip(samples, texts, strict=True)
     ]
     outcomes = parts.environment.step(samples, conversations)
     if not all(outcome.done for outcome in outcomes):
@@ -126,26 +113,21 @@ def rollout(parts: Parts, samples: Sequence[Sample], seeds: Tensor, *, greedy: b
             f"environment {parts.config.environment.name!r} continues after the first turn, which rollouts do not "
             "support; return done=True with the first outcome"
         )
-    correct = [float(outcome.metrics.get("accuracy", outcome.reward >= 1.0)) for outcome in outcomes]
     data: BatchedDataDict[Any] = BatchedDataDict(
         {
             "input_ids": output["output_ids"],
-            "input_lengths": lengths,
-            "token_mask": completion_mask.float(),
+            "input_lengths": output["unpadded_sequence_lengths"],
+            "token_mask": completed.float(),
             "sample_mask": torch.ones(len(samples)),
             "generation_logprobs": output["logprobs"],
         }
     )
-    return Rollout(
-        samples=samples,
-        completions=completed.texts,
-        data=data,
-        rewards=torch.tensor([float(outcome.reward) for outcome in outcomes]),
-        accuracies=torch.tensor(correct),
-        completion_lengths=output["generation_lengths"],
-        truncated=output["truncated"],
-        metrics=outcome_metrics(outcomes),
-    )
+    rewards = torch.tensor([float(outcome.reward) for outcome in outcomes])
+    accuracies = torch.tensor([float(each.metrics.get("accuracy", each.reward >= 1.0)) for each in outcomes])
+    lengths, truncated = output["generation_lengths"], output["truncated"]
+    means = {"reward": rewards, "accuracy": accuracies, "completion_length": lengths, "truncated_fraction": truncated}
+    metrics = {name: float(values.float().mean()) for name, values in means.items()} | outcome_metrics(outcomes)
+    return Rollout(samples, texts, data, rewards, accuracies, lengths, truncated, metrics)
 
 
 def outcome_metrics(outcomes: Sequence[StepOutcome]) -> dict[str, float]:
@@ -167,11 +149,6 @@ def validate(parts: Parts, step: int) -> tuple[dict[str, float], list[SampleReco
     count = parts.config.algorithm.validation.samples
     samples = parts.environment.samples("validation")[:count]
     result = rollout(parts, samples, row_seeds(parts.config.seed, step, len(samples)), greedy=True)
-    metrics = {
-        "validation/accuracy": float(result.accuracies.mean()),
-        "validation/reward": float(result.rewards.mean()),
-        "validation/completion_length": float(result.completion_lengths.float().mean()),
-        "validation/truncated_fraction": float(result.truncated.float().mean()),
-        "validation/samples": float(len(samples)),
-    } | {f"validation/{name}": value for name, value in result.metrics.items()}
+    metrics = {f"validation/{name}": value for name, value in result.metrics.items()}
+    metrics["validation/samples"] = float(len(samples))
     return metrics, result.records(step, "validation", parts.config.observers.samples)

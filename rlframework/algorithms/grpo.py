@@ -42,11 +42,10 @@ class GRPO(StepLoop):
         super().__init__(parts)
         self.loader = PromptLoader(self.train_samples, self.config.prompts_per_step, parts.config.seed)
         section = self.config.loss
-        self.loss: LossFunction = (
-            ClippedPGLoss(section)
-            if isinstance(section, ClippedPGLossConfig)
-            else load_loss(section.name, section.keys)
-        )
+        if isinstance(section, ClippedPGLossConfig):
+            self.loss: LossFunction = ClippedPGLoss(section)
+        else:
+            self.loss = load_loss(section.name, section.keys)
         rows = self.config.prompts_per_step * self.config.samples_per_prompt
         steps_on_batch = self.config.epochs_per_batch * rows // parts.config.policy.train_global_batch_size
         # a single optimizer step per batch is on-policy, so the loss does not need `prev_logprobs`
@@ -72,43 +71,25 @@ class GRPO(StepLoop):
         return metrics, result.records(step, "train", self.parts.config.observers.samples)
 
     def _add_advantages(self, result: Rollout) -> dict[str, float]:
-        """Add `advantages` and the final `sample_mask` to the rollout's data; return the metrics of its rewards."""
+        """Add `advantages` and the final `sample_mask` (0: not computed or counted) to the data; return its metrics."""
         config, data = self.config, result.data
         limit = self.parts.config.generation.max_new_tokens
         shaped = result.rewards + overlong_penalty(
             result.completion_lengths, limit, config.overlong.buffer, config.overlong.penalty
         )
         advantages, constant = group_advantages(
-            shaped,
-            config.samples_per_prompt,
-            leave_one_out=config.leave_one_out,
-            normalize_std=config.normalize_std,
+            shaped, config.samples_per_prompt, leave_one_out=config.leave_one_out, normalize_std=config.normalize_std
         )
         data["advantages"] = advantages[:, None] * data["token_mask"]
-        data["sample_mask"] = self._sample_mask(result, constant)
-        groups = config.prompts_per_step
-        return {
-            "train/reward": float(result.rewards.mean()),
-            "train/reward_std": float(result.rewards.view(groups, -1).std(1).mean()),
+        if config.skip_zero_variance and not config.loss.kl_coef:  # a KL term still gives these rows a gradient
+            data["sample_mask"][constant] = 0.0
+        if config.overlong.drop_truncated:
+            data["sample_mask"][result.truncated] = 0.0
+        return {f"train/{name}": value for name, value in result.metrics.items()} | {
+            "train/reward_std": float(result.rewards.view(config.prompts_per_step, -1).std(1).mean()),
             "train/shaped_reward": float(shaped.mean()),
-            "train/accuracy": float(result.accuracies.mean()),
-            "train/completion_length": float(result.completion_lengths.float().mean()),
-            "train/truncated_fraction": float(result.truncated.float().mean()),
             "train/zero_variance_groups": float(constant.sum()) / config.samples_per_prompt,
-        } | {f"train/{name}": value for name, value in result.metrics.items()}
-
-    def _sample_mask(self, result: Rollout, constant: Tensor) -> Tensor:
-        """Return 1 for the rows that count in the loss, 0 for the others.
-
-        Rows of constant groups have no advantage. With `skip_zero_variance` they are neither computed nor counted in
-        the mean, unless a KL term still gives them a gradient.
-        """
-        mask = torch.ones(len(constant))
-        if self.config.skip_zero_variance and not self.config.loss.kl_coef:
-            mask[constant] = 0.0
-        if self.config.overlong.drop_truncated:
-            mask[result.truncated] = 0.0
-        return mask
+        }
 
     def _add_logprobs(self, data: BatchedDataDict[Any]) -> None:
         """Add `prev_logprobs` and `reference_policy_logprobs` to `data`, where they are needed."""

@@ -51,7 +51,10 @@ class SFT(StepLoop):
     def train_step(self, step: int, timer: Timer) -> StepResult:
         """See `StepLoop.train_step`."""
         with timer.phase("data"):
-            batch = self.next_batch()
+            if self.tokens is None:
+                batch = self.encode(next(self.loader), "train")
+            else:
+                batch = _batch(self.tokens.rows(self.loader.indices(), self.parts.tokenizer.pad_token_id))
         with timer.phase("train"):
             self.parts.policy.prepare_for_training()
             result = self.train(step, batch, self.loss)
@@ -84,12 +87,6 @@ class SFT(StepLoop):
         result = self.parts.policy.train(batch, self.loss, eval_mode=True, gbs=len(rows))
         return {"validation/loss": result["loss"], "validation/samples": float(len(samples))}, []
 
-    def next_batch(self) -> BatchedDataDict[Any]:
-        """Return the next global batch, read from token data or rendered from samples."""
-        if self.tokens is None:
-            return self.encode(next(self.loader), "train")
-        return _batch(self.tokens.rows(self.loader.indices(), self.parts.tokenizer.pad_token_id))
-
     def encode(self, samples: Sequence[Sample], split: Split) -> BatchedDataDict[Any]:
         """Return the batch of `samples` of `split`: one conversation per row, with a mask on the trained tokens."""
         rendered = self.render(samples)
@@ -104,11 +101,9 @@ class SFT(StepLoop):
 def open_token_data(config: SFTConfig, parts: Parts) -> TokenData:
     """Open `algorithm.token_data`; raise `ConfigError` if it was made with another tokenizer or other settings.
 
-    The section `environment` and the seed must match too; otherwise the data may contain rows that this run holds out.
-    All their keys must be equal, except those that do not affect training rows
-    (`EnvironmentConfig.unseen_by_training`).
-
-    Data that does not record its source (`write_token_data` without `source`) is not checked for it.
+    The section `environment` and the seed must match too, as the data may contain rows that this run holds out; except
+    keys that do not affect training rows (`EnvironmentConfig.unseen_by_training`), and data that does not record its
+    source (`write_token_data` without `source`).
     """
     assert config.token_data is not None
     tokens = TokenData(config.token_data)

@@ -61,7 +61,7 @@ def evaluate(
     if as_json:
         print(json.dumps(output, indent=2, allow_nan=False))
         return
-    print_table(as_table(plan.models, results, plan.settings))
+    print_table(as_table(plan, results))
     print(f"done; completions and summary in {plan.out}")
 
 
@@ -120,14 +120,14 @@ def generate(
         greedy=greedy,
         seed=seed,
     )
-    from rlframework.evaluation.answers import Answerer, chat, print_answers, read_prompts
+    from rlframework.evaluation.answers import Answerer, read_prompts
     from rlframework.runner.parts import build_generation
 
     typed = not prompts and file is None and sys.stdin.isatty()
     given = [] if typed else read_prompts(prompts or (), file or "-")
     with build_generation(config) as (tokenizer, _, generation):
-        answerer = Answerer(config, tokenizer, generation, samples=samples, raw=raw)
+        answerer = Answerer(config, tokenizer, generation, samples=samples, raw=raw, as_json=as_json)
         if typed:
-            chat(answerer, as_json=as_json)
+            answerer.chat()
         else:
-            print_answers(answerer, given, as_json=as_json)
+            answerer.answer(given)

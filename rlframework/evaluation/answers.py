@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,21 +36,10 @@ class Prompt:
     messages: tuple[Message, ...]
 
 
-@dataclass(frozen=True)
-class Answer:
-    """Completion `number` (from 0) of a prompt. `truncated`: it reached `max_new_tokens` before it ended."""
-
-    prompt: Prompt
-    number: int
-    text: str
-    tokens: int
-    truncated: bool
-
-
 def prompts_of_texts(texts: Iterable[str], name: str = "prompt") -> list[Prompt]:
     """One user turn for each non-empty text. Errors identify it as `name` and its number, from 1."""
-    given = enumerate((text.rstrip("\r\n") for text in texts), start=1)
-    return [Prompt(f"{name} {n}", ({"role": "user", "content": text},)) for n, text in given if text.strip()]
+    numbered = enumerate(texts, start=1)
+    return [Prompt(f"{name} {n}", ({"role": "user", "content": text},)) for n, text in numbered if text.strip()]
 
 
 def read_prompts(words: Sequence[str], path: str) -> list[Prompt]:
@@ -60,23 +49,22 @@ def read_prompts(words: Sequence[str], path: str) -> list[Prompt]:
     is ignored. The path `-` is stdin.
     """
     if words:
-        prompts = [Prompt(f"prompt {n}", ({"role": "user", "content": word},)) for n, word in enumerate(words, start=1)]
+        prompts = prompts_of_texts(words)
         if empty := [number for number, word in enumerate(words, start=1) if not word.strip()]:
             raise UserError(f"prompt {empty[0]} is empty; give it some text")
     elif path == "-":
-        prompts = prompts_of_texts(sys.stdin, "line")
+        prompts = prompts_of_texts((line.rstrip("\r\n") for line in sys.stdin), "line")
     elif Path(path).suffix.lower() in ROW_FILES:
         rows = open_rows(Path(path))
         prompts = [_prompt_of_row(rows[n], rows.where(n)) for n in range(len(rows))]
     else:
         try:
             text = Path(path).read_text(encoding="utf-8")
-        except OSError as error:
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else f"not UTF-8 text: {error.reason}"
             raise UserError(
-                f"--file {path}: cannot be read ({error.strerror}); give a file with one prompt per line"
+                f"--file {path}: cannot be read ({reason}); give a text file with one prompt per line, or JSONL"
             ) from error
-        except UnicodeDecodeError as error:
-            raise UserError(f"--file {path}: not UTF-8 text ({error.reason}); give text or JSONL") from error
         prompts = prompts_of_texts(text.split("\n"), f"{path}, line")
     if not prompts:
         raise UserError(f"{'standard input' if path == '-' else path} has no prompts; give one per line")
@@ -91,7 +79,7 @@ def _prompt_of_row(row: dict[str, Any], where: str) -> Prompt:
 
 
 class Answerer:
-    """Answers prompts with the model of `generation`, without the chat template if `raw`.
+    """Prints answers of `generation`'s model, `samples` for each prompt; without the chat template if `raw`.
 
     An answer depends on the seed, its number and the number of earlier prompts, so the same calls give the same
     answers.
@@ -105,21 +93,53 @@ class Answerer:
         *,
         samples: int = 1,
         raw: bool = False,
+        as_json: bool = False,
     ) -> None:
         self._config, self._tokenizer, self._generation = config, tokenizer, generation
-        self.samples = samples
-        self.max_new_tokens = config.generation.max_new_tokens
+        self._samples, self._as_json = samples, as_json
         self._prompts_seen = 0
         self._positions = model_positions(config.policy.model_name, config.policy.trust_remote_code)
         if raw:
             tokenizer.chat_template = None
 
-    def answers(self, prompts: Sequence[Prompt]) -> Iterator[Answer]:
-        """Yield `samples` answers to each of `prompts`, in order. Invalid prompts raise before any generation."""
+    def answer(self, prompts: Sequence[Prompt]) -> None:
+        """Print the answers; with several prompts, each one after `>` and above its answers.
+
+        Invalid prompts raise a `DataError` before any generation.
+        """
         rendered = [self._rendered(prompt) for prompt in prompts]
-        batch_size = max(1, self._config.generation.batch_size // self.samples)
+        batch_size = max(1, self._config.generation.batch_size // self._samples)
+        cut = 0
         for start in range(0, len(prompts), batch_size):
-            yield from self._batch(prompts[start : start + batch_size], rendered[start : start + batch_size])
+            batch = range(start, min(start + batch_size, len(prompts)))
+            seeds = prompt_seeds(self._config.seed, self._prompts_seen, len(batch), self._samples)
+            self._prompts_seen += len(batch)
+            rows = [rendered[n] for n in batch for _ in range(self._samples)]
+            output, texts = complete(self._tokenizer, self._generation, rows, seeds)
+            lengths, truncated = output["generation_lengths"].tolist(), output["truncated"].tolist()
+            for row, text in enumerate(texts):
+                number, prompt = row % self._samples, prompts[start + row // self._samples]
+                facts = {"sample": number, "completion": text, "tokens": lengths[row], "truncated": truncated[row]}
+                self._print(prompt, facts, alone=len(prompts) == 1)
+            cut += sum(truncated)
+        if cut:
+            answers = "1 answer was" if cut == 1 else f"{cut:,} answers were"
+            limit = self._config.generation.max_new_tokens
+            print(f"({answers} cut; --max-new-tokens is {limit})", file=sys.stderr, flush=True)
+
+    def chat(self) -> None:
+        """Answer each typed line, without the previous ones, until the end of the input (Ctrl-D)."""
+        with suppress(ImportError):
+            import readline  # noqa: F401 - gives `input` editing keys and a history
+        print("Type a prompt per line; earlier ones are not remembered. Ctrl-D ends.", file=sys.stderr)
+        while True:
+            try:
+                self.answer(prompts_of_texts([input("> ")], "line"))
+            except EOFError:
+                print(file=sys.stderr)
+                return
+            except DataError as error:  # and continue with the next line
+                print(f"error: {error}", file=sys.stderr)
 
     def _rendered(self, prompt: Prompt) -> list[int]:
         try:
@@ -133,56 +153,12 @@ class Answerer:
             )
         return ids
 
-    def _batch(self, prompts: Sequence[Prompt], rendered: Sequence[list[int]]) -> list[Answer]:
-        rows = [ids for ids in rendered for _ in range(self.samples)]
-        seeds = prompt_seeds(self._config.seed, self._prompts_seen, len(prompts), self.samples)
-        self._prompts_seen += len(prompts)
-        completed = complete(self._tokenizer, self._generation, rows, seeds)
-        lengths, truncated = (completed.output[name].tolist() for name in ("generation_lengths", "truncated"))
-        return [
-            Answer(prompts[n // self.samples], n % self.samples, text, lengths[n], truncated[n])
-            for n, text in enumerate(completed.texts)
-        ]
-
-
-def print_answers(answerer: Answerer, prompts: Sequence[Prompt], *, as_json: bool = False) -> None:
-    """Print the answers to `prompts`; with several prompts, each one after `>` and above its answers."""
-    with_prompts = len(prompts) > 1 and not as_json
-    truncated = 0
-    for answer in answerer.answers(prompts):
-        if with_prompts and answer.number == 0:
-            print(f"> {answer.prompt.messages[-1]['content']}")
-        number = f"[{answer.number + 1}] " if answerer.samples > 1 else ""
-        print(_as_json(answer) if as_json else number + answer.text, flush=True)
-        if with_prompts and answer.number == answerer.samples - 1:
-            print()
-        truncated += answer.truncated
-    if truncated:
-        answers = "1 answer was" if truncated == 1 else f"{truncated:,} answers were"
-        print(f"({answers} cut; --max-new-tokens is {answerer.max_new_tokens})", file=sys.stderr, flush=True)
-
-
-def chat(answerer: Answerer, *, as_json: bool = False) -> None:
-    """Answer each typed line, without the previous ones, until the end of the input (Ctrl-D)."""
-    with suppress(ImportError):
-        import readline  # noqa: F401 - gives `input` editing keys and a history
-    print("Type a prompt per line; earlier ones are not remembered. Ctrl-D ends.", file=sys.stderr)
-    while True:
-        try:
-            print_answers(answerer, prompts_of_texts([input("> ")], "line"), as_json=as_json)
-        except EOFError:
-            print(file=sys.stderr)
+    def _print(self, prompt: Prompt, facts: dict[str, Any], *, alone: bool) -> None:
+        if self._as_json:
+            print(json.dumps({"prompt": list(prompt.messages), **facts}, ensure_ascii=False), flush=True)
             return
-        except DataError as error:  # and continue with the next line
-            print(f"error: {error}", file=sys.stderr)
-
-
-def _as_json(answer: Answer) -> str:
-    values = {
-        "prompt": list(answer.prompt.messages),
-        "sample": answer.number,
-        "completion": answer.text,
-        "tokens": answer.tokens,
-        "truncated": answer.truncated,
-    }
-    return json.dumps(values, ensure_ascii=False)
+        if not alone and facts["sample"] == 0:
+            print(f"> {prompt.messages[-1]['content']}")
+        number = f"[{facts['sample'] + 1}] " if self._samples > 1 else ""
+        ending = "\n" if not alone and facts["sample"] == self._samples - 1 else ""
+        print(f"{number}{facts['completion']}{ending}", flush=True)

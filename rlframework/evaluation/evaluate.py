@@ -1,8 +1,5 @@
 """Evaluate a model: sample completions of every prompt of a split, score them, and aggregate the scores.
 
-    with build_evaluation(config) as parts:
-        result = evaluate(parts, settings, Path("out"))
-
 Completions are appended to `completions.partial.jsonl` as they finish. At the end the file is renamed to
 `completions.jsonl`, and `summary.json` is written. Prompts are independent of each other, so models can be compared
 prompt by prompt.
@@ -17,18 +14,17 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
 from torch import Tensor
 
 from rlframework.algorithm import Parts
-from rlframework.config.sections import RunConfig
 from rlframework.configure import resolve_device
-from rlframework.errors import ConfigError, DataError, UserError
-from rlframework.evaluation.statistics import Estimate, estimate, pass_at_k
-from rlframework.interfaces.environment import Sample, Split
+from rlframework.errors import DataError, UserError
+from rlframework.evaluation.plan import EvaluationPlan
+from rlframework.evaluation.report import Evaluation, pass_at_k
+from rlframework.interfaces.environment import Sample
 from rlframework.logs import ProgressCallback
 from rlframework.rollout import Rollout, prompt_seeds, rollout
 from rlframework.training.input_checks import InputCheck
@@ -36,7 +32,7 @@ from rlframework.training.recording import plain_json
 
 _LOG = logging.getLogger(__name__)
 
-COMPLETIONS, PARTIAL, SUMMARY = "completions.jsonl", "completions.partial.jsonl", "summary.json"
+COMPLETIONS, PARTIAL = "completions.jsonl", "completions.partial.jsonl"
 
 _FILE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EEXIST)
 
@@ -44,61 +40,8 @@ ROWS_ON_CPU = 128
 """Largest batch of one worker on a CPU: larger ones are hardly faster and report progress less often."""
 
 
-@dataclass(frozen=True)
-class EvaluationSettings:
-    """Which prompts to evaluate (the first `samples` of `split`, None: all), with `attempts` completions each."""
-
-    split: Split = "validation"
-    samples: int | None = None
-    attempts: int = 1
-    ks: tuple[int, ...] = ()
-    greedy: bool = True
-
-
-@dataclass
-class Evaluation:
-    """The result of an evaluation. `values` has one value per prompt for each metric, in the order of `ids`.
-
-    `failures` counts the completions on which the user's reward function failed.
-    """
-
-    ids: list[str] = field(default_factory=list)
-    values: dict[str, list[float]] = field(default_factory=dict)
-    estimates: dict[str, Estimate] = field(default_factory=dict)
-    failures: int = 0
-    seconds: float = 0.0
-
-
-def evaluation_settings(
-    config: RunConfig,
-    *,
-    split: Split = "validation",
-    samples: int | None = None,
-    attempts: int | None = None,
-    ks: Sequence[int] = (),
-    sampled: bool = False,
-) -> EvaluationSettings:
-    """Fill in defaults and check that the settings are consistent, else raise `ConfigError`.
-
-    `attempts` defaults to the largest of `ks`. A single attempt is greedy unless `sampled` is true; several are sampled
-    at `generation.temperature`. `ks` defaults to the powers of two below `attempts`, and `attempts` itself.
-    """
-    attempts = attempts or max(ks, default=1)
-    if wrong := [k for k in ks if not 1 <= k <= attempts]:
-        raise ConfigError(f"--k {wrong[0]}: with {attempts} attempts, k must be from 1 to {attempts}; raise --attempts")
-    temperature = config.generation.temperature
-    if attempts > 1 and temperature == 0.0:
-        raise ConfigError(
-            f"--attempts {attempts}: all attempts at temperature 0 are the same; give --temperature, such as 1"
-        )
-    if not ks and attempts > 1:
-        ks = [*(k for k in (2**power for power in range(20)) if k < attempts), attempts]
-    greedy = attempts == 1 and (not sampled or temperature == 0.0)
-    return EvaluationSettings(split, samples, attempts, tuple(sorted(set(ks))), greedy)
-
-
 def evaluate(
-    parts: Parts, settings: EvaluationSettings, out: Path, *, progress: ProgressCallback = lambda done, total: None
+    parts: Parts, plan: EvaluationPlan, out: Path, *, progress: ProgressCallback = lambda done, total: None
 ) -> Evaluation:
     """Generate, score and save the completions to `out`; see the module docstring.
 
@@ -106,10 +49,10 @@ def evaluate(
     before anything is generated. Completions depend only on the seed, not on the number of workers or the other prompts
     (up to rounding in the forward pass).
     """
-    samples = _samples(parts, settings)
+    samples = _samples(parts, plan)
     started = time.perf_counter()
     result = Evaluation()
-    attempts, total = settings.attempts, len(samples) * settings.attempts
+    attempts, total = plan.attempts, len(samples) * plan.attempts
     rows_of_worker = parts.config.generation.batch_size
     if resolve_device(parts.config.device) == "cpu":
         rows_of_worker = min(rows_of_worker, ROWS_ON_CPU)
@@ -120,32 +63,29 @@ def evaluate(
             batch = samples[start : start + batch_size]
             rows = [sample for sample in batch for _ in range(attempts)]
             seeds = prompt_seeds(parts.config.seed, start, len(batch), attempts)
-            _add(result, rollout(parts, rows, seeds, greedy=settings.greedy), settings, file)
+            _add(result, rollout(parts, rows, seeds, greedy=plan.greedy), plan, file)
             progress(len(result.ids) * attempts, total)
-    result.estimates = {name: estimate(values) for name, values in result.values.items()}
     result.seconds = time.perf_counter() - started
     return result
 
 
-def _samples(parts: Parts, settings: EvaluationSettings) -> Sequence[Sample]:
+def _samples(parts: Parts, plan: EvaluationPlan) -> Sequence[Sample]:
     name = parts.config.environment.name
     if not parts.environment.scores:
         raise DataError(
             f"environment {name!r} does not score completions as configured, so it cannot be evaluated; choose another "
             "one (environment.name=...), or set how answers are checked (environment.check=exact)"
         )
-    samples = parts.environment.samples(settings.split)[: settings.samples]
+    samples = parts.environment.samples(plan.split)[: plan.samples]
     if not len(samples):
-        raise DataError(
-            f"environment {name!r} has no {settings.split} samples; choose another --split, or give it data"
-        )
-    InputCheck(parts).prompts(settings.split, samples)
+        raise DataError(f"environment {name!r} has no {plan.split} samples; choose another --split, or give it data")
+    InputCheck(parts).prompts(plan.split, samples)
     return samples
 
 
-def _add(result: Evaluation, scored: Rollout, settings: EvaluationSettings, file: TextIO) -> None:
+def _add(result: Evaluation, scored: Rollout, plan: EvaluationPlan, file: TextIO) -> None:
     """Write the completions of `scored`, in which the rows of a prompt are adjacent, and add their values."""
-    attempts = settings.attempts
+    attempts = plan.attempts
     lines = [
         {
             "id": sample.id,
@@ -169,7 +109,7 @@ def _add(result: Evaluation, scored: Rollout, settings: EvaluationSettings, file
     right = (scored.accuracies >= 1.0).view(-1, attempts).sum(1).tolist()
     columns = {
         "accuracy": means(scored.accuracies),
-        **{f"pass@{k}": [pass_at_k(attempts, number, k) for number in right] for k in settings.ks},
+        **{f"pass@{k}": [pass_at_k(attempts, number, k) for number in right] for k in plan.ks},
         "reward": means(scored.rewards),
         "truncated_fraction": means(scored.truncated),
         "completion_length": means(scored.completion_lengths),

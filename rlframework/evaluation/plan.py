@@ -6,7 +6,6 @@ compared share environment, generation settings and seed.
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import os
@@ -15,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from rlframework.config.load import compose, escape_interpolation
 from rlframework.configure import load_config
@@ -26,7 +25,6 @@ from rlframework.policy.checkpoint.saved import is_sharded, reject_native
 
 if TYPE_CHECKING:
     from rlframework.config.sections import RunConfig
-    from rlframework.evaluation.evaluate import EvaluationSettings
     from rlframework.interfaces.environment import Split
 
 _LOG = logging.getLogger(__name__)
@@ -51,12 +49,20 @@ class ModelSource:
 
 @dataclass(frozen=True)
 class EvaluationPlan:
-    """The work of `rlframework evaluate`: the `models` with a configuration each, and the output folder."""
+    """The work of `rlframework evaluate`: the `models` with a configuration each, and the output folder.
+
+    Evaluates the first `samples` prompts of `split` (None: all), with `attempts` completions each, and reports pass@k
+    for `ks`.
+    """
 
     models: list[ModelSource]
     configs: list[RunConfig]
-    settings: EvaluationSettings
     out: Path
+    split: Split
+    samples: int | None
+    attempts: int
+    ks: tuple[int, ...]
+    greedy: bool
 
     def folder(self, number: int) -> Path:
         """The folder for the completions and summary of model `number`: `out` for one model, else a folder in it."""
@@ -76,28 +82,52 @@ def plan_evaluation(
     split: str = "validation",
     out: str | None = None,
 ) -> EvaluationPlan:
-    """Build the plan from the arguments and options of the command line. Invalid ones raise `UserError`."""
-    names, overrides = split_words(words)
+    """Build the plan from the arguments and options of the command line. Invalid ones raise `UserError`.
+
+    The name of a directory among `words` is a model; `a.b=value` and `~a.b` are overrides.
+    """
+    overrides = [word for word in words if _OVERRIDE.fullmatch(word) and not os.path.isdir(word)]
+    names = [word for word in words if word not in overrides]
     if not names:
         raise UserError("no model given; give the output_dir of a run, or a Hugging Face model directory or name")
     if len(set(names)) < len(names):
         raise UserError(f"{', '.join(names)}: a model is given more than once; give different ones to compare")
     if split not in ("train", "validation"):
         raise UserError(f"--split {split}: it must be train or validation")
-    chosen: Split = "train" if split == "train" else "validation"
+    try:
+        ks = [int(word) for word in k.split(",") if word.strip()]
+    except ValueError as error:
+        raise UserError(f"--k {k}: give numbers of attempts separated by commas, such as 1,4,8") from error
     models = [find_model(name) for name in names]
     if temperature is not None:
-        overrides = [*overrides, f"generation.temperature={temperature}"]
+        overrides.append(f"generation.temperature={temperature}")
     configs = configurations(models, overrides, config=config)
-    from rlframework.evaluation.evaluate import evaluation_settings  # imports torch
-
     sampled = any(override.startswith("generation.temperature=") for override in overrides)
-    settings = evaluation_settings(
-        configs[0], split=chosen, samples=samples, attempts=attempts, ks=_numbers(k), sampled=sampled
-    )
-    folder = Path(out) if out is not None else _new_folder(models)
+    chosen = choose_attempts(configs[0].generation.temperature, attempts, ks, sampled)
+    folder = Path("evaluations") if len(models) > 1 or models[0].run is None else models[0].run / "evaluations"
+    folder = Path(out) if out is not None else folder / datetime.now().strftime("%Y%m%d-%H%M%S-%f")
     check_new_folder(folder, f"--out {folder}")
-    return EvaluationPlan(models, configs, settings, folder)
+    return EvaluationPlan(models, configs, folder, cast("Split", split), samples, *chosen)
+
+
+def choose_attempts(
+    temperature: float, attempts: int | None, ks: Sequence[int], sampled: bool
+) -> tuple[int, tuple[int, ...], bool]:
+    """The attempts per prompt, the `ks` of pass@k, and whether decoding is greedy; `ConfigError` if they contradict.
+
+    `attempts` defaults to the largest of `ks`. A single attempt is greedy unless `sampled` is true; several are sampled
+    at `temperature`. `ks` defaults to the powers of two below `attempts`, and `attempts` itself.
+    """
+    attempts = attempts or max(ks, default=1)
+    if wrong := [k for k in ks if not 1 <= k <= attempts]:
+        raise ConfigError(f"--k {wrong[0]}: with {attempts} attempts, k must be from 1 to {attempts}; raise --attempts")
+    if attempts > 1 and temperature == 0.0:
+        raise ConfigError(
+            f"--attempts {attempts}: all attempts at temperature 0 are the same; give --temperature, such as 1"
+        )
+    if not ks and attempts > 1:
+        ks = [*(2**power for power in range((attempts - 1).bit_length())), attempts]
+    return attempts, tuple(sorted(set(ks))), attempts == 1 and (not sampled or temperature == 0.0)
 
 
 def generation_config(
@@ -123,28 +153,6 @@ def generation_config(
             f"--samples {samples}: all greedy completions of a prompt are the same; give --temperature, such as 1"
         )
     return config
-
-
-def _numbers(text: str) -> list[int]:
-    try:
-        return [int(word) for word in text.split(",") if word.strip()]
-    except ValueError as error:
-        raise UserError(f"--k {text}: give numbers of attempts separated by commas, such as 1,4,8") from error
-
-
-def _new_folder(models: Sequence[ModelSource]) -> Path:
-    """An unused path named after the time: in the run's directory for a single run, else in the working directory."""
-    run = models[0].run if len(models) == 1 else None
-    name = datetime.now().strftime("%Y%m%d-%H%M%S")
-    parent = Path("evaluations") if run is None else run / "evaluations"
-    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
-    return next(parent / name for name in names if not (parent / name).exists())
-
-
-def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split `words` into models and overrides (`a.b=value`, `~a.b`). The name of a directory is always a model."""
-    overrides = [word for word in words if _OVERRIDE.fullmatch(word) and not os.path.isdir(word)]
-    return [word for word in words if word not in overrides], overrides
 
 
 def find_model(name: str) -> ModelSource:
@@ -207,21 +215,15 @@ def configurations(
         _LOG.info(
             "all models use the environment, generation settings and seed of %s; --config FILE uses others", runs[0]
         )
-    tokenizer = ["policy.tokenizer_name=null", "policy.chat_template=null"]
-    return [
-        _without_training(
-            source,
-            [f"policy.model_name={json.dumps(escape_interpolation(model.model))}", *tokenizer, *overrides],
-        )
-        for model in models
-    ]
-
-
-def _without_training(source: str | Path | Mapping[str, Any], overrides: Sequence[str]) -> RunConfig:
-    """Load the configuration with default training sections, as their errors must not prevent generation."""
-    values = compose(source, overrides).values
-    policy = values.get("policy")  # `lora` too: the adapters are already merged
-    for section, key in ((values, "recording"), (values, "profiler"), (policy, "scheduler"), (policy, "lora")):
-        if isinstance(section, dict):
-            section.pop(key, None)
-    return load_config(escape_interpolation({**values, "algorithm": {"name": "sft"}}))
+    loaded = []
+    for model in models:
+        name = f"policy.model_name={json.dumps(escape_interpolation(model.model))}"
+        own = [name, "policy.tokenizer_name=null", "policy.chat_template=null", *overrides]
+        values = compose(source, own).values
+        # errors in sections of training must not prevent generation; LoRA's adapters are already merged
+        policy = values.get("policy")
+        for section, key in ((values, "recording"), (values, "profiler"), (policy, "scheduler"), (policy, "lora")):
+            if isinstance(section, dict):
+                section.pop(key, None)
+        loaded.append(load_config(escape_interpolation({**values, "algorithm": {"name": "sft"}})))
+    return loaded

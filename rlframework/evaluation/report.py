@@ -1,17 +1,24 @@
-"""Report evaluations as a table, and as JSON with everything needed to repeat them."""
+"""The result of an evaluation: unbiased pass@k, confidence intervals, and the report as a table and as JSON.
+
+Intervals treat the prompts as the random sample: Wilson's (1927) for the proportion of prompts, a percentile bootstrap
+with a fixed seed for any other mean. They do not cover the variation between seeds of sampling or of training.
+"""
 
 from __future__ import annotations
 
 import platform
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from functools import cached_property
+from math import comb
+from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from rlframework.configure import dump_config
 from rlframework.errors import DataError
-from rlframework.evaluation.evaluate import COMPLETIONS, Evaluation, EvaluationSettings
-from rlframework.evaluation.statistics import LEVEL, RESAMPLES, Estimate, paired_difference
 from rlframework.observers.host import cpu_name, package_version
 from rlframework.training.recording import plain_json
 from rlframework.workers.machine import cpu_count
@@ -20,30 +27,114 @@ if TYPE_CHECKING:
     from rich.console import Group
 
     from rlframework.algorithm import Parts
-    from rlframework.evaluation.plan import ModelSource
+    from rlframework.evaluation.plan import EvaluationPlan, ModelSource
 
-_REPORTED_SECTIONS = ("seed", "device", "plugins", "policy", "environment", "generation", "worker_group")
+LEVEL = 0.95
+"""Confidence level of the intervals."""
+RESAMPLES = 10_000
+_SEED = 2107
+_REPORTED_SECTIONS = {"seed", "device", "plugins", "policy", "environment", "generation", "worker_group"}
 _PACKAGES = {"rlframework": "rlframework-core", "torch": "torch", "transformers": "transformers", "numpy": "numpy"}
 
 
-def summary(source: ModelSource, parts: Parts, settings: EvaluationSettings, result: Evaluation) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over prompts with its interval at `LEVEL`, by `wilson` or `bootstrap`.
+
+    The interval is None for non-finite values, and for equal ones unless the mean is a proportion.
+    """
+
+    value: float
+    low: float | None
+    high: float | None
+    method: str | None
+
+
+@dataclass
+class Evaluation:
+    """The result of an evaluation. `values` has one value per prompt for each metric, in the order of `ids`.
+
+    `failures` counts the completions on which the user's reward function failed.
+    """
+
+    ids: list[str] = field(default_factory=list)
+    values: dict[str, list[float]] = field(default_factory=dict)
+    failures: int = 0
+    seconds: float = 0.0
+
+    @cached_property
+    def estimates(self) -> dict[str, Estimate]:
+        """The mean of each metric, once all values are there."""
+        return {name: estimate(values) for name, values in self.values.items()}
+
+
+def pass_at_k(attempts: int, right: int, k: int) -> float:
+    """The probability that at least one of `k` attempts is right, if `right` of `attempts` were (arXiv:2107.03374).
+
+    1 - C(n - c, k) / C(n, k), the mean over all subsets of k attempts, in integers of any size.
+    """
+    return 1.0 - comb(attempts - right, k) / comb(attempts, k)
+
+
+def wilson(right: float, count: int) -> tuple[float, float]:
+    """Wilson's score interval of the proportion `right / count` of independent trials."""
+    z = NormalDist().inv_cdf((1.0 + LEVEL) / 2.0)
+    share = right / count
+    centre = share + z * z / (2 * count)
+    half = z * (share * (1.0 - share) / count + z * z / (4.0 * count * count)) ** 0.5
+    scale = 1.0 + z * z / count
+    # exactly 0 and 1 when all trials are equal; the formula gives them only up to rounding
+    low = 0.0 if right == 0 else (centre - half) / scale
+    return low, 1.0 if right == count else (centre + half) / scale
+
+
+def bootstrap(values: Sequence[float]) -> tuple[float, float]:
+    """Percentile interval of the mean from `RESAMPLES` resamples with replacement; deterministic."""
+    array = np.asarray(values, dtype=np.float64)
+    rng = np.random.default_rng(_SEED)
+    blocks = (rng.integers(0, len(array), (100, len(array))) for _ in range(RESAMPLES // 100))
+    means = np.concatenate([array[block].mean(axis=1) for block in blocks])
+    low, high = np.quantile(means, [(1.0 - LEVEL) / 2.0, (1.0 + LEVEL) / 2.0])
+    return float(low), float(high)
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    """The mean of one value per prompt, with Wilson's interval if all are 0 or 1, else the bootstrap's."""
+    if set(values) <= {0.0, 1.0}:
+        return Estimate(float(np.mean(values)), *wilson(sum(values), len(values)), "wilson")
+    return _resampled(values)
+
+
+def paired_difference(first: Sequence[float], other: Sequence[float]) -> Estimate:
+    """The mean of `other - first` over prompts, with its bootstrap interval."""
+    return _resampled([b - a for a, b in zip(first, other, strict=True)])
+
+
+def _resampled(values: Sequence[float]) -> Estimate:
+    mean = float(np.mean(values))
+    if not np.isfinite(mean) or max(values) - min(values) < 1e-12:  # all resamples are equal
+        return Estimate(mean, None, None, None)
+    return Estimate(mean, *bootstrap(values), "bootstrap")
+
+
+def summary(source: ModelSource, parts: Parts, plan: EvaluationPlan, result: Evaluation) -> dict[str, Any]:
     """The contents of `summary.json`."""
     generation, workers = parts.config.generation, parts.policy.get_info()
     return {
         "subject": source.name,
         "model": source.model,
         "environment": parts.config.environment.name,
-        "split": settings.split,
+        "split": plan.split,
         "prompts": len(result.ids),
-        "attempts": settings.attempts,
-        "greedy": settings.greedy,
-        "temperature": 0.0 if settings.greedy else generation.temperature,
+        "attempts": plan.attempts,
+        "greedy": plan.greedy,
+        "temperature": 0.0 if plan.greedy else generation.temperature,
         "max_new_tokens": generation.max_new_tokens,
         "seed": parts.config.seed,
-        "metrics": plain_json({name: asdict(found) for name, found in result.estimates.items()}),
+        "metrics": _as_json(result.estimates),
         "reward_failures": result.failures,
         "interval": {"level": LEVEL, "over": "prompts", "bootstrap_resamples": RESAMPLES},
-        "completions": COMPLETIONS,
+        "completions": "completions.jsonl",
         "finished": datetime.now(UTC).isoformat(timespec="seconds"),
         "seconds": round(result.seconds, 3),
         "machine": {
@@ -72,40 +163,46 @@ def differences(first: Evaluation, other: Evaluation) -> dict[str, Estimate]:
 
 def comparison(models: Sequence[ModelSource], results: Sequence[Evaluation]) -> dict[str, Any]:
     """The contents of `comparison.json`: the differences of each model from the first."""
-    found = []
-    for source, result in zip(models[1:], results[1:], strict=True):
-        metrics = {name: asdict(value) for name, value in differences(results[0], result).items()}
-        found.append({"subject": source.name, "metrics": plain_json(metrics)})
     interval = {"level": LEVEL, "over": "prompts", "method": "paired bootstrap", "resamples": RESAMPLES}
+    found = [
+        {"subject": source.name, "metrics": _as_json(differences(results[0], result))}
+        for source, result in zip(models[1:], results[1:], strict=True)
+    ]
     return {"from": models[0].name, "interval": interval, "differences": found}
 
 
-def as_table(models: Sequence[ModelSource], results: Sequence[Evaluation], settings: EvaluationSettings) -> Group:
+def _as_json(estimates: dict[str, Estimate]) -> Any:
+    return plain_json({name: asdict(found) for name, found in estimates.items()})
+
+
+def as_table(plan: EvaluationPlan, results: Sequence[Evaluation]) -> Group:
     """A table of metrics by model with intervals, and of differences from the first model."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
-    several = len(models) > 1
-    names = [f"{chr(ord('A') + number)}: {s.name}" if several else s.name for number, s in enumerate(models)]
+    letters = [chr(ord("A") + number) for number in range(len(results))]
+    names = [source.name for source in plan.models]
+    if len(names) > 1:
+        names = [f"{letter}: {name}" for letter, name in zip(letters, names, strict=True)]
     others = [differences(results[0], result) for result in results[1:]]
     table = Table()
     table.add_column("metric", no_wrap=True)
-    for name in [*names, *(f"{chr(ord('B') + number)} - A" for number in range(len(others)))]:
+    for name in [*names, *(f"{letter} - A" for letter in letters[1:])]:
         table.add_column(Text(name), justify="right")
+    between = "\n" if others else "  "  # a comparison fits into 80 columns
     for metric in results[0].estimates:
         cells = [_cell(metric, result.estimates[metric]) for result in results]
         cells += [_cell(metric, other[metric], signed=True) for other in others]
-        between = "\n" if several else "  "  # a comparison fits into 80 columns
         table.add_row(metric, *(Text(between.join(cell)) for cell in cells))
     failed = [
         Text(f"the reward function failed on {result.failures:,} completions of {name}; they count as failed_reward")
         for name, result in zip(names, results, strict=True)
         if result.failures
     ]
-    how = "greedy" if settings.greedy else "sampled"
-    attempts = "" if settings.attempts == 1 else f", {settings.attempts} attempts each"
-    title = f"{len(results[0].ids):,} {settings.split} prompts, {how}{attempts}; {LEVEL:.0%} intervals over prompts"
+    how = "greedy" if plan.greedy else "sampled"
+    attempts = "" if plan.attempts == 1 else f", {plan.attempts} attempts each"
+    title = f"{len(results[0].ids):,} {plan.split} prompts, {how}{attempts}; {LEVEL:.0%} intervals over prompts"
     return Group(Text(title), table, *failed)
 
 

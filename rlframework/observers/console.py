@@ -1,8 +1,4 @@
-"""Progress on the console: of a run (`ConsoleObserver`) and of other commands (`progress_bar`).
-
-Both show a live display on a terminal and occasional lines otherwise. Of a run, only well-known metrics are shown; the
-other observers record all of them.
-"""
+"""Progress of a run (`ConsoleObserver`) and of other commands: a live display on a terminal, else occasional lines."""
 
 from __future__ import annotations
 
@@ -22,17 +18,15 @@ from rich.text import Text
 from rlframework.logs import ProgressCallback
 from rlframework.plugins.hookspec import RunInfo, hookimpl
 
-DISPLAYED_METRICS = (
-    ("train/reward", "reward {:.3f}"),
-    ("train/accuracy", "accuracy {:.3f}"),
-    ("validation/accuracy", "validation accuracy {:.3f}"),
-    ("train/loss", "loss {:.4g}"),
-    ("train/kl", "KL {:.3g}"),
-)
-RESOURCES = (
-    ("throughput/tokens_per_second", "{:,.0f} tokens/s"),
-    ("memory/peak_mb", "peak worker memory {:,.0f} MiB"),  # of the worker with the highest peak
-)
+DISPLAYED_METRICS = {
+    "train/reward": "reward {:.3f}",
+    "train/accuracy": "accuracy {:.3f}",
+    "validation/accuracy": "validation accuracy {:.3f}",
+    "train/loss": "loss {:.4g}",
+    "train/kl": "KL {:.3g}",
+    "throughput/tokens_per_second": "{:,.0f} tokens/s",
+    "memory/peak_mb": "peak worker memory {:,.0f} MiB",  # of the worker with the highest peak
+}
 WINDOW = 20
 """Number of recent steps over which the pace is averaged."""
 FIRST_INTERVAL, LAST_INTERVAL = 1.0, 10.0
@@ -45,7 +39,7 @@ Clock = Callable[[], float]
 
 
 class Pace:
-    """Seconds per step, averaged over recent steps, and the remaining time."""
+    """Seconds per step, averaged over recent steps, and the remaining time; as text, empty before the second mark."""
 
     def __init__(self, total: int, now: float) -> None:
         self._total = total
@@ -58,7 +52,6 @@ class Pace:
         self._marks.append((step, now))
 
     def __str__(self) -> str:
-        """`1.8 s/step, remaining 1m20s`; empty before two marks."""
         (first, started), (last, ended) = self._marks[0], self._marks[-1]
         if last <= first:
             return ""
@@ -77,7 +70,6 @@ class ConsoleObserver:
         self._stream = stream or sys.stdout
         self._clock = clock
         self._display: _Display | None = None
-        self._latest: dict[str, float] = {}
         self._step = 0
 
     @hookimpl
@@ -97,8 +89,7 @@ class ConsoleObserver:
         self._step = step
         self._pace.mark(step, now)
         if self._display is not None:
-            self._latest.update(metrics)
-            self._display.show(step, str(self._pace), *describe(self._latest))
+            self._display.show(step, self._pace, metrics)
             return
         important = step <= 1 or step >= self._total or any(name.startswith("validation/") for name in metrics)
         interval = min(max((now - self._began) / 30.0, FIRST_INTERVAL), LAST_INTERVAL)
@@ -111,9 +102,9 @@ class ConsoleObserver:
         """Print the duration and the final metrics, below the last state of the display."""
         self.close()
         took = duration(self._clock() - self._began)
-        self._print(f"{self._name} finished after {self._step} steps in {took}", *describe(metrics, resources=False))
+        self._print(f"{self._name} finished after {self._step} steps in {took}", *describe(metrics))
 
-    def close(self) -> None:
+    def close(self, state: str = "finished") -> None:
         """Restore the terminal. Idempotent."""
         if self._display is not None:
             self._display.stop()
@@ -126,7 +117,7 @@ class _Display(Progress):
     """A progress bar with pace and remaining time, above the latest value of each metric."""
 
     def __init__(self, name: str, total: int, stream: TextIO) -> None:
-        self._metrics = ""
+        self._metrics: dict[str, float] = {}
         columns = (TextColumn("{task.description}"), BarColumn(bar_width=None), MofNCompleteColumn(),
                    TimeElapsedColumn(), TextColumn("{task.fields[pace]}"))  # fmt: skip
         super().__init__(*columns, console=Console(file=stream), expand=True, refresh_per_second=2)
@@ -135,17 +126,16 @@ class _Display(Progress):
 
     def get_renderables(self) -> Iterator[RenderableType]:
         yield from super().get_renderables()
-        yield Text(self._metrics, overflow="fold")
+        yield Text("  ".join(describe(self._metrics)), overflow="fold")
 
-    def show(self, step: int, pace: str, *metrics: str) -> None:
-        self._metrics = "  ".join(metrics)
-        self.update(self._bar, completed=step, pace=pace, refresh=True)
+    def show(self, step: int, pace: Pace, metrics: Mapping[str, float]) -> None:
+        self._metrics.update(metrics)
+        self.update(self._bar, completed=step, pace=str(pace), refresh=True)
 
 
-def describe(metrics: Mapping[str, float], resources: bool = True) -> list[str]:
-    """Those of `metrics` that are displayed, as text. Resources of 0 were not measured."""
-    known = [form.format(metrics[name]) for name, form in DISPLAYED_METRICS if name in metrics]
-    return known + [form.format(metrics[name]) for name, form in RESOURCES if resources and metrics.get(name)]
+def describe(metrics: Mapping[str, float]) -> list[str]:
+    """Those of `metrics` that are displayed, as text."""
+    return [form.format(metrics[name]) for name, form in DISPLAYED_METRICS.items() if name in metrics]
 
 
 def duration(seconds: float) -> str:

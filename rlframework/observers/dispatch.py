@@ -1,15 +1,11 @@
-"""Dispatches the events of a run to its observers, and protects the run from their errors.
-
-Built-in observers and those of plugins implement the same four hooks (`rlframework.plugins.hookspec`). Each is called
-independently: an observer that raises is reported once and not called again.
-"""
+"""Dispatches the events of a run to its observers, built-in and of plugins (`rlframework.plugins.hookspec`)."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any, Literal, Self
 
 from pluggy import HookRelay
@@ -24,14 +20,14 @@ _LOG = logging.getLogger(__name__)
 CORE_OBSERVERS = {
     "console": "rlframework.observers.console:ConsoleObserver",
     "jsonl": "rlframework.observers.jsonl:JsonlObserver",
-    "tensorboard": "rlframework.observers.tensorboard:TensorBoardObserver",
+    "tensorboard": "rlframework.observers.services:TensorBoardObserver",
     "curve": "rlframework.observers.curve:CurveObserver",
     "wandb": "rlframework.observers.services:WandbObserver",
     "mlflow": "rlframework.observers.services:MlflowObserver",
 }
 """Import paths of the built-in observers by their key in the `observers` section; constructed without arguments.
 
-Besides hooks, they may have `ended(state)` and `close()`, which are called no matter how the run ended.
+Besides hooks, they may have `close(state)`, which is called once no matter how the run ended.
 """
 
 State = Literal["finished", "failed", "killed"]
@@ -39,7 +35,7 @@ State = Literal["finished", "failed", "killed"]
 
 
 class Observers:
-    """All observers of a run, notified together.
+    """All observers of a run, called independently: one that raises is reported once and not called again.
 
     `hook` is the hook relay of the plugin manager (None: built-in observers only). As a context manager, it calls
     `run_started` on entry and `close` on exit. The caller calls `run_finished`, because a failed run does not finish.
@@ -51,9 +47,9 @@ class Observers:
         self._core = new_pluggy()
         for name, target in CORE_OBSERVERS.items():
             if getattr(config, name):
-                self._guarded(target, name, self._register, name=name, target=target)
+                self._guarded(target, name, self._add, name=name, target=target)
         self._relays = [self._core.hook] if hook is None else [self._core.hook, hook]
-        self._closed = self._finished = False
+        self._finished = False
         self.last_step = 0
         """The last finished step; 0 before the first."""
 
@@ -76,30 +72,24 @@ class Observers:
         self._finished = True
 
     def close(self, state: State | None = None) -> None:
-        """Report to the built-in observers how the run ended, and close their files and displays. Idempotent.
+        """Report to the built-in observers how the run ended, so that they close files and displays. Idempotent.
 
         By default, `state` is "finished" if `run_finished` was called, otherwise "failed".
         """
-        if self._closed:
-            return
-        self._closed = True
-        state = state or ("finished" if self._finished else "failed")
         for name, observer in self._core.list_name_plugin():
-            if hasattr(observer, "ended") and id(observer) not in self._dropped:
-                self._guarded(observer, name, observer.ended, state=state)
+            self._core.unregister(observer)
             if hasattr(observer, "close"):
-                self._guarded(observer, name, observer.close)
+                state = state or ("finished" if self._finished else "failed")
+                self._guarded(observer, name, observer.close, state=state)
 
     def __enter__(self) -> Self:
         self.run_started()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close("killed" if kind is not None and issubclass(kind, (KeyboardInterrupt, SystemExit)) else None)
 
-    def _register(self, name: str, target: str) -> None:
+    def _add(self, name: str, target: str) -> None:
         self._core.register(load_target(target)(), name=name)
 
     def _notify(self, hook: str, **arguments: object) -> None:

@@ -38,39 +38,15 @@ VARIABLES = (
 
 
 def write_environment(output_dir: Path, plugins: Iterable[PluginListing] = ()) -> dict[str, Any]:
-    """Write `environment.json` and return its content.
+    """Describe this process and its machine in `environment.json`, and return the content.
 
     A resumed run keeps its `run_id`; its previous environments are stored under `earlier`.
     """
     before = read_environment(output_dir)
     earlier = before.pop("earlier", [])
-    found = describe(plugins)
-    found["run_id"] = before.get("run_id", found["run_id"])
-    if before:
-        found["earlier"] = [*earlier, before]
-    write_atomically(output_dir / ENVIRONMENT_FILE, json.dumps(found, indent=2, ensure_ascii=False) + "\n")
-    return found
-
-
-def read_environment(output_dir: Path) -> dict[str, Any]:
-    """The content of `environment.json`; empty if the file is missing or not written by `write_environment`."""
-    try:
-        found = json.loads((output_dir / ENVIRONMENT_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def run_id(output_dir: Path) -> str:
-    """The run's id, which a resume preserves; without `environment.json`, the name of the directory."""
-    return str(read_environment(output_dir).get("run_id") or output_dir.name)
-
-
-def describe(plugins: Iterable[PluginListing] = ()) -> dict[str, Any]:
-    """Describe this process and its machine, as JSON types."""
     versions = {name: host.package_version(name) for name in PACKAGES}
-    return {
-        "run_id": uuid.uuid4().hex[:12],
+    found = {
+        "run_id": before.get("run_id", uuid.uuid4().hex[:12]),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": clean_command(sys.argv),
         "python": f"{platform.python_implementation()} {platform.python_version()}",
@@ -90,6 +66,24 @@ def describe(plugins: Iterable[PluginListing] = ()) -> dict[str, Any]:
         },
         "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
     }
+    if before:
+        found["earlier"] = [*earlier, before]
+    write_atomically(output_dir / ENVIRONMENT_FILE, json.dumps(found, indent=2, ensure_ascii=False) + "\n")
+    return found
+
+
+def read_environment(output_dir: Path) -> dict[str, Any]:
+    """The content of `environment.json`; empty if the file is missing or not written by `write_environment`."""
+    try:
+        found = json.loads((output_dir / ENVIRONMENT_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def run_id(output_dir: Path) -> str:
+    """The run's id, which a resume preserves; without `environment.json`, the name of the directory."""
+    return str(read_environment(output_dir).get("run_id") or output_dir.name)
 
 
 def _git() -> dict[str, Any] | None:

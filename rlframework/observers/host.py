@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
 import subprocess
+import sys
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-_CPUINFO, _MEMINFO, _CGROUP = Path("/proc/cpuinfo"), Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+import psutil
+
+_CPUINFO, _CGROUP = Path("/proc/cpuinfo"), Path("/sys/fs/cgroup")
 _SECONDS = 20.0
 
 
@@ -25,7 +29,9 @@ class Gpu:
 
 def cpu_name() -> str:
     """The processor's model, or its architecture if the model is unknown."""
-    return _field(_CPUINFO, "model name") or platform.processor() or platform.machine()
+    text = _CPUINFO.read_text() if _CPUINFO.exists() else ""
+    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return found[1] if found else platform.processor() or platform.machine()
 
 
 def package_version(distribution: str) -> str:
@@ -36,16 +42,16 @@ def package_version(distribution: str) -> str:
         return "not installed"
 
 
-def total_memory() -> int | None:
-    """Memory in bytes that processes may use, respecting a container's limit; None if unknown."""
-    return _least(_meminfo("MemTotal"), _cgroup("memory.max"))
+def total_memory() -> int:
+    """Memory in bytes that processes may use, respecting a container's limit."""
+    return int(min(psutil.virtual_memory().total, _cgroup("memory.max") or sys.maxsize))
 
 
-def available_memory() -> int | None:
-    """Memory in bytes that is free or can be freed now, respecting a container's limit; None if unknown."""
+def available_memory() -> int:
+    """Memory in bytes that is free or can be freed now, respecting a container's limit."""
     limit, used = _cgroup("memory.max"), _cgroup("memory.current")
-    in_container = None if limit is None or used is None else max(limit - used, 0)
-    return _least(_meminfo("MemAvailable"), in_container)
+    in_container = sys.maxsize if limit is None or used is None else max(limit - used, 0)
+    return int(min(psutil.virtual_memory().available, in_container))
 
 
 def free_disk(path: Path) -> int:
@@ -78,27 +84,9 @@ def command_output(command: list[str]) -> str | None:
     return done.stdout
 
 
-def _meminfo(name: str) -> int | None:
-    kilobytes = _field(_MEMINFO, name)
-    return int(kilobytes.split()[0]) << 10 if kilobytes else None
-
-
 def _cgroup(name: str) -> int | None:
     try:
         text = (_CGROUP / name).read_text().strip()
     except OSError:
         return None
     return int(text) if text.isdigit() else None
-
-
-def _field(file: Path, name: str) -> str:
-    """The first value of `name` in lines of the form `name: value`; empty if there is none."""
-    try:
-        lines = file.read_text().splitlines()
-    except OSError:
-        return ""
-    return next((value.strip() for key, _, value in (line.partition(":") for line in lines) if key.strip() == name), "")
-
-
-def _least(*values: int | None) -> int | None:
-    return min((value for value in values if value is not None), default=None)

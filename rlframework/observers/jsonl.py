@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from typing import Any, TextIO
 
 from rlframework.errors import DataError
 from rlframework.observers.environment import run_id
@@ -28,32 +28,42 @@ class JsonlObserver:
     """Appends one object per step to `metrics.jsonl`, and the step's samples to `samples.jsonl`."""
 
     def __init__(self) -> None:
-        self._metrics: TextIO | None = None
-        self._samples: TextIO | None = None
-        self._run_id = ""
+        self._files: dict[str, TextIO] = {}
 
     @hookimpl
     def rlframework_run_started(self, run: RunInfo) -> None:
         """Open both files for appending after their last complete line."""
         run.output_dir.mkdir(parents=True, exist_ok=True)
         self._run_id = run_id(run.output_dir)
-        self._metrics = _open_for_append(run.output_dir / METRICS_FILE)
-        if run.config.observers.samples:
-            self._samples = _open_for_append(run.output_dir / SAMPLES_FILE)
+        for name in (METRICS_FILE, SAMPLES_FILE) if run.config.observers.samples else (METRICS_FILE,):
+            with (run.output_dir / name).open("ab+") as file:  # a killed process leaves an incomplete last line
+                file.seek(0)
+                file.truncate(file.read().rfind(b"\n") + 1)
+            self._files[name] = (run.output_dir / name).open("a", encoding="utf-8")
 
     @hookimpl
     def rlframework_step_finished(
         self, step: int, metrics: Mapping[str, float], samples: Sequence[SampleRecord]
     ) -> None:
         """Write and flush the step's line, with `time` in seconds since 1970, and its samples with the run's id."""
-        _write(self._metrics, [{"step": step, "time": round(time.time(), 3), **metrics}])
-        _write(self._samples, [{"run": self._run_id, **asdict(sample)} for sample in samples])
+        rows: dict[str, list[dict[str, Any]]] = {
+            METRICS_FILE: [{"step": step, "time": round(time.time(), 3), **metrics}],
+            SAMPLES_FILE: [{"run": self._run_id, **asdict(sample)} for sample in samples],
+        }
+        for name, file in self._files.items():
+            file.writelines(json.dumps(_finite(row), ensure_ascii=False, allow_nan=False) + "\n" for row in rows[name])
+            file.flush()
 
-    def close(self) -> None:
+    def close(self, state: str = "finished") -> None:
         """Close both files."""
-        for file in (self._metrics, self._samples):
-            if file is not None:
-                file.close()
+        for file in self._files.values():
+            file.close()
+
+
+def _finite(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace non-finite numbers by their names."""
+    bad = {name for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)}
+    return {name: json.dumps(value) if name in bad else value for name, value in row.items()}
 
 
 def read_history(path: Path) -> list[dict[str, float]]:
@@ -62,7 +72,9 @@ def read_history(path: Path) -> list[dict[str, float]]:
     An incomplete last line is ignored; any other invalid line raises `DataError` with its number.
     """
     try:
-        lines = read_text(path).split("\n")
+        lines = path.read_bytes().decode().split("\n")
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise DataError(f"cannot read {path}: it is not UTF-8 text ({error})") from error
     rows: list[dict[str, float]] = []
@@ -88,14 +100,6 @@ def add_row(rows: list[dict[str, float]], row: dict[str, float]) -> None:
         rows.append(row)
 
 
-def read_text(path: Path, errors: str = "strict") -> str:
-    """The text of a UTF-8 file, with `errors` as in `bytes.decode`. Raises `DataError` if it cannot be read."""
-    try:
-        return path.read_bytes().decode("utf-8", errors)
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}") from error
-
-
 def drop_steps_after(output_dir: Path, step: int) -> None:
     """Truncate `metrics.jsonl` and `samples.jsonl` after step `step`; a negative `step` empties them.
 
@@ -104,7 +108,12 @@ def drop_steps_after(output_dir: Path, step: int) -> None:
     for path in (output_dir / METRICS_FILE, output_dir / SAMPLES_FILE):
         if path.is_file():
             with path.open("rb+") as file:
-                file.truncate(_end_of_step(file, step))
+                end = position = 0
+                for line in file:
+                    position += len(line)
+                    if line.endswith(b"\n") and json.loads(line)["step"] <= step:
+                        end = position
+                file.truncate(end)
 
 
 def seconds_of(history: History) -> list[float]:
@@ -121,34 +130,3 @@ def series(history: History, name: str, at: Sequence[float]) -> tuple[list[float
         if name in row and math.isfinite(row[name])
     ]
     return [position for position, _ in points], [value for _, value in points]
-
-
-def _end_of_step(lines: BinaryIO, step: int) -> int:
-    """The offset at which the last complete line with a step of at most `step` ends."""
-    end = position = 0
-    for line in lines:
-        position += len(line)
-        if line.endswith(b"\n") and json.loads(line)["step"] <= step:
-            end = position
-    return end
-
-
-def _open_for_append(path: Path) -> TextIO:
-    """Open for appending, after removing an incomplete last line left by a killed process."""
-    with path.open("ab+") as file:
-        file.seek(0)
-        file.truncate(file.read().rfind(b"\n") + 1)
-    return path.open("a", encoding="utf-8")
-
-
-def _write(file: TextIO | None, rows: Sequence[Mapping[str, Any]]) -> None:
-    if file is None or not rows:
-        return
-    file.writelines(json.dumps(_finite(row), ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
-    file.flush()
-
-
-def _finite(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace non-finite numbers by their names."""
-    bad = {name for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)}
-    return {name: json.dumps(value) if name in bad else value for name, value in row.items()}

@@ -1,6 +1,6 @@
-"""Observers that report a run to a tracking service: Weights & Biases (extra `wandb`) and MLflow (extra `mlflow`).
+"""Observers that report to TensorBoard, Weights & Biases (extra `wandb`) and MLflow (extra `mlflow`).
 
-A service's package is imported when a run starts, and finds its credentials itself. Models are not uploaded; only their
+The packages are imported when they are used, and find their credentials themselves. Models are not uploaded; only their
 paths are logged.
 """
 
@@ -10,7 +10,6 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from importlib.machinery import PathFinder
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +51,37 @@ def check_services(config: ObserversConfig) -> None:
         )
 
 
+class TensorBoardObserver:
+    """Writes each metric as a scalar under its own name, to `tensorboard/` in the run's directory.
+
+    A resumed run repeats some steps; TensorBoard discards their earlier values.
+    """
+
+    _folder: Path
+    _writer: Any = None
+
+    @hookimpl
+    def rlframework_run_started(self, run: RunInfo) -> None:
+        """Take the folder to write to."""
+        self._folder = run.output_dir / "tensorboard"
+
+    @hookimpl
+    def rlframework_step_finished(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add the step's scalars. The first step imports TensorBoard, which takes seconds."""
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            resumed = self._folder.is_dir() and any(self._folder.iterdir())
+            self._writer = SummaryWriter(log_dir=str(self._folder), purge_step=step if resumed else None)
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self, state: str = "finished") -> None:
+        """Flush and close the event file."""
+        if self._writer is not None:
+            self._writer.close()
+
+
 class WandbObserver:
     """Logs metrics by step under their own names, a table `samples`, checkpoint paths and the final state.
 
@@ -59,9 +89,7 @@ class WandbObserver:
     `rlframework.observers.secrets` hides.
     """
 
-    def __init__(self) -> None:
-        self._run: Any = None
-        self._wandb: Any = None
+    _run: Any = None
 
     @hookimpl
     def rlframework_run_started(self, run: RunInfo) -> None:
@@ -70,17 +98,17 @@ class WandbObserver:
 
         section = run.config.observers.wandb
         assert section
-        self._wandb = wandb
+        config, environment = _description(run)
         self._run = wandb.init(
             project=section.project,
             entity=section.entity,
-            name=_run_name(run, section.run_name),
+            name=section.run_name or run.output_dir.absolute().name,
             tags=list(section.tags),
             mode=section.mode,
             dir=str(run.output_dir),
             id=run_id(run.output_dir),
             resume="allow" if section.mode == "online" else None,
-            config={**_config(run), "environment_of_run": hide_secrets(read_environment(run.output_dir))},
+            config={**config, "environment_of_run": environment},
             settings=wandb.Settings(
                 console="off", silent=True, disable_git=True, disable_code=True, save_code=False, x_disable_meta=True
             ),
@@ -95,17 +123,17 @@ class WandbObserver:
         self, step: int, metrics: Mapping[str, float], samples: Sequence[SampleRecord]
     ) -> None:
         """Log the step."""
-        values: dict[str, Any] = {"step": step, **metrics}
-        if samples:
-            values["samples"] = self._wandb.Table(columns=list(COLUMNS), data=_rows(samples))
-        self._run.log(values)
+        import wandb
+
+        table = {"samples": wandb.Table(**_table(samples))} if samples else {}
+        self._run.log({"step": step, **metrics, **table})
 
     @hookimpl
     def rlframework_checkpoint_saved(self, step: int, path: Path) -> None:
         """Log the path of the last checkpoint."""
         self._run.summary.update({"checkpoint/step": step, "checkpoint/path": str(path)})
 
-    def ended(self, state: str) -> None:
+    def close(self, state: str) -> None:
         """End the run as `state`: finished, failed or killed."""
         if self._run is not None:
             self._run.summary["state"] = state
@@ -118,9 +146,8 @@ class MlflowObserver:
     Uses only MLflow's client, so that the program's own active run, if any, is not affected.
     """
 
-    def __init__(self) -> None:
-        self._client: Any = None
-        self._id = ""
+    _client: Any
+    _id = ""
 
     @hookimpl
     def rlframework_run_started(self, run: RunInfo) -> None:
@@ -132,11 +159,23 @@ class MlflowObserver:
         self._client = MlflowClient(section.tracking_uri)
         found = self._client.get_experiment_by_name(section.experiment)
         experiment = str(found.experiment_id if found else self._client.create_experiment(section.experiment))
-        tag = run_id(run.output_dir)
-        known = self._client.search_runs([experiment], filter_string=f"tags.`{MLFLOW_TAG}` = '{tag}'", max_results=1)
-        self._id = known[0].info.run_id if known else self._create(run, section, experiment, tag)
+        query = f"tags.`{MLFLOW_TAG}` = '{run_id(run.output_dir)}'"
+        known = self._client.search_runs([experiment], filter_string=query, max_results=1)
+        self._id = known[0].info.run_id if known else self._create(run, section, experiment)
         self._client.update_run(self._id, status="RUNNING")
         _LOG.info("MLflow: run %s in %r", self._id, section.experiment)
+
+    def _create(self, run: RunInfo, section: MlflowConfig, experiment: str) -> str:
+        from mlflow.entities import Param
+
+        tags, name = {**section.tags, MLFLOW_TAG: run_id(run.output_dir)}, run.output_dir.absolute().name
+        created = self._client.create_run(experiment, tags=tags, run_name=section.run_name or name).info.run_id
+        config, environment = _description(run)
+        params = [Param(name, str(value)[:MLFLOW_VALUE_LENGTH]) for name, value in flatten(config).items()]
+        self._client.log_batch(created, params=params)
+        self._client.log_dict(created, config, "config.json")
+        self._client.log_dict(created, environment, "environment.json")
+        return str(created)
 
     @hookimpl
     def rlframework_step_finished(
@@ -148,8 +187,7 @@ class MlflowObserver:
         now = int(time.time() * 1000)
         self._client.log_batch(self._id, metrics=[Metric(name, value, now, step) for name, value in metrics.items()])
         if samples:
-            table = {"columns": list(COLUMNS), "data": _rows(samples)}
-            self._client.log_dict(self._id, table, f"samples/step-{step:06d}.json")
+            self._client.log_dict(self._id, _table(samples), f"samples/step-{step:06d}.json")
 
     @hookimpl
     def rlframework_checkpoint_saved(self, step: int, path: Path) -> None:
@@ -157,43 +195,28 @@ class MlflowObserver:
         self._client.set_tag(self._id, "checkpoint.step", str(step))
         self._client.set_tag(self._id, "checkpoint.path", str(path))
 
-    def ended(self, state: str) -> None:
+    def close(self, state: str) -> None:
         """End the run as `state`: finished, failed or killed."""
         if self._id:
             self._client.set_terminated(self._id, state.upper())
-
-    def _create(self, run: RunInfo, section: MlflowConfig, experiment: str, tag: str) -> str:
-        from mlflow.entities import Param
-
-        tags = {**section.tags, MLFLOW_TAG: tag}
-        created = self._client.create_run(experiment, tags=tags, run_name=_run_name(run, section.run_name))
-        created_id = str(created.info.run_id)
-        config = _config(run)
-        values = {name: str(value)[:MLFLOW_VALUE_LENGTH] for name, value in flatten(config).items()}
-        self._client.log_batch(created_id, params=[Param(name, value) for name, value in values.items()])
-        self._client.log_dict(created_id, config, "config.json")
-        self._client.log_dict(created_id, hide_secrets(read_environment(run.output_dir)), "environment.json")
-        return created_id
 
 
 def flatten(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
     """Flatten nested mappings to dotted names."""
     found: dict[str, Any] = {}
     for name, value in values.items():
-        found |= flatten(value, f"{before}{name}.") if isinstance(value, Mapping) else {f"{before}{name}": value}
+        inner = isinstance(value, Mapping) and value
+        found |= flatten(value, f"{before}{name}.") if inner else {f"{before}{name}": value}
     return found
 
 
-def _run_name(run: RunInfo, given: str | None) -> str:
-    return given or run.output_dir.absolute().name
+def _description(run: RunInfo) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The run's configuration and environment without secrets."""
+    return hide_secrets(dump_config(run.config)), hide_secrets(read_environment(run.output_dir))
 
 
-def _config(run: RunInfo) -> dict[str, Any]:
-    return dict(hide_secrets(dump_config(run.config)))
-
-
-def _rows(samples: Sequence[SampleRecord]) -> list[list[Any]]:
-    return [list(attrgetter(*COLUMNS)(sample)) for sample in samples]
+def _table(samples: Sequence[SampleRecord]) -> dict[str, Any]:
+    return {"columns": list(COLUMNS), "data": [[getattr(sample, name) for name in COLUMNS] for sample in samples]}
 
 
 def _installed(module: str) -> bool:

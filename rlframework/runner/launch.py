@@ -30,8 +30,8 @@ from rlframework.runner.parts import algorithm_class, build_evaluation, build_pa
 
 if TYPE_CHECKING:
     from rlframework.config.sections import RunConfig
-    from rlframework.evaluation.evaluate import Evaluation
     from rlframework.evaluation.plan import EvaluationPlan
+    from rlframework.evaluation.report import Evaluation
     from rlframework.logs import ProgressCallback
     from rlframework.plugins.manager import PluginManager
     from rlframework.runner.estimate import Estimate
@@ -168,7 +168,7 @@ def evaluate(
     finished completions and the total. Returns the evaluations, and as JSON values the summary of one model, or the
     summaries of several and their comparison.
     """
-    from rlframework.evaluation import evaluate as evaluation
+    from rlframework.evaluation.evaluate import evaluate as run_evaluation
     from rlframework.evaluation.report import comparison, summary
 
     results: list[Evaluation] = []
@@ -176,9 +176,9 @@ def evaluate(
     for number, (source, config) in enumerate(zip(plan.models, plan.configs, strict=True)):
         out = plan.folder(number)
         with progress(source.name) as report, build_evaluation(config) as parts:
-            results.append(evaluation.evaluate(parts, plan.settings, out, progress=report))
-            summaries.append(summary(source, parts, plan.settings, results[-1]))
-        _write_json(out / evaluation.SUMMARY, summaries[-1])
+            results.append(run_evaluation(parts, plan, out, progress=report))
+            summaries.append(summary(source, parts, plan, results[-1]))
+        _write_json(out / "summary.json", summaries[-1])
     if len(results) == 1:
         return results, summaries[0]
     compared = comparison(plan.models, results)

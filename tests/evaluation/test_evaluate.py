@@ -148,17 +148,6 @@ def test_a_model_alone_and_the_rows_of_one_file(tmp_path, folder):
     assert [row["answer"] for row in rows_of(folder / "out" / "completions.jsonl")] == ["18", "3", "70000"]
 
 
-def test_a_configuration_file_goes_with_a_model(tiny_llama, folder):
-    (folder / "c.yaml").write_text(
-        "seed: 5\nalgorithm: {name: grpo}\npolicy: {model_name: other, chat_template: other}\n"
-        "environment: {name: addition, digits: 1}\ngeneration: {max_new_tokens: 2}\n"
-    )
-    assert call("evaluate", tiny_llama, "--config", "c.yaml", "--split", "train", "--samples", 3, "--out", "out") == 0
-    summary = json.loads((folder / "out" / "summary.json").read_text())
-    assert (summary["seed"], summary["split"], summary["max_new_tokens"]) == (5, "train", 2)
-    assert summary["config"]["policy"]["model_name"] == str(tiny_llama)
-
-
 def test_a_checkpoint_is_evaluated_with_its_runs_configuration(trained, folder):
     step = folder / "run" / "checkpoints" / "step-000010"
     shutil.copytree(trained / "model", step / "model")
@@ -167,7 +156,7 @@ def test_a_checkpoint_is_evaluated_with_its_runs_configuration(trained, folder):
     assert json.loads((folder / "out" / "summary.json").read_text())["model"] == str(step / "model")
 
 
-def test_neither_optimizer_nor_reference_model_is_built(trained, folder, monkeypatch):
+def test_a_configuration_file_goes_with_a_model_and_builds_nothing_for_training(tiny_llama, folder, monkeypatch):
     from rlframework.policy import client
 
     asked = []
@@ -179,11 +168,15 @@ def test_neither_optimizer_nor_reference_model_is_built(trained, folder, monkeyp
 
     monkeypatch.setattr(client, "worker_spec", spy)
     (folder / "c.yaml").write_text(
-        "algorithm: {name: grpo, samples_per_prompt: 4, loss: {kl_coef: 0.1}}\n"
-        "environment: {name: addition, digits: 1}\n"
-        "policy: {train_global_batch_size: '${algorithm.samples_per_prompt}', scheduler: {warmup_steps: 500}}\n"
+        "seed: 5\nalgorithm: {name: grpo, samples_per_prompt: 4, loss: {kl_coef: 0.1}}\n"
+        "environment: {name: addition, digits: 1}\ngeneration: {max_new_tokens: 2}\n"
+        "policy: {model_name: other, chat_template: other, train_global_batch_size: '${algorithm.samples_per_prompt}', "
+        "scheduler: {warmup_steps: 500}}\n"
     )
-    assert call("evaluate", trained, "--config", "c.yaml", "--samples", 1, "--out", "out", SHORT) == 0
+    assert call("evaluate", tiny_llama, "--config", "c.yaml", "--split", "train", "--samples", 3, "--out", "out") == 0
+    summary = json.loads((folder / "out" / "summary.json").read_text())
+    assert (summary["seed"], summary["split"], summary["max_new_tokens"]) == (5, "train", 2)
+    assert summary["config"]["policy"]["model_name"] == str(tiny_llama)
     assert asked == [(False, False)]
 
 

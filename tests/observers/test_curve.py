@@ -7,7 +7,7 @@ import pytest
 from matplotlib import rc_context
 
 from rlframework.observers import curve
-from rlframework.observers.curve import STYLE, CurveObserver, draw_curve, draw_phases, phases_of, smooth
+from rlframework.observers.curve import STYLE, CurveObserver, curve_figure, draw_curve, smoothed
 from rlframework.observers.jsonl import seconds_of, series
 from rlframework.plugins.hookspec import RunInfo
 
@@ -17,16 +17,12 @@ GRPO = [
     for i in range(1, 6)
 ]
 GRPO[-1]["validation/accuracy"] = 0.75
+NAMES = SimpleNamespace(algorithm=SimpleNamespace(name="grpo"), environment=SimpleNamespace(name="addition"))
 
 
-def figure(phases, along="steps"):
+def plots(histories, along="steps"):
     with rc_context(STYLE):
-        return draw_phases(phases_of(phases, along), "title", along)
-
-
-def test_smoothing_is_a_centred_mean_truncated_at_the_ends():
-    assert smooth([1.0, 2.0, 6.0, 4.0], 3) == pytest.approx([1.5, 3.0, 4.0, 5.0])
-    assert list(smooth([1.0, 5.0], 1)) == [1.0, 5.0]
+        return {axes.get_title(loc="left"): axes for axes in curve_figure(histories, "title", along).axes}
 
 
 def test_series_skip_missing_and_non_finite_values():
@@ -35,51 +31,30 @@ def test_series_skip_missing_and_non_finite_values():
     assert series(rows, "c", [10.0, 20.0, 30.0, 40.0]) == ([], [])
 
 
-def test_positions_on_the_axis():
-    phases = phases_of([("", []), ("", [{}, {}]), ("", SFT)], "steps")
-    assert [(phase.start, phase.length) for phase in phases] == [(0, 0), (0, 2), (2, 10)]
-    assert seconds_of([{}, {"time/step": 2.0}, {"time/step": math.nan}, {"time/step": 0.5}]) == [0.0, 2.0, 2.0, 2.5]
+def test_smoothing_by_hand():
+    # span 3: a step back counts half; (4 + 0.5 * 1) / 1.5 = 3, and after a gap of two (7 + 0.25 * 4.5) / (1 + 0.375)
+    assert smoothed([1, 2, 4], [1.0, 4.0, 7.0], 3) == pytest.approx([1.0, 3.0, 8.125 / 1.375])
+    assert smoothed([1, 2], [1.0, 4.0], 1) == smoothed([1, 2], [1.0, 4.0], 0.5) == [1.0, 4.0]
 
 
-def test_phases_follow_each_other_with_a_line_between_them():
-    top = figure([("sft", SFT), ("grpo", GRPO)]).axes[0]
-    lines = {line.get_label(): line for line in top.get_lines()}
-    assert list(lines["training reward"].get_xdata()) == [11, 12, 13, 14, 15]
-    assert list(lines["validation accuracy (held out)"].get_xdata()) == [15]
-    upright = [line for line in top.get_lines() if list(line.get_xdata()) == [10, 10]]
-    assert len(upright) == 1
-    assert {text.get_text() for text in top.texts} >= {"sft", "grpo", "75%"}
-
-
-def test_loss_and_kl_get_panels_if_they_exist():
-    titles = [axes.get_title(loc="left") for axes in figure([("sft", SFT), ("grpo", GRPO)]).axes[1:]]
-    assert titles == ["sft: loss", "grpo: loss", "grpo: KL to reference (nats/token)"]
-    assert len(figure([("run", [{"train/reward": 0.5}])]).axes) == 1
-
-
-def test_a_reward_outside_zero_to_one_gives_accuracy_its_own_axis():
-    rows = [{"train/reward": -2.0, "validation/accuracy": 0.5}, {"train/reward": 3.0, "validation/accuracy": 0.6}]
-    reward, accuracy = figure([("grpo", rows)]).axes[:2]
-    assert reward.get_ylim()[0] <= -2.0
-    assert reward.get_ylim()[1] >= 3.0
-    assert accuracy.get_ylim() == pytest.approx((-0.03, 1.08))
-
-
-def test_small_fractions_fill_the_plot():
-    rows = [
-        {"train/reward": 0.01, "validation/accuracy": 0.02},
-        {"train/reward": math.nan, "validation/accuracy": 0.06},
-    ]
-    assert figure([("grpo", rows)]).axes[0].get_ylim() == pytest.approx((-0.0036, 0.1296))
-    nothing = [{"train/reward": 0.0}, {"train/reward": 0.0}]
-    assert figure([("grpo", nothing)]).axes[0].get_ylim() == pytest.approx((-0.03, 1.08))
+def test_each_phase_has_a_column_and_each_quantity_a_row():
+    drawn = plots([("sft", SFT), ("grpo", GRPO)])
+    titles = [f"{phase}: {word}" for word in ("accuracy", "reward", "loss", "KL to the reference (nats/token)")
+              for phase in ("sft", "grpo")]  # fmt: skip
+    assert list(drawn) == titles
+    faint, strong = drawn["grpo: reward"].get_lines()
+    assert list(faint.get_xdata()) == [1, 2, 3, 4, 5]
+    assert list(faint.get_ydata()) == list(strong.get_ydata()) == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5])
+    [held_out] = drawn["grpo: accuracy"].get_lines()
+    assert (list(held_out.get_xdata()), held_out.get_label()) == ([5], "held out, last 0.75")
+    assert list(plots([("run", [{"train/reward": 0.5}])])) == ["reward"]
 
 
 def test_seconds_are_summed_from_the_step_times():
-    top = figure([("sft", [{"time/step": 5.0}]), ("grpo", GRPO)], along="seconds").axes[0]
-    [reward] = [line for line in top.get_lines() if line.get_label() == "training reward"]
-    assert list(reward.get_xdata()) == [7, 9, 11, 13, 15]
-    assert top.get_xlabel() == "training time (s)"
+    assert seconds_of([{}, {"time/step": 2.0}, {"time/step": math.nan}, {"time/step": 0.5}]) == [0.0, 2.0, 2.0, 2.5]
+    drawn = plots([("grpo", GRPO)], along="seconds")
+    assert list(drawn["reward"].get_lines()[0].get_xdata()) == [2, 4, 6, 8, 10]
+    assert list(drawn.values())[-1].get_xlabel() == "training time (s)"
 
 
 @pytest.mark.parametrize(
@@ -92,25 +67,22 @@ def test_the_curve_is_a_png_and_no_other_file_remains(tmp_path, histories):
 
 
 def test_the_observer_draws_the_recorded_steps_at_the_end(tmp_path):
-    named = SimpleNamespace(algorithm=SimpleNamespace(name="grpo"), environment=SimpleNamespace(name="addition"))
     observer = CurveObserver()
     observer.rlframework_step_finished(1, {"train/reward": 0.5})
     assert not (tmp_path / "curve.png").exists()
-    observer.rlframework_run_finished(RunInfo(named, tmp_path))
+    observer.rlframework_run_finished(RunInfo(NAMES, tmp_path))
     assert (tmp_path / "curve.png").stat().st_size > 1000
 
 
 def test_the_curve_of_a_resumed_run_includes_earlier_steps(tmp_path, monkeypatch):
     """An earlier process recorded steps 1 to 3; this one resumes from step 2."""
-    named = SimpleNamespace(algorithm=SimpleNamespace(name="sft"), environment=SimpleNamespace(name="addition"))
     (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {n}, "train/loss": {n}}}\n' for n in (1, 2, 3)))
     drawn = []
     monkeypatch.setattr(curve, "draw_curve", lambda histories, *_: drawn.extend(histories))
     observer = CurveObserver()
-    observer.rlframework_run_started(RunInfo(named, tmp_path))
+    observer.rlframework_run_started(RunInfo(NAMES, tmp_path))
     observer.rlframework_step_finished(3, {"train/loss": 30.0})
     observer.rlframework_step_finished(4, {"train/loss": 40.0})
-    observer.rlframework_run_finished(RunInfo(named, tmp_path))
+    observer.rlframework_run_finished(RunInfo(NAMES, tmp_path))
     [(_, rows)] = drawn
-    assert [(row["step"], row["train/loss"]) for row in rows][:2] == [(1, 1.0), (2, 2.0)]
-    assert [(row["step"], row["train/loss"]) for row in rows][2:] == [(3, 30.0), (4, 40.0)]
+    assert [(row["step"], row["train/loss"]) for row in rows] == [(1, 1.0), (2, 2.0), (3, 30.0), (4, 40.0)]

@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+from types import SimpleNamespace
 
 import pytest
 
@@ -87,16 +88,14 @@ def test_a_missing_or_failing_program_has_no_output():
 
 
 def test_the_memory_limit_of_a_container_is_respected(tmp_path, monkeypatch):
-    meminfo = tmp_path / "meminfo"
-    meminfo.write_text("MemTotal:       1000 kB\nMemFree: 1 kB\nMemAvailable:    600 kB\n")
-    monkeypatch.setattr(host, "_MEMINFO", meminfo)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=1000, available=600))
     monkeypatch.setattr(host, "_CGROUP", tmp_path)
-    assert (total_memory(), available_memory()) == (1000 << 10, 600 << 10)
-    (tmp_path / "memory.max").write_text(f"{500 << 10}\n")
-    (tmp_path / "memory.current").write_text(f"{100 << 10}\n")
-    assert (total_memory(), available_memory()) == (500 << 10, 400 << 10)
+    assert (total_memory(), available_memory()) == (1000, 600)
+    (tmp_path / "memory.max").write_text("500\n")
+    (tmp_path / "memory.current").write_text("100\n")
+    assert (total_memory(), available_memory()) == (500, 400)
     (tmp_path / "memory.max").write_text("max\n")
-    assert (total_memory(), available_memory()) == (1000 << 10, 600 << 10)
+    assert (total_memory(), available_memory()) == (1000, 600)
 
 
 def test_free_disk_of_a_missing_folder_is_that_of_its_parent(tmp_path):

@@ -27,13 +27,11 @@ def strict(line):
 
 def test_a_line_is_on_disk_after_each_step(tmp_path):
     observer = started(tmp_path / "new" / "run")
-    file = tmp_path / "new" / "run" / "metrics.jsonl"
-    observer.rlframework_step_finished(1, {"train/loss": 0.5}, [])
-    first = strict(file.read_text())
-    assert first["step"] == 1
-    assert first["train/loss"] == 0.5
-    observer.rlframework_step_finished(2, {"train/loss": 0.25}, [])
-    assert [strict(line)["train/loss"] for line in file.read_text().splitlines()] == [0.5, 0.25]
+    for number, loss in enumerate((0.5, 0.25), start=1):
+        observer.rlframework_step_finished(number, {"train/loss": loss}, [])
+        lines = (tmp_path / "new" / "run" / "metrics.jsonl").read_text().splitlines()
+        last = strict(lines[-1])
+        assert (len(lines), last["step"], last["train/loss"]) == (number, number, loss)
     observer.close()
 
 
@@ -105,11 +103,10 @@ def test_history_names_an_invalid_line(tmp_path, bad):
 
 
 def test_a_history_that_cannot_be_read_is_a_data_error(tmp_path):
-    with pytest.raises(DataError, match=r"cannot read .*metrics\.jsonl"):
-        read_history(tmp_path / "metrics.jsonl")
-    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n\xff\xfe\n')
-    with pytest.raises(DataError, match=r"cannot read .*metrics\.jsonl: it is not UTF-8 text"):
-        read_history(tmp_path / "metrics.jsonl")
+    (tmp_path / "binary").write_bytes(b'{"step": 1}\n\xff\xfe\n')
+    for name, reason in (("missing", "No such file"), ("binary", "it is not UTF-8 text")):
+        with pytest.raises(DataError, match=rf"cannot read .*{name}: {reason}"):
+            read_history(tmp_path / name)
 
 
 @pytest.mark.parametrize(
@@ -126,10 +123,6 @@ def test_repeated_steps_are_truncated(tmp_path, steps, last, kept):
     for name in ("metrics.jsonl", "samples.jsonl"):
         (tmp_path / name).write_text("".join(f'{{"step": {step}, "text": "\\u00e4"}}\n' for step in steps) + '{"st')
     drop_steps_after(tmp_path, last)
+    drop_steps_after(tmp_path / "no such run", last)
     for name in ("metrics.jsonl", "samples.jsonl"):
         assert [json.loads(line)["step"] for line in (tmp_path / name).read_text().splitlines()] == kept
-
-
-def test_truncating_missing_files_does_nothing(tmp_path):
-    drop_steps_after(tmp_path, 3)
-    assert list(tmp_path.iterdir()) == []

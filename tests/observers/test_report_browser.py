@@ -11,7 +11,7 @@ import pytest
 
 from rlframework.observers.report import render
 from rlframework.observers.report.content import content
-from rlframework.observers.report.reading import Run, Sample
+from rlframework.observers.report.runs import Run, Sample
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -25,7 +25,7 @@ def make(name: str, factor: float) -> Run:
         {"step": float(i), "train/reward": factor * i, "train/kl": 0.5 * i, "time/generate": 1.0, "time/step": 2.0}
         for i in range(1, 11)
     ]
-    rows = [Sample(i, "train", f"p{i} {EVIL}", f"c{i} {EVIL}", 1.0, {"x": EVIL}) for i in range(1, 6)]
+    rows = [Sample(step=i, prompt=f"p{i} {EVIL}", completion=f"c{i} {EVIL}", x=EVIL) for i in range(1, 6)]
     return Run(name + EVIL, Path(name), history, rows, {"lr": factor, "same": 1, EVIL: EVIL}, {EVIL: EVIL})
 
 

@@ -7,6 +7,7 @@ import json
 import sys
 import time
 import types
+import warnings
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from rlframework.errors import ConfigError
 from rlframework.observers import services
 from rlframework.observers.dispatch import Observers
 from rlframework.observers.environment import write_environment
-from rlframework.observers.services import check_services
+from rlframework.observers.services import TensorBoardObserver, check_services
 from rlframework.plugins.hookspec import RunInfo, SampleRecord
 
 QUIET = {"console": False, "jsonl": False, "tensorboard": False, "curve": False}
@@ -65,9 +66,8 @@ def test_a_missing_package_is_an_error_before_the_run_and_names_the_extra(name, 
 def test_the_folder_left_by_a_wandb_run_is_not_taken_for_the_package(tmp_path, monkeypatch):
     (tmp_path / "a_service_for_this_test").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
-    assert not services._installed("a_service_for_this_test")
-    assert not services._installed("no_such_service_for_this_test")
-    assert services._installed("pydantic")
+    names = ("a_service_for_this_test", "no_such_service_for_this_test", "pydantic")
+    assert [services._installed(name) for name in names] == [False, False, True]
 
 
 def test_a_password_in_the_address_is_rejected_and_not_repeated(monkeypatch):
@@ -212,3 +212,30 @@ def test_mlflow_stores_and_resumes_the_run(tmp_path, monkeypatch, caplog):
     [seen] = client.search_runs([experiment])
     assert seen.info.status == "FINISHED"
     assert "failed and is disabled" not in caplog.text
+
+
+# -- TensorBoard ------------------------------------------------------------------------------------------------------
+
+
+def scalars(path: Path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the reader, which is not ours
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    return EventAccumulator(str(path / "tensorboard")).Reload()
+
+
+def test_a_resumed_run_replaces_repeated_steps(tmp_path):
+    for steps, value in (((1, 2, 3, 4), 0.5), ((3, 4, 5), 0.25)):
+        observer = TensorBoardObserver()
+        observer.rlframework_run_started(RunInfo(None, tmp_path))
+        for step in steps:
+            observer.rlframework_step_finished(step, {"train/loss": value, "train/reward": 0.25})
+        observer.close()
+    events = scalars(tmp_path)
+    seen = [(event.step, event.value) for event in events.Scalars("train/loss")]
+    assert seen == [(1, 0.5), (2, 0.5), (3, 0.25), (4, 0.25), (5, 0.25)]
+    assert {event.value for event in events.Scalars("train/reward")} == {0.25}
+
+
+def test_close_without_a_start_is_harmless():
+    TensorBoardObserver().close()

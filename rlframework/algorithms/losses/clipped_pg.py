@@ -8,12 +8,12 @@ trainer and generator (https://fengyao.notion.site/off-policy-rl).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from rlframework.algorithms.losses.terms import kl_divergence, loss_mask, sequence_mean, token_mean
+from rlframework.algorithms.losses.nll import loss_mask, token_mean
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.algorithms import ClippedPGLossConfig
 from rlframework.interfaces.loss import LossInput, LossType
@@ -110,3 +110,25 @@ class ClippedPGLoss:
         metrics["importance_weight"] = tokens(weights)
         metrics["importance_truncated_fraction"] = tokens((weights > cap).float())
         return weights.clamp(max=cap), metrics
+
+
+def sequence_mean(values: Tensor, mask: Tensor, global_valid_seqs: Tensor) -> Tensor:
+    """Return this microbatch's term of the mean, over all valid sequences of the global batch, of their token means.
+
+    `values` and `mask` are `[B, S-1]`; the mean of a sequence is over its valid tokens.
+    """
+    means = (values * mask).sum(1) / mask.sum(1).clamp(min=1.0)
+    return means.sum() / global_valid_seqs.clamp(min=1.0)
+
+
+def kl_divergence(logprobs: Tensor, reference_logprobs: Tensor, estimator: Literal["k1", "k2", "k3"]) -> Tensor:
+    """Estimate KL(policy || reference) from log-probabilities of sampled tokens, elementwise.
+
+    With r = reference - policy: k1 = -r, k2 = r^2 / 2, k3 = exp(r) - r - 1 (http://joschu.net/blog/kl-approx.html).
+    k1 and k3 are unbiased; k2 and k3 have low variance. As a loss term, the expected gradient of k2 is that of the
+    divergence, that of k3 is close to it, and that of k1 is zero: use k1 for reward shaping and metrics.
+    """
+    ratio = reference_logprobs - logprobs
+    if estimator == "k1":
+        return -ratio
+    return 0.5 * ratio.square() if estimator == "k2" else torch.expm1(ratio) - ratio

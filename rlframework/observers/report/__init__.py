@@ -2,9 +2,6 @@
 
     write_report([Path("runs/a"), Path("runs/b")], Path("report.html"))
 
-Only reads files: neither writing nor opening the page needs a model, a plugin or the network. The page does not follow
-a run in progress; create it again to update it.
-
 Completions and configurations are untrusted. The page contains them only as JSON in which `<`, `>` and `&` are escaped,
 and the scripts display them as text, never as HTML. As a second line of defence, the page's Content-Security-Policy
 blocks all other scripts and all requests.
@@ -17,7 +14,6 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +23,7 @@ from rlframework.errors import UserError
 from rlframework.files import write_atomically
 from rlframework.observers.report.content import content
 from rlframework.observers.report.figures import draw_figures
-from rlframework.observers.report.reading import read_runs
+from rlframework.observers.report.runs import read_runs
 
 __all__ = ["render", "write_report"]
 
@@ -61,25 +57,22 @@ def write_report(
 def render(data: Mapping[str, Any]) -> str:
     """Render `data` (see `content`) as HTML."""
     style = _asset("page.css")
-    script = '"use strict";\n(() => {\n' + "\n".join(_asset(name) for name in SCRIPTS) + "\n})();\n"
-    template = Environment(autoescape=True, undefined=StrictUndefined).from_string(_asset("page.html"))
-    return template.render(
-        title=data["title"].encode("utf-8", "replace").decode(),
-        data=_json(data),
-        style=style,
-        script=script,
-        style_hash=_hash(style),
-        script_hash=_hash(script),
-    )
-
-
-def _json(data: Mapping[str, Any]) -> str:
-    """Encode as JSON without characters that HTML could interpret as markup, and without lone surrogates.
-
-    Unlike Jinja's `tojson`, this leaves letters of other alphabets as they are, which take twice the space as escapes.
-    """
+    script = '"use strict";\n(() => {\n' + "\n".join(map(_asset, SCRIPTS)) + "\n})();\n"
+    # not Jinja's `tojson`: this leaves letters of other alphabets as they are, which take twice the space as escapes
     text = json.dumps(data, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
-    return re.sub(r"[<>&\u2028\u2029\ud800-\udfff]", lambda found: f"\\u{ord(found[0]):04x}", text)
+    text = re.sub(r"[<>&\u2028\u2029\ud800-\udfff]", lambda found: f"\\u{ord(found[0]):04x}", text)
+    return (
+        Environment(autoescape=True, undefined=StrictUndefined)
+        .from_string(_asset("page.html"))
+        .render(
+            title=data["title"].encode("utf-8", "replace").decode(),
+            data=text,
+            style=style,
+            script=script,
+            style_hash=_hash(style),
+            script_hash=_hash(script),
+        )
+    )
 
 
 def _hash(text: str) -> str:
@@ -87,4 +80,4 @@ def _hash(text: str) -> str:
 
 
 def _asset(name: str) -> str:
-    return files("rlframework.observers.report").joinpath("assets", name).read_text(encoding="utf-8")
+    return (Path(__file__).parent / "assets" / name).read_text(encoding="utf-8")

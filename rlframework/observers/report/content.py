@@ -1,13 +1,16 @@
-"""The report page's data as JSON values, thinned to what a page can hold and rounded to what a chart can show.
+"""The report page's data as JSON values: metrics arranged into charts, thinned and rounded to what a page can hold.
 
-Series keep their extremes and end points; samples are kept or dropped as complete steps.
+Series keep their extremes and end points; samples are kept or dropped as complete steps. Unknown metrics get a chart
+too.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any, TypedDict
 
@@ -15,9 +18,31 @@ import numpy as np
 
 from rlframework import __version__
 from rlframework.observers.jsonl import seconds_of
-from rlframework.observers.report.metrics import Chart, arrange, phase_of, split_of
-from rlframework.observers.report.reading import Run, Sample
-from rlframework.observers.report.summary import facts_of, flatten, headlines
+from rlframework.observers.report.runs import Run, Sample, facts_of, headlines, settings_of
+
+GROUPS = (
+    ("speed", "Speed and memory", r"^(throughput|memory|time)/"),
+    ("outcome", "Reward and accuracy", r"reward|accuracy|pass[@_]|score|return|win_rate|correct"),
+    ("optimisation", "Optimisation", r"loss|grad|(^|/|_)lr$|learning_rate|skipped|non_finite|weight_norm"),
+    ("policy", "Policy", r"kl|entropy|clip|ratio|logprob|advantage|importance"),
+    ("completions", "Completions and batch", r"length|truncated|tok|samples|groups|completion|invalid|failed"),
+    ("other", "Other metrics", r""),
+)
+"""Identifier, heading, and pattern of metric names; the first matching group is used."""
+ORDER = ("outcome", "optimisation", "policy", "completions", "speed", "other")
+FIRST = (
+    "reward", "accuracy", "reward_std", "shaped_reward", "loss", "policy_loss", "grad_norm", "lr", "kl", "entropy",
+    "clip_fraction", "ratio", "completion_length", "truncated_fraction", "throughput/tokens_per_second", "time/step",
+)  # fmt: skip
+TITLES = {
+    "lr": "Learning rate", "kl": "KL to the reference", "grad_norm": "Gradient norm",
+    "memory/rss_mb": "Memory of the driver (RSS), MiB", "memory/peak_mb": "Peak worker memory, MiB",
+    "throughput/tokens_per_second": "Tokens per second", "time/step": "Seconds per step", "ratio": "Probability ratio",
+    "generation_kl": "KL, generation to trainer", "global_valid_toks": "Tokens in the loss",
+    "generation_logprob_difference": "Log-prob difference, generation to trainer", "tokens": "Tokens per step",
+    "generation_logprob_difference_max": "Largest log-prob difference", "num_valid_samples": "Rows in the loss",
+    "samples": "Held-out samples", "reward_std": "Reward spread in a group",
+}  # fmt: skip
 
 POINTS = 1000
 """Series of at most this many points are not thinned; longer ones have at most half as many buckets."""
@@ -38,10 +63,52 @@ Phases = TypedDict(
 """Seconds of each phase: means over ranges of steps, and totals over the run."""
 
 
+@dataclass(frozen=True)
+class Chart:
+    """A chart of all metrics (`train/x`, `validation/x`) of one quantity."""
+
+    quantity: str
+    title: str
+    names: Sequence[str]
+    percent: bool
+    planned: bool
+    """True if the quantity is scheduled, not measured, such as the learning rate; it is not smoothed."""
+
+
+def split_of(name: str) -> str:
+    """The split of a metric, `train` or `validation`; empty for metrics such as `memory/rss_mb`."""
+    head = name.partition("/")[0]
+    return head if head in ("train", "validation") else ""
+
+
+def phase_of(name: str) -> str | None:
+    """The phase of a metric, such as `generate` for `time/generate`; None for all other metrics."""
+    found = re.fullmatch(r"time/(?!step$)([^/]+)", name)
+    return found[1] if found else None
+
+
+def arrange(names: Iterable[str]) -> list[tuple[str, str, list[Chart]]]:
+    """Identifier, heading and charts of each non-empty group, in the order of the page."""
+    quantities: dict[str, list[str]] = {}
+    for name in sorted(set(names) - {"step", "time"}):
+        if phase_of(name) is None:
+            quantities.setdefault(name.removeprefix(f"{split_of(name)}/"), []).append(name)
+    groups: dict[str, list[Chart]] = {}
+    for quantity in sorted(quantities, key=lambda name: (FIRST.index(name) if name in FIRST else len(FIRST), name)):
+        words = re.sub(r"[_/]+", " ", quantity).strip() or quantity
+        title = TITLES.get(quantity, words[:1].upper() + words[1:])
+        percent = re.search(r"accuracy|fraction|rate$|pass[@_]", quantity) is not None
+        planned = re.search(r"(^|/|_)lr$|learning_rate", quantity) is not None
+        group = next(key for key, _, pattern in GROUPS if re.search(pattern, quantity))
+        groups.setdefault(group, []).append(Chart(quantity, title, quantities[quantity], percent, planned))
+    titles = {key: title for key, title, _ in GROUPS}
+    return [(key, titles[key], groups[key]) for key in ORDER if key in groups]
+
+
 def content(runs: Sequence[Run], smooth: int) -> dict[str, Any]:
     """The data of the page; `smooth` is its initial smoothing span in steps."""
     names = list(dict.fromkeys(name for run in runs for name in run.names))
-    points = max(100, min(POINTS, NUMBERS // (len(runs) * max(len(names), 1))))
+    points = max(100, min(POINTS, NUMBERS // (len(runs) * len(names))))
     return {
         "title": runs[0].name if len(runs) == 1 else f"{len(runs)} runs",
         "made": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -63,13 +130,12 @@ def _group(key: str, title: str, charts: Sequence[Chart], runs: Sequence[Run]) -
     copies: list[tuple[str, str]] = []
     for chart in charts:
         present = [row[name] for run in runs for row in run.history for name in chart.names if name in row]
-        if len(present) > 1 and len(set(present)) == 1 and math.isfinite(present[0]):
-            constant.append((chart.title, present[0]))
-            continue
         training = [name for name in chart.names if split_of(name) != "validation"]
         values = np.array([row.get(name, math.nan) for name in training for run in runs for row in run.history])
         original = next((earlier.title for earlier, others in drawn if _nearly_equal(values, others)), None)
-        if original is not None and chart.quantity != "accuracy" and len(training) == len(chart.names):
+        if len(present) > 1 and len(set(present)) == 1 and math.isfinite(present[0]):
+            constant.append((chart.title, present[0]))
+        elif original is not None and chart.quantity != "accuracy" and len(training) == len(chart.names):
             copies.append((chart.title, original))
         else:
             drawn.append((chart, values))
@@ -103,8 +169,8 @@ def _run(run: Run, points: int, budget: int) -> dict[str, Any]:
         "places": places,
         "phases": phases_of(run),
         "samples": _samples(run, budget),
-        "config": flatten(run.config),
-        "environment": flatten(run.environment),
+        "config": settings_of(run.config),
+        "environment": settings_of(run.environment),
     }
 
 
@@ -121,7 +187,7 @@ def thin(at: Sequence[float], values: Sequence[float], points: int = POINTS) -> 
     starts = np.array([0, *range(1, count - 1, size), count - 1])
     ends = np.append(starts[1:], count)
     return [
-        [(at[start] + at[end - 1]) / 2 for start, end in zip(starts, ends, strict=True)],
+        ((np.take(at, starts) + np.take(at, ends - 1)) / 2).tolist(),
         (np.add.reduceat(values, starts) / (ends - starts)).tolist(),
         np.minimum.reduceat(values, starts).tolist(),
         np.maximum.reduceat(values, starts).tolist(),
@@ -164,32 +230,34 @@ def phases_of(run: Run, columns: int = COLUMNS) -> Phases | None:
 
 def _samples(run: Run, budget: int) -> dict[str, Any]:
     """The samples as `rows` of step, kind, index of the prompt, completion, reward, and other fields."""
-    short = [replace(row, prompt=_truncate(row.prompt), completion=_truncate(row.completion)) for row in run.samples]
+    short = [
+        row.model_copy(update={"prompt": _truncate(row.prompt), "completion": _truncate(row.completion)})
+        for row in run.samples
+    ]
     kept = thin_samples(short, budget)
     prompts = {prompt: number for number, prompt in enumerate(dict.fromkeys(row.prompt for row in kept))}
     rows = []
     for row in kept:
         reward = None if row.reward is None or not math.isfinite(row.reward) else round(row.reward, 4)
-        extra = {str(name): str(value)[:500] for name, value in row.extra.items() if value is not None}
+        extra = {name: str(value)[:500] for name, value in (row.model_extra or {}).items() if value is not None}
         rows.append([row.step, row.kind, prompts[row.prompt], row.completion, reward, extra])
     return {"total": len(run.samples), "prompts": list(prompts), "rows": rows}
 
 
 def thin_samples(rows: Sequence[Sample], budget: int) -> list[Sample]:
     """Select rows of about `budget` characters: complete steps, evenly spaced per kind, always with the last step."""
-    sizes: dict[str, dict[int, int]] = {}
-    for row in rows:
-        steps = sizes.setdefault(row.kind, {})
-        steps[row.step] = steps.get(row.step, 0) + len(row.completion) + len(row.prompt) + 40
-    kept = {(kind, step) for kind, steps in sizes.items() for step in _spread(steps, budget // len(sizes))}
+    kinds = {row.kind for row in rows}
+    kept = set()
+    for kind in kinds:
+        sizes: Counter[int] = Counter()
+        for row in rows:
+            if row.kind == kind:
+                sizes[row.step] += len(row.completion) + len(row.prompt) + 40
+        steps = sorted(sizes, reverse=True)
+        thinned = (steps[::stride] for stride in range(1, len(steps)))
+        fitting = (some for some in thinned if sum(sizes[step] for step in some) <= budget // len(kinds))
+        kept |= {(kind, step) for step in next(fitting, steps[:1])}
     return [row for row in rows if (row.kind, row.step) in kept]
-
-
-def _spread(sizes: Mapping[int, int], budget: int) -> list[int]:
-    """Every k-th step counting back from the last, with the smallest k that fits into `budget`."""
-    steps = sorted(sizes, reverse=True)
-    fits = (stride for stride in range(1, len(steps)) if sum(sizes[step] for step in steps[::stride]) <= budget)
-    return steps[:: next(fits, len(steps))]
 
 
 def _truncate(text: str) -> str:

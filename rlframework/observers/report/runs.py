@@ -1,0 +1,245 @@
+"""Reads a run's directory for the report (metrics, samples, configuration, environment), and summarizes it.
+
+Only `metrics.jsonl` is required. An incomplete last line, left by a killed run, is ignored.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypedDict
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from rlframework.errors import DataError, UserError
+from rlframework.observers.console import duration
+from rlframework.observers.environment import ENVIRONMENT_FILE
+from rlframework.observers.jsonl import METRICS_FILE, SAMPLES_FILE, History, read_history, seconds_of, series
+from rlframework.observers.secrets import hide_secrets
+from rlframework.observers.services import flatten
+
+CONFIG_FILE, MODEL = "config.yaml", "model"
+FACTS = {
+    "algorithm": "algorithm.name", "environment": "environment.name", "model": "policy.model_name",
+    "backend": "policy.backend", "workers": "worker_group.num_workers", "seed": "seed",
+}  # fmt: skip
+"""Labels and keys of the configuration that the card of a run shows."""
+HEADLINE_METRICS = (
+    ("validation/accuracy", "held-out accuracy", max),
+    ("validation/reward", "held-out reward", max),
+    ("validation/loss", "held-out loss", min),
+    ("train/accuracy", "training accuracy", max),
+    ("train/reward", "training reward", max),
+    ("train/loss", "training loss", min),
+)
+"""Metric, label and choice of the better value. A run's headline is the first of these metrics that it has."""
+LONGEST = 2000
+"""Maximum number of characters in a value of a configuration that the page shows."""
+
+
+class Sample(BaseModel):
+    """A line of `samples.jsonl`; `model_extra` has its other fields."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    step: int
+    kind: str = "train"
+    prompt: str
+    completion: str
+    reward: float | None = None
+    run: str | None = None
+
+
+@dataclass(frozen=True)
+class Run:
+    """The data of one run. `config` and `environment` are None if the run has no such file."""
+
+    name: str
+    path: Path
+    history: History
+    samples: Sequence[Sample] = ()
+    config: Mapping[str, Any] | None = None
+    environment: Mapping[str, Any] | None = None
+    finished: bool = False
+    notes: Sequence[str] = ()
+
+    @property
+    def last_step(self) -> int:
+        """The last step with metrics."""
+        return int(self.history[-1]["step"])
+
+    @cached_property
+    def steps(self) -> list[float]:
+        """The step of each row of the history."""
+        return [float(row["step"]) for row in self.history]
+
+    @cached_property
+    def names(self) -> list[str]:
+        """The names of all metrics, in the order of their appearance."""
+        return list(dict.fromkeys(name for row in self.history for name in row))
+
+    def series(self, name: str) -> tuple[list[float], list[float]]:
+        """Steps and finite values of a metric."""
+        return series(self.history, name, self.steps)
+
+
+def read_runs(paths: Sequence[Path]) -> list[Run]:
+    """Read the runs in `paths`, at least one, without duplicates, under distinct names."""
+    unique = list({path.resolve(): path for path in paths})
+    return [read_run(path, name) for path, name in zip(unique, names_of(unique), strict=True)]
+
+
+def read_run(path: Path, name: str) -> Run:
+    """Read the run in folder `path`, called `name` on the page."""
+    _check_folder(path)
+    history = read_history(path / METRICS_FILE)
+    if not history:
+        raise UserError(f"{path} has no metrics yet: its {METRICS_FILE} is empty. Try again after the first step")
+    if not all(math.isfinite(row["step"]) for row in history):
+        raise DataError(f"{path / METRICS_FILE} contains a non-finite step; the file may be damaged")
+    samples, bad = _read_samples(path / SAMPLES_FILE)
+    notes = [f"{bad} lines of {SAMPLES_FILE} could not be read and were skipped"] if bad else []
+    config, environment = _read_mapping(path / CONFIG_FILE), _read_mapping(path / ENVIRONMENT_FILE)
+    return Run(name, path, history, samples, config, environment, (path / MODEL).is_dir(), notes)
+
+
+def names_of(paths: Sequence[Path]) -> list[str]:
+    """Distinct names for `paths`: their shortest suffixes, all with the same number of parts."""
+    for count in range(1, max(len(path.parts) for path in paths)):
+        names = ["/".join(path.parts[-count:]) for path in paths]
+        if len(set(names)) == len(paths):
+            return names
+    return [str(path) for path in paths]
+
+
+def _check_folder(path: Path) -> None:
+    if not path.is_dir():
+        raise UserError(f"{path} {'is a file' if path.exists() else 'does not exist'}: give the output_dir of a run")
+    if (path / METRICS_FILE).exists():
+        return
+    if (path / CONFIG_FILE).exists():
+        raise UserError(
+            f"{path} has no metrics yet: it contains no {METRICS_FILE}. Try again after the first step; a run with "
+            "observers.jsonl=false never writes this file"
+        )
+    files = [*path.glob(f"*/{METRICS_FILE}"), *path.glob(f"*/*/{METRICS_FILE}")]
+    below = " ".join(sorted(str(file.parent) for file in files)[:6])
+    remedy = f"give the runs in it instead: {below}" if below else "give the output_dir of a run of `rlframework train`"
+    raise UserError(f"{path} is not a run, as it contains no {METRICS_FILE}; {remedy}")
+
+
+def _read_samples(path: Path) -> tuple[list[Sample], int]:
+    """Read the samples in the order of their steps; also return the number of invalid lines, which are skipped.
+
+    As with metrics, rows written after a resume replace earlier rows of the same and later steps.
+    """
+    rows: list[Sample] = []
+    bad = 0
+    for line in _content(path).split(b"\n")[:-1] if path.exists() else ():
+        try:
+            row = Sample.model_validate_json(line)
+        except ValidationError:
+            bad += 1
+            continue
+        if rows and rows[-1].step > row.step:
+            rows = [earlier for earlier in rows if earlier.step < row.step]
+        rows.append(row)
+    return rows, bad
+
+
+def _read_mapping(path: Path) -> dict[str, Any] | None:
+    if not path.exists():
+        return None
+    try:
+        values = yaml.safe_load(_content(path))  # JSON too
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} is not valid: {' '.join(str(error).split())[:200]}") from error
+    if not isinstance(values, dict):
+        raise DataError(f"{path} must contain a mapping, not {type(values).__name__}; the file may be damaged")
+    return values
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
+
+
+class Headline(TypedDict, total=False):
+    """Last and best value of one of `HEADLINE_METRICS`; only an empty `word` and `state` for a run without them."""
+
+    word: str
+    state: str
+    last: str
+    last_step: int
+    best: str
+    best_step: int
+
+
+def headlines(run: Run) -> list[Headline]:
+    """The headline of each of `HEADLINE_METRICS` that the run has with a finite value."""
+    planned = flatten(run.config or {}).get("algorithm.num_steps", math.inf)
+    state = "finished" if run.finished or run.last_step >= planned else f"not finished, at step {run.last_step:,}"
+    found: list[Headline] = []
+    for name, word, better in HEADLINE_METRICS:
+        points = list(zip(*run.series(name), strict=True))
+        if points:
+            form = "{:.1%}" if "accuracy" in name else "{:.4g}"
+            (best_step, best), (last_step, last) = better(points, key=lambda point: point[1]), points[-1]
+            found.append({"word": word, "state": state, "last": form.format(last), "last_step": int(last_step),
+                          "best": form.format(best), "best_step": int(best_step)})  # fmt: skip
+    return found or [{"word": "", "state": state}]
+
+
+def facts_of(run: Run) -> list[tuple[str, str]]:
+    """Labels and texts for the run's card, without unknown values."""
+    config = flatten(run.config or {})
+    rows = {word: config.get(key) for word, key in FACTS.items()}
+    if rows["workers"] is not None:
+        rows["workers"] = f"{rows['workers']} ({config.get('worker_group.name')})"
+    planned = config.get("algorithm.num_steps")
+    rows["steps"] = f"{run.last_step:,}" + (f" of {planned:,}" if planned else "")
+    for line in headlines(run):
+        if line["word"].startswith("held-out"):
+            best = f"best {line['best']} at step {line['best_step']:,}"
+            rows[line["word"]] = f"{best}, last {line['last']} at step {line['last_step']:,}"
+    rows["training time"] = duration(seconds_of(run.history)[-1])
+    return [(word, str(value)) for word, value in rows.items() if value is not None]
+
+
+def settings_of(values: Mapping[str, Any] | None) -> dict[str, str] | None:
+    """Flatten `{"a": {"b": 1}}` to `{"a.b": "1"}` and hide secrets. None stays None.
+
+    Lists of items with a `name` are flattened by name. Of environments before a resume (`earlier`), only the start
+    times are kept.
+    """
+    if values is None:
+        return None
+    found = {name: _by_name(value) for name, value in flatten(hide_secrets(values)).items()}
+    if "earlier" in found:
+        found["earlier"] = ", ".join(str(one.get("started")) for one in values["earlier"])
+    return {name: _text(name, value) for name, value in flatten(found).items()}
+
+
+def _by_name(value: Any) -> Any:
+    """A list of mappings with names as a mapping of texts; any other value unchanged."""
+    if not (isinstance(value, list) and value and all(isinstance(one, Mapping) and "name" in one for one in value)):
+        return value
+    texts = defaultdict(list)
+    for one in value:
+        texts[one["name"]].append(" ".join(_text(name, part) for name, part in one.items() if name != "name"))
+    return {name: ", ".join(each) for name, each in texts.items()}
+
+
+def _text(name: str, value: Any) -> str:
+    if name.endswith("_bytes") and isinstance(value, (int, float)):
+        return f"{value / 2**30:,.1f} GiB"
+    text = value if isinstance(value, str) and value.strip() else json.dumps(value, default=str)
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}…"
