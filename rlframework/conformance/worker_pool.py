@@ -9,12 +9,12 @@ accumulate state. Policies of one worker run in the driver's process anyway.
 from __future__ import annotations
 
 import atexit
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
 from rlframework.interfaces.worker_group import WorkerSpec
-from rlframework.workers.process_peer import Peer, ProcessEnvironment
-from rlframework.workers.processes import ProcessWorkerGroup
+from rlframework.workers.processes import Peer, ProcessWorkerGroup
 
 _MAX_USES = 30
 
@@ -24,7 +24,7 @@ class _Idle:
     """Idle processes by rank, for a policy like the previous ones."""
 
     like: tuple[Any, ...] = ()
-    process_environment: dict[int, ProcessEnvironment] = field(default_factory=dict)
+    environments: dict[int, dict[str, str]] = field(default_factory=dict)
     peers: dict[int, Peer] = field(default_factory=dict)
     uses: int = 0
 
@@ -51,24 +51,22 @@ class WarmWorkerGroup(ProcessWorkerGroup):
     """Reuses idle processes that served policies of the same backend and layout, and returns its own."""
 
     def _start_hosts(self, spec: WorkerSpec, device: str) -> None:
-        self._like = (spec.kwargs.get("inner", spec.target), device, str(self._sharding))
-        self._process_environments: dict[int, ProcessEnvironment] = {}
+        self._like = (spec.kwargs.get("inner", spec.target), device, str(self._sharding), os.getcwd())
+        self._environments: dict[int, dict[str, str]] = {}
         self._uses = 0
         super()._start_hosts(spec, device)
 
-    def _peer(self, rank: int, method: Any, process_environment: ProcessEnvironment) -> Peer:
-        self._process_environments[rank] = process_environment
-        if rank == 0 and not self._fits(process_environment):
+    def _peer(self, rank: int, method: Any, environment: dict[str, str]) -> Peer:
+        self._environments[rank] = environment
+        if rank == 0 and not self._fits(environment):
             end_idle()
         if rank not in _idle.peers:
-            return super()._peer(rank, method, process_environment)
+            return super()._peer(rank, method, environment)
         self._uses = _idle.uses
         return _idle.peers.pop(rank)
 
-    def _fits(self, process_environment: ProcessEnvironment) -> bool:
-        return (
-            self._like == _idle.like and process_environment == _idle.process_environment[0] and _idle.uses < _MAX_USES
-        )
+    def _fits(self, environment: dict[str, str]) -> bool:
+        return self._like == _idle.like and environment == _idle.environments[0] and _idle.uses < _MAX_USES
 
     def shutdown(self, cleanup_method: str | None = None, timeout: float | None = None) -> bool:
         """See `WorkerGroup`; processes that completed `cleanup_method` are kept."""
@@ -84,4 +82,4 @@ class WarmWorkerGroup(ProcessWorkerGroup):
         self._wait(refs, "forgetting a worker", "shutdown", self._deadlines.shutdown)
         end_idle()  # not those of this group, which were removed before
         peers, self._peers, self._pids = dict(enumerate(self._peers)), [], {}
-        _idle = _Idle(self._like, self._process_environments, peers, self._uses + 1)
+        _idle = _Idle(self._like, self._environments, peers, self._uses + 1)

@@ -18,7 +18,7 @@ from rlframework.interfaces.worker_group import WorkerGroup, WorkerSpec
 from rlframework.plugins.types import CAPABILITY_OF_FORM, Capability
 from rlframework.policy.balancer import BatchBalancer
 from rlframework.policy.worker_spec import require, worker_spec
-from rlframework.workers.calls import WorkerCalls
+from rlframework.workers.dispatch import WorkerCalls
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -25,7 +25,7 @@ from rlframework.weight_sync import collective
 from rlframework.weight_sync.buffers import WeightInfo, bytes_of
 from rlframework.weight_sync.ipc import GroupHandles, IpcSender, device_id, free_bytes, group_bytes
 from rlframework.weight_sync.process_group import RefitGroup
-from rlframework.workers.ports import bind_free_port
+from rlframework.workers.machine import bind_free_port
 
 
 class WeightSender:

@@ -1,15 +1,28 @@
-"""Dispatch of calls over a `NamedSharding`: which worker gets which arguments, and whose results are returned."""
+"""Dispatch of calls over a `NamedSharding`: which worker gets which arguments, and whose results are returned.
+
+`WorkerCalls` adds types: instead of the name of a method it takes a function of the workers' interface, so that a type
+checker knows the arguments and the result:
+
+    calls = WorkerCalls(group)
+    calls.on_all(PolicyWorker.save_pretrained, path="model")
+"""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import reduce
+from operator import getitem
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from rlframework.errors import BatchError, ConfigError, UserError
 from rlframework.interfaces.named_sharding import NamedSharding
 from rlframework.interfaces.worker_group import MultiWorkerFuture, WorkerGroup, WorkerSpec
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Data = TypeVar("Data")
 
 
 @dataclass(frozen=True)
@@ -99,7 +112,7 @@ class DispatchingWorkerGroup(WorkerGroup):
                     " Pass values that are the same for all workers in common_kwargs"
                 )
         entries = [
-            {**{name: value[entry] for name, value in kwargs.items()}, **(common_kwargs or {})}
+            {name: value[entry] for name, value in kwargs.items()} | dict(common_kwargs or {})
             for entry in range(len(called))
         ]
         return self._run(method_name, Dispatch(called, entries, called))
@@ -125,26 +138,23 @@ class DispatchingWorkerGroup(WorkerGroup):
     ) -> MultiWorkerFuture:
         """See `WorkerGroup.run_all_workers_sharded_data`."""
         self._check_call(method_name, args, None, shards=True)
-        sharding, sharded = self.sharding, self._known(in_sharded_axes)
-        replicated = self._known(replicate_on_axes)
-        both = [axis for axis in sharded if axis in replicated]
-        if both:
+        sharding, sharded, replicated = self.sharding, self._known(in_sharded_axes), self._known(replicate_on_axes)
+        if both := [axis for axis in sharded if axis in replicated]:
             raise ValueError(f"Axes cannot be both sharded and replicated: {both}")
         for name, value in kwargs.items():
             _check_shards(name, value, sharding, sharded)
-        with_data = self._at_zero([axis for axis in sharding.names if axis not in sharded and axis not in replicated])
+        with_data = self._at_zero([axis for axis in sharding.names if axis not in (*sharded, *replicated)])
         returned_once = self._at_zero(output_is_replicated)
         called = list(range(sharding.size)) if make_dummy_calls_to_free_axes else with_data
-        shards = [
-            {
-                name: _shard(value, sharding.get_worker_coords(worker), sharded) if worker in with_data else None
-                for name, value in kwargs.items()
+        shards = []
+        for worker in called:
+            coords = sharding.get_worker_coords(worker)
+            index = [coords[axis] for axis in sharded]
+            own = {
+                name: reduce(getitem, index, value) if worker in with_data else None for name, value in kwargs.items()
             }
-            | dict(common_kwargs or {})
-            for worker in called
-        ]
-        returned = [worker for worker in with_data if worker in returned_once]
-        return self._run(method_name, Dispatch(called, shards, returned))
+            shards.append(own | dict(common_kwargs or {}))
+        return self._run(method_name, Dispatch(called, shards, [each for each in with_data if each in returned_once]))
 
     def _known(self, axes: Sequence[str] | None) -> list[str]:
         """These axes; raises `ValueError` if one does not exist."""
@@ -157,8 +167,8 @@ class DispatchingWorkerGroup(WorkerGroup):
     def _at_zero(self, axes: Sequence[str] | None) -> list[int]:
         """The workers at coordinate 0 on all of these axes."""
         sharding, known = self.sharding, self._known(axes)
-        coords = map(sharding.get_worker_coords, range(sharding.size))
-        return [worker for worker, each in enumerate(coords) if sharding.is_axis_zero(each, known)]
+        ranks = range(sharding.size)
+        return [rank for rank in ranks if sharding.is_axis_zero(sharding.get_worker_coords(rank), known)]
 
 
 def _check_shards(name: str, value: Any, sharding: NamedSharding, axes: Sequence[str]) -> None:
@@ -176,7 +186,26 @@ def _check_shards(name: str, value: Any, sharding: NamedSharding, axes: Sequence
         _check_shards(name, entry, sharding, axes[1:])
 
 
-def _shard(value: Any, coords: Mapping[str, int], axes: Sequence[str]) -> Any:
-    for axis in axes:
-        value = value[coords[axis]]
-    return value
+class WorkerCalls:
+    """Calls of the workers in `group`; arguments are keywords, since workers take no positional ones."""
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self._group = group
+
+    def on_all(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
+        """Call `method` on all workers with the same arguments; return the results by rank."""
+        run: Any = self._group.run_all_workers_single_data
+        return self._group.get_all_worker_results(run(method.__name__, *args, **kwargs))
+
+    def on_shards(
+        self, method: Callable[Concatenate[Any, Data, P], R], data: Sequence[Data], *args: P.args, **kwargs: P.kwargs
+    ) -> list[R]:
+        """Call `method` on all workers, with the argument `data` sharded over the data-parallel ranks.
+
+        `data` has one shard per rank, and so does the result. All other arguments are the same everywhere.
+        """
+        others = [axis for axis in self._group.sharding.names if axis != "data_parallel"]
+        axes = {"in_sharded_axes": ["data_parallel"], "replicate_on_axes": others, "output_is_replicated": others}
+        run: Any = self._group.run_all_workers_sharded_data
+        future = run(method.__name__, *args, data=data, common_kwargs=kwargs, **axes)
+        return self._group.get_all_worker_results(future)

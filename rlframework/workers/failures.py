@@ -109,22 +109,16 @@ def portable(error: Exception) -> Exception:
     """
     if hasattr(error, FAILURE):
         return error
-    failure, raised = HostFailure.of(error), _in_a_known_class(error)
-    setattr(raised, FAILURE, failure)
-    return raised.with_traceback(error.__traceback__)
-
-
-def _in_a_known_class(error: Exception) -> Exception:
     kind = type(error)
-    if _is_everywhere(kind) and _pickles(error):
-        return error
-    text = str(error) if _is_everywhere(kind) else f"{kind.__module__}.{kind.__qualname__}: {error}"
+    known = _is_everywhere(kind)
+    text = str(error) if known else f"{kind.__module__}.{kind.__qualname__}: {error}"
+    candidates: list[Exception] = [error] if known else []
     for base in filter(_is_everywhere, kind.__mro__[: kind.__mro__.index(Exception)]):
         with suppress(TypeError):  # its constructor needs more arguments, like that of UnicodeDecodeError
-            known: Exception = base(text)
-            if _pickles(known):
-                return known
-    return RuntimeError(text)
+            candidates.append(base(text))
+    raised = next(filter(_pickles, candidates), RuntimeError(text))
+    setattr(raised, FAILURE, HostFailure.of(error))
+    return raised.with_traceback(error.__traceback__)
 
 
 def _pickles(error: Exception) -> bool:

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from rlframework.config.sections import WorkerGroupConfig
 from rlframework.errors import ConfigError, WorkerError
+from rlframework.interfaces.named_sharding import NamedSharding
 from rlframework.interfaces.worker_group import MultiWorkerFuture, WorkerContext, WorkerSpec
 from rlframework.plugins.loading import load_target
 from rlframework.workers import dispatch
-from rlframework.workers.dispatch import DispatchingWorkerGroup
-
-if TYPE_CHECKING:
-    from rlframework.config.sections import WorkerGroupConfig
-    from rlframework.interfaces.named_sharding import NamedSharding
 
 _LOG = logging.getLogger(__name__)
 
 
-class InlineWorkerGroup(DispatchingWorkerGroup):
+class InlineWorkerGroup(dispatch.DispatchingWorkerGroup):
     """A worker group of size one.
 
     Calls run immediately, so futures hold results and deadlines do not apply. The worker's exceptions are raised

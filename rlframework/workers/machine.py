@@ -1,15 +1,19 @@
-"""The machine that workers run on: cores, threads, and the environment variables that processes inherit."""
+"""The machine that workers run on: its cores and ports, and the environment variables that processes inherit."""
 
 from __future__ import annotations
 
 import os
+import random
 import re
+import socket
 import sys
 import sysconfig
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from rlframework.errors import ConfigError
+import psutil
+
+from rlframework.errors import ConfigError, WorkerError
 
 FORWARDED = ("RLFRAMEWORK_DISABLE_PLUGINS", "HF_HOME", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
 """Environment variables that workers get from the driver, besides those that `worker_environment` sets."""
@@ -18,6 +22,7 @@ INHERITED = ("PATH", "HOME", "TMPDIR", "TZ", "LANG", "LD_LIBRARY_PATH", "USER")
 """Environment variables that a child process inherits from the driver, besides `FORWARDED`; all others are dropped."""
 INHERITED_PREFIXES = ("LC_", "XDG_", "CUDA_", "NCCL_", "TORCH", "PYTORCH_", "TRITON_", "GLOO_")
 """Prefixes of further inherited variables: the settings of libraries that do not read rlframework's configuration."""
+_LOWEST_PORT = 20000
 _SECRET = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|API_?KEY|ACCESS_KEY|PRIVATE_KEY)$", re.IGNORECASE)
 
 
@@ -90,6 +95,12 @@ def threads_per_worker(workers: int, cores: int | None = None) -> int:
     return max(1, int(requested) if requested.isdigit() else (cores or cpu_count()) // workers)
 
 
+def threads_of(environment: Mapping[str, str]) -> int | None:
+    """OMP_NUM_THREADS of this environment; None if it is not one number."""
+    threads = environment["OMP_NUM_THREADS"]
+    return int(threads) if threads.isdigit() else None
+
+
 def import_path() -> list[str]:
     """The driver's `sys.path` without installed packages, so that workers import the same sources."""
     standard = {Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib")}
@@ -114,8 +125,57 @@ def identity() -> str:
 
 def listen_for_gloo_at(address: str) -> None:
     """Let gloo in this process listen at `address`, not at the one that the host name resolves to, unless it is set."""
-    import psutil
-
     for name, addresses in psutil.net_if_addrs().items():
         if address and any(each.address == address for each in addresses):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+
+
+class PortReserver:
+    """Reserves ports of the machine it runs on. Cheap to construct; runs as an actor to reserve them elsewhere.
+
+    A port that was only looked up can be taken by another process before it is used. A reserved port is held by a bound
+    socket: no other socket can bind it, except one that requests exactly this port with SO_REUSEADDR, as the stores of
+    `torch.distributed` do.
+    """
+
+    def __init__(self) -> None:
+        self._reserved: list[socket.socket] = []
+
+    def reserve(self, address: str) -> int:
+        """Return a free port of `address`, reserved for the lifetime of this object (except on macOS)."""
+        reserved = bind_free_port(address)
+        port = int(reserved.getsockname()[1])
+        # set only after binding: a socket bound with this option could share the port of another one that also has it
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if sys.platform == "linux":
+            self._reserved.append(reserved)
+        else:  # where the option does not let another socket bind the port
+            reserved.close()
+        return port
+
+
+def bind_free_port(address: str) -> socket.socket:
+    """Return a socket bound to a free port of `address`; raises `WorkerError` if none is found.
+
+    The port is below the kernel's ephemeral range, so that no other connection of this machine takes it between its
+    release and its use.
+    """
+    highest = first_ephemeral_port() - 1
+    for port in random.SystemRandom().sample(range(_LOWEST_PORT, highest + 1), 100):
+        candidate = socket.socket()
+        try:
+            candidate.bind((address, port))
+        except OSError:
+            candidate.close()
+        else:
+            return candidate
+    raise WorkerError(f"found no free port between {_LOWEST_PORT} and {highest} on {address} in 100 attempts")
+
+
+def first_ephemeral_port() -> int:
+    """The first port of the kernel's ephemeral range."""
+    try:
+        first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except OSError:  # not Linux: IANA's range
+        return 49152
+    return first if first > _LOWEST_PORT + 1000 else 61000

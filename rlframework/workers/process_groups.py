@@ -30,7 +30,15 @@ def join(context: WorkerContext, device: torch.device) -> None:
     """Register a user of the default process group; create the group (NCCL on a GPU, otherwise gloo) if needed."""
     global _users, _created_by_join  # torch's default group is global too
     if not dist.is_initialized():
-        _create(context, device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=HashStore() if context.world_size == 1 else process_store(context),  # alone: no port, no peers
+            rank=context.rank,
+            world_size=context.world_size,
+            timeout=timedelta(seconds=context.deadline),
+        )
         _created_by_join = True
     _users += 1
 
@@ -68,22 +76,6 @@ def process_store(context: WorkerContext) -> TCPStore:
         timeout=timedelta(seconds=context.deadline),
         wait_for_workers=False,
         master_listen_fd=listener,
-    )
-
-
-def _create(context: WorkerContext, device: torch.device) -> None:
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    if context.world_size == 1:  # no port, no peers
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-        return
-    dist.init_process_group(
-        backend,
-        store=process_store(context),
-        rank=context.rank,
-        world_size=context.world_size,
-        timeout=timedelta(seconds=context.deadline),
     )
 
 

@@ -4,24 +4,36 @@ They are forked from a process that has already imported torch and transformers 
 group of small workers starts within a second. More workers than cores are allowed. The driver's program must guard its
 entry point (`if __name__ == "__main__":`), as always with multiprocessing, and everything sent to workers must be
 picklable, which a lambda is not. Not supported: other machines, other Python executables, restarts.
+
+One thread per worker (`Peer`) starts the process, sends it one call at a time and receives the results. A worker can
+therefore never block the driver, which waits for futures with a deadline.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import multiprocessing
 import os
 import pickle
+import signal
+import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent import futures
-from multiprocessing import get_context
+from functools import partial
+from multiprocessing import connection, forkserver, get_context
 from multiprocessing.context import BaseContext
+from queue import SimpleQueue
 from typing import Any
 
 from rlframework.interfaces.worker_group import WorkerSpec
 from rlframework.workers import dispatch, machine
 from rlframework.workers.failures import HostFailure
-from rlframework.workers.process_peer import Peer, ProcessEnvironment
-from rlframework.workers.remote_group import RemoteWorkerGroup
+from rlframework.workers.remote_group import RemoteWorkerGroup, WorkerHost
+
+Reply = futures.Future[bytes | HostFailure]
+"""A pickled result, or a failure."""
 
 PRELOADED = (
     "torch.distributed.fsdp",
@@ -46,66 +58,47 @@ PRELOADED = (
 )
 """Imported by the process that workers are forked from: slow imports without side effects, except for the last."""
 
+_START_LOCK = threading.Lock()
+"""Processes start one at a time, because multiprocessing's list of children is not thread-safe."""
+_END_WAIT = 5.0
 _imported_with: list[dict[str, str]] = []
 """The variables of `machine.FORWARDED` as seen by the fork server's imports; empty before the server is started."""
-
-
-class _Pickled:
-    """A value that is pickled once and sent to several workers."""
-
-    def __init__(self, value: Any) -> None:
-        self.data = _pickled(value)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return pickle.loads, (self.data,)
 
 
 class ProcessWorkerGroup(RemoteWorkerGroup):
     """One process per rank of `sharding`. A worker on CUDA sees only its own GPU, as device 0."""
 
-    def _prepare(self, spec: WorkerSpec, device: str) -> None:
-        self._peers: list[Peer] = []
-        self._gpus: list[str] = visible_gpus(self._sharding.size) if device == "cuda" else []
-        dispatch.reject_own_python(spec, "processes")
-
     def _start(self, spec: WorkerSpec, device: str) -> None:
+        self._peers: list[Peer] = []
+        dispatch.reject_own_python(spec, "processes")
+        self._gpus = visible_gpus(self._sharding.size) if device == "cuda" else []
         self._start_hosts(spec, device)
-        contexts, shared = self._contexts(device), _Pickled(spec)
+        contexts, shared = self._contexts(device), self._shared(spec)
         started = {rank: self._send(rank, "start", shared, context) for rank, context in enumerate(contexts)}
         self._wait(started, f"constructing {spec.target}", "start")
 
     def _start_hosts(self, spec: WorkerSpec, device: str) -> None:
         """Start a process for each rank."""
         method = _start_method()
-        environment = machine.inherited_environment() | machine.worker_environment(
-            self._sharding.size, self._config.environment, self._config.pass_environment
-        )
         for rank in range(self._sharding.size):
-            own = {"CUDA_VISIBLE_DEVICES": self._gpus[rank]} if self._gpus else {}
-            process_environment = ProcessEnvironment(environment | own, os.getcwd(), self._threads(rank))
-            self._peers.append(self._peer(rank, method, process_environment))
+            self._peers.append(self._peer(rank, method, self._environment(rank)))
 
-    def _peer(self, rank: int, method: BaseContext, process_environment: ProcessEnvironment) -> Peer:
-        """Start the process of `rank` in the background."""
-        return Peer(rank, method, process_environment)
+    def _environment(self, rank: int) -> dict[str, str]:
+        config, own = self._config, {"CUDA_VISIBLE_DEVICES": self._gpus[rank]} if self._gpus else {}
+        given = machine.worker_environment(self._sharding.size, config.environment, config.pass_environment)
+        return machine.inherited_environment() | given | own
 
-    def _send(self, rank: int, method: str, *args: Any) -> Any:
-        return self._peers[rank].send(_pickled((method, args)))
+    def _peer(self, rank: int, method: BaseContext, environment: dict[str, str]) -> Peer:
+        return Peer(rank, method, environment)
 
-    def _send_all(self, method: str, calls: Sequence[tuple[int, tuple[Any, ...]]]) -> list[Any]:
-        """Pickle all messages before sending the first, so that either all workers are called or none."""
-        messages = [(rank, _pickled((method, args))) for rank, args in calls]
-        return [self._peers[rank].send(message) for rank, message in messages]
+    def _call(self, rank: int, method: str, *args: Any) -> Callable[[], Reply]:
+        return partial(self._peers[rank].send, _pickled((method, args)))
 
     def _shared(self, value: Any) -> Any:
         return _Pickled(value)
 
-    def _threads(self, rank: int) -> int:
-        return machine.threads_per_worker(self._sharding.size)
-
     def _wait_any(self, refs: Sequence[Any], timeout: float) -> list[Any]:
-        limit = min(timeout, threading.TIMEOUT_MAX)
-        return list(futures.wait(refs, limit, return_when=futures.FIRST_COMPLETED).done)
+        return list(futures.wait(refs, timeout, return_when=futures.FIRST_COMPLETED).done)
 
     def _result(self, rank: int, ref: Any) -> Any:
         result = ref.result()
@@ -116,12 +109,13 @@ class ProcessWorkerGroup(RemoteWorkerGroup):
         except Exception as error:  # noqa: BLE001 - a result that cannot be unpickled is a failure of that rank
             return HostFailure.of(error)
 
-    def _end_hosts(self) -> None:
+    def _end_hosts(self) -> bool:
         for peer in self._peers:
             peer.kill()
         for peer in self._peers:
             peer.close()
         self._peers = []
+        return True
 
 
 def visible_gpus(workers: int) -> list[str]:
@@ -135,15 +129,6 @@ def visible_gpus(workers: int) -> list[str]:
     return gpus[:workers]
 
 
-def _pickled(value: Any) -> bytes:
-    try:
-        return pickle.dumps(value, protocol=5)
-    except Exception as error:
-        raise TypeError(
-            f"values sent to worker processes must be picklable: {type(error).__name__}: {error}"
-        ) from error
-
-
 def _start_method() -> BaseContext:
     """The fork server, or a new interpreter if variables that the server's imports have read changed since."""
     now = {name: os.environ[name] for name in machine.FORWARDED if name in os.environ}
@@ -154,3 +139,164 @@ def _start_method() -> BaseContext:
     server = get_context("forkserver")
     server.set_forkserver_preload(list(PRELOADED))  # read only before the server starts its first process
     return server
+
+
+def _pickled(value: Any) -> bytes:
+    try:
+        return pickle.dumps(value, protocol=5)
+    except Exception as error:
+        raise TypeError(
+            f"values sent to worker processes must be picklable: {type(error).__name__}: {error}"
+        ) from error
+
+
+class _Pickled:
+    """A value that is pickled once and sent to several workers."""
+
+    def __init__(self, value: Any) -> None:
+        self.data = _pickled(value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return pickle.loads, (self.data,)
+
+
+# -- one worker process -----------------------------------------------------------------------------------------------
+
+
+class Peer:
+    """The driver's end of the worker process `rank`, which has the variables of `environment` and no others."""
+
+    def __init__(self, rank: int, method: BaseContext, environment: dict[str, str]) -> None:
+        self._connection, self._worker_connection = connection.Pipe()
+        self._process: Any = method.Process(  # type: ignore[attr-defined]
+            target=serve, args=(self._worker_connection, environment, os.getcwd()), name=f"worker-{rank}"
+        )
+        self._calls: SimpleQueue[tuple[Reply, bytes] | None] = SimpleQueue()
+        self._has_replied = False
+        self._ended = False
+        self._thread = threading.Thread(target=self._run, name=f"peer-{rank}", daemon=True)
+        self._thread.start()
+
+    def send(self, message: bytes) -> Reply:
+        """Queue `message`, which is sent once the calls before it have returned."""
+        reply: Reply = futures.Future()
+        self._calls.put((reply, message))
+        return reply
+
+    def kill(self) -> None:
+        """Kill the process and its children."""
+        self._ended = True
+        self._calls.put(None)
+        self._kill_process()
+
+    def close(self) -> None:
+        """After `kill`: wait until the process is gone, and release its resources."""
+        self._thread.join(_END_WAIT)
+        if self._thread.is_alive():  # blocked while starting the process, which it kills as soon as it is up
+            return
+        if self._process.pid is not None:
+            self._process.join(_END_WAIT)
+            with contextlib.suppress(ValueError):  # not even SIGKILL has ended it yet; the group checks process ids
+                self._process.close()
+        self._connection.close()
+
+    def _run(self) -> None:
+        failure = self._start_process()
+        while (call := self._calls.get()) is not None:
+            reply, message = call
+            result = failure or self._exchange(message)
+            if isinstance(result, HostFailure):
+                failure = result  # the process is gone, so all later calls fail in the same way
+            reply.set_result(result)
+
+    def _start_process(self) -> HostFailure | None:
+        try:
+            with _START_LOCK:
+                self._process.start()
+        except Exception as error:  # noqa: BLE001 - every exception is reported as the failure of that rank
+            return HostFailure((), f"it could not be started ({type(error).__name__}: {error})", "", died=True)
+        finally:
+            self._worker_connection.close()
+        if self._ended:
+            self._kill_process()
+        return None
+
+    def _exchange(self, message: bytes) -> bytes | HostFailure:
+        try:
+            self._connection.send_bytes(message)
+            # also watch the process itself: a child that it left behind may keep the connection open
+            connection.wait([self._connection, self._process.sentinel])
+            if self._connection.poll():
+                result = self._connection.recv_bytes()
+                self._has_replied = True
+                return result
+        except (EOFError, OSError):
+            pass
+        return self._describe_death()
+
+    def _describe_death(self) -> HostFailure:
+        self._process.join(1.0)
+        code = self._process.exitcode
+        names = {-each.value: f"killed by signal {each.name}" for each in signal.Signals}
+        cause = names.get(code, f"exit code {code}")
+        hint = "see its output on standard error"
+        if not self._has_replied:
+            hint += '; a program that starts workers must do so under `if __name__ == "__main__":`'
+        return HostFailure((), f"its process ended ({cause}); {hint}", "", died=True)
+
+    def _kill_process(self) -> None:
+        if self._process.pid is None or not self._process.is_alive():
+            return
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # it may not lead its own process group yet
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.kill()
+
+
+def serve(link: connection.Connection, environment: dict[str, str], working_directory: str) -> None:
+    """The main function of a worker process: serve calls until the driver is gone."""
+    os.setpgid(0, 0)  # so that processes started by the worker are killed with it
+    _die_with_server()
+    threading.Thread(target=_die_with_driver, name="driver-watch", daemon=True).start()
+    for number in (signal.SIGINT, signal.SIGTERM):  # handled by the driver, which then ends its workers
+        signal.signal(number, signal.SIG_IGN)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(working_directory)
+    if "torch" in sys.modules and (threads := machine.threads_of(environment)):
+        sys.modules["torch"].set_num_threads(threads)
+    host = WorkerHost()
+    with contextlib.suppress(EOFError, OSError):  # the driver is gone
+        while True:
+            link.send_bytes(_reply_to(host, link.recv_bytes()))
+
+
+def _reply_to(host: WorkerHost, message: bytes) -> bytes:
+    try:
+        method, args = pickle.loads(message)  # noqa: S301 - from the driver that started this process
+        return pickle.dumps(getattr(host, method)(*args), protocol=5)
+    except Exception as error:  # noqa: BLE001 - every exception is sent to the driver
+        return pickle.dumps(HostFailure.of(error), protocol=5)
+
+
+def _die_with_driver() -> None:
+    """Kill this process and its children as soon as the driver ends, for any reason. Runs in its own thread."""
+    driver = multiprocessing.parent_process()
+    assert driver is not None
+    connection.wait([driver.sentinel])
+    os.killpg(0, signal.SIGKILL)
+
+
+def _die_with_server() -> None:
+    """The same if threads are blocked: Linux kills this process with the fork server, which ends with the driver.
+
+    The server ends once its pipe is closed everywhere, so this process closes the end that it inherited.
+    """
+    if sys.platform != "linux":
+        return
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    server: Any = forkserver._forkserver
+    pipe = getattr(server, "_forkserver_alive_fd", None)
+    if pipe is not None:
+        server._forkserver_alive_fd = None
+        os.close(pipe)

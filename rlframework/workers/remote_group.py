@@ -1,13 +1,14 @@
-"""`RemoteWorkerGroup`: the base class of worker groups whose workers run in other processes.
+"""`RemoteWorkerGroup`: the base class of worker groups whose workers run in other processes, and their `WorkerHost`.
 
-It starts `WorkerHost`s, waits for their results, handles failures and deadlines, and ends the processes. A subclass
-implements how a process is started, called and ended; a *ref* is its handle of a pending result.
+The group starts a `WorkerHost` in each process, waits for results, handles failures and deadlines, and ends the
+processes. A subclass implements how a process is started, called and ended; a *ref* is its handle of a pending result.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import logging
 import multiprocessing.util  # noqa: F401 - its exit handler waits for children; ours, registered later, runs first
 import os
@@ -15,34 +16,34 @@ import time
 import weakref
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 
-from rlframework.config.sections import RemoteGroupConfig
+from rlframework.config.sections import RemoteGroupConfig, WorkerGroupConfig
 from rlframework.errors import ConfigError, DeadlineExceeded, WorkerError
+from rlframework.interfaces.named_sharding import NamedSharding
 from rlframework.interfaces.worker_group import MultiWorkerFuture, WorkerContext, WorkerSpec
+from rlframework.logs import log_to_stderr
+from rlframework.plugins.loading import load_target
 from rlframework.workers import dispatch, machine
-from rlframework.workers.dispatch import DispatchingWorkerGroup
 from rlframework.workers.failures import HostFailure, as_exception
-
-if TYPE_CHECKING:
-    from rlframework.config.sections import WorkerGroupConfig
-    from rlframework.interfaces.named_sharding import NamedSharding
 
 _LOG = logging.getLogger(__name__)
 _GRACE = 1.0
 """Seconds to wait for further failures after the first one, so that the root cause is reported, not its consequence."""
 KILL_WAIT = 5.0
 """Seconds to wait until killed processes are gone."""
-_SMALL = (type(None), bool, int, float, str)
+_LONGEST_WAIT = 1e8
+"""In seconds; what waits for results accepts no infinity."""
+SMALL = (type(None), bool, int, float, str)
 """Values that are sent with each call instead of being stored once."""
 _LIVE: weakref.WeakSet[RemoteWorkerGroup] = weakref.WeakSet()
 
 
-class RemoteWorkerGroup(DispatchingWorkerGroup):
+class RemoteWorkerGroup(dispatch.DispatchingWorkerGroup):
     """One process per rank of `sharding`, each with a `WorkerHost`."""
 
     def __init__(self, spec: WorkerSpec, config: WorkerGroupConfig, *, sharding: NamedSharding, device: str) -> None:
@@ -54,7 +55,6 @@ class RemoteWorkerGroup(DispatchingWorkerGroup):
         self._gone: bool | None = None
         self._driver = os.getpid()
         self._pids: dict[int, tuple[int, str]] = {}
-        self._prepare(spec, device)
         _LIVE.add(self)
         self._started = time.monotonic()
         try:
@@ -66,16 +66,18 @@ class RemoteWorkerGroup(DispatchingWorkerGroup):
     # -- implemented by subclasses ------------------------------------------------------------------------------------
 
     @abstractmethod
-    def _prepare(self, spec: WorkerSpec, device: str) -> None:
-        """Reject what this machine cannot run, before any process is started."""
-
-    @abstractmethod
     def _start(self, spec: WorkerSpec, device: str) -> None:
-        """Start a process with a `WorkerHost` for each rank, and construct the workers."""
+        """Start a process with a `WorkerHost` for each rank, and construct the workers.
+
+        Rejects what this machine cannot run before any process is started.
+        """
 
     @abstractmethod
-    def _send(self, rank: int, method: str, *args: Any) -> Any:
-        """Call a method of the `WorkerHost` of `rank`; return a ref. `TypeError` if an argument cannot be sent."""
+    def _call(self, rank: int, method: str, *args: Any) -> Callable[[], Any]:
+        """A function that calls a method of the `WorkerHost` of `rank` and returns a ref.
+
+        Raises `TypeError` if an argument cannot be sent.
+        """
 
     @abstractmethod
     def _wait_any(self, refs: Sequence[Any], timeout: float) -> list[Any]:
@@ -86,28 +88,16 @@ class RemoteWorkerGroup(DispatchingWorkerGroup):
         """The result of `ref`, or a `HostFailure` if the process died."""
 
     @abstractmethod
-    def _end_hosts(self) -> None:
-        """Kill the processes."""
+    def _end_hosts(self) -> bool:
+        """Kill the processes; wait briefly until those on other machines have ended, and return whether they have."""
 
     @abstractmethod
     def _shared(self, value: Any) -> Any:
         """`value`, which is sent to several ranks, in a form that is stored once."""
 
     @abstractmethod
-    def _threads(self, rank: int) -> int | None:
-        """Number of threads of a worker."""
-
-    def _send_all(self, method: str, calls: Sequence[tuple[int, tuple[Any, ...]]]) -> list[Any]:
-        """Call a method of several hosts, given as (rank, arguments); return refs. Ends the group if one call fails."""
-        refs: list[Any] = []
-        try:
-            for rank, args in calls:
-                refs.append(self._send(rank, method, *args))
-        except BaseException:
-            if refs:
-                self._end(f"{method} could not be sent to all workers")
-            raise
-        return refs
+    def _environment(self, rank: int) -> dict[str, str]:
+        """The environment variables of a worker."""
 
     def _address(self) -> str:
         """The address of rank 0's machine at which it listens for the other workers."""
@@ -115,7 +105,7 @@ class RemoteWorkerGroup(DispatchingWorkerGroup):
 
     def _context(self, rank: int, context: WorkerContext) -> WorkerContext:
         """`context`, which is the same for all workers, completed for one."""
-        return replace(context, rank=rank, local_rank=rank, threads=self._threads(rank))
+        return replace(context, rank=rank, local_rank=rank, threads=machine.threads_of(self._environment(rank)))
 
     def _exception(self, failures: Mapping[int, HostFailure], doing: str) -> Exception:
         """The exception to raise for the failures of a call."""
@@ -128,10 +118,6 @@ class RemoteWorkerGroup(DispatchingWorkerGroup):
     def _describe_resources(self) -> str:
         """The requested and existing resources, for messages; empty if there is nothing to say."""
         return ""
-
-    def _wait_for_other_machines(self, ranks: Sequence[int]) -> bool:
-        """Wait briefly until the processes on other machines have ended; return whether they have."""
-        return True
 
     def _on_ended(self) -> None:
         """Called when the processes are gone."""
@@ -156,9 +142,9 @@ class RemoteWorkerGroup(DispatchingWorkerGroup):
         if self._ended is not None or cleanup_method is None:
             return True
         ranks = list(range(self._sharding.size))
-        refs = dict(enumerate(self._run(cleanup_method, dispatch.Dispatch(ranks, [{}] * len(ranks), ranks)).futures))
         try:
-            self._wait(refs, cleanup_method, "shutdown", timeout)
+            refs = self._run(cleanup_method, dispatch.Dispatch(ranks, [{}] * len(ranks), ranks)).futures
+            self._wait(dict(enumerate(refs)), cleanup_method, "shutdown", timeout)
         except Exception:  # noqa: BLE001 - logged with its traceback; the shutdown must continue
             _LOG.exception("%s failed during the shutdown of the workers", cleanup_method)
             return False
@@ -168,32 +154,27 @@ class RemoteWorkerGroup(DispatchingWorkerGroup):
         """Wait until all processes are up; return the context of each rank, with a port that rank 0 has reserved."""
         ranks = range(self._sharding.size)
         self._pids = self._wait({rank: self._send(rank, "pid") for rank in ranks}, "starting its process", "start")
-        address = self._address()
+        address, deadline = self._address(), self._deadlines.call
         port = self._wait({0: self._send(0, "reserve", address)}, "reserving a port", "start")[0]
-        context = WorkerContext(
-            world_size=self._sharding.size,
-            master_addr=address,
-            master_port=port,
-            device=device,
-            deadline=self._deadlines.call,
-        )
+        context = WorkerContext(0, len(ranks), 0, address, port, device, deadline)
         return [self._context(rank, context) for rank in ranks]
+
+    def _send(self, rank: int, method: str, *args: Any) -> Any:
+        return self._call(rank, method, *args)()
 
     def _run(self, method_name: str, plan: dispatch.Dispatch) -> MultiWorkerFuture:
         self._require_usable(method_name)
         shared = self._store_shared(plan.kwargs)
         calls = []
         for worker, kwargs in zip(plan.called, plan.kwargs, strict=True):
-            values = [shared.get(id(value), value) for value in kwargs.values()]
-            calls.append((worker, (method_name, worker in plan.returned, tuple(kwargs), *values)))
-        refs = self._send_all("call", calls)
-        return MultiWorkerFuture(
-            refs, return_from_workers=plan.returned, called_workers=plan.called, method_name=method_name
-        )
+            values = {name: shared.get(id(value), value) for name, value in kwargs.items()}
+            calls.append(self._call(worker, "call", method_name, worker in plan.returned, values))
+        refs = [call() for call in calls]  # only now, so that an argument that cannot be sent reaches no worker
+        return MultiWorkerFuture(refs, plan.returned, plan.called, method_name=method_name)
 
     def _store_shared(self, arguments: Sequence[Mapping[Any, Any]]) -> dict[int, Any]:
         """Store each value that several workers get once, by `id`."""
-        values = [value for each in arguments for value in each.values() if not isinstance(value, _SMALL)]
+        values = [value for each in arguments for value in each.values() if not isinstance(value, SMALL)]
         counts, by_id = Counter(map(id, values)), {id(value): value for value in values}
         return {key: self._shared(value) for key, value in by_id.items() if counts[key] > 1}
 
@@ -234,7 +215,11 @@ class RemoteWorkerGroup(DispatchingWorkerGroup):
         pending = {ref: rank for rank, ref in refs.items()}
         results: dict[int, Any] = {}
         failures: dict[int, HostFailure] = {}
-        while pending and (ready := self._wait_any(list(pending), max(until - time.monotonic(), 0.0))):
+        while pending:
+            left = min(max(until - time.monotonic(), 0.0), _LONGEST_WAIT)
+            ready = self._wait_any(list(pending), left)
+            if not ready:
+                break
             for ref in ready:
                 rank = pending.pop(ref)
                 results[rank] = self._result(rank, ref)
@@ -247,11 +232,8 @@ class RemoteWorkerGroup(DispatchingWorkerGroup):
         """Kill the processes and wait until they are gone; idempotent."""
         self._ended = self._ended or reason
         if self._gone is None:  # still None if this was interrupted: tried again when the program exits
-            self._end_hosts()
-            here = machine.identity()
-            gone = _wait_until_gone([pid for pid, where in self._pids.values() if where == here])
-            away = sorted(rank for rank, (_, where) in self._pids.items() if where != here)
-            gone = self._wait_for_other_machines(away) and gone
+            gone, here = self._end_hosts(), machine.identity()
+            gone = _wait_until_gone([pid for pid, where in self._pids.values() if where == here]) and gone
             self._on_ended()
             _LIVE.discard(self)
             self._gone = gone
@@ -269,11 +251,7 @@ def check_ranks(sharding: NamedSharding, workers: int) -> None:
 
 
 def _wait_until_gone(pids: Sequence[int]) -> bool:
-    processes = []
-    for pid in pids:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            processes.append(psutil.Process(pid))
-    _, left = psutil.wait_procs(processes, KILL_WAIT)
+    _, left = psutil.wait_procs([each for each in psutil.process_iter() if each.pid in pids], KILL_WAIT)
     for process in left:
         with contextlib.suppress(psutil.Error):
             process.kill()
@@ -287,3 +265,49 @@ def _end_all() -> None:
 
 
 atexit.register(_end_all)
+
+
+# -- in the worker's process ------------------------------------------------------------------------------------------
+
+
+def find_target(spec: WorkerSpec) -> str:
+    """The import path of the worker's class, looked up among the plugins that this process discovers.
+
+    Raises `PluginError` if they differ from the driver's plugins.
+    """
+    if spec.fingerprint is None:
+        return spec.target
+    from rlframework.plugins.manager import create_manager
+
+    manager = create_manager(modules=spec.plugins)
+    manager.compare_fingerprint(spec.fingerprint)
+    return manager.select(*spec.part).record.target if spec.part else spec.target
+
+
+class WorkerHost(machine.PortReserver):
+    """Hosts one worker. Cheap to construct; `start` imports the worker's module and constructs the worker."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        log_to_stderr()
+        self._worker: Any = None
+
+    def pid(self) -> tuple[int, str]:
+        """The process id and its `machine.identity`. A reply also shows that the process is up."""
+        return os.getpid(), machine.identity()
+
+    def start(self, spec: WorkerSpec, context: WorkerContext) -> None:
+        """Compare plugins, import the worker's module and construct the worker."""
+        worker_class = load_target(find_target(spec))
+        machine.listen_for_gloo_at(context.node)
+        self._worker = worker_class(**spec.kwargs, context=context)
+
+    def forget(self) -> None:
+        """Drop a worker that was shut down, so that this process can `start` another."""
+        self._worker = None
+        gc.collect()
+
+    def call(self, method_name: str, wants_result: bool, kwargs: Mapping[str, Any]) -> Any:
+        """Call the worker; return its result if `wants_result`, otherwise None, which saves the transfer."""
+        result = getattr(self._worker, method_name)(**kwargs)
+        return result if wants_result else None

@@ -12,7 +12,7 @@ from rlframework.errors import RefitError, RefitNotPrepared
 from rlframework.weight_sync import collective
 from rlframework.weight_sync.process_group import RefitGroup
 from rlframework.weight_sync.receiver import CollectingSink
-from rlframework.workers.ports import bind_free_port
+from rlframework.workers.machine import bind_free_port
 
 CPU, DEADLINE = torch.device("cpu"), 2.0
 

@@ -30,18 +30,14 @@ def plan(kwargs, **options):
     return dict(zip(found.called, found.kwargs, strict=True)), found.returned
 
 
-def test_single_data_to_all():
-    found = GROUP.run_all_workers_single_data("method", x=1)
-    assert found.called == found.returned == [0, 1, 2, 3]
-    assert found.kwargs == [{"x": 1}] * 4
-
-
 @pytest.mark.parametrize(
-    ("axes", "called"), [(["tensor"], [0, 2]), (["data"], [0, 1]), (["data", "tensor"], [0]), ([], [0, 1, 2, 3])]
+    ("axes", "called"),
+    [(None, [0, 1, 2, 3]), (["tensor"], [0, 2]), (["data"], [0, 1]), (["data", "tensor"], [0]), ([], [0, 1, 2, 3])],
 )
-def test_single_data_to_rank_0_of_axes(axes, called):
-    found = GROUP.run_all_workers_single_data("method", run_rank_0_only_axes=axes)
+def test_the_same_data_to_all_or_to_rank_0_of_axes(axes, called):
+    found = GROUP.run_all_workers_single_data("method", run_rank_0_only_axes=axes, x=1)
     assert found.called == found.returned == called
+    assert found.kwargs == [{"x": 1}] * len(called)
 
 
 @pytest.mark.parametrize("method", ["all_workers_single", "all_workers_multiple", "all_workers_sharded"])
@@ -56,23 +52,17 @@ def test_positional_arguments_are_a_type_error_that_says_to_use_keywords(method)
 def test_one_worker_alone():
     found = GROUP.run_single_worker_single_data("method", 2, x=1)
     assert (found.called, found.kwargs, found.returned) == ([2], [{"x": 1}], [2])
-
-
-@pytest.mark.parametrize("worker", [-1, 4])
-def test_a_worker_that_does_not_exist(worker):
-    with pytest.raises(IndexError, match=rf"no worker {worker} in a group of 4: use 0\.\.3"):
-        GROUP.run_single_worker_single_data("method", worker)
+    for worker in (-1, 4):
+        with pytest.raises(IndexError, match=rf"no worker {worker} in a group of 4: use 0\.\.3"):
+            GROUP.run_single_worker_single_data("method", worker)
 
 
 def test_multiple_data_by_worker():
     found = GROUP.run_all_workers_multiple_data("method", common_kwargs={"y": 7}, x=list("abcd"), z=(1, 2, 3, 4))
     assert found.called == found.returned == [0, 1, 2, 3]
     assert found.kwargs == [{"x": x, "z": z, "y": 7} for x, z in zip("abcd", (1, 2, 3, 4), strict=True)]
-
-
-def test_multiple_data_on_rank_0_of_an_axis():
     found = GROUP.run_all_workers_multiple_data("method", run_rank_0_only_axes=["tensor"], x=["a", "b"])
-    assert (found.called, found.returned) == ([0, 2], [0, 2])
+    assert found.called == found.returned == [0, 2]
     assert found.kwargs == [{"x": "a"}, {"x": "b"}]
 
 
@@ -80,11 +70,7 @@ def test_multiple_data_on_rank_0_of_an_axis():
     ("kwargs", "axes", "message"),
     [
         ({}, None, "needs at least one argument with an entry for each worker"),
-        (
-            {"x": list("abc")},
-            None,
-            "'x' must be a list of 4 entries, one for each called worker; got 3 entries",
-        ),
+        ({"x": list("abc")}, None, "'x' must be a list of 4 entries, one for each called worker; got 3 entries"),
         ({"x": list("abcd"), "y": [1]}, None, "'y' must be a list of 4 entries.*got 1 entries"),
         ({"x": "abcd"}, None, "'x' must be a list of 4 entries.*got a str"),
         ({"x": list("abcd")}, ["tensor"], "'x' must be a list of 2 entries.*got 4 entries"),

@@ -34,18 +34,14 @@ def test_other_errors_become_worker_errors_with_rank_and_traceback():
 
 @pytest.mark.parametrize("kind", [UserError, BatchError, BatchKeyError, NonFiniteGradients])
 def test_rlframework_errors_keep_class_and_message(kind):
-    error = as_exception({1: failure_of(kind("no such thing"))}, 2, "train")
+    given = kind("no such thing")
+    given.add_note("look there")
+    error = as_exception({1: failure_of(given)}, 2, "train")
     assert type(error) is kind
-    assert str(error) == "no such thing"
+    assert str(error) == "no such thing\nlook there"
     assert error.__notes__ == ["raised by rank 1 of 2 in train"]
     assert isinstance(error.__cause__, WorkerError)
     assert "in failure_of" in str(error.__cause__)
-
-
-def test_notes_are_part_of_the_message():
-    given = UserError("no such thing")
-    given.add_note("look there")
-    assert str(as_exception({0: failure_of(given)}, 1, "train")) == "no such thing\nlook there"
 
 
 def test_a_class_unknown_to_the_driver_becomes_its_nearest_base(monkeypatch):

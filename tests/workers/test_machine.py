@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from rlframework.errors import ConfigError
-from rlframework.workers import machine, ports
+from rlframework.workers import machine
 
 
 def test_workers_get_named_variables_only(monkeypatch):
@@ -35,8 +35,8 @@ def test_threads_share_the_cores(monkeypatch, cores, workers, threads):
 
 def test_threads_that_the_user_set(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert machine.threads_per_worker(2) == 3
-    assert machine.worker_environment(2)["OMP_NUM_THREADS"] == "3"
+    assert machine.threads_per_worker(2) == machine.threads_of(machine.worker_environment(2)) == 3
+    assert machine.threads_of(machine.worker_environment(2, {"OMP_NUM_THREADS": "2,1"})) is None
 
 
 def test_import_path_has_the_drivers_sources_and_no_installed_packages(monkeypatch, tmp_path):
@@ -55,16 +55,16 @@ def test_cores(monkeypatch):
 
 
 def test_reserved_ports_are_bound_and_below_the_ephemeral_range():
-    reserved = ports.reserve_port("127.0.0.1")
-    address = reserved.getsockname()
-    assert address[1] < ports.first_ephemeral_port()
+    reserver = machine.PortReserver()
+    address = ("127.0.0.1", reserver.reserve("127.0.0.1"))
+    assert address[1] < machine.first_ephemeral_port()
     with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
         stranger.bind(address)
     with socket.socket() as owner:
         owner.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         owner.bind(address)
         owner.listen()
-    reserved.close()
+    reserver._reserved[0].close()
     with socket.socket() as other:
         other.bind(address)
 

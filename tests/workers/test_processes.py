@@ -162,12 +162,6 @@ def test_a_worker_that_dies_during_construction():
         start(spec=spec)
 
 
-def test_a_worker_with_its_own_python():
-    spec = WorkerSpec("probe_workers:Probe", {}, py_executable="/other/python")
-    with pytest.raises(ConfigError, match=r"needs its own Python.*worker_group\.name=ray"):
-        start(spec=spec)
-
-
 def test_gpus_are_assigned_by_their_visible_names(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-8a,6")
@@ -235,11 +229,7 @@ def run_driver(path, then, guard='if __name__ == "__main__":'):
     path = path / "driver.py"
     path.write_text(DRIVER.format(folder=os.path.dirname(__file__), guard=guard, then=then))
     return subprocess.Popen(
-        [sys.executable, str(path)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
+        [sys.executable, str(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
 
 

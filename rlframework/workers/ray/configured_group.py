@@ -6,14 +6,14 @@ machine, and CPUs are not reserved: other groups may use the same ones.
 
 from __future__ import annotations
 
-import contextlib
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 
-from rlframework.config.sections import RayGroupConfig
+from rlframework.config.sections import RayGroupConfig, WorkerGroupConfig
 from rlframework.errors import ConfigError
+from rlframework.interfaces.named_sharding import NamedSharding
 from rlframework.interfaces.worker_group import MultiWorkerFuture, WorkerSpec
 from rlframework.workers import machine
 from rlframework.workers.dispatch import DispatchingWorkerGroup
@@ -22,10 +22,6 @@ from rlframework.workers.ray.virtual_cluster import RayVirtualCluster
 from rlframework.workers.ray.worker_builder import RayWorkerBuilder
 from rlframework.workers.ray.worker_group import RayWorkerGroup
 from rlframework.workers.remote_group import check_ranks
-
-if TYPE_CHECKING:
-    from rlframework.config.sections import WorkerGroupConfig
-    from rlframework.interfaces.named_sharding import NamedSharding
 
 
 class ConfiguredRayWorkerGroup(RayWorkerGroup):
@@ -37,15 +33,10 @@ class ConfiguredRayWorkerGroup(RayWorkerGroup):
     def __init__(self, spec: WorkerSpec, config: WorkerGroupConfig, *, sharding: NamedSharding, device: str) -> None:
         settings = config if isinstance(config, RayGroupConfig) else RayGroupConfig(**config.model_dump())
         check_ranks(sharding, sharding.size)
-        _check(settings, sharding.size)
         python = settings.python or spec.py_executable
         passed = {name: os.environ[name] for name in settings.pass_environment if name in os.environ}
-        self._owned = contextlib.ExitStack()
-        runtime.acquire(id(self), settings.address, settings.listen)
-        self._owned.callback(runtime.release, id(self))
+        cluster = _reserve(settings, sharding.size, device)
         try:
-            cluster = _reserve(settings, sharding.size, device)
-            self._owned.callback(cluster.shutdown)
             super().__init__(
                 cluster,
                 RayWorkerBuilder.from_spec(spec),
@@ -55,7 +46,7 @@ class ConfiguredRayWorkerGroup(RayWorkerGroup):
                 deadlines=settings.deadlines,
             )
         except BaseException:
-            self._owned.close()
+            cluster.shutdown()
             raise
 
     def run_single_worker_single_data(  # type: ignore[override]  # as in the interface
@@ -70,31 +61,25 @@ class ConfiguredRayWorkerGroup(RayWorkerGroup):
 
     def _on_ended(self) -> None:
         super()._on_ended()
-        self._owned.close()
+        self.cluster.shutdown()
 
 
-def _check(settings: RayGroupConfig, workers: int) -> None:
-    """Reject what the cluster cannot run, before Ray is started."""
-    if runtime.is_private(settings.address):
+def _reserve(settings: RayGroupConfig, workers: int, device: str) -> RayVirtualCluster:
+    """Reserve placement groups for all workers: one per node with `workers_per_node`, otherwise a single one."""
+    private, each = runtime.is_private(settings.address), settings.workers_per_node
+    if private:
+        each = None
         machine.check_cores(workers)
         if settings.python is not None and not os.access(settings.python, os.X_OK):
             raise ConfigError(
                 f"worker_group.python={settings.python} is not an executable on this machine: set it to the path of a "
                 "Python"
             )
-    elif settings.workers_per_node is not None and workers % settings.workers_per_node:
+    elif each is not None and workers % each:
         raise ConfigError(
-            f"worker_group.num_workers={workers} is not divisible by worker_group.workers_per_node="
-            f"{settings.workers_per_node}: set it to a multiple"
+            f"worker_group.num_workers={workers} is not divisible by worker_group.workers_per_node={each}: set it to a "
+            "multiple"
         )
-
-
-def _reserve(settings: RayGroupConfig, workers: int, device: str) -> RayVirtualCluster:
-    """Reserve placement groups for all workers: one per node with `workers_per_node`, otherwise a single one."""
-    private = runtime.is_private()
-    if private and device == "cuda":
-        machine.check_gpus(workers, int(ray.cluster_resources().get("GPU", 0)))  # type: ignore[no-untyped-call]
-    each = None if private else settings.workers_per_node
     cluster = RayVirtualCluster(
         [workers] if each is None else [each] * (workers // each),
         use_gpus=device == "cuda",
@@ -104,5 +89,12 @@ def _reserve(settings: RayGroupConfig, workers: int, device: str) -> RayVirtualC
         ready_timeout=settings.deadlines.start,
         cpus_per_worker=0 if private else 1,
     )
-    cluster._init_placement_groups(use_unified_pg=each is None)
+    runtime.acquire(id(cluster), settings.address, settings.listen)
+    try:
+        if private and device == "cuda":
+            machine.check_gpus(workers, int(ray.cluster_resources().get("GPU", 0)))  # type: ignore[no-untyped-call]
+        cluster._init_placement_groups(use_unified_pg=each is None)
+    except BaseException:
+        cluster.shutdown()
+        raise
     return cluster

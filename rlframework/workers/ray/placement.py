@@ -49,7 +49,7 @@ class Placement:
 def capacity_shortfall(
     bundle_counts: Sequence[int], bundle: Resources, machines: Sequence[Machine], *, unified: bool
 ) -> str:
-    """Explain why these machines could not hold the bundles even if all were idle; return an empty text if they could.
+    """Why these machines could not hold the bundles even if all were idle; empty if they could.
 
     All bundles of a group must fit on one machine, unless they are `unified`: then each bundle may go anywhere.
     """
@@ -105,9 +105,9 @@ def one_worker_per_bundle(
     """A tied group of one worker for each used bundle, in rank order; `groups` is the number of placement groups."""
     bundles = [[place.bundle for place in placements if place.group == group] for group in range(groups)]
     sizes = [len(each) for each in bundles]
-    counts = [workers_per_node] * groups if type(workers_per_node) is int else workers_per_node
-    if counts is None:
-        counts = sizes
+    counts = sizes if workers_per_node is None else workers_per_node
+    if type(counts) is int:
+        counts = [counts] * groups
     if not isinstance(counts, list):
         raise ClusterArgumentError(
             f"workers_per_node={workers_per_node!r} must be a number, a list with one number per node, or None"
@@ -134,17 +134,10 @@ def assign_workers(
                     f"no bundle {bundle} on node {node}; available (node, bundle) pairs: {sorted(known)}"
                 )
             suffix = f"{node}-{bundle}" if len(bundles) == 1 else f"grp{group}-{tied_rank}"
+            place = {"node_idx": node, "local_rank": tied_rank, "global_rank": len(metadata), "dp_shard_idx": group}
+            leads = (node, list(bundles)) if tied_rank == 0 else None
+            metadata.append({**place, "name": f"{name_prefix}-{suffix}", "bundle_indices": leads})
             chosen.append(known[node, bundle])
-            metadata.append(
-                {
-                    "node_idx": node,
-                    "local_rank": tied_rank,
-                    "global_rank": len(metadata),
-                    "name": f"{name_prefix}-{suffix}",
-                    "bundle_indices": (node, list(bundles)) if tied_rank == 0 else None,
-                    "dp_shard_idx": group,
-                }
-            )
     if not chosen:
         raise ClusterArgumentError("a worker group needs at least one worker: select at least one bundle")
     return chosen, metadata
@@ -155,14 +148,10 @@ def describe(resources: Resources) -> str:
     return ", ".join(f"{name} {amount:g}" for name, amount in resources.items())
 
 
-def describe_machines(machines: Iterable[Machine], names: Sequence[str]) -> str:
-    """One line per machine: its address, the start of its id, and its total and free amounts of these resources."""
-    lines = [
-        f"  node {machine.address} ({machine.node_id[:8]}): "
-        + ", ".join(f"{name} {machine.total.get(name, 0):g} ({machine.free.get(name, 0):g} free)" for name in names)
-        for machine in machines
-    ]
-    return "\n".join(lines) or "  no nodes"
+def describe_machine(machine: Machine, names: Iterable[str]) -> str:
+    """One line: the address of a machine, the start of its id, and its total and free amounts of these resources."""
+    amounts = (f"{name} {machine.total.get(name, 0):g} ({machine.free.get(name, 0):g} free)" for name in names)
+    return f"  node {machine.address} ({machine.node_id[:8]}): {', '.join(amounts)}"
 
 
 def _fits(bundle: Resources, room: Resources) -> int:

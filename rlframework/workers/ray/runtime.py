@@ -23,8 +23,7 @@ _PRIVATE: list[bool] = []
 """Not empty if the running Ray is private to this process."""
 
 _NO_LOG_MONITOR = {"RAY_LOG_MONITOR_MANY_FILES_THRESHOLD": "0", "LOG_NAME_UPDATE_INTERVAL_S": "86400"}
-"""A private Ray's logs are read from their files (`log_tail`), so Ray need not look for new lines ten times a
-second."""
+"""Without these, Ray looks for new lines ten times a second; `log_tail` reads a private Ray's logs from their files."""
 _RAY_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "LD_PRELOAD", "VIRTUAL_ENV", *_NO_LOG_MONITOR)
 _RAY_PREFIXES = ("RAY_", "NVIDIA_")
 """Variables that Ray's own processes inherit, besides `machine.INHERITED`; Ray's workers inherit them in turn."""
@@ -41,7 +40,7 @@ def is_private(address: str | None = None) -> bool:
     return bool(_PRIVATE) if ray.is_initialized() else (address or os.environ.get("RAY_ADDRESS") or "local") == "local"
 
 
-def acquire(user: int, address: str | None = None, listen: str = "127.0.0.1") -> None:
+def acquire(user: int, address: str | None = None, listen: str = _LOOPBACK) -> None:
     """Connect to Ray: keep an existing connection, else use `address` or RAY_ADDRESS, else start a private Ray.
 
     A private Ray listens at the address `listen`, and its processes inherit only the environment variables that they
@@ -58,9 +57,8 @@ def acquire(user: int, address: str | None = None, listen: str = "127.0.0.1") ->
         with _environment(settings):
             _connect(address or os.environ["RAY_ADDRESS"])
     else:
-        loopback = listen == _LOOPBACK
-        settings |= _NO_LOG_MONITOR | ({_ENABLE_CLUSTER: "0"} if loopback else {})
-        with _environment(settings), _isolated_startup(loopback=loopback):
+        settings |= _NO_LOG_MONITOR | ({_ENABLE_CLUSTER: "0"} if listen == _LOOPBACK else {})
+        with _environment(settings), _isolated_startup(loopback=listen == _LOOPBACK):
             ray.init(
                 address="local",
                 num_cpus=cpu_count(),
@@ -101,12 +99,8 @@ def release(user: int) -> None:
 def log_tail(pid: int, lines: int = 20) -> str:
     """The last lines that the worker process `pid` wrote to standard error; empty if Ray has no log of it."""
     node = ray._private.worker.global_worker.node
-    if node is None:
-        return ""
-    logs = Path(node.get_logs_dir_path())
-    written = [
-        line for log in logs.glob(f"worker-*-{pid}.err") for line in log.read_text(errors="replace").splitlines()
-    ]
+    logs = [] if node is None else Path(node.get_logs_dir_path()).glob(f"worker-*-{pid}.err")
+    written = [line for log in logs for line in log.read_text(errors="replace").splitlines()]
     text = "\n".join([line for line in written if not line.startswith(_RAY_LOG_MARKERS)][-lines:])
     return f"\nthe end of its standard error:\n{text}" if text.strip() else ""
 
@@ -142,13 +136,8 @@ class _FilteredOs:
     Leaves the environment of this process alone, because other threads may be reading it.
     """
 
-    @property
-    def environ(self) -> dict[str, str]:
-        """The variables that Ray's processes inherit."""
-        return inherited_environment(_RAY_VARIABLES, _RAY_PREFIXES)
-
     def __getattr__(self, name: str) -> Any:
-        return getattr(os, name)
+        return inherited_environment(_RAY_VARIABLES, _RAY_PREFIXES) if name == "environ" else getattr(os, name)
 
 
 @contextmanager

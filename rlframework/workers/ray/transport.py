@@ -7,7 +7,7 @@ stored bytes directly, and the system copies a page (4 KiB) when the reader firs
 arguments and results, as the interface promises.
 
 A buffer that cannot be mapped (not Linux, or a raylet of another user) is copied. An object stays in the store as long
-as a tensor mapped onto it is alive.
+as a tensor mapped onto it is alive. A new mapping costs page faults, 8 ms for 64 MiB, where a copy costs 38 ms.
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ import mmap
 import os
 import pickle
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
-from ray import cloudpickle
+from ray import ObjectRef, cloudpickle
 
 MAPPED_FROM = 1 << 24
 """Minimum size in bytes of a buffer to be mapped; copying a smaller one takes no longer than reading new mappings."""
 _NO_RESERVE = 0x4000
 """Linux's MAP_NORESERVE: commit no memory for writes that never happen."""
+_SENT_AS_THEY_ARE = (ObjectRef, type(None), bool, int, float, str)
 
 
 class Packed:
@@ -46,8 +47,7 @@ class Packed:
         self._buffers: list[pickle.PickleBuffer] = []
         file = io.BytesIO()
         try:
-            pickler: Any = _Pickler
-            pickler(file, protocol=5, buffer_callback=self._buffers.append).dump(value)
+            _Pickler(file, protocol=5, buffer_callback=self._buffers.append).dump(value)  # type: ignore[no-untyped-call]
         except Exception as error:
             raise TypeError(
                 f"values sent to worker processes must be picklable: {type(error).__name__}: {error}"
@@ -58,11 +58,20 @@ class Packed:
         return _unpacked, (self._head, self._buffers)
 
 
+def packed_call(method: Any, *args: Any, **kwargs: Any) -> Callable[[], Any]:
+    """A function that calls `method`, a remote method, with packed arguments; references to stored values stay."""
+    named = {name: _packed(value) for name, value in kwargs.items()}
+    return partial(method.remote, *map(_packed, args), **named)
+
+
+def _packed(value: Any) -> Any:
+    return value if isinstance(value, _SENT_AS_THEY_ARE) else Packed(value)
+
+
 class _Pickler(cloudpickle.Pickler):
     """Ray's pickler, which supports functions and classes of the driver's program, extended with tensors as buffers."""
 
     def reducer_override(self, value: Any) -> Any:
-        """Pickle tensors as `rlframework.batch.tensor_pickling` does; see `pickle.Pickler.reducer_override`."""
         torch = sys.modules.get("torch")
         if torch is None or type(value) is not torch.Tensor or value.requires_grad:
             return super().reducer_override(value)  # type: ignore[no-untyped-call]

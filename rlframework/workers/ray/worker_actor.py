@@ -15,19 +15,15 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
-from rlframework.errors import ConfigError, PluginError, WorkerError
+from rlframework.errors import ConfigError, PluginError
 from rlframework.interfaces.worker_group import WorkerSpec
 from rlframework.workers import machine
 from rlframework.workers.failures import portable
 from rlframework.workers.ray.transport import Packed
-from rlframework.workers.worker_host import WorkerHost, find_target
+from rlframework.workers.remote_group import WorkerHost, find_target
 
 BARE = "bare"
 """Value of `wants_result` for a call with several returns: the result is not packed, so that Ray can split it."""
-
-PackedCall = tuple[str, bool | str, Sequence[str | None], list[Any], Sequence[int]]
-"""A call: method name, `wants_result`, argument names (None: positional), argument values, and the positions of the
-values that are passed separately because they are in Ray's store. See `worker_builder.call_arguments`."""
 
 
 class WorkerClassError(PluginError, ConfigError, ValueError):
@@ -56,15 +52,15 @@ class Configuration:
 class Description:
     """Describes a worker's class to the driver, which does not import it.
 
-    `options` are those of its `ray.remote`; `configures` says whether it has a `configure_worker`, and `forwards`
-    whether it has a `__getattr__`, and therefore methods that are not among `methods`.
+    `options` are those of its `ray.remote`; `configured` has an entry for each worker if it has a `configure_worker`;
+    `forwards` says whether it has a `__getattr__`, and therefore methods that are not among `methods`.
     """
 
     name: str
     methods: Mapping[str, Method] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     is_async: bool = False
-    configures: bool = False
+    configured: Sequence[Configuration] = ()
     forwards: bool = False
 
 
@@ -76,14 +72,19 @@ class WorkerActor(WorkerHost):
 
     def __init__(self) -> None:
         super().__init__()
-        self._class: type | None = None
-        self._error: Exception | None = None
+        self._class: Any = None
 
     def __repr__(self) -> str:
         return repr(self._worker) if self._worker is not None else f"WorkerActor({self._class})"
 
-    def load(self, spec: WorkerSpec, environment: Mapping[str, str], listen_at: str = "") -> Description:
-        """Set the environment variables, compare plugins, then import and describe the class.
+    def load(
+        self,
+        spec: WorkerSpec,
+        environment: Mapping[str, str],
+        listen_at: str = "",
+        workers: Sequence[Mapping[str, Any]] = (),
+    ) -> Description:
+        """Set the environment variables, compare plugins, then import and describe the class, see `describe`.
 
         `listen_at` is the address at which other machines reach this one.
         """
@@ -91,92 +92,58 @@ class WorkerActor(WorkerHost):
         machine.listen_for_gloo_at(listen_at)
         with _raises_portable():
             self._class, options = find_class(find_target(spec))
-            return describe(self._class, options)
+            return describe(self._class, options, workers)
 
-    def configure(
-        self, workers: Sequence[tuple[float, tuple[int, list[int]] | None]], num_gpus_per_node: int
-    ) -> list[Configuration]:
-        """Call `configure_worker` for each worker, given as its fraction of a GPU and its bundles."""
+    def construct(self, *args: Any, **kwargs: Any) -> None:
+        """Construct the worker."""
         with _raises_portable():
-            return [configuration(self._loaded(), *each, num_gpus_per_node) for each in workers]
+            self._worker = self._class(*args, **kwargs)
 
-    def construct(self, extra: Mapping[str, Any], asked: PackedCall, *stored: Any) -> None:
-        """Construct the worker; keywords in `extra` take precedence. If this raises, every later call does too."""
-        _, _, args, kwargs = _unpacked(asked, stored)
-        try:
-            with _raises_portable():
-                self._worker = self._loaded()(*args, **(kwargs | dict(extra)))
-        except Exception as error:
-            self._error = error
-            raise
-
-    def call(self, asked: PackedCall, *stored: Any) -> Any:  # type: ignore[override]
+    def call(self, method_name: str, wants_result: bool | str, /, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """Call the worker; return its packed result, None if it is not wanted, or with `BARE` the result itself."""
         with _raises_portable():
-            result, wants_result = self._called(asked, stored)
-            return _wanted(result, wants_result)
+            return _reply(getattr(self._worker, method_name)(*args, **kwargs), wants_result)
 
-    def stream(self, asked: PackedCall, *stored: Any) -> Iterator[Any]:
+    def stream(self, method_name: str, wants_result: bool | str, /, *args: Any, **kwargs: Any) -> Iterator[Any]:
         """Call a generator method of the worker."""
         with _raises_portable():
-            for each in self._called(asked, stored)[0]:
+            for each in getattr(self._worker, method_name)(*args, **kwargs):
                 yield Packed(each)
-
-    def _loaded(self) -> type:
-        if self._class is None:
-            raise WorkerError("construct was called before load")
-        return self._class
-
-    def _called(self, asked: PackedCall, stored: Sequence[Any]) -> tuple[Any, bool | str]:
-        if self._error is not None:
-            raise self._error
-        method_name, wants_result, args, kwargs = _unpacked(asked, stored)
-        return getattr(self._worker, method_name)(*args, **kwargs), wants_result
 
 
 class AsyncWorkerActor(WorkerActor):
     """A `WorkerActor` for a class with coroutines: its calls run concurrently in one event loop."""
 
-    async def call(self, asked: PackedCall, *stored: Any) -> Any:  # type: ignore[override]
+    async def call(self, method_name: str, wants_result: bool | str, /, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """Call the worker; await the result of a coroutine."""
         with _raises_portable():
-            result, wants_result = self._called(asked, stored)
-            return _wanted(await result if inspect.isawaitable(result) else result, wants_result)
+            result = getattr(self._worker, method_name)(*args, **kwargs)
+            return _reply(await result if inspect.isawaitable(result) else result, wants_result)
 
-    async def stream(self, asked: PackedCall, *stored: Any) -> AsyncIterator[Any]:  # type: ignore[override]
+    async def stream(  # type: ignore[override]
+        self, method_name: str, wants_result: bool | str, /, *args: Any, **kwargs: Any
+    ) -> AsyncIterator[Any]:
         """Call a generator or asynchronous generator method of the worker."""
         with _raises_portable():
-            results = self._called(asked, stored)[0]
-            if hasattr(results, "__aiter__"):
-                async for each in results:
-                    yield Packed(each)
-            else:
+            results = getattr(self._worker, method_name)(*args, **kwargs)
+            if not hasattr(results, "__aiter__"):
                 for each in results:
                     yield Packed(each)
+                return
+            async for each in results:
+                yield Packed(each)
 
 
 @contextmanager
 def _raises_portable() -> Iterator[None]:
-    """Convert exceptions raised in the body with `portable`."""
     try:
         yield
     except Exception as error:  # noqa: BLE001 - every exception is sent to the driver
         raise portable(error) from None
 
 
-def _wanted(result: Any, wants_result: bool | str) -> Any:
-    if wants_result == BARE:
-        return result
-    return Packed(result) if wants_result else None
-
-
-def _unpacked(asked: PackedCall, stored: Sequence[Any]) -> tuple[str, bool | str, list[Any], dict[str, Any]]:
-    method_name, wants_result, names, values, positions = asked
-    for position, value in zip(positions, stored, strict=True):
-        values[position] = value
-    named = list(zip(names, values, strict=True))
-    args = [value for name, value in named if name is None]
-    return method_name, wants_result, args, {name: value for name, value in named if name is not None}
+def _reply(result: Any, wants_result: bool | str) -> Any:
+    return result if wants_result == BARE else Packed(result) if wants_result else None
 
 
 # -- the worker's class, in a process that may import it --------------------------------------------------------------
@@ -206,18 +173,17 @@ def find_class(path: str) -> tuple[type, dict[str, Any]]:
     return plain, {key: value for key, value in options.items() if value is not None}
 
 
-def describe(plain: type, options: Mapping[str, Any]) -> Description:
-    """Describe a class as `find_class` returns it."""
-    members = dict(inspect.getmembers(plain, inspect.isroutine))
-    members = {name: member for name, member in members.items() if not name.startswith("__")}
+def describe(plain: type, options: Mapping[str, Any], workers: Sequence[Mapping[str, Any]] = ()) -> Description:
+    """Describe a class as `find_class` returns it. Its `configure_worker` gets the arguments in `workers`, for each."""
+    found = inspect.getmembers(plain, inspect.isroutine)
+    members = {name: member for name, member in found if not name.startswith("__")}
+    asynchronous = (inspect.iscoroutinefunction, inspect.isasyncgenfunction)
     return Description(
         plain.__name__,
         {name: _method(member) for name, member in members.items()},
         options,
-        is_async=any(
-            inspect.iscoroutinefunction(each) or inspect.isasyncgenfunction(each) for each in members.values()
-        ),
-        configures=hasattr(plain, "configure_worker"),
+        is_async=any(test(member) for member in members.values() for test in asynchronous),
+        configured=[_configuration(plain, each) for each in workers if hasattr(plain, "configure_worker")],
         forwards=hasattr(plain, "__getattr__"),
     )
 
@@ -229,17 +195,10 @@ def _method(member: Any) -> Method:
     return Method(yields, options)
 
 
-def configuration(
-    plain: type, num_gpus: float, bundle_indices: tuple[int, list[int]] | None, num_gpus_per_node: int
-) -> Configuration:
-    """Call the class's `configure_worker`; an empty configuration if it has none."""
-    configure = getattr(plain, "configure_worker", None)
-    if configure is None:
-        return Configuration()
-    known: dict[str, Any] = {"num_gpus": num_gpus, "bundle_indices": bundle_indices}
-    if "num_gpus_per_node" in inspect.signature(configure).parameters:
-        known["num_gpus_per_node"] = num_gpus_per_node
-    answer = tuple(configure(**known))
+def _configuration(plain: Any, arguments: Mapping[str, Any]) -> Configuration:
+    accepted = inspect.signature(plain.configure_worker).parameters
+    known = {name: value for name, value in arguments.items() if name in accepted or name != "num_gpus_per_node"}
+    answer = tuple(plain.configure_worker(**known))
     if len(answer) not in (3, 4):
         raise WorkerClassError(
             f"{plain.__name__}: configure_worker must return (resources, env_vars, init_kwargs) and optionally "

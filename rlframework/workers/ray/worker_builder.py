@@ -6,7 +6,7 @@ Names and semantics follow NeMo-RL. A worker's options, in increasing order of p
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlframework.interfaces.worker_group import WorkerSpec
 from rlframework.workers import machine
-from rlframework.workers.ray.transport import Packed
+from rlframework.workers.ray.transport import Packed, packed_call
 from rlframework.workers.ray.worker_actor import (
     BARE,
     AsyncWorkerActor,
@@ -25,7 +25,6 @@ from rlframework.workers.ray.worker_actor import (
     Description,
     Method,
     WorkerActor,
-    configuration,
     describe,
     find_class,
     split_path,
@@ -34,13 +33,11 @@ from rlframework.workers.ray.worker_actor import (
 
 def recursive_merge_options(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     """Merge both dictionaries recursively into a new one; values of `above` take precedence."""
-    merged = {
-        key: recursive_merge_options(value, {}) if isinstance(value, Mapping) else value for key, value in below.items()
-    }
+    merged = dict(below)
     for key, value in above.items():
         if isinstance(value, Mapping):
             inner = merged.get(key)
-            merged[key] = recursive_merge_options(inner if isinstance(inner, dict) else {}, value)
+            merged[key] = recursive_merge_options(inner if isinstance(inner, Mapping) else {}, value)
         else:
             merged[key] = value
     return merged
@@ -65,9 +62,7 @@ def worker_options(
     if "_nsight" in options["runtime_env"]:  # Ray renames `nsight` when it reads the options of a class
         options["runtime_env"]["nsight"] = options["runtime_env"].pop("_nsight")
     options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
-        placement_group,
-        placement_group_bundle_index=bundle,
-        placement_group_capture_child_tasks=capture_child_tasks,
+        placement_group, placement_group_bundle_index=bundle, placement_group_capture_child_tasks=capture_child_tasks
     )
     return options
 
@@ -75,23 +70,6 @@ def worker_options(
 def start_actor(options: Mapping[str, Any], *, is_async: bool) -> Any:
     """Start a `WorkerActor`; return Ray's handle without waiting."""
     return ray.remote(AsyncWorkerActor if is_async else WorkerActor).options(**options).remote()
-
-
-def call_arguments(
-    method_name: str, wants_result: bool | str, names: Sequence[str | None], values: Sequence[Any]
-) -> tuple[Any, ...]:
-    """The arguments with which to call a worker's actor: one packed `PackedCall`, then the values in Ray's store.
-
-    Arguments are packed together because each argument costs Ray time; an `ObjectRef` must be a separate argument.
-    """
-    stored = {position: value for position, value in enumerate(values) if isinstance(value, ray.ObjectRef)}
-    unstored = [None if position in stored else value for position, value in enumerate(values)]
-    return Packed((method_name, wants_result, names, unstored, list(stored))), *stored.values()
-
-
-def constructor_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The arguments of `WorkerActor.construct` after the first, for these arguments of the worker's constructor."""
-    return call_arguments("__init__", False, [None] * len(args) + list(kwargs), [*args, *kwargs.values()])
 
 
 @dataclass(frozen=True)
@@ -108,25 +86,23 @@ class BoundMethod:
 
     def remote(self, *args: Any, **kwargs: Any) -> Any:
         """Call the method; returns an `ObjectRef`, or a generator of them if the method yields."""
-        return self.send(True, [None] * len(args) + list(kwargs), *args, *kwargs.values())
+        return self.prepare(True, *args, **kwargs)()
 
-    def send(self, wants_result: bool, names: Sequence[str | None], *values: Any) -> Any:
-        """Call the method with `names` and `values` of its arguments (name None: positional)."""
+    def prepare(self, wants_result: bool, /, *args: Any, **kwargs: Any) -> Callable[[], Any]:
+        """Pack the arguments; return a function that calls the method."""
         method = self.actor.stream if self.method.yields else self.actor.call
         if self.method.options:
             method = method.options(**self.method.options)
         wanted = BARE if "num_returns" in self.method.options else wants_result
-        return method.remote(*call_arguments(self.name, wanted, names, values))
+        return packed_call(method, self.name, wanted, *args, **kwargs)
 
 
 class WorkerHandle(ActorHandle):  # type: ignore[type-arg]
     """The Ray handle of a worker, which keeps its `WorkerActor` alive and has the methods of the worker inside.
 
-    It behaves like Ray's handle of the worker's own class (`handle.method.remote(...)`, `ray.kill(handle)`), but does
-    not need that class.
-
-    Pickling preserves the worker's methods. Ray does not pickle a handle that is itself an argument or a result
-    (`task.remote(handle)`); put it in a list or a dictionary instead.
+    It behaves like Ray's handle of the worker's own class, but does not need that class. Pickling preserves the
+    worker's methods. Ray does not pickle a handle that is itself an argument or a result (`task.remote(handle)`); put
+    it in a list or a dictionary instead.
     """
 
     def __init__(self, actor: Any, described: Description) -> None:
@@ -176,10 +152,11 @@ class RayWorkerBuilder:
             num_gpus_per_node: int = 8,
             **extra_options: Any,
         ) -> Any:
-            """Start a worker on its bundle; return its pickled handle. An error in its constructor fails every call."""
+            """Start a worker on its bundle; return its pickled handle. Raises an error of the worker's constructor."""
             plain, own_options = find_class(self.ray_actor_class_fqn)
-            described = describe(plain, own_options)
-            configured = configuration(plain, num_gpus, bundle_indices, num_gpus_per_node)
+            known = {"num_gpus": num_gpus, "bundle_indices": bundle_indices, "num_gpus_per_node": num_gpus_per_node}
+            described = describe(plain, own_options, [known])
+            (configured,) = described.configured or [Configuration()]
             options = worker_options(
                 described,
                 extra_options,
@@ -190,8 +167,8 @@ class RayWorkerBuilder:
             )
             actor = start_actor(options, is_async=described.is_async)
             actor.load.remote(WorkerSpec(self.ray_actor_class_fqn, {}), {})
-            call = constructor_call(self.init_args, self.init_kwargs)
-            ray.wait([actor.construct.remote(dict(configured.init_kwargs), *call)])
+            kwargs = {**self.init_kwargs, **configured.init_kwargs}
+            ray.get(packed_call(actor.construct, *self.init_args, **kwargs)())
             return Packed(WorkerHandle(actor, described))
 
     def __init__(self, ray_actor_class_fqn: str, *args: Any, **kwargs: Any) -> None:
@@ -199,14 +176,14 @@ class RayWorkerBuilder:
         self.ray_actor_class_fqn = ray_actor_class_fqn
         self.args = args
         self.kwargs = kwargs
-        self.spec = WorkerSpec(ray_actor_class_fqn, kwargs)
+        self.spec = WorkerSpec(ray_actor_class_fqn, {})
         self.passes_context = False
 
     @classmethod
     def from_spec(cls, spec: WorkerSpec) -> RayWorkerBuilder:
         """A builder for workers that get a `WorkerContext` and compare their plugins with the driver's."""
         builder = cls(spec.target, **spec.kwargs)
-        builder.spec, builder.passes_context = spec, True
+        builder.spec, builder.passes_context = replace(spec, kwargs={}), True
         return builder
 
     def create_worker_async(
@@ -223,23 +200,15 @@ class RayWorkerBuilder:
         worker's environment in `runtime_env` (`py_executable`, `env_vars`); they are not modified. The worker inherits
         that environment, and the variables of `machine.worker_environment`, from its initializer.
         """
-        initializer: Any = (
-            ray.remote(self.IsolatedWorkerInitializer)
-            .options(
-                num_cpus=0,
-                runtime_env=recursive_merge_options(
-                    {"env_vars": machine.worker_environment(1)}, extra_options.get("runtime_env") or {}
-                ),
-                scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    placement_group, placement_group_bundle_index=placement_group_bundle_index
-                ),
-            )
-            .remote(self.ray_actor_class_fqn, *self.args, **self.kwargs)
+        place = (placement_group, placement_group_bundle_index)
+        variables = {"env_vars": machine.worker_environment(1)}
+        environment = recursive_merge_options(variables, extra_options.get("runtime_env") or {})
+        there = PlacementGroupSchedulingStrategy(*place)
+        actor_class = ray.remote(num_cpus=0, runtime_env=environment, scheduling_strategy=there)
+        initializer: Any = actor_class(self.IsolatedWorkerInitializer).remote(
+            self.ray_actor_class_fqn, *self.args, **self.kwargs
         )
-        worker = initializer.create_worker.remote(
-            placement_group, placement_group_bundle_index, num_gpus, bundle_indices, **extra_options
-        )
-        return worker, initializer
+        return initializer.create_worker.remote(*place, num_gpus, bundle_indices, **extra_options), initializer
 
     def __call__(
         self,

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
-import platform
 import signal
 import subprocess
 import sys
 import time
-import traceback
 from pathlib import Path
 
 import psutil
 import pytest
 
 from rlframework.config.sections import RayGroupConfig
-from rlframework.errors import ConfigError, WorkerError
+from rlframework.errors import ConfigError
 from rlframework.interfaces.named_sharding import NamedSharding
 from rlframework.interfaces.worker_group import WorkerSpec
 from rlframework.workers import machine
@@ -41,22 +39,6 @@ def test_only_named_variables_are_passed_and_torch_is_not_imported(monkeypatch):
     assert who["environment"]["OMP_NUM_THREADS"] == str(machine.threads_per_worker(1))
     assert who["torch_imported"] is False
     assert group.shutdown()
-
-
-@pytest.mark.parametrize(
-    ("module", "message"),
-    [
-        ("probe_broken_module", "RuntimeError: this module is broken on purpose"),
-        ("probe_cannot_import", "ModuleNotFoundError: No module named 'a_module_that_is_nowhere'"),
-    ],
-)
-def test_a_failing_import_is_reported_with_its_traceback(module, message):
-    with pytest.raises(WorkerError, match=message) as caught:
-        start(2, f"{module}:Anything")
-    told = "".join(traceback.format_exception(caught.value))
-    assert f"rank 0 of 2 on node {platform.node()}" in told
-    assert f'{module}.py", line 3' in told
-    assert module not in sys.modules
 
 
 def test_what_the_machine_cannot_run_is_rejected_before_anything_starts():

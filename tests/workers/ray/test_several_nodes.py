@@ -116,8 +116,7 @@ def test_a_node_that_leaves_fails_the_call_with_rank_and_node(of):
 
 
 @pytest.mark.parametrize(
-    ("how", "ranks"),
-    [("one_each", [[0, 0], [1, 0]]), ("packed", [[0, 0], [0, 1]]), ("spread", [[0, 0], [1, 0]])],
+    ("how", "ranks"), [("one_each", [[0, 0], [1, 0]]), ("packed", [[0, 0], [0, 1]]), ("spread", [[0, 0], [1, 0]])]
 )
 def test_workers_are_placed_as_configured_and_everything_is_released(of, how, ranks):
     told = of("configured_groups")[how]

@@ -46,10 +46,18 @@ def make_batch():
 
 
 @on_linux
-def test_workers_read_a_batch_in_place(group):
+@pytest.mark.parametrize("kind", [BatchedDataDict, dict, list], ids=["batch", "dictionary", "a share of its own"])
+def test_workers_read_tensors_in_place(group, kind):
     batch = make_batch()
+    if kind is list:
+        future = group.run_all_workers_sharded_data(
+            "look", in_sharded_axes=["tensor_parallel"], replicate_on_axes=["data_parallel"], value=[dict(batch)] * 2
+        )
+        answers = group.get_all_worker_results(future)
+    else:
+        answers = ask(group, "look", value=kind(batch))
     expected = {"ids": float(batch["ids"].sum()), "logprobs": ROWS * 1024.0}
-    for told in ask(group, "look", value=batch):
+    for told in answers:
         assert {key: found["sum"] for key, found in told.items()} == expected
         for found in told.values():
             assert found["stored"]
@@ -58,31 +66,17 @@ def test_workers_read_a_batch_in_place(group):
 
 
 @on_linux
-@pytest.mark.parametrize("kind", [dict, list], ids=["a dictionary", "a share of its own"])
-def test_plain_dictionaries_of_tensors_are_read_in_place_too(group, kind):
-    value = dict(make_batch())
-    if kind is dict:
-        found = ask(group, "look", value=value)[0]
-    else:
-        future = group.run_all_workers_sharded_data(
-            "look", in_sharded_axes=["tensor_parallel"], replicate_on_axes=["data_parallel"], value=[value, value]
-        )
-        found = group.get_all_worker_results(future)[1]
-    assert [(told["stored"], told["copied"]) for told in found.values()] == [(True, 0)] * 2
-
-
-@on_linux
 def test_writes_of_a_worker_are_private(group):
     import ray
 
     batch = make_batch()
     stored = ray.put(transport.Packed(batch))  # as `_shared` does, but held here, to look at it afterwards
-    refs = [group._send(rank, "call", "spoil", True, ("value",), stored) for rank in (0, 1)]
+    refs = [group._send(rank, "call", "spoil", True, {"value": stored}) for rank in (0, 1)]
     for copied in (ray.get(ref) for ref in refs):
         assert 0 < copied <= 8  # the page that was written to, not the megabytes
     assert int(batch["ids"][0, 0]) == 0
     assert torch.equal(ray.get(stored)["ids"], batch["ids"])
-    first = ray.get(group._send(0, "call", "look", True, ("value",), stored))
+    first = ray.get(group._send(0, "call", "look", True, {"value": stored}))
     assert first["ids"]["sum"] == float(batch["ids"].sum())
 
 

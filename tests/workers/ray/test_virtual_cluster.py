@@ -8,19 +8,12 @@ from pathlib import Path
 
 import pytest
 import ray
-from hypothesis import given
-from hypothesis import strategies as st
 from ray.util.placement_group import placement_group_table
 
 from rlframework.errors import UserError
 from rlframework.workers.ray import placement
 from rlframework.workers.ray.placement import Machine, Placement
-from rlframework.workers.ray.virtual_cluster import (
-    ClusterArgumentError,
-    RayVirtualCluster,
-    ResourceInsufficientError,
-    init_ray,
-)
+from rlframework.workers.ray.virtual_cluster import RayVirtualCluster, ResourceInsufficientError, init_ray
 
 pytestmark = pytest.mark.slow
 
@@ -103,20 +96,6 @@ def test_groups_go_to_different_machines_while_any_are_free():
     assert placement.assign([8, 3], CPU, machines) is None
 
 
-@given(
-    counts=st.lists(st.integers(1, 4), min_size=1, max_size=5),
-    cpus=st.lists(st.integers(0, 6), min_size=1, max_size=4),
-)
-def test_an_assignment_fits_and_is_found_if_one_exists(counts, cpus):
-    machines = [machine(str(index), amount) for index, amount in enumerate(cpus)]
-    chosen = placement.assign(counts, CPU, machines)
-    if chosen is None:
-        return
-    for index, amount in enumerate(cpus):
-        assert sum(count for count, node in zip(counts, chosen, strict=True) if node == str(index)) <= amount
-    assert placement.capacity_shortfall(counts, CPU, machines, unified=False) == ""
-
-
 def test_groups_are_nodes_and_the_machines_of_one_group_too():
     addresses = {"x": "10.0.0.1", "y": "10.0.0.2"}
     assert placement.rank_placements([["y", "y"], ["x"]], addresses) == [
@@ -151,22 +130,12 @@ class TestOnRay:
         assert len(made._init_placement_groups(use_unified_pg=True)) == 1
         assert [(place.node_rank, place.local_rank) for place in made.placements()] == [(0, 0), (0, 1)]
 
-    def test_an_unknown_strategy_reserves_nothing(self, cluster):
-        with pytest.raises(ClusterArgumentError, match="FAR"):
-            cluster([1])._init_placement_groups(strategy="FAR")
-
     def test_insufficient_resources_are_reported_with_the_request(self, cluster):
         cpus = int(ray.cluster_resources()["CPU"])
         with pytest.raises(ResourceInsufficientError) as told:
             cluster([1, cpus], name="mine").get_placement_groups()
         for part in ("'mine'", "node 0: 1", f"node 1: {cpus}", f"in total CPU {cpus + 1}", f"CPU {cpus} ("):
             assert part in str(told.value)
-
-    def test_missing_gpus_are_reported(self, cluster):
-        if ray.cluster_resources().get("GPU"):
-            pytest.skip("there are GPUs")
-        with pytest.raises(ResourceInsufficientError, match="GPU 0"):
-            cluster([1], use_gpus=True).get_placement_groups()
 
     def test_the_pauses_double(self, cluster, monkeypatch, caplog):
         pauses = []
@@ -199,14 +168,12 @@ class TestOnRay:
         with socket.socket() as free:
             _bind_soon(free, (address, port))
 
-    def test_shutdown_releases_everything_and_is_idempotent(self, cluster):
+    def test_shutdown_or_garbage_collection_releases_everything(self, cluster):
         made = cluster([1])
         group = made.get_placement_groups()[0]
         assert made.shutdown()
         assert made.shutdown()
         assert placement_group_table(group)["state"] == "REMOVED"
-
-    def test_a_garbage_collected_cluster_releases_everything(self):
         made = RayVirtualCluster([1], use_gpus=False)
         group = made.get_placement_groups()[0]
         del made

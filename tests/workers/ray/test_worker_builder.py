@@ -10,17 +10,9 @@ import ray
 from probe_options import OUTER
 
 from rlframework.errors import BatchError
-from rlframework.interfaces.worker_group import WorkerSpec
 from rlframework.workers.failures import FAILURE, portable
 from rlframework.workers.ray.virtual_cluster import RayVirtualCluster
-from rlframework.workers.ray.worker_actor import (
-    Configuration,
-    Description,
-    WorkerActor,
-    WorkerClassError,
-    find_class,
-    split_path,
-)
+from rlframework.workers.ray.worker_actor import Configuration, Description, WorkerClassError, find_class, split_path
 from rlframework.workers.ray.worker_builder import RayWorkerBuilder, recursive_merge_options, worker_options
 
 pytestmark = pytest.mark.slow
@@ -135,15 +127,6 @@ def test_an_error_that_cannot_be_pickled_is_described_as_text():
     assert type(got) is ValueError
     assert "lambda" in str(got)
     assert type(raised(UnicodeDecodeError("utf-8", b"x", 0, 1, "odd"))) is UnicodeDecodeError
-
-
-def test_every_call_raises_the_error_of_a_failed_constructor():
-    actor = WorkerActor()
-    actor.load(WorkerSpec("probe_options:Plain", {}), {})
-    with pytest.raises(TypeError):
-        actor.construct({}, ("__init__", False, ["unknown"], [1], []))
-    with pytest.raises(TypeError):
-        actor.call(("answer", True, [], [], []))
 
 
 # -- on Ray -----------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from rlframework.plugins.types import Capability
 from rlframework.weight_sync import collective
 from rlframework.weight_sync.ipc import IpcSender, device_id
 from rlframework.weight_sync.process_group import RefitGroup
-from rlframework.workers.ports import bind_free_port
+from rlframework.workers.machine import bind_free_port
 
 _MOST = 4
 _PROMPTS = PROMPTS[:3]
