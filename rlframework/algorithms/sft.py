@@ -90,7 +90,7 @@ class SFT(StepLoop):
     def encode(self, samples: Sequence[Sample], split: Split) -> BatchedDataDict[Any]:
         """Return the batch of `samples` of `split`: one conversation per row, with a mask on the trained tokens."""
         rendered = self.render(samples)
-        self.inputs.fits(split, [len(ids) for ids, _ in rendered], [sample.id for sample in samples])
+        self.inputs.fits(split, [len(ids) for ids, _ in rendered], samples)
         return _batch(pad_rendered(rendered, self.parts.tokenizer.pad_token_id))
 
     def render(self, samples: Sequence[Sample]) -> list[tuple[list[int], list[bool]]]:

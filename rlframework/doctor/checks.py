@@ -7,13 +7,13 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rlframework.config.sections import RunConfig
 from rlframework.configure import load_config, resolve_device
@@ -53,6 +53,11 @@ note = partial(Finding, Level.NOTE)
 unknown = partial(Finding, Level.UNKNOWN)
 warning = partial(Finding, Level.WARNING)
 broken = partial(Finding, Level.BROKEN)
+
+
+def judged(good: bool, text: str, remedy: str, facts: Mapping[str, Any] | None = None) -> Finding:
+    """Ok if `good`, else a warning with `remedy`."""
+    return ok(text, facts=facts or {}) if good else warning(text, remedy, facts or {})
 
 
 class ProbeError(Exception):
@@ -119,7 +124,7 @@ def ask(command: Sequence[str], seconds: float) -> Any:
         raise ProbeError(f"no answer within {seconds:g} s") from None
     except OSError as error:
         raise ProbeError(str(error)) from error
-    said = next((line.strip() for line in reversed(done.stderr.splitlines()) if line.strip()), "no error output")
+    said = (done.stderr.strip() or "no error output").splitlines()[-1].strip()
     if code := done.returncode:
         how = f"exit code {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
         raise ProbeError(f"the process ended with {how}: {said}")
@@ -130,11 +135,3 @@ def ask(command: Sequence[str], seconds: float) -> Any:
     if isinstance(found, dict) and set(found) == {"error"}:
         raise ProbeError(found["error"])
     return found
-
-
-class Check(NamedTuple):
-    """A check: `rlframework doctor` shows its findings under `topic` and `name`."""
-
-    topic: str
-    name: str
-    function: Callable[[Context], Iterable[Finding]]

@@ -7,21 +7,60 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
-from typing import Any
+from typing import NamedTuple
 
 from rich.table import Table
 from rich.text import Text
 
 from rlframework import __version__
-from rlframework.doctor import cluster, devices, machine, packages, run
-from rlframework.doctor.checks import Check, Context, Finding, Level, unknown
+from rlframework.config.sections import RunConfig
+from rlframework.doctor import machine, run
+from rlframework.doctor.checks import Context, Finding, Level, unknown
 from rlframework.observers.secrets import HIDDEN, hide_secrets, is_secret_name
 
-CHECKS = (*machine.CHECKS, *devices.CHECKS, *packages.CHECKS, *cluster.CHECKS, *run.CHECKS)
+
+class Check(NamedTuple):
+    """A check: `rlframework doctor` shows its findings under `topic` and `name`."""
+
+    topic: str
+    name: str
+    function: Callable[[Context], Iterable[Finding]]
+
+
+def _if_loaded(check: Callable[[Context, RunConfig], Iterable[Finding]]) -> Callable[[Context], Iterable[Finding]]:
+    """`check`, without findings if the configuration does not load."""
+    return lambda context: check(context, context.config) if context.config is not None else ()
+
+
+CHECKS = (
+    Check("machine", "python", machine.python),
+    Check("machine", "processor", machine.processor),
+    Check("machine", "memory", machine.memory),
+    Check("machine", "disk", machine.disk),
+    Check("machine", "shared memory", machine.shared_memory),
+    Check("machine", "open files", machine.open_files),
+    Check("machine", "processes", machine.processes),
+    Check("machine", "proxies", machine.proxies),
+    Check("machine", "variables", machine.variables),
+    Check("devices", "GPUs", machine.gpus),
+    Check("devices", "torch", machine.torch),
+    Check("packages", "versions", machine.versions),
+    Check("packages", "requirements", machine.requirements),
+    Check("packages", "compilers", machine.compilers),
+    Check("plugins", "found", machine.plugins),
+    Check("cluster", "ray", run.ray),
+    Check("cluster", "token", run.token),
+    Check("cluster", "nodes", run.nodes),
+    Check("run", "configuration", run.configuration),
+    Check("run", "model", _if_loaded(run.model)),
+    Check("run", "estimate", _if_loaded(run.estimate)),
+    Check("run", "workers", _if_loaded(run.workers)),
+    Check("run", "python of the workers", _if_loaded(run.python_of_workers)),
+)
 """All checks in display order. Those of the topic "run" need a configuration, and are skipped without one."""
 
 _TOGETHER = 8
@@ -111,17 +150,7 @@ def _findings(one: Check, context: Context) -> list[Finding]:
 
 
 def _hidden(finding: Finding, secrets: Sequence[str]) -> Finding:
-    shown = {"text": finding.text, "remedy": finding.remedy, "facts": finding.facts}
-    return replace(finding, **_without(secrets, hide_secrets(shown)))
-
-
-def _without(secrets: Sequence[str], value: Any) -> Any:
-    """`value` (JSON types) with each of `secrets` replaced in every text."""
-    if isinstance(value, dict):
-        return {key: _without(secrets, item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_without(secrets, item) for item in value]
-    if isinstance(value, str):
-        for secret in secrets:
-            value = value.replace(secret, HIDDEN)
-    return value
+    shown = json.dumps(hide_secrets({"text": finding.text, "remedy": finding.remedy, "facts": finding.facts}))
+    for secret in secrets:
+        shown = shown.replace(json.dumps(secret)[1:-1], HIDDEN)
+    return replace(finding, **json.loads(shown))

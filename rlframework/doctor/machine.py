@@ -1,4 +1,4 @@
-"""Checks of this machine: Python, processor, memory, disk, limits, proxies, environment variables."""
+"""Checks of this machine: hardware, limits, environment variables, GPUs, packages and plugins."""
 
 from __future__ import annotations
 
@@ -8,11 +8,21 @@ import resource
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from importlib import metadata
 from pathlib import Path
 
-from rlframework.doctor.checks import Check, Context, Finding, note, ok, unknown, warning
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from rlframework.doctor.checks import Context, Finding, ProbeError, judged, note, ok, unknown, warning
+from rlframework.doctor.probes import TorchDevices
+from rlframework.errors import PluginError
 from rlframework.observers import host
+from rlframework.observers.environment import PACKAGES
+from rlframework.observers.host import package_version
 from rlframework.observers.secrets import HIDDEN, is_secret_name
 from rlframework.workers.machine import cpu_count
 
@@ -28,6 +38,16 @@ _SHOWN = ("CUDA_VISIBLE_DEVICES", "TRANSFORMERS_OFFLINE", "MASTER_ADDR", "MASTER
 _PROXIES = ("http_proxy", "https_proxy", "grpc_proxy", "HTTP_PROXY", "HTTPS_PROXY", "GRPC_PROXY")
 
 
+LEAST_CAPABILITY = (8, 0)
+"""Minimum compute capability for bfloat16 in hardware."""
+
+CORE = "rlframework-core"
+OWN = (CORE, "rlframework-dtensor", "rlframework-deepspeed", "rlframework-megatron")
+UNRELATED = "rlframework"
+"""An unrelated distribution on PyPI that has a package of the same name."""
+_MISSING = "not installed"
+
+
 def gib(size: float) -> str:
     """Format bytes in GiB."""
     return f"{size / GIB:,.1f} GiB"
@@ -39,8 +59,10 @@ def python(context: Context) -> Iterator[Finding]:
     text = f"Python {version} at {sys.executable}; {system} {platform.release()} {platform.machine()}"
     yield ok(text, facts={"version": version, "executable": sys.executable})
     if system != "Linux":
-        remedy = "Use Linux, or worker_group.name=inline; GPUs and Ray clusters need Linux"
-        yield warning(f"rlframework is not tested on {system}", remedy)
+        yield warning(
+            f"rlframework is not tested on {system}",
+            "Use Linux, or worker_group.name=inline; GPUs and Ray clusters need Linux",
+        )
 
 
 def processor(context: Context) -> Iterator[Finding]:
@@ -61,11 +83,10 @@ def memory(context: Context) -> Iterator[Finding]:
     total, free = host.total_memory(), host.available_memory()
     if total is None or free is None:
         yield unknown("cannot determine the amount of memory")
-    elif free < LITTLE_MEMORY:
-        remedy = "Stop other programs, or use a machine with more memory: torch alone takes 0.5 GiB per worker"
-        yield warning(f"{gib(total)}, {gib(free)} free", remedy)
     else:
-        yield ok(f"{gib(total)}, {gib(free)} free", facts={"total_bytes": total, "free_bytes": free})
+        remedy = "Stop other programs, or use a machine with more memory: torch alone takes 0.5 GiB per worker"
+        facts = {"total_bytes": total, "free_bytes": free}
+        yield judged(free >= LITTLE_MEMORY, f"{gib(total)}, {gib(free)} free", remedy, facts)
 
 
 def disk(context: Context) -> Iterator[Finding]:
@@ -75,14 +96,11 @@ def disk(context: Context) -> Iterator[Finding]:
         places["output_dir"] = context.config.output_dir.absolute()
     for name, path in places.items():
         usage = shutil.disk_usage(next(place for place in (path, *path.parents) if place.exists()))
-        text, facts = f"{name} ({path}): {gib(usage.free)} free", {"free_bytes": usage.free}
-        if usage.free < LITTLE_DISK or 1 - usage.free / usage.total > FULL_DISK:
-            remedy = "Free some space"
-            if name == "temporary files":
-                remedy += ", or set TMPDIR and RAY_TMPDIR to another disk; Ray stops writing to a disk that is 95% full"
-            yield warning(text, remedy, facts)
-        else:
-            yield ok(text, facts=facts)
+        remedy = "Free some space"
+        if name == "temporary files":
+            remedy += ", or set TMPDIR and RAY_TMPDIR to another disk; Ray stops writing to a disk that is 95% full"
+        enough = usage.free >= LITTLE_DISK and 1 - usage.free / usage.total <= FULL_DISK
+        yield judged(enough, f"{name} ({path}): {gib(usage.free)} free", remedy, {"free_bytes": usage.free})
 
 
 def shared_memory(context: Context) -> Iterator[Finding]:
@@ -92,12 +110,12 @@ def shared_memory(context: Context) -> Iterator[Finding]:
         return
     usage = shutil.disk_usage(SHM)
     text, facts = f"{SHM}: {gib(usage.total)}, {gib(usage.free)} free", {"free_bytes": usage.free}
+    remedy = f"docker run --shm-size=8g in a container, else mount -o remount,size=8G {SHM}, or delete files in it"
     if usage.free >= LITTLE_SHM:
         yield ok(text, facts=facts)
     elif context.config is not None and not context.uses_group("ray"):
         yield note(f"{text}; too little for Ray, but this run does not use it", facts=facts)
     else:
-        remedy = f"docker run --shm-size=8g in a container, else mount -o remount,size=8G {SHM}, or delete files in it"
         yield warning(f"{text}: Ray falls back to slow files, and NCCL may fail", remedy, facts)
 
 
@@ -119,10 +137,8 @@ def processes(context: Context) -> Iterator[Finding]:
     limits = [limit for limit in resource.getrlimit(resource.RLIMIT_NPROC)[:1] if limit >= 0]
     least = min([*limits, *(int(word) for word in _words(_TASKS) if word.isdigit())], default=None)
     text = f"{'no limit on' if least is None else f'at most {least}'} processes and threads (ulimit -u, pids.max)"
-    if least is not None and least < FEW_TASKS:
-        yield warning(text, f"Raise the limit to at least {FEW_TASKS} (ulimit -u, docker run --pids-limit)")
-    else:
-        yield ok(text)
+    remedy = f"Raise the limit to at least {FEW_TASKS} (ulimit -u, docker run --pids-limit)"
+    yield judged(least is None or least >= FEW_TASKS, text, remedy)
 
 
 def proxies(context: Context) -> Iterator[Finding]:
@@ -153,14 +169,148 @@ def _words(path: Path) -> list[str]:
         return []
 
 
-CHECKS = (
-    Check("machine", "python", python),
-    Check("machine", "processor", processor),
-    Check("machine", "memory", memory),
-    Check("machine", "disk", disk),
-    Check("machine", "shared memory", shared_memory),
-    Check("machine", "open files", open_files),
-    Check("machine", "processes", processes),
-    Check("machine", "proxies", proxies),
-    Check("machine", "variables", variables),
-)
+def gpus(context: Context) -> Iterator[Finding]:
+    """The GPUs that nvidia-smi lists."""
+    found = host.gpus()
+    driver = host.command_output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
+    if not found:
+        text = "nvidia-smi finds no GPU" if driver is not None else "no GPU: nvidia-smi is missing or fails"
+        if context.device == "cuda":
+            remedy = "Set device=cpu, or run where nvidia-smi shows a GPU (in a container: docker run --gpus all)"
+            yield context.problem(f"{text}, but device=cuda", remedy, needed=not context.uses_group("ray"))
+        else:
+            yield note(text, "A GPU is optional: everything also runs on CPUs")
+    version = (driver or "").strip().partition("\n")[0]
+    for number, gpu in enumerate(found):
+        text = f"GPU {number}: {gpu.name}, {gib(gpu.memory_bytes)}, {gib(gpu.free_bytes)} free; driver {version}"
+        free = gpu.free_bytes >= gpu.memory_bytes // 2
+        text += "" if free else ": in use by other processes"
+        yield judged(free, text, "nvidia-smi lists the processes; use another GPU", asdict(gpu) | {"driver": version})
+
+
+def torch(context: Context) -> Iterator[Finding]:
+    """Whether torch can be imported, detects all GPUs, can compute on them, and can connect workers."""
+    try:
+        found: TorchDevices = context.probe("torch_devices")
+    except ProbeError as error:
+        remedy = "Reinstall torch: pip install --force-reinstall torch"
+        yield context.problem(f"torch cannot be imported: {error}", remedy, needed=True)
+        return
+    facts = {"torch": found["torch"], "cuda": found["cuda"], "nccl": found["nccl"]}
+    built = f"for CUDA {found['cuda']}, with NCCL {found['nccl']}" if found["cuda"] else "without CUDA"
+    yield ok(f"torch {found['torch']}, built {built}", facts=facts)
+    on_gpu = context.device == "cuda"
+    if host.gpus() and not found["cuda_available"]:
+        if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+            yield note("torch sees no GPU because CUDA_VISIBLE_DEVICES is empty", "Unset it to use GPUs")
+        elif found["cuda"]:
+            text = f"torch for CUDA {found['cuda']} cannot use the GPU: {'; '.join(found['warnings'])}"
+            remedy = "Update the driver, or install torch for an older CUDA; nvidia-smi shows the newest supported one"
+            yield context.problem(text, remedy, needed=on_gpu)
+        else:
+            remedy = "Install torch's CUDA wheel: see https://pytorch.org/get-started"
+            yield context.problem("there is a GPU, but this torch is built without CUDA", remedy, needed=on_gpu)
+    for number, gpu in enumerate(found["gpus"]):
+        if gpu["error"]:
+            text = f"torch cannot compute on GPU {number} ({gpu['name']}): {gpu['error']}"
+            remedy = "Check nvidia-smi, or exclude the GPU with CUDA_VISIBLE_DEVICES"
+            yield context.problem(text, remedy, needed=on_gpu)
+        elif tuple(gpu["capability"]) < LEAST_CAPABILITY:
+            text = f"GPU {number} ({gpu['name']}) has compute capability {'.'.join(map(str, gpu['capability']))}"
+            yield warning(f"{text}: no bfloat16 in hardware", "Set policy.precision=float32")
+    if found["cuda"] and not found["nccl"]:
+        text = "torch is built for CUDA but without NCCL: several GPUs cannot communicate"
+        yield context.problem(text, "Install the official torch wheels for Linux", needed=on_gpu)
+    if found["gloo_error"] is not None:
+        named = os.environ.get("GLOO_SOCKET_IFNAME")
+        remedy = (
+            f"Set GLOO_SOCKET_IFNAME to an interface listed by `ip addr` (it is {named!r})"
+            if named
+            else "Give this machine's hostname an address (/etc/hosts), or set GLOO_SOCKET_IFNAME=lo"
+        )
+        several = context.config is not None and context.config.worker_group.num_workers > 1
+        yield context.problem(f"gloo cannot form a process group: {found['gloo_error']}", remedy, needed=several)
+
+
+def versions(context: Context) -> Iterator[Finding]:
+    """The versions of relevant packages."""
+    found = {name: package_version(name) for name in dict.fromkeys([*OWN, *PACKAGES])}
+    there = {name: version for name, version in found.items() if version != _MISSING}
+    yield ok(", ".join(f"{name} {version}" for name, version in there.items()), facts={"versions": there})
+
+
+def requirements(context: Context) -> Iterator[Finding]:
+    """Requirements of rlframework's distributions, and transitively of their dependencies."""
+    own = [name for name in OWN if package_version(name) != _MISSING]
+    backend = "" if context.config is None else f"rlframework-{context.config.policy.backend}"
+    found = list(clashes(own))
+    for distribution, needed, there in found:
+        installed = "it is not installed" if there == _MISSING else f"{there} is installed"
+        text = f"{distribution} requires {needed}, but {installed}"
+        if distribution in OWN:
+            yield context.problem(text, f"pip install '{needed}'", needed=distribution in (CORE, backend))
+        else:
+            yield warning(text, f"Install a version that fits {needed}; `pip check` shows which packages require it")
+    if not found:
+        yield ok(f"all requirements of {', '.join(own)} are met")
+    if (version := package_version(UNRELATED)) != _MISSING:
+        text = f"the unrelated distribution {UNRELATED!r} {version} is installed and overwrites this package"
+        yield context.problem(text, f"pip uninstall {UNRELATED}, then reinstall rlframework-core", needed=True)
+
+
+def clashes(roots: Iterable[str]) -> Iterator[tuple[str, str, str]]:
+    """Yield unmet requirements of `roots` and, transitively, of their dependencies, breadth first.
+
+    Each is the distribution, its requirement as for `pip install`, and the installed version or "not installed".
+    """
+    waiting = [(root, "") for root in roots]
+    for distribution, extra in waiting:  # grows meanwhile
+        for requirement in map(Requirement, metadata.requires(distribution) or []):
+            if _applies(requirement, "") == bool(extra) or not _applies(requirement, extra):
+                continue  # of another machine or extra, or seen without the extra
+            there = package_version(requirement.name)
+            if there == _MISSING or not requirement.specifier.contains(there, prereleases=True):
+                requirement.marker = None
+                yield distribution, str(requirement), there
+                continue
+            found = str(canonicalize_name(requirement.name))
+            further = [(found, inner) for inner in ("", *sorted(requirement.extras))]
+            waiting += [one for one in further if one not in waiting]
+
+
+def _applies(requirement: Requirement, extra: str) -> bool:
+    return requirement.marker is None or requirement.marker.evaluate({"extra": extra})
+
+
+def compilers(context: Context) -> Iterator[Finding]:
+    """Compilers for DeepSpeed's offload to disk, which is built on first use."""
+    if package_version("deepspeed") == _MISSING:
+        return
+    if missing := " and ".join(tool for tool in ("g++", "ninja") if shutil.which(tool) is None):
+        text = f"{missing} not found: DeepSpeed cannot offload to disk (device: nvme); everything else works"
+        yield note(text, "To enable it: apt-get install g++; pip install ninja, with its folder on PATH")
+    else:
+        yield ok("g++ and ninja are installed")
+
+
+def plugins(context: Context) -> Iterator[Finding]:
+    """The available plugins by kind, and those that are broken or disabled."""
+    try:
+        rows = context.manager.listing()
+    except PluginError as error:
+        yield context.problem(str(error), "See `rlframework plugins`", needed=True)
+        return
+    kinds: dict[str, list[str]] = defaultdict(list)
+    for row in rows:
+        if row.status == "active" and row.kind is not None:
+            kinds[row.kind].append(row.name)
+    text = "; ".join(f"{kind}: {', '.join(sorted(names))}" for kind, names in sorted(kinds.items()))
+    yield ok(text, facts={"parts": dict(kinds)})
+    for row in rows:
+        title = f"the {row.kind or 'plugin'} {row.name} ({row.distribution} {row.version}) is {row.status}"
+        if row.status == "disabled":
+            yield note(f"{title}: {row.reason}")
+        elif row.status == "broken":
+            remedy = f"Reinstall {row.distribution}, or disable it: RLFRAMEWORK_DISABLE_PLUGINS={row.name}"
+            needed = context.config is None  # a chosen one would not load
+            yield context.problem(f"{title}: {row.reason}", remedy, needed=needed)

@@ -62,30 +62,25 @@ def torch_devices() -> TorchDevices:
         import torch
         import torch.distributed as dist
 
-        nccl: str | None = None
-        gloo_error: str | None = "torch was built without it"
         cuda = torch.cuda.is_available()
-        gpus: list[TorchGpu] = [
-            {
-                "name": torch.cuda.get_device_name(index),
-                "capability": torch.cuda.get_device_capability(index),
-                "error": _error_of(partial(_compute, index)),
-            }
-            for index in range(torch.cuda.device_count() if cuda else 0)
-        ]
-        if dist.is_available() and dist.is_nccl_available() and torch.version.cuda:
-            nccl = ".".join(map(str, torch.cuda.nccl.version()))
-        if dist.is_available() and dist.is_gloo_available():
-            gloo_error = _error_of(_form_gloo_group)
-    return {
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "cuda_available": cuda,
-        "gpus": gpus,
-        "nccl": nccl,
-        "gloo_error": gloo_error,
-        "warnings": [str(warning.message).partition("\n")[0] for warning in caught],
-    }
+        nccl = dist.is_available() and dist.is_nccl_available() and torch.version.cuda is not None
+        gloo = dist.is_available() and dist.is_gloo_available()
+        return {
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "cuda_available": cuda,
+            "gpus": [
+                {
+                    "name": torch.cuda.get_device_name(index),
+                    "capability": torch.cuda.get_device_capability(index),
+                    "error": _error_of(partial(_compute, index)),
+                }
+                for index in range(torch.cuda.device_count() if cuda else 0)
+            ],
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())) if nccl else None,
+            "gloo_error": _error_of(_form_gloo_group) if gloo else "torch was built without it",
+            "warnings": [str(warning.message).partition("\n")[0] for warning in caught],
+        }
 
 
 def ray_cluster(address: str) -> RayCluster:
@@ -94,7 +89,14 @@ def ray_cluster(address: str) -> RayCluster:
 
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-        nodes: list[RayNode] = [
+        found = [(node, node.get("Resources", {})) for node in ray.nodes()]  # type: ignore[no-untyped-call]
+        free = ray.available_resources()  # type: ignore[no-untyped-call]
+    finally:
+        ray.shutdown()
+    return {
+        "ray": ray.__version__,
+        "python": ".".join(map(str, sys.version_info[:3])),
+        "nodes": [
             {
                 "address": str(node.get("NodeManagerAddress")),
                 "alive": bool(node.get("Alive")),
@@ -103,16 +105,8 @@ def ray_cluster(address: str) -> RayCluster:
                 "memory_bytes": total.get("memory", 0),
                 "object_store_bytes": total.get("object_store_memory", 0),
             }
-            for node in ray.nodes()  # type: ignore[no-untyped-call]
-            for total in [node.get("Resources", {})]
-        ]
-        free = ray.available_resources()  # type: ignore[no-untyped-call]
-    finally:
-        ray.shutdown()
-    return {
-        "ray": ray.__version__,
-        "python": ".".join(map(str, sys.version_info[:3])),
-        "nodes": nodes,
+            for node, total in found
+        ],
         "free": {name: amount for name, amount in free.items() if not name.startswith("node:")},
     }
 
@@ -141,16 +135,10 @@ def _error_of(work: Callable[[], object]) -> str | None:
 
 
 def _with_causes(error: BaseException) -> str:
-    causes = [error]
-    while causes[-1].__cause__ is not None:
-        causes.append(causes[-1].__cause__)
-    return "; because of ".join(f"{type(one).__name__}: {_short(str(one))}" for one in causes)
-
-
-def _short(text: str) -> str:
-    """`text` with an embedded traceback reduced to its last line."""
-    before, traceback, inside = text.strip().partition("Traceback (most recent call last):")
-    return f"{before}{inside.splitlines()[-1]}" if traceback and inside else before
+    """The messages of `error` and its causes; of an embedded traceback, only the last line."""
+    before, traceback, inside = str(error).strip().partition("Traceback (most recent call last):")
+    text = f"{type(error).__name__}: {before}{inside.splitlines()[-1] if traceback and inside else ''}"
+    return text if error.__cause__ is None else f"{text}; because of {_with_causes(error.__cause__)}"
 
 
 if __name__ == "__main__":

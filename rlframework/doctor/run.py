@@ -1,28 +1,142 @@
-"""Checks of a configured run: that it loads, its model is available, its workers fit, and the checks of `--dry-run`."""
+"""Checks of a run and of the Ray cluster that it would attach to: `--dry-run`, the model's files, workers that fit."""
 
 from __future__ import annotations
 
 import json
 import os
+import socket
+import stat
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
 from rlframework.config.sections import RunConfig
-from rlframework.doctor.checks import Check, Context, Finding, ProbeError, ask, broken, note, ok, warning
-from rlframework.doctor.cluster import address, cluster_nodes
+from rlframework.doctor.checks import Context, Finding, ProbeError, ask, broken, note, ok, warning
+from rlframework.doctor.machine import gib
+from rlframework.doctor.probes import RayCluster, RayNode
 from rlframework.errors import RLFrameworkError
-from rlframework.huggingface.hub import is_path, probe_hub
+from rlframework.huggingface.hub import hub_problem, is_path
 from rlframework.observers import host
 from rlframework.workers.machine import cpu_count
 
-_PYTHON_SECONDS = 60.0
+ATTACH_SECONDS, CONNECT_SECONDS, PYTHON_SECONDS = 60.0, 3.0, 60.0
 _VERSIONS = (
     "import json, sys, importlib.metadata as m; "
     "print(json.dumps(['.'.join(map(str, sys.version_info[:3])), m.version('ray')]))"
 )
-_OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+
+
+def address(context: Context) -> str | None:
+    """Return the address of the cluster that a run attaches to; None if it starts a local Ray instance."""
+    named = getattr(context.config.worker_group, "address", None) if context.config is not None else None
+    found = named or os.environ.get("RAY_ADDRESS")
+    return None if found in (None, "", "local") else found
+
+
+def cluster_nodes(context: Context) -> list[RayNode] | None:
+    """Return the live nodes of the cluster that the run attaches to; None if there is none or it is unreachable."""
+    where = address(context)
+    with suppress(ProbeError):
+        return None if where is None else [node for node in _attach(context, where)["nodes"] if node["alive"]]
+    return None
+
+
+def ray(context: Context) -> Iterator[Finding]:
+    """The installed Ray, and the cluster that a run would use."""
+    version, where = host.package_version("ray"), address(context)
+    how = "a run starts a local instance on 127.0.0.1 and stops it at the end"
+    if where is not None:
+        how = f"runs attach to the cluster at {where}"
+    yield ok(f"ray {version}; {how}", facts={"version": version, "address": where})
+
+
+def token(context: Context) -> Iterator[Finding]:
+    """Ray's token authentication: without it, anyone who can reach Ray's ports can run programs as this user."""
+    mode, source, where = os.environ.get("RAY_AUTH_MODE", "").lower(), token_source(), address(context)
+    if mode == "disabled":
+        text = "RAY_AUTH_MODE=disabled: anyone who can reach Ray's ports can run programs here"
+        yield warning(text, "Unset RAY_AUTH_MODE; `ray get-auth-token --generate` creates a token")
+    elif source is not None:
+        if not mode and where not in (None, "auto"):
+            text = f"Ray sends the token in {source} to a cluster given by address only if RAY_AUTH_MODE=token is set"
+            yield warning(text, "Export RAY_AUTH_MODE=token on this machine and on all nodes")
+        else:
+            yield ok(f"Ray's token authentication is on; the token is in {source}")
+        path = Path(source)
+        if path.is_file() and path.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
+            yield warning(f"other users can read Ray's token in {path}", f"chmod 600 {path}")
+    elif where is None:
+        text = "no token yet: the local Ray instance of a run creates one, but `ray start` runs without"
+        yield note(text, "Before `ray start`, run: ray get-auth-token --generate > /dev/null")
+    else:
+        yield warning(
+            "no token found: a cluster with token authentication rejects this machine, and one without is open to "
+            "anyone who can reach it",
+            "Copy ~/.ray/auth_token from the head node (mode 600), or set RAY_AUTH_TOKEN_PATH",
+        )
+
+
+def nodes(context: Context) -> Iterator[Finding]:
+    """Attach to the cluster as a run does: nodes, resources, versions on both sides."""
+    where = address(context)
+    if where is None:
+        return
+    try:
+        found = _attach(context, where)
+    except ProbeError as error:
+        yield context.problem(str(error), _remedy(str(error)), needed=context.uses_group("ray"))
+        return
+    living = [node for node in found["nodes"] if node["alive"]]
+    for node in living:
+        memory = f"memory {gib(node['memory_bytes'])}, objects {gib(node['object_store_bytes'])}"
+        yield ok(f"node {node['address']}: {node['cpus']:g} CPU, {node['gpus']:g} GPU, {memory}", facts=node)
+    free = ", ".join(f"{found['free'].get(name, 0):g} {name}" for name in ("CPU", "GPU"))
+    text = f"{len(living)} node(s); free now: {free}; ray {found['ray']} and Python {found['python']} on both sides"
+    yield ok(text, facts={"free": found["free"], "ray": found["ray"], "python": found["python"]})
+    if gone := ", ".join(node["address"] for node in found["nodes"] if not node["alive"]):
+        yield note(f"nodes that left the cluster: {gone}")
+
+
+def token_source() -> str | None:
+    """Return where Ray finds its token, in Ray's order: a variable, the file named by one, the home directory."""
+    if os.environ.get("RAY_AUTH_TOKEN"):
+        return "RAY_AUTH_TOKEN"
+    named = os.environ.get("RAY_AUTH_TOKEN_PATH")
+    path = Path(named) if named else Path.home() / ".ray" / "auth_token"
+    return str(path) if path.is_file() else None
+
+
+def _attach(context: Context, where: str) -> RayCluster:
+    """Describe the cluster at `where`. Raises `ProbeError` if it cannot be attached to."""
+    name, _, port = where.rpartition(":")
+    if where.startswith("ray://"):
+        raise ProbeError(f"{where}: Ray Client connections are not supported")
+    if where != "auto":
+        try:
+            socket.create_connection((name.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
+        except (OSError, ValueError) as error:
+            reason = error if isinstance(error, OSError) else "it is not a host:port address"
+            raise ProbeError(f"nothing answers at {where}: {reason}") from error
+    try:
+        found: RayCluster = context.probe("ray_cluster", where, seconds=ATTACH_SECONDS)
+    except ProbeError as error:
+        raise ProbeError(f"cannot attach to {where}: {str(error).strip()}") from error
+    return found
+
+
+def _remedy(error: str) -> str:
+    if error.startswith("ray://"):
+        return "Run on a node of the cluster: ray job submit -- rlframework train ..."
+    if "ersion mismatch" in error:
+        return "Install exactly the same versions of Ray and Python on this machine and on the cluster"
+    if "oken" in error or "nauthenticated" in error:
+        return "Set RAY_AUTH_MODE=token, and copy ~/.ray/auth_token from the head node (mode 600)"
+    return (
+        "Start a cluster (`ray start --head`), correct RAY_ADDRESS or worker_group.address, or unset both. A run "
+        "attaches from a node of the cluster: `ray start --address=HEAD:6379` makes this machine one"
+    )
 
 
 def configuration(context: Context) -> Iterator[Finding]:
@@ -36,27 +150,21 @@ def configuration(context: Context) -> Iterator[Finding]:
 
 def model(context: Context, config: RunConfig) -> Iterator[Finding]:
     """The files of the model: local, in the Hub's cache, or on the Hub."""
+    from huggingface_hub import constants
+
     name = config.policy.model_name
     folder = Path(name).expanduser() if is_path(name) else _cached(name)
     if folder is not None:
         if (folder / "config.json").is_file():  # otherwise reported by the check `estimate`
             yield _weights(folder)
-    elif (reason := _hub_cannot_be_asked()) is not None:
-        yield broken(
-            f"policy.model_name={name!r} is not in the local Hub cache, and {reason}",
-            "Download it on a machine with access to the Hub (hf download NAME), or set a model directory",
-        )
-    else:
-        endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
+    elif not constants.HF_HUB_OFFLINE and hub_problem() is None:  # otherwise reported by the check `estimate`
+        endpoint = os.environ.get("HF_ENDPOINT") or constants.ENDPOINT
         text = f"policy.model_name={name!r} will be downloaded from {endpoint}"
         yield note(text, "Before a run on a cluster: hf download")
 
 
 def estimate(context: Context, config: RunConfig) -> Iterator[Finding]:
     """The checks and estimates of `rlframework train --dry-run`."""
-    name = config.policy.model_name
-    if not is_path(name) and _cached(name) is None and _hub_cannot_be_asked() is not None:
-        return  # reported by the check `model`
     from rlframework.runner.launch import dry_run  # imports much that other checks do not need
 
     try:
@@ -103,17 +211,16 @@ def python_of_workers(context: Context, config: RunConfig) -> Iterator[Finding]:
         return
     here = [".".join(map(str, sys.version_info[:3])), metadata.version("ray")]
     try:
-        there: list[str] = ask([named, "-c", _VERSIONS], _PYTHON_SECONDS)
+        there: list[str] = ask([named, "-c", _VERSIONS], PYTHON_SECONDS)
     except ProbeError as error:
         text = f"cannot read the versions of the workers' Python {named}: {error}"
         yield broken(text, "Install Ray in it, on each node")
         return
-    text = f"the workers' Python {named} has Python {there[0]} and Ray {there[1]}"
+    text = (
+        f"the workers' Python {named} has Python {there[0]} and Ray {there[1]}; the driver has {here[0]} and {here[1]}"
+    )
     facts = {"python": there[0], "ray": there[1]}
-    if there == here:
-        yield ok(f"{text}, as the driver has", facts=facts)
-    else:
-        yield broken(f"{text}; the driver has {here[0]} and {here[1]}", "Install exactly the same versions", facts)
+    yield ok(text, facts=facts) if there == here else broken(text, "Install exactly the same versions", facts)
 
 
 def _told(error: Exception) -> str:
@@ -141,23 +248,3 @@ def _cached(name: str) -> Path | None:
 
     found = try_to_load_from_cache(name, "config.json")
     return Path(found).parent if isinstance(found, str) else None
-
-
-def _hub_cannot_be_asked() -> str | None:
-    """Return why the hub cannot be reached; None if it can."""
-    offline = [name for name in _OFFLINE if os.environ.get(name, "").lower() in ("1", "on", "yes", "true")]
-    return f"{offline[0]} is set" if offline else probe_hub()
-
-
-def _if_loaded(check: Callable[[Context, RunConfig], Iterable[Finding]]) -> Callable[[Context], Iterable[Finding]]:
-    """`check`, without findings if the configuration does not load."""
-    return lambda context: check(context, context.config) if context.config is not None else ()
-
-
-CHECKS = (
-    Check("run", "configuration", configuration),
-    Check("run", "model", _if_loaded(model)),
-    Check("run", "estimate", _if_loaded(estimate)),
-    Check("run", "workers", _if_loaded(workers)),
-    Check("run", "python of the workers", _if_loaded(python_of_workers)),
-)

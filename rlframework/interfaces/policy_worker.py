@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class TrainResult(TypedDict):
-    """The result of `PolicyWorker.train`.
+    """The result of `PolicyWorker.train`, and of `Policy.train`, which adds `loss`, the mean of `global_loss`.
 
     - `global_loss`: CPU tensor, one value per global batch, the same on all ranks;
     - `grad_norm`: CPU tensor, one value per global batch, before clipping; None in eval mode;
@@ -31,6 +31,7 @@ class TrainResult(TypedDict):
     - `skipped`: the number of steps skipped for a non-finite gradient; `times`: seconds by phase.
     """
 
+    loss: NotRequired[float]
     global_loss: Tensor
     grad_norm: Tensor | None
     metrics: dict[str, float]

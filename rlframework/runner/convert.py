@@ -15,20 +15,24 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from rlframework.errors import DataError, UserError
 from rlframework.files import replacing_directory
+from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.logs import ProgressCallback
 from rlframework.policy.checkpoint.manifest import MANIFEST, check_files, write_manifest
-from rlframework.policy.checkpoint.pretrained import open_saved
+from rlframework.policy.checkpoint.pretrained import open_saved, write_tensors
 from rlframework.policy.checkpoint.saved import INDEX, SHARD_SUFFIX, Saved, is_sharded, reject_native
+from rlframework.policy.checkpoint.sharded import CheckpointSave, DirectoryPlan
+from rlframework.policy.model_state import TensorShard
 from rlframework.training.checkpoints import newest_checkpoint
 
 FORMATS = ("portable", "sharded", "huggingface")
 RUN, MODEL, OPTIMIZER = "run.json", "model", "optimizer"
 
-Read = Callable[[Saved, str], "Tensor"]
+Read = Callable[[Saved, str], Tensor]
 """Reads the tensor of that name, a floating-point one as fp32, and reports progress."""
 
 
@@ -64,8 +68,13 @@ def convert(
             if to == "huggingface":
                 _write_whole(folder, saved[0], read)
             else:
-                for name, tensors in zip((MODEL, OPTIMIZER), saved, strict=False):
-                    (_write_sharded if to == "sharded" else _write_portable)(folder / name, tensors, read)
+                for part, tensors in zip((folder / MODEL, folder / OPTIMIZER), saved, strict=False):
+                    if to == "sharded":
+                        _write_sharded(part, tensors, read)
+                    else:
+                        part.mkdir()
+                        _write_whole(part, tensors, read)
+                        write_manifest(part)
                 if run is not None:
                     shutil.copyfile(run / RUN, folder / RUN)
                     write_manifest(folder)
@@ -109,38 +118,23 @@ def _require_free(dest: Path, overwrite: bool) -> None:
 
 
 def _write_whole(folder: Path, saved: Saved, read: Read) -> None:
-    from rlframework.policy.checkpoint.pretrained import write_tensors
-
     _copy_others(saved.folder, folder)
     write_tensors(folder, ((name, read(saved, name)) for name in saved))
 
 
-def _write_portable(folder: Path, saved: Saved, read: Read) -> None:
-    folder.mkdir()
-    _write_whole(folder, saved, read)
-    write_manifest(folder)
-
-
 def _write_sharded(folder: Path, saved: Saved, read: Read) -> None:
     """Write every tensor as one shard in its own file, so that only one is in memory."""
-    import torch
-
-    from rlframework.interfaces.worker_group import WorkerContext
-    from rlframework.policy.checkpoint.sharded import CheckpointSave, DirectoryPlan
-    from rlframework.policy.model_state import TensorShard
 
     class StoredTensor(TensorShard):
         def value(self) -> Tensor:
             return read(saved, self.name)
 
-    def stored(name: str) -> TensorShard:
+    shards = []
+    for name in saved:
         shape, dtype = saved.shape(name), saved.dtype(name)
-        dtype = torch.float32 if dtype.is_floating_point else dtype
-        return StoredTensor(name, torch.empty(shape, dtype=dtype, device="meta"), (0,) * len(shape), shape)
-
-    plan = DirectoryPlan(
-        str(folder), [stored(name) for name in saved], lambda made: _copy_others(saved.folder, made), one_file=False
-    )
+        like = torch.empty(shape, dtype=torch.float32 if dtype.is_floating_point else dtype, device="meta")
+        shards.append(StoredTensor(name, like, (0,) * len(shape), shape))
+    plan = DirectoryPlan(str(folder), shards, lambda made: _copy_others(saved.folder, made), one_file=False)
     CheckpointSave([plan], WorkerContext(), asynchronous=False).finish()
 
 

@@ -7,35 +7,59 @@ To use the parts yourself:
 
     with build_parts(config) as parts:
         parts.policy.train(batch, loss)
+
+After the loss of a worker, a run restarts from its last checkpoint (`fault_tolerance`). A restart does what
+`rlframework train --resume` does, in the same process: it rebuilds environment, data, workers and observers, so the run
+ends with the numbers of an undisturbed one. It is logged, and reported in `restarts.jsonl` and under `earlier` in
+`environment.json`. Not covered: errors that would recur (see `FaultToleranceConfig`), the loss of the driver's process
+(a scheduler can start it again with `--resume`), and continuing with fewer workers.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import signal
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from rlframework.algorithm import Parts, RunResult
+from rlframework.config.sections import RunConfig
 from rlframework.configure import config_yaml, load_config
-from rlframework.errors import ConfigError, RunTerminated
+from rlframework.errors import ConfigError, DeadlineExceeded, RunTerminated, WorkerLost
 from rlframework.files import exclusive_directory, write_atomically
-from rlframework.logs import log_to_stderr
-from rlframework.plugins.manager import create_manager
+from rlframework.logs import ProgressCallback, log_to_stderr
+from rlframework.observers.jsonl import drop_steps_after
+from rlframework.observers.secrets import hide_in_text
+from rlframework.plugins.manager import PluginManager, create_manager
 from rlframework.runner.parts import algorithm_class, build_evaluation, build_parts, planned_parts, require_models
 
 if TYPE_CHECKING:
-    from rlframework.config.sections import RunConfig
     from rlframework.evaluation.plan import EvaluationPlan
     from rlframework.evaluation.report import Evaluation
-    from rlframework.logs import ProgressCallback
-    from rlframework.plugins.manager import PluginManager
+    from rlframework.observers.dispatch import Observers
     from rlframework.runner.estimate import Estimate
-    from rlframework.runner.restarts import Attempt
+
+_LOG = logging.getLogger(__name__)
+
+RESTARTS_FILE = "restarts.jsonl"
+"""File in a run's folder with one JSON object per restart: `time` (seconds since 1970), `restart`, `of`, `from_step`,
+`reached_step`, `waited` (seconds) and `error`."""
+
+
+@dataclass
+class Attempt:
+    """An attempt at a run, 0 for the original start: its checkpoint, and its observers, None until training begins."""
+
+    number: int
+    checkpoint: Path | None
+    observers: Observers | None = None
 
 
 def run(
@@ -60,17 +84,21 @@ def run(
     if checkpoint is None:
         check_output_dir(config, overwrite)
     require_models(config)
-    from rlframework.runner.restarts import Restarts
     from rlframework.training.checkpoints import handling
 
     manager = manager or create_manager(config.plugins)
     # SIGTERM raises, so that workers and observers shut down; the training loop has its own handler
-    with handling(_terminate, signal.SIGTERM), ExitStack() as lock:
-        return Restarts(config, checkpoint).run(lambda attempt: _train(config, manager, attempt, lock, overwrite))
+    with handling(_terminate, signal.SIGTERM), ExitStack() as stack:
+        lock = cache(lambda: stack.enter_context(exclusive_directory(config.output_dir)))
+        return run_with_restarts(
+            config, lambda attempt: _train(config, manager, attempt, lock, overwrite), checkpoint=checkpoint
+        )
 
 
-def _train(config: RunConfig, manager: PluginManager, attempt: Attempt, lock: ExitStack, overwrite: bool) -> RunResult:
-    """Make one attempt at the run. The first attempt locks the run's folder until `lock` is closed."""
+def _train(
+    config: RunConfig, manager: PluginManager, attempt: Attempt, lock: Callable[[], None], overwrite: bool
+) -> RunResult:
+    """Make one attempt at the run. `lock` locks the run's folder until the end of all attempts, when first called."""
     from rlframework.observers.environment import write_environment
     from rlframework.runner.estimate import print_estimate
     from rlframework.runner.output_folder import check_output_dir, clear, read_contents
@@ -78,15 +106,12 @@ def _train(config: RunConfig, manager: PluginManager, attempt: Attempt, lock: Ex
     algorithm, folder = algorithm_class(config, manager), config.output_dir
     first = attempt.number == 0
     starts = first and attempt.checkpoint is None
-    locked = False
 
     def before_workers(parts: Parts) -> None:
-        nonlocal locked
         print_estimate(parts, algorithm.needs_reference_model(config.algorithm))
         if starts and read_contents(folder).deletable:
             algorithm(parts)  # makes the last checks of the input before anything is deleted
-            lock.enter_context(exclusive_directory(folder))
-            locked = True
+            lock()
             check_output_dir(config, overwrite)
             clear(folder)
 
@@ -94,8 +119,7 @@ def _train(config: RunConfig, manager: PluginManager, attempt: Attempt, lock: Ex
     with build_parts(config, manager=manager, checkpoint=attempt.checkpoint, planning=planning) as parts:
         training = algorithm(parts)
         if first:
-            if not locked:
-                lock.enter_context(exclusive_directory(folder))
+            lock()
             if starts:
                 check_output_dir(config)  # again, because another process may have trained in the folder since
             write_atomically(folder / "config.yaml", config_yaml(config))
@@ -110,6 +134,92 @@ def _train(config: RunConfig, manager: PluginManager, attempt: Attempt, lock: Ex
             parts.observers.checkpoint_saved(int(result.metrics["step"]), path)
             parts.observers.run_finished(result.metrics)
     return result
+
+
+def run_with_restarts(
+    config: RunConfig,
+    attempt: Callable[[Attempt], RunResult],
+    checkpoint: Path | None = None,
+    wait: Callable[[float], None] = time.sleep,
+) -> RunResult:
+    """Return the result of the first attempt that succeeds, or raise the error of the last one.
+
+    Attempts repeat as often as `config.fault_tolerance` allows. `checkpoint` is the one that a resumed run starts from.
+    `wait` is called with the seconds of back-off.
+    """
+    section, current, in_a_row = config.fault_tolerance, Attempt(0, checkpoint), 0
+    if not section.max_restarts:
+        return attempt(current)
+    from rlframework.training import checkpoints  # imports torch
+
+    _report_limitations(config)
+    initial_random_states = checkpoints.random_states()
+    while True:
+        try:
+            return attempt(current)
+        except Exception as error:
+            if not _is_recoverable(error, current):
+                raise
+            reached = checkpoints.newest_checkpoint(config.output_dir) or checkpoint
+            in_a_row = 1 if reached != current.checkpoint else in_a_row + 1
+            if in_a_row > section.max_restarts:
+                _LOG.error(
+                    "giving up after %d restart(s) in a row without a new checkpoint (fault_tolerance.max_restarts)",
+                    section.max_restarts,
+                )
+                raise
+            seconds = min(section.backoff * 2.0 ** (in_a_row - 1), section.max_backoff)
+            step = -1 if reached is None else checkpoints.step_of_checkpoint(reached)
+            text = hide_in_text(str(error))
+            _LOG.warning(
+                "restart %d of %d from %s, in %g s: %s",
+                in_a_row,
+                section.max_restarts,
+                "the beginning, as there is no checkpoint" if reached is None else reached,
+                seconds,
+                text.partition("\n")[0],
+            )
+            facts = {
+                "time": round(time.time(), 3),
+                "restart": in_a_row,
+                "of": section.max_restarts,
+                "from_step": max(step, 0),
+                "reached_step": None if current.observers is None else current.observers.last_step,
+                "waited": seconds,
+                "error": f"{type(error).__name__}: {text}",
+            }
+        with (config.output_dir / RESTARTS_FILE).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(facts, ensure_ascii=False) + "\n")
+        wait(seconds)
+        drop_steps_after(config.output_dir, step)
+        if reached is None:
+            checkpoints.restore_random_states(initial_random_states)
+        current = Attempt(current.number + 1, reached)
+
+
+def _is_recoverable(error: Exception, failed: Attempt) -> bool:
+    """Whether `error` is the loss of a worker.
+
+    A missed deadline counts as one if the same workers completed a step before: one of them hangs, or its machine is
+    gone and this has not been detected yet. While a restart builds its parts, every error counts: all of this worked
+    the first time, so the missing resource may return.
+    """
+    if failed.observers is None:
+        return failed.number > 0
+    return isinstance(error, WorkerLost) or (isinstance(error, DeadlineExceeded) and failed.observers.last_step > 0)
+
+
+def _report_limitations(config: RunConfig) -> None:
+    if config.worker_group.name == "inline" and config.generation.workers is None:
+        why = (
+            "worker_group.name=inline runs its worker in this process, so it cannot be restarted; "
+            "set worker_group.name=processes or ray"
+        )
+    elif not config.checkpoints.every:
+        why = "checkpoints.every=0, so a restart repeats the whole run; set checkpoints.every=N to lose at most N steps"
+    else:
+        return
+    _LOG.warning("note: fault_tolerance.max_restarts=%d, but %s", config.fault_tolerance.max_restarts, why)
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:

@@ -51,10 +51,8 @@ _WRITTEN = re.compile(
 )
 """Paths of the files that runs, and the commands that read them, write below `output_dir`."""
 
-_FOLDERS = frozenset({"adapter", "checkpoints", "evaluations", "model", "recorded", "tensorboard", "traces", "wandb"})
-
-
-_ALWAYS_STARTUP = frozenset({LOCK_FILE, "config.yaml", ENVIRONMENT_FILE, "restarts.jsonl"})
+_FOLDERS = ("adapter", "checkpoints", "evaluations", "model", "recorded", "tensorboard", "traces", "wandb")
+_ALWAYS_STARTUP = (LOCK_FILE, "config.yaml", ENVIRONMENT_FILE, "restarts.jsonl")
 
 
 @dataclass(frozen=True)
@@ -75,7 +73,9 @@ def read_contents(folder: Path) -> FolderContents:
     """Classify everything in `folder`; empty if the folder does not exist."""
     ours = (folder / LOCK_FILE).is_file() or "run_id" in read_environment(folder)
     groups: dict[str, set[str]] = {"startup": set(), "results": set(), "foreign": set()}
-    for path in _leaves(folder):
+    for path in folder.rglob("*"):
+        if path.is_dir() and not path.is_symlink() and any(path.iterdir()):
+            continue  # its files count
         relative = path.relative_to(folder)
         group = _group(folder, relative) if ours else "foreign"
         groups[group].add(str(relative) if group == "foreign" else relative.parts[0])
@@ -128,17 +128,8 @@ def clear(folder: Path) -> None:
             path.unlink()
 
 
-def _leaves(folder: Path) -> Iterator[Path]:
-    """The files, links and empty folders below `folder`."""
-    for directory, folders, files in os.walk(folder):
-        for name in [*folders, *files]:
-            path = Path(directory, name)
-            if path.is_symlink() or name in files or not any(path.iterdir()):
-                yield path
-
-
 def _group(folder: Path, relative: Path) -> str:
-    """Classify a leaf of a run's folder."""
+    """Classify a file, a link or an empty folder of a run's folder."""
     path, name, top = folder / relative, relative.as_posix(), relative.parts[0]
     if path.is_symlink():
         return "foreign"
@@ -147,19 +138,18 @@ def _group(folder: Path, relative: Path) -> str:
     if not _WRITTEN.fullmatch(name):
         return "foreign"
     if top == "tensorboard":
-        return "startup" if _has_no_event(path) else "results"
-    if top in (METRICS_FILE, SAMPLES_FILE):
-        return "startup" if _has_no_step(path) else "results"
-    if top == "wandb":  # its files are not read, so the metrics decide
-        return "startup" if _has_no_step(folder / METRICS_FILE) else "results"
-    return "startup" if top in _ALWAYS_STARTUP else "results"
+        startup = _has_no_event(path)
+    elif top in (METRICS_FILE, SAMPLES_FILE, "wandb"):  # the files of wandb are not read, so the metrics decide
+        startup = _has_no_step(folder / (METRICS_FILE if top == "wandb" else top))
+    else:
+        startup = top in _ALWAYS_STARTUP
+    return "startup" if startup else "results"
 
 
 def _has_no_step(path: Path) -> bool:
     """Whether a file of JSON lines has none with a `step` above 0; a last line that was cut off does not count."""
     try:
-        rows = [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]
-        return all(row["step"] <= 0 for row in rows)
+        return all(json.loads(line)["step"] <= 0 for line in path.read_bytes().split(b"\n")[:-1])
     except (OSError, ValueError, KeyError, TypeError):
         return False
 

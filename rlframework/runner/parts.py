@@ -63,13 +63,28 @@ def build_parts(
 @contextmanager
 def planned_parts(config: RunConfig, manager: PluginManager) -> Iterator[Parts]:
     """Build the parts of a run without starting workers, and check everything that needs none."""
+    from rlframework.interfaces.named_sharding import policy_sharding
     from rlframework.observers.dispatch import Observers
+    from rlframework.policy.worker_spec import require, worker_spec
 
-    _require_generation(config, manager)
-    _device(config)
+    _checked_device(config, manager)
     with open_environment(config, manager) as environment:
-        tokenizer = open_tokenizer(config.policy)
-        policy: Any = _planned_policy(config, manager, tokenizer)
+        tokenizer, algorithm = open_tokenizer(config.policy), algorithm_class(config, manager)
+        record = manager.select("policy_worker", config.policy.backend).record
+        if reference := algorithm.needs_reference_model(config.algorithm):
+            require(record, Capability.REFERENCE_MODEL, "algorithm.loss.kl_coef asks for a reference policy")
+        worker_spec(
+            config,
+            tokenizer,
+            manager,
+            init_reference_model=reference,
+            init_optimizer=True,
+            training_calls=algorithm.training_calls(config.algorithm),
+        )
+        manager.load(manager.select("worker_group", config.worker_group.name).record)
+        sharding = policy_sharding(config.worker_group.num_workers, config.policy.parallelism)
+        size = sharding.get_axis_size("data_parallel")
+        policy: Any = Placeholder(config=config, capabilities=record.capabilities, data_parallel_size=size)
         generation: Any = Placeholder()
         observers = Observers(config.observers, RunInfo(config, config.output_dir), manager.hook)
         yield Parts(config, tokenizer, policy, generation, environment, observers)
@@ -81,9 +96,7 @@ def build_generation(
 ) -> Iterator[tuple[PreTrainedTokenizerBase, Policy, Generation]]:
     """Build only what generation needs (tokenizer, policy, engine): no optimizer, no reference model, no data."""
     require_models(config)
-    manager = manager or create_manager(config.plugins)
-    _require_generation(config, manager)
-    tokenizer = open_tokenizer(config.policy)
+    manager, tokenizer = manager or create_manager(config.plugins), open_tokenizer(config.policy)
     with _workers(config, manager, tokenizer, init_optimizer=False) as (policy, generation):
         yield tokenizer, policy, generation
 
@@ -145,7 +158,7 @@ def _workers(
     from rlframework.generation.remote import start_generation
     from rlframework.policy.client import Policy
 
-    device = _device(config)
+    device = _checked_device(config, manager)
     calls = algorithm_class(config, manager).training_calls(config.algorithm)  # the schedule is checked against them
     with ExitStack() as stack:
         policy = Policy(config, tokenizer, manager, device=device, training_calls=calls, **options)
@@ -155,35 +168,11 @@ def _workers(
         yield policy, generation
 
 
-def _planned_policy(config: RunConfig, manager: PluginManager, tokenizer: PreTrainedTokenizerBase) -> Placeholder:
-    """Check what `Policy` checks before it starts workers; return what is known of the policy without them."""
-    from rlframework.interfaces.named_sharding import policy_sharding
-    from rlframework.policy.worker_spec import require, worker_spec
+def _checked_device(config: RunConfig, manager: PluginManager) -> str:
+    """Resolve `device`, and check that the run can generate and that a worker in this process finds its GPU.
 
-    algorithm = algorithm_class(config, manager)
-    reference = algorithm.needs_reference_model(config.algorithm)
-    record = manager.select("policy_worker", config.policy.backend).record
-    if reference:
-        require(record, Capability.REFERENCE_MODEL, "algorithm.loss.kl_coef asks for a reference policy")
-    worker_spec(
-        config,
-        tokenizer,
-        manager,
-        init_reference_model=reference,
-        init_optimizer=True,
-        training_calls=algorithm.training_calls(config.algorithm),
-    )
-    manager.load(manager.select("worker_group", config.worker_group.name).record)
-    sharding = policy_sharding(config.worker_group.num_workers, config.policy.parallelism)
-    return Placeholder(
-        config=config,
-        capabilities=record.capabilities,
-        data_parallel_size=sharding.get_axis_size("data_parallel"),
-    )
-
-
-def _require_generation(config: RunConfig, manager: PluginManager) -> None:
-    """Raise `NotSupported` if the backend can neither generate in its workers nor send weights to engines that do."""
+    Raises `NotSupported` if the backend can neither generate in its workers nor send weights to engines that do.
+    """
     from rlframework.policy.worker_spec import require
 
     backend = manager.select("policy_worker", config.policy.backend).record
@@ -192,12 +181,8 @@ def _require_generation(config: RunConfig, manager: PluginManager) -> None:
         require(backend, Capability.EMBEDDED_GENERATION, reason)
     elif not backend.capabilities & {Capability.IPC_REFIT, Capability.COLLECTIVE_REFIT}:
         require(backend, Capability.IPC_REFIT, "generation.workers needs a trainer that sends weights to its engines")
-
-
-def _device(config: RunConfig) -> str:
-    """Resolve `device`. A GPU is required only for a worker in this process; other groups check their machines."""
     device = resolve_device(config.device)
-    if device == "cuda" and config.worker_group.name == "inline":
+    if device == "cuda" and config.worker_group.name == "inline":  # other groups check their own machines
         import torch
 
         if not torch.cuda.is_available():

@@ -70,76 +70,68 @@ class RunState(BaseModel):
 
 
 class Checkpoints:
-    """Saves and restores the run of `parts`. The algorithm contributes its own state, which must fit into JSON."""
+    """Saves and restores the run of `parts`. The algorithm contributes its own state, which must fit into JSON.
+
+    A run whose backend cannot save its optimizer stops immediately when interrupted.
+    """
 
     def __init__(self, parts: Parts) -> None:
-        """A run whose backend cannot save its optimizer stops immediately when interrupted."""
         self._parts = parts
         self._config = parts.config.checkpoints
-        self._supported = Capability.PORTABLE_OPTIMIZER_STATE in parts.policy.capabilities
         self._folder = parts.config.output_dir / FOLDER
         self._stop: signal.Signals | None = None
         self._pending: Replacement | None = None
         """The checkpoint that is being written."""
-
-    # -- saving -------------------------------------------------------------------------------------------------------
 
     def after_step(
         self, step: int, state: Mapping[str, Any], metrics: Mapping[str, float], measured: Mapping[str, float]
     ) -> None:
         """Save if the configuration asks for it. After an interrupt, save and raise `RunInterrupted`.
 
-        `metrics` has the latest value of every metric; `measured` those of this step alone.
+        `metrics` has the latest value of every metric; `measured` those of this step alone. An asynchronous save only
+        begins here: a later step or `finishing` completes it.
         """
-        due = self._config.every > 0 and step % self._config.every == 0
         if self._pending is not None and self._parts.policy.checkpoint_written():
-            self.finish()
+            self._finish()
+        due = self._config.every > 0 and step % self._config.every == 0
         if due or self._stop is not None:
-            path = self.save(step, state, metrics, measured)
+            self._finish()
+            facts = RunState(
+                format=FORMAT,
+                step=step,
+                state=dict(state),
+                environment=dict(self._parts.environment.state_dict()),
+                metrics=dict(metrics),
+                measured=dict(measured),
+                random=random_states(),
+            )
+            path = self._folder / f"{_PREFIX}{step:06d}"
+            self._pending = self._begin(path, facts)
+            if self._stop is not None or not self._config.asynchronous:
+                self._finish()
             if self._stop is not None:
-                self.finish()  # the signal came while the checkpoint was being started
                 raise RunInterrupted(self._stop, f"rlframework train --resume {self._parts.config.output_dir}", path)
 
-    def save(
-        self, step: int, state: Mapping[str, Any], metrics: Mapping[str, float], measured: Mapping[str, float]
-    ) -> Path:
-        """Write the checkpoint of `step`, delete those that need not be kept, and return the checkpoint's path.
-
-        An asynchronous save only begins here: `finish` completes it, and so does the next save.
-        """
-        self.finish()
-        path = self._folder / f"{_PREFIX}{step:06d}"
-        facts = RunState(
-            format=FORMAT,
-            step=step,
-            state=dict(state),
-            environment=dict(self._parts.environment.state_dict()),
-            metrics=dict(metrics),
-            measured=dict(measured),
-            random=random_states(),
-        )
-        form, beside = self._config.format, self._config.asynchronous and self._stop is None
-        how: dict[str, Any] = {} if form == "portable" else {"form": form, "asynchronous": beside}
+    def _begin(self, path: Path, facts: RunState) -> Replacement:
         replacement = Replacement(path)
         folder = replacement.folder
         try:
             with reporting_full_disk(path):
                 (folder / "run.json").write_text(json.dumps(facts.model_dump()) + "\n", encoding="utf-8")
                 write_manifest(folder)
-                self._parts.policy.save_checkpoint(str(folder / "model"), str(folder / "optimizer"), **how)
+                self._parts.policy.save_checkpoint(
+                    str(folder / "model"),
+                    str(folder / "optimizer"),
+                    form=self._config.format,
+                    asynchronous=self._config.asynchronous and self._stop is None,
+                )
         except BaseException:
             replacement.abandon()
             raise
-        self._pending = replacement
-        if not beside:
-            self.finish()
-        return path
+        return replacement
 
-    def finish(self) -> None:
-        """Wait for the checkpoint that is being written, if any, and rename it; raise the error if it failed.
-
-        Then delete the checkpoints that need not be kept.
-        """
+    def _finish(self) -> None:
+        """Wait for the pending checkpoint and rename it; then delete all except the last and the best."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -150,35 +142,6 @@ class Checkpoints:
             pending.abandon()
             raise
         self._parts.observers.checkpoint_saved(step_of_checkpoint(pending.path), pending.path)
-        for old in self._beyond_keeping():
-            remove_directory(old)
-
-    @contextmanager
-    def finishing(self) -> Iterator[None]:
-        """On exit, finish the checkpoint that is being written, even after an error if that is still possible."""
-        try:
-            yield
-            self.finish()
-        except BaseException as error:
-            if self._pending is not None and not isinstance(error, KeyboardInterrupt):
-                self._finish_after(error)
-            raise
-
-    def _finish_after(self, error: BaseException) -> None:
-        """Finish or discard the pending checkpoint, and print a failure to do so: the caller raises `error`."""
-        assert self._pending is not None
-        step, lost = step_of_checkpoint(self._pending.path), isinstance(error, (WorkerError, DeadlineExceeded))
-        try:
-            self._pending.abandon() if lost else self.finish()
-        except Exception as another:  # noqa: BLE001 - the caller raises the first error
-            lost, error = True, another
-        if lost:
-            first_line = str(error).partition("\n")[0]
-            _LOG.warning("the unfinished checkpoint of step %d is lost: %s", step, first_line)
-        self._pending = None
-
-    def _beyond_keeping(self) -> list[Path]:
-        """All checkpoints except the last and the best."""
         found, config = checkpoints_in(self._parts.config.output_dir), self._config
         kept = set(found[-config.keep_last :])
         if config.keep_best:
@@ -186,9 +149,28 @@ class Checkpoints:
             scores = {path: _read(path).measured.get(config.metric) for path in found}
             ranked = sorted((sign * score, path) for path, score in scores.items() if score is not None)
             kept.update(path for _, path in ranked[-config.keep_best :])
-        return [path for path in found if path not in kept]
+        for path in found:
+            if path not in kept:
+                remove_directory(path)
 
-    # -- resuming -----------------------------------------------------------------------------------------------------
+    @contextmanager
+    def finishing(self) -> Iterator[None]:
+        """On exit, finish the checkpoint that is being written, even after an error if that is still possible."""
+        try:
+            yield
+            self._finish()
+        except BaseException as error:
+            pending, lost = self._pending, isinstance(error, (WorkerError, DeadlineExceeded))
+            if pending is not None and not isinstance(error, KeyboardInterrupt):
+                reason = error
+                try:
+                    pending.abandon() if lost else self._finish()
+                except Exception as another:  # noqa: BLE001 - the first error is raised
+                    lost, reason = True, another
+                if lost:
+                    step, first_line = step_of_checkpoint(pending.path), str(reason).partition("\n")[0]
+                    _LOG.warning("the unfinished checkpoint of step %d is lost: %s", step, first_line)
+            raise
 
     def restore(self) -> RunState | None:
         """Restore the run and return the contents of its checkpoint's `run.json`; None for a new run."""
@@ -203,12 +185,11 @@ class Checkpoints:
         restore_random_states(facts.random)
         return facts
 
-    # -- interrupts -------------------------------------------------------------------------------------------
-
     @contextmanager
     def handling_signals(self) -> Iterator[None]:
         """Handle Ctrl-C and SIGTERM: finish the step and save a checkpoint; a second signal stops immediately."""
-        if not (self._supported and self._config.on_interrupt):
+        supported = Capability.PORTABLE_OPTIMIZER_STATE in self._parts.policy.capabilities
+        if not (supported and self._config.on_interrupt):
             yield
             return
 
@@ -252,20 +233,18 @@ def _read(path: Path) -> RunState:
 
 def random_states() -> dict[str, Any]:
     """The global random states of this process: Python, numpy and torch."""
-    version, internal, gauss = random.getstate()
     numpy_state: Any = np.random.get_state(legacy=False)
+    key = numpy_state["state"]["key"].tolist()
     return {
-        "python": [version, list(internal), gauss],
-        "numpy": {**numpy_state, "state": {name: np.asarray(v).tolist() for name, v in numpy_state["state"].items()}},
-        "torch": bytes(torch.get_rng_state().tolist()).hex(),
+        "python": random.getstate(),
+        "numpy": numpy_state | {"state": numpy_state["state"] | {"key": key}},
+        "torch": torch.get_rng_state().numpy().tobytes().hex(),
     }
 
 
 def restore_random_states(states: Mapping[str, Any]) -> None:
-    """Restore what `random_states` returned."""
+    """Restore what `random_states` returned, also as JSON gives it back."""
     version, internal, gauss = states["python"]
     random.setstate((version, tuple(internal), gauss))
-    state = dict(states["numpy"])
-    state["state"] = {**state["state"], "key": np.array(state["state"]["key"], dtype=np.uint32)}
-    np.random.set_state(state)
-    torch.set_rng_state(torch.tensor(list(bytes.fromhex(states["torch"])), dtype=torch.uint8))
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(torch.frombuffer(bytearray.fromhex(states["torch"]), dtype=torch.uint8))

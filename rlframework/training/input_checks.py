@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -17,6 +16,8 @@ from rlframework.interfaces.environment import Sample, Split
 
 _LOG = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 RENDERED = 20_000
 """Up to this many samples, all are rendered, which takes about a second."""
 
@@ -25,8 +26,6 @@ LONGEST = 1_000
 
 BATCH = 256
 """Samples per call of the tokenizer."""
-
-Render = Callable[[Sequence["Sample"]], list[Rendered]]
 
 
 class InputCheck:
@@ -43,17 +42,24 @@ class InputCheck:
         self._tokenizer, self._config = parts.tokenizer, parts.config
         policy = parts.config.policy
         self._positions = model_positions(policy.model_name, policy.trust_remote_code)
+        self._positions_limit = (
+            f"the model (policy.model_name={policy.model_name}) takes {self._positions} tokens in total. Shorten or "
+            "remove such samples, or choose a model with more positions"
+        )
 
     def prompts(self, split: Split, samples: Sequence[Sample]) -> tuple[Sample, int]:
         """Check that each prompt leaves room for a new token. Return the sample with the longest prompt and its tokens.
 
         A prompt that leaves less room than `generation.max_new_tokens` is allowed: its answer may be shorter.
         """
-        sample, length = _longest(split, samples, lambda some: [self._prompt_tokens(sample) for sample in some])
+        chosen = worth_rendering(samples)
+        lengths = _in_batches(split, chosen, lambda some: [self._prompt_tokens(sample) for sample in some])
+        length = max(lengths)
+        sample = chosen[lengths.index(length)]
         if self._positions is not None and length >= self._positions:
             raise DataError(
                 f"{split} sample {sample.id!r} has a prompt of {length} tokens, which leaves no room for an answer: "
-                f"{self._positions_limit()}"
+                f"{self._positions_limit}"
             )
         return sample, length
 
@@ -73,30 +79,32 @@ class InputCheck:
         )
         self._fit_microbatches(what, most, scored=scored)
 
-    def rows(self, split: Split, samples: Sequence[Sample], render: Render) -> None:
+    def rows(
+        self, split: Split, samples: Sequence[Sample], render: Callable[[Sequence[Sample]], list[Rendered]]
+    ) -> None:
         """Check that the training rows that `render` makes from samples fit into the model and into microbatches.
 
         Truncation (`algorithm.max_tokens`) that leaves no token to train on in any row raises `DataError`; if it does
         so in some rows, their number is logged.
         """
-        _answered(split, samples, render)
-        trainable: list[bool] = []
 
-        def tokens(some: Sequence[Sample]) -> list[int]:
-            rendered = render(some)
-            trainable.extend(any(mask[1:]) for _, mask in rendered)  # nothing predicts the first token
-            return [len(ids) for ids, _ in rendered]
+        def measure(some: Sequence[Sample]) -> list[tuple[int, bool]]:
+            return [(len(ids), any(mask[1:])) for ids, mask in render(some)]  # nothing predicts the first token
 
-        sample, length = _longest(split, samples, tokens)
-        self._row(f"{split} sample {sample.id!r} has {length} tokens with its completion", length)
-        if not any(trainable) and len(samples) > len(trainable):  # perhaps only the longest ones are like this
-            tokens(_at_even_distances(samples))
-        if all(trainable):
+        chosen = worth_rendering(samples)
+        if chosen is not samples and (number := _without_answer(samples)) is not None:
+            _in_batches(split, [samples[number]], measure)  # raises the error
+        rows = _in_batches(split, chosen, measure)
+        self.fits(split, [length for length, _ in rows], chosen)
+        if chosen is not samples and not any(trainable for _, trainable in rows):  # perhaps only the longest ones
+            rows += _in_batches(split, evenly_spaced(samples, LONGEST), measure)
+        without = sum(not trainable for _, trainable in rows)
+        if not without:
             return
         limit = getattr(self._config.algorithm, "max_tokens", None)
-        what = f"{trainable.count(False):,} of {len(trainable):,} checked {split} rows have no token to train on"
+        what = f"{without:,} of {len(rows):,} checked {split} rows have no token to train on"
         why = "" if limit is None else f", because algorithm.max_tokens={limit} cuts them off"
-        if not any(trainable):
+        if without == len(rows):
             raise DataError(f"{what}{why}; raise it, shorten the prompts, or remove these samples")
         _LOG.warning("%s%s", what, why)
 
@@ -106,31 +114,24 @@ class InputCheck:
         length = int(lengths[longest])
         self._row(f"{where}: row {longest} has {length} tokens", length)
 
-    def fits(self, split: Split, lengths: Sequence[int], names: Sequence[str]) -> None:
-        """Check that rows of these lengths, of the samples `names`, fit into the model and into microbatches."""
+    def fits(self, split: Split, lengths: Sequence[int], samples: Sequence[Sample]) -> None:
+        """Check that the rows of `samples`, which have these lengths, fit into the model and into microbatches."""
         length = max(lengths)
-        self._row(f"{split} sample {names[lengths.index(length)]!r} has {length} tokens with its completion", length)
+        longest = samples[lengths.index(length)]
+        self._row(f"{split} sample {longest.id!r} has {length} tokens with its completion", length)
 
     def _row(self, what: str, length: int) -> None:
         if self._positions is not None and length > self._positions:
-            raise DataError(f"{what}: {self._positions_limit()}, or truncate rows (algorithm.max_tokens)")
+            raise DataError(f"{what}: {self._positions_limit}, or truncate rows (algorithm.max_tokens)")
         self._fit_microbatches(what, length, scored=False)
-
-    def _positions_limit(self) -> str:
-        name = self._config.policy.model_name
-        return (
-            f"the model (policy.model_name={name}) takes {self._positions} tokens in total. Shorten or remove such "
-            "samples, or choose a model with more positions"
-        )
 
     def _fit_microbatches(self, what: str, tokens: int, *, scored: bool) -> None:
         batching = self._config.policy.batching
-        if batching.mode == "padded":
-            return
-        limits = [("policy.batching.tokens", batching.tokens)]
-        limits += [("policy.batching.logprob_tokens", batching.logprob_tokens)] if scored else []
-        for key, limit in limits:
-            if limit is not None and tokens > limit:
+        limits = {"policy.batching.tokens": batching.tokens}
+        if scored:
+            limits["policy.batching.logprob_tokens"] = batching.logprob_tokens
+        for key, limit in limits.items():
+            if batching.mode != "padded" and limit is not None and tokens > limit:
                 raise ConfigError(
                     f"{what}, but {key}={limit} is the most that a dynamic or packed microbatch may have: set it to at "
                     f"least {tokens}, remove the key, or remove such samples"
@@ -138,57 +139,41 @@ class InputCheck:
 
 
 def worth_rendering(samples: Sequence[Sample]) -> Sequence[Sample]:
-    """Return all of `samples`, or of more than `RENDERED` only the `LONGEST` ones by characters, longest first.
-
-    Samples that are created on access are not all created for this: the longest are chosen by their `sizes()`, or
-    evenly spaced ones if they have no such method.
-    """
+    """Return all of `samples`, or of more than `RENDERED` only `LONGEST` ones: the longest, or evenly spaced ones."""
     if len(samples) <= RENDERED:
         return samples
+    return longest(samples, LONGEST) or evenly_spaced(samples, LONGEST)
+
+
+def longest(samples: Sequence[Sample], count: int) -> list[Sample]:
+    """The longest `count` samples by characters, longest first; none if that would create all of them on access."""
     if isinstance(samples, (list, tuple)):
-        return sorted(samples, key=characters, reverse=True)[:LONGEST]
-    if not hasattr(samples, "sizes"):
-        return _at_even_distances(samples)
-    sizes = samples.sizes()
-    chosen = np.argpartition(sizes, len(sizes) - LONGEST)[-LONGEST:]
-    return [samples[number] for number in chosen[np.argsort(-sizes[chosen], kind="stable")].tolist()]
+        texts = ([*(message["content"] for message in sample.messages), sample.completion] for sample in samples)
+        sizes = np.array([sum(map(len, each)) for each in texts])
+    elif hasattr(samples, "sizes"):
+        sizes = samples.sizes()
+    else:
+        return []
+    return [samples[number] for number in np.argsort(-sizes, kind="stable")[:count].tolist()]
 
 
-def characters(sample: Sample) -> int:
-    """The number of characters of `sample`."""
-    return sum(len(message["content"]) for message in sample.messages) + len(sample.completion)
-
-
-def _at_even_distances(samples: Sequence[Sample]) -> list[Sample]:
-    count = min(LONGEST, len(samples))
+def evenly_spaced(samples: Sequence[Sample], count: int) -> list[Sample]:
+    """At most `count` of `samples`, with the first and the last one."""
+    count = min(count, len(samples))
     return [samples[number] for number in np.linspace(0, len(samples) - 1, count, dtype=np.int64).tolist()]
 
 
-def _answered(split: Split, samples: Sequence[Sample], render: Render) -> None:
-    """Check that each of more than `RENDERED` samples has an answer; rendering the first without one raises the error.
-
-    Fewer samples are all rendered anyway. Samples that are created on access are not created for this: their
-    `without_answer()` is used if they have it.
-    """
-    if len(samples) <= RENDERED:
-        return
+def _without_answer(samples: Sequence[Sample]) -> int | None:
+    """The first sample that has no answer to train on. Samples that are created on access are not created for this."""
     if isinstance(samples, (list, tuple)):
-        without = (number for number, sample in enumerate(samples) if not has_answer(sample))
-    else:
-        without = (number for number in getattr(samples, "without_answer", tuple)())
-    for number in itertools.islice(without, 1):
-        _longest(split, [samples[number]], lambda some: [len(ids) for ids, _ in render(some)])
+        return next((number for number, sample in enumerate(samples) if not has_answer(sample)), None)
+    return next(iter(getattr(samples, "without_answer", tuple)()), None)
 
 
-def _longest(
-    split: Split, samples: Sequence[Sample], tokens: Callable[[Sequence[Sample]], list[int]]
-) -> tuple[Sample, int]:
-    """The sample with the most tokens and their number; `tokens` counts those of a list of samples."""
-    chosen, lengths = worth_rendering(samples), []
+def _in_batches(split: Split, samples: Sequence[Sample], measure: Callable[[Sequence[Sample]], list[T]]) -> list[T]:
+    """The results of `measure` for all samples; its `DataError` gets the name of the split."""
     try:
-        for start in range(0, len(chosen), BATCH):
-            lengths += tokens(list(chosen[start : start + BATCH]))
+        starts = range(0, len(samples), BATCH)
+        return [one for start in starts for one in measure(list(samples[start : start + BATCH]))]
     except DataError as error:
         raise DataError(f"{split} {error}") from error
-    longest = int(np.argmax(lengths))
-    return chosen[longest], lengths[longest]

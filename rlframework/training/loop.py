@@ -18,11 +18,12 @@ from rlframework.datasets.loader import PromptLoader
 from rlframework.errors import DataError
 from rlframework.interfaces.environment import Sample
 from rlframework.interfaces.loss import LossFunction
+from rlframework.interfaces.policy_worker import TrainResult
 from rlframework.plugins.hookspec import SampleRecord
 from rlframework.rollout import validate
 from rlframework.training.checkpoints import Checkpoints
 from rlframework.training.input_checks import InputCheck
-from rlframework.training.recording import Profiling, Recorder, TrainResult
+from rlframework.training.recording import Recorder, profiling
 
 StepResult: TypeAlias = tuple[dict[str, float], list[SampleRecord]]
 """The metrics of a step or a validation by name, and some of its samples to inspect."""
@@ -46,9 +47,10 @@ class Timer:
 
 def training_metrics(results: Sequence[TrainResult]) -> dict[str, float]:
     """Combine what the `train` calls of one step returned: means, and the total number of skipped steps."""
+    norms = [norm for result in results if (norm := result["grad_norm"]) is not None]
     return {
         "train/loss": sum(result["loss"] for result in results) / len(results),
-        "train/grad_norm": float(torch.cat([result["grad_norm"] for result in results]).mean()),
+        "train/grad_norm": float(torch.cat(norms).mean()),
         "train/lr": results[-1]["lr"],
         "train/skipped_steps": float(sum(result["skipped"] for result in results)),
         "train/global_valid_toks": sum(result["global_valid_toks"] for result in results) / len(results),
@@ -75,8 +77,8 @@ class StepLoop(Algorithm):
                 )
         self.inputs = InputCheck(parts)
         self.recorder = Recorder(parts)
-        self.profiling = Profiling(parts)
         self.checkpoints = Checkpoints(parts)
+        self._history: list[dict[str, float]] = []
         validation = self.config.validation
         if validation.at_start or validation.at_end or validation.every:
             self.check_validation(parts.environment.samples("validation")[: validation.samples])
@@ -111,37 +113,34 @@ class StepLoop(Algorithm):
 
     def run(self) -> RunResult:
         """See `Algorithm.run`. The `history` of a resumed run begins at its checkpoint."""
-        history: list[dict[str, float]] = []
         validation = self.config.validation
-        with self.checkpoints.handling_signals(), self.profiling.reporting(), self.checkpoints.finishing():
-            last = self._begin(history)
+        with self.checkpoints.handling_signals(), self.checkpoints.finishing():
+            last = self._begin()
             for step in range(int(last["step"]) + 1, self.config.num_steps + 1):
                 metrics, samples = self._timed_step(step)
                 last_of_all = validation.at_end and step == self.config.num_steps
                 if last_of_all or (validation.every > 0 and step % validation.every == 0):
                     scores, more = self._timed_validation(step)
                     metrics, samples = metrics | scores, [*samples, *more]
-                self._report(step, metrics, samples, history)
-                last |= {"step": float(step), **metrics}
+                last |= self._report(step, metrics, samples)
                 if self.should_stop(metrics):
                     break
                 self.checkpoints.after_step(step, self.state_dict(), last, metrics)
-        return RunResult(metrics=last, history=history)
+        return RunResult(metrics=last, history=self._history)
 
-    def _begin(self, history: list[dict[str, float]]) -> dict[str, float]:
+    def _begin(self) -> dict[str, float]:
         """Restore the checkpoint, or validate as step 0. Return the latest metrics, including `step`."""
-        restored = self.checkpoints.restore()
-        if restored is not None:
+        if (restored := self.checkpoints.restore()) is not None:
             self.load_state_dict(restored.state)
             return {**restored.metrics, "step": float(restored.step)}
         if self.config.validation.at_start:
-            self._report(0, *self._timed_validation(0), history)
-        return {"step": 0.0, **(history[-1] if history else {})}
+            return dict(self._report(0, *self._timed_validation(0)))
+        return {"step": 0.0}
 
     def _timed_step(self, step: int) -> StepResult:
         timer, parts = Timer(), self.parts
         parts.policy.reset_peak_memory_stats()
-        with self.profiling.step(step), timer.phase("step"):
+        with profiling(parts, step), timer.phase("step"):
             metrics, samples = self.train_step(step, timer)
         self.recorder.require(step)
         metrics |= {f"time/{name}": value for name, value in timer.seconds.items()} | parts.generation.pop_metrics()
@@ -159,11 +158,11 @@ class StepLoop(Algorithm):
             metrics |= {"validation/refit_seconds": refit["time/refit"]}
         return metrics | {"time/validation": timer.seconds["validation"]}, samples
 
-    def _report(
-        self, step: int, metrics: dict[str, float], samples: list[SampleRecord], history: list[dict[str, float]]
-    ) -> None:
-        history.append({"step": float(step), **metrics})
+    def _report(self, step: int, metrics: dict[str, float], samples: list[SampleRecord]) -> dict[str, float]:
+        """Pass the metrics of `step` on; return them with `step`."""
+        self._history.append({"step": float(step), **metrics})
         self.parts.observers.step_finished(step, metrics, samples)
+        return self._history[-1]
 
     def state_dict(self) -> dict[str, Any]:
         """The algorithm's own state for a checkpoint, as JSON values: the position in the data."""

@@ -24,7 +24,7 @@ import platform
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypedDict, cast
+from typing import Any, cast
 
 import torch
 from pydantic import BaseModel
@@ -36,6 +36,7 @@ from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.configure import dump_config
 from rlframework.files import replacing_directory, write_atomically
 from rlframework.interfaces.loss import LossFunction, LossInput
+from rlframework.interfaces.policy_worker import TrainResult
 from rlframework.plugins.loading import load_target
 
 _LOG = logging.getLogger(__name__)
@@ -45,17 +46,6 @@ FORMAT = 1
 
 FOLDER, TRACES = "recorded", "traces"
 """Folders of the recorded steps and of the traces in a run's folder."""
-
-
-class TrainResult(TypedDict):
-    """The result of `policy.train` as algorithms use it; `grad_norm [steps]` is fp32, `skipped` counts steps."""
-
-    loss: float
-    grad_norm: torch.Tensor
-    lr: float
-    skipped: int
-    global_valid_toks: float
-    metrics: dict[str, float]
 
 
 def folder_of(step: int) -> str:
@@ -81,23 +71,10 @@ class Recorder:
 
     def train(self, step: int, data: BatchedDataDict[Any], loss: LossFunction) -> TrainResult:
         """Call `policy.train`; record the first call of a selected step."""
-        if not self.wants(step) or step in self._recorded:
-            return cast("TrainResult", self._parts.policy.train(data, loss))
-        self._recorded.add(step)
-        return self._record(step, data, loss)
-
-    def require(self, step: int) -> None:
-        """Warn if `step` is selected but the algorithm never called `train` in it."""
-        if self.wants(step) and step not in self._recorded:
-            _LOG.warning(
-                "step %d is not recorded: the algorithm %r did not call StepLoop.train in it, and only these calls are "
-                "recorded",
-                step,
-                self._parts.config.algorithm.name,
-            )
-
-    def _record(self, step: int, data: BatchedDataDict[Any], loss: LossFunction) -> TrainResult:
         policy, config = self._parts.policy, self._parts.config
+        if not self.wants(step) or step in self._recorded:
+            return cast("TrainResult", policy.train(data, loss))
+        self._recorded.add(step)
         facts: dict[str, Any] = {
             "format": FORMAT,
             "step": step,
@@ -129,43 +106,40 @@ class Recorder:
             raise failure
         return cast("TrainResult", result)
 
+    def require(self, step: int) -> None:
+        """Warn if `step` is selected but the algorithm never called `train` in it."""
+        if self.wants(step) and step not in self._recorded:
+            _LOG.warning(
+                "step %d is not recorded: the algorithm %r did not call StepLoop.train in it, and only these calls are "
+                "recorded",
+                step,
+                self._parts.config.algorithm.name,
+            )
 
-class Profiling:
-    """Profiles the policy of `parts` in the selected steps, with one trace per step and worker."""
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
-        self._config = parts.config.profiler
-        self._written: list[str] = []
+@contextmanager
+def profiling(parts: Parts, step: int) -> Iterator[None]:
+    """Profile the block as step `step` if it is selected, with one trace per worker, and log where the traces are.
 
-    @contextmanager
-    def step(self, step: int) -> Iterator[None]:
-        """Profile the block as step `step`. A step that fails leaves no trace, as its workers may be gone."""
-        if step not in self._config.wanted:
-            yield
-            return
-        policy, config = self._parts.policy, self._config
-        policy.start_profiling(
-            ranks=config.ranks, with_stack=config.with_stack, record_shapes=config.record_shapes, memory=config.memory
-        )
-        try:
-            yield
-        except BaseException:
-            with suppress(Exception):  # raise the step's own error
-                policy.stop_profiling(None)
-            raise
-        self._written += policy.stop_profiling(str(self._parts.config.output_dir.absolute() / TRACES / folder_of(step)))
-
-    @contextmanager
-    def reporting(self) -> Iterator[None]:
-        """On exit, print on stderr where the traces are and how to open them."""
-        try:
-            yield
-        finally:
-            if self._written:
-                lines = "\n".join(f"  {path}" for path in self._written)
-                how = "open them in https://ui.perfetto.dev (they stay in the browser) or chrome://tracing"
-                _LOG.info("traces of the profiled steps; %s:\n%s", how, lines)
+    A step that fails leaves no trace, as its workers may be gone.
+    """
+    policy, config = parts.policy, parts.config.profiler
+    if step not in config.wanted:
+        yield
+        return
+    policy.start_profiling(
+        ranks=config.ranks, with_stack=config.with_stack, record_shapes=config.record_shapes, memory=config.memory
+    )
+    try:
+        yield
+    except BaseException:
+        with suppress(Exception):  # raise the step's own error
+            policy.stop_profiling(None)
+        raise
+    written = policy.stop_profiling(str(parts.config.output_dir.absolute() / TRACES / folder_of(step)))
+    lines = "\n".join(f"  {path}" for path in written)
+    how = "open them in https://ui.perfetto.dev (they stay in the browser) or chrome://tracing"
+    _LOG.info("traces of step %d; %s:\n%s", step, how, lines)
 
 
 def describe_loss(loss: LossFunction) -> dict[str, Any]:
@@ -174,21 +148,18 @@ def describe_loss(loss: LossFunction) -> dict[str, Any]:
     A loss can be recreated if its class can be imported by name (see `is_loss_class`) and either has no arguments and
     no state, or takes a pydantic model as its only argument and stores it as `config`.
     """
-    kind = type(loss)
-    target = f"{kind.__module__}:{kind.__qualname__}"
+    kind, given = type(loss), getattr(loss, "config", None)
+    target, config = f"{kind.__module__}:{kind.__qualname__}", given if isinstance(given, BaseModel) else None
+    problem = "cannot be imported"
     try:
         if load_target(target) is not kind:
             raise TypeError("the name refers to another class")
-    except Exception as error:  # noqa: BLE001 - any error is the reason
-        return {"not_replayable": f"{target} cannot be imported ({error})"}
-    if not is_loss_class(kind):
-        return {"not_replayable": f"{target} is not a loss class: it needs input_type as a class attribute"}
-    given = getattr(loss, "config", None)
-    config = given if isinstance(given, BaseModel) else None
-    try:
+        if not is_loss_class(kind):
+            return {"not_replayable": f"{target} is not a loss class: it needs input_type as a class attribute"}
+        problem = "takes other arguments than a pydantic model `config`"
         again = kind() if config is None else kind(config)
     except Exception as error:  # noqa: BLE001 - any error is the reason
-        return {"not_replayable": f"{target} takes other arguments than a pydantic model `config` ({error})"}
+        return {"not_replayable": f"{target} {problem} ({error})"}
     if vars(again) != vars(loss):
         return {"not_replayable": f"{target} has state besides its `config`"}
     if config is None:
@@ -209,19 +180,15 @@ def is_loss_class(kind: Any) -> bool:
 
 def _write_batch(folder: Path, data: BatchedDataDict[Any]) -> dict[str, str]:
     """Write the tensors and plain lists of the batch. Return the keys not written, each with the reason."""
-    tensors: dict[str, torch.Tensor] = {}
-    lists: dict[str, Any] = {}
-    missing: dict[str, str] = {}
-    for key, value in data.items():
-        if isinstance(value, torch.Tensor):
-            tensors[key] = value
-        elif isinstance(value, list) and _is_plain(value):
-            lists[key] = value
-        else:
-            missing[key] = f"a {type(value).__name__} that is neither a tensor nor a list of plain values"
+    tensors = {key: value for key, value in data.items() if isinstance(value, torch.Tensor)}
+    lists = {key: value for key, value in data.items() if isinstance(value, list) and _is_plain(value)}
     _write_tensors(folder / "batch.safetensors", tensors)
     write_atomically(folder / "batch.json", json.dumps(lists))
-    return missing
+    return {
+        key: f"a {type(value).__name__} that is neither a tensor nor a list of plain values"
+        for key, value in data.items()
+        if key not in tensors and key not in lists
+    }
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:

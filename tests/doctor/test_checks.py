@@ -9,7 +9,7 @@ from importlib import metadata
 import pytest
 from probe_findings import GIB, levels
 
-from rlframework.doctor import machine, packages
+from rlframework.doctor import machine
 from rlframework.doctor.checks import Context, Level, ProbeError
 from rlframework.observers.host import Gpu
 
@@ -56,10 +56,14 @@ def test_a_container_that_may_use_fewer_cores_than_it_sees(found, monkeypatch, t
         ("open files", "resource.getrlimit", (-1, -1), Level.OK),
         ("processes", "resource.getrlimit", (512, -1), Level.WARNING),
         ("processes", "resource.getrlimit", (99999, -1), Level.OK),
+        ("processes", "_words", ["max"], Level.OK),
+        ("processes", "_words", ["512"], Level.WARNING),
+        ("processes", "_words", ["99999"], Level.OK),
     ],
 )
-def test_resources_of_the_machine(found, monkeypatch, tmp_path, name, attribute, value, level):
-    monkeypatch.setattr(machine, "_TASKS", tmp_path / "none")
+def test_resources_of_the_machine(found, monkeypatch, name, attribute, value, level):
+    monkeypatch.setattr(machine, "_words", lambda path: [])  # no limit of a container
+    monkeypatch.setattr(machine.resource, "getrlimit", lambda which: (resource.RLIM_INFINITY, -1))
     monkeypatch.setattr(f"rlframework.doctor.machine.{attribute}", lambda *arguments: value)
     assert set(levels(found("machine", name))) == {level}
 
@@ -77,14 +81,6 @@ def test_shared_memory_of_a_container_is_too_little_for_ray(found, monkeypatch, 
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: Usage(free, 0, free))
     context = None if overrides is None else with_config(*overrides)
     assert levels(found("machine", "shared memory", context)) == [level]
-
-
-@pytest.mark.parametrize(("tasks", "level"), [("max", Level.OK), ("512", Level.WARNING), ("99999", Level.OK)])
-def test_a_container_s_limit_of_processes(found, monkeypatch, tmp_path, tasks, level):
-    (tmp_path / "pids.max").write_text(tasks)
-    monkeypatch.setattr(machine, "_TASKS", tmp_path / "pids.max")
-    monkeypatch.setattr(machine.resource, "getrlimit", lambda which: (resource.RLIM_INFINITY, -1))
-    assert levels(found("machine", "processes")) == [level]
 
 
 def test_a_proxy_that_is_asked_for_this_machine(found, monkeypatch):
@@ -164,21 +160,21 @@ def test_gpus_that_do_not_compute_or_lack_bfloat16(found, probed, gpus):
 
 
 @pytest.mark.parametrize(
-    ("answer", "several", "remedy"),
+    ("answer", "workers", "level", "remedy"),
     [
-        ({"cuda": "13.0"}, 1, "Install the official torch wheels"),
-        ({"gloo_error": "no address"}, 1, "Give this machine's hostname an address"),
-        ({"gloo_error": "no address"}, 2, "Give this machine's hostname an address"),
+        ({"cuda": "13.0"}, 0, Level.BROKEN, "Install the official torch wheels"),
+        ({"gloo_error": "no address"}, 0, Level.BROKEN, "Give this machine's hostname an address"),
+        ({"gloo_error": "no address"}, 1, Level.WARNING, "Give this machine's hostname an address"),
+        ({"gloo_error": "no address"}, 2, Level.BROKEN, "Give this machine's hostname an address"),
     ],
 )
-def test_communication_that_is_missing(found, probed, gpus, with_config, monkeypatch, answer, several, remedy):
+def test_communication_that_is_missing(found, probed, gpus, with_config, monkeypatch, answer, workers, level, remedy):
     gpus(0)
-    _, finding = found("devices", "torch", probed({"torch_devices": TORCH | answer}))
-    assert finding.level is Level.BROKEN
-    assert finding.remedy.startswith(remedy)
-    config = with_config("worker_group.name=processes", f"worker_group.num_workers={several}").config
+    options = ("worker_group.name=processes", f"worker_group.num_workers={workers}")
+    config = with_config(*options).config if workers else None
     _, finding = found("devices", "torch", probed({"torch_devices": TORCH | answer}, config))
-    assert finding.level is (Level.BROKEN if several == 2 else Level.WARNING)
+    assert finding.level is level
+    assert finding.remedy.startswith(remedy)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
     _, finding = found("devices", "torch", probed({"torch_devices": TORCH | {"gloo_error": "no such interface"}}))
     assert "it is 'eth7'" in finding.remedy
@@ -221,16 +217,18 @@ def test_requirements_that_are_not_met_are_found_through_all_packages(installed)
             "six": ("1", ["shiny; extra == 'fancy'"]),
         }
     )
-    assert [str(clash) for clash in packages.clashes([CORE])] == [
-        "rlframework-core requires ray>=2.50, but 2.40.0 is installed",
-        "torch requires numpy>=2, but 1.26 is installed",
-        "six requires shiny, but it is not installed",
+    assert [*machine.clashes([CORE])] == [
+        (CORE, "ray>=2.50", "2.40.0"),
+        ("torch", "numpy>=2", "1.26"),
+        ("six", "shiny", "not installed"),
     ]
 
 
 def test_what_we_need_is_broken_and_what_others_need_a_warning(found, installed):
     installed({CORE: ("1", ["torch", "ray>=2.50"]), "ray": ("2.40", []), "torch": ("2", ["numpy"])})
-    assert levels(found("packages", "requirements")) == [Level.BROKEN, Level.WARNING]
+    ours, theirs = found("packages", "requirements")
+    assert (ours.level, ours.text) == (Level.BROKEN, f"{CORE} requires ray>=2.50, but 2.40 is installed")
+    assert (theirs.level, theirs.text) == (Level.WARNING, "torch requires numpy, but it is not installed")
     installed({CORE: ("1", ["ray>=2.50"]), "ray": ("2.60", []), "rlframework": ("0.3", [])})  # a stranger of our name
     assert levels(found("packages", "requirements")) == [Level.OK, Level.BROKEN]
 

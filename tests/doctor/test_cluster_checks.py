@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from probe_findings import GIB, levels
 
-from rlframework.doctor import cluster
+from rlframework.doctor import run
 from rlframework.doctor.checks import Level, ProbeError
 
 NODE = {"address": "10.0.0.1", "alive": True, "cpus": 8.0, "gpus": 2.0, "memory_bytes": GIB, "object_store_bytes": GIB}
@@ -45,17 +45,6 @@ def test_without_an_address_a_run_has_a_ray_of_its_own(found, monkeypatch):
     assert found("cluster", "nodes") == []
     monkeypatch.setenv("RAY_ADDRESS", "local")
     assert found("cluster", "nodes") == []
-
-
-def test_a_ray_that_is_running_here_is_told(found, listening, monkeypatch, tmp_path):
-    monkeypatch.delenv("RAY_ADDRESS")
-    (tmp_path / "ray" / "ray").mkdir(parents=True)
-    (tmp_path / "ray" / "ray" / "ray_current_cluster").write_text(listening)
-    [finding] = found("cluster", "ray")
-    assert finding.level is Level.NOTE
-    assert finding.facts["running"] == listening
-    (tmp_path / "ray" / "ray" / "ray_current_cluster").write_text("127.0.0.1:1")  # left behind
-    assert levels(found("cluster", "ray")) == [Level.OK]
 
 
 def test_the_cluster_is_told_with_its_machines(found, probed, listening):
@@ -98,8 +87,8 @@ def test_a_run_without_ray_does_not_mind(found, monkeypatch, with_config):
 
 def test_the_configuration_s_address_counts_before_the_variable(with_config, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "b:1")
-    assert cluster.address(with_config("worker_group.name=ray", "worker_group.address=a:1")) == "a:1"
-    assert cluster.address(with_config("worker_group.name=ray")) == "b:1"
+    assert run.address(with_config("worker_group.name=ray", "worker_group.address=a:1")) == "a:1"
+    assert run.address(with_config("worker_group.name=ray")) == "b:1"
 
 
 @pytest.fixture
@@ -140,10 +129,10 @@ def test_a_token_that_others_can_read(found, token):
 
 
 def test_where_ray_finds_its_token(monkeypatch, token, tmp_path):
-    assert cluster.token_source() is None
+    assert run.token_source() is None
     path = token(0o600)
-    assert cluster.token_source() == str(path)
+    assert run.token_source() == str(path)
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "gone"))
-    assert cluster.token_source() is None
+    assert run.token_source() is None
     monkeypatch.setenv("RAY_AUTH_TOKEN", "abc")
-    assert cluster.token_source() == "RAY_AUTH_TOKEN"
+    assert run.token_source() == "RAY_AUTH_TOKEN"

@@ -11,8 +11,8 @@ from itertools import groupby
 import pytest
 
 from rlframework.cli import main
-from rlframework.doctor.checks import Check, Context, Level, ProbeError, ask, broken, note, ok, unknown, warning
-from rlframework.doctor.examination import CHECKS, Examination, examine, secret_values
+from rlframework.doctor.checks import Context, Level, ProbeError, ask, broken, note, ok, unknown, warning
+from rlframework.doctor.examination import CHECKS, Check, Examination, examine, secret_values
 
 pytestmark = pytest.mark.slow
 

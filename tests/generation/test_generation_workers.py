@@ -18,7 +18,7 @@ from rlframework import run
 from rlframework.errors import ConfigError, DeadlineExceeded, WorkerLost
 from rlframework.generation.remote import RemoteGeneration
 from rlframework.plugins.manager import create_manager
-from rlframework.runner.restarts import RESTARTS_FILE
+from rlframework.runner.launch import RESTARTS_FILE
 
 pytestmark = pytest.mark.slow
 

@@ -15,9 +15,21 @@ from rlframework.configure import config_yaml
 from rlframework.errors import ConfigError, DataError, NotSupported
 from rlframework.observers.host import Gpu
 from rlframework.plugins.manager import create_manager
-from rlframework.runner.estimate import Machine, disk, estimate, gib, print_estimate, rows_of
+from rlframework.runner.estimate import (
+    MemoryUse,
+    ModelSize,
+    Rows,
+    disk,
+    estimate,
+    gib,
+    microbatch_tokens,
+    model_size,
+    peak,
+    print_estimate,
+    rows_of,
+    worker_memory,
+)  # fmt: skip
 from rlframework.runner.launch import dry_run
-from rlframework.runner.memory import MemoryUse, ModelSize, Rows, microbatch_tokens, model_size, peak, worker_memory
 from rlframework.runner.parts import Placeholder, planned_parts
 
 GIB = 1 << 30
@@ -174,15 +186,15 @@ def _planned(config):
 @pytest.mark.parametrize(
     ("machine", "words"),
     [
-        (Machine(memory=2 << 20, disk=None), ["GiB of memory"]),
-        (Machine(memory=None, disk=100), ["output_dir="]),
-        (Machine(memory=None, disk=None), []),
-        (Machine(memory=64 * GIB, disk=64 * GIB, gpus=[Gpu("x", GIB, GIB)]), []),
+        ({"free_memory": 2 << 20, "free_disk": None}, ["GiB of memory"]),
+        ({"free_memory": None, "free_disk": 100}, ["output_dir="]),
+        ({"free_memory": None, "free_disk": None}, []),
+        ({"free_memory": 64 * GIB, "free_disk": 64 * GIB, "gpus": [Gpu("x", GIB, GIB)]}, []),
     ],
 )
 def test_what_does_not_fit_is_warned_of(run_config, machine, words):
     with _planned(run_config("grpo")) as parts:
-        warnings = estimate(parts, False, machine).warnings()
+        warnings = replace(estimate(parts, False), **machine).warnings()
     assert len(warnings) == len(words)
     for warning, word in zip(warnings, words, strict=True):
         assert warning.startswith("warning: ")
@@ -192,14 +204,15 @@ def test_what_does_not_fit_is_warned_of(run_config, machine, words):
 def test_a_gpu_that_is_too_small_is_warned_of(run_config):
     config = run_config("sft")
     with _planned(config) as parts:
-        found = estimate(parts, False, Machine(None, None, [Gpu("x", 8 * GIB, 8 * GIB), Gpu("y", 10, 10)]))
+        found = replace(estimate(parts, False), free_memory=None, free_disk=None)
     parts_on_gpu = worker_memory(config, SIZE, ROWS, "cuda", reference=False)
-    [warning] = replace(found, memory=parts_on_gpu, device="cuda").warnings()
+    both = [Gpu("x", 8 * GIB, 8 * GIB), Gpu("y", 10, 10)]
+    [warning] = replace(found, memory=parts_on_gpu, device="cuda", gpus=both).warnings()
     assert "GiB of its GPU" in warning
 
 
 def test_a_run_says_it_before_its_first_step_and_warns(run_config, capsys, caplog, monkeypatch):
-    monkeypatch.setattr(Machine, "here", classmethod(lambda cls, path, device: Machine(1, 64 * GIB)))
+    monkeypatch.setattr("rlframework.runner.estimate.available_memory", lambda: 1)
     run(run_config("sft", "algorithm.num_steps=1", "observers.console=true"))
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("estimate: ")

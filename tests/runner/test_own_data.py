@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -199,19 +198,11 @@ def test_of_many_rows_those_without_an_answer_are_found_too(run_config, tmp_path
     assert run(few).metrics["train/loss"] > 0  # the rows in use are fine
 
 
-def test_of_many_samples_in_a_list_those_without_an_answer_are_found_too(monkeypatch):
-    monkeypatch.setattr(input_checks, "RENDERED", 2)
+def test_of_many_samples_in_a_list_the_first_without_an_answer_is_found():
     asked: Message = {"role": "user", "content": "hi"}
-    samples = [Sample(str(n), (asked,), "", "" if n == 2 else "b") for n in range(4)]
-    seen: list[str] = []
-
-    def render(some: Sequence[Sample]) -> list[tuple[list[int], list[bool]]]:
-        seen.extend(sample.id for sample in some)
-        raise DataError(f"sample {some[0].id!r}: no")
-
-    with pytest.raises(DataError, match=r"^train sample '2': no$"):
-        input_checks._answered("train", samples, render)
-    assert seen == ["2"]
+    samples = [Sample(str(n), (asked,), "", "" if n >= 2 else "b") for n in range(4)]
+    assert input_checks._without_answer(samples) == 2
+    assert input_checks._without_answer(samples[:2]) is None
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,7 @@ from rlframework.algorithm import RunResult
 from rlframework.configure import config_yaml
 from rlframework.errors import ConfigError, DeadlineExceeded, NonFiniteGradients, RunTerminated, WorkerError, WorkerLost
 from rlframework.policy.client import Policy
-from rlframework.runner.launch import resume
-from rlframework.runner.restarts import RESTARTS_FILE, Attempt, Restarts
+from rlframework.runner.launch import RESTARTS_FILE, Attempt, resume, run_with_restarts
 from rlframework.training.checkpoints import checkpoints_in
 
 pytestmark = pytest.mark.slow
@@ -214,7 +213,7 @@ def tried(run_config, tmp_path):
             return RunResult({"step": float(last)})
 
         try:
-            end = Restarts(config, wait=waits.append).run(attempt)
+            end = run_with_restarts(config, attempt, wait=waits.append)
         except Exception as error:  # noqa: BLE001 - what came of it is the answer
             end = error
         return [now.checkpoint and now.checkpoint.name for now in attempts], waits, end
@@ -252,12 +251,12 @@ def test_a_new_checkpoint_resets_the_count(tried):
 
 
 @pytest.mark.parametrize(
-    ("error", "allowed"),
-    [(ConfigError("a"), 2), (NonFiniteGradients("b"), 2), (WorkerError("c"), 2), (ValueError("d"), 2),
-     (WorkerLost("e"), 0)],
+    ("error", "last", "allowed"),
+    [(ConfigError("a"), 3, 2), (NonFiniteGradients("b"), 3, 2), (WorkerError("c"), 3, 2), (ValueError("d"), 3, 2),
+     (WorkerLost("off by default"), 3, 0), (WorkerLost("died while it started"), None, 2)],
 )  # fmt: skip
-def test_what_is_not_the_loss_of_a_worker_ends_the_run_and_so_does_any_error_by_default(tried, error, allowed):
-    starts, waits, end = tried([(error, 3, 0)], **({"max_restarts": allowed} if allowed else {}))
+def test_what_is_not_the_loss_of_a_worker_after_the_start_ends_the_run(tried, error, last, allowed):
+    starts, waits, end = tried([(error, last, 0)], **({"max_restarts": allowed} if allowed else {}))
     assert (end, waits, len(starts)) == (error, [], 1)
 
 
@@ -265,11 +264,6 @@ def test_what_is_not_the_loss_of_a_worker_ends_the_run_and_so_does_any_error_by_
 def test_a_deadline_counts_where_a_step_was_done_in_time_before(tried, last, goes_on):
     starts, _, _ = tried([(DeadlineExceeded("slow"), last, 0), (None, 6, 0)], max_restarts=2, backoff=1.0)
     assert len(starts) == (2 if goes_on else 1)
-
-
-def test_a_failed_first_start_is_not_repeated(tried):
-    error = WorkerLost("died while it started")
-    assert tried([(error, None, 0)], max_restarts=2)[2] is error
 
 
 def test_a_failed_start_of_a_restart_is_repeated(tried):
@@ -296,7 +290,7 @@ def test_a_restart_from_the_beginning_restores_random_states(run_config, tmp_pat
             raise WorkerLost("gone")
         return RunResult({"step": 3.0})
 
-    Restarts(config, wait=lambda seconds: None).run(attempt)
+    run_with_restarts(config, attempt, wait=lambda seconds: None)
     first, second = drawn
     assert [one == two for one, two in zip(first, second, strict=True)] == [same] * 3
 
@@ -311,5 +305,5 @@ def test_secrets_in_an_error_are_not_recorded(tried, tmp_path, caplog):
 
 
 def test_inline_has_nothing_to_restart(run_config, tmp_path, caplog):
-    Restarts(run_config("sft", "fault_tolerance.max_restarts=1"))
+    run_with_restarts(run_config("sft", "fault_tolerance.max_restarts=1"), lambda now: RunResult({}))
     assert "worker_group.name=inline runs its worker in this process, so it cannot be restarted" in caplog.text

@@ -26,7 +26,7 @@ def addition(letters: int) -> list[str]:
     return ["~environment", f"environment={{name: addition, digits: 1, prompt: '{'a' * letters}{{a}}+{{b}}='}}"]
 
 
-def gsm8k(folder: Path, train: str, validation: str = "1+1?") -> list[str]:
+def gsm8k(folder: Path, train: str, validation: str) -> list[str]:
     """One question to train on and one to validate on."""
     for split, question in (("train", train), ("test", validation)):
         (folder / f"{split}.jsonl").write_text(json.dumps({"question": question, "answer": "x\n#### 2"}) + "\n")
@@ -34,18 +34,18 @@ def gsm8k(folder: Path, train: str, validation: str = "1+1?") -> list[str]:
     return ["~environment", f"environment={{name: gsm8k, instruction: '', {paths}}}"]
 
 
-@pytest.mark.parametrize(("train", "validation", "name"), [("cost 3€?", "1?", "train"), ("1?", "3€?", "test")])
+@pytest.mark.parametrize(
+    ("algorithm", "train", "validation", "told"),
+    [
+        ("grpo", "cost 3€?", "1?", "train sample 'train-1': the tokenizer has no token for ['€']"),
+        ("grpo", "1?", "3€?", "validation sample 'test-1': the tokenizer has no token for ['€']"),
+        ("sft", "1?", "1+1?", "train sample 'train-1': the tokenizer has no token for ['#']"),  # of the completion
+    ],
+)
 def test_a_character_that_the_tokenizer_lacks_is_found_before_the_first_step(
-    run_config, tmp_path, train, validation, name
+    run_config, tmp_path, algorithm, train, validation, told
 ):
-    message = refused(run_config("grpo", *gsm8k(tmp_path, train, validation)))
-    split = "train" if name == "train" else "validation"
-    assert message.startswith(f"{split} sample '{name}-1': the tokenizer has no token for ['€']")
-
-
-def test_a_character_of_a_completion_is_found_before_the_first_step(run_config, tmp_path):
-    message = refused(run_config("sft", *gsm8k(tmp_path, "1?")))
-    assert message.startswith("train sample 'train-1': the tokenizer has no token for ['#']")
+    assert refused(run_config(algorithm, *gsm8k(tmp_path, train, validation))).startswith(told)
 
 
 def test_a_prompt_that_leaves_less_room_than_max_new_tokens_is_no_mistake(run_config):
@@ -97,14 +97,18 @@ def test_a_row_that_is_too_long_is_refused(run_config, algorithm, letters, optio
         assert word in message
 
 
-def test_a_row_of_the_length_that_the_model_takes_is_trained_on(run_config):
-    options = ["policy.batching.tokens=null", *ONE_STEP]
-    assert run(run_config("sft", *addition(POSITIONS - 7), *options)).metrics["step"] == 1
-
-
-@pytest.mark.parametrize("batching", ["{mode: padded, tokens: 64}", "{mode: packed}", "{mode: packed, tokens: 65}"])
-def test_a_row_that_fits_is_trained_on(run_config, batching):
-    options = [*addition(58), "~policy.batching", f"policy.batching={batching}", *ONE_STEP]
+@pytest.mark.parametrize(
+    ("letters", "batching"),
+    [
+        (58, "{mode: padded, tokens: 64}"),
+        (58, "{mode: packed}"),
+        (58, "{mode: packed, tokens: 65}"),
+        (POSITIONS - 7, "{tokens: null}"),  # exactly the length that the model takes
+    ],
+)
+def test_a_row_that_fits_is_trained_on(run_config, tmp_path, letters, batching):
+    (tmp_path / "run").mkdir()  # an empty output_dir may exist
+    options = [*addition(letters), "~policy.batching", f"policy.batching={batching}", *ONE_STEP]
     assert run(run_config("sft", *options)).metrics["step"] == 1
 
 
@@ -167,12 +171,6 @@ def test_an_output_directory_that_cannot_be_made_is_found_before_the_model_is(
     assert output_dir.partition("/run")[0] in str(error.value)
     assert str(error.value).startswith("output_dir")
     assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_an_empty_output_directory_may_be_there_already(run_config, tmp_path):
-    (tmp_path / "run").mkdir()
-    run(run_config("sft", *ONE_STEP))
-    assert (tmp_path / "run" / "model").is_dir()
 
 
 def test_a_model_that_takes_any_length_has_no_limit(run_config, tmp_path, monkeypatch):

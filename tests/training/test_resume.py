@@ -102,8 +102,8 @@ def test_a_full_disk_ends_the_run_and_keeps_the_last_checkpoint(run_config, tmp_
     run(run_config("sft", *overrides(tmp_path / "whole")))
     real, calls = Policy.save_checkpoint, []
 
-    def full(self, weights_path, optimizer_path):
-        real(self, weights_path, optimizer_path)
+    def full(self, weights_path, optimizer_path, **how):
+        real(self, weights_path, optimizer_path, **how)
         calls.append(weights_path)
         if len(calls) == 2:
             raise OSError(errno.ENOSPC, "No space left on device")
