@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 import uuid
@@ -27,7 +28,6 @@ _REASONS = {
     errno.ENAMETOOLONG: "a name in the path is too long; choose a shorter one",
     errno.EISDIR: "it is a directory; choose another name",
 }
-
 
 LOCK_FILE = ".lock"
 """The file that a process locks in the directory of its run; see `exclusive_directory`."""
@@ -64,7 +64,7 @@ def check_writable(path: str | Path) -> None:
     """
     path = Path(path).absolute()
     with _user_errors(path, _REASONS):
-        place = next(place for place in (path, *path.parents) if place.exists() or place.is_symlink())
+        place = next(place for place in (path, *path.parents) if os.path.lexists(place))
         probe = _beside(place / path.name, "tmp")
         probe.mkdir()
         probe.rmdir()
@@ -141,11 +141,7 @@ def exclusive_directory(folder: str | Path) -> Iterator[None]:
         path.touch()
     with path.open("a") as file:
         try:
-            import fcntl
-
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except ImportError:  # not a Unix system: no lock
-            pass
         except OSError as error:
             if error.errno not in (errno.EAGAIN, errno.EACCES):
                 raise
@@ -170,13 +166,12 @@ def remove_temporary_directories(folder: str | Path) -> None:
 
 
 def _beside(path: Path, suffix: str) -> Path:
-    """Return an unused name in the same directory."""
     return path.parent / f".{path.name}.{uuid.uuid4().hex[:12]}.{suffix}"
 
 
 def _swap(new: Path, path: Path) -> None:
     """Move `new` to `path`; if that fails after the old directory was moved aside, restore it."""
-    if not path.exists() and not path.is_symlink():
+    if not os.path.lexists(path):
         os.rename(new, path)
         return
     aside = _beside(path, "old")
@@ -206,10 +201,9 @@ def _user_errors(path: Path, reasons: Mapping[int, str]) -> Iterator[None]:
 
 def _sync(path: Path) -> None:
     """Flush a file, or the renames in a directory, to disk."""
-    if path.is_symlink():
-        return
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    if not path.is_symlink():
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

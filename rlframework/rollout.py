@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from rlframework.batch.batched_data_dict import BatchedDataDict
-from rlframework.datasets.collate import pad_rows
 from rlframework.datasets.rendering import render_prompt
+from rlframework.datasets.tokens import pad_rows
 from rlframework.errors import NotSupported
 from rlframework.interfaces.environment import Message
 from rlframework.plugins.hookspec import SampleRecord

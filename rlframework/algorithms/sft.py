@@ -14,10 +14,9 @@ from rlframework.algorithm import Parts
 from rlframework.algorithms.losses import NLLLoss
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.algorithms import SFTConfig
-from rlframework.datasets.collate import TokenRows, pad_rendered
 from rlframework.datasets.loader import PromptLoader
 from rlframework.datasets.rendering import render_samples
-from rlframework.datasets.tokens import TokenData
+from rlframework.datasets.tokens import TokenData, TokenRows, pad_rendered
 from rlframework.errors import ConfigError
 from rlframework.huggingface.tokenizer import tokenizer_fingerprint
 from rlframework.interfaces.environment import Sample, Split
@@ -44,7 +43,7 @@ class SFT(StepLoop):
             self.loader = PromptLoader(self.train_samples, batch_size, seed)
         else:
             self.inputs.tokens(self.tokens.lengths, str(self.tokens.path))
-            self.loader = PromptLoader(self.tokens, batch_size, seed)
+            self.loader = PromptLoader(range(len(self.tokens)), batch_size, seed)
         own = self.config.loss
         self.loss: LossFunction = NLLLoss() if own is None else load_loss(own.name, own.keys)
 
@@ -54,7 +53,7 @@ class SFT(StepLoop):
             if self.tokens is None:
                 batch = self.encode(next(self.loader), "train")
             else:
-                batch = _batch(self.tokens.rows(self.loader.indices(), self.parts.tokenizer.pad_token_id))
+                batch = _batch(self.tokens.rows(next(self.loader), self.parts.tokenizer.pad_token_id))
         with timer.phase("train"):
             self.parts.policy.prepare_for_training()
             result = self.train(step, batch, self.loss)

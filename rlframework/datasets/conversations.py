@@ -31,9 +31,6 @@ _ROLES = {
     **dict.fromkeys(("tool", "function", "observation", "function_response", "ipython"), "tool"),
 }
 
-_EXACT = 2**53
-"""Integers below this are exact as floats."""
-
 
 @dataclass(frozen=True)
 class Conversation:
@@ -53,34 +50,26 @@ def conversation_of(row: Mapping[str, Any], columns: ColumnsConfig, where: str) 
     Numbers are converted to text; null and NaN count as missing.
     """
     row = {name: None if is_missing(value) else value for name, value in row.items()}
-    turns = _turns(row, columns, where)
-    answer = row.get(columns.answer)
-    gold = None if answer is None else _plain(answer, where, columns.answer)
-    if turns is None:
-        text = _text(row[columns.text], f"{where}, column {columns.text!r}")
-        if not text:
-            raise DataError(f"{where}: the text is empty; remove such rows")
-        return Conversation((), text, gold)
-    if turns[-1]["role"] != "assistant":
-        return Conversation(turns, "", gold)
-    if not turns[-1]["content"]:
-        raise DataError(f"{where}: the last assistant turn is empty; remove such rows")
-    return Conversation(turns[:-1], turns[-1]["content"], gold)
-
-
-def _turns(row: Mapping[str, Any], columns: ColumnsConfig, where: str) -> tuple[Message, ...] | None:
-    """All turns of `row`, at least one, or None for plain text."""
     shape = _shape(row, columns, where)
+    place = f"{where}, column {shape!r}"
     if shape == columns.text:
-        return None
-    if shape in (columns.messages, columns.conversations):
-        turns = _messages(row[shape], f"{where}, column {shape!r}")
+        turns: list[Message] = [{"role": "assistant", "content": _text(row[shape], place)}]
+    elif shape in (columns.messages, columns.conversations):
+        turns = _messages(row[shape], place)
     else:
-        reply = _reply_column(row, columns, shape)
-        turns = _side(row[shape], "user", f"{where}, column {shape!r}")
+        turns = _side(row[shape], "user", place)
+        replies = (columns.completion, columns.answer)  # the gold answer if there is no other
+        reply = next((name for name in replies if name != shape and row.get(name) is not None), None)
         if reply is not None:
             turns += _side(row[reply], "assistant", f"{where}, column {reply!r}")
-    return tuple(turns)
+    answer = row.get(columns.answer)
+    gold = None if answer is None else _plain(answer, f"{where}, column {columns.answer!r}")
+    if turns[-1]["role"] != "assistant":
+        return Conversation(tuple(turns), "", gold)
+    if not turns[-1]["content"]:
+        what = "text" if shape == columns.text else "last assistant turn"
+        raise DataError(f"{where}: the {what} is empty; remove such rows")
+    return Conversation(tuple(turns[:-1]), turns[-1]["content"], gold)
 
 
 def _shape(row: Mapping[str, Any], columns: ColumnsConfig, where: str) -> str:
@@ -95,12 +84,6 @@ def _shape(row: Mapping[str, Any], columns: ColumnsConfig, where: str) -> str:
         f"{where}: no conversation in the columns {sorted(row)}; one of {list(columns.starts)} must have a value. Set "
         "environment.columns to the names of your columns"
     )
-
-
-def _reply_column(row: Mapping[str, Any], columns: ColumnsConfig, shape: str) -> str | None:
-    """The column with the completion; the gold answer if there is no other."""
-    names = (columns.completion, columns.answer)
-    return next((name for name in names if name != shape and row.get(name) is not None), None)
 
 
 def _side(value: Any, role: str, where: str) -> list[Message]:
@@ -143,20 +126,18 @@ def _text(content: Any, where: str) -> str:
     raise DataError(f"{where}: the content must be text, not {type(content).__name__}")
 
 
-def _plain(value: Any, where: str, column: str = "") -> str:
+def _plain(value: Any, where: str) -> str:
     """Text, or a number as text, as answers often are."""
-    place = f"{where}, column {column!r}" if column else where
     if isinstance(value, str):
-        return _without_surrogates(value, place)
+        return _without_surrogates(value, where)
     number = number_text(value)
     if number is None:
         given = value if isinstance(value, (float, Decimal)) else type(value).__name__
-        raise DataError(f"{place}: must be text or a number, not {given}")
+        raise DataError(f"{where}: must be text or a number, not {given}")
     return number
 
 
 def _without_surrogates(text: str, where: str) -> str:
-    """`text` itself; a `DataError` if it has a lone surrogate."""
     half = lone_surrogate(text)
     if half is not None:
         raise DataError(
@@ -176,7 +157,7 @@ def number_text(value: Any) -> str | None:
         return str(value)
     if not isinstance(value, (float, Decimal)) or not math.isfinite(value):
         return None
-    if isinstance(value, float) and abs(value) >= _EXACT:
+    if isinstance(value, float) and abs(value) >= 2**53:  # not exact
         return str(value)
     if value == int(value):
         return str(int(value))

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from rlframework.datasets.preferences import PreferenceRow
-from rlframework.datasets.sources.jsonl import JsonlRows
-from rlframework.datasets.sources.rows import Row, check_fields
+from rlframework.datasets.sources.rows import JsonlRows, Row, check_fields
 from rlframework.errors import DataError
 from rlframework.interfaces.environment import Message
 
@@ -55,17 +54,14 @@ def pair_solutions(
     draw = random.Random(seed)
     rows = []
     for question in questions:
-        both = [(right, wrong) for right in question.right for wrong in question.wrong]
-        if pairs == "one" and both:
-            both = [draw.choice(both)]
-        rows += [_row(question, right, wrong) for right, wrong in both]
+        prompt: Message = {"role": "user", "content": question.question}
+        found = [
+            PreferenceRow((prompt,), right, wrong, f"{question.id}:{first}>{second}", scores=(1.0, 0.0))
+            for first, right in enumerate(question.right)
+            for second, wrong in enumerate(question.wrong)
+        ]
+        rows += [draw.choice(found)] if pairs == "one" and found else found
     return rows
-
-
-def _row(question: GradedQuestion, right: str, wrong: str) -> PreferenceRow:
-    name = f"{question.id}:{question.right.index(right)}>{question.wrong.index(wrong)}"
-    prompt: Message = {"role": "user", "content": question.question}
-    return PreferenceRow((prompt,), right, wrong, name, scores=(1.0, 0.0))
 
 
 def _question(row: Row, where: str, name: str) -> GradedQuestion:

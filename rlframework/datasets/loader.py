@@ -20,7 +20,7 @@ SHUFFLE = "pcg64-keys"
 
 
 class PromptLoader(Iterator[list[T]], Generic[T]):
-    """An endless iterator over lists of `batch_size` rows of a sequence: samples, or rows of tokens.
+    """An endless iterator over lists of `batch_size` rows of a sequence: samples, or numbers of rows.
 
     Each epoch yields every row once, in an order that depends only on `seed`, the epoch and the number of rows, not on
     library versions. A batch may span two epochs: no batch is short, no row dropped. Takes 8 bytes of memory per row;
@@ -34,8 +34,7 @@ class PromptLoader(Iterator[list[T]], Generic[T]):
         if batch_size < 1:
             raise DataError(f"batch_size is {batch_size}; it must be at least 1")
         self._samples, self._batch_size, self._seed = samples, batch_size, seed
-        self._epoch = self._position = 0
-        self._order = shuffled(len(samples), seed, 0)
+        self._start(0, 0)
 
     @property
     def epoch(self) -> int:
@@ -43,20 +42,14 @@ class PromptLoader(Iterator[list[T]], Generic[T]):
         return self._epoch
 
     def __next__(self) -> list[T]:
-        return [self._samples[index] for index in self.indices().tolist()]
-
-    def indices(self) -> npt.NDArray[np.int64]:
-        """Return the row numbers of the next batch, `[batch_size]` int64, and advance like `next`."""
-        batch = np.empty(self._batch_size, np.int64)
-        filled = 0
-        while filled < self._batch_size:
+        indices: list[int] = []
+        while len(indices) < self._batch_size:
             if self._position == len(self._order):
                 self._start(self._epoch + 1, 0)
-            taken = self._order[self._position : self._position + self._batch_size - filled]
-            batch[filled : filled + len(taken)] = taken
-            filled += len(taken)
+            taken = self._order[self._position : self._position + self._batch_size - len(indices)].tolist()
+            indices += taken
             self._position += len(taken)
-        return batch
+        return [self._samples[index] for index in indices]
 
     def state_dict(self) -> dict[str, Any]:
         """The position, as JSON-serialisable values."""
@@ -71,12 +64,9 @@ class PromptLoader(Iterator[list[T]], Generic[T]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from `state`. Seed and number of rows must be those that saved it; the batch size may differ.
 
-        Raises a `DataError` if `state` does not fit or is not a position.
+        Raises a `DataError` if `state` does not fit.
         """
         current = self.state_dict()
-        missing = sorted(current.keys() - state.keys() - {"shuffle"})
-        if missing:
-            raise DataError(f"not a saved position in the data: {missing} missing, {sorted(state)} found")
         for name in ("samples", "seed"):
             if state[name] != current[name]:
                 raise DataError(
@@ -88,17 +78,10 @@ class PromptLoader(Iterator[list[T]], Generic[T]):
                 f"the saved position is from a release that shuffles with {state.get('shuffle')!r} instead of "
                 f"{SHUFFLE!r}: resuming from it would repeat rows and skip others. Resume with that release"
             )
-        epoch, position = state["epoch"], state["position"]
-        if not (type(epoch) is type(position) is int and epoch >= 0 and 0 <= position <= len(self._samples)):
-            raise DataError(
-                f"the saved position is epoch {epoch!r}, row {position!r}, which does not exist in "
-                f"{len(self._samples)} rows"
-            )
-        self._start(epoch, position)
+        self._start(state["epoch"], state["position"])
 
     def _start(self, epoch: int, position: int) -> None:
-        if epoch != self._epoch:
-            self._order = shuffled(len(self._samples), self._seed, epoch)
+        self._order = shuffled(len(self._samples), self._seed, epoch)
         self._epoch, self._position = epoch, position
 
 

@@ -9,7 +9,7 @@ prompt, and ties.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import torch
 from torch import Tensor
 
-from rlframework.datasets.collate import pad_rows
 from rlframework.datasets.memmap import MemmapTensorClass
 from rlframework.datasets.rendering import render_completion, render_prompt
 from rlframework.datasets.reward_data import RewardData, has_values, need_tensor, right_padding_mask
-from rlframework.errors import BatchError, BatchKeyError, BatchTypeError, DataError
+from rlframework.datasets.tokens import pad_rows
+from rlframework.errors import BatchError, BatchTypeError, DataError
 from rlframework.interfaces.environment import Message, Sample
 
 if TYPE_CHECKING:
@@ -74,14 +74,14 @@ class PreferencePairs(MemmapTensorClass):
             raise DataError(f"too_long is {too_long!r}; it must be 'error' or 'drop'")
         tokenised = [_tokenise(row, tokenizer) for row in rows]
         longest = [max(len(chosen), len(rejected)) for _, chosen, rejected in tokenised]
-        long = [] if max_length is None else [index for index, length in enumerate(longest) if length > max_length]
+        long = {index for index, length in enumerate(longest) if max_length is not None and length > max_length}
         if long and too_long == "error":
+            first = min(long)
             raise DataError(
-                f"pair {long[0]} ({rows[long[0]].id or 'without id'}) has {longest[long[0]]} tokens, more than "
-                f"max_length {max_length}, and so have {len(long) - 1} others; raise max_length, or set "
-                "too_long='drop'"
+                f"pair {first} ({rows[first].id or 'without id'}) has {longest[first]} tokens, more than max_length "
+                f"{max_length}, and so have {len(long) - 1} others; raise max_length, or set too_long='drop'"
             )
-        kept = [index for index in range(len(rows)) if index not in set(long)]
+        kept = [index for index in range(len(rows)) if index not in long]
         if not kept:
             why = f": all have more than {max_length} tokens" if rows else ""
             raise DataError(f"none of the {len(rows)} given pairs is left{why}")
@@ -105,10 +105,11 @@ class PreferencePairs(MemmapTensorClass):
         for name, side in (("chosen", self.chosen), ("rejected", self.rejected)):
             if not isinstance(side, RewardData):
                 raise BatchTypeError(f"{name} is a {type(side).__name__}; it must be RewardData")
-            if side.check().input_ids.shape[:-1] != pairs or len(pairs) != 1:
+            shape = side.check().input_ids.shape
+            if shape[:-1] != pairs or len(pairs) != 1:
                 raise BatchError(
-                    f"{name} has input_ids of shape {list(side.input_ids.shape)} and batch_size is {list(pairs)}; they "
-                    "must be [P, S] and [P]"
+                    f"{name} has input_ids of shape {list(shape)} and batch_size is {list(pairs)}; they must be [P, S] "
+                    "and [P]"
                 )
         given = need_tensor("prompt_lengths", self.prompt_lengths)
         if given.shape != pairs or given.dtype not in (torch.int64, torch.int32):
@@ -133,42 +134,16 @@ class PreferencePairs(MemmapTensorClass):
         sample = torch.ones(len(prompts), device=prompts.device)
         return {**fields, "prompt_lengths": prompts, "token_mask": answer.float(), "sample_mask": sample}
 
-    @classmethod
-    def from_batch(cls, batch: Mapping[str, Any]) -> Self:
-        """Return the pairs in a batch with the rows of `to_fields`, sharing its storage.
-
-        Reads the keys of `RewardData.from_batch`, and `prompt_lengths`, or else `token_mask`: the prompt then ends
-        before its first nonzero position.
-        """
-        rows = RewardData.from_batch(batch)
-        if len(rows) % 2:
-            raise BatchError(
-                f"the batch has {len(rows)} rows; it must have two rows per pair, chosen and rejected in turn"
-            )
-        if "prompt_lengths" in batch:
-            prompts = need_tensor("prompt_lengths", batch["prompt_lengths"])
-        elif "token_mask" in batch:
-            asked = need_tensor("token_mask", batch["token_mask"]) != 0
-            if asked.shape != rows.input_ids.shape:
-                raise BatchError(f"token_mask has shape {list(asked.shape)}; it must be that of input_ids")
-            prompts = torch.minimum((~asked).cumprod(1).sum(1), rows.input_lengths)
-        else:
-            raise BatchKeyError(
-                f"the batch has {sorted(batch)}; PreferencePairs also needs prompt_lengths or token_mask"
-            )
-        if prompts.shape != rows.batch_size or not torch.equal(prompts[0::2], prompts[1::2]):
-            raise BatchError("the two rows of a pair must have the same prompt_lengths, one for each row of the batch")
-        return cls(rows[0::2], rows[1::2], prompts[0::2], batch_size=[len(rows) // 2]).check()
-
     def _check_prompts(self, first: int) -> None:
         """Check the prompts of these pairs; messages number them from `first`."""
         prompts, lengths = self.prompt_lengths, (self.chosen.input_lengths, self.rejected.input_lengths)
         short = (prompts < 0) | (prompts > torch.minimum(*lengths))
         if short.any():
             row = int(short.nonzero()[0])
+            prompt, *tokens = (int(each[row]) for each in (prompts, *lengths))
             raise BatchError(
-                f"pair {first + row}: the prompt has {int(prompts[row])} tokens, chosen {int(lengths[0][row])} and "
-                f"rejected {int(lengths[1][row])}; both must begin with the prompt"
+                f"pair {first + row}: the prompt has {prompt} tokens, chosen {tokens[0]} and rejected {tokens[1]}; "
+                "both must begin with the prompt"
             )
         width = int(prompts.max()) if len(prompts) else 0
         differ = self.chosen.input_ids[:, :width] != self.rejected.input_ids[:, :width]
@@ -184,11 +159,9 @@ class PreferencePairs(MemmapTensorClass):
 def _tokenise(row: PreferenceRow, tokenizer: PreTrainedTokenizerBase) -> tuple[int, list[int], list[int]]:
     """The length of the prompt, and the ids of prompt and chosen answer, and of prompt and rejected answer."""
     prompt = render_prompt(tokenizer, row.messages)
-    chosen, rejected = (
-        render_completion(tokenizer, Sample(row.id, row.messages, answer="", completion=text))
-        for text in (row.chosen, row.rejected)
-    )
-    return len(prompt), prompt + chosen, prompt + rejected
+    answers = [Sample(row.id, row.messages, "", completion=text) for text in (row.chosen, row.rejected)]
+    chosen, rejected = (prompt + render_completion(tokenizer, answer) for answer in answers)
+    return len(prompt), chosen, rejected
 
 
 def _scores(rows: Sequence[PreferenceRow]) -> Tensor:

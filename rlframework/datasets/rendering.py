@@ -1,19 +1,22 @@
 """Render conversations to token ids: prompts for generation, and training rows with a mask.
 
 Prompt and completion are tokenised separately and joined, so the prompt's ids are always a prefix of the row: training
-sees what generation saw, and the mask is right by construction. `chat_templates` splits turns into text segments. If a
-chat template rewrites earlier turns (by dropping their reasoning, say), no single row has every assistant turn after
-what generation saw: training on all of them is then rejected, training on the last is not.
+sees what generation saw, and the mask is right by construction. A chat template renders whole conversations only, so
+the text of a turn is found by comparing two renderings; where they do not line up, a `DataError` is raised. If a
+template rewrites earlier turns (by dropping their reasoning, say), no single row has every assistant turn after what
+generation saw: training on all of them is then rejected, training on the last is not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 from rlframework.config.algorithms import TrainOn
-from rlframework.datasets.chat_templates import Chat, Segment
 from rlframework.datasets.conversations import lone_surrogate
 from rlframework.errors import DataError
 from rlframework.interfaces.environment import Message, Sample
@@ -24,6 +27,9 @@ if TYPE_CHECKING:
 Rendered = tuple[list[int], list[bool]]
 """Token ids, and for each whether it is trained on."""
 
+_PROBE = "\ue000answer\ue001"
+"""A placeholder answer to find out what the template puts after one. Occurs in no conversation; has no spaces."""
+
 
 def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
     """Return the ids that the model continues with the next assistant turn.
@@ -31,8 +37,8 @@ def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message
     With a chat template, they include its generation prompt. Without one, the contents are concatenated after the
     beginning-of-sequence token, if the tokenizer adds one. Raises a `DataError` for an empty prompt.
     """
-    chat = Chat(tokenizer)
-    ids = [*chat.prefix(messages), *_encode(tokenizer, [chat.prompt(messages)])[0]]
+    chat = _Chat(tokenizer)
+    [(ids, _)] = _render(tokenizer, [[chat.prefix(messages), _Segment(chat.prompt(messages), trained=False)]])
     if not ids:
         raise DataError(f"the prompt {list(messages)!r} has no token; give at least one message with text")
     return ids
@@ -43,7 +49,8 @@ def render_completion(tokenizer: PreTrainedTokenizerBase, sample: Sample) -> lis
 
     The end is that of the chat template, if it has one, else the tokenizer's end-of-sequence token.
     """
-    return _render(tokenizer, [([], Chat(tokenizer).completion(sample.messages, sample.completion))])[0][0]
+    chat = _Chat(tokenizer)
+    return _render(tokenizer, [chat.ending(sample.messages, chat.prompt(sample.messages), sample.completion)])[0][0]
 
 
 def render_conversation(
@@ -58,8 +65,8 @@ def render_conversation(
     An assistant turn at the start is not trained on, since no prompt precedes it. Raises a `DataError` if there is no
     other assistant turn, and for `assistant` with a template that rewrites earlier turns.
     """
-    chat = Chat(tokenizer)
-    return _render(tokenizer, [(chat.prefix(messages), chat.conversation(messages, train_on))])[0]
+    chat = _Chat(tokenizer)
+    return _render(tokenizer, [chat.conversation(messages, train_on)])[0]
 
 
 def render_samples(
@@ -73,7 +80,7 @@ def render_samples(
     A sample without messages is plain text: its completion and the end-of-sequence token, all trained on. Rows longer
     than `max_tokens` are truncated at the end. Errors begin with the sample's id.
     """
-    chat = Chat(tokenizer)
+    chat = _Chat(tokenizer)
     try:
         rows = _render(tokenizer, [_segments(chat, sample, train_on) for sample in samples])
         return [(ids[:max_tokens], mask[:max_tokens]) for ids, mask in rows]
@@ -91,53 +98,193 @@ def has_answer(sample: Sample) -> bool:
     return bool(sample.completion) or any(turn["role"] == "assistant" for turn in sample.messages[1:])
 
 
-def _segments(chat: Chat, sample: Sample, train_on: TrainOn) -> tuple[list[int], list[Segment]]:
+@dataclass(frozen=True)
+class _Segment:
+    """A text that is tokenised separately, and `tokens` to append to it. The prefix `end` of `text` is trained on."""
+
+    text: str
+    trained: bool
+    end: str = ""
+    tokens: tuple[int, ...] = ()
+
+
+class _Chat:
+    """Renders conversations with the chat template of `tokenizer`; without one, contents are concatenated."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+
+    def prefix(self, messages: Sequence[Message]) -> _Segment:
+        """The beginning-of-sequence token, if the tokenizer adds one; a chat template writes its own."""
+        return _Segment("", trained=False, tokens=() if messages and self._tokenizer.chat_template else self._begin)
+
+    def prompt(self, messages: Sequence[Message]) -> str:
+        """The text that the model continues with an assistant turn."""
+        if not self._tokenizer.chat_template:
+            return "".join(message["content"] for message in messages)
+        return self._template(messages, add_generation_prompt=True)
+
+    def text(self, content: str) -> _Segment:
+        """Plain text and the end-of-sequence token, trained on."""
+        return _Segment(content, trained=True, tokens=(self._eos,))
+
+    def conversation(self, messages: Sequence[Message], train_on: TrainOn) -> list[_Segment]:
+        """Split `messages` up to the last assistant turn; see `render_conversation`."""
+        # an assistant turn at the start has no prompt
+        turns = [number for number, message in enumerate(messages) if message["role"] == "assistant" and number]
+        if not turns:
+            roles = [message["role"] for message in messages]
+            raise DataError(f"there is no assistant turn after a prompt to train on; the roles are {roles}")
+        last = turns[-1]
+        before = self.prompt(messages[:last])
+        history = [_Segment(before, trained=train_on == "all")]
+        if train_on == "assistant" and len(turns) > 1:
+            history = self._history(messages, turns)
+        return [self.prefix(messages), *history, *self.ending(messages[:last], before, messages[last]["content"])]
+
+    def _history(self, messages: Sequence[Message], turns: Sequence[int]) -> list[_Segment]:
+        """The text before the last assistant turn, with the earlier assistant turns trained on."""
+        before = self.prompt(messages[: turns[0]])
+        segments = [_Segment(before, trained=False)]
+        for turn, following in pairwise(turns):
+            after = self.prompt(messages[:following])
+            content = self._as_written(after, before, messages[turn]["content"])
+            start = None if content is None else before + content
+            end = "" if start is None else self._end(messages[: turn + 1], start, after)
+            if content is None or start is None or not after.startswith(start + end):
+                raise DataError(
+                    f"the chat template rewrites assistant turn {turn} when later turns follow (it drops reasoning, or "
+                    "adds text), so no row has all turns as generation saw them. Train on the last turn only "
+                    "(algorithm.train_on=last), or give a policy.chat_template that keeps earlier turns"
+                )
+            segments += [self._content(content), _Segment(after[len(start) :], trained=False, end=end)]
+            before = after
+        return segments
+
+    def ending(self, messages: Sequence[Message], before: str, content: str) -> list[_Segment]:
+        """The final assistant turn after `before`, which is `prompt(messages)`: its content and its end.
+
+        `content` is unchanged, with any space that the template prepends.
+        """
+        if not self._tokenizer.chat_template:
+            return [self.text(content)]
+        whole = self._template([*messages, {"role": "assistant", "content": content}])
+        written = self._as_written(whole, before, content)
+        if written is None:
+            end = self._probed_end(messages)
+        else:
+            end = self._special_end(whole[len(before) + len(written) :])
+            content = content if written in (content, content.strip()) else written
+        return [self._content(content), _Segment(end, trained=True, tokens=() if end else (self._eos,))]
+
+    def _content(self, content: str) -> _Segment:
+        """The content of a turn, without a first space that the tokenizer adds to every text."""
+        added = len(content) > 1 and content[0] == " " and self._adds_space
+        return _Segment(content[1:] if added else content, trained=True)
+
+    def _end(self, messages: Sequence[Message], start: str, after: str) -> str:
+        """The text in `after` that ends the last turn of `messages`, rendered as `start` so far; may be empty."""
+        if not self._tokenizer.chat_template:
+            return ""
+        whole = self._template(messages)  # later turns may contain such tokens too
+        if whole.startswith(start):
+            return self._special_end(whole[len(start) :])
+        ends = (self._probed_end(messages[:-1]), str(self._tokenizer.eos_token))
+        return next((end for end in ends if after.startswith(start + end)), "")
+
+    def _probed_end(self, messages: Sequence[Message]) -> str:
+        """The end of an assistant turn after `messages`, found with `_PROBE`: the template changes the content."""
+        whole = self._template([*messages, {"role": "assistant", "content": _PROBE}])
+        _, found, tail = whole.rpartition(_PROBE)
+        return self._special_end(tail) if found else ""
+
+    def _special_end(self, tail: str) -> str:
+        """`tail` up to and including its first special token; empty if it has none."""
+        found = self._special.search(tail)
+        return tail[: found.end()] if found else ""
+
+    @staticmethod
+    def _as_written(text: str, before: str, content: str) -> str | None:
+        """`content` as it appears in `text` after `before`, if it does: perhaps stripped, perhaps after a space.
+
+        Llama 2, Mistral and Vicuna put that space before answers. No prompt ends with it: it belongs to the answer.
+        """
+        if not text.startswith(before):
+            return None
+        rest, bare = text[len(before) :], content.strip()
+        lead = rest[: len(rest) - len(rest.lstrip())]
+        forms = (content, bare, lead + content.lstrip(), lead + bare)
+        return next((form for form in forms if rest.startswith(form)), None)
+
+    @cached_property
+    def _begin(self) -> tuple[int, ...]:
+        ids = tuple(self._tokenizer("")["input_ids"])
+        return ids[:1] if ids and ids[0] == self._tokenizer.bos_token_id else ()
+
+    @cached_property
+    def _adds_space(self) -> bool:
+        """Whether the tokenizer prepends a space to each text, as SentencePiece does."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            return False
+        text = backend.normalizer.normalize_str("x") if backend.normalizer else "x"
+        words = backend.pre_tokenizer.pre_tokenize_str(text) if backend.pre_tokenizer else [(text, (0, 1))]
+        return bool(words and words[0][0] in ("▁x", "Ġx", "▁", "Ġ", " x"))
+
+    @cached_property
+    def _special(self) -> re.Pattern[str]:
+        added = getattr(self._tokenizer, "added_tokens_decoder", {}).values()
+        names = {*self._tokenizer.all_special_tokens, *(token.content for token in added if token.special)}
+        return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))))
+
+    @cached_property
+    def _eos(self) -> int:
+        if self._tokenizer.eos_token_id is None:
+            raise DataError("the tokenizer has no end-of-sequence token (eos_token) to end completions with; set one")
+        return int(self._tokenizer.eos_token_id)
+
+    def _template(self, messages: Sequence[Message], **options: Any) -> str:
+        from jinja2 import TemplateError
+
+        if not messages:
+            raise DataError("a chat template needs at least one message")
+        plain = [{"role": message["role"], "content": message["content"]} for message in messages]
+        try:
+            return str(self._tokenizer.apply_chat_template(plain, tokenize=False, **options))
+        except TemplateError as error:
+            roles = [message["role"] for message in messages]
+            raise DataError(
+                f"the model's chat template rejects a conversation with the roles {roles}: {error}. If it has no "
+                "system role, remove environment.system_prompt and the system turns in the data, or set another "
+                "policy.chat_template"
+            ) from error
+
+
+def _segments(chat: _Chat, sample: Sample, train_on: TrainOn) -> list[_Segment]:
     if not sample.messages and sample.completion:
-        return chat.prefix(()), chat.text(sample.completion)
+        return [chat.prefix(()), chat.text(sample.completion)]
     turns = list(sample.messages)
     if sample.completion:
         turns.append({"role": "assistant", "content": sample.completion})
-    return chat.prefix(turns), chat.conversation(turns, train_on)
+    return chat.conversation(turns, train_on)
 
 
-def _render(tokenizer: PreTrainedTokenizerBase, rows: Sequence[tuple[list[int], list[Segment]]]) -> list[Rendered]:
-    """Ids and mask of each row, given as its prefix of ids, not trained on, and its segments."""
-    spaced = any(segment.inside and segment.text[:1] == " " for _, segments in rows for segment in segments)
-    if spaced and _puts_space(tokenizer):
-        rows = [(prefix, [_without_space(segment) for segment in segments]) for prefix, segments in rows]
-    texts = [text for _, segments in rows for segment in segments for text in (segment.text, segment.end) if text]
+def _render(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Sequence[_Segment]]) -> list[Rendered]:
+    texts = [text for row in rows for segment in row for text in (segment.text, segment.end) if text]
     encoded = iter(_encode(tokenizer, texts))
-    return [_join(tokenizer, prefix, segments, encoded) for prefix, segments in rows]
-
-
-def _puts_space(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the tokenizer prepends a space to each text, as SentencePiece does."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return False
-    text = backend.normalizer.normalize_str("x") if backend.normalizer else "x"
-    words = backend.pre_tokenizer.pre_tokenize_str(text) if backend.pre_tokenizer else [(text, (0, 1))]
-    return bool(words and words[0][0] in ("▁x", "Ġx", "▁", "Ġ", " x"))
-
-
-def _without_space(segment: Segment) -> Segment:
-    """`segment` without its first space, which the tokenizer adds again."""
-    spaced = segment.inside and segment.text[:1] == " " and len(segment.text) > 1
-    return replace(segment, text=segment.text[1:]) if spaced else segment
-
-
-def _join(
-    tokenizer: PreTrainedTokenizerBase, prefix: list[int], segments: Sequence[Segment], encoded: Iterator[list[int]]
-) -> Rendered:
-    ids, mask = list(prefix), [False] * len(prefix)
-    for segment in segments:
-        tokens = next(encoded) if segment.text else []
-        end = next(encoded) if segment.end else []
-        if tokens[: len(end)] != end:  # characters merge across the boundary: tokenise separately
-            tokens = end + _encode(tokenizer, [segment.text[len(segment.end) :]])[0]
-        ids += [*tokens, *segment.tokens]
-        mask += [True] * len(end) + [segment.trained] * (len(tokens) - len(end) + len(segment.tokens))
-    return ids, mask
+    rendered = []
+    for row in rows:
+        ids: list[int] = []
+        mask: list[bool] = []
+        for segment in row:
+            tokens = next(encoded) if segment.text else []
+            end = next(encoded) if segment.end else []
+            if tokens[: len(end)] != end:  # characters merge across the boundary: tokenise separately
+                tokens = end + _encode(tokenizer, [segment.text[len(segment.end) :]])[0]
+            ids += [*tokens, *segment.tokens]
+            mask += [True] * len(end) + [segment.trained] * (len(tokens) - len(end) + len(segment.tokens))
+        rendered.append((ids, mask))
+    return rendered
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
@@ -154,14 +301,11 @@ def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[i
                 ) from error
         if "Missing [UNK] token" not in str(error):
             raise
-        unknown = sorted(character for character in set("".join(texts)) if not _has_token(tokenizer, character))
+        unknown = []
+        for character in sorted(set("".join(texts))):
+            try:
+                tokenizer(character, add_special_tokens=False)
+            except Exception:  # noqa: BLE001 - as above
+                unknown.append(character)
         text = next((text for text in texts if set(text) & set(unknown)), texts[0])
         raise DataError(f"the tokenizer has no token for {unknown} in {text!r}; add them to its alphabet") from error
-
-
-def _has_token(tokenizer: PreTrainedTokenizerBase, character: str) -> bool:
-    try:
-        tokenizer(character, add_special_tokens=False)
-    except Exception:  # noqa: BLE001 - as in `_encode`
-        return False
-    return True

@@ -1,4 +1,4 @@
-"""`RewardData`: token sequences with rewards, and its conversions from and to batches.
+"""`RewardData`: token sequences with rewards.
 
 A tensordict tensorclass: it can be indexed, stacked, moved and saved memory-mapped like a tensor. The constructor
 checks nothing, so that it can hold meta tensors, nested tensordicts and incomplete data; `check()` and the conversions
@@ -7,7 +7,7 @@ do. Pairs of a better and a worse sequence are in `rlframework.datasets.preferen
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, Self
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from rlframework.datasets.memmap import MemmapTensorClass
-from rlframework.errors import BatchError, BatchKeyError, BatchTypeError
+from rlframework.errors import BatchError, BatchTypeError
 
 _CHUNK = 1 << 24
 """Elements of a mask to check at a time, so that checking mapped data takes little memory."""
@@ -54,10 +54,7 @@ class RewardData(MemmapTensorClass):
         Reads the whole mask; on the meta device and for fake tensors, only shapes and dtypes are checked. Raises a
         `BatchError`, or a `BatchTypeError` for a wrong type or dtype.
         """
-        _check_shapes(self.input_ids, self.attention_mask, self.rewards, self.end_scores)
-        if has_values(self.attention_mask):
-            for _ in _lengths(self.attention_mask):
-                pass
+        _ = self.input_lengths
         return self
 
     @classmethod
@@ -72,48 +69,23 @@ class RewardData(MemmapTensorClass):
         _check_shapes(input_ids, mask, rewards, end_scores)
         return cls(input_ids, mask, rewards, end_scores, batch_size=input_ids.shape[:-1])
 
-    @classmethod
-    def from_batch(cls, batch: Mapping[str, Any]) -> Self:
-        """Return the rows of a `BatchedDataDict` or any mapping, sharing its storage.
-
-        Reads `input_ids [B, S]`; `attention_mask [B, S]`, or else `input_lengths [B]`, from which the mask is made (if
-        both are present, they must agree); and `rewards` and `end_scores` if present. Other keys are ignored.
-        """
-        if "input_ids" not in batch or not ("attention_mask" in batch or "input_lengths" in batch):
-            raise BatchKeyError(
-                f"the batch has {sorted(batch)}; RewardData needs input_ids, and attention_mask or input_lengths"
-            )
-        values = (batch.get("rewards"), batch.get("end_scores"))
-        if "attention_mask" not in batch:
-            return cls.from_lengths(batch["input_ids"], batch["input_lengths"], *values)._of_rows()
-        _check_shapes(batch["input_ids"], batch["attention_mask"], *values)
-        made = cls(batch["input_ids"], batch["attention_mask"], *values, batch_size=batch["input_ids"].shape[:-1])
-        lengths, given = made._of_rows().input_lengths, batch.get("input_lengths")
-        if given is not None:
-            _check_agreement(lengths, given)
-        return made
-
     def to_fields(self) -> dict[str, Tensor]:
         """Return the rows as plain tensors for `BatchedDataDict(data.to_fields())`, sharing storage.
 
         `input_ids [B, S]`, `attention_mask [B, S]`, `input_lengths [B]` (from the mask), and, if present, `rewards`
         (`[B]` or `[B, S]`) and `end_scores [B]`, without the extra last dimension of 1.
         """
-        lengths = self._of_rows().input_lengths
+        shape = need_tensor("input_ids", self.input_ids).shape
+        if len(shape) != 2:
+            raise BatchError(f"input_ids has shape {list(shape)}; it must be [B, S]. unsqueeze(0) a single row")
+        lengths = self.input_lengths
         fields = {"input_ids": self.input_ids, "attention_mask": self.attention_mask, "input_lengths": lengths}
         if self.rewards is not None:
-            whole = self.rewards.shape[1:] in ((), self.input_ids.shape[1:])
-            fields["rewards"] = self.rewards if whole else self.rewards.squeeze(-1)
+            fits = self.rewards.shape[1:] in ((), self.input_ids.shape[1:])
+            fields["rewards"] = self.rewards if fits else self.rewards.squeeze(-1)
         if self.end_scores is not None:
             fields["end_scores"] = self.end_scores.view(-1)
         return {name: value.as_subclass(Tensor) for name, value in fields.items()}
-
-    def _of_rows(self) -> Self:
-        if need_tensor("input_ids", self.input_ids).ndim != 2:
-            raise BatchError(
-                f"input_ids has shape {list(self.input_ids.shape)}; it must be [B, S]. unsqueeze(0) a single row"
-            )
-        return self
 
 
 def right_padding_mask(lengths: Tensor, shape: torch.Size) -> Tensor:
@@ -124,11 +96,13 @@ def right_padding_mask(lengths: Tensor, shape: torch.Size) -> Tensor:
             f"input_lengths is {lengths.dtype} of shape {list(lengths.shape)}; it must be integers of shape "
             f"{list(shape[:-1])}, one for each row of input_ids {list(shape)}"
         )
-    if has_values(lengths) and lengths.numel() and not 0 <= int(lengths.min()) <= int(lengths.max()) <= shape[-1]:
-        raise BatchError(
-            f"input_lengths are from {int(lengths.min())} to {int(lengths.max())}; for input_ids {list(shape)} they "
-            f"must be from 0 to {shape[-1]}"
-        )
+    if has_values(lengths) and lengths.numel():
+        least, most = map(int, lengths.aminmax())
+        if not 0 <= least <= most <= shape[-1]:
+            raise BatchError(
+                f"input_lengths are from {least} to {most}; for input_ids {list(shape)} they must be from 0 to "
+                f"{shape[-1]}"
+            )
     return torch.arange(shape[-1], device=lengths.device) < lengths.unsqueeze(-1)
 
 
@@ -147,27 +121,12 @@ def _check_shapes(ids: Any, mask: Any, rewards: Any, end_scores: Any) -> None:
         ("rewards", rewards, [rows, (*rows, 1), tokens, (*tokens, 1)]),
         ("end_scores", end_scores, [rows, (*rows, 1)]),
     ):
-        if value is None:
-            continue
-        if need_tensor(name, value).shape not in shapes or value.is_complex():
+        if value is not None and (need_tensor(name, value).shape not in shapes or value.is_complex()):
             allowed = " or ".join(str(list(shape)) for shape in dict.fromkeys(map(tuple, shapes)))
             raise BatchError(
                 f"{name} is {value.dtype} of shape {list(value.shape)}; with input_ids {list(tokens)} it must be real "
                 f"numbers of shape {allowed}"
             )
-
-
-def _check_agreement(lengths: Tensor, given: Any) -> None:
-    """Raise a `BatchError` unless `given`, the batch's `input_lengths`, agrees with the mask."""
-    if need_tensor("input_lengths", given).shape != lengths.shape:
-        raise BatchError(f"input_lengths has shape {list(given.shape)}; it must be {list(lengths.shape)}")
-    wrong = given.to(lengths.device) != lengths
-    if has_values(lengths) and wrong.any():
-        row = int(wrong.nonzero()[0])
-        raise BatchError(
-            f"row {row} of the batch has {int(lengths[row])} tokens by attention_mask and {given[row].item()} by "
-            "input_lengths; correct one of them, or remove it"
-        )
 
 
 def _lengths(mask: Tensor) -> Iterator[Tensor]:

@@ -1,4 +1,4 @@
-"""Rows of token ids, rendered once and memory-mapped: data sets larger than memory, written as a stream.
+"""Rows of token ids: padded batches, and data sets rendered once and memory-mapped, written as a stream.
 
 A folder holds, little-endian and without headers:
 
@@ -18,25 +18,52 @@ import os
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from pydantic import JsonValue, PositiveInt, TypeAdapter, ValidationError
+from pydantic import Field, JsonValue, PositiveInt, TypeAdapter, ValidationError
 from typing_extensions import TypedDict  # pydantic requires it before Python 3.12
 
-from rlframework.datasets.collate import TokenRows
 from rlframework.datasets.rendering import Rendered
 from rlframework.errors import DataError
 from rlframework.files import replacing_directory
 
-Row = tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]
-
 _FORMAT, _VERSION = "rlframework token rows", 1
-_META, _TOKENS, _MASK, _OFFSETS = "meta.json", "tokens.bin", "mask.bin", "offsets.bin"
+_File = Literal["tokens.bin", "mask.bin", "offsets.bin"]
+_FILES: tuple[_File, ...] = get_args(_File)
+_META, (_TOKENS, _MASK, _OFFSETS) = "meta.json", _FILES
 _DTYPES: Mapping[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
-_CHUNK = 1 << 20
+
+
+class TokenRows(NamedTuple):
+    """A padded batch: `input_ids [B, S]` int64, `input_lengths [B]` int64, `token_mask [B, S]` fp32."""
+
+    input_ids: torch.Tensor
+    input_lengths: torch.Tensor
+    token_mask: torch.Tensor
+
+
+def pad_rows(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pad lists of token ids on the right to `[B, S]` int64; also return the lengths, `[B]` int64.
+
+    Raises a `DataError` if there are no rows.
+    """
+    if not rows:
+        raise DataError("cannot make a batch of no rows; give at least one")
+    lengths = [len(row) for row in rows]
+    padded = np.full((len(rows), max(lengths)), pad_id, np.int64)
+    for number, row in enumerate(rows):
+        padded[number, : lengths[number]] = row
+    return torch.from_numpy(padded), torch.tensor(lengths)
+
+
+def pad_rendered(rows: Sequence[Rendered], pad_id: int) -> TokenRows:
+    """Batch the rows that `rendering.render_samples` returns; the mask is 1 on tokens that are trained on."""
+    input_ids, lengths = pad_rows([ids for ids, _ in rows], pad_id)
+    mask, _ = pad_rows([trained for _, trained in rows], 0)
+    return TokenRows(input_ids, lengths, mask.float())
 
 
 class TokenMeta(TypedDict):
@@ -48,16 +75,16 @@ class TokenMeta(TypedDict):
     tokens: PositiveInt
     trained_tokens: PositiveInt
     longest: PositiveInt
-    crc32: dict[str, int]
+    crc32: Annotated[dict[_File, int], Field(min_length=3)]
     vocab_size: PositiveInt
-    dtype: str
+    dtype: Literal["uint16", "uint32"]
     tokenizer: str
     train_on: str
     max_tokens: PositiveInt | None
     source: dict[str, JsonValue]
 
 
-class TokenData(Sequence[Row]):
+class TokenData:
     """The token data in the folder `path`. `meta` is the content of its `meta.json`.
 
     Opening reads the offsets, 8 bytes per row, and no tokens. Raises a `DataError` if the folder is missing, damaged or
@@ -71,39 +98,26 @@ class TokenData(Sequence[Row]):
         self._offsets = _mapped(self.path / _OFFSETS, np.dtype("<i8"), rows + 1)
         self._tokens = _mapped(self.path / _TOKENS, _DTYPES[self.meta["dtype"]], tokens)
         self._mask = _mapped(self.path / _MASK, np.dtype("u1"), tokens)
-        self._check_offsets()
+        steps = np.diff(self._offsets)
+        ends = (self._offsets[0], self._offsets[-1])
+        if ends != (0, tokens) or steps.min() <= 0 or steps.max() > self.meta["longest"]:
+            raise _damaged(self.path / _OFFSETS, "its offsets are inconsistent")
 
     def __len__(self) -> int:
         return len(self._offsets) - 1
-
-    @overload
-    def __getitem__(self, index: int) -> Row: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Row]: ...
-    def __getitem__(self, index: int | slice) -> Row | list[Row]:
-        chosen = range(len(self))[index]
-        return self.row(chosen) if isinstance(chosen, int) else [self.row(number) for number in chosen]
 
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
         """Number of tokens of each row, `[rows]` int64, without reading tokens."""
         return np.diff(self._offsets)
 
-    def row(self, index: int) -> Row:
-        """The ids of row `index`, `[tokens]` int64, and their mask, `[tokens]` bool, true where trained on."""
-        start, end = self._offsets[index], self._offsets[index + 1]
-        return self._tokens[start:end].astype(np.int64), self._mask[start:end].astype(np.bool_)
-
     def rows(self, indices: Sequence[int] | npt.NDArray[Any], pad_id: int = 0) -> TokenRows:
         """Return the rows `indices`, in this order, padded on the right with `pad_id` (mask 0).
 
-        Copies block by block, which takes less than half the time of a gather by token. Raises a `DataError` for an
-        index out of range, an id outside the vocabulary, and a mask other than 0 and 1.
+        Copies block by block, which takes less than half the time of a gather by token. Raises a `DataError` for an id
+        outside the vocabulary, and a mask other than 0 and 1.
         """
         numbers = np.asarray(indices, np.int64)
-        if numbers.ndim != 1 or not len(numbers) or numbers.min() < 0 or numbers.max() >= len(self):
-            given = f"{numbers.min()} to {numbers.max()}" if numbers.size else "none"
-            raise DataError(f"{self.path}: rows are numbered 0 to {len(self) - 1}; requested {given}")
         starts, ends = self._offsets[numbers], self._offsets[numbers + 1]
         shape = (len(numbers), int((ends - starts).max()))
         ids, mask = np.full(shape, pad_id, np.int64), np.zeros(shape, np.float32)
@@ -116,19 +130,9 @@ class TokenData(Sequence[Row]):
 
     def verify(self) -> None:
         """Read everything and compare the checksums. Raises a `DataError` if a file has changed."""
-        for name, numbers in {_TOKENS: self._tokens, _MASK: self._mask, _OFFSETS: self._offsets}.items():
+        for name, numbers in zip(_FILES, (self._tokens, self._mask, self._offsets), strict=True):
             if zlib.crc32(numbers.data) != self.meta["crc32"][name]:
                 raise _damaged(self.path / name, "its checksum is not that in meta.json")
-
-    def _check_offsets(self) -> None:
-        """Check that offsets increase from 0 to the number of tokens, in steps of at most the longest row."""
-        offsets, longest = self._offsets, self.meta["longest"]
-        fine = offsets[0] == 0 and offsets[-1] == self.meta["tokens"]
-        for start in range(0, len(self), _CHUNK):
-            steps = np.diff(offsets[start : start + _CHUNK + 1])
-            fine = fine and steps.min() > 0 and steps.max() <= longest
-        if not fine:
-            raise _damaged(self.path / _OFFSETS, "its offsets are inconsistent")
 
 
 def write_token_data(
@@ -147,7 +151,7 @@ def write_token_data(
     `source` (JSON values). An existing `path` is replaced. Raises a `DataError` if there are no rows or nothing to
     train on, for an empty row, a mask of another length, and an id outside the vocabulary.
     """
-    dtype = "uint16" if vocab_size <= 2**16 else "uint32"
+    dtype: Literal["uint16", "uint32"] = "uint16" if vocab_size <= 2**16 else "uint32"
     count = total = trained_tokens = longest = 0
     with replacing_directory(path) as folder:
         with (
@@ -175,7 +179,7 @@ def write_token_data(
             "tokens": total,
             "trained_tokens": trained_tokens,
             "longest": longest,
-            "crc32": {name: zlib.crc32(np.memmap(folder / name, mode="r").data) for name in (_TOKENS, _MASK, _OFFSETS)},
+            "crc32": {name: zlib.crc32(np.memmap(folder / name, mode="r").data) for name in _FILES},
             "vocab_size": vocab_size,
             "dtype": dtype,
             "tokenizer": tokenizer,
@@ -195,30 +199,23 @@ def _check_row(number: int, ids: list[int], mask: list[bool], vocab_size: int) -
 
 
 def _read_meta(path: Path) -> TokenMeta:
+    remedy = "give a folder written by `rlframework tokenize`"
     try:
         meta = json.loads((path / _META).read_bytes())
     except OSError as error:
-        raise DataError(
-            f"{path}: not token data ({_META} cannot be read: {error.strerror}); give a folder written by `rlframework "
-            "tokenize`"
-        ) from error
+        raise DataError(f"{path}: not token data ({_META} cannot be read: {error.strerror}); {remedy}") from error
     except (ValueError, RecursionError) as error:
         raise _damaged(path / _META, str(error)) from error
     if not isinstance(meta, dict) or meta.get("format") != _FORMAT:
-        raise DataError(
-            f"{path}: {_META} does not describe token data; give a folder written by `rlframework tokenize`"
-        )
+        raise DataError(f"{path}: {_META} does not describe token data; {remedy}")
     if meta.get("version") != _VERSION:
         raise DataError(
             f"{path}: has format version {meta.get('version')!r}, but only {_VERSION} is supported; render it again"
         )
     try:
-        checked = TypeAdapter(TokenMeta).validate_python({"max_tokens": None, "source": {}, **meta}, strict=True)
+        return TypeAdapter(TokenMeta).validate_python({"max_tokens": None, "source": {}, **meta}, strict=True)
     except ValidationError as error:
         raise _damaged(path / _META, f"{error.errors()[0]['loc']}: {error.errors()[0]['msg']}") from error
-    if checked["dtype"] not in _DTYPES or checked["crc32"].keys() != {_TOKENS, _MASK, _OFFSETS}:
-        raise _damaged(path / _META, f"the dtype is {checked['dtype']!r}, the checksums are {checked['crc32']}")
-    return checked
 
 
 def _mapped(path: Path, dtype: np.dtype[Any], count: int) -> npt.NDArray[Any]:

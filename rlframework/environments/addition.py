@@ -32,11 +32,10 @@ class AdditionEnvironment(VerifiableEnvironment):
         self._config = config
         rng = random.Random(f"addition-{seed}")
         held_out = _held_out(config, rng)
-        keys = {_key(terms) for terms in held_out}
-        train = list(itertools.islice(_training_tasks(config, keys, rng), config.train_samples))
+        train = itertools.islice(_training_tasks(config, set(map(_key, held_out)), rng), config.train_samples)
         self._samples: dict[Split, list[Sample]] = {
-            "train": [self._sample(terms) for terms in train],
-            "validation": [self._sample(terms) for terms in held_out],
+            "train": list(map(self._sample, train)),
+            "validation": list(map(self._sample, held_out)),
         }
 
     def samples(self, split: Split) -> Sequence[Sample]:
@@ -92,16 +91,11 @@ def _held_out(config: AdditionConfig, rng: random.Random) -> list[Terms]:
             f"{config.terms} terms from {low} to {high}, regardless of order; hold out at most {available - 1}, "
             "or raise environment.digits"
         )
-    return list(itertools.islice(_distinct(config, rng, seen=set()), wanted))
-
-
-def _distinct(config: AdditionConfig, rng: random.Random, seen: set[Terms]) -> Iterator[Terms]:
-    """Draw sums whose terms differ by more than their order."""
-    while True:
+    drawn: dict[Terms, Terms] = {}
+    while len(drawn) < wanted:
         terms = _draw(config, rng)
-        if _key(terms) not in seen:
-            seen.add(_key(terms))
-            yield terms
+        drawn.setdefault(_key(terms), terms)
+    return list(drawn.values())
 
 
 def _training_tasks(config: AdditionConfig, held_out: set[Terms], rng: random.Random) -> Iterator[Terms]:

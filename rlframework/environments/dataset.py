@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import overload
 
 import numpy as np
 import numpy.typing as npt
 
 from rlframework.config.environments import DatasetConfig
-from rlframework.datasets.conversations import Conversation, conversation_of
+from rlframework.datasets.conversations import conversation_of
 from rlframework.datasets.loader import shuffled
 from rlframework.datasets.rendering import has_answer
 from rlframework.datasets.sources.opening import is_local, open_rows
@@ -31,23 +32,20 @@ SCANNED = 100_000
 PROBED = 2_000
 
 
+@dataclass(frozen=True, eq=False)
 class LazySamples(Sequence[Sample]):
     """The samples of the rows `numbers` of `rows`, made by `make` on access. A slice is lazy too.
 
     `unanswered`: the numbers of rows known to have no assistant turn.
     """
 
-    def __init__(
-        self,
-        rows: Rows,
-        numbers: npt.NDArray[np.int64],
-        make: Callable[[Rows, int], Sample],
-        unanswered: Sequence[int] = (),
-    ) -> None:
-        self._rows, self._numbers, self._make, self._unanswered = rows, numbers, make, unanswered
+    rows: Rows
+    numbers: npt.NDArray[np.int64]
+    make: Callable[[Rows, int], Sample]
+    unanswered: Sequence[int] = ()
 
     def __len__(self) -> int:
-        return len(self._numbers)
+        return len(self.numbers)
 
     @overload
     def __getitem__(self, index: int) -> Sample: ...
@@ -55,16 +53,16 @@ class LazySamples(Sequence[Sample]):
     def __getitem__(self, index: slice) -> LazySamples: ...
     def __getitem__(self, index: int | slice) -> Sample | LazySamples:
         if isinstance(index, slice):
-            return LazySamples(self._rows, self._numbers[index], self._make, self._unanswered)
-        return self._make(self._rows, int(self._numbers[index]))
+            return replace(self, numbers=self.numbers[index])
+        return self.make(self.rows, int(self.numbers[index]))
 
     def sizes(self) -> npt.NDArray[np.int64]:
         """Approximate number of characters of each sample, `[n]` int64, without making it."""
-        return self._rows.sizes()[self._numbers]
+        return self.rows.sizes()[self.numbers]
 
     def without_answer(self) -> npt.NDArray[np.int64]:
         """Indices of the samples known to have no assistant turn, in order, int64."""
-        return np.flatnonzero(np.isin(self._numbers, np.array(self._unanswered, np.int64)))
+        return np.flatnonzero(np.isin(self.numbers, np.array(self.unanswered, np.int64)))
 
 
 class DatasetEnvironment(VerifiableEnvironment):
@@ -74,15 +72,21 @@ class DatasetEnvironment(VerifiableEnvironment):
         """Open the data. Raises a `DataError` that names file and row if it cannot be read as configured."""
         self._config = config
         self._unanswered: list[int] = []
-        train, validation = _open(config)
+        train = open_rows(config.path, subset=config.subset, split=config.split)
         self.scores = config.scores_completions
         self._reward = None if config.reward is None else OwnReward(config)
-        if validation is None:
-            kept, held_out = self._hold_out(train, seed)
+        keys = self._keys(train)
+        path = config.validation_path
+        if path is None and config.validation_split is None:
+            kept, held_out = self._hold_out(keys, seed)
             validation = train
         else:
+            subset = config.subset if path is None or not is_local(path) else None
+            validation = open_rows(path or config.path, subset=subset, split=config.validation_split)
             held_out = np.arange(len(validation))[: config.max_validation_samples]
-            kept = self._without(train, {_key(self._sample(validation, int(number))) for number in held_out})
+            out = [_key(self._sample(validation, number)) for number in held_out.tolist()]
+            known = len(train) <= SCANNED  # else keys are row numbers
+            kept = np.flatnonzero(~np.isin(keys, np.array(out if known else [], np.uint64)))
         if not len(kept):
             raise DataError(f"{config.path}: no training row is left, because every prompt is also in validation")
         self._samples: dict[Split, Sequence[Sample]] = {
@@ -120,35 +124,27 @@ class DatasetEnvironment(VerifiableEnvironment):
         where, row = rows.where(number), rows[number]
         conversation = conversation_of(row, self._config.columns, where)
         own = self._reward is not None
-        answer = self._gold(conversation, where) if self.scores and not own else conversation.answer or ""
-        if own and not conversation.messages:
-            raise DataError(f"{where}: a text without a prompt cannot be scored; remove environment.reward")
+        answer = conversation.answer or ""
+        if conversation.answer is None and self._config.check != "none":
+            raise DataError(
+                f"{where}: the column {self._config.columns.answer!r} has no value to check answers against. Set "
+                "environment.check=none to score nothing, or set environment.columns.answer to the name of the column"
+            )
+        if self.scores and not conversation.messages:
+            remedy = "remove environment.reward" if own else "set environment.check=none"
+            raise DataError(f"{where}: a text without a prompt cannot be scored; {remedy}")
+        if self._config.check == "math":
+            answer = answer.rpartition("####")[2].strip()
+            if not is_comparable(answer):
+                raise DataError(
+                    f"{where}: environment.check=math cannot compare the answer {answer!r} (only numbers, fractions, "
+                    "and sums and products of them); remove such rows, or set environment.check=exact"
+                )
         messages = _with_texts(conversation.messages, self._config.system_prompt, self._config.instruction)
         return Sample(rows.label(number), messages, answer, conversation.completion, row if own else {})
 
-    def _gold(self, conversation: Conversation, where: str) -> str:
-        """The gold answer; with `check: math`, the text after the last `####`."""
-        column = self._config.columns.answer
-        if conversation.answer is None:
-            raise DataError(
-                f"{where}: the column {column!r} has no value to check answers against. Set environment.check=none to "
-                "score nothing, or set environment.columns.answer to the name of the column"
-            )
-        if not conversation.messages:
-            raise DataError(f"{where}: a text without a prompt cannot be scored; set environment.check=none")
-        if self._config.check == "exact":
-            return conversation.answer
-        gold = conversation.answer.rpartition("####")[2].strip()
-        if not is_comparable(gold):
-            raise DataError(
-                f"{where}: environment.check=math cannot compare the answer {gold!r} (only numbers, fractions, and "
-                "sums and products of them); remove such rows, or set environment.check=exact"
-            )
-        return gold
-
-    def _hold_out(self, rows: Rows, seed: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def _hold_out(self, keys: npt.NDArray[np.uint64], seed: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Row numbers for training and validation, in order. Copies of a prompt stay together."""
-        keys = self._keys(rows)
         different = np.unique(keys)
         if len(different) < 2:
             raise DataError(
@@ -160,42 +156,23 @@ class DatasetEnvironment(VerifiableEnvironment):
         out = np.isin(keys, different[shuffled(len(different), seed, 0)[:count]])
         return np.flatnonzero(~out), np.flatnonzero(out)
 
-    def _without(self, rows: Rows, keys: set[int]) -> npt.NDArray[np.int64]:
-        """The rows whose prompt is not in `keys`; all rows if there are too many to scan."""
-        if len(rows) > SCANNED:
-            return self._keys(rows).astype(np.int64)
-        return np.flatnonzero(~np.isin(self._keys(rows), np.array(sorted(keys), np.uint64)))
-
     def _keys(self, rows: Rows) -> npt.NDArray[np.uint64]:
         """A key per row, equal for equal prompts; for data too large to scan, the row number, after probing rows."""
-        count = len(rows)
-        if count <= SCANNED:
-            return np.fromiter((self._scan(rows, number) for number in range(count)), np.uint64, count)
-        for number in np.linspace(0, count - 1, PROBED, dtype=np.int64).tolist():
-            self._scan(rows, number)
-        return np.arange(count, dtype=np.uint64)
-
-    def _scan(self, rows: Rows, number: int) -> int:
-        sample = self._sample(rows, number)
-        if not has_answer(sample):
-            self._unanswered.append(number)
-        return _key(sample)
+        every = np.arange(len(rows))
+        scanned = every if len(rows) <= SCANNED else np.linspace(0, len(rows) - 1, PROBED, dtype=np.int64)
+        keys = []
+        for number in scanned.tolist():
+            sample = self._sample(rows, number)
+            keys.append(_key(sample))
+            if not has_answer(sample):
+                self._unanswered.append(number)
+        return np.array(keys if scanned is every else every, np.uint64)
 
 
 def _key(sample: Sample) -> int:
     asked = [message["content"] for message in sample.messages if message["role"] != "system"]
     text = " ".join(" ".join(asked or [sample.completion]).lower().split())
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
-
-
-def _open(config: DatasetConfig) -> tuple[Rows, Rows | None]:
-    train = open_rows(config.path, subset=config.subset, split=config.split)
-    if config.validation_path is not None:
-        subset = None if is_local(config.validation_path) else config.subset
-        return train, open_rows(config.validation_path, subset=subset, split=config.validation_split)
-    if config.validation_split is not None:
-        return train, open_rows(config.path, subset=config.subset, split=config.validation_split)
-    return train, None
 
 
 def _with_texts(messages: tuple[Message, ...], system: str | None, instruction: str) -> tuple[Message, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from rlframework.config.environments import Gsm8kConfig
@@ -65,22 +66,12 @@ def gold_answer(answer: str) -> str | None:
 
 def _load(config: Gsm8kConfig) -> tuple[list[Sample], list[Sample] | None]:
     if config.dataset is not None:
-        train = _from_dataset(config, config.dataset, config.train_split)
-        split = config.validation_split
-        return train, None if split is None else _from_dataset(config, config.dataset, split)
+        rows, split = partial(open_rows, config.dataset, subset=config.subset), config.validation_split
+        train = _samples(config, rows(split=config.train_split))
+        return train, None if split is None else _samples(config, rows(split=split))
     # `rlframework evaluate` needs no training data
     train = [] if config.train_path is None else _samples(config, open_rows(config.train_path))
     return train, None if config.validation_path is None else _samples(config, open_rows(config.validation_path))
-
-
-def _from_dataset(config: Gsm8kConfig, name: str, split: str) -> list[Sample]:
-    try:
-        return _samples(config, open_rows(name, subset=config.subset, split=split))
-    except DataError as error:
-        raise DataError(
-            f"environment.dataset={name!r} (subset {config.subset!r}, split {split!r}) cannot be loaded: {error}. "
-            "Or give environment.train_path"
-        ) from error
 
 
 def _samples(config: Gsm8kConfig, rows: Rows) -> list[Sample]:

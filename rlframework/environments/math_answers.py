@@ -9,6 +9,7 @@ fractions, percentages and small powers.
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import re
 from typing import Any
@@ -19,7 +20,6 @@ _TAIL = 2000
 _COMMAND = re.compile(r"\\([a-zA-Z]+)")
 _FRACTIONS = {"frac", "dfrac", "tfrac", "cdot", "times", "div"}
 _LAYOUT = {"boxed", "left", "right", "text", "textbf", "mathrm", "mathbf", "displaystyle", "quad", "qquad"}
-_PLAIN_COMMANDS = _FRACTIONS | _LAYOUT
 _GROWS = re.compile(r"\^|[\d)}\]]\s*!")
 """Powers and factorials."""
 
@@ -42,9 +42,8 @@ def is_comparable(gold: str) -> bool:
     """Whether `same_answer` can compare `gold`: plain arithmetic, also in LaTeX, without roots, powers or words."""
     if _NUMBER.fullmatch(gold):
         return True
-    safe = _PLAIN_COMMANDS.issuperset(_COMMAND.findall(gold)) and not _GROWS.search(gold)
-    plain = _ARITHMETIC.fullmatch(_COMMAND.sub("", _UNIT.sub("", gold)))
-    return bool(safe and plain) and any(_is_plain(part) for part in _parse_gold(gold))
+    plain = _is_safe(gold) and _ARITHMETIC.fullmatch(_COMMAND.sub("", _UNIT.sub("", gold)))
+    return bool(plain) and any(_is_plain(part) for part in _parse_gold(gold))
 
 
 def _final(completion: str) -> str:
@@ -53,18 +52,11 @@ def _final(completion: str) -> str:
     if "####" in text:
         text = text.rsplit("####", 1)[-1]
     elif "\\boxed{" in text:
-        text = "\\boxed{" + _balanced(text.rsplit("\\boxed{", 1)[-1]) + "}"
+        inside = text.rsplit("\\boxed{", 1)[-1]
+        depths = itertools.accumulate((c == "{") - (c == "}") for c in inside)
+        end = next((position for position, depth in enumerate(depths) if depth < 0), len(inside))
+        text = "\\boxed{" + inside[:end] + "}"
     return text.replace("\\$", "$")
-
-
-def _balanced(text: str) -> str:
-    """`text` up to its first unmatched closing brace, or all of it."""
-    depth = 1
-    for position, character in enumerate(text):
-        depth += (character == "{") - (character == "}")
-        if depth == 0:
-            return text[:position]
-    return text
 
 
 @functools.lru_cache(maxsize=16384)
@@ -74,8 +66,12 @@ def _parse_gold(gold: str) -> tuple[Any, ...]:
 
 def _parse(text: str) -> list[Any]:
     parse, _, latex, plain = _math_verify()
-    safe = _PLAIN_COMMANDS.issuperset(_COMMAND.findall(text)) and not _GROWS.search(text)
-    return list(parse(text, [latex(), plain()] if safe else [plain()], parsing_timeout=None))
+    return list(parse(text, [latex(), plain()] if _is_safe(text) else [plain()], parsing_timeout=None))
+
+
+def _is_safe(text: str) -> bool:
+    """Whether `text` can be parsed as LaTeX in bounded time."""
+    return (_FRACTIONS | _LAYOUT).issuperset(_COMMAND.findall(text)) and not _GROWS.search(text)
 
 
 def _is_plain(part: Any) -> bool:
@@ -84,9 +80,7 @@ def _is_plain(part: Any) -> bool:
 
     if isinstance(part, str):
         return len(part) <= _MAX_DIGITS
-    if not isinstance(part, sympy.Basic):
-        return False
-    return all(_is_plain_node(node) for node in sympy.preorder_traversal(part))
+    return isinstance(part, sympy.Basic) and all(map(_is_plain_node, sympy.preorder_traversal(part)))
 
 
 def _is_plain_node(node: Any) -> bool:

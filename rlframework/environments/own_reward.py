@@ -1,27 +1,50 @@
 """Score answers with a user's own reward function: `environment.reward: my_module:score`.
 
-An exception, a timeout or a value that is not a finite number is a failure of that answer: it gets `failed_reward` and
-is counted, and the traceback is logged once per cause. The run ends only if more than `max_reward_failures`
-of a step's answers fail.
+A failure of an answer (see `reward_calls`) gives it `failed_reward` and is counted; the traceback is logged once per
+cause. The run ends only if more than `max_reward_failures` of a step's answers fail.
+
+The function runs in a separate process, which can be killed wherever it hangs. A thread could not be stopped: a regular
+expression or a big integer holds Python's lock, and blocks the driver with it. The process is a new interpreter that
+imports the function's module with the driver's `sys.path`, working directory and environment variables: multiprocessing
+would run the user's program again. A function of the program itself (`__main__`) is sent by value, with its globals.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection, Pipe
+from typing import IO, Any
 
 from rlframework.config.environments import DatasetConfig
-from rlframework.environments.reward_calls import FAILURES, Failure, RewardCalls, RewardResult
-from rlframework.environments.reward_process import RewardProcess
+from rlframework.environments.reward_calls import FAILURES, Failure, Report, RewardCalls, RewardResult, timed_out
 from rlframework.errors import ConfigError, UserError
 from rlframework.interfaces.environment import Sample, StepOutcome
 from rlframework.plugins.user_defined import load_reward
 
 _LOG = logging.getLogger(__name__)
 
-_MAX_CAUSES = 10
-"""Causes of failure that are printed."""
+START_SECONDS = 300.0
+"""Timeout for starting the interpreter and importing the function's module."""
+
+GRACE_SECONDS = 2.0
+"""Added to the timeout of async calls, which the process normally cancels itself."""
+
+_DUMP_SECONDS, _STACK_LINES = 0.2, 12
+_PROGRAM = (  # not -m or PYTHONPATH: these would put the current directory before installed packages
+    "import json, sys; sys.path[:], *descriptors = json.loads(sys.argv[1]); "
+    "from rlframework.environments.reward_calls import serve; serve(*descriptors)"
+)
 
 
 class OwnReward:
@@ -36,7 +59,7 @@ class OwnReward:
         except ConfigError as error:
             raise ConfigError(f"environment.reward: {error}") from error
         self._name = f"environment.reward={config.reward!r} ({form.place})"
-        self._printed: set[str] = set()
+        self._logged: set[str] = set()
         timeout, limit = config.reward_timeout, config.reward_concurrency
         self._calls: RewardCalls | RewardProcess
         self._thread: ThreadPoolExecutor | None = None
@@ -55,11 +78,20 @@ class OwnReward:
 
         def report(numbers: list[int], results: list[RewardResult] | None) -> None:
             for number, result in zip(numbers, results or (), strict=False):
+                outcomes[number] = failed if isinstance(result, Failure) else result
                 if isinstance(result, Failure):
                     failures.append((samples[number].id, result))
-                    self._print(samples[number].id, result)
-                outcomes[number] = failed if isinstance(result, Failure) else result
-            self._check(failures, len(outcomes), len(samples))
+                    if result.cause not in self._logged:
+                        self._logged.add(result.cause)
+                        _LOG.warning("%s failed for sample %r:\n%s", self._name, samples[number].id, result.text)
+            allowed = self._config.max_reward_failures
+            if len(failures) > allowed * len(samples):
+                sample_id, first = failures[0]
+                raise UserError(
+                    f"{self._name} failed for {len(failures)} of the first {len(outcomes)} of {len(samples)} answers, "
+                    f"which is more than environment.max_reward_failures={allowed:g} allows. The first, for sample "
+                    f"{sample_id!r}:\n{first.text}"
+                )
 
         if self._thread is None:
             self._calls.score(samples, completions, report)
@@ -75,21 +107,128 @@ class OwnReward:
             self._thread.submit(self._calls.close).result()
             self._thread.shutdown()
 
-    def _print(self, sample_id: str, failure: Failure) -> None:
-        """Log `failure`, unless its cause was logged before."""
-        if failure.cause in self._printed or len(self._printed) >= _MAX_CAUSES:
-            return
-        self._printed.add(failure.cause)
-        more = "" if len(self._printed) < _MAX_CAUSES else "; failures with further causes are counted, not printed"
-        _LOG.warning("%s failed for sample %r%s:\n%s", self._name, sample_id, more, failure.text)
 
-    def _check(self, failures: Sequence[tuple[str, Failure]], scored: int, total: int) -> None:
-        """Raise a `UserError` if too many of the `total` answers have failed."""
-        allowed = self._config.max_reward_failures
-        if len(failures) <= allowed * total:
-            return
-        sample_id, first = failures[0]
-        raise UserError(
-            f"{self._name} failed for {len(failures)} of the first {scored} of {total} answers, which is more than "
-            f"environment.max_reward_failures={allowed:g} allows. The first, for sample {sample_id!r}:\n{first.text}"
-        )
+class RewardProcess:
+    """Scores answers as `RewardCalls` does, in a process that is started on first use and runs `reward_calls.serve`.
+
+    The process reports which answers it is working on: if it dies, or takes more than `timeout` seconds for a call,
+    only those fail, and a new process scores the others. It leads a process group, which is killed with it.
+    """
+
+    def __init__(self, path: str, *, timeout: float, concurrency: int, is_async: bool) -> None:
+        """Raise a `ConfigError` if the function is defined in the program itself and cannot be pickled."""
+        import cloudpickle  # type: ignore[import-untyped]
+
+        self._path, self._timeout, self._is_async = path, timeout, is_async
+        self._patience = timeout + (GRACE_SECONDS if is_async else 0.0)
+        self._process: subprocess.Popen[bytes] | None = None
+        function = load_reward(path)[0] if path.startswith("__main__:") else None
+        setup = {"path": path, "timeout": timeout if is_async else None, "concurrency": concurrency}
+        try:
+            self._setup: bytes = cloudpickle.dumps({**setup, "function": function})
+        except Exception as error:
+            raise ConfigError(
+                f"environment.reward={path!r} is defined in the program itself and uses values that cannot be sent to "
+                f"the process it runs in ({type(error).__name__}: {error}); create them inside the function, put the "
+                "function into a module, or set environment.reward_timeout=null"
+            ) from error
+
+    def score(self, samples: Sequence[Sample], completions: Sequence[str], report: Report) -> None:
+        """See `RewardCalls.score`; `report` may raise to stop."""
+        pending = list(range(len(samples)))
+        while pending:
+            started: set[int] = set()
+            done: set[int] = set()
+            try:
+                process = self._running()
+                try:
+                    self._link.send([[texts[number] for number in pending] for texts in (samples, completions)])
+                    while (message := self._receive(self._patience)) is not None:
+                        numbers = [pending[index] for index in message[0]]
+                        (started if message[1] is None else done).update(numbers)
+                        report(numbers, message[1])
+                    return
+                except (EOFError, OSError) as error:
+                    lost = sorted(started - done) or [number for number in pending if number not in done][:1]
+                    done.update(lost)
+                    report(lost, [self._failure(process, error)] * len(lost))
+                    self.close()
+            except BaseException:
+                self.close()
+                raise
+            pending = [number for number in pending if number not in done]
+
+    def close(self) -> None:
+        """Kill the process and its process group."""
+        if self._process is not None:
+            self._process = None
+            self._kill()
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._process is not None and self._process.poll() is None:
+            return self._process
+        self.close()
+        self._link, theirs = Pipe()
+        self._stack = tempfile.TemporaryFile()  # noqa: SIM115 - `_kill` closes it
+        descriptors = theirs.fileno(), self._stack.fileno()
+        with theirs:
+            arguments = json.dumps([[os.path.abspath(entry) for entry in sys.path], *descriptors])
+            self._process = process = subprocess.Popen(
+                [sys.executable, "-P", "-c", _PROGRAM, arguments],
+                pass_fds=descriptors,
+                process_group=0,
+                stdin=subprocess.DEVNULL,
+                env=os.environ | {"PYTHONUNBUFFERED": "1"},
+            )
+        self._kill = weakref.finalize(self, _kill, process, self._link, self._stack)
+        try:
+            self._link.send_bytes(self._setup)
+            self._receive(START_SECONDS)
+        except (EOFError, OSError, ConfigError) as error:
+            if isinstance(error, TimeoutError):
+                reason = f"its module was not imported within {START_SECONDS:g} s"
+            else:
+                reason = str(error) if isinstance(error, ConfigError) else _end(process)
+            raise ConfigError(
+                f"environment.reward={self._path!r} cannot be used in a process of its own: {reason}. Set "
+                "environment.reward_timeout=null to run it in this one"
+            ) from error
+        return process
+
+    def _receive(self, seconds: float) -> Any:
+        """The next message, or error. Raises `TimeoutError`, and `EOFError` or `OSError` if the process has ended."""
+        if not self._link.poll(seconds):
+            raise TimeoutError
+        message = self._link.recv()
+        if isinstance(message, UserError):
+            raise message
+        return message
+
+    def _failure(self, process: subprocess.Popen[bytes], error: Exception) -> Failure:
+        if not isinstance(error, TimeoutError):
+            return Failure(_end(process), _end(process))
+        late = timed_out(self._timeout, "it, or a call awaited with it," if self._is_async else "it")
+        process.send_signal(signal.SIGUSR1)  # it writes its stack
+        time.sleep(_DUMP_SECONDS)
+        text = os.pread(self._stack.fileno(), 100_000, 0).decode(errors="replace")
+        frames = [line for line in text.splitlines() if line.startswith("  File ")]
+        ours = next((number for number, line in enumerate(frames) if "reward_calls.py" in line), 0)
+        stack = ["where it was, most recent call first:", *frames[:ours][:_STACK_LINES]] if ours else []
+        return Failure("\n".join([late.text, *stack]), late.cause)
+
+
+def _end(process: subprocess.Popen[bytes]) -> str:
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(1.0)
+    code = process.returncode or 0
+    how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+    return f"the process that it ran in {how}; its output is on standard error"
+
+
+def _kill(process: subprocess.Popen[bytes], link: Connection, stack: IO[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
+    process.wait()
+    link.close()
+    stack.close()

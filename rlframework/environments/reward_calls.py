@@ -1,22 +1,29 @@
 """Call a user's reward function and read its return value. Its errors become values, never exceptions.
 
-The calls run in the current process and cannot be interrupted; `reward_process` runs them in one that can be killed.
-Async functions are awaited in one event loop, which stays open between calls.
+The calls run in the current process and cannot be interrupted; `own_reward` runs them in one that can be killed, by
+`serve`. Async functions are awaited in one event loop, which stays open between calls.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ctypes
+import faulthandler
 import inspect
 import math
 import numbers
+import os
+import signal
+import sys
 import traceback
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any
 
-from rlframework.errors import UserError
+from rlframework.errors import ConfigError, UserError
 from rlframework.interfaces.environment import Sample, StepOutcome
 from rlframework.plugins.user_defined import load_reward, reward_form
 
@@ -94,7 +101,6 @@ class RewardCalls:
         await asyncio.gather(*map(score, calls))
 
     def _arguments(self, called: list[int], samples: Sequence[Sample], completions: Sequence[str]) -> dict[str, Any]:
-        """Keyword arguments for the function, of the answers `called`."""
         rows, texts = [samples[number] for number in called], [completions[number] for number in called]
         if self._form.columns:
             return _trl_arguments(rows, texts)
@@ -109,15 +115,13 @@ class RewardCalls:
         return {name: given[f"{name}s"][0] for name in self._form.names}
 
     def _results(self, returned: Any, count: int) -> list[RewardResult]:
-        """The results of `count` answers in what their call returned."""
         if isinstance(returned, Failure):
             return [returned] * count
         if not self._form.batched:
             return [_result(returned)]
         if isinstance(returned, (str, bytes, Mapping)) or not isinstance(returned, Iterable):
-            return [
-                _wrong_type(f"it returned {returned!r:.80}, not a list with one value per answer", returned)
-            ] * count
+            text = f"it returned {returned!r:.80}, not a list with one value per answer"
+            return [_wrong_type(text, returned)] * count
         try:
             values = list(returned.tolist() if hasattr(returned, "tolist") else returned)  # an array or a tensor
         except (Exception, SystemExit) as error:  # noqa: BLE001 - a generator runs the user's code
@@ -136,6 +140,41 @@ def timed_out(seconds: float, what: str = "it") -> Failure:
     return Failure(text, text)
 
 
+def serve(descriptor: int, stack: int) -> None:
+    """Score the answers that the driver sends, as the program of a process of its own.
+
+    `descriptor` is this side of the link: it receives the arguments of `RewardCalls` and then samples with completions,
+    and sends what `RewardCalls.score` reports, ending with None. At SIGUSR1, the stack is written to the file `stack`.
+    """
+    for inherited in (descriptor, stack):
+        os.set_inheritable(inherited, False)
+    if sys.platform == "linux":  # end with the driver, even while no thread of this process can run
+        parent_died = 1
+        ctypes.CDLL(None).prctl(parent_died, signal.SIGKILL)
+    faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
+    link = Connection(descriptor)
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the driver has exited
+        try:
+            calls = RewardCalls(**link.recv())
+        except UserError as error:
+            link.send(error)
+            return
+        except Exception as error:  # noqa: BLE001 - of the user's module
+            link.send(
+                ConfigError(f"{type(error).__name__} while the function and what it uses were unpickled: {error}")
+            )
+            return
+        link.send(None)
+        while True:
+            samples, completions = link.recv()
+            failure = None
+            try:
+                calls.score(samples, completions, lambda *called: link.send(called))
+            except UserError as error:
+                failure = error
+            link.send(failure)
+
+
 def _failure_of(error: BaseException) -> Failure:
     """The failure for `error`, with the traceback from the user's own code on."""
     trace: TracebackType | None = error.__traceback__
@@ -148,10 +187,7 @@ def _failure_of(error: BaseException) -> Failure:
 
 
 def _trl_arguments(samples: Sequence[Sample], completions: Sequence[str]) -> dict[str, Any]:
-    """The keyword arguments of TRL: `prompts`, `completions`, and a list for each other column of the rows.
-
-    If the column `prompt` holds messages, prompts and completions are lists of messages, else texts.
-    """
+    """TRL's arguments; if the column `prompt` holds messages, prompts and completions are lists of messages."""
     rows = [sample.metadata for sample in samples]
     names = dict.fromkeys(name for row in rows for name in row if name not in _TRL_TEXTS)
     prompts, answers = [], []
@@ -163,7 +199,6 @@ def _trl_arguments(samples: Sequence[Sample], completions: Sequence[str]) -> dic
 
 
 def _prompt(sample: Sample) -> str:
-    """The text of the last message before the answer."""
     return sample.messages[-1]["content"] if sample.messages else ""
 
 

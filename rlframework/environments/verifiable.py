@@ -26,24 +26,19 @@ class VerifiableEnvironment(Environment):
 
     def step(self, samples: Sequence[Sample], conversations: Sequence[Sequence[Message]]) -> list[StepOutcome]:
         """Return one outcome per sample: `reward` is score plus bonuses, `metrics["accuracy"]` the score alone."""
-        texts = self.answers(samples, conversations)
-        return [self._outcome(sample, text) for sample, text in zip(samples, texts, strict=True)]
+        outcomes = []
+        for sample, text in zip(samples, self.answers(samples, conversations), strict=True):
+            score, bonus = self.score(sample, text), self.bonus(sample, text)
+            outcomes.append(StepOutcome(score + sum(bonus.values()), metrics={"accuracy": score, **bonus}))
+        return outcomes
 
     @staticmethod
     def answers(samples: Sequence[Sample], conversations: Sequence[Sequence[Message]]) -> list[str]:
         """Return the last message of each conversation; a `BatchError` unless it is the assistant's."""
-        if len(samples) != len(conversations):
-            raise BatchError(
-                f"received {len(samples)} samples and {len(conversations)} conversations; give one per sample"
-            )
         for sample, conversation in zip(samples, conversations, strict=True):
             if not conversation or conversation[-1]["role"] != "assistant":
                 raise BatchError(f"the conversation of sample {sample.id!r} must end with an assistant message")
         return [conversation[-1]["content"] for conversation in conversations]
-
-    def _outcome(self, sample: Sample, text: str) -> StepOutcome:
-        score, bonus = self.score(sample, text), self.bonus(sample, text)
-        return StepOutcome(reward=score + sum(bonus.values()), metrics={"accuracy": score, **bonus})
 
 
 def prompt_messages(system_prompt: str | None, text: str) -> tuple[Message, ...]:

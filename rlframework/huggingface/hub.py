@@ -27,7 +27,7 @@ _SERVER_ERROR = 500
 
 
 def is_path(name: str) -> bool:
-    """Return True if `name` can only be a path, existing or not, so that the hub is not asked for it."""
+    """Whether `name` can only be a path, existing or not, so that the hub is not asked for it."""
     parent = os.path.dirname(name)
     return name.startswith((".", "/", "~")) or name.count("/") > 1 or os.path.isdir(parent) or os.path.isdir(name)
 
@@ -44,25 +44,21 @@ def require_available(name: str, key: str = "policy.model_name") -> None:
                 f"{key}={name!r}: there is no such directory (looked for {os.path.abspath(name)}). Give a model "
                 "directory, or the name of a model on the Hugging Face hub"
             )
-    elif (problem := hub_problem()) is not None and not is_cached(name):
-        raise DataError(
-            f"{key}={name!r} is neither a directory nor in the hub's cache on this machine, and {problem}. Check the "
-            f"name and the network (HF_ENDPOINT, proxies), or fetch it elsewhere (hf download {name}) and give the "
-            "directory"
-        )
+    elif (problem := hub_problem()) is not None:
+        from huggingface_hub import constants
+
+        snapshots = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}" / "snapshots"
+        if not any(snapshots.glob("*/*")):
+            raise DataError(
+                f"{key}={name!r} is neither a directory nor in the hub's cache on this machine, and {problem}. Check "
+                f"the name and the network (HF_ENDPOINT, proxies), or fetch it elsewhere (hf download {name}) and give "
+                "the directory"
+            )
 
 
 def local_files_only(name: str) -> bool:
     """Whether to load the model `name` without asking the hub: it is a path, or the hub does not answer."""
     return is_path(name) or hub_problem() is not None
-
-
-def is_cached(name: str) -> bool:
-    """Whether the hub's cache has files of the model `name`."""
-    from huggingface_hub import constants
-
-    snapshots = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}" / "snapshots"
-    return any(snapshots.glob("*/*"))
 
 
 def hub_problem() -> str | None:
@@ -85,10 +81,7 @@ def probe_hub() -> str | None:
 
 @functools.lru_cache(maxsize=1)
 def _probe(endpoint: str, period: int) -> str | None:
-    """`probe_hub` of `endpoint`, cached for one `period`.
-
-    The request runs in a daemon thread, because no client timeout covers name resolution.
-    """
+    """The request runs in a daemon thread, because no client timeout covers name resolution."""
     from huggingface_hub import get_session
 
     answers: list[str | None] = [f"did not answer within {PROBE_SECONDS:g} s"]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlframework.errors import ConfigError, DataError
+from rlframework.files import replacing_directory
 from rlframework.huggingface.hub import first_line, local_files_only, quiet_hub
 
 if TYPE_CHECKING:
@@ -37,13 +38,9 @@ def make_llama(
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from rlframework.files import replacing_directory
-
     kv_heads = kv_heads or heads
     if hidden % heads or heads % kv_heads:
-        raise ConfigError(
-            f"hidden ({hidden}) must be a multiple of heads ({heads}), and heads of kv_heads ({kv_heads})"
-        )
+        raise ConfigError(f"hidden ({hidden}) must be a multiple of heads ({heads}), heads of kv_heads ({kv_heads})")
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=hidden,
@@ -82,7 +79,6 @@ def model_sizes(name: str, trust_remote_code: bool = False) -> tuple[int | None,
 
 
 def _text_config(name: str, trust_remote_code: bool) -> Any:
-    """The language model's part of the configuration of `name`."""
     from transformers import AutoConfig
 
     try:

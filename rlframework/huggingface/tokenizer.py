@@ -11,14 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from rlframework.errors import DataError
-from rlframework.huggingface.hub import (
-    announce_hub_request,
-    first_line,
-    is_path,
-    local_files_only,
-    quiet_hub,
-    require_available,
-)
+from rlframework.huggingface import hub
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -62,20 +55,21 @@ def load_tokenizer(
     """
     from transformers import AutoTokenizer
 
-    announce_hub_request(name)
-    if not is_path(name):
-        require_available(name)
+    hub.announce_hub_request(name)
+    if not hub.is_path(name):
+        hub.require_available(name)
     try:
-        with quiet_hub():
+        with hub.quiet_hub():
             loaded: Any = AutoTokenizer.from_pretrained(
-                name, trust_remote_code=trust_remote_code, local_files_only=local_files_only(name)
+                name, trust_remote_code=trust_remote_code, local_files_only=hub.local_files_only(name)
             )
     except (OSError, ValueError) as error:
-        hub = "" if is_path(name) else f", or the hub cannot be reached ({first_line(error)})"
-        files = f" ({first_line(error)})" if os.path.isdir(name) else ""
+        reason = hub.first_line(error)
+        unreachable = "" if hub.is_path(name) else f", or the hub cannot be reached ({reason})"
+        files = f" ({reason})" if os.path.isdir(name) else ""
         raise DataError(
             f"no tokenizer can be loaded from {name!r}: there is no such model directory here, or it lacks the "
-            f"tokenizer's files{files}{hub}. Check policy.model_name and policy.tokenizer_name"
+            f"tokenizer's files{files}{unreachable}. Check policy.model_name and policy.tokenizer_name"
         ) from error
     if loaded.eos_token_id is None:
         raise DataError(
@@ -103,17 +97,14 @@ def read_chat_template(given: str) -> str:
         # transformers marks assistant turns with a tag that Jinja does not know
         ImmutableSandboxedEnvironment(extensions=[loopcontrols]).parse(_GENERATION_TAG.sub("", text))
     except OSError as error:
-        raise DataError(
-            f"policy.chat_template: {given!r} cannot be read ({error.strerror}); give a file with a Jinja template, or "
-            "the template as text"
-        ) from error
+        problem = f"cannot be read ({error.strerror}); give a file with a Jinja template, or the template as text"
+        raise DataError(f"policy.chat_template: {given!r} {problem}") from error
     except UnicodeDecodeError as error:
         raise DataError(f"policy.chat_template: {given!r} is not UTF-8 text ({error.reason})") from error
     except TemplateSyntaxError as error:
         where = "" if inline else f" {given!r}"
-        raise DataError(
-            f"policy.chat_template{where}: not a valid Jinja template, line {error.lineno}: {error}"
-        ) from error
+        problem = f"not a valid Jinja template, line {error.lineno}: {error}"
+        raise DataError(f"policy.chat_template{where}: {problem}") from error
     return text
 
 

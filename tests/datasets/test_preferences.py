@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.datasets.gsm8k_preferences import pair_solutions, read_graded_solutions
 from rlframework.datasets.preferences import PreferencePairs, PreferenceRow
 from rlframework.datasets.reward_data import RewardData
-from rlframework.errors import BatchError, BatchKeyError, BatchTypeError, DataError
+from rlframework.errors import BatchError, BatchTypeError, DataError
 from rlframework.huggingface.tokenizer import character_tokenizer
 from rlframework.interfaces.environment import Message
 
@@ -105,40 +104,16 @@ def test_the_rows_of_a_batch() -> None:
     assert "rewards" not in fields
 
 
-def test_pairs_share_storage_with_the_batch_that_they_come_from() -> None:
-    batch: BatchedDataDict[Any] = BatchedDataDict(make().to_fields())
-    pairs = PreferencePairs.from_batch(batch)
-    assert pairs.chosen.input_ids.data_ptr() == batch["input_ids"].data_ptr()
-    assert pairs.rejected.input_ids.data_ptr() == batch["input_ids"][1].data_ptr()
-    assert pairs.rejected.end_scores.data_ptr() == batch["end_scores"][1].data_ptr()
-    assert (pairs == make()).all()
-    part = PreferencePairs.from_batch(batch.slice(2, 4))
-    assert part.rejected.input_ids.tolist() == [[2, 1, 0, 0, 0]]
-    by_mask: BatchedDataDict[Any] = BatchedDataDict({k: v for k, v in batch.items() if k != "prompt_lengths"})
-    assert PreferencePairs.from_batch(by_mask).prompt_lengths.tolist() == [2, 1]
-
-
 def test_no_pairs_and_no_tokens() -> None:
     fields = make()[:0].to_fields()
     assert {name: len(value) for name, value in fields.items()} == dict.fromkeys(fields, 0)
-    assert PreferencePairs.from_batch(fields).batch_size == torch.Size([0])
-    empty = {
-        "input_ids": torch.zeros(4, 0).int(),
-        "input_lengths": torch.zeros(4).int(),
-        "token_mask": torch.zeros(4, 0),
-    }
-    assert PreferencePairs.from_batch(empty).prompt_lengths.tolist() == [0, 0]
-    unasked = {**make().to_fields(), "token_mask": torch.zeros(4, 5)}
-    del unasked["prompt_lengths"]
-    with pytest.raises(BatchError, match="must have the same prompt_lengths"):
-        PreferencePairs.from_batch(unasked)
 
 
 def test_shards_keep_pairs_together() -> None:
     batch: BatchedDataDict[Any] = BatchedDataDict(PreferencePairs.from_rows(ROWS * 2, tokenizer()).to_fields())
     for shard in batch.shard_by_batch_size(2):
-        pairs = PreferencePairs.from_batch(shard)
-        assert (pairs == make()).all()
+        for name, field in make().to_fields().items():
+            assert torch.equal(shard[name], field)
 
 
 @given(st.data())
@@ -164,9 +139,6 @@ def test_there_and_back(data: st.DataObject) -> None:
             assert fields["input_lengths"][at] == len(ids)
             assert fields["token_mask"][at].sum() == len(answer) + 1
             assert fields["token_mask"][at, len(ids) - 1] == 1
-    back = PreferencePairs.from_batch(BatchedDataDict(fields))
-    assert back.prompt_lengths.tolist() == pairs.prompt_lengths[first:].tolist()
-    assert back.chosen.input_lengths.tolist() == pairs.chosen.input_lengths[first:].tolist()
 
 
 def test_sides_that_differ_in_what_they_have() -> None:
@@ -203,49 +175,6 @@ def test_what_is_wrong_is_told(change: Callable[[Any], Any], kind: type[Exceptio
     for use in (pairs.check, pairs.to_fields):
         with pytest.raises(kind, match=told):
             use()
-
-
-@pytest.mark.parametrize(
-    ("change", "kind", "told"),
-    [
-        (lambda b: b.pop("input_ids"), BatchKeyError, "needs input_ids"),
-        (lambda b: (b.pop("prompt_lengths"), b.pop("token_mask")), BatchKeyError, "needs prompt_lengths or token_mask"),
-        (
-            lambda b: b.update(prompt_lengths=torch.tensor([2, 1, 1, 1])),
-            BatchError,
-            "must have the same prompt_lengths",
-        ),
-        (lambda b: b.update(prompt_lengths=torch.tensor([2, 2])), BatchError, "must have the same prompt_lengths"),
-        (lambda b: b.update(prompt_lengths=[2, 2, 1, 1]), BatchTypeError, "prompt_lengths is a list"),
-        (
-            lambda b: (b.pop("prompt_lengths"), b.update(token_mask=b["sample_mask"])),
-            BatchError,
-            r"token_mask has shape \[4\]; it must be that of input_ids",
-        ),
-        (
-            lambda b: b.update({k: v[:3] for k, v in b.items()}),
-            BatchError,
-            "the batch has 3 rows; it must have two rows per pair",
-        ),
-    ],
-)
-def test_batches_that_cannot_be_taken(change: Callable[[Any], Any], kind: type[Exception], told: str) -> None:
-    batch = make().to_fields()
-    change(batch)
-    with pytest.raises(kind, match=told):
-        PreferencePairs.from_batch(batch)
-
-
-def test_pairs_are_a_tensorclass(tmp_path: Path) -> None:
-    pairs = make()
-    assert type(pickle.loads(pickle.dumps(pairs)).chosen) is RewardData  # noqa: S301
-    assert torch.cat([pairs, pairs]).rejected.input_lengths.tolist() == [5, 2, 5, 2]
-    assert pairs[1].chosen.input_ids.tolist() == [2, 3, 4, 5, 1]
-    assert pairs.to("meta").check().chosen.input_ids.is_meta
-    assert pairs.get(("chosen", "end_scores")).tolist() == [1.0, 2.0]
-    state = pairs.state_dict()
-    other = PreferencePairs.from_rows(ROWS[::-1], tokenizer())
-    assert (other.load_state_dict(state) == pairs).all()
 
 
 def test_pairs_are_saved_and_mapped(tmp_path: Path) -> None:

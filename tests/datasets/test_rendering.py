@@ -1,4 +1,4 @@
-"""Conversations as ids, with and without a chat template."""
+"""Conversations of several turns: the mask is on exactly what the assistant says, whatever the template does."""
 
 from __future__ import annotations
 
@@ -6,82 +6,270 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
-from rlframework.datasets.collate import pad_rendered, pad_rows
-from rlframework.datasets.rendering import render_completion, render_prompt
+from rlframework.datasets.rendering import render_completion, render_conversation, render_prompt, render_samples
+from rlframework.datasets.tokens import pad_rendered, pad_rows
 from rlframework.errors import DataError
 from rlframework.huggingface.tokenizer import character_tokenizer
 from rlframework.interfaces.environment import Message, Sample
 
-ALPHABET = "0123456789+= \nabcdefghijklmnopqrstuvwxyz"
-TEMPLATE = (
-    "{% for m in messages %}{{ '<start>' + m['role'] + '\n' + m['content'] + '<end>' + '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<start>assistant\n' }}{% endif %}"
+CHATML = (
+    "{% for m in messages %}{{ '<start>' + m.role + '\\n' + m.content + '<end>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<start>assistant\\n' }}{% endif %}"
 )
+TRIMS = CHATML.replace("m.content", "m.content | trim")
+NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + CHATML
+# as models that reason: earlier answers lose what they thought, and the last keeps it
+DROPS_THOUGHTS = CHATML.replace("m.content", "(m.content if loop.last else m.content.split('</think>')[-1])")
+# as those whose prompt begins the thought
+OPENS_THOUGHT = CHATML.replace("'<start>assistant\\n'", "'<start>assistant\\n<think>'")
+WITHOUT_END = (
+    "{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+ENDS_WITH_EOS = "{% for m in messages %}{{ m.role + ': ' + m.content + ('<eos>' if m.role == 'assistant' else ' ') }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"  # noqa: E501
 
 
-def plain(**options: Any) -> Any:
-    return character_tokenizer(ALPHABET, **options)
-
-
-def chat(template: str = TEMPLATE) -> Any:
-    tokenizer = plain()
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<start>", "<end>"]})
-    tokenizer.chat_template = template
-    return tokenizer
-
-
-def sample(completion: str, *contents: str) -> Sample:
-    roles = ["system", "user"] if len(contents) == 2 else ["user"]
-    turns: tuple[Message, ...] = tuple(
-        {"role": role, "content": content} for role, content in zip(roles, contents, strict=True)
+def byte_bpe(pre: Any = None, decoder: Any = None) -> PreTrainedTokenizerFast:
+    """A tokenizer with merges, over line ends too: what two texts are cut into depends on where they meet."""
+    tokenizer: Any = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre or pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoder or decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet() if pre is None else []
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, show_progress=False, initial_alphabet=alphabet, special_tokens=["<pad>", "<eos>", "<bos>"]
     )
-    return Sample("s", turns, completion, completion)
+    text = "user\n\n\nassistant\nsystem\n hello world, user: ok\n\nassistant: yes"
+    tokenizer.train_from_iterator([text] * 3, trainer)
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", clean_up_tokenization_spaces=False
+    )
+    made.add_special_tokens({"additional_special_tokens": ["<start>", "<end>"]})
+    return made
+
+
+BPE = byte_bpe()
+
+
+def bpe(template: str | None) -> Any:
+    BPE.chat_template = template
+    return BPE
+
+
+def turns(*contents: str, system: str | None = None) -> tuple[Message, ...]:
+    first: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+    roles = ("user", "assistant")
+    return (*first, *({"role": roles[number % 2], "content": text} for number, text in enumerate(contents)))
+
+
+def trained(tokenizer: Any, rendered: tuple[list[int], list[bool]]) -> str:
+    ids, mask = rendered
+    assert len(ids) == len(mask)
+    return str(tokenizer.decode([token for token, one in zip(ids, mask, strict=True) if one]))
+
+
+words = st.text("ab \n", max_size=8)
+contents = st.builds(
+    lambda left, mark, right: left + mark + right, words, st.sampled_from(["", "<end>", "é", "<"]), words
+)
+talks = st.lists(contents, min_size=2, max_size=9)
+TALK = turns("hi", "hello", "2+2?", "4", system="be brief")
+
+
+@settings(deadline=None, max_examples=100)
+@given(talks, st.none() | contents)
+def test_each_assistant_turn_and_its_end_are_trained_on_and_nothing_else(talk, system) -> None:
+    """Against a formatter in plain Python. What comes after the last assistant turn is left out."""
+    tokenizer, messages = bpe(CHATML), turns(*talk, system=system)
+    answers = talk[1::2]
+    up_to = len(messages) - (len(talk) % 2)
+    text = "".join(f"<start>{m['role']}\n{m['content']}<end>\n" for m in messages[:up_to])[: -len("\n")]
+    expected = {"last": answers[-1] + "<end>", "assistant": "".join(f"{one}<end>" for one in answers), "all": text}
+    for train_on, what in expected.items():
+        rendered = render_conversation(tokenizer, messages, train_on)
+        assert tokenizer.decode(rendered[0]) == text
+        assert trained(tokenizer, rendered) == what
+
+
+@settings(deadline=None, max_examples=100)
+@given(talks, st.sampled_from([CHATML, TRIMS, DROPS_THOUGHTS, OPENS_THOUGHT, WITHOUT_END, ENDS_WITH_EOS, None]))
+def test_the_last_turn_follows_exactly_what_generation_sees(talk, template) -> None:
+    tokenizer, messages = bpe(template), turns(*talk)
+    end = len(messages) - (len(talk) % 2)
+    if not "".join(talk[: end - 1]) and template is None:
+        return  # no prompt at all
+    prompt = render_prompt(tokenizer, messages[: end - 1])
+    sample = Sample("s", messages[: end - 1], "", messages[end - 1]["content"])
+    for train_on in ("last", "all"):
+        ids, mask = render_conversation(tokenizer, messages, train_on)
+        assert ids[: len(prompt)] == prompt
+        assert ids[len(prompt) :] == render_completion(tokenizer, sample)
+        assert all(mask[len(prompt) :])
+        assert mask[: len(prompt)] == [train_on == "all"] * len(prompt)
+
+
+def test_each_prompt_on_the_way_is_what_generation_saw() -> None:
+    """By ids, where turns begin and end with tokens of their own."""
+    tokenizer = bpe(CHATML)
+    ids, _ = render_conversation(tokenizer, TALK, "assistant")
+    for number in (2, 4):
+        prompt = render_prompt(tokenizer, TALK[:number])
+        assert ids[: len(prompt)] == prompt
+
+
+def test_a_template_that_trims() -> None:
+    """Earlier turns are trained on as they stand in the prompt of later ones, the last as it was given."""
+    tokenizer = bpe(TRIMS)
+    rendered = render_conversation(tokenizer, turns(" hi ", " hello\n", "2+2?", " 4 "), "assistant")
+    assert trained(tokenizer, rendered) == "hello<end> 4 <end>"
+    text = "<start>user\nhi<end>\n<start>assistant\nhello<end>\n<start>user\n2+2?<end>\n<start>assistant\n 4 <end>"
+    assert tokenizer.decode(rendered[0]) == text
+
+
+@pytest.mark.parametrize("template", [DROPS_THOUGHTS, OPENS_THOUGHT], ids=["drops", "opens"])
+def test_a_template_that_writes_earlier_turns_anew_is_refused_for_all_turns(template) -> None:
+    tokenizer, messages = bpe(template), turns("hi", "<think>hm</think>hello", "2+2?", "4")
+    with pytest.raises(DataError, match=r"rewrites assistant turn 1.*algorithm\.train_on=last.*chat_template"):
+        render_conversation(tokenizer, messages, "assistant")
+    ids, _ = rendered = render_conversation(tokenizer, messages, "last")
+    prompt = render_prompt(tokenizer, messages[:3])
+    assert ids[: len(prompt)] == prompt
+    assert trained(tokenizer, rendered) == tokenizer.decode(ids[len(prompt) :])
+    assert trained(tokenizer, rendered).startswith("4<e")
+    alone = render_conversation(tokenizer, messages[:2], "assistant")  # one turn is always the last
+    assert trained(tokenizer, alone).startswith("<think>hm</think>hello<e")
+
+
+def test_a_turn_that_is_dropped_but_looks_like_what_follows_it() -> None:
+    """The answer `<` is left out, and the text goes on with `<end>`."""
+    leaves_out = CHATML.replace("m.content", "('' if m.content == '<' and not loop.last else m.content)")
+    with pytest.raises(DataError, match="rewrites assistant turn 1"):
+        render_conversation(bpe(leaves_out), turns("hi", "<", "2+2?", "4"), "assistant")
+
+
+def test_turns_without_an_end_are_trained_on_without_one() -> None:
+    """Only the last is ended, by the tokenizer's end token; what the user says is no end, even if it looks like one."""
+    tokenizer = bpe(WITHOUT_END)
+    messages = turns("hi", "hello", "what is <end>?", "4")
+    rendered = render_conversation(tokenizer, messages, "assistant")
+    assert trained(tokenizer, rendered) == "hello4<eos>"
+    text = "user: hi\nassistant: hello\nuser: what is <end>?\nassistant: 4<eos>"
+    assert tokenizer.decode(rendered[0]) == text
 
 
 def test_without_a_template() -> None:
-    tokenizer = plain()
-    task = sample("3", "add ", "1+2=")
-    assert render_prompt(tokenizer, task.messages) == tokenizer("add 1+2=")["input_ids"]
-    assert render_completion(tokenizer, task) == [*tokenizer("3")["input_ids"], tokenizer.eos_token_id]
+    """Contents one after the other. Generation sees no end token after earlier answers, so none is trained on."""
+    tokenizer = bpe(None)
+    rendered = render_conversation(tokenizer, TALK, "assistant")
+    assert tokenizer.decode(rendered[0]) == "be briefhihello2+2?4<eos>"
+    assert trained(tokenizer, rendered) == "hello4<eos>"
+
+
+def test_a_system_turn_that_the_template_refuses() -> None:
+    with pytest.raises(
+        DataError, match=r"rejects .* \['system', .*no system role.*environment\.system_prompt.*policy\.chat_temp"
+    ):
+        render_conversation(bpe(NO_SYSTEM), TALK, "assistant")
+    assert trained(BPE, render_conversation(bpe(NO_SYSTEM), TALK[1:], "assistant")) == "hello<end>4<end>"
+
+
+def test_a_tokenizer_that_puts_a_space_before_each_text() -> None:
+    """As Llama 2's: a piece in the middle of a conversation must not begin with one that the whole has not."""
+    space = pre_tokenizers.Metaspace(prepend_scheme="first")
+    tokenizer: Any = byte_bpe(space, decoders.Metaspace(prepend_scheme="first"))
+    tokenizer.chat_template = ENDS_WITH_EOS
+    ids, _ = render_conversation(tokenizer, turns("hello", "yes", "ok", "yes"), "assistant")
+    middle = tokenizer("hello<eos>user: ok assistant: ", add_special_tokens=False)["input_ids"]
+    middle = middle[middle.index(tokenizer.eos_token_id) :]
+    assert any(ids[start : start + len(middle)] == middle for start in range(len(ids)))
+
+
+def test_an_end_that_is_one_token_only_where_no_letter_follows() -> None:
+    """Then it is tokenised apart from what follows, and the mask is still on all of it and nothing else."""
+    tokenizer = byte_bpe()
+    tokenizer.add_special_tokens({"additional_special_tokens": [AddedToken("stop", special=True, single_word=True)]})
+    tokenizer.chat_template = ENDS_WITH_EOS.replace("<eos>", " stop").replace("' ')", "'')")
+    rendered = render_conversation(tokenizer, turns("hi", "hello", "s", "4"), "assistant")
+    assert trained(tokenizer, rendered) == "hello stop4 stop"
+    assert tokenizer.decode(rendered[0]) == "user: hiassistant: hello stopuser: sassistant: 4 stop"
+
+
+def test_nothing_to_train_on() -> None:
+    for messages in (turns("hi"), turns("hi", "hello")[1:]):
+        with pytest.raises(
+            DataError, match=rf"no assistant turn after a prompt to train on.*roles are \['{messages[0]['role']}'\]"
+        ):
+            render_conversation(bpe(CHATML), messages)
+    with pytest.raises(DataError, match="needs at least one message"):
+        render_prompt(bpe(CHATML), [])
+
+
+def test_a_greeting_is_not_trained_on() -> None:
+    greeting: Message = {"role": "assistant", "content": "welcome"}
+    rendered = render_conversation(bpe(CHATML), [greeting, *TALK[1:]], "assistant")
+    assert trained(BPE, rendered) == "hello<end>4<end>"
+    assert BPE.decode(rendered[0]).startswith("<start>assistant\nwelcome<end>\n<start>user\nhi")
+
+
+def test_samples_together_are_as_one_by_one() -> None:
+    tokenizer = bpe(CHATML)
+    samples = [
+        Sample("a", turns("hi"), "", "hello"),
+        Sample("b", TALK[:4], "", "4"),
+        Sample("c", TALK, "", ""),  # the completion is among the messages
+        Sample("text", (), "", "hello world"),
+    ]
+    for train_on in ("last", "assistant", "all"):
+        rows = render_samples(tokenizer, samples, train_on)
+        assert rows[0] == render_conversation(tokenizer, turns("hi", "hello"), train_on)
+        assert rows[1] == rows[2] == render_conversation(tokenizer, TALK, train_on)
+        assert tokenizer.decode(rows[3][0]) == trained(tokenizer, rows[3]) == "hello world<eos>"
+    assert [(len(ids), len(mask)) for ids, mask in render_samples(tokenizer, samples, max_tokens=3)] == [(3, 3)] * 4
+    with pytest.raises(DataError, match="sample 'd': there is no assistant turn"):
+        render_samples(tokenizer, [*samples, Sample("d", turns("hi"), "")])
+
+
+def test_plain_text_begins_with_the_begin_token_where_texts_do() -> None:
+    tokenizer = character_tokenizer("abc", bos=True)
+    [(ids, mask)] = render_samples(tokenizer, [Sample("t", (), "", "ab")])
+    assert ids == [tokenizer.bos_token_id, 3, 4, tokenizer.eos_token_id]
+    assert mask == [False, True, True, True]
+    tokenizer.chat_template = CHATML
+    assert render_samples(tokenizer, [Sample("t", (), "", "ab")]) == [(ids, mask)]
+
+
+def plain(**options: Any) -> Any:
+    return character_tokenizer("0123456789+= \nabcdefghijklmnopqrstuvwxyz", **options)
 
 
 def test_the_begin_token_is_put_where_the_tokenizer_puts_it() -> None:
     tokenizer = plain(bos=True)
-    ids = render_prompt(tokenizer, sample("3", "1+2=").messages)
+    ids = render_prompt(tokenizer, turns("1+2="))
     assert ids == tokenizer("1+2=")["input_ids"]
     assert ids[0] == tokenizer.bos_token_id
-    assert tokenizer.bos_token_id not in render_completion(tokenizer, sample("3", "1+2="))
+    assert tokenizer.bos_token_id not in render_completion(tokenizer, Sample("s", turns("1+2="), "3", "3"))
     silent = plain()
     silent.bos_token = silent.eos_token  # as GPT-2: there is one, but it is not put before texts
-    assert render_prompt(silent, sample("3", "1+2=").messages) == silent("1+2=")["input_ids"]
-
-
-def test_with_a_template() -> None:
-    """The completion goes on where the prompt stops, up to and with the template's end of turn, without the newline."""
-    tokenizer = chat()
-    task = sample("three", "add", "1+2=")
-    text = "<start>system\nadd<end>\n<start>user\n1+2=<end>\n<start>assistant\n"
-    assert tokenizer.decode(render_prompt(tokenizer, task.messages)) == text
-    completion = render_completion(tokenizer, task)
-    assert tokenizer.decode(completion) == "three<end>"
-    whole = tokenizer(text + "three<end>\n", add_special_tokens=False)["input_ids"]
-    assert whole[:-1] == render_prompt(tokenizer, task.messages) + completion
+    assert render_prompt(silent, turns("1+2=")) == silent("1+2=")["input_ids"]
 
 
 def test_characters_without_a_token() -> None:
     with pytest.raises(DataError, match=r"no token for \['\?', 'X'\] in '1\+X\?'"):
-        render_prompt(plain(), sample("3", "1+X?").messages)
+        render_prompt(plain(), turns("1+X?"))
 
 
 def test_half_a_character() -> None:
     with pytest.raises(DataError, match=r"a lone surrogate \(\\ud83d\)"):
-        render_prompt(plain(), sample("3", "1+\ud83d").messages)
+        render_prompt(plain(), turns("1+\ud83d"))
 
 
 def test_empty_prompts() -> None:
     with pytest.raises(DataError, match="has no token; give at least one message"):
-        render_prompt(plain(), sample("3", "").messages)
+        render_prompt(plain(), turns(""))
     with pytest.raises(DataError, match="has no token"):
         render_prompt(plain(), [])
 
@@ -90,7 +278,7 @@ def test_no_end_token() -> None:
     tokenizer = plain()
     tokenizer.eos_token = None
     with pytest.raises(DataError, match="has no end-of-sequence token"):
-        render_completion(tokenizer, sample("3", "1+2="))
+        render_completion(tokenizer, Sample("s", turns("1+2="), "3", "3"))
 
 
 def test_rows_are_padded_on_the_right() -> None:

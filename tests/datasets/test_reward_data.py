@@ -59,16 +59,6 @@ def test_construction() -> None:
     assert len(data) == 3
 
 
-def test_batch_size_must_fit() -> None:
-    with pytest.raises(RuntimeError, match="batch"):
-        make(batch_size=[4])
-    data = make()
-    data.batch_size = []
-    assert data.batch_size == torch.Size([])
-    with pytest.raises(RuntimeError, match="batch"):
-        data.batch_size = [2]
-
-
 def test_get_and_set() -> None:
     data = make()
     assert data.get("input_ids") is data.input_ids

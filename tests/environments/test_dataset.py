@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlframework.config.environments import DatasetConfig
-from rlframework.datasets.sources.jsonl import JsonlRows
+from rlframework.datasets.sources.rows import JsonlRows
 from rlframework.environments import dataset
 from rlframework.environments.dataset import DatasetEnvironment
 from rlframework.environments.math_answers import is_comparable
@@ -199,13 +199,13 @@ def test_hundreds_of_thousands_of_rows_are_not_read_to_begin_with(
     path, count = tmp_path / "a.jsonl", 200_000
     with path.open("w", encoding="utf-8") as file:
         file.writelines(f'{{"question": "{n}+1?", "answer": {n + 1}}}\n' for n in range(count))
-    read, reads = JsonlRows.read, []
+    read, reads = JsonlRows.__getitem__, []
 
     def counted(self: JsonlRows, index: int) -> Any:
         reads.append(index)
         return read(self, index)
 
-    monkeypatch.setattr(JsonlRows, "read", counted)
+    monkeypatch.setattr(JsonlRows, "__getitem__", counted)
     train = make(path, check="math").samples("train")
     assert len(reads) == dataset.PROBED
     assert len(train) == count - 1024

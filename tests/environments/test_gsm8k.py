@@ -159,10 +159,8 @@ def test_validation_questions_leave_train(tmp_path: Path) -> None:
     ("line", "message"),
     [
         ('{"question": "q", "answer": ', "line 3: not JSON"),
-        ('["q", "#### 1"]', "line 3: must be a JSON object .* not list"),
         ('{"question": "q"}', r"line 3: the field 'answer' is missing; the fields are \['question'\]"),
         ('{"question": "q", "answer": 3}', "line 3: the field 'answer' must be str, not int"),
-        ('{"question": "q", "answer": "3"}', "line 3: the last line of 'answer' must be '#### '"),
         ('{"question": "q", "answer": "#### 3\\nand so on"}', "line 3: the last line of 'answer' must be '#### '"),
     ],
 )
@@ -193,14 +191,14 @@ def test_a_datasets_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     environment = make(dataset=str(folder), subset=None)
     assert [s.answer for s in environment.samples("train")[:2]] == ["72", "10"]
     assert [s.answer for s in environment.samples("validation")[:2]] == ["18", "3"]
-    with pytest.raises(DataError, match=r"environment\.dataset=.*split 'nosuch'.* cannot be loaded"):
+    with pytest.raises(DataError, match="there is no split 'nosuch'"):
         make(dataset=str(folder), subset=None, validation_split="nosuch")
-    with pytest.raises(DataError, match=r"environment\.dataset=.*nothing.* cannot be .*environment.train_path"):
+    with pytest.raises(DataError, match="nothing: cannot be read"):
         make(dataset=str(tmp_path / "nothing"), subset=None)
     broken = tmp_path / "broken"
     broken.mkdir()
     (broken / "train.jsonl").write_text("{]", encoding="utf-8")
-    with pytest.raises(DataError, match=r"environment\.dataset=.*broken.* cannot be loaded"):
+    with pytest.raises(DataError, match=r"broken/train\.jsonl, line 1: not JSON"):
         make(dataset=str(broken), subset=None)
 
 

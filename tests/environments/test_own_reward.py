@@ -315,12 +315,12 @@ def test_no_process_outlives_the_environment(make) -> None:
 def test_no_process_outlives_a_killed_driver(folder: Path) -> None:
     """The driver gets SIGKILL while the function holds Python's lock."""
     (folder / "driver.py").write_text(
-        "from rlframework.environments.reward_process import RewardProcess\n"
+        "from rlframework.environments.own_reward import RewardProcess\n"
         "from rlframework.interfaces.environment import Sample\n"
         "process = RewardProcess('own_rewards:act', timeout=600.0, concurrency=1, is_async=False)\n"
         "sample = Sample('a', (), 'A')\n"
         "process.score([sample], ['ok'], lambda *_: None)\n"
-        "print(process._child._process.pid, flush=True)\n"
+        "print(process._process.pid, flush=True)\n"
         "process.score([sample], ['regex'], lambda numbers, results: print('started', flush=True))\n"
     )
     with subprocess.Popen([sys.executable, "driver.py"], stdout=subprocess.PIPE, text=True) as driver:
@@ -343,13 +343,11 @@ def test_no_process_outlives_a_killed_driver(folder: Path) -> None:
         ("", "own", "'own' is not an import path: write module:name"),
         ("", "no_such_module_here:score", "there is no module 'no_such_module_here' in the current directory"),
         ("", "own:score", r"module 'own' \(.*own\.py\) has no 'score'"),
-        ("import not_installed_at_all", "own:score", "there is no module 'not_installed_at_all'|raised ModuleNotFound"),
         (
             "def f():\n    raise KeyError('x')\nf()",
             "own:score",
             r"import of 'own' raised KeyError: 'x' \(.*own\.py, line 2",
         ),
-        ("def score(:", "own:score", "raised SyntaxError"),
         ("import sys\nsys.exit(3)", "own:score", "raised SystemExit: 3"),
         ("score = 3", "own:score", "is not callable, but int"),
         ("class score:\n    pass", "own:score", "is a class; give a function or a callable object"),
@@ -359,11 +357,9 @@ def test_no_process_outlives_a_killed_driver(folder: Path) -> None:
             r"own\.py, line 1\) has the unsupported parameters \(text\)\. A reward function",
         ),
         ("def score(prompt, completions): ...", "own:score", r"has the unsupported parameters \(prompt, completions\)"),
-        ("def score(prompt, answer): ...", "own:score", r"has the unsupported parameters \(prompt, answer\)"),
         ("def score(completion, /): ...", "own:score", r"has the unsupported parameters"),
         ("def score(completion, **rest): ...", "own:score", r"has the unsupported parameters \(completion, \*\*rest\)"),
         ("def score(samples, completions, **rest): ...", "own:score", r"unsupported parameters .*TRL's signature"),
-        ("score = print", "own:score", r"has the unsupported parameters|has no readable signature"),
     ],
 )
 def test_paths_that_do_not_work_are_rejected(folder: Path, source: str, path: str, message: str, monkeypatch) -> None:

@@ -365,10 +365,12 @@ def test_token_data_that_is_damaged(tokens):
 def test_rows_of_token_data_are_those_of_the_samples(tokens, tiny_llama):
     _, folder = tokens()
     data, tokenizer = TokenData(folder), load_tokenizer(str(tiny_llama))
-    texts = {tokenizer.decode(ids.tolist()) for ids, _ in data}
+    ids, lengths, masks = data.rows(range(len(data)))
+    rows = [(row[:length], mask[:length].bool()) for row, length, mask in zip(ids, lengths, masks, strict=True)]
+    texts = {tokenizer.decode(ids.tolist()) for ids, _ in rows}
     assert len(texts) == len(data) == 19  # one of twenty is held out
     assert texts < {f"hi {n}hello{n}+1?{n + 1}<eos>" for n in range(20)}
-    assert all(tokenizer.decode(ids[mask].tolist()).endswith("<eos>") for ids, mask in data)
+    assert all(tokenizer.decode(ids[mask].tolist()).endswith("<eos>") for ids, mask in rows)
 
 
 @pytest.mark.xdist_group("ray")

@@ -34,7 +34,7 @@ def test_rows_are_written_and_summed_up(folder: Path, capsys: pytest.CaptureFixt
     assert captured.err == ""  # no bar where there is no terminal
     data = TokenData(folder / "out" / "tokens")
     assert data.lengths.tolist() == [6] * 9
-    assert data[0][1].tolist() == [False] * 4 + [True] * 2
+    assert data.rows([0]).token_mask.tolist() == [[0.0] * 4 + [1.0] * 2]
     assert data.meta["source"]["environment"]["path"] == "a.jsonl"
     assert data.meta["source"]["seed"] == 0
 

@@ -1,8 +1,5 @@
 """Open data sets: JSON lines, Parquet, folders of `datasets.save_to_disk`, and names on the Hugging Face hub.
 
-    rows = open_rows("data/*.parquet")
-    rows = open_rows("openai/gsm8k", subset="main", split="test")
-
 A name that looks like a path is never looked up on the hub. Local files are read directly, without a cache, so no row
 is stale. JSON lines are read in place; Parquet, which has no access by row, is unpacked into an unnamed temporary file
 (in `TMPDIR`) that the system frees with the process. The `datasets` library caches only data from the hub.
@@ -13,13 +10,11 @@ from __future__ import annotations
 import glob
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlframework.datasets.sources.arrow import ArrowRows, read_parquet
-from rlframework.datasets.sources.jsonl import JsonlRows
-from rlframework.datasets.sources.rows import Rows, reading
+from rlframework.datasets.sources.rows import ArrowRows, JsonlRows, Rows, read_parquet, reading
 from rlframework.errors import DataError
 from rlframework.huggingface.hub import announce_hub_request, hub_problem, is_path, quiet_hub
 
@@ -43,25 +38,28 @@ def open_rows(source: str | Path, *, subset: str | None = None, split: str | Non
     Raises a `DataError` if nothing is found, the hub cannot be reached, the split does not exist (listing those that
     do), or a file is empty, damaged or of another kind. An invalid JSON line is an error when its row is read.
     """
-    name = os.fspath(source)
-    if isinstance(source, str) and not is_local(name):
-        return _from_hub(name, subset, split)
-    path = Path(name).expanduser()
+    if isinstance(source, str) and not is_local(source):
+        return _from_hub(source, subset, split)
+    path = Path(source).expanduser()
     if path.is_dir():
         return _from_directory(path, subset, split)
-    if split is not None or subset is not None:
+    if (split is not None or subset is not None) and (path.exists() or glob.has_magic(str(path))):
         given = "split" if split is not None else "subset"
         raise DataError(f"{path}: a file has no {given}; remove {given}, or give a directory or a name with splits")
-    return _from_files(_matches(path), path.stem)
+    if os.path.lexists(path) or not glob.has_magic(str(path)):
+        return _from_files([path], path.stem)
+    found = [Path(name) for name in sorted(glob.glob(str(path), recursive=True)) if os.path.isfile(name)]
+    if not found:
+        raise DataError(f"{path}: no file matches this pattern; {_ALLOWED}")
+    return _from_files(found, path.stem)
 
 
 def is_local(name: str) -> bool:
-    """Return True if `name` can only be local files, existing or not, so that the hub is not asked for it."""
+    """Whether `name` can only be local files, existing or not, so that the hub is not asked for it."""
     return is_path(name) or os.path.exists(name) or Path(name).suffix in _KINDS or glob.has_magic(name)
 
 
-def choose_split(splits: Sequence[str], wanted: str | None, where: str) -> str:
-    """Return `wanted`, by default `train` or the only split. Raises a `DataError` that lists `splits`."""
+def _choose_split(splits: Sequence[str], wanted: str | None, where: str) -> str:
     if wanted is None and len(splits) == 1:
         return splits[0]
     chosen = wanted or "train"
@@ -70,44 +68,37 @@ def choose_split(splits: Sequence[str], wanted: str | None, where: str) -> str:
     return chosen
 
 
-def _matches(path: Path) -> list[Path]:
-    """The file at `path`, or the files that match the pattern `path`, sorted."""
-    if os.path.lexists(path) or not glob.has_magic(str(path)):
-        return [path]
-    found = [Path(name) for name in sorted(glob.glob(str(path), recursive=True)) if os.path.isfile(name)]
-    if not found:
-        raise DataError(f"{path}: no file matches this pattern; {_ALLOWED}")
-    return found
-
-
 def _from_files(paths: Sequence[Path], label: str) -> Rows:
-    kinds = {_kind(path) for path in paths}
+    for path in paths:
+        if path.suffix not in _KINDS and not path.exists():
+            raise DataError(f"{path}: cannot be read (No such file or directory); {_ALLOWED}")
+        if path.suffix not in _KINDS:
+            allowed = sorted(_KINDS)
+            raise DataError(f"{path}: files of type {path.suffix!r} are not supported, only {allowed}; convert it")
+    kinds = {_KINDS[path.suffix] for path in paths}
     if len(kinds) > 1:
         raise DataError(f"{paths[0].parent}: has both JSONL and Parquet files; give a pattern for one kind")
-    if kinds == {"jsonl"}:
-        return JsonlRows(paths)
-    return read_parquet(paths, label)
-
-
-def _kind(path: Path) -> str:
-    kind = _KINDS.get(path.suffix)
-    if kind is not None:
-        return kind
-    if not path.exists():
-        raise DataError(f"{path}: cannot be read (No such file or directory); {_ALLOWED}")
-    raise DataError(f"{path}: files of type {path.suffix!r} are not supported, only {sorted(_KINDS)}; convert it")
+    return JsonlRows(paths) if kinds == {"jsonl"} else read_parquet(paths, label)
 
 
 def _from_directory(path: Path, subset: str | None, split: str | None) -> Rows:
+    """The rows of a directory of files, whose splits follow from their names or its README.md, as on the hub."""
+    from datasets import load_dataset_builder
+
     if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
         return _saved(path, subset, split)
-    files = _files_by_split(path, subset)
-    chosen = choose_split(list(files), split, str(path))
-    return _from_files([Path(name) for name in files[chosen]], chosen)
+    # it creates a lock file in its cache, and reads only file names and the README
+    with (
+        tempfile.TemporaryDirectory() as cache,
+        reading(f"{path}: no data files found", _ALLOWED[0].upper() + _ALLOWED[1:]),
+    ):
+        builder: Any = load_dataset_builder(str(path), subset, cache_dir=cache)
+        files = {str(split): [Path(name) for name in names] for split, names in builder.config.data_files.items()}
+    chosen = _choose_split(list(files), split, str(path))
+    return _from_files(files[chosen], chosen)
 
 
 def _saved(path: Path, subset: str | None, split: str | None) -> Rows:
-    """The rows of a folder of `save_to_disk`: one data set, or one per split."""
     from datasets import Dataset, load_from_disk
 
     if subset is not None:
@@ -118,21 +109,8 @@ def _saved(path: Path, subset: str | None, split: str | None) -> Rows:
         if split is not None:
             raise DataError(f"{path}: was written by save_to_disk without splits; remove split")
         return _dataset_rows(saved, str(path), path.name)
-    chosen = choose_split(list(saved), split, str(path))
+    chosen = _choose_split(list(saved), split, str(path))
     return _dataset_rows(saved[chosen], f"{path}, split {chosen}", chosen)
-
-
-def _files_by_split(path: Path, subset: str | None) -> Mapping[str, list[str]]:
-    """The files of a directory by split, from their names or its README.md, as on the hub."""
-    from datasets import load_dataset_builder
-
-    # it creates a lock file in its cache, and reads only file names and the README
-    with (
-        tempfile.TemporaryDirectory() as cache,
-        reading(f"{path}: no data files found", _ALLOWED[0].upper() + _ALLOWED[1:]),
-    ):
-        builder: Any = load_dataset_builder(str(path), subset, cache_dir=cache)
-        return {str(split): [str(name) for name in names] for split, names in builder.config.data_files.items()}
 
 
 def _from_hub(name: str, subset: str | None, split: str | None) -> Rows:
@@ -146,7 +124,7 @@ def _from_hub(name: str, subset: str | None, split: str | None) -> Rows:
         raise DataError(f"{where}: {problem}. {remedy}")
     with quiet_hub(), reading(where, remedy):
         if split is None:
-            split = choose_split(get_dataset_split_names(name, subset), None, f"the data set {name!r}")
+            split = _choose_split(get_dataset_split_names(name, subset), None, f"the data set {name!r}")
         return _dataset_rows(load_dataset(name, subset, split=split), f"data set {name}, split {split}", split)
 
 
