@@ -1,7 +1,7 @@
 """Loads a checked `RunConfig`: selects the plugins, types their sections, and rejects what cannot work.
 
-It connects `config` and `plugins`, which do not import each other: `config.load` merges the sources, the plugin manager
-selects the plugins, `config.narrow` builds the run's model, `config.validate` and the plugins' checks find problems.
+`config.load` merges the sources, the plugin manager selects the plugins, `config.models` makes the run's model from
+theirs, `config.validate` and the plugins' checks find problems.
 """
 
 from __future__ import annotations
@@ -9,21 +9,19 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import ConfigDict
 
 from rlframework.config.base import Section
-from rlframework.config.checks import check_run
 from rlframework.config.load import compose, escape_interpolation
-from rlframework.config.narrow import narrow
+from rlframework.config.models import Models, run_model, run_schema
 from rlframework.config.policy import PolicyConfig
 from rlframework.config.problems import NOT_GIVEN, Problem, raise_problems
-from rlframework.config.schema import run_schema
 from rlframework.config.sections import RunConfig
-from rlframework.config.validate import validate
+from rlframework.config.validate import check_run, validate
 from rlframework.config.yaml_text import Keys, Tree, to_yaml
 from rlframework.errors import PluginError
 from rlframework.plugins.check import check_config
@@ -55,10 +53,10 @@ def load_config(
     `PluginError` if a plugin cannot be selected; nothing is written and no worker is started.
     """
     tree = compose(source, overrides)
-    config, choice = _typed(tree, manager or _manager_of(tree))
+    config, selected = _typed(tree, manager or _manager_of(tree))
     device = resolve_device(config.device)
     problems = list(check_run(config))
-    for part in choice.parts.values():
+    for part in selected.values():
         problems += check_config(config, part, device)
     raise_problems([replace(problem, origin=tree.origin(tuple(problem.key.split(".")))) for problem in problems])
     return config
@@ -92,7 +90,7 @@ def config_yaml(config: RunConfig) -> str:
 def config_schema(manager: PluginManager) -> dict[str, Any]:
     """Return the JSON schema of a configuration file, with the sections of all plugins that `manager` can select."""
     sections = {
-        section: {name: _section_model(part) for name, part in manager.registered(record_type.kind).items()}
+        section: tuple((name, _section_model(part)) for name, part in manager.registered(record_type.kind).items())
         for section, record_type in OPEN_SECTIONS.items()
     }
     return run_schema(sections, _backend_models(manager))
@@ -110,41 +108,31 @@ def resolve_device(device: str) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-@dataclass
-class _Choice:
-    """The plugins that a configuration selects, by section, and the problems and errors from selecting them."""
-
-    parts: dict[str, Registered] = field(default_factory=dict)
-    problems: list[Problem] = field(default_factory=list)
-    errors: list[PluginError] = field(default_factory=list)
-
-
 class _Anything(Section):
     """Accepts any keys for a plugin that could not be selected, so that only the selection error is reported."""
 
     model_config = ConfigDict(extra="allow")
 
 
-def _typed(tree: Tree, manager: PluginManager) -> tuple[RunConfig, _Choice]:
-    """The validated configuration, without the checks between keys, and the plugins that it selects."""
+def _typed(tree: Tree, manager: PluginManager) -> tuple[RunConfig, dict[str, Registered]]:
+    """The validated configuration, without the checks between keys, and the plugins that it selects by section."""
     tree = replace(tree, values={section: {} for section in OPEN_SECTIONS} | tree.values)  # omitted: all defaults
-    choice = _choose(tree, manager)
+    selected, problems = _select(tree, manager)
     sections: dict[str, type[Section]] = {}
     for section, record_type in OPEN_SECTIONS.items():
         fallback = _Anything if isinstance(tree.values[section], Mapping) else record_type.section
-        sections[section] = _section_model(choice.parts[section]) if section in choice.parts else fallback
-    unusable = {
-        row.name: f"{row.status}: {row.reason}"
+        sections[section] = _section_model(selected[section]) if section in selected else fallback
+    unusable = [
+        (row.name, f"{row.status}: {row.reason}")
         for row in manager.listing()
         if row.status != "active" and row.kind in (BACKEND, None) and row.name not in PolicyConfig.model_fields
-    }
-    backend = choice.parts["policy"].record.name if "policy" in choice.parts else ""
-    model = narrow(sections, _backend_models(manager), backend, unusable)
-    config, problems = validate(tree, model, _keys_of_others(choice, manager))
-    only_plugins = not problems and len(choice.problems) == len(choice.errors)
-    raise_problems([*choice.problems, *problems], choice.errors[0] if choice.errors and only_plugins else None)
+    ]
+    backend = selected["policy"].record.name if "policy" in selected else ""
+    model = run_model(tuple(sections.items()), _backend_models(manager), backend, tuple(unusable))
+    config, invalid = validate(tree, model, _keys_of_others(selected, manager))
+    raise_problems(problems + invalid)
     assert config is not None
-    return config, choice
+    return config, selected
 
 
 def _manager_of(tree: Tree) -> PluginManager:
@@ -162,9 +150,9 @@ def _manager_of(tree: Tree) -> PluginManager:
     return manager
 
 
-def _choose(tree: Tree, manager: PluginManager) -> _Choice:
-    """Select the plugins that `tree` names."""
-    choice = _Choice()
+def _select(tree: Tree, manager: PluginManager) -> tuple[dict[str, Registered], list[Problem]]:
+    """The plugins that `tree` names, by section, and the problems of those that cannot be selected."""
+    selected, problems = dict[str, Registered](), list[Problem]()
     types: tuple[type[Record], ...] = (*OPEN_SECTIONS.values(), PolicyWorkerRecord)
     for record_type in types:
         section, key = record_type.key.split(".")
@@ -175,21 +163,20 @@ def _choose(tree: Tree, manager: PluginManager) -> _Choice:
         name = given.get(key, model.model_fields[key].default)
         if isinstance(name, str):
             try:
-                choice.parts[section] = manager.select(record_type.kind, name)
+                selected[section] = manager.select(record_type.kind, name)
             except PluginError as error:
-                choice.problems.append(Problem("", str(error), origin=origin))
-                choice.errors.append(error)
+                problems.append(Problem("", str(error), origin=origin, cause=error))
         else:
             known = ", ".join(sorted(manager.registered(record_type.kind))) or "none is installed"
             message = "must be one of" if key in given else "required key is missing; must be one of"
             shown = given.get(key, NOT_GIVEN)
-            choice.problems.append(Problem(f"{section}.{key}", f"{message}: {known}", given=shown, origin=origin))
-    return choice
+            problems.append(Problem(f"{section}.{key}", f"{message}: {known}", given=shown, origin=origin))
+    return selected, problems
 
 
-def _backend_models(manager: PluginManager) -> dict[str, type[Section]]:
+def _backend_models(manager: PluginManager) -> Models:
     parts = manager.registered(BACKEND).items()
-    return {name: _section_model(part) for name, part in parts if part.record.config_model is not None}
+    return tuple((name, _section_model(part)) for name, part in parts if part.record.config_model is not None)
 
 
 def _section_model(part: Registered) -> type[Section]:
@@ -198,7 +185,7 @@ def _section_model(part: Registered) -> type[Section]:
     return model
 
 
-def _keys_of_others(choice: _Choice, manager: PluginManager) -> dict[Keys, str]:
+def _keys_of_others(selected: Mapping[str, Registered], manager: PluginManager) -> dict[Keys, str]:
     """Hints for keys that belong to plugins which are not selected or not installed."""
     hints: dict[Keys, str] = {
         ("policy", name): (
@@ -208,10 +195,10 @@ def _keys_of_others(choice: _Choice, manager: PluginManager) -> dict[Keys, str]:
         for name in OWN_BACKENDS
     }
     for section, record_type in OPEN_SECTIONS.items():
-        for name, other in manager.registered(record_type.kind).items() if section in choice.parts else ():
+        for name, other in manager.registered(record_type.kind).items() if section in selected else ():
             for key in _section_model(other).model_fields:
                 hints[section, key] = (
-                    f"It is a key of `{name}`, but {section}.name is `{choice.parts[section].record.name}`. "
+                    f"It is a key of `{name}`, but {section}.name is `{selected[section].record.name}`. "
                     f"The override `~{section}.{key}` removes it."
                 )
     return hints

@@ -39,10 +39,8 @@ class _Group(TyperGroup):
         except Exception as error:
             if type(error).__module__.partition(".")[0] in ("typer", "click") or isinstance(error, BrokenPipeError):
                 raise  # typer reports bad arguments and a closed output pipe itself
-            name = type(error).__name__
-            _report(
-                f"error: {name}: {error}\nThis is an unexpected error. Use --debug to show the traceback.", error, ctx
-            )
+            hint = "This is an unexpected error. Use --debug to show the traceback."
+            _report(f"error: {type(error).__name__}: {error}\n{hint}", error, ctx)
             raise typer.Exit(1) from None
 
 
@@ -68,16 +66,14 @@ def _show_version(value: bool) -> None:
         raise typer.Exit
 
 
-Config = Annotated[str, Argument(help="YAML file that configures the run.", show_default=False)]
+Config = Annotated[str, Argument(help="YAML file that configures the run.")]
 Overrides = Annotated[
     list[str] | None, Argument(help="Settings to override, such as policy.backend=dtensor; ~a.b removes a key.")
 ]
-Out = Annotated[str, Argument(help="New folder to write.", show_default=False)]
+Out = Annotated[str, Argument(help="New folder to write.")]
 Json = Annotated[bool, Option("--json", help="Print JSON.")]
 Debug = Annotated[bool, Option("--debug", help="Show the traceback of an error.", callback=_set_debug)]
-Version = Annotated[
-    bool, Option("--version", help="Print the version and exit.", callback=_show_version, is_eager=True)
-]
+Version = Annotated[bool, Option("--version", help="Print the version.", callback=_show_version, is_eager=True)]
 
 app = typer.Typer(
     cls=_Group, no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False

@@ -13,7 +13,7 @@ from rlframework.errors import UserError
 
 @app.command()
 def conformance(
-    backend: Annotated[str, Argument(help="Name of a plugin: dtensor, ray, addition, ...", show_default=False)],
+    backend: Annotated[str, Argument(help="Name of a plugin: dtensor, ray, addition, ...")],
     keys: Annotated[list[str] | None, Argument(help="Settings of the plugin's own section, such as path=x.")] = None,
     workers: Annotated[int | None, Option(help="Test only layouts with this many workers.")] = None,
     layout: Annotated[list[str] | None, Option(help="Layout to test, such as data=2,tensor=2. Repeatable.")] = None,
@@ -22,10 +22,7 @@ def conformance(
     markdown: Annotated[str | None, Option(metavar="FILE", help="Write the results as Markdown tables.")] = None,
     test: Annotated[list[str] | None, Option(metavar="NAME", help="Run only this test. Repeatable.")] = None,
     as_list: Annotated[bool, Option("--list", help="List the tests without running them.")] = False,
-    mutants: Annotated[
-        bool,
-        Option("--mutants", help="Check the suites themselves: deliberately broken implementations must fail."),
-    ] = False,
+    mutants: Annotated[bool, Option("--mutants", help="Check the suites: broken implementations must fail.")] = False,
     debug: Debug = False,
 ) -> None:
     """Run the conformance suites for the plugin BACKEND, in every layout that it declares.
@@ -41,9 +38,8 @@ def conformance(
     """
     from rlframework.conformance.command import Request, run, table_of_tests
 
-    request = Request(
-        backend, workers, layout or (), device, json_file, markdown, test or (), mutants=mutants, keys=keys or ()
-    )
+    outputs = (json_file, markdown)
+    request = Request(backend, workers, layout or (), device, *outputs, test or (), mutants=mutants, keys=keys or ())
     if as_list:
         print_table(table_of_tests(request))
     else:
@@ -56,8 +52,7 @@ def parity(
         list[str] | None,
         Argument(
             metavar="BACKEND[:LAYOUT][/KEY=VALUE]...",
-            help="Backends to compare, such as dtensor:data=2, or deepspeed:data=2/zero_optimization.stage=3 with "
-            "settings of its own section. Default: all installed backends.",
+            help="Such as dtensor:data=2, or deepspeed/zero_optimization.stage=3. Default: all installed backends.",
         ),
     ] = None,
     model: Annotated[str | None, Option(metavar="DIR", help="Model directory. Default: a tiny random model.")] = None,
@@ -65,28 +60,21 @@ def parity(
     rows: Annotated[int | None, Option(help="Rows per step. Default: 8.")] = None,
     precision: Annotated[list[str] | None, Option(help="float32 or bfloat16. Repeatable.")] = None,
     batching: Annotated[list[str] | None, Option(help="padded, dynamic or packed. Repeatable.")] = None,
-    checkpointing: Annotated[
-        bool, Option("--checkpointing", help="Also compare with activation checkpointing.")
-    ] = False,
+    checkpointing: Annotated[bool, Option("--checkpointing", help="Also compare activation checkpointing.")] = False,
     device: Annotated[str, Option(help="Device to compare on: cpu or cuda.")] = "cpu",
-    run: Annotated[
-        str | None, Option("--replay", metavar="RUN_DIR", help="Replay a recorded step of this run.")
-    ] = None,
+    run: Annotated[str | None, Option("--replay", metavar="RUN_DIR", help="Replay a recorded step of a run.")] = None,
     step: Annotated[int | None, Option(help="Step to replay.")] = None,
     json_file: Annotated[str | None, Option("--json", metavar="FILE", help="Write all results as JSON.")] = None,
     debug: Debug = False,
 ) -> None:
     """Compare backends with a reference implementation: log-probabilities, loss, gradient norm and final weights."""
     if (run is None) != (step is None):
-        raise UserError(
-            "--replay RUN_DIR and --step N must be given together: the run, and the recorded step to replay"
-        )
+        raise UserError("--replay RUN_DIR and --step N must be given together: a run, and the recorded step to replay")
     given = {"--model": model, "--steps": steps, "--rows": rows, "--batching": batching}
     given["--checkpointing"] = checkpointing or None
     if run is not None and (wrong := [name for name, value in given.items() if value is not None]):
-        raise UserError(
-            f"{', '.join(wrong)} cannot be combined with --replay: the recorded step determines the computation"
-        )
+        named = ", ".join(wrong)
+        raise UserError(f"{named} cannot be combined with --replay: the recorded step determines the computation")
     from rlframework.conformance.parity import command
 
     common: dict[str, Any] = {"precisions": precision or (), "device": device, "json_file": json_file}
@@ -99,7 +87,7 @@ def parity(
 
 @app.command("new-backend")
 def new_backend(
-    name: Annotated[str, Argument(help="Name of the backend, for policy.backend.", show_default=False)],
+    name: Annotated[str, Argument(help="Name of the backend, for policy.backend.")],
     directory: Annotated[str | None, Option(metavar="DIR", help="Folder to write. Default: rlframework-NAME.")] = None,
     debug: Debug = False,
 ) -> None:
@@ -107,8 +95,6 @@ def new_backend(
     from rlframework.new_backend import next_commands, write_backend
 
     folder = write_backend(name, directory)
+    engine = f"{folder.name}/rlframework_{name}/engine.py"
     print(f"created {folder}. Next steps:\n\n{next_commands(name, folder)}\n")
-    print(
-        f"Then implement {folder.name}/rlframework_{name}/engine.py method by method, following "
-        f"docs/write_a_backend.md."
-    )
+    print(f"Then implement {engine} method by method, following docs/write_a_backend.md.")

@@ -18,21 +18,14 @@ def evaluate(
         list[str],
         Argument(
             metavar="RUN_OR_MODEL|a.b=value",
-            help="A run's output_dir, a checkpoint in it, or a Hugging Face model directory or name; several are "
-            "compared. Also settings to override.",
-            show_default=False,
+            help="A run's output_dir, a checkpoint in it, or a model directory or name. Also settings to override.",
         ),
     ],
-    config: Annotated[
-        str | None, Option(metavar="FILE", help="YAML file. Default: the configuration of the run.")
-    ] = None,
+    config: Annotated[str | None, Option(metavar="FILE", help="YAML file. Default: the run's configuration.")] = None,
     samples: Annotated[int | None, Option(min=1, help="Evaluate only the first N prompts.")] = None,
     attempts: Annotated[int | None, Option(min=1, help="Completions per prompt. Default: 1.")] = None,
     k: Annotated[str, Option(metavar="1,4,8", help="Report pass@k for these k.", show_default=False)] = "",
-    temperature: Annotated[
-        float | None,
-        Option(min=0.0, help="Sampling temperature. Default: greedy for a single attempt.", show_default=False),
-    ] = None,
+    temperature: Annotated[float | None, Option(min=0.0, help="Temperature. Default: greedy for one attempt.")] = None,
     split: Annotated[str, Option(help="Data to evaluate on: validation or train.")] = "validation",
     out: Annotated[str | None, Option(metavar="DIR", help="New folder to write the results to.")] = None,
     as_json: Json = False,
@@ -67,29 +60,15 @@ def evaluate(
 
 @app.command()
 def generate(
-    name: Annotated[
-        str,
-        Argument(
-            metavar="RUN_OR_MODEL",
-            help="A run's output_dir, or a Hugging Face model directory or name.",
-            show_default=False,
-        ),
-    ],
-    prompts: Annotated[
-        list[str] | None,
-        Argument(metavar="PROMPT", help="Prompts. Default: read from stdin, one per line.", show_default=False),
-    ] = None,
+    name: Annotated[str, Argument(metavar="RUN_OR_MODEL", help="A run's output_dir, or a model directory or name.")],
+    prompts: Annotated[list[str] | None, Argument(metavar="PROMPT", help="Prompts. Default: lines of stdin.")] = None,
     file: Annotated[
         str | None,
         Option(metavar="FILE", help="Text file with one prompt per line, or JSONL with `prompt` or `messages`."),
     ] = None,
     samples: Annotated[int, Option(min=1, help="Completions per prompt.")] = 1,
-    temperature: Annotated[
-        float | None, Option(min=0.0, help="Sampling temperature. Default: the run's, or 1.")
-    ] = None,
-    max_new_tokens: Annotated[
-        int | None, Option(min=1, help="Maximum length of a completion. Default: the run's, or 256.")
-    ] = None,
+    temperature: Annotated[float | None, Option(min=0.0, help="Temperature. Default: the run's, or 1.")] = None,
+    max_new_tokens: Annotated[int | None, Option(min=1, help="Maximum tokens. Default: the run's, or 256.")] = None,
     greedy: Annotated[bool, Option("--greedy", help="Always choose the most likely token.")] = False,
     raw: Annotated[bool, Option("--raw", help="Do not apply the chat template.")] = False,
     seed: Annotated[int | None, Option(min=0, help="Random seed. Default: the run's, or 0.")] = None,

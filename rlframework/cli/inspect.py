@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -34,19 +35,19 @@ def schema(debug: Debug = False) -> None:
 @app.command()
 def plugins(as_json: Json = False, debug: Debug = False) -> None:
     """List the plugins, with the reason if one cannot be used."""
-    from rlframework.plugins import listing
+    from rlframework.plugins.listing import PluginTable
     from rlframework.plugins.manager import create_manager
 
     rows = create_manager().listing()
     if as_json:
-        print(listing.as_json(rows))
+        print(json.dumps([asdict(row) for row in rows], indent=2))
     else:
-        print_table(listing.PluginTable(rows))
+        print_table(PluginTable(rows))
 
 
 @app.command()
 def doctor(
-    config: Annotated[str | None, Argument(help="YAML file of a run to check as well.", show_default=False)] = None,
+    config: Annotated[str | None, Argument(help="YAML file of a run to check as well.")] = None,
     overrides: Overrides = None,
     as_json: Json = False,
     debug: Debug = False,
@@ -73,14 +74,14 @@ def doctor(
 
 @app.command()
 def report(
-    runs: Annotated[list[str], Argument(metavar="RUN_DIR...", help="Output directories of runs.", show_default=False)],
+    runs: Annotated[list[str], Argument(metavar="RUN_DIR...", help="Output directories of runs.")],
     out: Annotated[
         str | None,
         Option(metavar="FILE.html", help="File to write. Default: report.html, in RUN_DIR if there is one run."),
     ] = None,
     smooth: Annotated[int | None, Option(help="Smooth curves over this many steps; adjustable in the page.")] = None,
     png: Annotated[
-        str | None, Option(metavar="DIR", help="Folder for the pictures. Default: a folder next to the page.")
+        str | None, Option(metavar="DIR", help="Folder for the pictures. Default: next to the page.")
     ] = None,
     debug: Debug = False,
 ) -> None:
@@ -89,9 +90,7 @@ def report(
 
     from rlframework.observers.report import write_report
 
-    figures = None if png is None else Path(png)
-    page, pictures = write_report(
-        [Path(run) for run in runs], Path(out) if out is not None else None, smooth=smooth, figures=figures
-    )
+    page_path, figures = (None if path is None else Path(path) for path in (out, png))
+    page, pictures = write_report([Path(run) for run in runs], page_path, smooth=smooth, figures=figures)
     where = f"; {len(pictures)} pictures in {pictures[0].parent}" if pictures else ""
     print(f"wrote {page} ({page.stat().st_size / 1e6:.1f} MB, open it in a browser){where}")

@@ -18,17 +18,13 @@ _SUMMARIZED = ("loss", "reward", "accuracy")
 
 @app.command()
 def train(
-    config: Annotated[str | None, Argument(help="YAML file that configures the run.", show_default=False)] = None,
+    config: Annotated[str | None, Argument(help="YAML file that configures the run.")] = None,
     overrides: Overrides = None,
     resume_from: Annotated[
         str | None, Option("--resume", metavar="RUN_DIR", help="Resume this run from its newest checkpoint.")
     ] = None,
-    overwrite: Annotated[
-        bool, Option("--overwrite", help="Replace the run in output_dir; never deletes files of others.")
-    ] = False,
-    dry: Annotated[
-        bool, Option("--dry-run", help="Only check, and estimate memory, disk and tokens; write nothing.")
-    ] = False,
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace a run in output_dir, but no other files.")] = False,
+    dry: Annotated[bool, Option("--dry-run", help="Check; estimate memory, disk and tokens; write nothing.")] = False,
     debug: Debug = False,
 ) -> None:
     """Run the training that CONFIG describes, or resume one that was stopped.
@@ -39,9 +35,8 @@ def train(
 
     if dry:
         if config is None or resume_from is not None:
-            raise ConfigError(
-                "--dry-run checks a run before it starts, not one to resume: rlframework train CONFIG --dry-run"
-            )
+            usage = "rlframework train CONFIG --dry-run"
+            raise ConfigError(f"--dry-run checks a run before it starts, not one to resume: {usage}")
         from rlframework.runner.launch import dry_run
 
         found = dry_run(load_config(config, overrides or ()), overwrite=overwrite)
@@ -68,25 +63,16 @@ def train(
 
 def _summary(result: RunResult, output_dir: str) -> str:
     """One line with the last metrics and the folder of the run."""
-    values = ", ".join(
-        f"{name}={value:.4g}" for name, value in result.metrics.items() if name.rpartition("/")[2] in _SUMMARIZED
-    )
+    shown = {name: value for name, value in result.metrics.items() if name.rpartition("/")[2] in _SUMMARIZED}
+    values = ", ".join(f"{name}={value:.4g}" for name, value in shown.items())
     return f"done: {values}; in {output_dir}" if values else f"done; in {output_dir}"
 
 
 @app.command()
 def convert(
-    source: Annotated[
-        str,
-        Argument(
-            help="A run's output_dir (for its newest checkpoint), a checkpoint, or a model directory.",
-            show_default=False,
-        ),
-    ],
-    dest: Annotated[str, Argument(help="A folder that does not exist yet.", show_default=False)],
-    to: Annotated[
-        str, Option(metavar="FORM", help="Target format: portable, sharded or huggingface.", show_default=False)
-    ],
+    source: Annotated[str, Argument(help="A run's output_dir (its newest checkpoint), a checkpoint, or a model.")],
+    dest: Annotated[str, Argument(help="A folder that does not exist yet.")],
+    to: Annotated[str, Option(metavar="FORM", help="Target format: portable, sharded or huggingface.")],
     overwrite: Annotated[bool, Option("--overwrite", help="Replace DEST if it is a checkpoint.")] = False,
     debug: Debug = False,
 ) -> None:

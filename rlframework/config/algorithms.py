@@ -49,9 +49,7 @@ class OwnLossConfig(Section):
 class OwnPolicyLossConfig(OwnLossConfig):
     """Your own loss for training on rollouts, named by its import path. Other keys are keyword arguments."""
 
-    kl_coef: NonNegativeFloat = Field(
-        0.0, description="above 0: keep a reference policy, and score every batch with it"
-    )
+    kl_coef: NonNegativeFloat = Field(0.0, description="above 0: keep a reference policy that scores every batch")
 
     @property
     def keys(self) -> dict[str, Any]:
@@ -73,22 +71,15 @@ class SFTConfig(AlgorithmConfig):
     """Supervised fine-tuning on the environment's completions, one global batch per step."""
 
     name: Literal["sft"] = Field("sft", description="supervised fine-tuning")
-    train_on: TrainOn = Field(
-        "last", description="tokens to train on: the last assistant turn, every assistant turn, or all tokens"
-    )
+    train_on: TrainOn = Field("last", description="tokens to train on: the last or every assistant turn, or all")
     max_tokens: PositiveInt | None = Field(
         None, description="truncate longer rows at the end; null: a row longer than the model's limit is an error"
     )
-    token_data: Path | None = Field(
-        None,
-        description="train on the rows in this folder, written by `rlframework tokenize`, instead of rendering them",
-    )
+    token_data: Path | None = Field(None, description="folder of rows from `rlframework tokenize` to train on")
     loss: Annotated[
         OwnLossConfig | None, BeforeValidator(_path_as_section, json_schema_input_type=OwnLossConfig | OwnPath | None)
     ] = Field(None, description="import path of your own loss; null: negative log-likelihood")
-    stop_at_accuracy: Annotated[float, Field(gt=0.0, le=1.0)] | None = Field(
-        None, description="stop the run once validation accuracy reaches this value"
-    )
+    stop_at_accuracy: float | None = Field(None, gt=0.0, le=1.0, description="stop the run at this validation accuracy")
 
 
 class ClippedPGLossConfig(Section):
@@ -96,10 +87,8 @@ class ClippedPGLossConfig(Section):
 
     ratio_clip_min: NonNegativeFloat = Field(0.2, description="lower clipping bound of the probability ratio: 1 - this")
     ratio_clip_max: NonNegativeFloat = Field(0.2, description="upper clipping bound of the probability ratio: 1 + this")
-    ratio_clip_c: Annotated[float, Field(gt=1.0)] | None = Field(
-        None,
-        description="dual-clip PPO (arXiv:1912.09729): bound on the loss at negative advantages, above 1 + "
-        "ratio_clip_max",
+    ratio_clip_c: float | None = Field(
+        None, gt=1.0, description="dual-clip PPO (arXiv:1912.09729): bound on the loss at negative advantages"
     )
     level: Literal["token", "sequence"] = Field(
         "token", description="average the loss over all tokens, or per sequence and then over sequences"
@@ -107,12 +96,9 @@ class ClippedPGLossConfig(Section):
     kl_coef: NonNegativeFloat = Field(
         0.0, description="weight of the KL divergence from the reference policy; 0: no reference policy"
     )
-    kl_estimator: Literal["k1", "k2", "k3"] = Field(
-        "k3", description="KL estimator as named in http://joschu.net/blog/kl-approx.html"
-    )
+    kl_estimator: Literal["k1", "k2", "k3"] = Field("k3", description="see http://joschu.net/blog/kl-approx.html")
     importance_correction: Literal["none", "truncated"] = Field(
-        "none",
-        description="truncated: weight tokens by their trainer/generator probability ratio, capped at `importance_cap`",
+        "none", description="truncated: weight tokens by trainer/generator probability, at most `importance_cap`"
     )
     importance_cap: PositiveFloat = Field(2.0, description="upper bound of a token's importance weight")
 
@@ -120,9 +106,7 @@ class ClippedPGLossConfig(Section):
 class OverlongConfig(Section):
     """Soft overlong penalty on the reward (DAPO, arXiv:2503.14476, eq. 13)."""
 
-    buffer: NonNegativeInt = Field(
-        0, description="the penalty grows over this many tokens before `max_new_tokens`; 0: off"
-    )
+    buffer: NonNegativeInt = Field(0, description="tokens before `max_new_tokens` over which the penalty grows; 0: off")
     penalty: NonNegativeFloat = Field(1.0, description="penalty at `max_new_tokens`, subtracted from the reward")
     drop_truncated: bool = Field(False, description="exclude completions truncated at `max_new_tokens` from the loss")
 
@@ -134,9 +118,7 @@ class GRPOConfig(AlgorithmConfig):
     prompts_per_step: PositiveInt = Field(32, description="distinct prompts in each rollout batch")
     samples_per_prompt: Annotated[int, Field(ge=2)] = Field(8, description="completions per prompt, which form a group")
     epochs_per_batch: PositiveInt = Field(1, description="training passes over each rollout batch")
-    leave_one_out: bool = Field(
-        False, description="use the mean reward of the group's other samples as the baseline (RLOO, arXiv:2402.14740)"
-    )
+    leave_one_out: bool = Field(False, description="baseline: mean of the other rewards (RLOO, arXiv:2402.14740)")
     normalize_std: bool = Field(True, description="divide advantages by the group's standard deviation")
     skip_zero_variance: bool = Field(True, description="skip groups whose rewards are all equal; a metric counts them")
     overlong: OverlongConfig = OverlongConfig()
@@ -148,16 +130,11 @@ class GRPOConfig(AlgorithmConfig):
 
     @model_validator(mode="after")
     def _clip_range(self) -> Self:
-        if not isinstance(self.loss, ClippedPGLossConfig):
-            return self
-        if self.loss.ratio_clip_min >= 1.0:
-            raise ValueError(
-                "loss.ratio_clip_min must be less than 1, because the ratio is clipped at 1 - ratio_clip_min"
-            )
-        bound, above = self.loss.ratio_clip_c, 1.0 + self.loss.ratio_clip_max
-        if bound is not None and bound <= above:
-            raise ValueError(
-                f"loss.ratio_clip_c is {bound}, but must be greater than 1 + ratio_clip_max = {above}, the clipped "
-                "ratio that it bounds"
-            )
+        if isinstance(self.loss, ClippedPGLossConfig):
+            bound, above = self.loss.ratio_clip_c, 1.0 + self.loss.ratio_clip_max
+            if self.loss.ratio_clip_min >= 1.0:
+                raise ValueError("loss.ratio_clip_min must be less than 1: the ratio is clipped at 1 - ratio_clip_min")
+            if bound is not None and bound <= above:
+                needed = f"greater than 1 + ratio_clip_max = {above}, the clipped ratio that it bounds"
+                raise ValueError(f"loss.ratio_clip_c is {bound}, but must be {needed}")
         return self

@@ -18,9 +18,7 @@ class AdditionConfig(EnvironmentConfig):
 
     name: str = Field("addition", description="sums of integers")
     digits: Annotated[int, Field(ge=1, le=9)] = Field(2, description="maximum digits of a term: 2 means 0 to 99")
-    operands: tuple[int, int] | None = Field(
-        None, description="range of a term as [smallest, largest]; overrides `digits`"
-    )
+    operands: tuple[int, int] | None = Field(None, description="[smallest, largest] of a term; overrides `digits`")
     terms: Annotated[int, Field(ge=2, le=MAX_TERMS)] = Field(2, description="number of terms in a sum")
     train_samples: PositiveInt = Field(8192, description="maximum number of distinct training tasks")
     validation_samples: PositiveInt | None = Field(
@@ -39,21 +37,16 @@ class AdditionConfig(EnvironmentConfig):
         return self.operands if self.operands is not None else (0, 10**self.digits - 1)
 
     @model_validator(mode="after")
-    def _operands_in_order(self) -> Self:
+    def _operands_and_prompt(self) -> Self:
         low, high = self.bounds
         if not 0 <= low <= high:
             raise ValueError(f"operands must be [smallest, largest] with 0 <= smallest <= largest, not [{low}, {high}]")
-        return self
-
-    @model_validator(mode="after")
-    def _prompt_names_all_terms(self) -> Self:
         letters = set(string.ascii_lowercase[: self.terms])
         try:
             fields = {name for _, name, _, _ in string.Formatter().parse(self.prompt) if name is not None}
         except ValueError as error:
-            raise ValueError(
-                f"prompt {self.prompt!r} is not a valid template: {error}; write {{{{ for a literal brace"
-            ) from error
+            hint = f"{error}; write {{{{ for a literal brace"
+            raise ValueError(f"prompt {self.prompt!r} is not a valid template: {hint}") from error
         unknown = sorted(fields - letters - {"expression"})
         if unknown or not (letters <= fields or "expression" in fields):
             raise ValueError(
@@ -67,12 +60,8 @@ class Gsm8kConfig(EnvironmentConfig):
     """GSM8K (arXiv:2110.14168), or data in its format: `question`, and `answer` whose last line is `#### 42`."""
 
     name: str = Field("gsm8k", description="grade-school math word problems")
-    train_path: Path | None = Field(
-        None, description="JSONL or Parquet file with the training data, as an alternative to `dataset`"
-    )
-    validation_path: Path | None = Field(
-        None, description="JSONL or Parquet file with the validation data; null: hold out part of the training data"
-    )
+    train_path: Path | None = Field(None, description="JSONL or Parquet file to train on, instead of `dataset`")
+    validation_path: Path | None = Field(None, description="JSONL or Parquet file; null: hold out part of `train_path`")
     dataset: str | None = Field(None, description="name of a Hugging Face dataset, such as openai/gsm8k")
     subset: str | None = Field("main", description="configuration name of `dataset`")
     train_split: str = Field("train", description="training split of `dataset`")
@@ -82,9 +71,7 @@ class Gsm8kConfig(EnvironmentConfig):
     validation_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(
         0.05, description="fraction of the questions to hold out when no validation data is given"
     )
-    max_samples: PositiveInt | None = Field(
-        None, description="use only this many samples from the start of the training data"
-    )
+    max_samples: PositiveInt | None = Field(None, description="use only this many of the first training samples")
     max_validation_samples: PositiveInt | None = Field(
         None, description="use only this many samples from the start of the validation data"
     )
@@ -92,9 +79,7 @@ class Gsm8kConfig(EnvironmentConfig):
         "\nReason step by step, and write the final number on the last line after ####.",
         description="text appended to each question",
     )
-    calculator_annotations: bool = Field(
-        False, description="keep annotations such as <<48/2=24>> in the completions for supervised training"
-    )
+    calculator_annotations: bool = Field(False, description="keep annotations such as <<48/2=24>> in the completions")
     format_reward: NonNegativeFloat = Field(
         0.0, description="bonus on top of the reward of 1 for a correct answer, if the last line is `#### number`"
     )
@@ -103,10 +88,8 @@ class Gsm8kConfig(EnvironmentConfig):
     def _one_source(self) -> Self:
         files = self.train_path is not None or self.validation_path is not None
         if (not files and self.dataset is None) or (self.train_path is not None and self.dataset is not None):
-            raise ValueError(
-                "set either train_path (a JSONL or Parquet file) or dataset (a Hugging Face name); evaluation needs "
-                "only validation_path"
-            )
+            either = "set either train_path (a JSONL or Parquet file) or dataset (a Hugging Face name)"
+            raise ValueError(f"{either}; evaluation needs only validation_path")
         if self.dataset is not None and self.validation_path is not None:
             raise ValueError("validation_path is used with train_path; with dataset, set validation_split instead")
         return self
@@ -118,9 +101,7 @@ class ColumnsConfig(Section):
     messages: str = Field("messages", description="column with a list of {role, content}")
     conversations: str = Field("conversations", description="column with a list of {from, value}, as in ShareGPT")
     prompt: str = Field("prompt", description="column with the prompt: text, or a list of messages")
-    completion: str = Field(
-        "completion", description="column with the completion to learn; rows without it use `answer`"
-    )
+    completion: str = Field("completion", description="column with the completion to learn; `answer` if there is none")
     question: str = Field("question", description="column with the prompt, as an alternative to `prompt`")
     answer: str = Field("answer", description="column with the reference answer for `check`")
     text: str = Field("text", description="column with plain text, all of it trained on")
@@ -148,19 +129,14 @@ class DatasetConfig(EnvironmentConfig):
     subset: str | None = Field(None, description="configuration name, if the dataset has several")
     split: str | None = Field(None, description="training split; null: `train`, or the only split")
     validation_path: str | None = Field(
-        None,
-        description="validation data, in any form that `path` accepts; null: rows of `path` that are not trained on",
+        None, description="validation data, in any form of `path`; null: rows of `path` that are not trained on"
     )
     validation_split: str | None = Field(None, description="validation split; null: hold out part of the training data")
     validation_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(
         0.05, description="fraction of the prompts to hold out when no validation data is given"
     )
-    max_samples: PositiveInt | None = Field(
-        None, description="use only this many rows from the start of the training data"
-    )
-    max_validation_samples: PositiveInt = Field(
-        1024, description="maximum number of validation samples, held out or given"
-    )
+    max_samples: PositiveInt | None = Field(None, description="use only this many of the first training rows")
+    max_validation_samples: PositiveInt = Field(1024, description="maximum validation samples, held out or given")
     columns: ColumnsConfig = ColumnsConfig()
     instruction: str = Field("", description="text appended to the last user turn")
     check: Literal["none", "exact", "math"] = Field(
@@ -168,24 +144,17 @@ class DatasetConfig(EnvironmentConfig):
         description="how completions are scored. none: not at all (for sft); exact: by exact match; math: by "
         "math-verify, where the reference answer may be a text that ends in `#### result`",
     )
-    reward: str | None = Field(
-        None,
-        description="import path of your own reward function, such as my_rewards:score, as an alternative to `check`",
-    )
+    reward: str | None = Field(None, description="import path of your reward function, an alternative to `check`")
     reward_timeout: PositiveFloat | None = Field(
         60.0,
         description="time limit of the reward function in seconds, per completion, or per step for a batched function; "
         "it runs in a separate process, which is killed on timeout. null: run it in this process, without a limit",
     )
-    reward_concurrency: PositiveInt = Field(
-        16, description="maximum number of concurrent calls of an async reward function"
-    )
+    reward_concurrency: PositiveInt = Field(16, description="maximum concurrent calls of an async reward function")
     max_reward_failures: Annotated[float, Field(ge=0.0, le=1.0)] = Field(
         0.1, description="fraction of a step's completions for which the reward function may fail before it is an error"
     )
-    failed_reward: Annotated[float, Field(allow_inf_nan=False)] = Field(
-        0.0, description="reward of a completion whose reward function failed"
-    )
+    failed_reward: float = Field(0.0, allow_inf_nan=False, description="reward where the reward function failed")
 
     @field_validator("reward", mode="before")
     @classmethod
@@ -201,9 +170,8 @@ class DatasetConfig(EnvironmentConfig):
     @model_validator(mode="after")
     def _one_judge(self) -> Self:
         if self.check != "none" and self.reward is not None:
-            raise ValueError(
-                f"reward ({self.reward}) and check ({self.check}) both score completions; set only one of them"
-            )
+            both = f"reward ({self.reward}) and check ({self.check})"
+            raise ValueError(f"{both} both score completions; set only one of them")
         return self
 
     @property

@@ -8,16 +8,15 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel
 
 from rlframework.config.base import import_path
 from rlframework.config.yaml_text import Keys, Tree, parse_value, read_yaml
 from rlframework.errors import ConfigError
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
 
 INHERIT = "defaults"
 """The top-level key that names the files to inherit from."""
@@ -34,9 +33,6 @@ def compose(source: str | Path | Mapping[str, Any] | BaseModel, overrides: Seque
     with the value in YAML, or `~a.b` to remove a key. Mappings are merged, everything else is replaced. `${a.b}` is
     replaced by the value of another key.
     """
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
     merged = OmegaConf.create({})
     origins: dict[Keys, str] = {}
     try:
@@ -89,9 +85,6 @@ def _with_inherited(layer: Tree, path: Path | None, above: tuple[Path, ...]) -> 
 
 
 def _apply(merged: DictConfig, override: str, origins: dict[Keys, str]) -> None:
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
     removes = override.startswith("~") and "=" not in override
     key, equals, text = (override[1:], "", "") if removes else override.partition("=")
     if not (removes or equals) or not _KEY.fullmatch(key):
@@ -103,7 +96,10 @@ def _apply(merged: DictConfig, override: str, origins: dict[Keys, str]) -> None:
     if keys[0] == INHERIT:
         raise ConfigError(f"`{override}`: `defaults` cannot be overridden; set it in the file")
     if removes:
-        _remove(merged, keys, override)
+        holder = OmegaConf.select(merged, key.rpartition(".")[0]) if len(keys) > 1 else merged
+        if not isinstance(holder, DictConfig) or keys[-1] not in holder:
+            raise ConfigError(f"`{override}`: there is no key `{key}` to remove")
+        del holder[keys[-1]]
         return
     value = parse_value(text, f"override `{override}`")
     try:
@@ -113,27 +109,14 @@ def _apply(merged: DictConfig, override: str, origins: dict[Keys, str]) -> None:
     origins[tuple(int(part) if str(part).isdigit() else part for part in keys)] = f"override `{override}`"
 
 
-def _remove(merged: DictConfig, keys: Keys, override: str) -> None:
-    from omegaconf import DictConfig
-
-    holder: Any = merged
-    for key in keys[:-1]:
-        holder = holder.get(key) if isinstance(holder, DictConfig) else None
-    if not isinstance(holder, DictConfig) or keys[-1] not in holder:
-        raise ConfigError(f"`{override}`: there is no key `{'.'.join(map(str, keys))}` to remove")
-    del holder[keys[-1]]
-
-
 def _plain(value: Any, keys: Keys) -> Any:
     """Convert models, mappings, tuples and paths to plain values, and functions to their import paths."""
     if isinstance(value, BaseModel):
         return escape_interpolation(value.model_dump(mode="json"))
     if isinstance(value, Mapping):
-        wrong = [key for key in value if not isinstance(key, str)]
-        if wrong:
-            raise ConfigError(
-                f"{'.'.join(map(str, keys)) or 'the configuration'}: keys must be strings, given {wrong[0]!r}"
-            )
+        if wrong := [key for key in value if not isinstance(key, str)]:
+            place = ".".join(map(str, keys)) or "the configuration"
+            raise ConfigError(f"{place}: keys must be strings, given {wrong[0]!r}")
         return {key: _plain(item, (*keys, key)) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(item, (*keys, index)) for index, item in enumerate(value)]

@@ -18,14 +18,8 @@ class ParallelismConfig(Section):
 
     tensor: PositiveInt = Field(1, description="tensor-parallel degree: workers that share the weights of each layer")
     context: PositiveInt = Field(1, description="context-parallel degree: workers that share each sequence")
-    pipeline: PositiveInt = Field(
-        1, description="pipeline-parallel degree: number of consecutive stages that the layers are divided into"
-    )
-    expert: PositiveInt = Field(
-        1,
-        description="expert-parallel degree: data-parallel workers that share the experts of a "
-        "mixture-of-experts model",
-    )
+    pipeline: PositiveInt = Field(1, description="pipeline-parallel degree: stages that the layers are divided into")
+    expert: PositiveInt = Field(1, description="expert-parallel degree: data-parallel workers that share the experts")
     sequence: bool = Field(False, description="shard activations along the sequence between tensor-parallel regions")
 
     @property
@@ -44,13 +38,9 @@ class BatchingConfig(Section):
         "as fastest on the device",
     )
     tokens: PositiveInt | None = Field(
-        None,
-        description="maximum tokens in a dynamic or packed microbatch; null: chosen for the device, at least the "
-        "longest row",
+        None, description="maximum tokens in a dynamic or packed microbatch; null: chosen for the device"
     )
-    logprob_tokens: PositiveInt | None = Field(
-        None, description="`tokens` when computing log-probabilities; null: same as `tokens`"
-    )
+    logprob_tokens: PositiveInt | None = Field(None, description="`tokens` for log-probabilities; null: the same")
 
 
 class OptimizerConfig(Section):
@@ -59,9 +49,7 @@ class OptimizerConfig(Section):
     name: Literal["adamw"] = Field("adamw", description="AdamW, the only optimizer")
     lr: NonNegativeFloat = Field(1e-6, description="peak learning rate, scaled by `scheduler`")
     betas: tuple[Decay, Decay] = Field((0.9, 0.999), description="decay rates of the first and second moments")
-    eps: PositiveFloat = Field(
-        1e-8, description="added to the square root of the second moment, for numerical stability"
-    )
+    eps: PositiveFloat = Field(1e-8, description="added to the root of the second moment, for numerical stability")
     weight_decay: NonNegativeFloat = Field(0.01, description="decoupled weight decay, applied to matrices only")
 
 
@@ -72,29 +60,22 @@ class SchedulerConfig(Section):
     """
 
     name: Literal["constant", "linear", "cosine"] = Field("constant", description="shape of the schedule after warmup")
-    warmup_steps: NonNegativeInt = Field(
-        0, description="training calls over which the learning rate rises linearly from 0"
-    )
-    total_steps: PositiveInt | None = Field(
-        None, description="training calls until the end of the decay, warmup included"
-    )
+    warmup_steps: NonNegativeInt = Field(0, description="training calls over which the learning rate rises from 0")
+    total_steps: PositiveInt | None = Field(None, description="training calls until the decay ends, warmup included")
     min_ratio: Fraction = Field(0.0, description="factor of `optimizer.lr` at the end of the decay")
 
 
 class NonFiniteGradientsConfig(Section):
     """Handling of NaN or infinite gradients: the step is skipped and counted."""
 
-    stop_after: PositiveInt = Field(
-        5, description="stop the run with an error after this many consecutive skipped steps"
-    )
+    stop_after: PositiveInt = Field(5, description="fail the run after this many consecutive skipped steps")
 
 
 class OffloadConfig(Section):
     """State to keep in CPU memory between uses. No effect when training on CPUs."""
 
     parameters: bool = Field(
-        False,
-        description="weights, gradients and optimizer state; each block is moved to the device when it is computed",
+        False, description="weights, gradients and optimizer state; a block is moved to the device when it is computed"
     )
     optimizer: bool = Field(False, description="optimizer state, except during the optimizer step")
 
@@ -137,13 +118,9 @@ class PolicyConfig(Section):
 
     model_name: str = Field(description="Hugging Face model directory, or name of a model on the Hub")
     tokenizer_name: str | None = Field(None, description="tokenizer directory or name; null: same as `model_name`")
-    chat_template: str | None = Field(
-        None, description="file with a Jinja template, or the template text; null: the tokenizer's own"
-    )
+    chat_template: str | None = Field(None, description="Jinja template, or a file with one; null: the tokenizer's own")
     head: Literal["language", "score"] = Field(
-        "language",
-        description="language: a causal language model; score: a reward model with one scalar per sequence, which can "
-        "only score",
+        "language", description="a causal language model, or a reward model that can only score: a scalar per row"
     )
     backend: str = Field("dtensor", description="name of the training backend; `rlframework plugins` lists them")
     data_processor: str = Field("microbatches", description="name of the plugin that turns rows into microbatches")
@@ -154,14 +131,10 @@ class PolicyConfig(Section):
     batching: BatchingConfig = BatchingConfig()
     train_global_batch_size: PositiveInt = Field(64, description="rows per optimizer step, over all workers")
     train_micro_batch_size: PositiveInt = Field(8, description="rows per padded microbatch on each worker")
-    logprob_batch_size: PositiveInt = Field(
-        16, description="rows per padded microbatch on each worker when computing log-probabilities"
-    )
+    logprob_batch_size: PositiveInt = Field(16, description="`train_micro_batch_size` when computing log-probabilities")
     optimizer: OptimizerConfig = OptimizerConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
-    max_grad_norm: PositiveFloat | None = Field(
-        1.0, description="clip the global L2 norm of the gradient to this value; null: no clipping"
-    )
+    max_grad_norm: PositiveFloat | None = Field(1.0, description="clip gradients to this global L2 norm; null: never")
     non_finite_gradients: NonFiniteGradientsConfig = NonFiniteGradientsConfig()
     router_aux_loss_coef: NonNegativeFloat = Field(
         0.0,

@@ -21,6 +21,7 @@ class Problem:
 
     `undeclared`: the key asks for a capability that the chosen plugin does not declare. `given` is the value, if the
     message is to show it. `origin` is where the value was written; `load_config` adds it to the problems of checks.
+    `cause` is the error of a plugin that cannot be selected.
     """
 
     key: str
@@ -29,29 +30,24 @@ class Problem:
     undeclared: bool = False
     given: Any = NOT_GIVEN
     origin: str = ""
+    cause: PluginError | None = None
 
     def __str__(self) -> str:
-        facts = []
+        facts = [f"in {self.origin}"] if self.origin else []
         if self.given is not NOT_GIVEN and not isinstance(self.given, Mapping):
-            facts.append(f"given {_show(self.given)}")
-        if self.origin:
-            facts.append(f"in {self.origin}")
+            shown = json.dumps(self.given, ensure_ascii=False, default=str)
+            facts.insert(0, f"given {shown if len(shown) <= _SHOWN else shown[: _SHOWN - 3] + '...'}")
         text = f"`{self.key}`: {self.message}" if self.key else self.message
         if facts:
             text = f"{text.rstrip('.')} ({' '.join(facts)})"
         return f"{text.rstrip('.')}. {self.hint}" if self.hint else text
 
 
-def _show(value: Any) -> str:
-    """Format a value as one line of YAML, truncated if it is long."""
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
-
-
-def raise_problems(problems: Sequence[Problem], cause: PluginError | None = None) -> None:
-    """Raise one error that lists `problems`, if any. `cause` is given if all of them concern choosing a plugin."""
+def raise_problems(problems: Sequence[Problem]) -> None:
+    """Raise one error that lists `problems`, if any: a `PluginError` if all of them concern selecting a plugin."""
     if not problems:
         return
+    cause = problems[0].cause if all(problem.cause for problem in problems) else None
     undeclared = any(problem.undeclared for problem in problems)
     error_type = PluginError if cause else UnsupportedConfig if undeclared else ConfigError
     if len(problems) == 1:

@@ -1,12 +1,12 @@
 """The top-level sections of a configuration, including the base models of those that plugins extend.
 
 A plugin's record names a `config_model` derived from one of these bases (`AlgorithmConfig`, `EnvironmentConfig`, ...);
-`narrow.py` puts the models of the chosen plugins into the run's model.
+`models.py` puts the models of the chosen plugins into the run's model.
 """
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, SerializeAsAny
 
@@ -25,9 +25,7 @@ class DeadlinesConfig(Section):
 class WorkerGroupConfig(Section):
     """Where the workers of the policy run."""
 
-    name: str = Field(
-        "inline", description="`inline` (the driver process), `processes`, `ray`, or the name of a plugin"
-    )
+    name: str = Field("inline", description="`inline` (the driver's process), `processes`, `ray`, or a plugin's name")
     num_workers: PositiveInt = Field(1, description="number of policy workers; `inline` supports one")
     deadlines: DeadlinesConfig = DeadlinesConfig()
 
@@ -36,9 +34,7 @@ class RemoteGroupConfig(WorkerGroupConfig):
     """Workers in separate processes. They inherit only the listed environment variables of the driver."""
 
     environment: dict[str, str] = Field({}, description="environment variables to set for the workers, by name")
-    pass_environment: tuple[str, ...] = Field(
-        (), description="names of environment variables to pass on from the driver, if they are set"
-    )
+    pass_environment: tuple[str, ...] = Field((), description="environment variables of the driver to pass on, by name")
 
 
 class RayGroupConfig(RemoteGroupConfig):
@@ -49,12 +45,9 @@ class RayGroupConfig(RemoteGroupConfig):
         description="address of a running Ray cluster, `host:port` or `auto`; null: RAY_ADDRESS if set, otherwise the "
         "run starts a local Ray instance and stops it at the end",
     )
-    workers_per_node: PositiveInt | None = Field(
-        None, description="workers to place on each node of a cluster; null: decided by `placement`"
-    )
+    workers_per_node: PositiveInt | None = Field(None, description="workers per node of a cluster; null: `placement`")
     placement: Literal["pack", "spread"] = Field(
-        "pack",
-        description="without workers_per_node: pack onto as few nodes as possible, or spread over as many as possible",
+        "pack", description="without workers_per_node: pack onto as few nodes as possible, or spread over as many"
     )
     listen: str = Field(
         "127.0.0.1",
@@ -72,15 +65,10 @@ class GenerationWorkersConfig(Section):
     """Generation engines in separate processes, which receive the trainer's weights through refits."""
 
     group: Literal["processes", "ray", "inline"] = Field(
-        "processes",
-        description="where the engines run, as in worker_group.name; `inline`: a single engine in the driver process",
+        "processes", description="where the engines run; `inline`: a single engine in the driver process"
     )
-    num_workers: PositiveInt = Field(
-        1, description="number of engines; each holds the whole model and generates for its share of the prompts"
-    )
-    python: str | None = Field(
-        None, description="Python executable of another environment for the engines; requires `group: ray`"
-    )
+    num_workers: PositiveInt = Field(1, description="engines; each holds the whole model and takes a share of prompts")
+    python: str | None = Field(None, description="Python of another environment for the engines; requires `group: ray`")
     deadlines: DeadlinesConfig = DeadlinesConfig()
 
 
@@ -96,13 +84,9 @@ class RefitConfig(Section):
         "auto", description="dtype of floating-point weights in transfer and in the engines; auto: policy.precision"
     )
     buffer_mb: PositiveFloat | None = Field(
-        None,
-        description="MiB of weights per transfer buffer, of which there are three; null: chosen for the device. A "
-        "larger weight is sent on its own",
+        None, description="MiB per transfer buffer, of three; a larger weight is sent alone; null: for the device"
     )
-    deadline: PositiveFloat = Field(
-        120.0, description="timeout in seconds for the rendezvous, and for each buffer of weights"
-    )
+    deadline: PositiveFloat = Field(120.0, description="seconds to wait for the rendezvous, and for each buffer")
 
 
 class GenerationConfig(Section):
@@ -111,24 +95,14 @@ class GenerationConfig(Section):
     name: str = Field("transformers", description="name of the generation engine; `rlframework plugins` lists them")
     max_new_tokens: PositiveInt = Field(64, description="maximum number of tokens to generate per completion")
     temperature: NonNegativeFloat = Field(1.0, description="sampling temperature; 0: greedy decoding")
-    top_k: PositiveInt | None = Field(
-        None, description="sample from the k most likely tokens; null: from the full vocabulary"
+    top_k: PositiveInt | None = Field(None, description="sample from the k most likely tokens; null: from all tokens")
+    top_p: float = Field(
+        1.0, gt=0.0, le=1.0, description="sample from the fewest tokens with this total probability; 1: from all tokens"
     )
-    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
-        1.0,
-        description="sample from the smallest set of most likely tokens with at least this total probability; 1: from "
-        "all tokens",
-    )
-    stop_token_ids: tuple[int, ...] = Field(
-        (), description="token ids that end a completion, in addition to the model's end-of-sequence tokens"
-    )
-    stop_strings: tuple[str, ...] = Field(
-        (), description="strings that end a completion; each must be a single token of the tokenizer"
-    )
+    stop_token_ids: tuple[int, ...] = Field((), description="token ids that end a completion, besides the model's own")
+    stop_strings: tuple[str, ...] = Field((), description="strings that end a completion; each must be a single token")
     batch_size: PositiveInt = Field(256, description="maximum rows decoded together on each worker")
-    workers: GenerationWorkersConfig | None = Field(
-        None, description="run engines in separate processes; null: generate in the policy workers"
-    )
+    workers: GenerationWorkersConfig | None = Field(None, description="engine processes; null: use the policy workers")
     refit: RefitConfig = RefitConfig()
 
 
@@ -136,12 +110,9 @@ class EnvironmentConfig(Section):
     """Settings that all environments share."""
 
     name: str = Field(
-        description="name of an environment (`rlframework plugins` lists them), or the import path "
-        "`module:Class` of yours"
+        description="an environment (`rlframework plugins` lists them), or the import path `module:Class` of yours"
     )
-    system_prompt: str | None = Field(
-        None, description="system message at the start of every conversation, for models with a chat template"
-    )
+    system_prompt: str | None = Field(None, description="system message of conversations, if there is a chat template")
 
     @property
     def unseen_by_training(self) -> frozenset[str]:
@@ -177,17 +148,14 @@ class WandbConfig(Section):
     entity: str | None = Field(None, description="user or team that owns the project; null: W&B's default")
     run_name: str | None = Field(None, description="display name of the run; null: the last component of output_dir")
     tags: tuple[str, ...] = Field((), description="tags of the run")
-    mode: Literal["online", "offline"] = Field(
-        "online", description="offline: write to output_dir/wandb, to upload later with `wandb sync`"
-    )
+    mode: Literal["online", "offline"] = Field("online", description="offline: write output_dir/wandb for `wandb sync`")
 
 
 class MlflowConfig(Section):
     """Report to MLflow. Requires the extra `mlflow`."""
 
     tracking_uri: str | None = Field(
-        None,
-        description="server (http://...) or sqlite:///file; null: MLFLOW_TRACKING_URI if set, else MLflow's default",
+        None, description="http://... or sqlite:///file; null: MLFLOW_TRACKING_URI if set, else MLflow's default"
     )
     experiment: str = Field("rlframework", description="experiment to log the run to")
     run_name: str | None = Field(None, description="display name of the run; null: the last component of output_dir")
@@ -204,12 +172,8 @@ class ObserversConfig(Section):
     tensorboard: bool = Field(True, description="write scalars to output_dir/tensorboard")
     curve: bool = Field(True, description="draw the reward and accuracy curves at the end of the run")
     samples: NonNegativeInt = Field(4, description="completions to log with their rewards at each step")
-    wandb: WandbConfig | Literal[False] = Field(
-        False, description="report to Weights & Biases; `{}` enables it with its defaults"
-    )
-    mlflow: MlflowConfig | Literal[False] = Field(
-        False, description="report to MLflow; `{}` enables it with its defaults"
-    )
+    wandb: WandbConfig | Literal[False] = Field(False, description="report to Weights & Biases; `{}`: with defaults")
+    mlflow: MlflowConfig | Literal[False] = Field(False, description="report to MLflow; `{}`: with defaults")
 
 
 class RecordingConfig(Section):
@@ -230,9 +194,7 @@ class ProfilerConfig(Section):
 
     steps: tuple[PositiveInt, ...] = Field((), description="these steps, counted from 1")
     start: PositiveInt | None = Field(None, description="also profile every step from this one through `stop`")
-    stop: PositiveInt | None = Field(
-        None, description="last step of the range that begins at `start`; null: only `start`"
-    )
+    stop: PositiveInt | None = Field(None, description="last step of the range from `start`; null: only `start`")
     ranks: tuple[NonNegativeInt, ...] = Field((0,), description="ranks of the workers to profile; each writes a trace")
     with_stack: bool = Field(False, description="record the Python source line of each operation; slow")
     record_shapes: bool = Field(False, description="record the argument shapes of each operation")
@@ -251,15 +213,9 @@ class CheckpointsConfig(Section):
     every: NonNegativeInt = Field(0, description="steps between checkpoints; 0: only when the run is interrupted")
     keep_last: PositiveInt = Field(2, description="number of newest checkpoints to keep")
     keep_best: NonNegativeInt = Field(0, description="number of checkpoints with the best `metric` to keep in addition")
-    metric: str = Field(
-        "validation/accuracy", description="metric that `keep_best` compares, as named in metrics.jsonl"
-    )
-    best: Literal["highest", "lowest"] = Field(
-        "highest", description="whether the highest or the lowest value of `metric` is best"
-    )
-    on_interrupt: bool = Field(
-        True, description="on Ctrl-C or SIGTERM, finish the step and write a checkpoint, if the backend supports it"
-    )
+    metric: str = Field("validation/accuracy", description="metric for `keep_best`, as named in metrics.jsonl")
+    best: Literal["highest", "lowest"] = Field("highest", description="which value of `metric` is best")
+    on_interrupt: bool = Field(True, description="on Ctrl-C or SIGTERM, finish the step and save, if the backend can")
     format: Literal["portable", "sharded", "native"] = Field(
         "portable",
         description="portable: full tensors, written by one worker as a Hugging Face directory; sharded: each worker "
@@ -268,9 +224,7 @@ class CheckpointsConfig(Section):
         "that read them; a run can resume from them only with the same backend",
     )
     asynchronous: bool = Field(
-        False,
-        description="write sharded checkpoints in the background, from copies of the shards in RAM, while training "
-        "continues",
+        False, description="write sharded checkpoints in the background, from copies in RAM, while training continues"
     )
 
 
@@ -282,13 +236,9 @@ class FaultToleranceConfig(Section):
     """
 
     max_restarts: NonNegativeInt = Field(
-        0,
-        description="maximum consecutive restarts from the last checkpoint, with new workers; a new checkpoint resets "
-        "the count",
+        0, description="maximum restarts from the last checkpoint; a newer checkpoint resets the count"
     )
-    backoff: PositiveFloat = Field(
-        5.0, description="seconds before the first restart; doubled for each consecutive one"
-    )
+    backoff: PositiveFloat = Field(5.0, description="seconds before the first restart; doubled for each further one")
     max_backoff: PositiveFloat = Field(300.0, description="maximum seconds before a restart")
 
 
@@ -296,13 +246,9 @@ class RunConfig(Section):
     """The resolved configuration of a run. `load_config` types its open sections by the chosen plugins."""
 
     seed: NonNegativeInt = Field(0, description="random seed for data order, sampling, and environments")
-    output_dir: Path = Field(
-        Path("runs/run"), description="directory for metrics, samples, checkpoints and the trained model"
-    )
+    output_dir: Path = Field(Path("runs/run"), description="directory for metrics, samples, checkpoints and the model")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: GPUs if available")
-    plugins: tuple[str, ...] = Field(
-        (), description="Python modules to load as plugins, in addition to the installed ones"
-    )
+    plugins: tuple[str, ...] = Field((), description="Python modules to load as plugins, besides the installed ones")
     algorithm: SerializeAsAny[AlgorithmConfig]
     policy: SerializeAsAny[PolicyConfig]
     environment: SerializeAsAny[EnvironmentConfig]

@@ -1,16 +1,17 @@
-"""Validates a merged configuration against a model, and reports every problem with key, value, origin and hint."""
+"""Validates a merged configuration: first against its model, then for conflicts between keys."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from rlframework.config.peers import peer_hint
+from rlframework.config.hints import key_paths, unknown_key_hint
 from rlframework.config.problems import NOT_GIVEN, Problem
-from rlframework.config.suggest import Path, is_misspelling, key_paths, nearest_key
+from rlframework.config.sections import RunConfig
 from rlframework.config.yaml_text import Keys, Tree
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -51,9 +52,9 @@ def _problems(
     for item in error.errors(include_url=False, include_context=False):
         kind, keys = item["type"], _place(item["loc"], item["type"], tree)
         path, value = tuple(map(str, keys)), tree.get(keys)
-        problem = Problem(_dotted(keys), _message(kind, item["msg"]), given=value, origin=tree.origin(keys))
+        problem = Problem(".".join(path), _message(kind, item["msg"]), given=value, origin=tree.origin(keys))
         if kind == "extra_forbidden":
-            problem = replace(problem, hint=elsewhere.get(keys) or _hint(path, value, model))
+            problem = replace(problem, hint=elsewhere.get(keys) or unknown_key_hint(path, value, model))
         elif kind == "missing":
             info = key_paths(model).get(path)
             described = f" ({info.description})" if info and info.description else ""
@@ -63,13 +64,6 @@ def _problems(
             problem = replace(known, message=f"{known.message}, or {problem.message}")
         by_key[keys] = problem
     return list(by_key.values())
-
-
-def _hint(path: Path, value: Any, model: type[BaseModel]) -> str:
-    """Suggest what `path` was meant to be: a misspelled sibling first, then a peer's word, then any similar key."""
-    near = nearest_key(path, model)
-    meant = f"Did you mean `{'.'.join(near)}`?" if near else ""
-    return meant if near and is_misspelling(path, near) else peer_hint(path, value) or meant
 
 
 def _message(kind: str, message: str) -> str:
@@ -89,10 +83,6 @@ def _place(loc: Keys, kind: str, tree: Tree) -> Keys:
     return keys
 
 
-def _dotted(keys: Keys) -> str:
-    return ".".join(map(str, keys))
-
-
 def _mistaken_booleans(given: Any, taken: Any, keys: Keys, tree: Tree) -> Iterator[Problem]:
     """Report booleans given for numbers and numbers given for booleans, which pydantic accepts."""
     if isinstance(given, (Mapping, list)) and isinstance(taken, (Mapping, list)):
@@ -101,4 +91,70 @@ def _mistaken_booleans(given: Any, taken: Any, keys: Keys, tree: Tree) -> Iterat
                 yield from _mistaken_booleans(given[key], taken[key], (*keys, key), tree)
     elif isinstance(given, bool) != isinstance(taken, bool) and {type(given), type(taken)} <= {bool, int, float}:
         message = "must be true or false" if isinstance(taken, bool) else "must be a number"
-        yield Problem(_dotted(keys), message, given=given, origin=tree.origin(keys))
+        yield Problem(".".join(map(str, keys)), message, given=given, origin=tree.origin(keys))
+
+
+def check_run(config: RunConfig) -> Iterator[Problem]:
+    """Yield the conflicts between keys that exist for every choice of plugins."""
+    for problem in (*_conflicts(config), *_step_conflicts(config), *_generation_conflicts(config)):
+        yield replace(problem, given=attrgetter(problem.key)(config))
+
+
+def _conflicts(config: RunConfig) -> Iterator[Problem]:
+    policy, checkpoints, workers = config.policy, config.checkpoints, config.worker_group.num_workers
+    size, rows, total = policy.parallelism.model_size, policy.train_global_batch_size, policy.scheduler.total_steps
+    if workers % size:
+        message = (
+            f"must be a multiple of {size}, the workers per model replica (policy.parallelism: tensor x context x "
+            "pipeline)"
+        )
+        yield Problem("worker_group.num_workers", message)
+    elif rows % (data_parallel := workers // size):
+        below = rows - rows % data_parallel
+        near = f"{below} or {below + data_parallel}" if below else str(data_parallel)
+        message = f"must be a multiple of {data_parallel}, the number of data-parallel workers"
+        yield Problem("policy.train_global_batch_size", message, f"Try {near}, or change worker_group.num_workers.")
+    if total is not None and policy.scheduler.warmup_steps > total:
+        yield Problem(
+            "policy.scheduler.warmup_steps", f"must not exceed policy.scheduler.total_steps, which is {total}"
+        )
+    if checkpoints.asynchronous and checkpoints.format != "sharded":
+        message = f"must be false when checkpoints.format is {checkpoints.format}, which all workers write together"
+        yield Problem("checkpoints.asynchronous", message, "Set checkpoints.format to sharded.")
+    if checkpoints.format != "portable" and policy.lora is not None:
+        message = "must be portable with policy.lora: adapters are small, and are saved in no other format"
+        yield Problem("checkpoints.format", message)
+
+
+def _step_conflicts(config: RunConfig) -> Iterator[Problem]:
+    recording, profiler = config.recording, config.profiler
+    last, workers = config.algorithm.num_steps, config.worker_group.num_workers
+    start, stop = profiler.start or 0, profiler.stop or 0
+    given = {"recording.steps": recording.steps, "profiler.steps": profiler.steps}
+    for key, steps in (given | {"profiler.start": (start,), "profiler.stop": (stop,)}).items():
+        if any(step > last for step in steps):
+            yield Problem(key, f"must be steps of the run, 1 to {last} (algorithm.num_steps)")
+    if stop and (not start or stop < start):
+        needed = f"profiler.start={start}" if start else "profiler.start, which is not set"
+        yield Problem("profiler.stop", f"must not be before {needed}")
+    if not profiler.ranks or max(profiler.ranks) >= workers:
+        ranks = f"each from 0 to {workers - 1} (worker_group.num_workers={workers})"
+        yield Problem("profiler.ranks", f"must list at least one worker rank, {ranks}")
+
+
+def _generation_conflicts(config: RunConfig) -> Iterator[Problem]:
+    workers, lora = config.generation.workers, config.policy.lora
+    if workers is None:
+        if lora is not None and lora.refit == "adapters":
+            reason = "generation.workers is not set, and generation runs in the trainer's own processes"
+            yield Problem("policy.lora.refit", f"must be merged, because {reason}")
+        return
+    if workers.python is not None and workers.group != "ray":
+        message = "needs workers started by Ray; other workers run this process's Python"
+        yield Problem("generation.workers.python", message, "Set generation.workers.group to ray.")
+    if workers.group == "inline" and workers.num_workers > 1:
+        message = "must be 1 with generation.workers.group=inline, because the driver process holds a single engine"
+        yield Problem("generation.workers.num_workers", message, "Set generation.workers.group to processes or ray.")
+    if workers.group == config.worker_group.name == "inline" and config.generation.refit.transport == "collective":
+        message = "must be auto or ipc when trainer and engine are both inline: a process group needs several processes"
+        yield Problem("generation.refit.transport", message)

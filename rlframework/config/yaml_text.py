@@ -46,22 +46,19 @@ class Tree:
         return next(filter(None, known), "")
 
 
-_FLOAT = (
-    r"^(?:[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?"
-    r"|[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+"
-    r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
-)
-_RESOLVERS: tuple[tuple[str, str, str], ...] = (
-    ("tag:yaml.org,2002:bool", r"^(?:true|True|TRUE|false|False|FALSE)$", "tTfF"),
-    ("tag:yaml.org,2002:int", r"^[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F_]+)$", "-+0123456789"),
-    ("tag:yaml.org,2002:float", _FLOAT, "-+0123456789."),
-    ("tag:yaml.org,2002:merge", r"^(?:<<)$", "<"),
-    ("tag:yaml.org,2002:null", r"^(?:~|null|Null|NULL|)$", "~nN\0"),
-)
+_RARE_BREAKS = re.compile("[\x85\u2028\u2029]")
+_SCALARS = {
+    "bool": r"true|True|TRUE|false|False|FALSE",
+    "int": r"[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F_]+)",
+    "float": r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?|[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+"
+    r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+    "merge": r"<<",
+    "null": r"~|null|Null|NULL|",
+}
 
 
 class _Loader(yaml.SafeLoader):
-    """`SafeLoader` with the resolvers above."""
+    """`SafeLoader` with the scalars above."""
 
 
 class _Dumper(yaml.SafeDumper):
@@ -77,13 +74,11 @@ def _represent_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if _RARE_BREAKS.search(text) else None)
 
 
-_RARE_BREAKS = re.compile("[\x85\u2028\u2029]")
 _Dumper.add_representer(str, _represent_text)
-_Loader.yaml_implicit_resolvers = {}
-_Dumper.yaml_implicit_resolvers = {}
-for _tag, _pattern, _first in _RESOLVERS:
-    for _class in (_Loader, _Dumper):
-        _class.add_implicit_resolver(_tag, re.compile(_pattern), ["" if c == "\0" else c for c in _first])
+for _class in (_Loader, _Dumper):
+    _class.yaml_implicit_resolvers = {}
+    for _tag, _pattern in _SCALARS.items():
+        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern})$"), None)
 
 
 def read_yaml(path: Path) -> Tree:

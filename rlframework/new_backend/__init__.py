@@ -1,6 +1,7 @@
 """`rlframework new-backend NAME`: creates a plugin distribution to fill in, which is installable right away.
 
-The template is plain text in the folder `template`, in which `string.Template` replaces `$name` and other placeholders.
+The folder `template` has each file with the suffix `.txt`; `string.Template` replaces placeholders such as `$name`. Its
+folder `package` becomes the Python package.
 
 Not supported: other kinds of plugins (`examples/plugins/` has one of each), and publishing.
 """
@@ -13,7 +14,6 @@ import shlex
 import sys
 from contextlib import suppress
 from importlib import metadata
-from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 from string import Template
@@ -29,21 +29,7 @@ from rlframework.plugins.manager import create_manager
 LONGEST = 24
 """Maximum length of a name, so that lines of the template stay within the limit."""
 
-FILES = {
-    "pyproject.toml": "pyproject.toml.txt",
-    "README.md": "README.md.txt",
-    ".gitignore": "gitignore.txt",
-    ".github/workflows/ci.yml": "ci.yml.txt",
-    "$package/__init__.py": "init.py.txt",
-    "$package/py.typed": "py.typed.txt",
-    "$package/plugin.py": "plugin.py.txt",
-    "$package/config.py": "config.py.txt",
-    "$package/engine.py": "engine.py.txt",
-    "$package/worker.py": "worker.py.txt",
-    "tests/test_conformance.py": "test_conformance.py.txt",
-    "tests/test_plugin.py": "test_plugin.py.txt",
-}
-"""Maps the path of each file to write to its template file."""
+TEMPLATE = Path(__file__).parent / "template"
 
 
 def write_backend(name: str, directory: str | Path | None = None) -> Path:
@@ -64,11 +50,12 @@ def write_backend(name: str, directory: str | Path | None = None) -> Path:
 
 def backend_files(name: str) -> dict[str, str]:
     """Return the text of each file of the backend `name`, by its path in the folder."""
-    words, template = _words(name), files("rlframework.new_backend") / "template"
-    return {
-        Template(path).substitute(words): Template((template / source).read_text(encoding="utf-8")).substitute(words)
-        for path, source in FILES.items()
-    }
+    words, found = _words(name), {}
+    for source in sorted(TEMPLATE.rglob("*.txt")):
+        folder, path = source.parent.relative_to(TEMPLATE), source.name.removesuffix(".txt")
+        folder = Path(words["package"]) if folder == Path("package") else folder
+        found[str(folder / path)] = Template(source.read_text(encoding="utf-8")).substitute(words)
+    return found
 
 
 def _words(name: str) -> dict[str, str]:

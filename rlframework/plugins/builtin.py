@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
 
 from rlframework.config.algorithms import GRPOConfig, OwnLossConfig, SFTConfig
+from rlframework.config.base import Section
 from rlframework.config.environments import AdditionConfig, DatasetConfig, Gsm8kConfig
 from rlframework.config.sections import (
     GenerationConfig,
@@ -23,117 +26,82 @@ from rlframework.plugins.types import (
     EnvironmentRecord,
     GenerationEngineRecord,
     Problem,
+    Record,
     WorkerGroupRecord,
 )
 from rlframework.plugins.user_defined import load_loss, load_reward
+
+_Kind = TypeVar("_Kind", bound=Record)
 
 
 @hookimpl
 def rlframework_data_processors() -> list[DataProcessorRecord]:
     """The built-in microbatch processor."""
-    target = "rlframework.microbatches.data_processor:MicrobatchProcessor"
-    return [DataProcessorRecord("microbatches", target, API_VERSION, "padded, dynamic or packed microbatches")]
+    target, summary = "microbatches.data_processor:MicrobatchProcessor", "padded, dynamic or packed microbatches"
+    return [_core(DataProcessorRecord, "microbatches", target, summary)]
 
 
 @hookimpl
 def rlframework_worker_groups() -> list[WorkerGroupRecord]:
     """Workers in this process, in several processes on this machine, or in Ray actors."""
+    core, several = partial(_core, WorkerGroupRecord), frozenset({Capability.DATA_PARALLEL})
+    inline, local = "one worker in this process", "several worker processes on this machine, without Ray"
+    ray, ray_group = (
+        "Ray actors on this machine or on a cluster",
+        "workers.ray.configured_group:ConfiguredRayWorkerGroup",
+    )
     return [
-        WorkerGroupRecord(
-            "inline",
-            "rlframework.workers.inline:InlineWorkerGroup",
-            API_VERSION,
-            "one worker in this process",
-            config_model=WorkerGroupConfig,
-            check=check_inline,
-        ),
-        WorkerGroupRecord(
-            "processes",
-            "rlframework.workers.processes:ProcessWorkerGroup",
-            API_VERSION,
-            "several worker processes on this machine, without Ray",
-            frozenset({Capability.DATA_PARALLEL}),
-            RemoteGroupConfig,
-        ),
-        WorkerGroupRecord(
-            "ray",
-            "rlframework.workers.ray.configured_group:ConfiguredRayWorkerGroup",
-            API_VERSION,
-            "Ray actors on this machine or on a cluster",
-            frozenset({Capability.DATA_PARALLEL}),
-            RayGroupConfig,
-        ),
+        core("inline", "workers.inline:InlineWorkerGroup", inline, WorkerGroupConfig, check=check_inline),
+        core("processes", "workers.processes:ProcessWorkerGroup", local, RemoteGroupConfig, capabilities=several),
+        core("ray", ray_group, ray, RayGroupConfig, capabilities=several),
     ]
 
 
 @hookimpl
 def rlframework_generation_engines() -> list[GenerationEngineRecord]:
     """The built-in engine."""
-    target = "rlframework.generation.transformers_engine:TransformersEngine"
+    target = "generation.transformers_engine:TransformersEngine"
     summary = "generation with transformers, in the trainer's process or in separate ones"
     refits = frozenset({Capability.COLLECTIVE_REFIT, Capability.IPC_REFIT})
-    return [GenerationEngineRecord("transformers", target, API_VERSION, summary, refits, GenerationConfig)]
+    return [_core(GenerationEngineRecord, "transformers", target, summary, GenerationConfig, capabilities=refits)]
 
 
 @hookimpl
 def rlframework_environments() -> list[EnvironmentRecord]:
     """Tasks with verifiable rewards."""
+    core, sums = partial(_core, EnvironmentRecord), "sums of integers, generated from the seed"
+    math = "grade-school math problems (Cobbe et al. 2021), checked with math-verify"
+    own = "your own data: JSONL, Parquet or a Hugging Face dataset"
     return [
-        EnvironmentRecord(
-            "addition",
-            "rlframework.environments.addition:AdditionEnvironment",
-            API_VERSION,
-            "sums of integers, generated from the seed",
-            config_model=AdditionConfig,
-        ),
-        EnvironmentRecord(
-            "gsm8k",
-            "rlframework.environments.gsm8k:Gsm8kEnvironment",
-            API_VERSION,
-            "grade-school math problems (Cobbe et al. 2021), checked with math-verify",
-            config_model=Gsm8kConfig,
-        ),
-        EnvironmentRecord(
-            "dataset",
-            "rlframework.environments.dataset:DatasetEnvironment",
-            API_VERSION,
-            "your own data: JSONL, Parquet or a Hugging Face dataset",
-            config_model=DatasetConfig,
-            check=check_dataset,
-        ),
+        core("addition", "environments.addition:AdditionEnvironment", sums, AdditionConfig),
+        core("gsm8k", "environments.gsm8k:Gsm8kEnvironment", math, Gsm8kConfig),
+        core("dataset", "environments.dataset:DatasetEnvironment", own, DatasetConfig, check=check_dataset),
     ]
 
 
 @hookimpl
 def rlframework_algorithms() -> list[AlgorithmRecord]:
     """The built-in training loops."""
+    core, sft = partial(_core, AlgorithmRecord), "supervised fine-tuning on the environment's completions"
+    grpo = "group-relative policy optimization (Shao et al. 2024, arXiv:2402.03300)"
     return [
-        AlgorithmRecord(
-            "sft",
-            "rlframework.algorithms.sft:SFT",
-            API_VERSION,
-            "supervised fine-tuning on the environment's completions",
-            config_model=SFTConfig,
-            check=check_sft,
-        ),
-        AlgorithmRecord(
-            "grpo",
-            "rlframework.algorithms.grpo:GRPO",
-            API_VERSION,
-            "group-relative policy optimization (Shao et al. 2024, arXiv:2402.03300)",
-            config_model=GRPOConfig,
-            check=check_grpo,
-        ),
+        core("sft", "algorithms.sft:SFT", sft, SFTConfig, check=check_sft),
+        core("grpo", "algorithms.grpo:GRPO", grpo, GRPOConfig, check=check_grpo),
     ]
+
+
+def _core(
+    kind: type[_Kind], name: str, target: str, summary: str, model: type[Section] | None = None, **fields: Any
+) -> _Kind:
+    return kind(name, f"rlframework.{target}", API_VERSION, summary, config_model=model, **fields)
 
 
 def check_inline(config: RunConfig, device: str) -> list[Problem]:
     """Reject more than one worker in the driver process."""
-    workers = config.worker_group.num_workers
-    if workers == 1:
-        return []
+    key, workers = "worker_group.num_workers", config.worker_group.num_workers
     hint = "Set it to 1, or set worker_group.name to processes or ray."
-    return [Problem("worker_group.num_workers", f"worker_group.name=inline supports one worker, not {workers}.", hint)]
+    problem = Problem(key, f"worker_group.name=inline supports one worker, not {workers}.", hint)
+    return [problem] if workers > 1 else []
 
 
 def check_dataset(config: RunConfig, device: str) -> list[Problem]:
@@ -145,24 +113,23 @@ def check_dataset(config: RunConfig, device: str) -> list[Problem]:
         return _problem_of("environment.reward", load_reward, environment.reward)
     if environment.scores_completions:
         return []
+    if isinstance(algorithm, GRPOConfig):
+        missing = "GRPO has no rewards"
+    elif isinstance(algorithm, SFTConfig) and algorithm.stop_at_accuracy is not None:
+        missing = "there is no accuracy for algorithm.stop_at_accuracy"
+    else:
+        return []
     hint = (
         "Set it to exact or math, with reference answers in the data (environment.columns.answer), or set "
         "environment.reward to your own function."
     )
-    if isinstance(algorithm, GRPOConfig):
-        return [Problem("environment.check", "completions are not scored, so GRPO has no rewards.", hint)]
-    if isinstance(algorithm, SFTConfig) and algorithm.stop_at_accuracy is not None:
-        message = "completions are not scored, so there is no accuracy for algorithm.stop_at_accuracy."
-        return [Problem("environment.check", message, hint)]
-    return []
+    return [Problem("environment.check", f"completions are not scored, so {missing}.", hint)]
 
 
 def check_sft(config: RunConfig, device: str) -> list[Problem]:
     """Reject a user-defined loss that cannot be constructed."""
     loss = getattr(config.algorithm, "loss", None)
-    if not isinstance(loss, OwnLossConfig):
-        return []
-    return _problem_of("algorithm.loss", load_loss, loss.name, loss.keys)
+    return _problem_of("algorithm.loss", load_loss, loss.name, loss.keys) if isinstance(loss, OwnLossConfig) else []
 
 
 def check_grpo(config: RunConfig, device: str) -> list[Problem]:

@@ -1,9 +1,7 @@
-"""The rows of `rlframework plugins`, and their rendering as a table or as JSON. Imports no torch."""
+"""The rows of `rlframework plugins`, and their rendering as a table. Imports no torch."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -13,7 +11,6 @@ from rlframework.plugins.types import RECORD_TYPES
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
-    from rich.table import Table
 
 COLOURS = {"active": "green", "disabled": "yellow", "broken": "red"}
 WIDE = 160
@@ -40,11 +37,6 @@ class PluginListing:
     summary: str = ""
 
 
-def as_json(rows: Sequence[PluginListing]) -> str:
-    """Return a JSON list with one object per row, whose keys are the fields of `PluginListing`."""
-    return json.dumps([dataclasses.asdict(row) for row in rows], indent=2)
-
-
 class PluginTable:
     """A section of rows for each kind, headed by the configuration key that selects one, fitted to the terminal.
 
@@ -57,32 +49,27 @@ class PluginTable:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         """Yield the sections for a console of `options.max_width` columns."""
-        from rich.text import Text
-
-        wide = options.max_width >= WIDE
-        for kind, rows in groupby(self.rows, lambda row: row.kind):
-            yield Text(
-                f"{kind} ({RECORD_TYPES[kind].key})" if kind else "plugins that could not be loaded", style="bold"
-            )
-            yield self._section(list(rows), wide)
-        if not wide and any(row.capabilities for row in self.rows):
-            yield Text(f"Capabilities are shown with --json, or on a terminal of at least {WIDE} columns.", style="dim")
-
-    def _section(self, rows: Sequence[PluginListing], wide: bool) -> Table:
         from rich.table import Table
         from rich.text import Text
 
-        table = Table(box=None, show_header=False, expand=True, pad_edge=False, padding=(0, 2, 0, 0))
-        for width in (max(len(row.name) for row in self.rows) + 2, max(len(_origin(row)) for row in self.rows), 8):
-            table.add_column(min_width=min(width, NARROW), max_width=width, overflow="fold")
-        table.add_column(ratio=2, overflow="fold")
-        if wide:
-            table.add_column(ratio=3, overflow="fold")
-        for row in rows:
-            cells = [Text(f"  {row.name}"), Text(_origin(row)), Text(row.status, style=COLOURS[row.status])]
-            cells.append(Text(row.reason or row.summary))
-            table.add_row(*cells, *([Text(", ".join(row.capabilities))] if wide else []))
-        return table
+        wide = options.max_width >= WIDE
+        longest = [max(len(row.name) for row in self.rows) + 2, max(len(_origin(row)) for row in self.rows), 8]
+        for kind, rows in groupby(self.rows, lambda row: row.kind):
+            heading = f"{kind} ({RECORD_TYPES[kind].key})" if kind else "plugins that could not be loaded"
+            yield Text(heading, style="bold")
+            table = Table(box=None, show_header=False, expand=True, pad_edge=False, padding=(0, 2, 0, 0))
+            for width in longest:
+                table.add_column(min_width=min(width, NARROW), max_width=width, overflow="fold")
+            table.add_column(ratio=2, overflow="fold")
+            if wide:
+                table.add_column(ratio=3, overflow="fold")
+            for row in rows:
+                status = Text(row.status, style=COLOURS[row.status])
+                more = [row.reason or row.summary, *([", ".join(row.capabilities)] if wide else [])]
+                table.add_row(Text(f"  {row.name}"), Text(_origin(row)), status, *map(Text, more))
+            yield table
+        if not wide and any(row.capabilities for row in self.rows):
+            yield Text(f"Capabilities are shown with --json, or on a terminal of at least {WIDE} columns.", style="dim")
 
 
 def _origin(row: PluginListing) -> str:

@@ -28,6 +28,7 @@ from rlframework.plugins.types import API_VERSION, RECORD_TYPES, Capability, Rec
 
 CORE = "rlframework-core"
 UNVERSIONED = "unversioned"
+DISABLE_VARIABLE = "RLFRAMEWORK_DISABLE_PLUGINS"
 
 
 @dataclass
@@ -53,14 +54,14 @@ class Plugin:
         return f"{self.distribution} {self.version}"
 
     @property
-    def active(self) -> bool:
-        """Whether the plugin is neither broken nor disabled."""
-        return self.error is None and not self.disabled
+    def status(self) -> str:
+        """`active`, `disabled` or `broken`."""
+        return "disabled" if self.disabled else "active" if self.error is None else "broken"
 
     @property
     def reason(self) -> str:
-        """Why the plugin is broken; "" if it is not."""
-        return "" if self.error is None else one_line(self.error)
+        """Why the plugin is not active; "" if it is."""
+        return DISABLE_VARIABLE if self.disabled else "" if self.error is None else one_line(self.error)
 
     def load(self) -> None:
         """Import the plugin and read its records. Its errors are stored, never raised."""
@@ -146,10 +147,8 @@ def read_plugin(plugin: object) -> tuple[list[Record], BaseException | None]:
                     raise PluginError(f"{hook} returned {found}; it must return a list of {record_type.__name__}")
                 for record in returned:
                     if not isinstance(record, record_type):
-                        raise PluginError(
-                            f"{hook} returned a list that contains a {type(record).__name__}; all items must be "
-                            f"{record_type.__name__}"
-                        )
+                        item, wanted = type(record).__name__, record_type.__name__
+                        raise PluginError(f"{hook} returned a list that contains a {item}; all items must be {wanted}")
                     records.append(record)
         for record in records:
             _check_record(record)
@@ -184,19 +183,18 @@ def one_line(error: BaseException) -> str:
 
 def _check_hooks(scratch: pluggy.PluginManager, plugin: object) -> None:
     known = [name for name in vars(specs) if name.startswith(f"{specs.PROJECT}_")]
-    callers = scratch.get_hookcallers(plugin) or []
-    for caller in callers:
-        for implementation in caller.get_hookimpls():
-            if not caller.has_spec() and not implementation.optionalhook:
-                raise PluginError(f"unknown hook {caller.name!r}.{did_you_mean(caller.name, known)}")
-            if implementation.kwargnames:
-                raise PluginError(
-                    f"the hook {caller.name} has default values for {', '.join(implementation.kwargnames)}; "
-                    "remove the defaults or the arguments"
-                )
-    marked = {caller.name for caller in callers}
+    callers = {caller.name: caller for caller in scratch.get_hookcallers(plugin) or ()}
+    for name, caller in callers.items():
+        (implementation,) = caller.get_hookimpls()
+        if not caller.has_spec() and not implementation.optionalhook:
+            raise PluginError(f"unknown hook {name!r}.{did_you_mean(name, known)}")
+        if implementation.kwargnames:
+            defaults = ", ".join(implementation.kwargnames)
+            raise PluginError(
+                f"the hook {name} has default values for {defaults}; remove the defaults or the arguments"
+            )
     for name in known:
-        if name not in marked and callable(getattr(plugin, name, None)):
+        if name not in callers and callable(getattr(plugin, name, None)):
             raise PluginError(
                 f"{name} is not marked as a hook; decorate it with @hookimpl from rlframework.plugins.hookspec"
             )
@@ -205,24 +203,19 @@ def _check_hooks(scratch: pluggy.PluginManager, plugin: object) -> None:
 
 
 def _check_record(record: Record) -> None:
+    who = f"the {record.kind} name {record.name!r}"
     if record.api_version != API_VERSION:
         raise PluginError(
             f"its {record.kind} {record.name!r} is written for version {record.api_version} of the plugin API, but "
             f"this rlframework-core has version {API_VERSION}; install compatible versions of the two"
         )
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", record.name):
-        raise PluginError(
-            f"the {record.kind} name {record.name!r} is invalid: use letters, digits, '-' and '_', starting with a "
-            "letter or digit"
-        )
+        raise PluginError(f"{who} is invalid: use letters, digits, '-' and '_', starting with a letter or digit")
     if record.kind == "policy_worker" and record.name in PolicyConfig.model_fields:
-        raise PluginError(
-            f"the policy_worker name {record.name!r} is a key of the section `policy`; choose another name"
-        )
+        raise PluginError(f"{who} is a key of the section `policy`; choose another name")
     if not re.fullmatch(r"[\w.]+:[\w.]+", record.target):
         raise PluginError(f"the target {record.target!r} of {record.name!r} must have the form 'package.module:Class'")
     check_model(record)
-    strange = [str(item) for item in record.capabilities if not isinstance(item, Capability)]
-    if strange:
+    if strange := [str(item) for item in record.capabilities if not isinstance(item, Capability)]:
         allowed = ", ".join(Capability)
         raise PluginError(f"{record.name!r} declares unknown capabilities {', '.join(strange)}; known: {allowed}")

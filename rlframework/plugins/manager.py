@@ -17,6 +17,7 @@ import pluggy
 from rlframework.errors import PluginError
 from rlframework.plugins.listing import PluginListing
 from rlframework.plugins.loading import (
+    DISABLE_VARIABLE,
     UNVERSIONED,
     Plugin,
     did_you_mean,
@@ -28,8 +29,6 @@ from rlframework.plugins.loading import (
 )
 from rlframework.plugins.types import OWN_BACKENDS, RECORD_TYPES, EnvironmentRecord, PolicyWorkerRecord, Record
 from rlframework.plugins.user_defined import environment_record
-
-DISABLE_VARIABLE = "RLFRAMEWORK_DISABLE_PLUGINS"
 
 
 @dataclass(frozen=True)
@@ -72,19 +71,19 @@ class PluginManager:
 
     def __init__(self, plugins: Sequence[Plugin], disabled: frozenset[str]) -> None:
         """Manage the loaded `plugins`, without the records named in `disabled`."""
-        self._plugins = plugins
-        self._disabled = disabled
+        self._plugins, self._disabled = plugins, disabled
         self._pluggy = new_pluggy()
         self._found: Mapping[tuple[str, str], list[Registered]] = defaultdict(list)
         known = set[str]()
         for plugin in plugins:
             known |= {plugin.name, plugin.distribution, *(record.name for record in plugin.records)}
-            if plugin.active:
-                self._pluggy.register(plugin.loaded, plugin.name)
-                for record in plugin.records:
-                    if record.name not in disabled:
-                        entry = Registered(record, plugin.distribution, plugin.version, plugin.name)
-                        self._found[record.kind, record.name].append(entry)
+            if plugin.status != "active":
+                continue
+            self._pluggy.register(plugin.loaded, plugin.name)
+            for record in plugin.records:
+                if record.name not in disabled:
+                    entry = Registered(record, plugin.distribution, plugin.version, plugin.name)
+                    self._found[record.kind, record.name].append(entry)
         for word in sorted(disabled - known):
             raise PluginError(
                 f"{DISABLE_VARIABLE}: there is no plugin {word!r}.{did_you_mean(word, sorted(known))} Plugins that can "
@@ -98,7 +97,6 @@ class PluginManager:
 
     def registered(self, kind: str) -> dict[str, Registered]:
         """Return the selectable records by name: not broken, not disabled and not duplicated."""
-        _check_kind(kind)
         return {name: found[0] for (of, name), found in self._found.items() if of == kind and len(found) == 1}
 
     def select(self, kind: str, name: str) -> Registered:
@@ -106,7 +104,6 @@ class PluginManager:
 
         Raises `PluginError` if it is unknown, broken (from the original error), disabled or duplicated.
         """
-        _check_kind(kind)
         if kind == EnvironmentRecord.kind and ":" in name:
             module = f"module {name.partition(':')[0]}"
             return Registered(environment_record(name), module, UNVERSIONED, module)
@@ -141,21 +138,21 @@ class PluginManager:
 
     def fingerprint(self) -> dict[str, tuple[str, str]]:
         """Return the distribution and version of each active plugin, by plugin name."""
-        return {plugin.name: (plugin.distribution, plugin.version) for plugin in self._plugins if plugin.active}
+        active = (plugin for plugin in self._plugins if plugin.status == "active")
+        return {plugin.name: (plugin.distribution, plugin.version) for plugin in active}
 
     def compare_fingerprint(self, theirs: Mapping[str, tuple[str, str]]) -> None:
         """Raise a `PluginError` that lists how the driver's fingerprint `theirs` differs from this process's."""
         ours, differences = self.fingerprint(), []
         unusable = {
-            plugin.name: f"it disabled ({plugin})" if plugin.disabled else f"it broken ({plugin}: {plugin.reason})"
+            plugin.name: f"it {plugin.status} ({plugin}: {plugin.reason})"
             for plugin in self._plugins
-            if not plugin.active
+            if plugin.status != "active"
         }
         for name in sorted({*ours, *theirs}):
             here, there = " ".join(ours.get(name, ("none",))), " ".join(theirs.get(name, ("none",)))
             if here != there:
-                here = unusable.get(name, here)
-                differences.append(f"{name}: the driver has {there}, this process has {here}")
+                differences.append(f"{name}: the driver has {there}, this process has {unusable.get(name, here)}")
         if differences:
             raise PluginError(
                 f"The driver and a worker have different plugins: {'; '.join(differences)}. Install the same "
@@ -180,9 +177,8 @@ class PluginManager:
         listed = ", ".join(f"{known} ({entry.blame})" for known, entry in installed.items())
         yield f"Installed: {listed or 'none'}."
         for plugin in self._plugins:
-            if not plugin.active:
-                state = "disabled" if plugin.disabled else f"broken: {plugin.reason}"
-                yield f"{plugin.name} of {plugin} is {state}."
+            if plugin.status != "active":
+                yield f"{plugin.name} of {plugin} is {plugin.status}: {plugin.reason}."
         wanted = name if name in own else near
         if wanted in own and wanted not in installed:
             yield (
@@ -196,18 +192,14 @@ class PluginManager:
             )
 
     def _rows(self, plugin: Plugin) -> Iterator[PluginListing]:
-        status, reason = ("active", "") if plugin.active else ("broken", plugin.reason)
-        if plugin.disabled:
-            status, reason = "disabled", DISABLE_VARIABLE
-        origin = (plugin.distribution, plugin.version)
+        origin, state = (plugin.distribution, plugin.version), (plugin.status, plugin.reason)
         if not plugin.records:
-            yield PluginListing(plugin.name, None, *origin, None, (), status, reason)
+            yield PluginListing(plugin.name, None, *origin, None, (), *state)
         for record in plugin.records:
-            found = self._found.get((record.kind, record.name), [])
-            of_record = (status, reason)
-            if plugin.active and record.name in self._disabled:
+            found, of_record = self._found.get((record.kind, record.name), []), state
+            if plugin.status == "active" and record.name in self._disabled:
                 of_record = ("disabled", DISABLE_VARIABLE)
-            elif plugin.active and len(found) > 1:
+            elif plugin.status == "active" and len(found) > 1:
                 of_record = ("broken", _duplicate(found))
             capabilities = tuple(sorted(map(str, record.capabilities)))
             yield PluginListing(
@@ -222,8 +214,3 @@ def _duplicate(found: Sequence[Registered]) -> str:
         f"{RECORD_TYPES[kind].key}: {len(found)} plugins register a {kind} {name!r}: {blames}. Uninstall one of them, "
         f"or add its distribution to {DISABLE_VARIABLE}."
     )
-
-
-def _check_kind(kind: str) -> None:
-    if kind not in RECORD_TYPES:
-        raise ValueError(f"unknown kind of record {kind!r}; known kinds: {', '.join(RECORD_TYPES)}")

@@ -31,8 +31,7 @@ def model_config(model_name: str) -> dict[str, Any]:
 def indivisible(model: Mapping[str, Any], tensor: int) -> str | None:
     """Describe the dimension of the model that is not divisible by `tensor`, or return None if there is none."""
     for name, what in DIVIDED.items():
-        size = model.get(name)
-        if isinstance(size, int) and size % tensor:
+        if isinstance(size := model.get(name), int) and size % tensor:
             return f"the model has {size} {what}, not divisible by policy.parallelism.tensor={tensor}"
     return None
 

@@ -136,7 +136,6 @@ class Record:
     known_failures: tuple[KnownFailure, ...] = ()
 
 
-@dataclass(frozen=True)
 class PolicyWorkerRecord(Record):
     """A training engine: `target` implements `rlframework.interfaces.policy_worker.PolicyWorker`."""
 
@@ -144,7 +143,6 @@ class PolicyWorkerRecord(Record):
     key = "policy.backend"
 
 
-@dataclass(frozen=True)
 class DataProcessorRecord(Record):
     """A data processor: `target` implements `rlframework.interfaces.data_processor.DataProcessor`."""
 
@@ -152,7 +150,6 @@ class DataProcessorRecord(Record):
     key = "policy.data_processor"
 
 
-@dataclass(frozen=True)
 class WorkerGroupRecord(Record):
     """A worker group: `target` implements `rlframework.interfaces.worker_group.WorkerGroup`."""
 
@@ -161,7 +158,6 @@ class WorkerGroupRecord(Record):
     section = WorkerGroupConfig
 
 
-@dataclass(frozen=True)
 class GenerationEngineRecord(Record):
     """A generation engine: `target` implements `rlframework.interfaces.generation.GenerationEngine`."""
 
@@ -170,7 +166,6 @@ class GenerationEngineRecord(Record):
     section = GenerationConfig
 
 
-@dataclass(frozen=True)
 class EnvironmentRecord(Record):
     """An environment: `target` implements `rlframework.interfaces.environment.Environment`."""
 
@@ -179,7 +174,6 @@ class EnvironmentRecord(Record):
     section = EnvironmentConfig
 
 
-@dataclass(frozen=True)
 class AlgorithmRecord(Record):
     """An algorithm: `target` implements `rlframework.algorithm.Algorithm`."""
 
@@ -188,15 +182,5 @@ class AlgorithmRecord(Record):
     section = AlgorithmConfig
 
 
-RECORD_TYPES: Mapping[str, type[Record]] = {
-    record_type.kind: record_type
-    for record_type in (
-        PolicyWorkerRecord,
-        DataProcessorRecord,
-        WorkerGroupRecord,
-        GenerationEngineRecord,
-        EnvironmentRecord,
-        AlgorithmRecord,
-    )
-}
+RECORD_TYPES: Mapping[str, type[Record]] = {record_type.kind: record_type for record_type in Record.__subclasses__()}
 """The type of the records of each kind."""

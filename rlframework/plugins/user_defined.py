@@ -13,16 +13,15 @@ import traceback
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
+from typing import Any, cast
 
 from rlframework.errors import ConfigError, PluginError
 from rlframework.plugins.loading import check_model, make_current_directory_importable
 from rlframework.plugins.types import API_VERSION, EnvironmentRecord
 
 SINGULAR = ("sample", "prompt", "completion", "answer")
-"""Parameter names of a reward function that scores one completion."""
 PLURAL = tuple(f"{name}s" for name in SINGULAR)
-"""Parameter names of a reward function that scores a batch."""
+"""Parameter names of a reward function that scores one completion, or a batch."""
 
 ACCEPTED_FORMS = (
     "A reward function, sync or async, takes any of (samples, prompts, completions, answers), including completions, "
@@ -85,8 +84,7 @@ def environment_record(path: str) -> EnvironmentRecord:
         raise PluginError(f"environment.name: {path!r} must be a class derived from {interface}.Environment")
     if missing := sorted(getattr(target, "__abstractmethods__", ())):
         raise PluginError(f"environment.name: {path!r} does not implement {', '.join(missing)}")
-    model = getattr(target, "config_model", None)
-    record = EnvironmentRecord(path, path, API_VERSION, summary="your own", config_model=model)
+    record = EnvironmentRecord(path, path, API_VERSION, "your own", config_model=getattr(target, "config_model", None))
     check_model(record)
     return record
 
@@ -131,13 +129,14 @@ def load_reward(path: str) -> tuple[Callable[..., Any], RewardForm]:
 
 def reward_form(path: str, function: Callable[..., Any]) -> RewardForm:
     """Return the calling convention of `function`. Raises `ConfigError` if its parameters do not fit any."""
-    place = _place(function)
+    place, kind = _place(function), cast("Any", type(function))
+    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(kind.__call__)
     try:
         parameters = inspect.signature(function).parameters.values()
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{path!r} has no readable signature ({error}). {ACCEPTED_FORMS}") from error
     if _takes_columns(parameters):
-        return RewardForm(True, ("prompts", "completions"), _is_async(function), place, columns=True)
+        return RewardForm(True, ("prompts", "completions"), is_async, place, columns=True)
     asked = [p for p in parameters if p.default is p.empty or p.name in (*SINGULAR, *PLURAL)]
     names = tuple(p.name for p in asked)
     batched = "completions" in names
@@ -145,7 +144,7 @@ def reward_form(path: str, function: Callable[..., Any]) -> RewardForm:
     if not fits or any(p.kind is p.POSITIONAL_ONLY for p in asked):
         signature = f"({', '.join(map(str, parameters))})"
         raise ConfigError(f"{path!r} ({place}) has the unsupported parameters {signature}. {ACCEPTED_FORMS}")
-    return RewardForm(batched, names, _is_async(function), place)
+    return RewardForm(batched, names, is_async, place)
 
 
 def _takes_columns(parameters: Collection[inspect.Parameter]) -> bool:
@@ -153,11 +152,6 @@ def _takes_columns(parameters: Collection[inspect.Parameter]) -> bool:
     named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     open_ended = [p.kind for p in parameters if p.name not in named] == [inspect.Parameter.VAR_KEYWORD]
     return open_ended and "completions" in named and not named & {"samples", "answers"}
-
-
-def _is_async(function: Callable[..., Any]) -> bool:
-    kind: Any = type(function)
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(kind.__call__)
 
 
 def _place(function: Callable[..., Any]) -> str:

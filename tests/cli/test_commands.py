@@ -89,37 +89,26 @@ def test_tables_have_the_width_of_the_terminal(
     assert max(map(len, lines)) == (columns or 200)
 
 
-def test_the_schema_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert call("schema") == 0
-    assert "policy" in json.loads(capsys.readouterr().out)["properties"]
-
-
-def test_the_plugins_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_plugins_are_listed_and_the_schema_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert call("plugins", "--json") == 0
     rows = {(row["kind"], row["name"]): row for row in json.loads(capsys.readouterr().out)}
     assert rows["algorithm", "grpo"]["distribution"] == "rlframework-core"
     assert rows["algorithm", "grpo"]["status"] == "active"
-    assert call("plugins") == 0
-    assert "grpo" in capsys.readouterr().out
+    assert call("schema") == 0
+    assert "policy" in json.loads(capsys.readouterr().out)["properties"]
 
 
 MISTAKES = {
     "gone.yaml": "configuration file not found: gone.yaml\n",
     "run.yaml policy.lr=1": "`policy.lr`: unknown key (given 1 in override `policy.lr=1`). "
     "Did you mean `policy.optimizer.lr`?\n",
-    "run.yaml policy.optimizer.lr=fast": '`policy.optimizer.lr`: must be a number (given "fast" in override `policy.',
     "run.yaml policy.backend=tow": "policy.backend: there is no policy_worker 'tow'. Did you mean 'toy'?",
-    "run.yaml algorithm.name=gpro": "algorithm.name: there is no algorithm 'gpro'. Did you mean 'grpo'?",
     "run.yaml worker_group.name=ray worker_group.num_workers=3": (
         "`policy.train_global_batch_size`: must be a multiple of 3, the number of data-parallel workers "
         "(given 64). Try 63 or 66, or change worker_group.num_workers.\n"
     ),
-    "run.yaml policy.precision=float16": "`policy.precision`: float16, but the backend 'toy' ",
     "run.yaml lr": "`lr` is not a valid override: write `key=value`",
-    "run.yaml seed=[1": "override `seed=[1`:1:3: not valid YAML: ",
     "bad.yaml": "bad.yaml:2:1: not valid YAML: ",
-    "twice.yaml": "twice.yaml:2: duplicate key `seed`, first given on line 1\n",
-    "orphan.yaml": "configuration file not found: parent.yaml, listed under `defaults` in orphan.yaml:1\n",
 }
 
 
@@ -129,8 +118,6 @@ def test_a_mistake_is_one_message_and_nothing_is_written(
     capsys: pytest.CaptureFixture[str], folder: Path, command: str, words: str
 ) -> None:
     (folder / "bad.yaml").write_text("seed: 1\n\tx: 2\n")
-    (folder / "twice.yaml").write_text("seed: 1\nseed: 2\n")
-    (folder / "orphan.yaml").write_text("defaults: parent.yaml\n")
     before = sorted(folder.rglob("*.yaml"))
     assert call(command, *words.split(" ")) == 2
     captured = capsys.readouterr()

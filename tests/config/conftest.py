@@ -110,6 +110,7 @@ class FakeManager:
 @pytest.fixture
 def manager() -> FakeManager:
     """Two algorithms, two environments, three backends; `off` is a plugin that is disabled."""
+    capabilities = frozenset({Capability.DATA_PARALLEL, Capability.LORA})
     records: list[Record] = [
         AlgorithmRecord("climb", "x:Y", 1, config_model=ClimbConfig),
         AlgorithmRecord("copy", "x:Y", 1, config_model=CopyConfig),
@@ -117,13 +118,7 @@ def manager() -> FakeManager:
         EnvironmentRecord("cards", "x:Y", 1, config_model=CardsConfig),
         GenerationEngineRecord("transformers", "x:Y", 1, config_model=GenerationConfig),
         WorkerGroupRecord("inline", "x:Y", 1, config_model=WorkerGroupConfig),
-        PolicyWorkerRecord(
-            "dtensor",
-            "x:Y",
-            1,
-            config_model=EngineConfig,
-            capabilities=frozenset({Capability.DATA_PARALLEL, Capability.LORA}),
-        ),
+        PolicyWorkerRecord("dtensor", "x:Y", 1, config_model=EngineConfig, capabilities=capabilities),
         PolicyWorkerRecord("needy", "x:Y", 1, config_model=NeedyConfig),
         PolicyWorkerRecord("plain", "x:Y", 1, check=gpu_only),
     ]

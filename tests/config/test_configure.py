@@ -83,21 +83,16 @@ def test_a_file_tells_where_each_mistake_is(tmp_path: Path, manager: Any) -> Non
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("policy.optimizer.lr=fast", '`policy.optimizer.lr`: must be a number (given "fast" in'),
         ("policy.optimizer.lr=-1", "`policy.optimizer.lr`: must be greater than or equal to 0 (given -1 in"),
         ("policy.optimizer.betas=0.9", "`policy.optimizer.betas`: must be a list (given 0.9 in"),
         ("policy.optimizer.betas=[1, 0.9]", "`policy.optimizer.betas.0`: must be less than 1 (given 1 in"),
         ("policy.optimizer.betas=[0.9, -0.1]", "`policy.optimizer.betas.1`: must be greater than or equal to 0 (given"),
-        ("policy.optimizer.betas=[.nan, 0.9]", "`policy.optimizer.betas.0`: must be less than 1 (given NaN in"),
         ("policy.optimizer.eps=0", "`policy.optimizer.eps`: must be greater than 0 (given 0 in"),
         ("policy.model_name=3", "`policy.model_name`: must be a string (quote values"),
-        ("policy.lora=true", "`policy.lora`: must be a section (a mapping of keys) (given true in"),
         ("policy.max_grad_norm=true", "`policy.max_grad_norm`: must be a number (given true in"),
         ("policy.activation_checkpointing=1", "`policy.activation_checkpointing`: must be true or false (given 1 in"),
-        ("policy.dtensor.shards=[1, x]", '`policy.dtensor.shards.1`: must be an integer (given "x" in'),
         ("policy.dtensor.shards=[1, true]", "`policy.dtensor.shards.1`: must be a number (given true in"),
         ("observers=null", "`observers`: must be a section (a mapping of keys) (given null in"),
-        ("policy=3", "`policy`: must be a section (a mapping of keys) (given 3 in"),
         ("device=gpu", "`device`: must be 'auto', 'cpu' or 'cuda' (given \"gpu\" in"),
         ("algorithm.num_steps=2", "`algorithm`: num_steps must not be less than group_size"),
         ("algorithm.name=3", "`algorithm.name`: must be one of: climb, copy (given 3 in"),
@@ -105,10 +100,7 @@ def test_a_file_tells_where_each_mistake_is(tmp_path: Path, manager: Any) -> Non
         ("~environment", "`environment.name`: required key is missing; must be one of: cards, dice"),
         ("~policy", "`policy`: required key is missing"),
         ("~policy.model_name", "`policy.model_name`: required key is missing (Hugging Face model directory"),
-        (
-            "policy.scheduler={warmup_steps: 9, total_steps: 8}",
-            "`policy.scheduler.warmup_steps`: must not exceed",
-        ),
+        ("policy.scheduler={warmup_steps: 9, total_steps: 8}", "`policy.scheduler.warmup_steps`: must not exceed"),
         ("plugins=x", '`plugins`: must be a list (given "x" in'),
     ],
 )

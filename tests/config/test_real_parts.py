@@ -59,15 +59,9 @@ def test_a_run_on_a_backend_that_is_not_installed(config_file: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("algorithm.samples_per_promt=4", "Did you mean `algorithm.samples_per_prompt`?"),
-        (
-            "algorithm.samples_per_prompt=1",
-            "`algorithm.samples_per_prompt`: must be greater than or equal to 2 (given 1",
-        ),
         ("environment.train_path=x", "It is a key of `gsm8k`, but environment.name is `addition`"),
         ("policy.toy.speed=10", "`policy.toy.speed`: is too much (in override `policy.toy.speed=10`). Take 9."),
         ("policy.parallelism.tensor=2", "`worker_group.num_workers`: must be a multiple of 2"),
-        ("policy.precision=float16", "does not declare float16"),
         (
             "policy.train_global_batch_size=100",
             "(algorithm.prompts_per_step=32 x samples_per_prompt=8), not a multiple of the global batch size 100",

@@ -10,8 +10,8 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
+from rlframework.config.hints import models_in
 from rlframework.config.policy import PolicyConfig
-from rlframework.config.suggest import models_in
 from rlframework.configure import load_config
 from rlframework_deepspeed.config import DeepSpeedConfig
 from rlframework_deepspeed.neutral_keys import NEUTRAL

@@ -9,8 +9,8 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
+from rlframework.config.hints import models_in
 from rlframework.config.policy import PolicyConfig
-from rlframework.config.suggest import models_in
 from rlframework.configure import load_config
 from rlframework.plugins.manager import create_manager
 from rlframework.plugins.types import Capability

@@ -17,7 +17,7 @@ import pytest
 
 from rlframework.cli import main
 from rlframework.errors import ConfigError, UserError
-from rlframework.new_backend import FILES, LONGEST, backend_files, core_range, write_backend
+from rlframework.new_backend import LONGEST, backend_files, core_range, write_backend
 from rlframework.policy.engine import Engine
 
 ROOT = Path(__file__).parents[2]
@@ -49,7 +49,8 @@ def test_a_whole_distribution_is_written(folder, capsys):
     made = folder / "rlframework-my-engine"
     assert [path.name for path in folder.iterdir()] == [made.name]
     found = {str(path.relative_to(made)) for path in made.rglob("*") if path.is_file()}
-    assert found == {path.replace("$package", "rlframework_my_engine") for path in FILES}
+    assert found == set(backend_files("my_engine"))
+    assert found >= {".gitignore", ".github/workflows/ci.yml", "rlframework_my_engine/py.typed", "pyproject.toml"}
     table = tomllib.loads((made / "pyproject.toml").read_text())["project"]
     assert table["name"] == "rlframework-my-engine"
     assert table["entry-points"] == {"rlframework": {"my_engine": "rlframework_my_engine.plugin"}}

@@ -5,12 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rlframework.config.policy import PolicyConfig
-from rlframework.config.sections import (
-    AlgorithmConfig,
-    EnvironmentConfig,
-    RunConfig,
-    WorkerGroupConfig,
-)
+from rlframework.config.sections import AlgorithmConfig, EnvironmentConfig, RunConfig, WorkerGroupConfig
 from rlframework.errors import PluginError
 from rlframework.plugins.check import check_config
 from rlframework.plugins.manager import Registered
@@ -27,12 +22,7 @@ CASES = [
     ({"batching": {"mode": "packed"}}, 1, "policy.batching.mode", Capability.PACKING),
     ({"precision": "bfloat16"}, 1, "policy.precision", Capability.BFLOAT16),
     ({"precision": "float16"}, 1, "policy.precision", Capability.FLOAT16),
-    (
-        {"activation_checkpointing": True},
-        1,
-        "policy.activation_checkpointing",
-        Capability.ACTIVATION_CHECKPOINTING,
-    ),
+    ({"activation_checkpointing": True}, 1, "policy.activation_checkpointing", Capability.ACTIVATION_CHECKPOINTING),
     ({"offload": {"parameters": True}}, 1, "policy.offload.parameters", Capability.CPU_OFFLOAD),
     ({"offload": {"optimizer": True}}, 1, "policy.offload.optimizer", Capability.CPU_OFFLOAD),
     ({"lora": {"rank": 4}}, 1, "policy.lora", Capability.LORA),

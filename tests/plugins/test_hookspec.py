@@ -13,12 +13,8 @@ from rlframework.plugins.loading import new_pluggy, read_plugin
 from rlframework.plugins.types import RECORD_TYPES
 
 HOOKS = sorted(name for name in vars(specs) if name.startswith("rlframework_"))
-OBSERVERS = {
-    "rlframework_run_started",
-    "rlframework_step_finished",
-    "rlframework_checkpoint_saved",
-    "rlframework_run_finished",
-}
+EVENTS = ("run_started", "step_finished", "checkpoint_saved", "run_finished")
+OBSERVERS = {f"rlframework_{event}" for event in EVENTS}
 
 
 def run_example(hook: str) -> types.ModuleType:

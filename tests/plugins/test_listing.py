@@ -6,11 +6,12 @@ import io
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 
 import pytest
 from rich.console import Console
 
-from rlframework.plugins.listing import PluginTable, as_json
+from rlframework.plugins.listing import PluginTable
 from rlframework.plugins.manager import create_manager
 
 ENGINE = """
@@ -26,8 +27,8 @@ ENGINE = """
 
 def test_json_has_a_row_with_all_fields(install):
     install("acme-engine", "acme", code=ENGINE, version="2.0")
-    found = [row for row in json.loads(as_json(create_manager().listing())) if row["name"] == "acme"]
-    assert found == [
+    found = [row for row in create_manager().listing() if row.name == "acme"]
+    assert json.loads(json.dumps([asdict(row) for row in found])) == [
         {
             "name": "acme",
             "kind": "policy_worker",
@@ -66,21 +67,13 @@ def test_a_narrow_table_fits_and_says_where_the_rest_is(install, width):
     assert "Capabilities are shown with --json" in text.getvalue()
 
 
-def test_every_plugin_of_core_takes_at_most_three_lines_at_100_columns():
-    rows = [row for row in create_manager(disabled=()).listing() if row.distribution == "rlframework-core"]
-    text = io.StringIO()
-    Console(file=text, width=100).print(PluginTable(rows))
-    kinds = {row.kind for row in rows}
-    assert len(text.getvalue().splitlines()) <= 3 * len(rows) + len(kinds) + 1
-
-
 def test_listing_imports_nothing_heavy():
     code = (
         "import json, sys\n"
-        "from rlframework.plugins.listing import PluginTable, as_json\n"
+        "from rlframework.plugins.listing import PluginTable\n"
         "from rlframework.plugins.manager import create_manager\n"
         "rows = create_manager(['rlframework_dtensor.plugin']).listing()\n"
-        "as_json(rows), PluginTable(rows)\n"
+        "PluginTable(rows)\n"
         "heavy = {'torch', 'ray', 'transformers', 'datasets', 'matplotlib', 'math_verify', 'numpy'}\n"
         "print(json.dumps([[row.name for row in rows], sorted(heavy & set(sys.modules))]))\n"
     )

@@ -15,9 +15,7 @@ from rlframework.plugins.hookspec import hookimpl
 from rlframework.plugins.loading import load_target, read_plugin
 from rlframework.plugins.types import API_VERSION, Capability, EnvironmentRecord, PolicyWorkerRecord
 
-GOOD = PolicyWorkerRecord(
-    name="good", target="package.module:Class", api_version=1, capabilities=frozenset({Capability.LORA})
-)
+GOOD = PolicyWorkerRecord("good", "package.module:Class", 1, capabilities=frozenset({Capability.LORA}))
 
 
 def plugin_returning(returned, hook="rlframework_policy_workers"):
@@ -56,14 +54,6 @@ def test_what_is_not_a_list_of_records_of_that_kind_is_named(returned, message):
     assert message in fault_of(plugin_returning(returned))
 
 
-def hook_with_default(step, metrics=None):
-    """Has a default value."""
-
-
-def hook_with_unknown_argument(step, model):
-    """Has an argument that the hook does not pass."""
-
-
 @pytest.mark.parametrize(
     ("hooks", "message"),
     [
@@ -77,7 +67,7 @@ def hook_with_unknown_argument(step, model):
             "rlframework_policy_workers is not marked as a hook; decorate it with @hookimpl",
         ),
         (
-            {"rlframework_step_finished": hookimpl(hook_with_default, specname="rlframework_step_finished")},
+            {"rlframework_step_finished": hookimpl(lambda step, metrics=None: 0, specname="rlframework_step_finished")},
             "rlframework_step_finished has default values for metrics",
         ),
     ],
@@ -86,13 +76,9 @@ def test_hooks_that_would_never_be_called_as_meant(hooks, message):
     assert message in fault_of(SimpleNamespace(**hooks))
 
 
-def test_an_argument_that_the_hook_does_not_have_is_found():
-    hook = hookimpl(hook_with_unknown_argument, specname="rlframework_step_finished")
-    _, error = read_plugin(SimpleNamespace(rlframework_step_finished=hook))
-    assert "model" in str(error)
-
-
-def test_an_optional_hook_may_be_unknown():
+def test_an_unknown_argument_is_found_and_an_optional_hook_may_be_unknown():
+    hook = hookimpl(lambda step, model: None, specname="rlframework_step_finished")
+    assert "model" in str(read_plugin(SimpleNamespace(rlframework_step_finished=hook))[1])
     hook = hookimpl(lambda: None, specname="rlframework_of_the_future", optionalhook=True)
     assert read_plugin(SimpleNamespace(rlframework_of_the_future=hook)) == ([], None)
 
@@ -113,10 +99,8 @@ def test_errors_of_a_hook_are_kept_as_they_are():
             f"'good' is written for version {API_VERSION + 1} of the plugin API, but this rlframework-core has version",
         ),
         ({"name": "two words"}, "'two words' is invalid: use letters"),
-        ({"name": ""}, "'' is invalid: use letters"),
         ({"name": "optimizer"}, "'optimizer' is a key of the section `policy`"),
         ({"target": "package.module"}, "'package.module' of 'good' must have the form 'package.module:Class'"),
-        ({"config_model": dict}, "config_model of the policy_worker 'good' must be a class derived from"),
         ({"config_model": BaseModel}, "must be a class derived from rlframework.config.base.Section"),
         (
             {"capabilities": frozenset({"flight"})},

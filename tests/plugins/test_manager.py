@@ -153,11 +153,6 @@ def test_our_own_backend_that_is_not_installed_says_how_to_install_it(name, mean
     assert f"To install {meant}: pip install 'rlframework-core[{meant}]', or in a clone of the repository:" in message
 
 
-def test_an_unknown_kind_is_a_mistake_of_the_program():
-    with pytest.raises(ValueError, match="unknown kind of record 'backend'; known kinds: policy_worker, "):
-        create_manager().select("backend", "dtensor")
-
-
 def test_two_plugins_of_one_name_blame_both(install):
     install("acme-engine", "acme", version="2.0")
     install("acme-fork", "fork", name="acme", version="0.3")

@@ -273,7 +273,7 @@ def theirs():
 
 
 def ours(place):
-    from rlframework.config.suggest import models_in
+    from rlframework.config.hints import models_in
 
     model = DeepSpeedConfig
     for name in place.split("."):

@@ -1,12 +1,25 @@
-"""The vocabulary of TRL, peft, verl, OpenRLHF and NeMo-RL, for hints on unknown keys.
+"""Hints for unknown keys: the closest valid key, or the name of a key that other libraries call differently.
 
-`docs/moving/` explains the differences in meaning; a test holds this table to those pages.
+`docs/moving/` explains the differences in meaning from TRL, peft, verl, OpenRLHF and NeMo-RL; a test holds the table of
+their words to those pages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping
+from difflib import SequenceMatcher
+from typing import Any, get_args
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+Path = tuple[str, ...]
+
+CLOSE = 0.6
+"""Minimum `difflib` similarity for a sibling of the unknown key to be suggested."""
+
+VERY_CLOSE = 0.75
+"""Minimum similarity of other keys; such a sibling is preferred to a key of exactly that name elsewhere."""
 
 _WORDS: Mapping[str, str] = {
     # model and adapters
@@ -106,13 +119,8 @@ PEER_KEYS: Mapping[str, str] = {word: key for key, words in _WORDS.items() for w
 """A peer's key, as the end of a dotted path, to our key. The longest matching path counts."""
 
 WITHOUT_COUNTERPART: Mapping[str, str] = {
-    "gradient_accumulation_steps": (
-        "rlframework derives the accumulation steps from `policy.train_global_batch_size`, the rows per optimizer step."
-    ),
-    "max_prompt_length": (
-        "rlframework has no such limit: a prompt that leaves no room for `generation.max_new_tokens` tokens is an "
-        "error before training starts."
-    ),
+    "gradient_accumulation_steps": "It follows from `policy.train_global_batch_size`, the rows per optimizer step.",
+    "max_prompt_length": "No limit; a prompt that leaves no room for `generation.max_new_tokens` tokens is an error.",
     "num_train_epochs": "rlframework counts steps: set `algorithm.num_steps`.",
     "num_episodes": "rlframework counts steps: set `algorithm.num_steps`.",
     "total_epochs": "rlframework counts steps: set `algorithm.num_steps`.",
@@ -127,7 +135,55 @@ _HINTS = {word: f"In rlframework this is `{key}`." for word, key in PEER_KEYS.it
 _MOST = 8
 
 
-def peer_hint(path: Sequence[str], value: Any = None) -> str:
+def models_in(annotation: Any) -> list[type[BaseModel]]:
+    """The models inside a field's annotation: `Model`, `Model | None`, `Annotated[Model, ...]`, `list[Model]`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for part in get_args(annotation) for model in models_in(part)]
+
+
+def key_paths(model: type[BaseModel], above: Path = ()) -> dict[Path, FieldInfo]:
+    """Return the field of every key of `model`, including sections and their keys, by its path from the top."""
+    found: dict[Path, FieldInfo] = {}
+    for name, info in model.model_fields.items():
+        path = (*above, info.alias or name)
+        found[path] = info
+        for inner in models_in(info.annotation):
+            found = key_paths(inner, path) | found
+    return found
+
+
+def unknown_key_hint(path: Path, value: Any, model: type[BaseModel]) -> str:
+    """Suggest what `path` was meant to be: a misspelled sibling, else what a peer means by it, else any similar key."""
+    near = nearest_key(path, model)
+    meant = f"Did you mean `{'.'.join(near)}`?" if near else ""
+    misspelled = near is not None and near[:-1] == path[:-1] and _similarity(near[-1], path[-1]) >= VERY_CLOSE
+    return meant if misspelled else peer_hint(path, value) or meant
+
+
+def nearest_key(path: Path, model: type[BaseModel]) -> Path | None:
+    """Return the key of `model` that was most likely meant by `path`, or None if nothing is similar.
+
+    In order of preference: a key of the same name deeper in the same section (`policy.optimizer.lr` for `policy.lr`);
+    a sibling that differs by a letter or two; a key of the same name anywhere; other similar keys.
+    """
+    parent, name = path[:-1], path[-1]
+
+    def rank(other: Path) -> tuple[float, float]:
+        near, inside = _similarity(name, other[-1]), parent and other[: len(parent)] == parent
+        bonus = 1.0 if inside and name == other[-1] else 0.3 if parent == other[:-1] else 0.0
+        return near + bonus, _similarity(".".join(path), ".".join(other))
+
+    best = max(key_paths(model), key=rank, default=None)
+    needed = CLOSE if best and best[:-1] == parent else VERY_CLOSE
+    return best if best and _similarity(name, best[-1]) >= needed else None
+
+
+def _similarity(left: str, right: str) -> float:
+    return SequenceMatcher(None, left.lower(), right.lower()).ratio()
+
+
+def peer_hint(path: Path, value: Any = None) -> str:
     """Return what the unknown key `path` is called in rlframework, or "" if no peer uses the word.
 
     If the key is a section that rlframework does not have, the hint translates the known keys inside `value`.
@@ -143,15 +199,15 @@ def peer_hint(path: Sequence[str], value: Any = None) -> str:
     return f"In rlframework {shown}{', ...' if len(inner) > _MOST else '.'}"
 
 
-def _longest(path: Sequence[str], table: Mapping[str, str]) -> str:
+def _longest(path: Path, table: Mapping[str, str]) -> str:
     """The entry for the longest end of `path`; "" if there is none."""
     ends = (".".join(path[start:]) for start in range(len(path)))
     return next((table[end] for end in ends if end in table), "")
 
 
-def _leaves(path: Sequence[str], value: Any) -> Iterator[tuple[str, ...]]:
+def _leaves(path: Path, value: Any) -> Iterator[Path]:
     if not isinstance(value, Mapping):
-        yield tuple(path)
+        yield path
         return
     for key, item in value.items():
         yield from _leaves((*path, str(key)), item)

@@ -1,4 +1,4 @@
-"""Hints that translate the vocabulary of other libraries."""
+"""Hints for unknown keys: the nearest right key, and the vocabulary of other libraries."""
 
 from __future__ import annotations
 
@@ -6,23 +6,24 @@ import re
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel, Field
 
 from rlframework.config.algorithms import GRPOConfig, SFTConfig
+from rlframework.config.base import Section
 from rlframework.config.environments import DatasetConfig
-from rlframework.config.narrow import narrow
-from rlframework.config.peers import PEER_KEYS, WITHOUT_COUNTERPART, peer_hint
-from rlframework.config.sections import RayGroupConfig
-from rlframework.config.suggest import key_paths
+from rlframework.config.hints import PEER_KEYS, WITHOUT_COUNTERPART, key_paths, models_in, nearest_key, peer_hint
+from rlframework.config.models import run_model
+from rlframework.config.sections import RayGroupConfig, RunConfig
 from rlframework.configure import load_config
 from rlframework.errors import ConfigError
 
 MOVING = Path(__file__).resolve().parents[2] / "docs" / "moving"
 MINIMAL = {"policy": {"model_name": "m"}, "algorithm": {"name": "grpo"}, "environment": {"name": "addition"}}
-PARTS = {"environment": DatasetConfig, "worker_group": RayGroupConfig}
+PARTS = (("environment", DatasetConfig), ("worker_group", RayGroupConfig))
 KEYS = {
     ".".join(path)
     for algorithm in (GRPOConfig, SFTConfig)
-    for path in key_paths(narrow({**PARTS, "algorithm": algorithm}, {}))
+    for path in key_paths(run_model((*PARTS, ("algorithm", algorithm)), ()))
 }
 
 
@@ -32,17 +33,9 @@ def error_of(*overrides: str) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("key", sorted(set(PEER_KEYS.values())))
-def test_every_target_is_a_key_of_the_schema(key: str) -> None:
-    assert key in KEYS
-
-
-@pytest.mark.parametrize("note", sorted(set(WITHOUT_COUNTERPART.values())))
-def test_the_keys_in_notes_are_keys_of_the_schema(note: str) -> None:
-    assert set(re.findall(r"`([a-z_.]+)`", note)) <= KEYS
-
-
-def test_no_peer_word_hides_a_key_of_ours() -> None:
+def test_hints_name_keys_of_the_schema_and_no_peer_word_hides_one() -> None:
+    assert set(PEER_KEYS.values()) <= KEYS
+    assert set(re.findall(r"`([a-z_.]+)`", " ".join(WITHOUT_COUNTERPART.values()))) <= KEYS
     assert not {word for word in PEER_KEYS if word in KEYS}
 
 
@@ -50,24 +43,16 @@ def test_no_peer_word_hides_a_key_of_ours() -> None:
     ("written", "ours"),
     [
         ("learning_rate=1e-6", "policy.optimizer.lr"),
-        ("policy.learning_rate=1e-6", "policy.optimizer.lr"),
         ("policy.optimizer.learning_rate=1e-6", "policy.optimizer.lr"),
         ("policy.per_device_train_batch_size=4", "policy.train_micro_batch_size"),
         ("policy.gradient_accumulation_steps=4", "policy.train_global_batch_size"),
-        ("algorithm.n=8", "algorithm.samples_per_prompt"),
-        ("generation.n=8", "algorithm.samples_per_prompt"),
         ("rollout.n=8", "algorithm.samples_per_prompt"),
         ("actor_rollout_ref.rollout.n=8", "algorithm.samples_per_prompt"),
         ("algorithm.num_generations=8", "algorithm.samples_per_prompt"),
-        ("algorithm.num_generations_per_prompt=8", "algorithm.samples_per_prompt"),
         ("grpo.num_prompts_per_step=8", "algorithm.prompts_per_step"),
         ("algorithm.beta=0.1", "algorithm.loss.kl_coef"),
         ("algorithm.loss.kl_loss_coef=0.1", "algorithm.loss.kl_coef"),
-        ("algorithm.loss.clip_ratio_high=0.28", "algorithm.loss.ratio_clip_max"),
         ("max_prompt_length=512", "generation.max_new_tokens"),
-        ("generation.max_completion_length=512", "generation.max_new_tokens"),
-        ("policy.ppo_mini_batch_size=64", "policy.train_global_batch_size"),
-        ("policy.tensor_model_parallel_size=2", "policy.parallelism.tensor"),
         ("policy.optimizer.max_grad_norm=1", "policy.max_grad_norm"),
     ],
 )
@@ -120,3 +105,58 @@ def test_the_table_agrees_with_the_pages() -> None:
             compared += 1
             assert any(f"`{key}" in cell for cell in rest), (word, key, rest)
     assert compared > 50
+
+
+class Inner(Section):
+    depth: int = 1
+
+
+class Outer(Section):
+    plain: int = 1
+    inner: Inner = Inner()
+    maybe: Inner | None = None
+    many: list[Inner] = Field(default_factory=list)
+
+
+def test_all_keys_are_found_through_optional_and_listed_models() -> None:
+    keys = {".".join(path) for path in key_paths(Outer)}
+    assert keys == {"plain", "inner", "inner.depth", "maybe", "maybe.depth", "many", "many.depth"}
+    assert models_in(Inner | None) == [Inner]
+    assert models_in(dict[str, int]) == []
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("policy.lr", "policy.optimizer.lr"),
+        ("policy.optimizer.lrr", "policy.optimizer.lr"),
+        ("policy.optimizr", "policy.optimizer"),
+        ("polcy", "policy"),
+        ("modle_name", "policy.model_name"),
+        ("policy.micro_batch_size", "policy.train_micro_batch_size"),
+        ("policy.optimizer.max_grad_norm", "policy.max_grad_norm"),
+        ("tensor", "policy.parallelism.tensor"),
+        ("worker_group.num_worker", "worker_group.num_workers"),
+        ("num_workers", "worker_group.num_workers"),
+        ("generation.max_tokens", "generation.max_new_tokens"),
+        ("generation.Temperature", "generation.temperature"),
+        ("algorithm.validation.evry", "algorithm.validation.every"),
+        ("worker_group.deadline.start", "worker_group.deadlines.start"),
+        ("output-dir", "output_dir"),
+        ("sead", "seed"),
+    ],
+)
+def test_the_key_that_was_meant(written: str, meant: str) -> None:
+    assert nearest_key(tuple(written.split(".")), RunConfig) == tuple(meant.split("."))
+
+
+@pytest.mark.parametrize("written", ["zzz", "policy.qqqqqq", "x"])
+def test_nothing_is_suggested_when_nothing_is_near(written: str) -> None:
+    assert nearest_key(tuple(written.split(".")), RunConfig) is None
+
+
+def test_a_model_without_keys_suggests_nothing() -> None:
+    class Empty(BaseModel):
+        pass
+
+    assert nearest_key(("a",), Empty) is None
