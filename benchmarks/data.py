@@ -9,17 +9,16 @@ memory. Lengths are exp(N(6.5, 1)), clipped to 32..S. Eight shards.
 The floor of each line is plain torch code that gives the same tensors: slices, `torch.cat`, `tensor[rows]`, lists.
 Where rows are balanced by length, the floor is given the assignment, so our time includes the planning. Floors of
 serialization: the dictionary of tensors, pickled or sent by torch, and a `clone` for each unavoidable copy. First it
-checks that both sides give the same result. Rounds are interleaved and measure the CPU time of the process, or
-wall-clock time if another process is involved. A ratio is ours / floor, median (and quartiles) over the rounds.
+checks that both sides give the same result. Rounds are interleaved and measure the CPU time of the process. A ratio is
+ours / floor, median (and quartiles) over the rounds. Pipes of `multiprocessing` are not measured: nothing in the
+framework sends batches through them, and they carry the bytes in-band, whereas torch uses shared memory.
 """
 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import pickle
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -230,45 +229,6 @@ def measure(case: Case, rows: int, rounds: int) -> Timings:
     return interleave({OURS: run(case.ours), FLOOR: run(case.floor)}, rounds)
 
 
-def _serve(connection: Any) -> None:
-    """The other process: read every page of each batch and answer with a sum."""
-    torch.set_num_threads(1)
-    while (got := connection.recv()) is not None:
-        total = sum(
-            float(value.reshape(-1)[:: 4096 // value.element_size()].sum())
-            for value in got.values()
-            if isinstance(value, Tensor)
-        )
-        del got
-        connection.send(total)
-
-
-def measure_sending(batch: BatchedDataDict[Any], rounds: int) -> Timings:
-    """Wall-clock time of sending new tensors to a process with `multiprocessing`, including its answer."""
-    spawn = multiprocessing.get_context("spawn")
-    mine, theirs = spawn.Pipe()
-    child = spawn.Process(target=_serve, args=(theirs,), daemon=True)
-    child.start()
-    timings = Timings({OURS: [], FLOOR: []}, {OURS: [], FLOOR: []})
-    for turn in range(-1, rounds):
-        answers = set()
-        for name in (OURS, FLOOR) if turn % 2 else (FLOOR, OURS):
-            fresh = {key: value.clone() if isinstance(value, Tensor) else value for key, value in batch.items()}
-            item = BatchedDataDict(fresh) if name == OURS else fresh
-            started = time.perf_counter()
-            mine.send(item)
-            answers.add(mine.recv())
-            del fresh, item  # one side frees shared memory here, the other in the other process
-            if turn >= 0:
-                timings.seconds[name].append(time.perf_counter() - started)
-                timings.units[name].append(float(batch.size))
-        if len(answers) != 1:
-            sys.exit(f"the other process received something else: {answers}")
-    mine.send(None)
-    child.join()
-    return timings
-
-
 def run_size(rows: int, width: int, rounds: int, only: list[str]) -> list[dict[str, Any]]:
     batch = make_batch(rows, width)
     found = []
@@ -284,8 +244,6 @@ def run_size(rows: int, width: int, rounds: int, only: list[str]) -> list[dict[s
             if not only or any(word in case.name for word in only):
                 check_same(case)
                 add(case.name, measure(case, rows, rounds))
-    if not only or "another process" in only:
-        add("to another process", measure_sending(batch, rounds))
     return found
 
 

@@ -186,7 +186,7 @@ def measure_dynamic(lengths: list[int], max_tokens: int, pairs: int) -> list[dic
         if max(count * width for shard in steps for count, width in shard) > max_tokens:
             sys.exit(f"{name} has a microbatch over {max_tokens} tokens")
         padded = sum(count * width for shard in steps for count, width in shard)
-        costs = np.array([[COST.of_padded(*shape) for shape in shard] for shard in steps])
+        costs = np.array([[count * float(COST.of_rows(width)) for count, width in shard] for shard in steps])
         records.append(
             {
                 "algorithm": name,

@@ -7,6 +7,7 @@ and of PackedTensors are passed by reference, not copied.
 from __future__ import annotations
 
 import copy
+import math
 import operator
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -60,12 +61,23 @@ def count_rows(data: Mapping[Any, Any], what: str = "the batch") -> int:
     return max(common, 0)
 
 
-def as_integer(name: str, value: Any) -> int:
-    """Return `value` as an int; raise `BatchTypeError` naming it if it is not an integer."""
+def read_count(value: Any, name: str, least: float = -math.inf, most: float = math.inf) -> int:
+    """Return `value` as an int in `least..most`; raise `BatchTypeError` or `BatchError` naming it otherwise."""
     try:
-        return operator.index(value)
-    except (TypeError, RuntimeError) as error:
-        raise BatchTypeError(f"{name} must be an integer, got {reprlib.repr(value)}") from error
+        count = operator.index(value)
+    except (TypeError, RuntimeError):
+        count = None
+    if count is None or isinstance(value, bool):
+        raise BatchTypeError(f"{name} must be an integer, got {reprlib.repr(value)} ({type(value).__name__})")
+    if not least <= count <= most:
+        bound = f"at least {least}" if count < least else f"at most {most}"
+        raise BatchError(f"{name} must be {bound}, got {count}")
+    return count
+
+
+def round_up(value: int, multiple: int) -> int:
+    """Return the least multiple of `multiple` that is at least `value`."""
+    return -(-value // multiple) * multiple
 
 
 def as_integers(what: str, given: Any) -> torch.Tensor:

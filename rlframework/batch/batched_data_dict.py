@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, overload
 import torch
 
 from rlframework.batch import batch_rows, sharding
-from rlframework.batch.batch_rows import as_integer
+from rlframework.batch.batch_rows import read_count
 from rlframework.batch.packed_tensor import PackedTensor
 from rlframework.batch.sharding import DynamicBatchingArgs as DynamicBatchingArgs
 from rlframework.batch.sharding import SequencePackingArgs as SequencePackingArgs
@@ -89,7 +89,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
     def chunk(self, rank: int, chunks: int) -> SlicedDataDict[DictT]:
         """Return a copy of the `rank`-th of `chunks` equal, contiguous shards."""
         size = batch_rows.count_rows(self.data)
-        rank, chunks = as_integer("rank", rank), as_integer("chunks", chunks)
+        rank, chunks = read_count(rank, "rank"), read_count(chunks, "chunks")
         if chunks < 1 or not 0 <= rank < chunks:
             raise BatchError(f"chunk {rank} of {chunks}: `chunks` must be at least 1 and `rank` in 0..{chunks - 1}")
         if size % chunks:
@@ -161,8 +161,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
             raise BatchError(
                 "dynamic_batching_args and sequence_packing_args cannot be passed together; pass one of them"
             )
-        shards = as_integer("shards", shards)
-        batch_size = None if batch_size is None else as_integer("batch_size", batch_size)
+        shards = read_count(shards, "shards")
+        batch_size = None if batch_size is None else read_count(batch_size, "batch_size")
         planned = (self.data, size, shards, batch_size, allow_uneven_shards)
         if dynamic_batching_args is not None:
             plans = sharding.plan_dynamic(*planned, dynamic_batching_args)
@@ -177,7 +177,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
 
         Dynamic and packed shards take the number of rows from `elem_counts_per_gb` instead and ignore `batch_size`.
         """
-        counts, batch_idx = self.elem_counts_per_gb, as_integer("batch_idx", batch_idx)
+        counts, batch_idx = self.elem_counts_per_gb, read_count(batch_idx, "batch_idx")
         if counts is not None:
             if not 0 <= batch_idx < len(counts):
                 raise BatchError(f"get_batch({batch_idx}): there are {len(counts)} global batches, numbered from 0")
@@ -185,7 +185,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
             batch = self.slice(start, start + counts[batch_idx])
             batch.elem_counts_per_gb = [counts[batch_idx]]
         else:
-            if batch_size is None or (batch_size := as_integer("batch_size", batch_size)) < 1 or batch_idx < 0:
+            if batch_size is None or (batch_size := read_count(batch_size, "batch_size")) < 1 or batch_idx < 0:
                 raise BatchError(
                     f"get_batch({batch_idx}, {batch_size}): `batch_idx` must be at least 0 and `batch_size` at least 1"
                 )
@@ -204,7 +204,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
     def slice(self, start: int, end: int) -> SlicedDataDict[DictT]:
         """Return rows `[start, end)`: tensors as views, lists as new lists."""
         size = batch_rows.count_rows(self.data)
-        start, end = as_integer("start", start), as_integer("end", end)
+        start, end = read_count(start, "start"), read_count(end, "end")
         if not 0 <= start <= end <= size:
             raise BatchError(f"slice({start}, {end}) of a batch of {size} rows: 0 <= start <= end <= {size} must hold")
         return _sliced({key: value[start:end] for key, value in self.data.items()})
@@ -216,7 +216,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         repeats of a row share its media, including media inside elements of lists.
         """
         batch_rows.count_rows(self.data)
-        num_repeats = as_integer("num_repeats", num_repeats)
+        num_repeats = read_count(num_repeats, "num_repeats")
         if not 0 <= num_repeats < 1 << 31:
             raise BatchError(f"repeat_interleave({num_repeats}): the number of repeats must be in 0..2**31 - 1")
         return type(self)(
@@ -228,7 +228,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
 
     def truncate_tensors(self, dim: int, truncated_len: int) -> None:
         """Truncate every tensor that has dimension `dim` to `truncated_len` entries there, in place, as views."""
-        dim, truncated_len = as_integer("dim", dim), as_integer("truncated_len", truncated_len)
+        dim, truncated_len = read_count(dim, "dim"), read_count(truncated_len, "truncated_len")
         if dim < 0 or truncated_len < 0:
             raise BatchError(f"truncate_tensors(dim={dim}, truncated_len={truncated_len}): both must be at least 0")
         tensors = {k: v for k, v in self.data.items() if isinstance(v, torch.Tensor) and v.ndim > dim}
@@ -241,7 +241,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
     def make_microbatch_iterator(self, microbatch_size: int) -> Iterator[SlicedDataDict[DictT]]:
         """Yield views of `microbatch_size` rows, in order; the number of rows must be a multiple of it."""
         size = batch_rows.count_rows(self.data)
-        microbatch_size = as_integer("microbatch_size", microbatch_size)
+        microbatch_size = read_count(microbatch_size, "microbatch_size")
         if microbatch_size < 1 or size % microbatch_size:
             raise BatchError(
                 f"batch of {size} rows is not a multiple of the microbatch size {microbatch_size} (at least 1)"
@@ -256,7 +256,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         `sequence_dim` is as wide as the planned input are truncated there to the length of the microbatch; others, such
         as `[B, 3]`, are not.
         """
-        dim, key = as_integer("sequence_dim", sequence_dim), self.micro_batch_input_key
+        dim, key = read_count(sequence_dim, "sequence_dim"), self.micro_batch_input_key
         planned = self._planned("make_microbatch_iterator_with_dynamic_shapes")
         return map(_sliced, sharding.truncated_views(self.data, *planned, dim, key))
 

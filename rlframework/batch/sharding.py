@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 import torch
 
-from rlframework.batch.batch_rows import describe, read_lengths
+from rlframework.batch.batch_rows import describe, read_count, read_lengths, round_up
 from rlframework.batch.packing import balanced_microbatches, get_packer, round_robin_microbatches
-from rlframework.batch.packing.lengths import read_count, round_up
 from rlframework.errors import BatchError, BatchKeyError, BatchTypeError
 
 if TYPE_CHECKING:

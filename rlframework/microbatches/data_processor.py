@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from rlframework.batch.batch_rows import round_up
 from rlframework.batch.packed_tensor import has_media
 from rlframework.batch.packing import balanced_microbatches, get_packer
-from rlframework.batch.packing.lengths import round_up
 from rlframework.errors import BatchError
 from rlframework.interfaces.data_processor import BatchPlan, DataProcessor, GlobalBatch, Microbatch, MicrobatchRule
-from rlframework.microbatches.global_batch import process_global_batch
+from rlframework.microbatches.global_batch import check_fits, process_global_batch, real_tokens, rows_with_targets
 from rlframework.microbatches.model_inputs import packed_inputs, padded_inputs
-from rlframework.microbatches.row_checks import check_fits, real_tokens, rows_with_targets
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-from rlframework.batch.batch_rows import describe, read_lengths
-from rlframework.batch.packing.lengths import read_count, round_up
+from rlframework.batch.batch_rows import describe, read_count, read_lengths, round_up
 from rlframework.errors import BatchError, BatchTypeError
 from rlframework.interfaces.data_processor import ProcessedInputs
 

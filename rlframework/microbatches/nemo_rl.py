@@ -17,9 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from rlframework.batch.batch_rows import read_lengths
+from rlframework.batch.batch_rows import read_count, read_lengths
 from rlframework.batch.collectives import max_over_ranks
-from rlframework.batch.packing.lengths import read_count
 from rlframework.errors import BatchError, BatchKeyError, BatchTypeError
 from rlframework.interfaces.data_processor import ProcessedInputs, ProcessedMicrobatch
 from rlframework.microbatches.global_batch import check_tokens, process_global_batch

@@ -10,11 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from rlframework.batch.batch_rows import round_up
 from rlframework.batch.batched_data_dict import BatchedDataDict, SlicedDataDict
 from rlframework.batch.packed_tensor import has_media
 from rlframework.batch.packing import TokenCost
-from rlframework.batch.packing.lengths import round_up
-from rlframework.microbatches.row_checks import check_contents, check_fits, check_rows, rows_with_targets
+from rlframework.microbatches.global_batch import check_contents, check_fits, check_rows, rows_with_targets
 
 PLANNED_LENGTHS = "planned_lengths"
 """Key of the lengths that the plan is based on; it never reaches a worker."""

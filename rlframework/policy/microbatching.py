@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
+from rlframework.batch.batch_rows import round_up
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.batch.collectives import max_over_ranks
 from rlframework.batch.packed_tensor import has_media
-from rlframework.batch.packing.lengths import round_up
 from rlframework.interfaces.data_processor import BatchPlan, DataProcessor, GlobalBatch, Microbatch
 from rlframework.interfaces.loss import LossFunction
 from rlframework.microbatches.data_processor import make_dummy, to_device

@@ -10,7 +10,7 @@ import torch
 
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.errors import BatchError, NotSupported
-from rlframework.microbatches.row_checks import check_rows
+from rlframework.microbatches.global_batch import check_rows
 from rlframework.policy.engine import Engine
 from rlframework.policy.head.request import HeadRequest
 from rlframework.policy.microbatching import Microbatching

@@ -12,7 +12,7 @@ from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.errors import BatchError, NonFiniteGradients
 from rlframework.interfaces.loss import LossFunction, LossInput, LossType
 from rlframework.interfaces.policy_worker import TrainResult
-from rlframework.microbatches.row_checks import check_rows
+from rlframework.microbatches.global_batch import check_rows
 from rlframework.policy.engine import Engine
 from rlframework.policy.head.request import HeadRequest
 from rlframework.policy.malloc_trim import MallocTrimmer

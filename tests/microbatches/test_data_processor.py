@@ -18,8 +18,7 @@ from rlframework.microbatches.data_processor import (
     make_dummy,
     make_microbatch,
 )
-from rlframework.microbatches.global_batch import check_sequence_dim
-from rlframework.microbatches.row_checks import check_contents, check_rows
+from rlframework.microbatches.global_batch import check_contents, check_rows, check_sequence_dim
 
 CPU = torch.device("cpu")
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlframework.batch.packing.lengths import round_up
+from rlframework.batch.batch_rows import round_up
 from rlframework.errors import BatchError, BatchTypeError
 from rlframework.microbatches.model_inputs import (
     get_flash_attention_kwargs,

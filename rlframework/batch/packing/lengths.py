@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
-import operator
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import chain, cycle
 from typing import Any
 
@@ -14,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from rlframework.batch.batch_rows import read_count
 from rlframework.errors import BatchError, BatchTypeError
 
 Ints = npt.NDArray[np.int64]
@@ -30,10 +29,20 @@ def read_lengths(lengths: Lengths, most: int = LONGEST, *, least: int = 1, limit
 
     Raises `BatchTypeError` for values that are not integers, and `BatchError` naming a row with a length out of bounds.
     """
-    values = _as_array(lengths)
-    if not len(values):
-        return np.empty(0, dtype=np.int64)
-    low, high, most = int(values.min()), int(values.max()), min(most, LONGEST)
+    values: Any = lengths
+    try:
+        if isinstance(lengths, torch.Tensor):
+            values = lengths.detach().cpu().numpy()
+        elif isinstance(lengths, Sequence):  # for a list of integers, faster than numpy, and strict
+            values = np.frombuffer(array("q", lengths) or b"", np.int64)
+            if len(values) and values.min() < 2 and any(isinstance(length, (bool, np.bool_)) for length in lengths):
+                raise TypeError("got a bool among them")
+    except (TypeError, RuntimeError, OverflowError) as error:
+        raise BatchTypeError(f"lengths must be a list or 1-D tensor of 64-bit integers: {error}") from error
+    if not isinstance(values, np.ndarray) or values.dtype.kind not in "iu" or values.ndim != 1:
+        given = f"{values.dtype} {list(values.shape)}" if isinstance(values, np.ndarray) else type(values).__name__
+        raise BatchTypeError(f"lengths must be a list or 1-D tensor [rows] of integers, got {given}")
+    low, high, most = int(values.min(initial=least)), int(values.max(initial=0)), min(most, LONGEST)
     if low < least:
         raise BatchError(
             f"row {int(values.argmin())} of {len(values)} has length {low}, but it must be at least {least}"
@@ -47,70 +56,25 @@ def read_lengths(lengths: Lengths, most: int = LONGEST, *, least: int = 1, limit
     return values.astype(np.int64, copy=False)
 
 
-def _as_array(lengths: Any) -> npt.NDArray[Any]:
-    try:
-        if isinstance(lengths, torch.Tensor):
-            lengths = lengths.detach().cpu().numpy()
-        elif isinstance(lengths, Sequence):  # for a list of integers, faster than numpy, and strict
-            values = np.frombuffer(array("q", lengths if isinstance(lengths, list) else list(lengths)) or b"", np.int64)
-            if len(values) and values.min() < 2 and any(isinstance(length, (bool, np.bool_)) for length in lengths):
-                raise TypeError("got a bool among them")
-            lengths = values
-    except (TypeError, RuntimeError, OverflowError) as error:
-        raise BatchTypeError(f"lengths must be a list or 1-D tensor of 64-bit integers: {error}") from error
-    if not isinstance(lengths, np.ndarray) or lengths.dtype.kind not in "iu" or lengths.ndim != 1:
-        given = f"{lengths.dtype} {list(lengths.shape)}" if isinstance(lengths, np.ndarray) else type(lengths).__name__
-        raise BatchTypeError(f"lengths must be a list or 1-D tensor [rows] of integers, got {given}")
-    return lengths
-
-
-def read_count(value: Any, name: str, least: int, most: int | None = None) -> int:
-    """Return `value` as an int in `least..most`; raise `BatchTypeError` or `BatchError` naming it otherwise."""
-    if isinstance(value, (bool, np.bool_)):
-        raise BatchTypeError(f"{name} must be an integer, got {value!r}")
-    try:
-        count = operator.index(value)
-    except TypeError:
-        raise BatchTypeError(f"{name} must be an integer, got {value!r} ({type(value).__name__})") from None
-    if count < least:
-        raise BatchError(f"{name} must be at least {least}, got {count}")
-    if most is not None and count > most:
-        raise BatchError(f"{name} must be at most {most}, got {count}")
-    return count
-
-
-def round_up(value: int, multiple: int) -> int:
-    """Return the least multiple of `multiple` that is at least `value`."""
-    return -(-value // multiple) * multiple
-
-
 def sort_descending(lengths: Ints) -> Ints:
     """Return row indices by descending length; of equal lengths the later row first."""
     short = len(lengths) > 0 and int(lengths.max()) < 2**16  # numpy sorts 16 bits by radix, in O(n)
     return np.argsort(lengths.astype(np.uint16) if short else lengths, kind="stable")[::-1]
 
 
-def bin_sums(bins: Sequence[Sequence[int]], values: npt.NDArray[Any]) -> Floats:
-    """Return `[bins]`: the sum of the `values [rows]` of each bin's rows; raise `BatchError` for an invalid row."""
-    try:
-        counts = np.fromiter(map(len, bins), dtype=np.int64, count=len(bins))
-        rows = np.fromiter(chain.from_iterable(bins), dtype=np.int64)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise BatchTypeError(f"bins must be lists of row indices: {error}") from error
-    if len(rows) and (int(rows.min()) < 0 or int(rows.max()) >= len(values)):
-        raise BatchError(f"bins name rows {int(rows.min())}..{int(rows.max())}, but there are {len(values)} lengths")
-    return np.bincount(np.repeat(np.arange(len(bins)), counts), values[rows], len(bins)).astype(np.float64)
+def bin_sums(bins: Sequence[Sequence[int]], values: Ints | Floats) -> Floats:
+    """Return `[bins]`: the sum of the `values [rows]` of each bin's rows."""
+    where = np.repeat(np.arange(len(bins)), np.fromiter(map(len, bins), dtype=np.int64, count=len(bins)))
+    rows = np.fromiter(chain.from_iterable(bins), dtype=np.int64)
+    return np.bincount(where, values[rows], len(bins)).astype(np.float64)
 
 
-def spread_empty(bins: list[list[int]], rows: Sequence[int]) -> None:
-    """Add rows of length 0: first one to each bin without rows, then the others to all bins in turn."""
+def spread_empty(bins: list[list[int]], wanted: int, rows: Ints) -> None:
+    """Add bins up to `wanted`, and `rows` of length 0: first one to each bin without rows, then to all bins in turn."""
+    bins += [[] for _ in range(wanted - len(bins))]
     without_rows = [members for members in bins if not members]
-    for row, members in zip(rows, chain(without_rows, cycle(bins)), strict=False):
+    for row, members in zip(rows.tolist(), chain(without_rows, cycle(bins)), strict=False):
         members.append(row)
-
-
-DEFAULT_HIDDEN_SIZE = 2048
-"""The hidden size of a typical model of 1B to 3B parameters; for others use `TokenCost.for_hidden_size`."""
 
 
 @dataclass(frozen=True)
@@ -119,17 +83,17 @@ class TokenCost:
 
     In a transformer of hidden size `h`, the matrices of a layer take `24 h^2` operations per token, and causal
     attention over `n` tokens takes `2 h n` per token (Kaplan et al. 2020, arXiv:2001.08361, table 1): so `attention` is
-    `1 / (12 h)`. Raises `BatchError` unless both are finite and not negative, and at least one is above 0.
+    `1 / (12 h)`. The default is for `h = 2048`. Both must be finite and not negative, and at least one above 0.
     """
 
     linear: float = 1.0
-    attention: float = 1.0 / (12 * DEFAULT_HIDDEN_SIZE)
+    attention: float = 1.0 / (12 * 2048)
 
     def __post_init__(self) -> None:
-        for name, value in (("linear", self.linear), ("attention", self.attention)):
+        for name, value in asdict(self).items():
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise BatchTypeError(f"TokenCost.{name} must be a number, got {value!r}")
-            if not (math.isfinite(value) and 0 <= value <= 1e30):
+            if not 0 <= value <= 1e30:  # false for NaN
                 raise BatchError(f"TokenCost.{name} must be a finite number from 0 to 1e30, got {value!r}")
         if max(self.linear, self.attention) < 1e-30:
             raise BatchError("TokenCost.linear and TokenCost.attention are both 0; at least one must be positive")
@@ -145,25 +109,14 @@ class TokenCost:
         costs: Floats = (self.attention * tokens + self.linear) * tokens
         return costs
 
-    def of_padded(self, count: int, width: int) -> float:
-        """Return the cost of `count` rows padded to `width` tokens; padding costs as much as tokens."""
-        return float(count) * (self.attention * width + self.linear) * width
-
-
-def read_cost(cost: TokenCost | Any | None) -> TokenCost:
-    """Return `cost`, or the default for None; raise `BatchTypeError` for anything else."""
-    if cost is not None and not isinstance(cost, TokenCost):
-        raise BatchTypeError(f"cost must be a TokenCost or None, got a {type(cost).__name__}")
-    return cost or TokenCost()
-
 
 def assign_by_cost(costs: Floats, shards: int) -> list[list[int]]:
     """Assign bins of `costs [bins]` to shards that run step by step together; return bin numbers, `[shard][step]`.
 
     The number of bins must be a multiple of `shards`. All shards wait for the costliest bin of a step, so each step
-    gets bins that are adjacent in the order of cost, the costliest first. This minimizes the sum over the steps of
-    their costliest bins. Within a step the costliest bin goes to the shard with the least cost so far, which keeps
-    the totals of the shards alike.
+    gets bins that are adjacent in the order of cost, the costliest first: exchanging bins between two steps could only
+    raise the sum over the steps of their costliest bins. Within a step the costliest bin goes to the shard with the
+    least cost so far, which keeps the totals of the shards alike.
     """
     order = np.argsort(-costs, kind="stable").reshape(-1, shards)
     totals = [0.0] * shards

@@ -13,7 +13,6 @@ def test_costs_by_hand():
     cost = TokenCost(2.0, 0.5)
     assert cost.of_rows([0, 1, 4]).tolist() == [0.0, 2.5, 16.0]
     assert cost.of_rows(np.array([4], np.int8)).dtype == np.float64
-    assert cost.of_padded(3, 4) == 48.0
 
 
 def test_attention_by_the_hidden_size():

@@ -12,12 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlframework.batch.packing import (
-    BalancedPacker,
-    ConcatenativePacker,
-    FirstFitDecreasingPacker,
-    FirstFitShufflePacker,
-    ModifiedFirstFitDecreasingPacker,
     PackingAlgorithm,
+    PackingMetrics,
     get_packer,
 )
 from rlframework.batch.packing.first_fit import fill_bins
@@ -88,7 +84,6 @@ def as_lengths(bins, lengths):
 def test_concatenative_takes_rows_as_they_come():
     packer = get_packer("concatenative", 10)
     assert packer.pack([4, 4, 4, 10, 1, 2]) == [[0, 1], [2], [3], [4, 5]]
-    assert isinstance(packer, ConcatenativePacker)
     packer.max_sequences_per_bin = 1
     assert packer.pack([4, 4]) == [[0], [1]]
 
@@ -128,14 +123,14 @@ def test_modified_first_fit_puts_remaining_rows_into_the_emptiest_new_bin():
 def test_first_fit_decreasing_is_first_fit(problem):
     lengths, capacity = problem
     order = sorted(range(len(lengths)), key=lambda row: (lengths[row], row), reverse=True)
-    assert FirstFitDecreasingPacker(capacity).pack(lengths) == naive_first_fit(order, lengths, capacity)
+    assert get_packer("first_fit_decreasing", capacity).pack(lengths) == naive_first_fit(order, lengths, capacity)
 
 
 def test_first_fit_decreasing_is_first_fit_with_many_rows_and_no_two_alike():
     rng = np.random.default_rng(3)
     lengths = rng.choice(np.arange(1, 10_001), 700, replace=False).tolist()
     order = sorted(range(700), key=lengths.__getitem__, reverse=True)
-    assert FirstFitDecreasingPacker(10_000).pack(lengths) == naive_first_fit(order, lengths, 10_000)
+    assert get_packer("first_fit_decreasing", 10_000).pack(lengths) == naive_first_fit(order, lengths, 10_000)
 
 
 @MANY
@@ -145,7 +140,7 @@ def test_first_fit_shuffle_is_first_fit_of_the_shuffled_rows(problem, seed):
     order = list(range(len(lengths)))
     random.Random(seed).shuffle(order)
     expected = [sorted(rows) for rows in naive_first_fit(order, lengths, capacity)]
-    packer = FirstFitShufflePacker(capacity, seed=seed)
+    packer = get_packer("first_fit_shuffle", capacity, seed=seed)
     assert [sorted(rows) for rows in packer.pack(lengths)] == expected
     assert packer.pack(lengths) == packer.pack(lengths)
     random.seed(seed)  # without a seed: Python's generator, seeded as above
@@ -156,7 +151,7 @@ def test_first_fit_shuffle_is_first_fit_of_the_shuffled_rows(problem, seed):
 @given(problems())
 def test_modified_first_fit_decreasing_follows_its_rules(problem):
     lengths, capacity = problem
-    bins = ModifiedFirstFitDecreasingPacker(capacity).pack(lengths)
+    bins = get_packer("modified_first_fit_decreasing", capacity).pack(lengths)
     assert as_lengths(bins, lengths) == sorted(map(sorted, naive_modified(lengths, capacity)))
 
 
@@ -213,7 +208,7 @@ def test_lengths_come_as_list_tuple_array_or_tensor(name):
         ([True, 3], BatchTypeError, "bool"),
         (torch.tensor([True]), BatchTypeError, "bool"),
         (["3"], BatchTypeError, "'str' object"),
-        ("33", BatchTypeError, "'str' object"),
+        ("33", BatchTypeError, "cannot use a str"),
         ([[1]], BatchTypeError, "'list' object"),
         ({1: 2}, BatchTypeError, "got dict"),
         (None, BatchTypeError, "NoneType"),
@@ -233,8 +228,8 @@ def test_established_packers_reject_rows_without_tokens(name):
 
 
 def test_packers_are_found_by_name():
-    assert isinstance(get_packer("Balanced", 4), BalancedPacker)
-    assert isinstance(get_packer(PackingAlgorithm.FIRST_FIT_SHUFFLE, 4), FirstFitShufflePacker)
+    assert get_packer("Balanced", 4).algorithm is PackingAlgorithm.BALANCED
+    assert get_packer(PackingAlgorithm.FIRST_FIT_SHUFFLE, 4).algorithm is PackingAlgorithm.FIRST_FIT_SHUFFLE
     with pytest.raises(
         BatchError, match=r"'first_fit_decr'.*Did you mean 'FIRST_FIT_DECREASING'.*CONCATENATIVE, FIRST"
     ):
@@ -253,7 +248,6 @@ def test_packers_are_found_by_name():
         ({"bin_capacity": True}, BatchTypeError, "bin_capacity must be an integer"),
         ({"bin_capacity": 4, "min_bin_count": -1}, BatchError, "min_bin_count must be at least 0"),
         ({"bin_capacity": 4, "bin_count_multiple": 0}, BatchError, "bin_count_multiple must be at least 1"),
-        ({"bin_capacity": 4, "cost": 3.0}, BatchTypeError, "cost must be a TokenCost"),
     ],
 )
 @pytest.mark.parametrize("name", NAMES)
@@ -282,18 +276,11 @@ def test_metrics_by_hand():
     packer.pack([6, 4, 5])  # 10 and 5 of 20
     packer.pack([10, 10])
     packer.pack([])  # does not count
-    metrics = packer.metrics
-    assert metrics is not None
-    assert metrics.calls == 2
-    assert metrics.last is not None
-    assert (metrics.last.bins, metrics.last.tokens, metrics.last.utilisation, metrics.last.balance) == (2, 20, 1.0, 1.0)
-    summary = metrics.summary()
-    assert vars(summary["utilisation"]) == pytest.approx({"min": 0.75, "max": 1.0, "mean": 0.875})
-    assert vars(summary["waste"]) == pytest.approx({"min": 0.0, "max": 0.25, "mean": 0.125})
-    assert vars(summary["balance"]) == pytest.approx({"min": 0.75, "max": 1.0, "mean": 0.875})  # mean 7.5 of 10
-    assert vars(summary["rows"]) == pytest.approx({"min": 2, "max": 3, "mean": 2.5})
-    metrics.reset()
-    assert (metrics.calls, metrics.last, metrics.summary()) == (0, None, {})
+    assert packer.metrics is not None
+    assert packer.metrics == [
+        PackingMetrics(utilisation=0.75, waste=0.25, balance=0.75, bins=2, rows=3, tokens=15),
+        PackingMetrics(utilisation=1.0, waste=0.0, balance=1.0, bins=2, rows=2, tokens=20),
+    ]
     assert get_packer("first_fit_decreasing", 10).metrics is None
 
 
