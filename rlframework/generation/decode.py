@@ -1,7 +1,8 @@
-"""Prefill and the decoding loop for a batch of rows, on a transformers causal language model with a cache.
+"""Decoding for a batch of rows, on a transformers causal language model: prefill, key-value cache, and sampling.
 
-Prompts are left-padded, each distinct prompt is prefilled once, and finished rows leave the batch and the cache.
-Everything stays on the model's device; the only loop is over time steps.
+Each distinct prompt is prefilled once, and finished rows leave the batch and the cache. A token is drawn by inverting
+the cumulative distribution at a uniform number that depends only on the row's seed and position, so neither the other
+rows nor their order change it.
 """
 
 from __future__ import annotations
@@ -9,121 +10,229 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-
-from rlframework.generation.sampling import SamplingRule, choose
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 _COMPACTION_RATIO = 4
 """Finished rows are removed once they are 1 / `_COMPACTION_RATIO` of the batch: moving the cache costs about a step."""
 
+_MIN_GROWTH = 64
+"""Positions that the cache grows by at least. A long one grows by a quarter, so that copies stay rare."""
 
-@dataclass
-class DecodingBatch:
-    """Rows to complete: `prompt_of` indexes the distinct `prompts`, `budgets` are the maximum new tokens of each row.
+_MANTISSA_BITS = 53
 
-    `prompts`: 1-D int64 tensors on the CPU. `prompt_of [n]` int64; `uniforms [n, T]` float64 random numbers (`[n, 0]`
-    for greedy); `budgets [n]` int64, at least 1.
+
+# -- sampling ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SamplingRule:
+    """How tokens are chosen. `temperature` 0 is greedy, with the log-probabilities of temperature 1."""
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+
+    @property
+    def greedy(self) -> bool:
+        """Whether to choose the most likely token."""
+        return self.temperature == 0.0
+
+
+def row_uniforms(seeds: Tensor, count: int) -> Tensor:
+    """Return `[B, count]` float64 in [0, 1); entry `[b, t]` depends only on `seeds[b]` (any int64) and `t`.
+
+    Philox4x64 (Salmon et al. 2011) with the seed as the key. Raising `count` does not change earlier entries.
+    """
+    rows = np.empty((len(seeds), count), dtype=np.float64)
+    for row, seed in enumerate(seeds.tolist()):
+        raw = np.random.Philox(key=seed & 0xFFFF_FFFF_FFFF_FFFF).random_raw(count)
+        rows[row] = (raw >> (64 - _MANTISSA_BITS)) * 2.0**-_MANTISSA_BITS
+    return torch.from_numpy(rows)
+
+
+def choose(logits: Tensor, uniforms: Tensor | None, rule: SamplingRule) -> tuple[Tensor, Tensor]:
+    """Return the next tokens `[B]` int64 and their log-probabilities `[B]` fp32, given `logits [B, V]`.
+
+    `uniforms [B]` are not needed for greedy decoding. Log-probabilities are of the full distribution at the
+    temperature, before top-k and top-p.
+    """
+    scaled = logits.float() if rule.greedy or rule.temperature == 1.0 else logits.float() / rule.temperature
+    logprobs = torch.log_softmax(scaled, dim=-1)
+    if rule.greedy or uniforms is None:
+        tokens = logprobs.argmax(dim=-1)
+    else:
+        tokens = draw(logprobs, uniforms, rule.top_k, rule.top_p)
+    return tokens, logprobs.gather(-1, tokens[:, None]).squeeze(-1)
+
+
+def draw(logprobs: Tensor, uniforms: Tensor, top_k: int | None = None, top_p: float = 1.0) -> Tensor:
+    """Draw one token per row, `[B]` int64, from `logprobs [B, V]` using `uniforms [B]` in [0, 1).
+
+    `top_k` keeps the k most likely tokens. `top_p` (nucleus sampling, Holtzman et al. 2020, arXiv:1904.09751) keeps the
+    most likely of these, renormalised, until their mass reaches `top_p`, and at least one. The kept tokens retain their
+    relative probabilities.
+    """
+    size = logprobs.shape[-1]
+    if top_p == 1.0 and (top_k is None or top_k >= size):
+        return _invert(logprobs.double().exp(), uniforms)
+    values, tokens = logprobs.topk(min(top_k or size, size), dim=-1)
+    masses = values.double().exp()
+    if top_p < 1.0:
+        share = masses / masses.sum(-1, keepdim=True)
+        keep = share.cumsum(-1) - share < top_p
+        keep[:, 0] = True
+        masses = masses * keep
+    return tokens.gather(-1, _invert(masses, uniforms)[:, None]).squeeze(-1)
+
+
+def _invert(masses: Tensor, uniforms: Tensor) -> Tensor:
+    """Return the first index where the cumulative `masses [B, K]` exceed `uniforms` times the total; never mass 0."""
+    sums = masses.cumsum(-1)
+    thresholds = uniforms.to(sums)[:, None] * sums[:, -1:]
+    index = torch.searchsorted(sums, thresholds, right=True).squeeze(-1)
+    return index.clamp_(max=masses.shape[-1] - 1)
+
+
+# -- the key-value cache -----------------------------------------------------------------------------------------------
+
+
+class PreallocatedLayer(DynamicLayer):
+    """A `DynamicLayer` whose `keys` and `values` `[B, heads, S, D]` are views of larger tensors.
+
+    transformers' own layer reallocates all keys and values for each token; on a CPU that took three quarters of a
+    decoding step with 64 rows at 230 positions. If `keys` and `values` are replaced from outside (`reorder_cache`), the
+    next `update` copies them once. Does not support gradients.
     """
 
-    prompts: Sequence[Tensor]
-    prompt_of: Tensor
-    uniforms: Tensor
-    budgets: Tensor
+    _buffers: tuple[Tensor, Tensor] | None = None
+    _keys_view: Tensor | None = None
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Append `key_states` and `value_states` `[B, heads, new, D]`; return all keys and values."""
+        length = self.get_seq_length()
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        if length == 0:
+            self.keys, self.values = key_states, value_states
+            return self.keys, self.values
+        assert self.keys is not None
+        assert self.values is not None
+        total = length + key_states.shape[-2]
+        if self._buffers is None or self._keys_view is not self.keys or self._buffers[0].shape[-2] < total:
+            padding = 0, 0, 0, total + max(_MIN_GROWTH, total // 4) - length
+            self._buffers = nn.functional.pad(self.keys, padding), nn.functional.pad(self.values, padding)
+        keys, values = self._buffers
+        keys[..., length:total, :] = key_states
+        values[..., length:total, :] = value_states
+        self._keys_view = self.keys = keys[..., :total, :]
+        self.values = values[..., :total, :]
+        return self.keys, self.values
 
 
-@dataclass
-class Completions:
-    """Results on the CPU: `tokens` and `logprobs` `[n, t]`, valid up to `lengths [n]`.
+def decoding_cache(config: Any) -> DynamicCache:
+    """Return an empty cache for a model of `config`, with a `PreallocatedLayer` for each `DynamicLayer`.
 
-    `truncated [n]`: the row ended without an end-of-sequence or stop token.
+    Other kinds of layers (sliding windows, state spaces) are left to transformers.
     """
+    cache = DynamicCache(config=config)
+    # transformers leaves the inherited constructor untyped
+    cache.layers = [
+        PreallocatedLayer() if type(layer) is DynamicLayer else layer  # type: ignore[no-untyped-call]
+        for layer in cache.layers
+    ]
+    return cache
+
+
+# -- the loop over time steps ------------------------------------------------------------------------------------------
+
+
+class Completion(NamedTuple):
+    """A row's `tokens [t]` and their `logprobs [t]` on the CPU; `truncated`: it ended without a stop token."""
 
     tokens: Tensor
     logprobs: Tensor
-    lengths: Tensor
-    truncated: Tensor
+    truncated: bool
 
 
 @torch.no_grad()
 def complete(
-    model: nn.Module, batch: DecodingBatch, stop_tokens: Tensor, rule: SamplingRule, pad_id: int
-) -> Completions:
-    """Sample up to `batch.budgets` tokens per row, until one of `stop_tokens [e]`, which is part of the completion.
+    model: nn.Module,
+    prompts: Sequence[Tensor],
+    uniforms: Tensor,
+    budgets: Tensor,
+    stop_tokens: Tensor,
+    rule: SamplingRule,
+    pad_id: int,
+) -> list[Completion]:
+    """Complete each of the `n` `prompts`, 1-D int64 on the CPU, until one of `stop_tokens [e]`, which is included.
 
-    `model` must be in evaluation mode. Computes no gradients, but does not use inference mode: a buffer that the model
-    creates in it could not be used in training afterwards.
+    `uniforms [n, T]`: float64 random numbers (`[n, 0]` for greedy). `budgets [n]`: the maximum new tokens of each row,
+    at least 1. `model` must be in evaluation mode. Computes no gradients, but does not use inference mode: a buffer
+    that the model creates in it could not be used in training afterwards.
     """
     device = next(model.parameters()).device
-    longest = int(batch.budgets.max())
-    uniforms = batch.uniforms.to(device=device)
-    forward = _Forward(model, batch, pad_id, longest, device)
+    # rows that have used up their budget must stop: the model may have no further positions
+    expiring = set(budgets.tolist())
+    longest, count = max(expiring), len(prompts)
+    uniforms, budgets, stop_tokens = (tensor.to(device) for tensor in (uniforms, budgets, stop_tokens))
+    forward = _Forward(model, prompts, pad_id, longest, device)
     logits = forward.prefill()
-    count = len(batch.prompt_of)
     tokens = torch.full((count, longest), pad_id, dtype=torch.int64, device=device)
     logprobs = torch.zeros((count, longest), dtype=torch.float32, device=device)
-    rows, budgets = torch.arange(count, device=device), batch.budgets.to(device)
+    rows, left = torch.arange(count, device=device), budgets
     finished = torch.zeros(count, dtype=torch.bool, device=device)
-    # rows that have used up their budget must stop: the model may have no further positions
-    expiring = set(batch.budgets.tolist())
     for step in range(longest):
         draws = None if rule.greedy else uniforms[rows, step]
         chosen, chosen_logprobs = choose(logits, draws, rule)
         tokens[rows, step], logprobs[rows, step] = chosen, chosen_logprobs
-        finished |= torch.isin(chosen, stop_tokens) | (budgets <= step + 1)
+        finished |= torch.isin(chosen, stop_tokens) | (left <= step + 1)
         done = int(finished.sum())
         if done == len(rows):
             break
         if done * _COMPACTION_RATIO >= len(rows) or step + 1 in expiring:
             keep = (~finished).nonzero().squeeze(-1)
             forward.keep(keep)
-            rows, budgets, finished, chosen = rows[keep], budgets[keep], finished[keep], chosen[keep]
+            rows, left, finished, chosen = rows[keep], left[keep], finished[keep], chosen[keep]
         logits = forward.advance(chosen)
-    return _trim(tokens, logprobs, stop_tokens, batch.budgets.to(device))
-
-
-def _trim(tokens: Tensor, logprobs: Tensor, stop_tokens: Tensor, budgets: Tensor) -> Completions:
-    """Drop the tokens after the first stop token or the budget of each row."""
-    positions = torch.arange(tokens.shape[1], device=tokens.device)
+    positions = torch.arange(longest, device=device)
     is_end = torch.isin(tokens, stop_tokens) & (positions < budgets[:, None])
     ended = is_end.any(-1)
-    lengths = torch.where(ended, is_end.int().argmax(-1) + 1, budgets)
-    valid = positions < lengths[:, None]
-    width = int(lengths.max())
-    kept = torch.where(valid, logprobs, 0.0)[:, :width]
-    return Completions(tokens[:, :width].cpu(), kept.cpu(), lengths.cpu(), ~ended.cpu())
+    lengths = torch.where(ended, is_end.int().argmax(-1) + 1, budgets).tolist()
+    completed = zip(tokens.cpu(), logprobs.cpu(), lengths, (~ended).tolist(), strict=True)
+    return [Completion(ids[:length], scores[:length], truncated) for ids, scores, length, truncated in completed]
 
 
 class _Forward:
     """The model with its cache, attention mask and positions."""
 
-    def __init__(self, model: Any, batch: DecodingBatch, pad_id: int, longest: int, device: torch.device) -> None:
-        self._model, self._device = model, device
+    def __init__(self, model: Any, prompts: Sequence[Tensor], pad_id: int, longest: int, device: torch.device) -> None:
+        self._model = model
         self._accepted = set(inspect.signature(model.forward).parameters)
-        self._prompt_of = batch.prompt_of.to(device)
-        padding: dict[str, Any] = {"batch_first": True, "padding_side": "left"}
-        self._ids = pad_sequence(list(batch.prompts), padding_value=pad_id, **padding)
-        prompt_mask = pad_sequence([torch.ones_like(prompt) for prompt in batch.prompts], **padding)
-        self._width = self._ids.shape[1]
-        self._padded = not bool(prompt_mask.all())
-        self._mask = torch.ones((len(batch.prompts), self._width + longest), dtype=torch.int64)
-        self._mask[:, : self._width] = prompt_mask
-        self._mask, self._ids = self._mask.to(device), self._ids.to(device)
-        self._lengths = self._mask[:, : self._width].sum(-1)
-        self._cache: Any = None
+        distinct: dict[tuple[int, ...], int] = {}
+        numbers = [distinct.setdefault(tuple(prompt.tolist()), len(distinct)) for prompt in prompts]
+        self._prompt_of = torch.tensor(numbers, device=device)
+        ids = [torch.tensor(prompt) for prompt in distinct]
+        masks = [torch.ones_like(prompt) for prompt in ids]
+        self._ids = pad_sequence(ids, batch_first=True, padding_value=pad_id, padding_side="left").to(device)
+        mask = pad_sequence(masks, batch_first=True, padding_side="left")
+        self._width = mask.shape[1]
+        self._padded = not bool(mask.all())
+        self._mask = nn.functional.pad(mask, (0, longest), value=1).to(device)
+        self._lengths = mask.sum(-1).to(device)
+        self._cache: Any = decoding_cache(model.config)
 
     def prefill(self) -> Tensor:
         """Return the logits `[n, V]` after the prompts, computing each distinct prompt once."""
-        from rlframework.generation.cache import decoding_cache  # importing transformers is slow
-
-        self._cache = decoding_cache(self._model.config)
         positions = (self._mask[:, : self._width].cumsum(-1) - 1).clamp_(min=0)
         logits = self._call(self._ids, positions)
-        one_row_per_prompt = torch.arange(len(self._ids), device=self._device)
-        if not torch.equal(self._prompt_of, one_row_per_prompt):
+        if len(self._ids) < len(self._prompt_of):
             logits = logits[self._prompt_of]
             self.keep(self._prompt_of)
         return logits

@@ -2,55 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlframework.errors import DataError, UserError
 from rlframework.huggingface.model_directories import quiet_transformers
-from rlframework.models.file_names import file_tensors
+from rlframework.models.named_tensors import by_file_names
 from rlframework.policy.all_ranks import exhausting
 from rlframework.policy.lora_math import A, B, is_adapter, merge
 from rlframework.weight_sync.buffers import WeightInfo
-from rlframework.weight_sync.receiver import CollectingSink, WeightSink
-from rlframework.weight_sync.shared_memory import SharedMemory, move_to_shared_memory
+from rlframework.weight_sync.ipc import SharedMemory, move_to_shared_memory
+from rlframework.weight_sync.receiver import CollectingSink, WeightSink, listed
 
 
-class AdaptedModel:
-    """The base model from `model_name` merged with the latest adapters, for refits that transfer only these.
+class EngineModel(WeightSink):
+    """A module built from the model's configuration at the first `load`; later loads copy into it if names match.
 
-    Keeps fp32 CPU copies of adapted weights. Not supported: sampling with several adapters at the same time.
+    It is the sink of refits whose weights can be written straight into the module. For refits of adapters, it is the
+    base model merged with the latest ones. Not supported: sampling with several adapters at the same time.
     """
 
-    def __init__(self, model_name: str, device: torch.device, dtype: torch.dtype) -> None:
-        self._model_name, self._device, self._dtype = model_name, device, dtype
+    def __init__(self, model_name: str, device: str, precision: str) -> None:
+        self._model_name, self._device = model_name, torch.device(device)
+        self._dtype: torch.dtype = getattr(torch, precision)
         self._module: nn.Module | None = None
+        self._names: frozenset[str] = frozenset()
+        self._targets: dict[str, Tensor] = {}
+        self._memory: SharedMemory | None = None
         self._base: dict[str, Tensor] = {}
 
-    @torch.no_grad()
-    def load(self, adapters: Iterable[tuple[str, Tensor]]) -> nn.Module:
-        """Merge `adapters`, named as in `Adapters.adapter_specs` with the scale included in B, and return the module.
+    def load(self, weights: Iterable[tuple[str, Tensor]]) -> nn.Module:
+        """Load `weights`, under the names `save_pretrained` writes, and return the module in evaluation mode.
 
-        Raises `UserError` if the base model has no such layers. Each weight is merged in fp32 and then rounded, as in
-        the trainer, so the engine's weights equal those after a refit of merged weights.
+        Missing or unknown names and different shapes raise `UserError`, and the module is dropped. Exhausts `weights`
+        in any case, because reading it may be a collective.
+        """
+        stream = iter(weights)
+        current, self._module = self._module, None
+        with exhausting(stream):
+            targets = {} if current is None else by_file_names(current, current.state_dict())
+            if current is not None and self._names and self._names <= set(targets):
+                self._copy(targets, stream)
+            else:
+                current = self._build(stream)
+        self._module = current
+        return current
+
+    @torch.no_grad()
+    def load_adapters(self, adapters: Iterable[tuple[str, Tensor]]) -> nn.Module:
+        """Merge `adapters` into the model from `model_name` and return the module; keeps the adapted weights in fp32.
+
+        They are named as in `Adapters.adapter_specs`, with the scale included in B. Each weight is merged in fp32 and
+        then rounded, as in the trainer. Raises `UserError` if the base model has no such layers.
         """
         given = dict(adapters)
         layers = {name.removesuffix(A) for name in given if name.endswith(A)}
-        module = self._module if self._module is not None and layers == set(self._base) else self._read(layers)
-        targets = module.state_dict()
-        for layer in sorted(layers):
-            merged = merge(self._base[layer].to(self._device), given[layer + A], given[layer + B], 1.0)
-            targets[f"{layer}.weight"].copy_(merged)
-        self._module = module
-        return module
+        current, self._module = self._module, None
+        if current is None or layers != set(self._base):
+            current = self._read_base(layers)
+        targets = current.state_dict()
+        for layer, base in self._base.items():
+            targets[f"{layer}.weight"].copy_(merge(base.to(self._device), given[layer + A], given[layer + B], 1.0))
+        self._module = current
+        return current
 
-    def _read(self, layers: set[str]) -> nn.Module:
-        from transformers import AutoModelForCausalLM
-
-        self._module = None
+    def _read_base(self, layers: set[str]) -> nn.Module:
         try:
             with quiet_transformers():
                 module: Any = AutoModelForCausalLM.from_pretrained(self._model_name, dtype=torch.float32)
@@ -65,36 +85,9 @@ class AdaptedModel:
                 f"received adapters for layers {unknown[:3]}, which the model {self._model_name!r} does not have"
             )
         self._base = {layer: weights[f"{layer}.weight"].clone() for layer in layers}
+        self._names, self._memory = frozenset(), None
         placed: nn.Module = module.to(self._device, self._dtype).eval()
         return placed
-
-
-class EngineModel:
-    """A module built from the model's configuration at the first `load`; later loads copy into it if names match."""
-
-    def __init__(self, model_name: str, device: str, precision: str) -> None:
-        self._model_name, self._device = model_name, torch.device(device)
-        self._dtype: torch.dtype = getattr(torch, precision)
-        self._module: nn.Module | None = None
-        self._names: frozenset[str] = frozenset()
-        self._adapted: AdaptedModel | None = None
-        self._memory: WeakKeyDictionary[nn.Module, SharedMemory] = WeakKeyDictionary()
-
-    def load(self, weights: Iterable[tuple[str, Tensor]]) -> nn.Module:
-        """Load `weights`, under the names `save_pretrained` writes, and return the module in evaluation mode.
-
-        Missing or unknown names and different shapes raise `UserError`, and the module is dropped. Exhausts `weights`
-        in any case, because reading it may be a collective.
-        """
-        stream = iter(weights)
-        current, self._module = self._module, None
-        with exhausting(stream):
-            if current is not None and self._names <= set(file_tensors(current)):
-                self._copy(current, stream)
-            else:
-                current = self._build(stream)
-        self._module = current
-        return current
 
     def sink(self, info: WeightInfo, ready: Callable[[nn.Module], None]) -> WeightSink:
         """Return the destination of a refit with weights `info`; it calls `ready(module)` when complete.
@@ -103,41 +96,46 @@ class EngineModel:
         collected and then loaded. A partly written module is unusable until the next refit.
         """
         if all(map(is_adapter, info)):
-            adapted = self._adapted = self._adapted or AdaptedModel(self._model_name, self._device, self._dtype)
-            return CollectingSink(info, self._device, lambda adapters: ready(adapted.load(adapters)))
-        current = self._module
-        if current is not None and self._names == set(info):
-            targets = file_tensors(current)
-            if all(_accepts(targets.get(name), shape, dtype) for name, (shape, dtype) in info.items()):
-                return _InPlace(self, current, targets, ready)
+            return CollectingSink(info, self._device, lambda adapters: ready(self.load_adapters(adapters)))
+        self._ready = ready
+        if self._module is not None and self._names == set(info):
+            self._targets = by_file_names(self._module, self._module.state_dict())
+            if all(name in self._targets and _accepts(self._targets[name], *info[name]) for name in info):
+                return self
         return CollectingSink(info, self._device, lambda weights: ready(self.load(weights)))
 
-    def memory(self, module: nn.Module) -> SharedMemory | None:
-        """Move the parameters and persistent buffers of `module` to shared memory and return it; None on a GPU."""
-        if self._device.type != "cpu":
-            return None
-        memory = self._memory.get(module)
-        if memory is None or not all(map(memory.contains, _saved(module))):
-            self._memory[module] = memory = move_to_shared_memory(_saved(module))
-        return memory
+    def target(self, name: str) -> Tensor:
+        """See `WeightSink.target`."""
+        return self._targets[name]
+
+    def memory(self) -> SharedMemory | None:
+        """See `WeightSink.memory`. Moves the module's parameters and persistent buffers there; None on a GPU."""
+        assert self._module is not None
+        memory = self._memory
+        if self._device.type == "cpu" and not (memory and all(map(memory.contains, self._targets.values()))):
+            self._memory = move_to_shared_memory(dict.fromkeys(self._module.state_dict(keep_vars=True).values()))
+            self._targets = by_file_names(self._module, self._module.state_dict())
+        return self._memory
+
+    def finish(self) -> None:
+        """See `WeightSink.finish`."""
+        assert self._module is not None
+        self._ready(self._module)
 
     @torch.no_grad()
-    def _copy(self, module: nn.Module, weights: Iterator[tuple[str, Tensor]]) -> None:
+    def _copy(self, targets: dict[str, Tensor], weights: Iterator[tuple[str, Tensor]]) -> None:
         """Copy in place, one tensor at a time. Tied weights share one tensor, so loading it once is enough."""
-        targets, seen = file_tensors(module), set()
+        seen, mismatched = set(), set()
         for name, tensor in weights:
-            if name not in self._names:
-                self._require_match(unexpected={name})
-            if targets[name].shape != tensor.shape:
-                self._require_match(mismatched={name})
-            targets[name].copy_(tensor)
             seen.add(name)
-        self._require_match(missing=self._names - seen)
+            if name in self._names and targets[name].shape == tensor.shape:
+                targets[name].copy_(tensor)
+            elif name in self._names:
+                mismatched.add(name)
+        self._require_match(self._names - seen, seen - self._names, mismatched)
 
     def _build(self, weights: Iterator[tuple[str, Tensor]]) -> nn.Module:
         """Build with transformers' own loading, which maps names that differ between files and modules."""
-        from transformers import AutoConfig, AutoModelForCausalLM
-
         try:
             config = AutoConfig.from_pretrained(self._model_name)
         except (OSError, ValueError) as error:
@@ -158,55 +156,22 @@ class EngineModel:
             )
         mismatched = {entry[0] if isinstance(entry, tuple) else entry for entry in info["mismatched_keys"]}
         self._require_match(info["missing_keys"], info["unexpected_keys"], mismatched)
-        self._names = frozenset(given)
+        self._names, self._memory, self._base = frozenset(given), None, {}
         placed: nn.Module = module.to(self._device).eval()
         return placed
 
     def _require_match(
-        self, missing: Collection[str] = (), unexpected: Collection[str] = (), mismatched: Collection[str] = ()
+        self, missing: Collection[str], unexpected: Collection[str], mismatched: Collection[str]
     ) -> None:
-        mistakes = [
-            f"{what}: {', '.join(sorted(names)[:8])}{' and more' if len(names) > 8 else ''}"
-            for what, names in (("missing", missing), ("unknown", unexpected), ("with another shape", mismatched))
-            if names
-        ]
-        if mistakes:
+        mistakes = {"missing": missing, "unknown": unexpected, "with another shape": mismatched}
+        if any(mistakes.values()):
+            described = "; ".join(f"{what}: {listed(sorted(names))}" for what, names in mistakes.items() if names)
             raise UserError(
-                f"the weights do not fit the model {self._model_name!r} ({'; '.join(mistakes)}); give all weights "
-                "under the names that save_pretrained writes, tied heads once"
+                f"the weights do not fit the model {self._model_name!r} ({described}); give all weights under the "
+                "names that save_pretrained writes, tied heads once"
             )
 
 
-class _InPlace(WeightSink):
-    """Writes weights straight into a module's own tensors."""
-
-    def __init__(
-        self, owner: EngineModel, module: nn.Module, targets: Mapping[str, Tensor], ready: Callable[[nn.Module], None]
-    ) -> None:
-        self._owner, self._module, self._targets, self._ready = owner, module, targets, ready
-
-    def target(self, name: str) -> Tensor:
-        """See `WeightSink.target`."""
-        return self._targets[name]
-
-    def memory(self) -> SharedMemory | None:
-        """See `WeightSink.memory`."""
-        memory = self._owner.memory(self._module)
-        self._targets = file_tensors(self._module)
-        return memory
-
-    def finish(self) -> None:
-        """See `WeightSink.finish`."""
-        self._ready(self._module)
-
-
-def _saved(module: nn.Module) -> Iterator[Tensor]:
-    """Yield the parameters and buffers that the module saves."""
-    saved = module.state_dict().keys()
-    yield from (parameter for name, parameter in module.named_parameters() if name in saved)
-    yield from (buffer for name, buffer in module.named_buffers() if name in saved)
-
-
-def _accepts(target: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+def _accepts(target: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
     """Return True if a weight of `shape` and `dtype` can be copied into `target` byte by byte."""
-    return target is not None and target.is_contiguous() and (tuple(target.shape), target.dtype) == (shape, dtype)
+    return target.is_contiguous() and (tuple(target.shape), target.dtype) == (shape, dtype)

@@ -9,24 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedTokenizerBase
 
 from rlframework.batch.batched_data_dict import BatchedDataDict
+from rlframework.config.sections import GenerationConfig
 from rlframework.errors import BatchError, ConfigError, RLFrameworkError, UserError
-from rlframework.generation.decode import Completions, DecodingBatch, complete
+from rlframework.generation.decode import Completion, SamplingRule, complete, row_uniforms
 from rlframework.generation.engine_model import EngineModel
-from rlframework.generation.sampling import SamplingRule, row_uniforms
 from rlframework.weight_sync.buffers import WeightInfo
 from rlframework.weight_sync.receiver import ReceivesWeights, WeightSink
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from rlframework.config.sections import GenerationConfig
 
 
 class TransformersEngine(ReceivesWeights):
@@ -47,11 +45,10 @@ class TransformersEngine(ReceivesWeights):
         self._engine_model = EngineModel(model_name, device, precision)
         self.refit_device, self.refit_deadline = torch.device(device), config.refit.deadline
         self._model: nn.Module | None = None
-        self._stop_tokens: frozenset[int] | None = None
 
     def attach(self, model: nn.Module) -> None:
         """See `GenerationEngine.attach`. Keeps the mode (training or evaluation) of each module."""
-        self._model, self._stop_tokens = model, None
+        self._model = model
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """See `GenerationEngine.load_weights`. The first call builds the engine's own module, in its precision."""
@@ -70,42 +67,47 @@ class TransformersEngine(ReceivesWeights):
         counts as truncated; a prompt that leaves none raises `BatchError`.
         """
         self.require_weights()
-        if self._model is None:
+        model, config = self._model, self._config
+        if model is None:
             raise UserError("the generation engine has no weights yet: call attach or load_weights before generate")
         prompts, seeds = _unpadded_prompts(data)
-        budgets = self._budgets(prompts, self._model)
-        config = self._config
+        budgets = self._budgets(prompts, model)
         rule = SamplingRule(0.0 if greedy else config.temperature, config.top_k, config.top_p)
         uniforms = row_uniforms(seeds, 0 if rule.greedy else config.max_new_tokens)
-        device = next(self._model.parameters()).device
-        stop_tokens = torch.tensor(sorted(self._all_stop_tokens(self._model)), dtype=torch.int64, device=device)
-        done: list[tuple[list[int], Completions]] = []
-        with _evaluating(self._model):
-            for rows in _batches(prompts, config.batch_size):
-                batch = _decoding_batch(prompts, rows, uniforms, budgets)
-                done.append((rows, complete(self._model, batch, stop_tokens, rule, self._pad_id)))
-        return _collect(prompts, done, self._pad_id)
+        of_model = _eos_tokens(getattr(model, "generation_config", None))
+        ends = self._configured_stop_tokens | of_model | self._saved_stop_tokens
+        stop_tokens = torch.tensor(list(ends), dtype=torch.int64)
+        done: dict[int, Completion] = {}
+        # batches of similar prompt length, equal prompts adjacent
+        order = sorted(range(len(prompts)), key=lambda row: (len(prompts[row]), prompts[row].tolist()))
+        with _evaluating(model):
+            for start in range(0, len(order), config.batch_size):
+                rows = order[start : start + config.batch_size]
+                chosen = [prompts[row] for row in rows]
+                completions = complete(model, chosen, uniforms[rows], budgets[rows], stop_tokens, rule, self._pad_id)
+                done |= zip(rows, completions, strict=True)
+        return _output(prompts, [done[row] for row in range(len(prompts))], self._pad_id)
 
-    def _all_stop_tokens(self, model: nn.Module) -> frozenset[int]:
-        if self._stop_tokens is None:
-            of_model = _model_stop_tokens(getattr(model, "generation_config", None))
-            self._stop_tokens = self._configured_stop_tokens | of_model | _saved_stop_tokens(self._model_name)
-        return self._stop_tokens
+    @cached_property
+    def _saved_stop_tokens(self) -> set[int]:
+        """The end-of-sequence tokens in the model's `generation_config.json`; none without that file."""
+        try:
+            return _eos_tokens(transformers.GenerationConfig.from_pretrained(self._model_name))
+        except OSError:  # most small models have none
+            return set()
 
     def _budgets(self, prompts: list[Tensor], model: nn.Module) -> Tensor:
         """Return the maximum new tokens of each row: `max_new_tokens`, or the model's remaining positions."""
         most = self._config.max_new_tokens
         config: Any = model.config
         limit = getattr(config.get_text_config(), "max_position_embeddings", None)
-        if limit is None:
-            return torch.full((len(prompts),), most)
-        for row, prompt in enumerate(prompts):
-            if len(prompt) >= limit:
-                raise BatchError(
-                    f"the prompt of row {row} has {len(prompt)} tokens, but the model has only {limit} positions: "
-                    "shorten or remove such prompts"
-                )
-        return torch.tensor([min(most, limit - len(prompt)) for prompt in prompts])
+        left = [most if limit is None else limit - len(prompt) for prompt in prompts]
+        if bad := [row for row, positions in enumerate(left) if positions < 1]:
+            raise BatchError(
+                f"the prompt of row {bad[0]} has {len(prompts[bad[0]])} tokens, but the model has only {limit} "
+                "positions: shorten or remove such prompts"
+            )
+        return torch.tensor(left).clamp(max=most)
 
 
 @contextmanager
@@ -121,13 +123,13 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def _unpadded_prompts(data: BatchedDataDict[Any]) -> tuple[list[Tensor], Tensor]:
-    """Return the prompts of `data` without padding, and the seeds; raise `BatchError` if they are inconsistent."""
+    """Return the prompts of `data` without padding, and the seeds."""
     names = "input_ids", "input_lengths", "seeds"
     missing = [name for name in names if name not in data]
     if missing:
         raise BatchError(f"generate needs input_ids, input_lengths and seeds; {missing} are not in {sorted(data)}")
     ids, lengths, seeds = (data[name].cpu() for name in names)
-    if ids.ndim != 2 or len(ids) == 0 or lengths.shape != ids.shape[:1] or seeds.shape != ids.shape[:1]:
+    if ids.ndim != 2 or not len(ids) == len(lengths) == len(seeds) > 0:
         shapes = {name: tuple(data[name].shape) for name in names}
         raise BatchError(
             f"generate needs input_ids [B, S], input_lengths [B] and seeds [B] with B at least 1, got {shapes}"
@@ -140,40 +142,20 @@ def _unpadded_prompts(data: BatchedDataDict[Any]) -> tuple[list[Tensor], Tensor]
     return [row[:length] for row, length in zip(ids, lengths.tolist(), strict=True)], seeds
 
 
-def _batches(prompts: list[Tensor], batch_size: int) -> Iterator[list[int]]:
-    """Yield row numbers in batches of similar prompt length, equal prompts adjacent."""
-    order = sorted(range(len(prompts)), key=lambda row: (len(prompts[row]), prompts[row].tolist()))
-    for start in range(0, len(order), batch_size):
-        yield order[start : start + batch_size]
-
-
-def _decoding_batch(prompts: list[Tensor], rows: list[int], uniforms: Tensor, budgets: Tensor) -> DecodingBatch:
-    distinct: dict[tuple[int, ...], int] = {}
-    prompt_of = [distinct.setdefault(tuple(prompts[row].tolist()), len(distinct)) for row in rows]
-    return DecodingBatch(
-        [torch.tensor(prompt) for prompt in distinct], torch.tensor(prompt_of), uniforms[rows], budgets[rows]
-    )
-
-
-def _collect(prompts: list[Tensor], done: list[tuple[list[int], Completions]], pad_id: int) -> BatchedDataDict[Any]:
-    """Merge all batches in the order of the rows; each row is prompt and completion, right-padded."""
-    ids, logprobs = list(prompts), [torch.zeros(len(prompt)) for prompt in prompts]
-    lengths, truncated = torch.zeros(len(prompts), dtype=torch.int64), torch.zeros(len(prompts), dtype=torch.bool)
-    for rows, completions in done:
-        lengths[rows], truncated[rows] = completions.lengths, completions.truncated
-        for index, (row, length) in enumerate(zip(rows, completions.lengths.tolist(), strict=True)):
-            ids[row] = torch.cat((ids[row], completions.tokens[index, :length]))
-            logprobs[row] = torch.cat((logprobs[row], completions.logprobs[index, :length]))
+def _output(prompts: list[Tensor], done: list[Completion], pad_id: int) -> BatchedDataDict[Any]:
+    """Return the rows in order; each is prompt and completion, right-padded."""
+    ids = [torch.cat((prompt, row.tokens)) for prompt, row in zip(prompts, done, strict=True)]
+    logprobs = [torch.cat((torch.zeros(len(prompt)), row.logprobs)) for prompt, row in zip(prompts, done, strict=True)]
     padded_logprobs = pad_sequence(logprobs, batch_first=True)
     if not bool(torch.isfinite(padded_logprobs).all()):
         raise RLFrameworkError("the model's probabilities are not finite: its weights contain NaN or infinity")
     return BatchedDataDict(
         {
             "output_ids": pad_sequence(ids, batch_first=True, padding_value=pad_id),
-            "generation_lengths": lengths,
+            "generation_lengths": torch.tensor([len(row.tokens) for row in done]),
             "unpadded_sequence_lengths": torch.tensor([len(row) for row in ids]),
             "logprobs": padded_logprobs,
-            "truncated": truncated,
+            "truncated": torch.tensor([row.truncated for row in done]),
         }
     )
 
@@ -181,7 +163,7 @@ def _collect(prompts: list[Tensor], done: list[tuple[list[int], Completions]], p
 # -- the tokens that end a completion ----------------------------------------------------------------------------------
 
 
-def _configured_stop_tokens(config: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+def _configured_stop_tokens(config: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """Return the end-of-sequence token of `tokenizer` and the stop tokens and stop strings of `config`.
 
     Raises `ConfigError` for a stop string that is not a single token and a stop token outside the vocabulary.
@@ -192,29 +174,14 @@ def _configured_stop_tokens(config: GenerationConfig, tokenizer: PreTrainedToken
             raise ConfigError(
                 f"generation.stop_token_ids: {token} is not a token of the tokenizer; its tokens are 0 to {size - 1}"
             )
-    strings = [_single_token(tokenizer, text) for text in config.stop_strings]
-    return frozenset([*_as_ids(tokenizer.eos_token_id), *config.stop_token_ids, *strings])
+    strings = {_single_token(tokenizer, text) for text in config.stop_strings}
+    return _eos_tokens(tokenizer) | set(config.stop_token_ids) | strings
 
 
-def _model_stop_tokens(generation_config: Any) -> frozenset[int]:
-    """Return the end-of-sequence tokens of a transformers `GenerationConfig`; none if it is None."""
-    return frozenset(_as_ids(getattr(generation_config, "eos_token_id", None)))
-
-
-def _saved_stop_tokens(model_name: str) -> frozenset[int]:
-    """Return the end-of-sequence tokens in the model's `generation_config.json`; none without that file."""
-    from transformers import GenerationConfig
-
-    try:
-        return _model_stop_tokens(GenerationConfig.from_pretrained(model_name))
-    except OSError:  # most small models have none
-        return frozenset()
-
-
-def _as_ids(value: Any) -> Iterable[int]:
-    if value is None:
-        return []
-    return [int(value)] if isinstance(value, int) else [int(token) for token in value]
+def _eos_tokens(owner: Any) -> set[int]:
+    """Return the end-of-sequence tokens of a tokenizer or a transformers `GenerationConfig`; none if it is None."""
+    found = getattr(owner, "eos_token_id", None)
+    return set() if found is None else {found} if isinstance(found, int) else set(found)
 
 
 def _single_token(tokenizer: PreTrainedTokenizerBase, text: str) -> int:

@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 
 class GenerationWorker:
-    """One process with one engine, which it constructs from `engine_target` (`module:Class`)."""
+    """One process with one engine, which it constructs from `engine_target` (`module:Class`).
+
+    Calls of `GenerationEngine` that are not below go to the engine.
+    """
 
     def __init__(
         self,
@@ -43,7 +46,6 @@ class GenerationWorker:
         )
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the engine: calls of `GenerationEngine` that are not below go to it."""
         if name == "engine":  # the constructor failed before setting it, or `shutdown` was called
             raise AttributeError(name)
         return getattr(self.engine, name)
@@ -70,10 +72,6 @@ class GenerationWorker:
     def get_info(self) -> dict[str, Any]:
         """Return the `rank`, `pid` and `python` executable of this process."""
         return {"rank": self.context.rank, "pid": os.getpid(), "python": sys.executable}
-
-    def is_alive(self) -> bool:
-        """Return True."""
-        return True
 
     def shutdown(self) -> None:
         """Release the engine."""

@@ -1,14 +1,12 @@
 """LoRA with peft: inject adapters into a transformers model, initialize them, and map their names.
 
 peft wraps each adapted linear layer in its own layer class, with the parameters `LAYER.base_layer`,
-`LAYER.lora_A.default` and `LAYER.lora_B.default`. An engine shards the three like any other; files and refits use their
-external names, `LAYER.weight`, `LAYER.lora_A.weight` and `LAYER.lora_B.weight`. peft is imported only when LoRA is
-used.
+`LAYER.lora_A.default` and `LAYER.lora_B.default`; files and refits use their external names, `LAYER.weight`,
+`LAYER.lora_A.weight` and `LAYER.lora_B.weight`. peft is imported only when LoRA is used.
 """
 
 from __future__ import annotations
 
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,12 +17,10 @@ from torch import Tensor, nn
 
 from rlframework.config.policy import LoraConfig
 from rlframework.errors import ConfigError
+from rlframework.models.named_tensors import ADAPTER, external_name
 from rlframework.policy.engine import Engine, no_adapters
 from rlframework.policy.lora_math import A, B, initial_a, is_adapter, merge
 from rlframework.policy.model_state import WeightSpec
-
-ADAPTER = "default"
-"""peft's name for the only adapter."""
 
 
 def inject(model: Any, lora: LoraConfig) -> None:
@@ -35,7 +31,17 @@ def inject(model: Any, lora: LoraConfig) -> None:
     """
     import peft
 
-    _require_layers(model, lora)
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    names = [name for name, _ in model.named_modules() if name]
+    linear = {name for name, one in model.named_modules() if isinstance(one, nn.Linear) and one not in ends}
+    for target in lora.target_modules:
+        found = {name for name in names if f".{name}".endswith(f".{target}")}
+        if not found or found - linear:
+            known = ", ".join(sorted({name.rpartition(".")[2] for name in linear})) or "none"
+            raise ConfigError(
+                f"policy.lora.target_modules names {target!r}, which is not a linear layer of {type(model).__name__}; "
+                f"layers that can have adapters: {known}"
+            )
     config = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]  # floats work too
@@ -52,20 +58,6 @@ def freeze(model: nn.Module) -> None:
     """Freeze all parameters of `model` but the adapters. Repeat after sharding, which replaces the parameters."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_adapter(external_name(name)))
-
-
-def _require_layers(model: Any, lora: LoraConfig) -> None:
-    ends = (model.get_input_embeddings(), model.get_output_embeddings())
-    names = [name for name, _ in model.named_modules() if name]
-    linear = {name for name, one in model.named_modules() if isinstance(one, nn.Linear) and one not in ends}
-    for target in lora.target_modules:
-        found = {name for name in names if f".{name}".endswith(f".{target}")}
-        if not found or found - linear:
-            known = ", ".join(sorted({name.rpartition(".")[2] for name in linear})) or "none"
-            raise ConfigError(
-                f"policy.lora.target_modules names {target!r}, which is not a linear layer of {type(model).__name__}; "
-                f"layers that can have adapters: {known}"
-            )
 
 
 def layers_of(model: nn.Module) -> dict[str, Any]:
@@ -87,11 +79,6 @@ def initialize(model: nn.Module, lora: LoraConfig, write: Callable[[Tensor, Tens
         a = module.lora_A[ADAPTER].weight
         write(a, initial_a(layer + A, tuple(a.shape), lora.seed))
         module.lora_B[ADAPTER].weight.zero_()
-
-
-def external_name(name: str) -> str:
-    """Return the external name of a parameter or buffer of the model."""
-    return re.sub(rf"\.(lora_[AB])\.{ADAPTER}\.", r".\1.", name).replace(".base_layer.", ".")
 
 
 class ModelAdapters(Engine, ABC):

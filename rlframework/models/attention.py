@@ -1,109 +1,71 @@
-"""Attention for packed rows: causal within each sequence, without an L x L mask.
+"""Attention for rows that `transformers` cannot describe: packed rows, and rows sharded along the sequence.
 
-On a GPU in half precision, one `torch.nn.attention.varlen` kernel computes the whole row; elsewhere there is one call
-per run of sequences of equal length.
-
-Registered in `transformers.AttentionInterface` under `SEGMENTS`; the sequences are passed as `segments`, a keyword of
-the model's forward. No mask function is registered under that name, so transformers creates no mask. Runs on any
-device. Not supported: soft-capped scores and attention sinks, which are rejected.
+`row_attention` is registered in `transformers.AttentionInterface`; the layout of the rows is passed as `row_layout`, a
+keyword of the model's forward. No mask function is registered under `ATTENTION`, so transformers creates no mask.
 """
 
 from __future__ import annotations
 
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, cached_property
 from itertools import groupby, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import AttentionInterface
 
 from rlframework.errors import NotSupported
 
-SEGMENTS = "rlframework_segments"
+ATTENTION = "rlframework_rows"
 
 
-class Segments:
-    """The sequences of a packed row.
+class Scores(NamedTuple):
+    """How scores are computed. `window`: the number of tokens that a token attends to, including itself."""
 
-    `bounds`: the start of each sequence and the end of the last; `longest`: the length of the longest; `runs`: (length,
-    count) of each run of sequences of equal length, computed in one call. It is an object rather than numbers so that
-    `torch.compile` does not recompile the forward for every row.
+    scaling: float | None = None
+    dropout: float = 0.0
+    window: int | None = None
+
+
+PLAIN = Scores()
+
+
+class RowLayout(ABC):
+    """How sequences lie in the rows of a forward, and the attention among them.
+
+    It is an object rather than numbers so that `torch.compile` does not recompile the forward for every row.
     """
 
-    def __init__(self, bounds: Sequence[int]) -> None:
-        self.bounds = tuple(bounds)
-        sizes = [end - start for start, end in pairwise(bounds)]
-        self.longest = max(sizes, default=0)
-        self.runs = [(length, len(list(run))) for length, run in groupby(sizes)]
-        self._on_device: Tensor | None = None
+    @abstractmethod
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores = PLAIN) -> Tensor:
+        """Compute causal attention within each sequence.
 
-    def bounds_on(self, device: torch.device) -> Tensor:
-        """Return `bounds` as int32 on `device`, created once for all layers."""
-        if self._on_device is None:
-            self._on_device = torch.tensor(self.bounds, dtype=torch.int32, device=device)
-        return self._on_device
+        `query [b, heads, l, D]`, `key` and `value [b, kv_heads, l, D]`; returns `[b, l, heads, D]`.
+        """
 
+    @cached_property
+    def _visible_keys(self) -> Callable[[int, int, int | None, torch.device], Tensor]:
+        return cache(visible_keys)  # the masks are the same in all layers
 
-def require_plain_scores(softcap: float | None, s_aux: Tensor | None, cannot: str, remedy: str) -> None:
-    """Raise `NotSupported` for soft-capped scores and attention sinks."""
-    if softcap is not None or s_aux is not None:
-        raise NotSupported(f"{cannot} soft-capped scores or attention sinks; {remedy}")
-
-
-def segment_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    segments: Segments,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """Compute causal attention within each sequence of a packed row.
-
-    `query [1, heads, L, D]`, `key` and `value [1, kv_heads, L, D]`; returns `[1, L, heads, D]`.
-    """
-    require_plain_scores(softcap, s_aux, "packed attention does not support", "set policy.batching.mode=dynamic")
-    if varlen_usable(query):
-        return varlen_attention(query, key, value, segments, scaling=scaling, window=sliding_window), None
-    runs = segments.runs
-    sizes = [length * count for length, count in runs]
-    outputs = []
-    for (length, count), *split in zip(
-        runs, query.split(sizes, 2), key.split(sizes, 2), value.split(sizes, 2), strict=True
-    ):
-        # [count, heads, length, D]; squeeze, because the backward of indexing first fills a tensor with zeros
-        q, k, v = (tensor.squeeze(0).unflatten(1, (count, length)).transpose(0, 1) for tensor in split)
-        window = None if sliding_window is None or length <= sliding_window else sliding_window
-        mask = None if window is None else visible_keys(length, length, window, query.device)
-        outputs.append(causal_attention(q, k, v, mask, scaling, dropout).flatten(0, 1))  # [count * length, heads, D]
-    return torch.cat(outputs)[None], None
-
-
-def causal_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None, dropout: float
-) -> Tensor:
-    """Compute attention from `[b, heads, l, D]` to `[b, l, heads, D]`: causal, or to the keys in `mask`."""
-    output = nn.functional.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=mask,
-        is_causal=mask is None,
-        dropout_p=dropout,
-        scale=scaling,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
-    return output.transpose(1, 2)
+    def causal(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+        """Compute attention of the last `l` of `k` tokens, with `key` and `value [b, kv_heads, k, D]`; see `attend`."""
+        queries, keys = query.shape[2], key.shape[2]
+        window = None if scores.window is None or keys <= scores.window else scores.window
+        plain = window is None and queries == keys
+        return nn.functional.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=None if plain else self._visible_keys(queries, keys, window, query.device),
+            is_causal=plain,
+            dropout_p=scores.dropout,
+            scale=scores.scaling,
+            enable_gqa=query.shape[1] != key.shape[1],
+        ).transpose(1, 2)
 
 
 def visible_keys(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
@@ -114,6 +76,49 @@ def visible_keys(queries: int, keys: int, window: int | None, device: torch.devi
     offset = keys - queries
     visible = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(offset)
     return visible if window is None else visible.triu(offset + 1 - window)
+
+
+class Segments(RowLayout):
+    """A packed row. On a GPU in half precision, one kernel computes the whole row.
+
+    `bounds`: the start of each sequence and the end of the last. Elsewhere there is one call for each of `runs`, the
+    (length, count) of adjacent sequences of equal length.
+    """
+
+    def __init__(self, bounds: Sequence[int]) -> None:
+        sizes = [end - start for start, end in pairwise(bounds)]
+        self.longest = max(sizes, default=0)
+        self.runs = [(length, len(list(run))) for length, run in groupby(sizes)]
+        self._bounds_on = cache(lambda device: torch.tensor(bounds, dtype=torch.int32, device=device))
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores = PLAIN) -> Tensor:
+        """See `RowLayout.attend`; `b` is 1."""
+        if varlen_usable(query):
+            return self._with_kernel(query, key, value, scores)
+        sizes = [length * count for length, count in self.runs]
+        outputs = []
+        parts = zip(*(tensor.split(sizes, 2) for tensor in (query, key, value)), strict=True)
+        for (length, count), split in zip(self.runs, parts, strict=True):
+            # [count, heads, length, D]; squeeze, because the backward of indexing first fills a tensor with zeros
+            q, k, v = (tensor.squeeze(0).unflatten(1, (count, length)).transpose(0, 1) for tensor in split)
+            outputs.append(self.causal(q, k, v, scores).flatten(0, 1))  # [count * length, heads, D]
+        return torch.cat(outputs)[None]
+
+    def _with_kernel(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+        """Compute `attend` with the kernel, which has no dropout; the framework disables it."""
+        kernel = varlen_kernel()
+        assert kernel is not None
+        q, k, v = (tensor.squeeze(0).transpose(0, 1).contiguous() for tensor in (query, key, value))
+        groups = query.shape[1] // key.shape[1]
+        left = -1 if scores.window is None else scores.window - 1
+        options: dict[str, Any] = {"scale": scores.scaling, "window_size": (left, 0)}
+        if groups > 1 and "enable_gqa" in inspect.signature(kernel).parameters:
+            options["enable_gqa"] = True
+        elif groups > 1:
+            k, v = (tensor.repeat_interleave(groups, 1) for tensor in (k, v))
+        bounds = self._bounds_on(query.device)
+        output: Tensor = kernel(q, k, v, bounds, bounds, self.longest, self.longest, **options)
+        return output[None]
 
 
 @cache
@@ -131,43 +136,44 @@ def varlen_usable(query: Tensor) -> bool:
     return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and varlen_kernel() is not None
 
 
-def varlen_attention(
-    query: Tensor, key: Tensor, value: Tensor, segments: Segments, *, scaling: float | None, window: int | None
-) -> Tensor:
-    """Compute `segment_attention` with the kernel, which has no dropout; the framework disables it.
-
-    `window`: the number of tokens that a token attends to, including itself.
-    """
-    attend = varlen_kernel()
-    assert attend is not None
-    q, k, v = (tensor.squeeze(0).transpose(0, 1).contiguous() for tensor in (query, key, value))
-    groups = query.shape[1] // key.shape[1]
-    supported = inspect.signature(attend).parameters
-    shared: dict[str, Any] = {"enable_gqa": True} if groups > 1 and "enable_gqa" in supported else {}
-    if groups > 1 and not shared:
-        k, v = (tensor.repeat_interleave(groups, 1) for tensor in (k, v))
-    bounds, longest = segments.bounds_on(query.device), segments.longest
-    left = -1 if window is None else window - 1
-    output: Tensor = attend(q, k, v, bounds, bounds, longest, longest, scale=scaling, window_size=(left, 0), **shared)
-    return output[None]
+def row_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    row_layout: RowLayout,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Compute `RowLayout.attend`, called by a transformers model. Raises `NotSupported` for unsupported scores."""
+    if softcap is not None or s_aux is not None:
+        raise NotSupported(
+            "packed rows and context parallelism do not support soft-capped scores or attention sinks; set "
+            "policy.batching.mode=dynamic and policy.parallelism.context=1"
+        )
+    return row_layout.attend(query, key, value, Scores(scaling, dropout, sliding_window)), None
 
 
 def register() -> None:
     """Register the attention with transformers; repeated calls are harmless."""
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(SEGMENTS, segment_attention)
+    AttentionInterface.register(ATTENTION, row_attention)
 
 
 @contextmanager
-def attention(config: Any, name: str) -> Iterator[None]:
-    """Switch models of `config` to the attention `name`, which each layer looks up in their shared configuration.
+def attention(config: Any) -> Iterator[None]:
+    """Switch models of `config` to `ATTENTION`, which each layer looks up in their shared configuration.
 
     Only the text model is switched: the vision modules of a multimodal model keep their own attention.
     """
     text = config.get_text_config()
     previous = text._attn_implementation
-    text._attn_implementation = name
+    text._attn_implementation = ATTENTION
     try:
         yield
     finally:

@@ -1,17 +1,43 @@
-"""Run a microbatch through a transformers model: padded rows, a packed row, or this rank's shard of either."""
+"""Run a microbatch through a transformers model: padded rows, a packed row, or this rank's shard of either.
+
+Context parallelism shards the rows over `size` ranks. A row is divided into `2 * size` chunks, and rank r computes
+chunks r and `2 * size - 1 - r`, which balances the work of causal attention. The ranks attend in one of two ways:
+
+- `ContextShard` gathers keys and values along the sequence; its backward reduce-scatters their gradients.
+- `HeadShard` (Ulysses) exchanges queries, keys and values (all-to-all), so that a rank has all tokens of some heads,
+  and exchanges the results back. A rank keeps `1 / size` of the keys and values until the backward, and its traffic
+  does not grow with `size`, which must divide the number of heads; key-value heads are repeated if there are fewer.
+
+Each rank runs the head at its own positions, and the values are gathered: `step` sees the full microbatch on every
+rank, and the gradient of each value goes once to the rank that computed it. So the gradient of a weight is the sum over
+ranks.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from itertools import pairwise, product
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from rlframework.interfaces.data_processor import Microbatch
-from rlframework.models import attention
-from rlframework.models.context_parallel import ContextParallel
+from rlframework.models.attention import PLAIN, RowLayout, Scores, Segments, attention
 from rlframework.policy.head.patch import HeadPatch
 from rlframework.policy.head.request import HeadRequest
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Exchange = Callable[[Attend, Tensor, Tensor, Tensor], Tensor]
+"""`exchange(attend, query, key, value)` maps `[b, l, heads, D]` of this rank's columns to an output like `query`.
+
+`attend` takes `[b, size * l, heads / size, D]`, the columns in rank order, and returns the same shape.
+"""
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.13
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def attending(config: Any, microbatch: Microbatch, context: ContextParallel | None) -> AbstractContextManager[None]:
@@ -19,9 +45,7 @@ def attending(config: Any, microbatch: Microbatch, context: ContextParallel | No
 
     Must also enclose the backward, where activation checkpointing runs the attention again.
     """
-    if context is not None:
-        return attention.attention(config, context.attention)
-    return nullcontext() if microbatch.cu_seqlens is None else attention.attention(config, attention.SEGMENTS)
+    return nullcontext() if context is None and microbatch.cu_seqlens is None else attention(config)
 
 
 def forward(
@@ -36,8 +60,185 @@ def forward(
     processed = microbatch.processed_inputs
     inputs: dict[str, Any] = {"input_ids": processed.input_ids, "use_cache": False, **processed.vlm_kwargs}
     if microbatch.cu_seqlens is not None:
-        segments = attention.Segments(microbatch.cu_seqlens.tolist())
-        inputs |= {"position_ids": processed.position_ids, "segments": segments}
+        inputs |= {"position_ids": processed.position_ids, "row_layout": Segments(microbatch.cu_seqlens.tolist())}
     with patch.computing(head, microbatch.head_positions, microbatch.targets):
         values: Tensor = model(**inputs).logits
     return values
+
+
+class ContextParallel:
+    """Shards each sequence over the ranks of `group`, which gather keys, or exchange heads through `exchange`."""
+
+    def __init__(self, group: dist.ProcessGroup, exchange: Exchange | None = None) -> None:
+        self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
+        self._exchange = exchange
+        self.pad_multiple = 2 * self.size  # lengths are padded to a multiple of it, so that chunks have equal size
+
+    def forward(self, model: Any, patch: HeadPatch, microbatch: Microbatch, head: HeadRequest) -> Tensor:
+        """Return the values of `patch` at all head positions of `microbatch`, `[N, ...]` on every rank."""
+        inputs = microbatch.processed_inputs
+        shard = self.shard(microbatch)
+        assert inputs.position_ids is not None
+        own, positions = self._own_positions(microbatch.head_positions, inputs.seq_len)
+        with patch.computing(head, positions, microbatch.targets[own]):
+            values = model(
+                input_ids=inputs.input_ids[:, shard.columns],
+                position_ids=inputs.position_ids[:, shard.columns],
+                use_cache=False,
+                row_layout=shard,
+            ).logits
+        # All ranks compute the same loss from the result, so each keeps the gradient of its own values only.
+        whole: Tensor = values.new_zeros((len(microbatch.head_positions), *values.shape[1:]))
+        whole.index_copy_(0, own, values.detach())
+        dist.all_reduce(whole, group=self.group)
+        return whole.index_copy(0, own, values)
+
+    def shard(self, microbatch: Microbatch) -> ContextShard | HeadShard:
+        """Return this rank's shard of the rows of `microbatch`."""
+        inputs = microbatch.processed_inputs
+        bounds = None if microbatch.cu_seqlens is None else microbatch.cu_seqlens.tolist()
+        own = ranges(inputs.seq_len, self.rank, self.size)
+        columns = torch.cat([torch.arange(*chunk) for chunk in own]).to(inputs.input_ids.device)
+        if self._exchange is not None:
+            return HeadShard(self.size, columns, self._exchange, None if bounds is None else Segments(bounds))
+        return ContextShard(self.size, columns, self.group, query_blocks(bounds or [0, inputs.seq_len], own))
+
+    def _own_positions(self, head_positions: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """Return the indices `[n]` of this rank's `head_positions [N]` in rows of `length`, and their places there.
+
+        Both the head positions and the places, in this rank's shard, are flat.
+        """
+        chunk = length // (2 * self.size)
+        row, column = head_positions // length, head_positions % length
+        number = column // chunk
+        own = (torch.minimum(number, 2 * self.size - 1 - number) == self.rank).nonzero()[:, 0]
+        places = row * (2 * chunk) + (number >= self.size) * chunk + column % chunk
+        return own, places[own]
+
+
+def ranges(length: int, rank: int, size: int) -> list[tuple[int, int]]:
+    """Return the (start, end) columns that `rank` computes in rows of `length`, a multiple of `2 * size`."""
+    chunk = length // (2 * size)
+    early = rank * chunk, (rank + 1) * chunk
+    late = (2 * size - 1 - rank) * chunk, (2 * size - rank) * chunk
+    return [(early[0], late[1])] if early[1] == late[0] else [early, late]
+
+
+# -- gathering keys and values -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class QueryBlock:
+    """Queries whose attention is computed in one call: `count` adjacent groups of `queries` queries and `keys` keys.
+
+    `first_key`: the column of the first key. The last query attends up to the last key; with as many keys as queries
+    that is plain causal attention.
+    """
+
+    queries: int
+    keys: int
+    first_key: int
+    count: int = 1
+
+
+def query_blocks(bounds: Sequence[int], columns: Sequence[tuple[int, int]]) -> tuple[QueryBlock, ...]:
+    """Return the attention calls for the (start, end) `columns` of a row whose sequences have these `bounds`."""
+    blocks: list[QueryBlock] = []
+    for (first, last), (start, end) in product(columns, pairwise(bounds)):
+        begin, stop = max(start, first), min(end, last)
+        if begin >= stop:
+            continue
+        before, block = blocks[-1] if blocks else None, QueryBlock(stop - begin, stop - start, start)
+        # adjacent full sequences of equal length share one call
+        if before and block == QueryBlock(before.keys, before.queries, before.first_key + before.count * before.keys):
+            blocks[-1] = replace(before, count=before.count + 1)
+        else:
+            blocks.append(block)
+    return tuple(blocks)
+
+
+@dataclass(eq=False)
+class ContextShard(RowLayout):
+    """This rank's shard of rows `[n, L]` divided among the `size` ranks of `group`: `columns [l]`, in query blocks."""
+
+    size: int
+    columns: Tensor
+    group: dist.ProcessGroup
+    query_blocks: tuple[QueryBlock, ...]
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores = PLAIN) -> Tensor:
+        """See `RowLayout.attend`: this rank's queries attend to the keys of all ranks."""
+        gathered = _GatherSequence.apply(torch.cat((key, value), -1), self)  # type: ignore[no-untyped-call]
+        outputs = []
+        sizes = [block.queries * block.count for block in self.query_blocks]
+        for block, queries in zip(self.query_blocks, query.split(sizes, 2), strict=True):
+            visible = gathered.narrow(2, block.first_key, block.keys * block.count)
+            keys, values = _as_batch(visible, block.count).split((key.shape[-1], value.shape[-1]), -1)
+            output = self.causal(_as_batch(queries, block.count), keys, values, scores)
+            outputs.append(output.reshape(query.shape[0], -1, query.shape[1], value.shape[-1]))
+        return torch.cat(outputs, 1)
+
+
+def _as_batch(tensor: Tensor, count: int) -> Tensor:
+    """Reshape `[1, heads, count * length, D]` to `[count, heads, length, D]`; unchanged for a single sequence."""
+    return tensor if count == 1 else tensor.squeeze(0).unflatten(1, (count, -1)).transpose(0, 1)
+
+
+class _GatherSequence(torch.autograd.Function):
+    """Gather `[b, h, l, D]` of each rank to `[b, h, L, D]` in row order; backward, reduce-scatter the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, shard: ContextShard) -> Tensor:
+        ctx.shard = shard
+        batch, heads, length, width = local.shape
+        gathered = local.new_empty((shard.size, batch, heads, 2, length // 2, width))
+        all_gather(gathered.flatten(0, 1), local.contiguous().view(gathered.shape[1:]), group=shard.group)
+        early, late = gathered.unbind(3)  # chunks 0, 1, ... and chunks 2 * size - 1, 2 * size - 2, ...
+        chunks = torch.cat((early, late.flip(0)))
+        return chunks.permute(1, 2, 0, 3, 4).reshape(batch, heads, shard.size * length, width)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        shard, (grad,) = ctx.shard, grads
+        batch, heads, length, width = grad.shape
+        chunks = grad.reshape(batch, heads, 2 * shard.size, -1, width).permute(2, 0, 1, 3, 4)
+        early, late = chunks.tensor_split(2)
+        by_rank = torch.stack((early, late.flip(0)), 3)  # [size, b, h, 2, chunk, D]
+        own = grad.new_empty(by_rank.shape[1:])
+        reduce_scatter(own, by_rank.flatten(0, 1), group=shard.group)
+        return own.view(batch, heads, length // shard.size, width), None
+
+
+# -- exchanging heads --------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class HeadShard(RowLayout):
+    """A shard with attention by heads; `segments`: the sequences of a packed row, None for padded rows."""
+
+    size: int
+    columns: Tensor
+    exchange: Exchange
+    segments: Segments | None
+
+    def in_row_order(self, tensor: Tensor) -> Tensor:
+        """Reorder `[b, L, ...]` from rank order, an early and a late chunk per rank, to row order."""
+        early, late = tensor.unflatten(1, (self.size, 2, -1)).unbind(2)
+        return torch.cat((early, late.flip(1)), 1).flatten(1, 2)
+
+    def in_rank_order(self, tensor: Tensor) -> Tensor:
+        """Invert `in_row_order`."""
+        early, late = tensor.unflatten(1, (2 * self.size, -1)).tensor_split(2, 1)
+        return torch.stack((early, late.flip(1)), 2).flatten(1, 3)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores = PLAIN) -> Tensor:
+        """See `RowLayout.attend`: this rank's queries attend to the keys of all ranks."""
+        compute = self.causal if self.segments is None else self.segments.attend  # padded rows: one sequence each
+
+        def attend(*exchanged: Tensor) -> Tensor:
+            q, k, v = (self.in_row_order(tensor).transpose(1, 2) for tensor in exchanged)
+            return self.in_rank_order(compute(q, k, v, scores))
+
+        if key.shape[1] < self.size:  # so that each rank has its own
+            key, value = (tensor.repeat_interleave(self.size // tensor.shape[1], 1) for tensor in (key, value))
+        return self.exchange(attend, query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))

@@ -1,18 +1,16 @@
 """The load-balancing loss of mixtures of experts, over a full global batch.
 
-It is the loss of Switch Transformers (arXiv:2101.03961, equations 4 to 6) for top-k routing, as in Qwen3-MoE.
+It is the loss of Switch Transformers (arXiv:2101.03961, equations 4 to 6) for top-k routing, as in Qwen3-MoE:
 
-With N experts, `load[e]` the number of routing choices that went to expert e divided by the number of tokens, and
-`probability[e]` the mean router probability of expert e, both over all layers and all tokens of all ranks:
+    loss = N * sum over the N experts e of load[e] * probability[e]
 
-    loss = N * sum over e of load[e] * probability[e]
+`load[e]` is the number of routing choices that went to expert e divided by the number of tokens, and `probability[e]`
+the mean router probability of expert e, both over all layers and all tokens of all ranks but padding and dummy rows. It
+equals the number of experts per token if the load is balanced, and is larger otherwise.
 
-It equals the number of experts per token if the load is balanced, and is larger otherwise. Tokens count if their row
-belongs to the loss of the step; padding and dummy rows do not count.
-
-`load` has no gradient, and `probability` is a sum over tokens divided by their number. So once all loads are known, the
-loss of a global batch is a sum over microbatches and does not depend on how rows are grouped. To measure the loads, the
-model runs one forward pass over the batch without gradient before the step.
+`load` has no gradient. So once all loads are known, the loss of a global batch is a sum over microbatches and does not
+depend on how rows are grouped. To measure the loads, the model runs one forward pass over the batch without gradient
+before the step.
 """
 
 from __future__ import annotations

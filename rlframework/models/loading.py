@@ -1,20 +1,35 @@
-"""Load transformers models, text-only or multimodal: the configuration, a full copy, or a model without weights.
+"""Load transformers models, text-only or multimodal: a full copy, no weights, or slices of the safetensors files.
 
-`probing` finds out what a model supports; `files` reads shards of weights.
+Files may omit the base model's prefix, store a tied weight under the head's name, and store the experts of a mixture
+one by one or stacked. Not supported: quantised files, other formats and other names; `pretrained_weights` then loads a
+full copy. `probing` finds out what a model supports.
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
+import transformers
+from huggingface_hub import snapshot_download
+from safetensors import SafetensorError
 from torch import Tensor, nn
+from transformers.modeling_outputs import SequenceClassifierOutput
 
 from rlframework.config.policy import PolicyConfig
 from rlframework.errors import DataError
 from rlframework.huggingface.hub import local_files_only
+from rlframework.models import named_tensors as names_of
+from rlframework.models.named_tensors import FileWeight
+from rlframework.policy.checkpoint.pretrained import SavedTensors
+from rlframework.policy.checkpoint.saved import Saved
 from rlframework.policy.head.patch import output_head
+
+logger = logging.getLogger(__name__)
 
 
 def load_model(config: PolicyConfig, attention: str | None) -> Any:
@@ -23,10 +38,7 @@ def load_model(config: PolicyConfig, attention: str | None) -> Any:
     Loads a vision-language model if the configuration is not that of a causal language model. `attention`: a name in
     transformers; None for the model's default.
     """
-    from safetensors import SafetensorError
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()
     model_config = load_config(config)
     try:
         model, found = auto_class(model_config, config.head).from_pretrained(
@@ -69,10 +81,8 @@ def empty_model(config: PolicyConfig, model_config: Any, attention: str | None) 
 
 def load_config(config: PolicyConfig) -> Any:
     """Load the configuration of the model, with dropout disabled."""
-    from transformers import AutoConfig
-
     try:
-        model_config = AutoConfig.from_pretrained(
+        model_config = transformers.AutoConfig.from_pretrained(
             config.model_name,
             trust_remote_code=config.trust_remote_code,
             local_files_only=local_files_only(config.model_name),
@@ -91,15 +101,13 @@ def _cannot_be_loaded(config: PolicyConfig, why: object) -> DataError:
 
 def auto_class(config: Any, head: str = "language") -> Any:
     """Return the transformers auto class for a model of `config` with a `head` (a value of `policy.head`)."""
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-
-    return AutoModelForSequenceClassification if head == "score" else _language_class(config) or AutoModelForCausalLM
+    if head == "score":
+        return transformers.AutoModelForSequenceClassification
+    return _language_class(config) or transformers.AutoModelForCausalLM
 
 
 def _language_class(config: Any) -> Any | None:
     """Return the auto class that knows `config`, directly or by the code next to it."""
-    import transformers
-
     own_code = getattr(config, "auto_map", None) or {}
     for name, mapping in (
         ("AutoModelForCausalLM", transformers.MODEL_FOR_CAUSAL_LM_MAPPING),
@@ -113,10 +121,9 @@ def _language_class(config: Any) -> Any | None:
 def _prepared(model: Any, head: str) -> Any:
     """Return `model` in evaluation mode, without a cache, with a forward that gives logits for each token.
 
-    A reward model gives the score of each token, `[n, L, 1]`: its head runs inside the model's forward, where FSDP has
-    gathered its weight, and `HeadPatch` selects the last token of each sequence. transformers' own forward would find
-    it by the padding id, which may be the end-of-sequence token, and does not support packed rows. Raises `DataError`
-    for several labels.
+    A reward model gives the score of each token, `[n, L, 1]`, and `HeadPatch` selects the last token of each sequence.
+    transformers' own forward would find it by the padding id, which may be the end-of-sequence token, and does not
+    support packed rows. Raises `DataError` for several labels.
     """
     model.eval().config.use_cache = False
     if head == "language":
@@ -129,8 +136,6 @@ def _prepared(model: Any, head: str) -> Any:
         )
 
     def forward(**inputs: Any) -> Any:
-        from transformers.modeling_outputs import SequenceClassifierOutput
-
         hidden: Tensor = model.base_model(**inputs).last_hidden_state
         return SequenceClassifierOutput(logits=model.score(hidden))
 
@@ -181,3 +186,98 @@ def decoder_layers(model: Any) -> list[nn.Module]:
     names = set(getattr(model, "_no_split_modules", None) or ())
     text = model.get_decoder() if is_multimodal(model) else model
     return [module for module in text.modules() if type(module).__name__ in names]
+
+
+# -- slices of files ---------------------------------------------------------------------------------------------------
+
+
+def weights_folder(model_name: str) -> Path | None:
+    """Return the directory with the safetensors files of `model_name`, downloading if necessary; None without files."""
+    folder = Path(model_name)
+    if not folder.is_dir():
+        try:
+            patterns = ["model*.safetensors", "*.json"]
+            local = local_files_only(model_name)
+            folder = Path(snapshot_download(model_name, allow_patterns=patterns, local_files_only=local))
+        except (OSError, ValueError) as error:
+            raise DataError(
+                f"policy.model_name={model_name!r} is not a directory and cannot be downloaded: {error}"
+            ) from error
+    return folder if any(folder.glob("model*.safetensors")) else None
+
+
+class ModelFiles(Saved):
+    """The weights of a model in the safetensors files of `folder`, under the names in `shapes`.
+
+    `prefix`: the base model's, with its dot, which files may omit or add. `other_names`: of tied weights. `missing`:
+    the weights that the files lack. Raises `DataError` for a weight of another shape.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        shapes: Mapping[str, tuple[int, ...]],
+        prefix: str,
+        other_names: Mapping[str, Sequence[str]],
+    ) -> None:
+        self._files = SavedTensors(folder)
+        stored: dict[str, FileWeight] = {}
+        for name in self._files:
+            stored[name] = FileWeight(name, name, self._files.shape(name))
+            stored |= {part.name: part for part in names_of.split_experts(name, self._files.shape(name))}
+        located: dict[str, FileWeight] = {}
+        for name, shape in shapes.items():
+            names = (name, *other_names.get(name, ()))
+            candidates = [form for one in names for form in (one, one.removeprefix(prefix), prefix + one)]
+            if found := next((stored[candidate] for candidate in candidates if candidate in stored), None):
+                located[name] = found
+                if found.shape != shape:
+                    raise DataError(
+                        f"{folder} has {found.name} with shape {found.shape}, but its config.json describes a model "
+                        f"with shape {shape}"
+                    )
+        self.missing = [name for name in shapes if name not in located]
+        super().__init__(folder, located)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """See `Saved.shape`."""
+        return tuple(self._entries[name].shape)
+
+    def read_slice(self, name: str, where: tuple[slice, ...]) -> Tensor:
+        """See `Saved.read_slice`."""
+        part: FileWeight = self._entries[name]
+        if part.expert is None:
+            return self._files.read_slice(part.source, where)
+        rows = slice(where[0].start + part.start, where[0].stop + part.start)
+        return self._files.read_slice(part.source, (slice(part.expert, part.expert + 1), rows, *where[1:]))[0]
+
+
+def pretrained_weights(
+    wanted: Mapping[str, Tensor], model: Any, config: PolicyConfig, attention: str | None
+) -> Mapping[str, Tensor]:
+    """Return the weights of `config.model_name` under their names in files; each is read on access.
+
+    `wanted`: tensors of `model` by name, of which only the shapes are used. If the files cannot be read by slice, loads
+    a full copy as `load_model` does, and logs that.
+    """
+    folder = None if getattr(model.config, "quantization_config", None) else weights_folder(config.model_name)
+    if folder is not None:
+        shapes = {name: weight.shape for name, weight in names_of.file_weights(model, wanted).items()}
+        files = ModelFiles(folder, shapes, f"{model.base_model_prefix}.", _other_names(model))
+        if not files.missing:
+            return files
+    whole = load_model(config, attention)
+    logger.warning(
+        "%s is not a directory of safetensors files with the weight names of %s: every process loaded a full copy",
+        config.model_name,
+        type(whole).__name__,
+    )
+    return names_of.by_file_names(whole, names_of.named_tensors(whole))
+
+
+def _other_names(model: nn.Module) -> dict[str, list[str]]:
+    """Return the further names of tied weights, by the first."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(names_of.external_name(name))
+    return {first: others for first, *others in names.values()}

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from rlframework.config.policy import PolicyConfig
 from rlframework.errors import NotSupported
-from rlframework.models import attention as segments
-from rlframework.models.context_parallel import CANNOT, REMEDY
+from rlframework.models import attention as row_attention
 from rlframework.models.loading import new_model
 from rlframework.policy.head.patch import probe_ids, require_plain_head
 
@@ -48,7 +48,7 @@ def probe_packing(config: PolicyConfig, model_config: Any, device: torch.device,
     `attention`: `policy.<backend>.attention`, or "auto" if the section has no such key. Raises `NotSupported` for a
     model whose head cannot be replaced, and if packing or context parallelism is required but not possible.
     """
-    segments.register()
+    row_attention.register()
     model = tiny_model(config, model_config, None if attention == "auto" else attention)
     if config.head == "language":
         require_plain_head(model)
@@ -56,7 +56,7 @@ def probe_packing(config: PolicyConfig, model_config: Any, device: torch.device,
     required = mode == "packed" or config.parallelism.context > 1
     if not required and (mode != "auto" or device.type != "cpu"):  # nothing to probe
         return False
-    randomize_weights(model)
+    _randomize_weights(model)
     can_pack = attention in ("auto", "sdpa") and supports_packing(model)
     if required and not can_pack:
         chosen = "" if attention == "auto" else f" with policy.{config.backend}.attention={attention}"
@@ -71,9 +71,8 @@ def probe_packing(config: PolicyConfig, model_config: Any, device: torch.device,
 def supports_packing(model: Any) -> bool:
     """Return True if `model` keeps the sequences of a packed row apart, probed with two short ones.
 
-    Models whose layers mix tokens by means other than attention (convolutions, linear attention), or that encode
-    positions as an attention bias, do not. Unknown layer types, such as chunked attention, count as unsupported: two
-    short sequences would not show their effect on longer ones.
+    Models that mix tokens by means other than attention (convolutions, linear attention), or encode positions as an
+    attention bias, do not. Two short sequences would not show the effect of unknown layer types (chunked attention).
     """
     if set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - KNOWN_LAYERS:
         return False
@@ -81,11 +80,11 @@ def supports_packing(model: Any) -> bool:
     positions = torch.cat((torch.arange(4), torch.arange(2)))[None].to(first.device)
     separate = [model(input_ids=ids[None], use_cache=False).logits[0] for ids in (first, second)]
     try:
-        with segments.attention(model.config, segments.SEGMENTS):
+        with row_attention.attention(model.config):
             packed = model(
                 input_ids=torch.cat((first, second))[None],
                 position_ids=positions,
-                segments=segments.Segments([0, 4, 6]),
+                row_layout=row_attention.Segments([0, 4, 6]),
                 use_cache=False,
             ).logits[0]
     except (TypeError, ValueError, KeyError, AttributeError, NotSupported):  # models reject it in many ways
@@ -121,7 +120,7 @@ def _small(model_config: Any, narrow: bool) -> Any:
 
 
 @torch.no_grad()
-def randomize_weights(model: nn.Module) -> None:
+def _randomize_weights(model: nn.Module) -> None:
     """Draw weights large enough that attention matters: a fresh model's outputs hardly depend on the context."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -133,25 +132,26 @@ def randomize_weights(model: nn.Module) -> None:
 def require_splittable(config: Any) -> None:
     """Raise `NotSupported` if a model of the transformers `config` cannot be sharded along the sequence; load nothing.
 
-    Layers that mix tokens by means other than attention do not show in the configuration;
-    `supports_packing` detects them.
+    What does not show in the configuration, `supports_packing` detects.
     """
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
     known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)] if known else None
     name, text = getattr(model_class, "__name__", type(config).__name__), config.get_text_config()
-    if text is not config:
-        raise NotSupported(f"{CANNOT} multimodal models ({name}); {REMEDY}")
-    if not getattr(model_class, "_supports_attention_backend", not known):
-        raise NotSupported(f"{CANNOT} {name}: its attention cannot be replaced by ours; {REMEDY}")
-    if layers := set(getattr(text, "layer_types", None) or ()) - KNOWN_LAYERS:
-        raise NotSupported(f"{CANNOT} layers of type {sorted(layers)} ({name}); {REMEDY}")
-    if getattr(text, "attn_logit_softcapping", None) is not None:
-        raise NotSupported(f"{CANNOT} soft-capped attention scores ({name}); {REMEDY}")
     rope = getattr(text, "rope_parameters", None) or {}
     parts = [part for part in (rope, *rope.values()) if isinstance(part, dict)]  # one, or one per layer type
-    if ropes := {str(part.get("rope_type")) for part in parts} & CHANGING_ROPES:
+    found = ""
+    if text is not config:
+        found = f"multimodal models ({name})"
+    elif not getattr(model_class, "_supports_attention_backend", not known):
+        found = f"{name}: its attention cannot be replaced by ours"
+    elif layers := set(getattr(text, "layer_types", None) or ()) - KNOWN_LAYERS:
+        found = f"layers of type {sorted(layers)} ({name})"
+    elif getattr(text, "attn_logit_softcapping", None) is not None:
+        found = f"soft-capped attention scores ({name})"
+    elif ropes := {str(part.get("rope_type")) for part in parts} & CHANGING_ROPES:
+        found = f"rotary embeddings whose frequencies depend on the length: {sorted(ropes)}"
+    if found:
         raise NotSupported(
-            f"{CANNOT} rotary embeddings whose frequencies depend on the length: {sorted(ropes)}; {REMEDY}"
+            f"context parallelism (policy.parallelism.context) does not support {found}; set "
+            "policy.parallelism.context to 1"
         )

@@ -23,8 +23,8 @@ from rlframework.policy.residency import Residency
 from rlframework.policy.trained_weights import TrainedWeights
 from rlframework.weight_sync import collective
 from rlframework.weight_sync.buffers import WeightInfo, bytes_of
+from rlframework.weight_sync.collective import RefitGroup
 from rlframework.weight_sync.ipc import GroupHandles, IpcSender, device_id, free_bytes, group_bytes
-from rlframework.weight_sync.process_group import RefitGroup
 from rlframework.workers.machine import bind_free_port
 
 

@@ -155,7 +155,7 @@ def _workers(
     config: RunConfig, manager: PluginManager, tokenizer: PreTrainedTokenizerBase, **options: bool
 ) -> Iterator[tuple[Policy, Generation]]:
     """Start the policy, with `options` of its constructor, and generation; shut them down on exit."""
-    from rlframework.generation.remote import start_generation
+    from rlframework.generation.client import start_generation
     from rlframework.policy.client import Policy
 
     device = _checked_device(config, manager)

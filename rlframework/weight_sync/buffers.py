@@ -1,28 +1,26 @@
 """The layout of weights in a byte buffer, and copying them in and out with a checksum for each.
 
-The checksum is computed block by block while the block is in the processor's cache, so it adds little to the cost of
-the copy. On a CPU it is 64-bit XXH3; on a GPU, the sum of 64-bit words multiplied by position-dependent factors. Both
-detect bytes that changed, moved or were reordered.
+On a CPU the checksum is 64-bit XXH3, of each block while it is in the processor's cache; on a GPU, the sum of 64-bit
+words multiplied by position-dependent factors. Both detect bytes that changed, moved or were reordered.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import xxhash
 from torch import Tensor
 
+from rlframework.errors import RefitError
+
 ALIGNMENT = 512
 """Each weight begins at a multiple of this many bytes, which suits every dtype, vector unit and DMA engine."""
 
-_BLOCK = 256 << 10
-"""Bytes to copy before reading them again for the checksum; fits in one core's private cache."""
-
-_WORDS_PER_CHUNK = 4 << 20
-"""64-bit words per chunk of a GPU checksum."""
+_BLOCK = 256 << 10  # bytes to copy before reading them again for the checksum; fits in one core's private cache
+_WORDS_PER_CHUNK = 4 << 20  # 64-bit words per chunk of a GPU checksum
 
 WeightInfo = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """Name to shape and dtype of each weight as transferred."""
@@ -58,16 +56,19 @@ def aligned(size: int) -> int:
     return size + -size % ALIGNMENT
 
 
-def group_names(sizes: Iterable[tuple[str, int]], budget: float) -> list[list[str]]:
-    """Group consecutive names into groups of at most `budget` bytes; a larger weight forms its own group."""
+def group_names(sizes: Iterable[tuple[str, int]], budget: float, alone: float = math.inf) -> list[list[str]]:
+    """Group consecutive names into groups of at most `budget` bytes.
+
+    A weight that is larger, or has at least `alone` bytes, forms its own group.
+    """
     groups: list[list[str]] = []
-    used = 0
+    used = math.inf
     for name, size in sizes:
-        if not groups or used + aligned(size) > budget:
+        if size >= alone or used + aligned(size) > budget:
             groups.append([])
             used = 0
         groups[-1].append(name)
-        used += aligned(size)
+        used += aligned(size) if size < alone else math.inf
     return groups
 
 
@@ -82,15 +83,28 @@ def assign_slots(names: Iterable[str], info: WeightInfo) -> list[Slot]:
     return slots
 
 
-def buffer_size(slots: Sequence[Slot]) -> int:
-    """Return the bytes that a buffer for `slots` needs; at least 1, because buffers cannot be empty."""
-    return max(1, slots[-1].offset + aligned(slots[-1].size) if slots else 1)
+def match_slots(slots: Iterable[Slot], weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[Slot, Tensor]]:
+    """Pair each slot with the next of `weights`; raise `RefitError` if its name or shape differs."""
+    for slot in slots:
+        name, weight = next(weights, ("nothing", None))
+        if weight is None or name != slot.name or tuple(weight.shape) != slot.shape:
+            got = "" if weight is None else f" of shape {tuple(weight.shape)}"
+            raise RefitError(
+                f"the training engine gathered {name}{got} instead of {slot.name} of shape {slot.shape}: its "
+                "gather_weights and weight_specs disagree"
+            )
+        yield slot, weight
 
 
 def layout_checksum(info: WeightInfo) -> int:
     """Hash names, shapes and dtypes in order: sides whose checksums agree use the same byte layout."""
     text = "\n".join(f"{name} {tuple(shape)} {dtype}" for name, (shape, dtype) in info.items())
     return xxhash.xxh3_64_intdigest(text.encode())
+
+
+def as_bytes(weight: Tensor) -> Tensor:
+    """Return the bytes of a contiguous tensor, 1-D uint8, sharing memory."""
+    return weight.detach().view(-1).view(torch.uint8)
 
 
 @torch.no_grad()
@@ -116,7 +130,7 @@ def write_weight(raw: Tensor, weight: Tensor, dtype: torch.dtype) -> int:
 @torch.no_grad()
 def read_weight(raw: Tensor, target: Tensor) -> int:
     """Copy the bytes `raw` into the contiguous `target`, unless they are the same memory; return its checksum."""
-    flat = target.detach().view(-1).view(torch.uint8)
+    flat = as_bytes(target)
     if raw.data_ptr() == flat.data_ptr():
         return checksum(flat)
     if raw.is_cpu and flat.is_cpu:

@@ -15,74 +15,181 @@ refit. If a rank dies or is late, the group cannot be used again.
 
 from __future__ import annotations
 
+import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby
-from typing import Any, Protocol, TypeVar
+from contextlib import suppress
+from datetime import timedelta
+from itertools import cycle
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from rlframework.errors import RefitError
-from rlframework.weight_sync.buffers import (
-    Slot,
-    WeightInfo,
-    assign_slots,
-    checksum,
-    group_names,
-    layout_checksum,
-    sizes_of,
-    write_weight,
-)
-from rlframework.weight_sync.ipc import match_slots
-from rlframework.weight_sync.process_group import RefitGroup
+from rlframework.weight_sync import buffers
+from rlframework.weight_sync.buffers import Slot, WeightInfo
 
-_LARGE = 1 << 20
-"""Weights of at least this many bytes are sent alone: one more message costs less than two copies."""
-
+_LARGE = 1 << 20  # weights of at least this many bytes are sent alone: one more message costs less than two copies
+_BACKLOG = 1024  # connections the store's socket queues before accepting them: all receivers connect at once
 _MODULUS = 2**64
 _Result = TypeVar("_Result")
 
 
-class Receiver(Protocol):
-    """The destination of received weights."""
+class RefitGroup:
+    """Rank `rank` of `world_size` in a process group of trainer rank 0 and the receivers, separate from their own.
 
-    def target(self, slot: Slot) -> Tensor:
-        """Return the bytes that the weight may be received into, 1-D uint8."""
+    gloo between CPUs, NCCL between GPUs. Rank 0, the sender, serves the store at `ip` and `port`; `listening` is a
+    socket already bound to it. Every wait has the `deadline` in seconds. Raises `RefitError` if the ranks do not meet.
+    """
 
-    def receive(self, slot: Slot, raw: Tensor) -> int:
-        """Copy the weight in from `raw`; return its checksum."""
+    def __init__(
+        self,
+        ip: str,
+        port: int,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        deadline: float,
+        listening: socket.socket | None = None,
+    ) -> None:
+        self.rank, self.size, self.deadline, self.device = rank, world_size, deadline, device
+        self._group: Any = None
+        try:
+            self._group = self._join(ip, port, listening)
+            # connections are made at the first collective, so a missing rank is reported now
+            self.sum(torch.zeros(1, dtype=torch.int64, device=device), "connecting")
+        except (RuntimeError, OSError) as error:
+            raise RefitError(
+                f"rank {rank} of {world_size} could not form the process group of the refit at {ip}:{port} within "
+                f"{deadline:g} s (generation.refit.deadline): {_first_line(error)}"
+            ) from error
 
-    def verify(self, name: str, received: int, sent: int) -> None:
-        """Compare the checksums of a weight. Verifying the last weight ends the refit."""
+    def _join(self, ip: str, port: int, listening: socket.socket | None) -> Any:
+        untyped: Any = dist
+        timeout, served = timedelta(seconds=self.deadline), None
+        if self.rank == 0:
+            bound = listening or socket.create_server((ip, port), family=_family(ip))
+            bound.listen(_BACKLOG)
+            served = bound.detach()  # the store closes it
+        store = untyped.TCPStore(
+            ip,
+            port,
+            world_size=self.size,
+            is_master=self.rank == 0,
+            timeout=timeout,
+            wait_for_workers=False,
+            master_listen_fd=served,
+        )
+        if self.device.type == "cuda":
+            kind = untyped.ProcessGroupNCCL
+            options = kind.Options()
+        else:
+            kind = untyped.ProcessGroupGloo
+            options = kind._Options()
+            options._devices = [kind.create_device(hostname=_own_address(ip, port) if self.rank else ip)]
+        options._timeout = timeout
+        return kind(store, self.rank, self.size, options)
+
+    def start_broadcast(self, tensor: Tensor) -> dist.Work:
+        """Start sending `tensor` from rank 0 to the others; pass the result to `wait`."""
+        work: dist.Work = self._group.broadcast(tensor, 0)
+        return work
+
+    def broadcast(self, tensor: Tensor, what: str) -> None:
+        """Send `tensor` from rank 0 to the others; errors begin with `what`."""
+        self.wait(self.start_broadcast(tensor), what)
+
+    def sum(self, tensor: Tensor, what: str) -> None:
+        """Sum `tensor` over the ranks, in place; errors begin with `what`."""
+        self.wait(self._group.allreduce(tensor), what)
+
+    def wait(self, work: dist.Work, what: str) -> None:
+        """Wait for `work`; close the group and raise `RefitError` if a rank is gone or the deadline passes."""
+        try:
+            until = time.monotonic() + self.deadline
+            if self.device.type == "cpu":
+                work.wait(timedelta(seconds=self.deadline))
+            while self.device.type == "cuda" and not work.is_completed():  # NCCL's own time-outs abort the process
+                if time.monotonic() > until:
+                    raise RuntimeError("deadline exceeded")
+                time.sleep(0.001)
+        except RuntimeError as error:
+            self.close()
+            who = "a receiver is gone or took too long" if self.rank == 0 else "the trainer is gone or took too long"
+            raise RefitError(
+                f"{what}: {who} (generation.refit.deadline is {self.deadline:g} s): {_first_line(error)}"
+            ) from error
+
+    @property
+    def closed(self) -> bool:
+        """True after `close` or a failure."""
+        return self._group is None
+
+    def close(self) -> None:
+        """Release the group; the other ranks notice."""
+        group, self._group = self._group, None
+        if group is not None and self.device.type == "cuda":
+            with suppress(RuntimeError):
+                group.abort()
 
 
-class _InFlight:
-    """At most two messages in flight, each with a buffer if it needs one."""
+def _own_address(ip: str, port: int) -> str:
+    """Return this machine's address on the route to the sender, where the other ranks can reach this process."""
+    with socket.socket(_family(ip), socket.SOCK_DGRAM) as probe:
+        probe.connect((ip, port))  # UDP: sends nothing
+        return str(probe.getsockname()[0])
+
+
+def _family(ip: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in ip else socket.AF_INET
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:300]
+
+
+# -- messages ----------------------------------------------------------------------------------------------------------
+
+
+class _Message:
+    """One of the two messages in flight, with a buffer if it needs one."""
 
     def __init__(self, group: RefitGroup) -> None:
         self._group = group
-        self._buffers: list[Tensor | None] = [None, None]
-        self._pending: list[tuple[Any, Tensor] | None] = [None, None]
+        self._buffer = torch.empty(0, dtype=torch.uint8, device=group.device)
+        self._pending: tuple[dist.Work, Tensor] | None = None
 
-    def buffer(self, number: int, slots: Sequence[Slot]) -> Tensor:
-        """Return the buffer for message `number`; message `number - 2`, which used it before, must be complete."""
-        turn, size = number % 2, max(1, slots[-1].offset + slots[-1].size)
-        raw = self._buffers[turn]
-        if raw is None or raw.numel() < size:
-            self._buffers[turn] = raw = torch.empty(size, dtype=torch.uint8, device=self._group.device)
-        return raw[:size]
+    def buffer(self, slots: Sequence[Slot]) -> Tensor:
+        size = max(1, slots[-1].offset + slots[-1].size)  # not padded: the other side may need no buffer
+        if self._buffer.numel() < size:
+            self._buffer = torch.empty(size, dtype=torch.uint8, device=self._group.device)
+        return self._buffer[:size]
 
-    def start(self, number: int, raw: Tensor) -> None:
-        """Start broadcasting message `number`; keeps `raw` alive until it is complete."""
-        self._pending[number % 2] = self._group.broadcast(raw), raw
+    def start(self, raw: Tensor) -> None:
+        self._pending = self._group.start_broadcast(raw), raw  # keeps `raw` alive until it is complete
 
-    def finish(self, number: int) -> Tensor | None:
-        """Wait for the message in the slot of message `number` and return its bytes; None if the slot is empty."""
-        pending, self._pending[number % 2] = self._pending[number % 2], None
-        if pending is None:
-            return None
-        self._group.wait(pending[0], "sending weights" if self._group.rank == 0 else "receiving weights")
-        return pending[1]
+    def finish(self) -> Tensor:
+        """Wait for the message and return its bytes; none if there is no message."""
+        if self._pending is None:
+            return self._buffer[:0]
+        (work, raw), self._pending = self._pending, None
+        self._group.wait(work, "sending weights" if self._group.rank == 0 else "receiving weights")
+        return raw
+
+
+def _message_slots(info: WeightInfo, budget: float) -> list[list[Slot]]:
+    """Assign weights to messages: each large one alone, small ones packed up to `budget` bytes."""
+    return [buffers.assign_slots(names, info) for names in buffers.group_names(buffers.sizes_of(info), budget, _LARGE)]
+
+
+def _signed(value: int) -> int:
+    """Reinterpret an unsigned 64-bit number as signed."""
+    return value - _MODULUS if value >= _MODULUS // 2 else value
+
+
+# -- the two sides -----------------------------------------------------------------------------------------------------
 
 
 def send(group: RefitGroup, info: WeightInfo, weights: Iterator[tuple[str, Tensor]], budget: float) -> None:
@@ -91,126 +198,97 @@ def send(group: RefitGroup, info: WeightInfo, weights: Iterator[tuple[str, Tenso
     Raises `RefitError` if a receiver is gone or late, or found an error.
     """
     try:
-        _send_groups(group, info, weights, budget)
+        groups = _message_slots(info, budget)
+        header = [_signed(buffers.layout_checksum(info)), int(budget), len(groups), 0]
+        group.broadcast(torch.tensor(header, device=group.device), "sending the layout of the weights")
+        sums = torch.tensor(list(map(_signed, _send_groups(group, groups, weights))), dtype=torch.int64)
+        group.broadcast(sums.to(group.device), "sending the checksums of the weights")
     except BaseException:  # the receivers are waiting for messages that will never arrive
         group.close()
         raise
     failures = torch.zeros(1, dtype=torch.int64, device=group.device)
-    group.wait(group.all_reduce(failures), "collecting the receivers' verdicts")
+    group.sum(failures, "collecting the receivers' verdicts")
     if int(failures):
         raise RefitError(
             f"{int(failures)} of {group.size - 1} receivers rejected the weights of this refit; each reports the reason"
         )
 
 
-def _send_groups(group: RefitGroup, info: WeightInfo, weights: Iterator[tuple[str, Tensor]], budget: float) -> None:
-    groups = _message_slots(info, budget)
-    header = [_signed(layout_checksum(info)), int(budget), len(groups), 0]
-    group.wait(group.broadcast(torch.tensor(header, device=group.device)), "sending the layout of the weights")
-    in_flight = _InFlight(group)
+def _send_groups(
+    group: RefitGroup, groups: Sequence[Sequence[Slot]], weights: Iterator[tuple[str, Tensor]]
+) -> list[int]:
+    """Send the weights and return their checksums."""
+    messages = _Message(group), _Message(group)
     sums: list[int] = []
-    for number, slots in enumerate(groups):
-        in_flight.finish(number)
-        matched = match_slots(slots, weights)
+    for slots, message in zip(groups, cycle(messages), strict=False):
+        message.finish()
+        matched = buffers.match_slots(slots, weights)
         if len(slots) == 1:
             slot, weight = next(matched)
-            raw = _bytes_in_place(weight, slot.dtype, group.device)
-            if raw is not None:
-                in_flight.start(number, raw)
-                sums.append(checksum(raw))
+            same = weight.dtype == slot.dtype and weight.device.type == group.device.type
+            if same and weight.is_contiguous() and weight.numel():
+                message.start(raw := buffers.as_bytes(weight))
+                sums.append(buffers.checksum(raw))
                 continue
             matched = iter([(slot, weight)])
-        raw = in_flight.buffer(number, slots)
-        sums += [write_weight(slot.of(raw), weight, slot.dtype) for slot, weight in matched]
-        in_flight.start(number, raw)
-    for number in range(len(groups), len(groups) + 2):
-        in_flight.finish(number)
-    checksums = torch.tensor([_signed(value) for value in sums], dtype=torch.int64, device=group.device)
-    group.wait(group.broadcast(checksums), "sending the checksums of the weights")
+        raw = message.buffer(slots)
+        sums += [buffers.write_weight(slot.of(raw), weight, slot.dtype) for slot, weight in matched]
+        message.start(raw)
+    for message in messages:
+        message.finish()
+    return sums
 
 
-def _bytes_in_place(weight: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-    """Return the bytes of `weight` if they can be sent without a copy."""
-    if weight.dtype != dtype or weight.device.type != device.type or not weight.is_contiguous() or not weight.numel():
-        return None
-    return weight.detach().view(-1).view(torch.uint8)
+def receive(
+    group: RefitGroup, info: WeightInfo, target: Callable[[str], Tensor], verify: Callable[[str, int, int], None]
+) -> None:
+    """Receive all weights; called on every rank except 0.
 
-
-class _UntilFirstError:
-    """Makes calls until one fails, skips those after it, and keeps the error."""
-
-    error: Exception | None = None
-
-    def __call__(self, call: Callable[..., _Result], *arguments: Any) -> _Result | None:
-        if self.error is None:
-            try:
-                return call(*arguments)
-            except Exception as error:  # noqa: BLE001 - raised once the sender knows
-                self.error = error
-        return None
-
-
-def receive(group: RefitGroup, info: WeightInfo, receiver: Receiver) -> None:
-    """Receive all weights and their checksums into `receiver`; called on every rank except 0.
-
-    Raises the first error of `receiver` after the last message. Raises `RefitError` if the sender is gone or late, or
-    sends weights other than `info`.
+    `target` returns the tensor to fill by name; `verify` compares the checksums received and sent, after the last
+    weight. Raises their first error after the last message. Raises `RefitError` if the sender is gone or late, or sends
+    weights other than `info`.
     """
     header = torch.zeros(4, dtype=torch.int64, device=group.device)
-    group.wait(group.broadcast(header), "receiving the layout of the weights")
+    group.broadcast(header, "receiving the layout of the weights")
     layout, budget, count, _ = header.tolist()
     groups = _message_slots(info, budget)
-    if (layout, count) != (_signed(layout_checksum(info)), len(groups)):
+    if (layout, count) != (_signed(buffers.layout_checksum(info)), len(groups)):
         group.close()
         raise RefitError(
             "the trainer sends weights other than those announced by prepare_refit_info: call prepare_refit_info again"
         )
-    attempt = _UntilFirstError()
-    received = _receive_groups(group, groups, receiver, attempt)
-    checksums = torch.zeros(len(received), dtype=torch.int64, device=group.device)
-    group.wait(group.broadcast(checksums), "receiving the checksums of the weights")
-    for (name, checksum_here), sent in zip(received, checksums.tolist(), strict=True):
-        attempt(receiver.verify, name, checksum_here, sent % _MODULUS)
-    failed = torch.tensor([int(attempt.error is not None)], device=group.device)
-    group.wait(group.all_reduce(failed), "sending this receiver's verdict")
-    if attempt.error is not None:
-        raise attempt.error
+    errors: list[Exception] = []
 
+    def attempt(call: Callable[..., _Result], *arguments: Any) -> _Result | None:
+        try:
+            return call(*arguments)
+        except Exception as error:  # noqa: BLE001 - raised once the sender knows
+            errors.append(error)
+            return None
 
-def _receive_groups(
-    group: RefitGroup, groups: Sequence[Sequence[Slot]], receiver: Receiver, attempt: _UntilFirstError
-) -> list[tuple[str, int | None]]:
-    """Return all names with the checksums of what arrived; None from the first error on."""
-    in_flight = _InFlight(group)
+    def copy(slot: Slot, raw: Tensor) -> int:
+        return buffers.read_weight(slot.of(raw), target(slot.name))
+
+    def start(message: _Message, slots: Sequence[Slot]) -> None:
+        whole = attempt(target, slots[0].name) if len(slots) == 1 else None
+        usable = whole is not None and whole.device.type == group.device.type and whole.numel()
+        message.start(buffers.as_bytes(whole) if whole is not None and usable else message.buffer(slots))
+
+    messages = _Message(group), _Message(group)
+    for slots, message in zip(groups, messages, strict=False):
+        start(message, slots)
     received: list[tuple[str, int | None]] = []
-
-    def start(number: int) -> None:
-        slots = groups[number]
-        raw = attempt(receiver.target, slots[0]) if len(slots) == 1 else None
-        if raw is None or raw.device.type != group.device.type or not raw.numel():
-            raw = in_flight.buffer(number, slots)
-        in_flight.start(number, raw)
-
-    for number in range(min(2, len(groups))):
-        start(number)
     for number, slots in enumerate(groups):
-        raw = in_flight.finish(number)
-        assert raw is not None
-        received += [(slot.name, attempt(receiver.receive, slot, slot.of(raw))) for slot in slots]
+        message = messages[number % 2]
+        raw = message.finish()
+        received += [(slot.name, attempt(copy, slot, raw)) for slot in slots]
         if number + 2 < len(groups):
-            start(number + 2)
-    return received
-
-
-def _message_slots(info: WeightInfo, budget: float) -> list[list[Slot]]:
-    """Assign weights to messages: each large one alone, small ones packed up to `budget` bytes."""
-    groups: list[list[str]] = []
-    for large, run in groupby(sizes_of(info), lambda size: size[1] >= _LARGE):
-        weights = list(run)
-        groups += [[name] for name, _ in weights] if large else group_names(weights, budget)
-    return [assign_slots(names, info) for names in groups]
-
-
-def _signed(value: int) -> int:
-    """Reinterpret an unsigned 64-bit number as signed."""
-    return value - _MODULUS if value >= _MODULUS // 2 else value
+            start(message, groups[number + 2])
+    checksums = torch.zeros(len(received), dtype=torch.int64, device=group.device)
+    group.broadcast(checksums, "receiving the checksums of the weights")
+    for (name, here), sent in zip(received, checksums.tolist(), strict=True):
+        if here is not None:
+            attempt(verify, name, here, sent % _MODULUS)
+    group.sum(torch.tensor([int(bool(errors))], device=group.device), "sending this receiver's verdict")
+    if errors:
+        raise errors[0]

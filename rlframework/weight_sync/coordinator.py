@@ -1,48 +1,26 @@
-"""The driver's side of a refit: `Refitter` transfers the trainer's weights to the engines, by either transport.
-
-The driver requests one group of weights at a time (IPC), or starts both sides and waits (collective). No weights pass
-through the driver.
-"""
+"""The driver's side of a refit, by either transport. No weights pass through the driver."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from rlframework.config.sections import RefitConfig
 from rlframework.errors import ConfigError, DeadlineExceeded, RefitError, RLFrameworkError
-from rlframework.interfaces.policy_worker import PolicyWorker, RefitState
+from rlframework.interfaces.policy_worker import PolicyWorker
+from rlframework.interfaces.worker_group import MultiWorkerFuture, WorkerGroup
+from rlframework.weight_sync import ipc
 from rlframework.weight_sync.buffers import WeightInfo, group_names, sizes_of
-from rlframework.weight_sync.ipc import (
-    BUFFERS,
-    CPU_GROUP,
-    GPU_GROUP,
-    GPU_PREFIX,
-    OFFERED_GROUP,
-    GroupHandles,
-    ReceiveBuffer,
-)
 from rlframework.weight_sync.receiver import ReceivesWeights
 from rlframework.workers.inline import InlineWorkerGroup
 
-if TYPE_CHECKING:
-    from rlframework.config.sections import RefitConfig
-    from rlframework.interfaces.worker_group import MultiWorkerFuture, WorkerGroup
-
 P = ParamSpec("P")
 R = TypeVar("R")
-_AHEAD = 1
-"""Groups requested from the trainer while it writes another, so it does not wait for the driver."""
-
-_GRACE = 10.0
-"""Seconds for workers to answer after the deadline that they enforce themselves."""
-
-_UNKNOWN_DEVICE = ""
-"""The device reported by an engine that does not derive from `ReceivesWeights`."""
+_GRACE = 10.0  # seconds for workers to answer after the deadline that they enforce themselves
 
 
 def attempt(worker: object, name: str, method: str, arguments: Mapping[str, Any]) -> tuple[Any, str]:
@@ -89,18 +67,19 @@ class Refitter:
     def shares_gpu(self) -> bool:
         """Whether an engine runs on a GPU of the trainer, or may, because its device is unknown."""
         trainer, engines = self._devices
-        shared = trainer if _UNKNOWN_DEVICE in engines else trainer & engines
-        return any(device.startswith(GPU_PREFIX) for device in shared)
+        shared = trainer if "" in engines else trainer & engines
+        return any(device.startswith(ipc.GPU_PREFIX) for device in shared)
 
     @cached_property
     def _devices(self) -> tuple[set[str], set[str]]:
         """The devices of the trainer's workers and of the engines, as `ipc.device_id` names them."""
-        trainer = {state["device"] for state in self._call_all(self._trainer, PolicyWorker.get_refit_state)}
-        return trainer, {state["device"] for state in self._call_all(self._generation, ReceivesWeights.get_refit_state)}
+        trainer = self._call_all(self._trainer, PolicyWorker.get_refit_state)
+        engines = self._call_all(self._generation, ReceivesWeights.get_refit_state)
+        return {state["device"] for state in trainer}, {state["device"] for state in engines}
 
     def is_stale(self) -> bool:
         """Return True if the trainer's weights are newer than those last sent to the engines."""
-        return self._version is None or self._trainer_state()["version"] != self._version
+        return self._version is None or self._call_trainer(PolicyWorker.get_refit_state)["version"] != self._version
 
     def refit(self, transport: str | None = None, buffer_bytes: float | None = None) -> RefitReport:
         """Transfer the trainer's weights to all engines.
@@ -110,7 +89,7 @@ class Refitter:
         generate until the next refit.
         """
         start = time.perf_counter()
-        self._version, version = None, self._trainer_state()["version"]
+        self._version, version = None, self._call_trainer(PolicyWorker.get_refit_state)["version"]
         info: WeightInfo = self._call_trainer(PolicyWorker.prepare_info_for_collective)
         if info != self._info:
             self._call_all(self._generation, ReceivesWeights.prepare_refit_info, state_dict_info=info)
@@ -129,10 +108,10 @@ class Refitter:
     def _by_ipc(self, buffer_bytes: float | None) -> None:
         """Write into the memory that one engine per machine offers, if any; the other engines copy from it.
 
-        Up to `BUFFERS` groups are in flight: the trainer writes one, with the next already requested, while the engines
-        read another.
+        Up to `ipc.BUFFERS` groups are in flight: the trainer writes one, with the next already requested, while the
+        engines read another.
         """
-        buffers: dict[str, ReceiveBuffer] = {}
+        buffers: dict[str, ipc.ReceiveBuffer] = {}
         for offered in reversed(self._call_all(self._generation, ReceivesWeights.offer_refit_memory)):
             buffers |= offered
         destination = {"receive_buffers": buffers} if buffers else {}
@@ -140,36 +119,36 @@ class Refitter:
         if buffer_bytes is None and self._config.buffer_mb is not None:
             buffer_bytes = self._config.buffer_mb * 2**20
         if buffer_bytes is None:
-            on_gpu = self._trainer_state()["device"].startswith(GPU_PREFIX)
-            buffer_bytes = GPU_GROUP if on_gpu else OFFERED_GROUP if buffers else CPU_GROUP
+            on_gpu = self._call_trainer(PolicyWorker.get_refit_state)["device"].startswith(ipc.GPU_PREFIX)
+            buffer_bytes = ipc.GPU_GROUP if on_gpu else ipc.OFFERED_GROUP if buffers else ipc.CPU_GROUP
         groups = group_names(prepared[0][0], min([buffer_bytes, *(free for _, free in prepared)]))
-        requested: deque[MultiWorkerFuture] = deque()
         reading: deque[MultiWorkerFuture] = deque()
-        for number, names in enumerate(groups, 1):
-            while len(requested) + len(reading) >= BUFFERS:  # this group overwrites the one being waited for
+        writing: MultiWorkerFuture | None = None
+        for names in [*groups, []]:
+            while names and len(reading) + (writing is not None) >= ipc.BUFFERS:  # overwrites the oldest group
                 self._wait_until_read(reading.popleft())
-            requested.append(self._start(self._trainer, PolicyWorker.get_weights_ipc_handles, keys=names))
-            while len(requested) > (_AHEAD if number < len(groups) else 0):
-                ranks = self._results(self._trainer, requested.popleft())
-                handles: dict[str, GroupHandles] = {
-                    device: group for of_rank in ranks for device, group in of_rank.items()
-                }
-                reading.append(
-                    self._start(self._generation, ReceivesWeights.update_weights_from_ipc_handles, ipc_handles=handles)
-                )
+            write = PolicyWorker.get_weights_ipc_handles
+            requested = self._start(self._trainer, write, keys=names) if names else None
+            if writing is not None:
+                handles: dict[str, ipc.GroupHandles] = {}
+                for of_rank in self._results(self._trainer, writing):
+                    handles |= of_rank
+                load = ReceivesWeights.update_weights_from_ipc_handles
+                reading.append(self._start(self._generation, load, ipc_handles=handles))
+            writing = requested
         while reading:
             self._wait_until_read(reading.popleft())
 
     def _wait_until_read(self, future: MultiWorkerFuture) -> None:
-        """Wait until the engines have read a group."""
         if not all(self._results(self._generation, future)):
             raise RefitError("a generation engine did not load the weights that it was sent")
 
     # -- collective ---------------------------------------------------------------------------------------------------
 
     def _by_collective(self) -> None:
+        trainer = self._call_trainer(PolicyWorker.get_refit_state)
         engines = self._call_all(self._generation, ReceivesWeights.get_refit_state)
-        if not (self._trainer_state()["joined"] and all(engine["joined"] for engine in engines)):
+        if not (trainer["joined"] and all(engine["joined"] for engine in engines)):
             self._join_process_group()
         self._run_both(PolicyWorker.broadcast_weights_for_collective, ReceivesWeights.update_weights_from_collective)
 
@@ -193,26 +172,16 @@ class Refitter:
         if isinstance(self._generation, InlineWorkerGroup):
             sides.reverse()
         futures = {id(group): self._start(group, method, **arguments) for group, method in sides}
-        failed: RLFrameworkError | None = None
-        try:
-            self._results(self._trainer, futures[id(self._trainer)])
-        except RefitError as error:  # the engines' errors are closer to the cause
-            failed = error
-        except RLFrameworkError:
-            with suppress(RLFrameworkError):
-                self._results(self._generation, futures[id(self._generation)], self._config.deadline + _GRACE)
-            raise
-        try:
-            self._results(self._generation, futures[id(self._generation)], self._config.deadline + _GRACE)
-        except RLFrameworkError as error:
-            raise error from failed
-        if failed is not None:
-            raise failed
+        errors: list[RLFrameworkError] = []
+        for group, deadline in ((self._trainer, None), (self._generation, self._config.deadline + _GRACE)):
+            try:
+                self._results(group, futures[id(group)], deadline)
+            except RLFrameworkError as error:
+                errors.append(error)
+        if errors:  # the engines' errors are closer to the cause than a `RefitError` of the trainer
+            raise errors[-1] if isinstance(errors[0], RefitError) else errors[0]
 
     # -- calls --------------------------------------------------------------------------------------------------------
-
-    def _trainer_state(self) -> RefitState:
-        return self._call_trainer(PolicyWorker.get_refit_state)
 
     def _start(
         self, group: WorkerGroup, method: Callable[Concatenate[Any, P], Any], *args: P.args, **arguments: P.kwargs
@@ -232,7 +201,7 @@ class Refitter:
         return result
 
     def _results(self, group: WorkerGroup, future: MultiWorkerFuture, deadline: float | None = None) -> list[Any]:
-        """Wait for the engines up to `deadline` seconds, by default the refit's; for the trainer, its own deadline."""
+        """Wait for the engines up to `deadline` seconds, by default the refit's; the trainer has its own deadline."""
         if group is self._generation and deadline is None:
             deadline = self._config.deadline
         future.deadline = deadline

@@ -2,37 +2,36 @@
 
 On a CPU an engine may offer the memory of its own weights as a receive buffer: the trainer writes there, and the engine
 only verifies checksums. Otherwise the trainer rotates three buffers, so that it writes one group while earlier ones are
-read; a group must have been read before the third group after it is requested. On a GPU the buffers are shared through
+read; a group must have been read before the third group after it is requested.
+
+Memory on a CPU is a `memfd`, which has no path: the other process opens it by this process's id and file descriptor,
+and the system frees it after its last user, however either process ends. Linux only. Memory on a GPU is shared through
 CUDA IPC handles.
 """
 
 from __future__ import annotations
 
+import mmap
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import Any
 from uuid import uuid4
+from weakref import finalize
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from rlframework.errors import RefitError
+from rlframework.errors import NotSupported, RefitError
 from rlframework.observers.host import available_memory
-from rlframework.weight_sync.buffers import (
-    Slot,
-    WeightInfo,
-    assign_slots,
-    buffer_size,
-    layout_checksum,
-    write_weight,
-)
-from rlframework.weight_sync.shared_memory import MemoryHandle, SharedMemory, open_memory
+from rlframework.weight_sync import buffers
+from rlframework.weight_sync.buffers import Slot, WeightInfo
 from rlframework.workers.machine import identity
 
-BUFFERS = 3
-"""Groups of weights in memory at the same time."""
+BUFFERS = 3  # groups of weights in memory at the same time
 
 CPU_GROUP, GPU_GROUP = 32 << 20, 1 << 30
 """Default bytes per group. A group on a CPU is small enough to stay in its caches between the two copies."""
@@ -40,14 +39,113 @@ CPU_GROUP, GPU_GROUP = 32 << 20, 1 << 30
 OFFERED_GROUP = 128 << 20
 """Default bytes per group written straight into an engine's memory: large, as it needs no buffers and saves calls."""
 
-_USABLE = 0.8
-"""Fraction of the free memory that a refit may use."""
+_USABLE = 0.8  # fraction of the free memory that a refit may use
+GPU_PREFIX = "GPU-"  # prefix of the device ids of GPUs
+_CUDA_DEVICE = 6  # index of the device number among the arguments of torch's `rebuild_cuda_tensor`
 
-GPU_PREFIX = "GPU-"
-"""Prefix of the device ids of GPUs."""
 
-_CUDA_DEVICE = 6
-"""Index of the device number among the arguments of torch's `rebuild_cuda_tensor`."""
+@cache
+def device_id(device: torch.device) -> str:
+    """Return the id of the GPU or machine of `device`; processes with equal ids can share memory on it."""
+    if device.type == "cuda":
+        return f"{GPU_PREFIX}{torch.cuda.get_device_properties(device).uuid}"
+    return f"{device.type} {identity()}"
+
+
+def free_bytes(device: torch.device) -> float:
+    """Return the bytes that each of `BUFFERS` groups of weights may use on `device`."""
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
+    return float("inf") if free is None else free * _USABLE / BUFFERS
+
+
+def group_bytes(buffer_mb: float | None, device: torch.device) -> float:
+    """Return the bytes per group: `generation.refit.buffer_mb` or the default, limited by free memory."""
+    default = GPU_GROUP if device.type == "cuda" else CPU_GROUP
+    return min(free_bytes(device), default if buffer_mb is None else buffer_mb * 2**20)
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MemoryHandle:
+    """Identifies shared memory: process and file descriptor, with the inode to detect a reused descriptor."""
+
+    pid: int
+    file: int
+    inode: int
+    size: int
+
+
+class SharedMemory:
+    """`size` shareable bytes; `raw` is 1-D uint8.
+
+    The file is closed with this object; processes that opened the memory, and tensors stored in it, keep it alive.
+    """
+
+    def __init__(self, size: int) -> None:
+        if not hasattr(os, "memfd_create"):
+            raise NotSupported(
+                "sharing weights with another process needs Linux; set generation.refit.transport to collective"
+            )
+        file = os.memfd_create("rlframework-refit")
+        finalize(self, os.close, file)
+        try:
+            os.posix_fallocate(file, 0, size)  # fails here if memory is short, not by SIGBUS later
+            self.raw = _mapped(file, size)
+        except OSError as error:
+            raise RefitError(
+                f"cannot allocate {size / 2**20:,.0f} MiB of shared memory for weights ({error}); set a smaller "
+                "generation.refit.buffer_mb, or generation.refit.transport to collective"
+            ) from error
+        self.handle = MemoryHandle(os.getpid(), file, os.fstat(file).st_ino, size)
+
+    def offset(self, tensor: Tensor) -> int:
+        """Return the byte offset of `tensor`, which must be stored here."""
+        return tensor.data_ptr() - self.raw.data_ptr()
+
+    def contains(self, tensor: Tensor) -> bool:
+        """Return True if `tensor` is stored here."""
+        return tensor.is_cpu and 0 <= self.offset(tensor) <= self.raw.numel() - tensor.nbytes
+
+
+@torch.no_grad()
+def move_to_shared_memory(tensors: Iterable[Tensor]) -> SharedMemory:
+    """Move the storage of contiguous CPU `tensors`, with their values, to new shared memory.
+
+    The tensor objects stay the same, so modules keep their parameters. Needs a second copy of the values until it
+    returns.
+    """
+    moving = list(tensors)
+    memory, offset = SharedMemory(max(1, sum(buffers.aligned(tensor.nbytes) for tensor in moving))), 0
+    for tensor in moving:
+        moved = memory.raw[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        moved.copy_(tensor)
+        tensor.data = moved
+        offset += buffers.aligned(tensor.nbytes)
+    return memory
+
+
+def open_memory(handle: MemoryHandle) -> Tensor:
+    """Return the bytes of `handle`, 1-D uint8; raise `RefitError` if the other process or its memory is gone."""
+    path = f"/proc/{handle.pid}/fd/{handle.file}"
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise RefitError(
+            f"cannot open the shared memory for weights ({error}): the process that owns it ended or closed it"
+        ) from error
+    try:
+        found = os.fstat(file)
+        if (found.st_ino, found.st_size) != (handle.inode, handle.size):
+            raise RefitError(f"{path} is no longer the memory that was shared: its owner closed it before it was read")
+        return _mapped(file, handle.size)
+    finally:
+        os.close(file)
+
+
+def _mapped(file: int, size: int) -> Tensor:
+    return torch.from_numpy(np.frombuffer(mmap.mmap(file, size), dtype=np.uint8))
 
 
 class CudaMemory:
@@ -79,6 +177,9 @@ class CudaHandle:
         return self.rebuild(*arguments)
 
 
+# -- groups of weights -------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class GroupHandles:
     """A group of weights in shared memory. `refit` identifies the refit that the group belongs to."""
@@ -98,35 +199,13 @@ class ReceiveBuffer:
     offsets: Mapping[str, int]
 
 
-def device_id(device: torch.device) -> str:
-    """Return the id of the GPU or machine of `device`; processes with equal ids can share memory on it."""
-    if device.type == "cuda":
-        return f"{GPU_PREFIX}{torch.cuda.get_device_properties(device).uuid}"
-    return f"{device.type} {_machine()}"
-
-
-_machine = cache(identity)
-
-
-def free_bytes(device: torch.device) -> float:
-    """Return the bytes that each of `BUFFERS` groups of weights may use on `device`."""
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
-    return float("inf") if free is None else free * _USABLE / BUFFERS
-
-
-def group_bytes(buffer_mb: float | None, device: torch.device) -> float:
-    """Return the bytes per group: `generation.refit.buffer_mb` or the default, limited by free memory."""
-    default = GPU_GROUP if device.type == "cuda" else CPU_GROUP
-    return min(free_bytes(device), default if buffer_mb is None else buffer_mb * 2**20)
-
-
 class IpcSender:
     """The trainer's side: writes groups of weights to rotating buffers, or to a receiver's buffer."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._buffers: deque[SharedMemory | CudaMemory] = deque()
-        self.receive_buffer: ReceiveBuffer | None = None
+        self._receive_buffer: ReceiveBuffer | None = None
         self._open = lru_cache(1)(open_memory)
         self.info: WeightInfo = {}
         self.refit = ""
@@ -136,32 +215,33 @@ class IpcSender:
 
         Raises `RefitError` if the buffer was laid out for other weights.
         """
-        if receive_buffer is not None and receive_buffer.layout != layout_checksum(info):
+        if receive_buffer is not None and receive_buffer.layout != buffers.layout_checksum(info):
             raise RefitError(
                 "an engine offered a receive buffer for weights other than the trainer's: call its prepare_refit_info "
                 "again"
             )
-        current = self.receive_buffer
+        current = self._receive_buffer
         if receive_buffer is None or current is None or receive_buffer.memory != current.memory:
             self.close()
-        self.info, self.receive_buffer, self.refit = info, receive_buffer, uuid4().hex
+        self.info, self._receive_buffer, self.refit = info, receive_buffer, uuid4().hex
 
     def pack(self, names: Iterable[str], weights: Iterator[tuple[str, Tensor]]) -> GroupHandles:
         """Write `weights`, given in the order of `names`, and return their handles."""
-        slots = assign_slots(names, self.info)
-        offered = self.receive_buffer
+        slots = buffers.assign_slots(names, self.info)
+        offered = self._receive_buffer
         if offered is not None:
             slots = [replace(slot, offset=offered.offsets[slot.name]) for slot in slots]
         else:
-            self._next_buffer(buffer_size(slots))
+            self._next_buffer(slots[-1].offset + max(1, slots[-1].size))  # memory cannot be empty
         raw = self.written()
-        sums = tuple(write_weight(slot.of(raw), weight, slot.dtype) for slot, weight in match_slots(slots, weights))
+        matched = buffers.match_slots(slots, weights)
+        sums = tuple(buffers.write_weight(slot.of(raw), weight, slot.dtype) for slot, weight in matched)
         memory = self._buffers[0].handle if offered is None else offered.memory
         return GroupHandles(self.refit, tuple(slots), sums, memory)
 
     def written(self) -> Tensor:
         """Return the memory of the last group, 1-D uint8."""
-        return self._buffers[0].raw if self.receive_buffer is None else self._open(self.receive_buffer.memory)
+        return self._buffers[0].raw if self._receive_buffer is None else self._open(self._receive_buffer.memory)
 
     def _next_buffer(self, size: int) -> None:
         """Make the next buffer of the rotation the first, reallocated if it is too small."""
@@ -177,32 +257,3 @@ class IpcSender:
         """Release the buffers and a receiver's memory."""
         self._buffers.clear()
         self._open.cache_clear()
-
-
-def match_slots(slots: Iterable[Slot], weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[Slot, Tensor]]:
-    """Pair each slot with the next of `weights`; raise `RefitError` if its name or shape differs."""
-    for slot in slots:
-        name, weight = next(weights, ("nothing", None))
-        if weight is None or name != slot.name or tuple(weight.shape) != slot.shape:
-            got = "" if weight is None else f" of shape {tuple(weight.shape)}"
-            raise RefitError(
-                f"the training engine gathered {name}{got} instead of {slot.name} of shape {slot.shape}: its "
-                "gather_weights and weight_specs disagree"
-            )
-        yield slot, weight
-
-
-class IpcReceiver:
-    """The receiver's side. `offered`: the memory it offered as a receive buffer."""
-
-    def __init__(self) -> None:
-        self._open = lru_cache(BUFFERS)(open_memory)
-        self.offered: SharedMemory | None = None
-
-    def open(self, handles: GroupHandles, device: torch.device) -> Tensor:
-        """Return the memory that `handles` refer to, 1-D uint8."""
-        if isinstance(handles.memory, CudaHandle):
-            return handles.memory.open(device)
-        if self.offered is not None and self.offered.handle == handles.memory:
-            return self.offered.raw
-        return self._open(handles.memory)

@@ -44,7 +44,7 @@ PRELOADED = (
     "transformers.models.llama.modeling_llama",
     "rlframework.algorithms.losses",
     "rlframework.models.adapters",
-    "rlframework.models.context_parallel",
+    "rlframework.models.forward",
     "rlframework.models.loading",
     "rlframework.models.probing",
     "rlframework.models.load_balancing",

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from transformers import DynamicCache, LlamaConfig, MistralConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from rlframework.generation.cache import PreallocatedLayer, decoding_cache
+from rlframework.generation.decode import PreallocatedLayer, decoding_cache
 
 _SHAPE = {
     "hidden_size": 8,
@@ -46,22 +46,15 @@ def test_it_holds_what_the_layer_of_transformers_holds(actions: list[int | str])
         assert torch.equal(ours.values, theirs.values)
 
 
-def test_one_more_token_is_written_in_place() -> None:
-    layer = PreallocatedLayer()
-    layer.update(torch.zeros(1, 1, 3, 2), torch.zeros(1, 1, 3, 2))
-    layer.update(torch.ones(1, 1, 1, 2), torch.ones(1, 1, 1, 2))
+def test_one_more_token_is_written_in_place_but_not_to_what_the_caller_gave() -> None:
+    layer, given_keys, token = PreallocatedLayer(), torch.zeros(1, 1, 3, 2), torch.ones(1, 1, 1, 2)
+    layer.update(given_keys, given_keys)
+    layer.update(token, token)
     where = layer.keys.data_ptr()
     for _ in range(60):
-        layer.update(torch.ones(1, 1, 1, 2), torch.ones(1, 1, 1, 2))
+        layer.update(token, token)
     assert layer.keys.data_ptr() == where
     assert layer.keys.sum() == 61 * 2
-
-
-def test_what_the_caller_gave_is_not_written_to() -> None:
-    given_keys = torch.zeros(1, 1, 3, 2)
-    layer = PreallocatedLayer()
-    layer.update(given_keys, given_keys)
-    layer.update(torch.ones(1, 1, 1, 2), torch.ones(1, 1, 1, 2))
     layer.keys[..., 0, :] = 7
     assert given_keys.sum() == 0
 

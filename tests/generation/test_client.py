@@ -101,15 +101,11 @@ def test_other_axes_share_a_shard(batch: Any) -> None:
     assert group.greedy == [False]
 
 
-def test_no_rows() -> None:
-    empty: BatchedDataDict[Any] = BatchedDataDict({"input_ids": torch.zeros(0, 3), "input_lengths": torch.zeros(0)})
-    with pytest.raises(BatchError, match="given no rows"):
-        make(Group(2)).generate(empty)
-
-
-def test_prepare_and_finish() -> None:
+def test_the_calls_around_a_rollout_and_no_rows() -> None:
     group = Group(2)
     generation = make(group)
     assert generation.prepare_for_generation()
+    with pytest.raises(BatchError, match="given no rows"):
+        generation.generate(BatchedDataDict({"input_ids": torch.zeros(0, 3), "input_lengths": torch.zeros(0)}))
     assert generation.finish_generation()
     assert group.finished == 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,16 +63,20 @@ def test_rows_do_not_depend_on_the_batch_size(tiny: Any, batch: Any, completions
     same_rows(whole, split, list(range(len(RAGGED))), completions)
 
 
-def test_a_group_is_prefilled_once_and_its_rows_differ(tiny: Any, batch: Any, completions: Any) -> None:
-    prompts = [[3, 9, 4]] * 24 + [[6, 6]] * 24
-    shapes: list[tuple[int, ...]] = []
+@pytest.fixture
+def shapes(tiny: Any) -> Iterator[list[tuple[int, ...]]]:
+    """The shapes of the `input_ids` of each forward."""
+    found: list[tuple[int, ...]] = []
     handle = tiny.model.register_forward_pre_hook(
-        lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+        lambda module, args, kwargs: found.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
     )
-    try:
-        output = tiny.engine(max_new_tokens=8).generate(batch(prompts))
-    finally:
-        handle.remove()
+    yield found
+    handle.remove()
+
+
+def test_a_group_is_prefilled_once_and_its_rows_differ(tiny: Any, batch: Any, completions: Any, shapes: Any) -> None:
+    prompts = [[3, 9, 4]] * 24 + [[6, 6]] * 24
+    output = tiny.engine(max_new_tokens=8).generate(batch(prompts))
     rows = completions(output)
     assert shapes[0] == (2, 3), "two different prompts, one forward of two rows"
     assert shapes[1][1] == 1
@@ -83,15 +87,9 @@ def test_a_group_is_prefilled_once_and_its_rows_differ(tiny: Any, batch: Any, co
         assert completions(alone)[0] == rows[row]
 
 
-def test_finished_rows_leave_the_batch(tiny: Any, batch: Any, completions: Any) -> None:
-    widths: list[int] = []
-    handle = tiny.model.register_forward_pre_hook(
-        lambda module, args, kwargs: widths.append(kwargs["input_ids"].shape[0]), with_kwargs=True
-    )
-    try:
-        output = tiny.engine(max_new_tokens=60).generate(batch([[3, 9, 4]] * 64))
-    finally:
-        handle.remove()
+def test_finished_rows_leave_the_batch(tiny: Any, batch: Any, completions: Any, shapes: Any) -> None:
+    output = tiny.engine(max_new_tokens=60).generate(batch([[3, 9, 4]] * 64))
+    widths = [rows for rows, _ in shapes]
     lengths = sorted(len(row) for row in completions(output))
     decoded = sum(widths[1:])
     needed = sum(length - 1 for length in lengths)
@@ -100,21 +98,10 @@ def test_finished_rows_leave_the_batch(tiny: Any, batch: Any, completions: Any) 
     assert len(widths) == max(lengths), "no forward after the last sampled token"
 
 
-def test_the_end_is_found_by_position_when_pad_is_the_end_token(
-    tiny: Any, batch: Any, completions: Any, plain_greedy: Any
+def test_all_sources_of_end_tokens(
+    tiny: Any, batch: Any, completions: Any, plain_greedy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts contain the end-of-sequence token and are padded with it: only one in the completion ends it."""
-    tokenizer = character_tokenizer(ALPHABET)
-    tokenizer.pad_token = tokenizer.eos_token
-    prompts = [[EOS, 5, EOS], [4], [EOS, EOS, 3, 9, 4, 12, EOS], [6, EOS]]
-    output = tiny.engine(tokenizer, max_new_tokens=24, temperature=0.0).generate(batch(prompts, pad=EOS))
-    expected = [plain_greedy(tiny.model, prompt, {EOS}, 24) for prompt in prompts]
-    assert completions(output) == expected
-    assert output["truncated"].tolist() == [row[-1] != EOS for row in expected]
-
-
-def test_all_sources_of_end_tokens(tiny: Any, batch: Any, completions: Any, plain_greedy: Any) -> None:
-    """Stop ids, stop strings and the model's own end-of-sequence tokens, each alone."""
+    """Stop ids, stop strings, and the model's own end-of-sequence tokens: in memory, or in a file beside it."""
     prompt = next(p for p in RAGGED if len(plain_greedy(tiny.model, p, {EOS}, 24)) > 3)
     path = plain_greedy(tiny.model, prompt, {EOS}, 24)
     stop = path[2]
@@ -124,26 +111,14 @@ def test_all_sources_of_end_tokens(tiny: Any, batch: Any, completions: Any, plai
         output = tiny.engine(max_new_tokens=24, temperature=0.0, **options).generate(batch([prompt]))
         assert completions(output) == [cut]
         assert output["truncated"].tolist() == [False]
-    before = tiny.model.generation_config.eos_token_id
-    tiny.model.generation_config.eos_token_id = [EOS, stop]
-    try:
-        output = tiny.engine(max_new_tokens=24, temperature=0.0).generate(batch([prompt]))
-    finally:
-        tiny.model.generation_config.eos_token_id = before
-    assert completions(output) == [cut]
-
-
-def test_end_tokens_of_the_generation_config_file(
-    tiny: Any, batch: Any, completions: Any, plain_greedy: Any, tmp_path: Path
-) -> None:
-    """A trainer may build its module from `config.json` alone: `generation_config.json` still counts."""
-    prompt = next(p for p in RAGGED if len(plain_greedy(tiny.model, p, {EOS}, 24)) > 3)
-    path = plain_greedy(tiny.model, prompt, {EOS}, 24)
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [EOS, path[2]]}), encoding="utf-8")
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [EOS, stop]}), encoding="utf-8")
     config = GenerationConfig(max_new_tokens=24, temperature=0.0)
     engine = TransformersEngine(config, tiny.tokenizer, model_name=str(tmp_path), device="cpu", precision="float32")
     engine.attach(tiny.model)
-    assert completions(engine.generate(batch([prompt]))) == [path[: path.index(path[2]) + 1]]
+    assert completions(engine.generate(batch([prompt]))) == [cut]
+    monkeypatch.setattr(tiny.model.generation_config, "eos_token_id", [EOS, stop])
+    output = tiny.engine(max_new_tokens=24, temperature=0.0).generate(batch([prompt]))
+    assert completions(output) == [cut]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlframework.config.sections import GenerationConfig
 from rlframework.errors import DataError, UserError
-from rlframework.generation.engine_model import AdaptedModel
+from rlframework.generation.engine_model import EngineModel
 from rlframework.generation.transformers_engine import TransformersEngine
 from rlframework.huggingface.model_directories import make_llama, quiet_transformers
 from rlframework.huggingface.tokenizer import character_tokenizer
@@ -35,7 +35,7 @@ def saved(path: str | Path) -> dict[str, Tensor]:
 def test_loaded_weights_generate_as_the_attached_model(
     tmp_path: Path, batch: Any, completions: Any, plain_greedy: Any, tied: bool
 ) -> None:
-    """Twice with different weights: the first load builds, the second copies in place."""
+    """Twice with different weights, which the caller may change afterwards: the first builds, the second copies."""
     from transformers import AutoModelForCausalLM
 
     tokenizer = character_tokenizer("0123456789")
@@ -48,23 +48,12 @@ def test_loaded_weights_generate_as_the_attached_model(
         names = saved(path)
         assert ("lm_head.weight" in names) == (not tied)
         engine.load_weights(names.items())
+        for tensor in names.values():
+            tensor.mul_(-3)
         model = AutoModelForCausalLM.from_pretrained(path)
         answers.append(completions(engine.generate(batch([[3, 9], [4]]))))
         assert answers[-1] == [plain_greedy(model, prompt, {1}, 12) for prompt in ([3, 9], [4])]
     assert answers[0] != answers[1]
-
-
-def test_loading_copies(tmp_path: Path, batch: Any, completions: Any) -> None:
-    """The caller may change its weights afterwards."""
-    tokenizer = character_tokenizer("0123456789")
-    path = make_llama(tmp_path / "m", tokenizer, hidden=32, layers=1, init_std=0.4)
-    engine, weights = make_engine(str(path), tokenizer), saved(path)
-    for _ in range(2):
-        engine.load_weights(weights.items())
-        before = completions(engine.generate(batch([[3, 9]])))
-        for tensor in weights.values():
-            tensor.mul_(-3)
-        assert completions(engine.generate(batch([[3, 9]]))) == before
 
 
 def test_other_names_in_files_than_in_memory(tmp_path: Path, batch: Any, completions: Any, plain_greedy: Any) -> None:
@@ -100,12 +89,10 @@ def test_other_names_in_files_than_in_memory(tmp_path: Path, batch: Any, complet
 
 
 def test_precision_of_the_own_module(tiny: Any, batch: Any) -> None:
-    seen: list[torch.dtype] = []
     engine = make_engine(tiny.path, tiny.tokenizer, "bfloat16")
     engine.load_weights(saved(tiny.path).items())
     assert engine._model is not None
-    seen = [parameter.dtype for parameter in engine._model.parameters()]
-    assert set(seen) == {torch.bfloat16}
+    assert {parameter.dtype for parameter in engine._model.parameters()} == {torch.bfloat16}
     assert engine.generate(batch([[3]]))["logprobs"].dtype == torch.float32
 
 
@@ -139,12 +126,6 @@ def test_weights_that_do_not_fit(tiny: Any, batch: Any, already_loaded: bool) ->
         assert engine.generate(batch([[3]])).size == 1
 
 
-def test_no_such_model(tiny: Any, tmp_path: Path) -> None:
-    engine = make_engine(str(tmp_path / "nothing"), tiny.tokenizer)
-    with pytest.raises(DataError, match=r"no model configuration in .*nothing.*policy\.model_name"):
-        engine.load_weights(iter([]))
-
-
 def adapters(model_path: Path, seed: int, rank: int = 2) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     rows, columns = saved(model_path)[f"{LAYER}.weight"].shape
@@ -152,13 +133,13 @@ def adapters(model_path: Path, seed: int, rank: int = 2) -> dict[str, Tensor]:
     return {f"{LAYER}.{name}.weight": torch.randn(shape, generator=generator) for name, shape in matrices.items()}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_each_refit_starts_from_the_base_and_not_from_the_last(tiny_llama: Path, dtype: torch.dtype) -> None:
-    engine = AdaptedModel(str(tiny_llama), torch.device("cpu"), dtype)
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_each_refit_starts_from_the_base_and_not_from_the_last(tiny_llama: Path, precision: str) -> None:
+    engine, dtype = EngineModel(str(tiny_llama), "cpu", precision), getattr(torch, precision)
     base = saved(tiny_llama)
     for seed in range(3):
         given = adapters(tiny_llama, seed)
-        weights = engine.load(given.items()).state_dict()
+        weights = engine.load_adapters(given.items()).state_dict()
         added = given[f"{LAYER}.lora_B.weight"] @ given[f"{LAYER}.lora_A.weight"]
         right = (base[f"{LAYER}.weight"].float() + added).to(dtype)
         torch.testing.assert_close(
@@ -171,11 +152,11 @@ def test_each_refit_starts_from_the_base_and_not_from_the_last(tiny_llama: Path,
 def test_a_layer_that_the_base_lacks_is_rejected(tiny_llama: Path) -> None:
     given = {name.replace("q_proj", "w_proj"): matrix for name, matrix in adapters(tiny_llama, 0).items()}
     with pytest.raises(UserError, match=r"w_proj.*does not have"):
-        AdaptedModel(str(tiny_llama), torch.device("cpu"), torch.float32).load(given.items())
+        EngineModel(str(tiny_llama), "cpu", "float32").load_adapters(given.items())
 
 
-def test_an_unreadable_base_is_reported_with_the_key_to_change(tiny_llama: Path, tmp_path: Path) -> None:
+def test_an_unreadable_model_is_reported_with_the_key_to_change(tiny: Any, tiny_llama: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no model configuration in .*nowhere.*policy\.model_name"):
+        make_engine(str(tmp_path / "nowhere"), tiny.tokenizer).load_weights(iter([]))
     with pytest.raises(DataError, match=r"policy\.lora\.refit=adapters.*set policy\.lora\.refit to merged"):
-        AdaptedModel(str(tmp_path / "nowhere"), torch.device("cpu"), torch.float32).load(
-            adapters(tiny_llama, 0).items()
-        )
+        EngineModel(str(tmp_path / "nowhere"), "cpu", "float32").load_adapters(adapters(tiny_llama, 0).items())

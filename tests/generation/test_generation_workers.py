@@ -16,7 +16,7 @@ import pytest
 
 from rlframework import run
 from rlframework.errors import ConfigError, DeadlineExceeded, WorkerLost
-from rlframework.generation.remote import RemoteGeneration
+from rlframework.generation.client import RemoteGeneration
 from rlframework.plugins.manager import create_manager
 from rlframework.runner.launch import RESTARTS_FILE
 
@@ -133,18 +133,22 @@ def test_a_backend_without_offload_refits_its_engines(run_config, tmp_path):
     assert result.history[-1]["refit/mb"] > 0
 
 
-def test_another_python_needs_ray(run_config):
-    with pytest.raises(ConfigError, match=r"generation\.workers\.python.*ray"):
-        run_config("grpo", *APART, "generation.workers.python=/usr/bin/python3")
-
-
 def test_one_engine_fits_into_the_drivers_process(run_config, tmp_path, alone):
     result = run(run_config("grpo", f"output_dir={tmp_path}/inline", *OPTIONS, "generation.workers.group=inline"))
     require_the_same(result, alone)
-    with pytest.raises(ConfigError, match="a single engine"):
-        run_config("grpo", "generation.workers.group=inline", "generation.workers.num_workers=2")
-    with pytest.raises(ConfigError, match="needs several processes"):
-        run_config("grpo", "generation.workers.group=inline", "generation.refit.transport=collective")
+
+
+@pytest.mark.parametrize(
+    ("group", "option", "message"),
+    [
+        ("inline", "workers.num_workers=2", "a single engine"),
+        ("inline", "refit.transport=collective", "needs several processes"),
+        ("processes", "workers.python=/usr/bin/python3", r"generation\.workers\.python.*ray"),
+    ],
+)
+def test_groups_that_cannot_run_the_engines_are_rejected(run_config, group, option, message):
+    with pytest.raises(ConfigError, match=message):
+        run_config("grpo", f"generation.workers.group={group}", f"generation.{option}")
 
 
 def test_a_backend_that_sends_no_weights_is_rejected(run_config):

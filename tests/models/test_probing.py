@@ -8,7 +8,7 @@ from transformers import AttentionInterface, BloomConfig, LlamaConfig
 
 from rlframework.config.policy import PolicyConfig
 from rlframework.errors import NotSupported
-from rlframework.models.attention import SEGMENTS
+from rlframework.models.attention import ATTENTION
 from rlframework.models.probing import probe_packing
 
 CPU = torch.device("cpu")
@@ -17,9 +17,9 @@ LLAMA = {"vocab_size": 30, "hidden_size": 16, "intermediate_size": 16, "num_atte
 
 
 def test_probing_registers_packed_attention(monkeypatch):
-    monkeypatch.delitem(AttentionInterface._global_mapping, SEGMENTS, raising=False)
+    monkeypatch.delitem(AttentionInterface._global_mapping, ATTENTION, raising=False)
     assert probe_packing(PACKED, LlamaConfig(**LLAMA), CPU, "auto")
-    assert SEGMENTS in AttentionInterface()  # for the full model
+    assert ATTENTION in AttentionInterface()  # for the full model
 
 
 def test_what_cannot_be_packed_is_named_with_the_attention_if_it_was_configured():

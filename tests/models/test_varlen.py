@@ -36,19 +36,16 @@ def test_the_kernel_gets_the_arguments_of_the_attention_by_sequence(monkeypatch,
     query = torch.randn(1, 4, 12, 8)
     key, value = torch.randn(2, 1, kv_heads, 12, 8)
     segments = attention.Segments([0, 5, 6, 12])
-    settings = {"segments": segments, "scaling": 1 / math.sqrt(8), "sliding_window": window}
-    one_by_one, _ = attention.segment_attention(torch.nn.Module(), query, key, value, None, **settings)
+    scores = attention.Scores(1 / math.sqrt(8), window=window)
+    one_by_one = segments.attend(query, key, value, scores)
     monkeypatch.setattr(attention, "varlen_kernel", lambda: stand_in)
     monkeypatch.setattr(attention, "varlen_usable", lambda _: True)
-    at_once, _ = attention.segment_attention(torch.nn.Module(), query, key, value, None, **settings)
+    at_once = segments.attend(query, key, value, scores)
     torch.testing.assert_close(at_once, one_by_one)
 
 
-def test_this_torch_has_the_kernel():
+def test_this_torch_has_the_kernel_but_it_is_not_used_on_a_cpu_or_in_fp32():
     assert attention.varlen_kernel() is not None
-
-
-def test_the_kernel_is_not_used_on_a_cpu_or_in_fp32():
     assert not attention.varlen_usable(torch.zeros(1, dtype=torch.bfloat16))
     assert not attention.varlen_usable(torch.zeros(1))
 
@@ -63,9 +60,7 @@ def test_the_kernel_equals_the_attention_by_sequence(monkeypatch, window):
     for usable in (True, False):
         monkeypatch.setattr(attention, "varlen_usable", lambda _, usable=usable: usable)
         query, key, value = (part.clone().requires_grad_() for part in made)
-        output, _ = attention.segment_attention(
-            torch.nn.Module(), query, key, value, None, segments=segments, scaling=0.125, sliding_window=window
-        )
+        output = segments.attend(query, key, value, attention.Scores(0.125, window=window))
         output.float().square().sum().backward()
         results.append((output, query.grad, key.grad, value.grad))
     for at_once, one_by_one in zip(*results, strict=True):

@@ -8,7 +8,6 @@ import torch
 from rlframework.weight_sync.buffers import (
     ALIGNMENT,
     assign_slots,
-    buffer_size,
     checksum,
     group_names,
     layout_checksum,
@@ -29,7 +28,6 @@ def test_slots_are_aligned_and_do_not_overlap():
     info = {"odd": ((3, 5), torch.bfloat16), "none": ((0, 4), torch.float32), "number": ((), torch.int64)}
     slots = assign_slots(info, info)
     assert [(slot.offset, slot.size) for slot in slots] == [(0, 30), (ALIGNMENT, 0), (ALIGNMENT, 8)]
-    assert buffer_size(slots) == 2 * ALIGNMENT
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -59,10 +57,7 @@ def test_a_checksum_detects_changed_moved_and_swapped_bytes(sum_of):
     damaged = [changed, swapped, raw.roll(1), raw.roll(8), raw.flip(0), torch.zeros_like(raw), raw[:-1]]
     assert len({sum_of(data) for data in (raw, *damaged)}) == 1 + len(damaged)
     assert sum_of(raw) == sum_of(raw.clone())
-
-
-def test_zeros_of_different_lengths_have_different_checksums():
-    assert words_checksum(torch.zeros(8, dtype=torch.uint8)) != words_checksum(torch.zeros(16, dtype=torch.uint8))
+    assert sum_of(torch.zeros(8, dtype=torch.uint8)) != sum_of(torch.zeros(16, dtype=torch.uint8))
 
 
 def test_the_layout_checksum_depends_on_names_order_shapes_and_dtypes():

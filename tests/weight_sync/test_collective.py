@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 
 import pytest
 import torch
 
 from rlframework.errors import RefitError, RefitNotPrepared
 from rlframework.weight_sync import collective
-from rlframework.weight_sync.process_group import RefitGroup
+from rlframework.weight_sync.collective import RefitGroup
 from rlframework.weight_sync.receiver import CollectingSink
 from rlframework.workers.machine import bind_free_port
 
@@ -73,15 +74,15 @@ def test_damage_is_reported_on_both_sides_and_the_group_stays_usable(sent, monke
     group = connect([engine])
     groups = collective._message_slots(sent.info, 4096.0)
     bad = next(number for number, slots in enumerate(groups) if (len(slots) == 1) == alone)
-    sound = collective._InFlight.start
+    sound, numbers = collective._Message.start, count()
 
-    def damaging(self, number, raw):
-        if self._group.rank == 0 and number == bad:
+    def damaging(self, raw):
+        if self._group.rank == 0 and next(numbers) == bad:
             raw = raw.clone()
             raw[0] ^= 1
-        sound(self, number, raw)
+        sound(self, raw)
 
-    monkeypatch.setattr(collective._InFlight, "start", damaging)
+    monkeypatch.setattr(collective._Message, "start", damaging)
     sender, receiver = exchange(group, sent, [engine])
     assert f"'{groups[bad][0].name}' differs from what the trainer sent" in str(receiver)
     assert "1 of 1 receivers rejected the weights of this refit" in str(sender)

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from itertools import accumulate
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from rlframework.errors import NotSupported
 from rlframework.models import adapters
-from rlframework.models.replacing import replacing
+from rlframework.models.named_tensors import ADAPTER
 from rlframework.policy.head.patch import output_head
 from rlframework.policy.head.vocab_parallel import VocabularyShard
 from rlframework_deepspeed.slices import Partition, Ranges
@@ -120,7 +121,7 @@ def partitioning_adapters() -> Iterator[None]:
             model.set_submodule(path, layer)
         return sources
 
-    with replacing(engine_class, _apply_autotp_partitioning=partition_both):
+    with patch.multiple(engine_class, _apply_autotp_partitioning=partition_both):
         yield
 
 
@@ -139,5 +140,5 @@ def _partition_adapter(path: str, layer: Any) -> None:
             "policy.lora.target_modules, or set policy.parallelism.tensor to 1"
         )
     matrices = layer.lora_B if kind is layers.LinearLayer else layer.lora_A
-    whole = matrices[adapters.ADAPTER]
-    matrices[adapters.ADAPTER] = kind(whole, base.mp_group, name=base.name, tp_meta=base.tp_meta)
+    whole = matrices[ADAPTER]
+    matrices[ADAPTER] = kind(whole, base.mp_group, name=base.name, tp_meta=base.tp_meta)

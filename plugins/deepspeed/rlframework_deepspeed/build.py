@@ -14,7 +14,7 @@ from torch import nn
 from rlframework.config.policy import PolicyConfig
 from rlframework.errors import NotSupported
 from rlframework.interfaces.worker_group import WorkerContext
-from rlframework.models import adapters, attention, context_parallel, ulysses
+from rlframework.models import adapters
 from rlframework.models.loading import (
     checkpoint_activations,
     empty_model,
@@ -60,9 +60,6 @@ def build(
     init_optimizer: bool,
 ) -> Built:
     """Build the engine for `config`. Collective."""
-    attention.register()
-    context_parallel.register()
-    ulysses.register()
     environment.deepspeed_on(device)
     sizes = Sizes.of(context.world_size, config.parallelism)
     model_config = load_config(config)

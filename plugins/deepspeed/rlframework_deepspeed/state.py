@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from rlframework.errors import NotSupported
 from rlframework.models import adapters
-from rlframework.models.file_names import FileWeight, by_source, file_weights, gathered
-from rlframework.models.files import pretrained_weights
+from rlframework.models.loading import pretrained_weights
+from rlframework.models.named_tensors import FileWeight, by_source, external_name, file_weights, gathered
 from rlframework.policy.checkpoint.portable import FIRST, SECOND, moments_slice
 from rlframework.policy.checkpoint.saved import slice_of
 from rlframework.policy.engine import Engine
@@ -50,7 +50,7 @@ class ModelState(adapters.ModelAdapters, Engine, ABC):
         """
         saved = self._saved_buffers
         named = [*self.model.named_parameters(), *((n, b) for n, b in self.model.named_buffers() if n in saved)]
-        return {adapters.external_name(name): tensor for name, tensor in named}
+        return {external_name(name): tensor for name, tensor in named}
 
     def _weights(self) -> dict[str, Tensor]:
         """The saved tensors without adapters."""

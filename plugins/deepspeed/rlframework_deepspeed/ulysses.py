@@ -1,6 +1,6 @@
 """Ulysses context parallelism: exchange heads between the ranks of a sequence with DeepSpeed's `DistributedAttention`.
 
-`rlframework.models.ulysses` implements the attention. DeepSpeed's support for uneven heads is not used: it relies on
+`HeadShard` implements the attention. DeepSpeed's support for uneven heads is not used: it relies on
 DeepSpeed's own groups, which differ from the policy's.
 """
 
@@ -14,8 +14,7 @@ from torch import Tensor
 
 from rlframework.config.policy import PolicyConfig
 from rlframework.errors import NotSupported
-from rlframework.models.context_parallel import ContextParallel
-from rlframework.models.ulysses import Attend, HeadExchange
+from rlframework.models.forward import Attend, ContextParallel
 from rlframework_deepspeed.checks import unexchangeable
 from rlframework_deepspeed.config import DeepSpeedConfig
 
@@ -33,7 +32,7 @@ def context_of(section: DeepSpeedConfig, group: dist.ProcessGroup) -> ContextPar
         output: Tensor = attention(attend, group, scatter_idx=HEADS, gather_idx=SEQUENCE)(query, key, value, BATCH)
         return output
 
-    return HeadExchange(group, exchange)
+    return ContextParallel(group, exchange)
 
 
 def require_exchange(config: PolicyConfig, section: DeepSpeedConfig, model_config: Any) -> None:

@@ -11,8 +11,7 @@ import transformers
 
 from rlframework.conformance import PolicyWorkerSuite, cases
 from rlframework.conformance.layouts import Layout
-from rlframework.models.context_parallel import ranges
-from rlframework.models.ulysses import HeadShard
+from rlframework.models.forward import HeadShard, ranges
 from rlframework.plugins.manager import create_manager
 
 pytestmark = pytest.mark.slow
@@ -69,7 +68,7 @@ def test_columns_of_the_ranks_are_put_into_the_order_of_the_row_and_back(size):
     """Each rank has the chunks that `ranges` says, from both ends of the row."""
     length = 4 * size
     of_ranks = [column for rank in range(size) for part in ranges(length, rank, size) for column in range(*part)]
-    share = HeadShard(None, size, torch.tensor([]), (), exchange=None, segments=None)
+    share = HeadShard(size, torch.tensor([]), exchange=None, segments=None)
     given = torch.stack((torch.tensor(of_ranks), 100 + torch.tensor(of_ranks)))[..., None]  # [b, L, 1]
     row = share.in_row_order(given)
     assert row[:, :, 0].tolist() == [list(range(length)), list(range(100, 100 + length))]

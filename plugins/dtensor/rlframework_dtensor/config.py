@@ -11,7 +11,7 @@ from pydantic import Field, PositiveInt
 
 from rlframework.config.base import Section
 from rlframework.config.sections import RunConfig
-from rlframework.models.file_names import KINDS
+from rlframework.models.named_tensors import KINDS
 from rlframework.plugins.model_checks import attention_problems, indivisible, lora_problems, model_config
 from rlframework.plugins.types import Problem
 

@@ -17,8 +17,7 @@ import torch
 from torch import nn
 
 from rlframework.interfaces.data_processor import Microbatch, MicrobatchRule
-from rlframework.models.context_parallel import ContextParallel
-from rlframework.models.forward import attending, forward
+from rlframework.models.forward import ContextParallel, attending, forward
 from rlframework.models.load_balancing import LoadBalancingLoss
 from rlframework.models.loading import is_multimodal
 from rlframework.policy.engine import Step, StepResult

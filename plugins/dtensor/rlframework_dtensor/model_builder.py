@@ -11,7 +11,6 @@ checkpoints, and formats other than safetensors require a whole copy in every pr
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,8 +20,8 @@ from torch import nn
 from rlframework.config.policy import LoraConfig, PolicyConfig
 from rlframework.errors import NotSupported
 from rlframework.interfaces.worker_group import WorkerContext
-from rlframework.models import adapters, attention, context_parallel
-from rlframework.models.files import pretrained_weights
+from rlframework.models import adapters
+from rlframework.models.attention import ATTENTION, row_attention
 from rlframework.models.loading import (
     checkpoint_activations,
     decoder_layers,
@@ -30,6 +29,7 @@ from rlframework.models.loading import (
     is_multimodal,
     load_config,
     load_model,
+    pretrained_weights,
     require_vocabulary,
 )
 from rlframework.models.named_tensors import named_tensors
@@ -66,8 +66,6 @@ def build_model(
     device: torch.device,
 ) -> BuiltModel:
     """Build, shard and load the model that `config` names. Collective with more than one worker."""
-    attention.register()
-    context_parallel.register()
     model_config = load_config(config)
     if sizes.context > 1:
         require_splittable(model_config)
@@ -129,17 +127,12 @@ def compile_blocks(model: nn.Module, compiler: str = "inductor") -> None:
     """Compile each decoder block of `model` separately, on its first forward; call this before `fully_shard`.
 
     `compiler` is the backend of `torch.compile`. Shapes are dynamic, so one compilation serves any number of rows and
-    tokens. The framework's attention functions are excluded, because they loop over a varying number of sequences of
+    tokens. The framework's attention is excluded, because it loops over a varying number of sequences of
     varying lengths. The embedding and the head are not compiled, and CUDA graphs are not used.
     """
     from transformers import AttentionInterface
 
-    attention_functions: dict[str, Callable[..., Any]] = {
-        attention.SEGMENTS: attention.segment_attention,
-        context_parallel.CONTEXT: context_parallel.context_attention,
-    }
-    for name, function in attention_functions.items():
-        AttentionInterface.register(name, torch.compiler.disable(function))
+    AttentionInterface.register(ATTENTION, torch.compiler.disable(row_attention))
     for layer in decoder_layers(model):
         layer.compile(dynamic=True, backend=compiler)
 

@@ -3,7 +3,7 @@
 FSDP on top of tensor parallelism shards a `DTensor` by tensor parallelism first and by FSDP within that, possibly both
 along dimension 0 and unevenly, for which torch's `distribute_tensor` (2.13) returns wrong shards. This module
 therefore computes offsets itself. The functions that take a `FileWeight` map these shards to the weights' names in
-files (`rlframework.models.file_names`).
+files (`rlframework.models.named_tensors`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
-from rlframework.models.file_names import FileWeight, file_weights
+from rlframework.models.named_tensors import FileWeight, file_weights
 from rlframework.policy.checkpoint.portable import moments_slice
 from rlframework.policy.checkpoint.saved import slice_of
 from rlframework.policy.model_state import Moments, TensorShard

@@ -1,7 +1,7 @@
 """The worker's state by name: weights, adapters and optimizer moments, whole or as this rank's shards.
 
 Weight sync, saving, both forms of checkpoints and the reference swap use it. Names are those of `save_pretrained`;
-`rlframework.models.file_names` has those of mixtures of experts, `rlframework.models.adapters` those of adapters.
+`rlframework.models.named_tensors` has those of mixtures of experts, `rlframework.models.adapters` those of adapters.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from torch import Tensor
 
 from rlframework.errors import NotSupported
 from rlframework.models import adapters
-from rlframework.models.file_names import by_source, file_weights, gathered
-from rlframework.models.named_tensors import named_tensors
+from rlframework.models.named_tensors import by_source, external_name, file_weights, gathered, named_tensors
 from rlframework.policy.checkpoint.portable import FIRST, SECOND
 from rlframework.policy.lora_math import is_adapter
 from rlframework.policy.model_state import Moments, ShardedState, TensorShard, WeightSpec
@@ -41,8 +40,8 @@ class ModelState(adapters.ModelAdapters, ABC):
     def _named_tensors(self) -> dict[str, Tensor]:
         """The model's saved tensors and its adapters, by name; a tied head appears once, as the embedding.
 
-        The experts of a mixture have other names in files: see `rlframework.models.file_names`. Gathered parameters are
-        freed first, see `reshard`.
+        The experts of a mixture have other names in files: see `rlframework.models.named_tensors`. Gathered parameters
+        are freed first, see `reshard`.
         """
         reshard(self.model)
         return named_tensors(self.model)
@@ -93,7 +92,7 @@ class ModelState(adapters.ModelAdapters, ABC):
         """The parameters that the optimizer updates, by the names of `weight_specs`."""
         assert self._optimizer is not None
         named = self.model.named_parameters()
-        return {adapters.external_name(name): parameter for name, parameter in named if parameter.requires_grad}
+        return {external_name(name): parameter for name, parameter in named if parameter.requires_grad}
 
     def gather_moments(self) -> Iterator[tuple[str, Moments]]:
         """See `Engine.gather_moments`."""

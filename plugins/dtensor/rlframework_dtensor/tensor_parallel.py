@@ -16,7 +16,8 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from rlframework.errors import ConfigError, NotSupported
-from rlframework.models.adapters import ADAPTER, layers_of
+from rlframework.models.adapters import layers_of
+from rlframework.models.named_tensors import ADAPTER
 from rlframework.plugins.model_checks import DIVIDED, indivisible
 from rlframework.policy.head.vocab_parallel import VocabularyShard
 from rlframework_dtensor.plans import make_plan

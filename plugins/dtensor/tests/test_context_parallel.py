@@ -16,7 +16,7 @@ from rlframework.conformance import PolicyWorkerSuite, cases
 from rlframework.conformance.layouts import Layout
 from rlframework.errors import NotSupported
 from rlframework.interfaces.worker_group import WorkerContext
-from rlframework.models.context_parallel import QueryBlock, query_blocks, ranges
+from rlframework.models.forward import QueryBlock, query_blocks, ranges
 from rlframework.plugins.manager import create_manager
 from rlframework_dtensor.config import DTensorConfig
 from rlframework_dtensor.mesh import Sizes

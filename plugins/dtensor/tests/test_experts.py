@@ -20,9 +20,9 @@ from rlframework.generation.engine_model import EngineModel
 from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.microbatches.data_processor import make_dummy, make_microbatch
-from rlframework.models import files
-from rlframework.models.file_names import FileWeight, file_weights, gathered
+from rlframework.models import loading
 from rlframework.models.load_balancing import real_tokens
+from rlframework.models.named_tensors import FileWeight, file_weights, gathered
 from rlframework.plugins.manager import create_manager
 from rlframework.workers import process_groups
 from rlframework_dtensor.config import DTensorConfig
@@ -138,7 +138,7 @@ def test_expert_files_are_read_without_a_whole_model(models, tmp_path, monkeypat
             weights |= {f"{path}.gate_up_proj": torch.stack(halves), f"{path}.down_proj": torch.stack(down)}
     (tmp_path / "config.json").write_text((source / "config.json").read_text())
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    monkeypatch.setattr(files, "load_model", None)  # no whole model is made
+    monkeypatch.setattr(loading, "load_model", None)  # no whole model is made
     built = build_model(
         PolicyConfig(model_name=str(tmp_path), precision="bfloat16"),
         DTensorConfig(),

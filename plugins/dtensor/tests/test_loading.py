@@ -10,7 +10,7 @@ from rlframework.config.policy import PolicyConfig
 from rlframework.conformance import cases
 from rlframework.errors import DataError
 from rlframework.interfaces.worker_group import WorkerContext
-from rlframework.models import files
+from rlframework.models import loading
 from rlframework.models.loading import empty_model, load_config, load_model
 from rlframework.workers import process_groups
 from rlframework_dtensor import model_builder
@@ -53,7 +53,7 @@ def model(tmp_path):
 
 def test_files_in_half_precision_are_read_as_fp32(loaded, model, monkeypatch):
     path, saved = model("untied", lambda weights: {name: value.bfloat16() for name, value in weights.items()})
-    monkeypatch.setattr(files, "load_model", None)  # no whole model is made
+    monkeypatch.setattr(loading, "load_model", None)  # no whole model is made
     found = loaded(path)
     assert found.keys() == saved.keys()
     for name, weight in found.items():
@@ -65,7 +65,7 @@ def test_files_may_omit_the_prefix_of_the_base_model(loaded, model, monkeypatch)
     path, saved = model(
         "learned_positions", lambda weights: {name.removeprefix("transformer."): w for name, w in weights.items()}
     )
-    monkeypatch.setattr(files, "load_model", None)
+    monkeypatch.setattr(loading, "load_model", None)
     for name, weight in loaded(path).items():
         assert torch.equal(weight, saved[name.removeprefix("transformer.")]), name
 
@@ -73,7 +73,7 @@ def test_files_may_omit_the_prefix_of_the_base_model(loaded, model, monkeypatch)
 def test_files_may_store_a_tied_embedding_under_the_heads_name(loaded, model, monkeypatch):
     old, new = "model.embed_tokens.weight", "lm_head.weight"
     path, saved = model("tied", lambda weights: {new if name == old else name: w for name, w in weights.items()})
-    monkeypatch.setattr(files, "load_model", None)
+    monkeypatch.setattr(loading, "load_model", None)
     found = loaded(path)
     assert torch.equal(found[old], saved[new])
     assert new not in found

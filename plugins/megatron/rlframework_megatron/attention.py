@@ -11,8 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from rlframework.models.attention import Segments, segment_attention
-from rlframework.models.context_parallel import ContextShard, context_attention
+from rlframework.models.attention import RowLayout
 from rlframework_megatron.upstream import MegatronModule, TransformerConfig
 
 
@@ -32,7 +31,7 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]  # megatron-core carr
         attention_mask: Tensor | None,
         *,
         attn_mask_type: Any = None,
-        attention_bias: Segments | ContextShard | None = None,
+        attention_bias: RowLayout | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
         """Attend with `query [L, n, heads, D]`, `key` and `value [L, n, kv_heads, D]`; return `[L, n, heads * D]`.
@@ -41,10 +40,8 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]  # megatron-core carr
         padded on the right, for which causal attention needs no mask.
         """
         q, k, v = (one.permute(1, 2, 0, 3) for one in (query, key, value))  # [n, heads, L, D]
-        if isinstance(attention_bias, Segments):
-            found, _ = segment_attention(self, q, k, v, None, segments=attention_bias)  # [n, L, heads, D]
-        elif attention_bias is not None:
-            found, _ = context_attention(self, q, k, v, None, context_shard=attention_bias)
+        if attention_bias is not None:
+            found = attention_bias.attend(q, k, v)  # [n, L, heads, D]
         else:
             found = nn.functional.scaled_dot_product_attention(
                 q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]

@@ -28,8 +28,8 @@ class MegatronLoadBalancingLoss(LoadBalancingLoss):
 
     def __init__(self, chunk: Chunk, group: dist.ProcessGroup | None) -> None:
         self._experts, self._group = int(chunk.config.num_moe_experts), group
-        self._watching = False
-        self._seen: list[tuple[Tensor, Tensor]] = []
+        self._recording = False
+        self._routed: list[tuple[Tensor, Tensor]] = []
         chunk.register_forward_pre_hook(self._begin)
         chunk.register_forward_hook(self._end)
         for module in chunk.modules():

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from rlframework.config.policy import PolicyConfig
 from rlframework.errors import ConfigError
 from rlframework.interfaces.data_processor import Microbatch
-from rlframework.models.attention import Segments
-from rlframework.models.context_parallel import ContextShard
+from rlframework.models.attention import RowLayout, Segments
 from rlframework.policy.head.patch import HeadPatch
 from rlframework.policy.head.vocab_parallel import VocabularyShard
 from rlframework_megatron.attention import CoreAttention
@@ -115,7 +114,7 @@ class Chunk(GPTModel):  # type: ignore[misc]  # megatron-core carries no types
         found: nn.Module = self.output_layer
         return found
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor, row: Segments | ContextShard | None = None) -> Tensor:
+    def forward(self, input_ids: Tensor, position_ids: Tensor, row: RowLayout | None = None) -> Tensor:
         """Return the input of the next stage or, on the last stage, the head's values.
 
         `input_ids [n, L]` is embedded on the first stage; later stages use the output of the previous one.

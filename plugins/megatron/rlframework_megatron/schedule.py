@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlframework.interfaces.data_processor import Microbatch, MicrobatchRule
-from rlframework.models.context_parallel import ContextParallel, ContextShard
+from rlframework.models.attention import RowLayout
+from rlframework.models.forward import ContextParallel
 from rlframework.policy.engine import Step, StepResult
 from rlframework.policy.head.request import HeadRequest, read_head_output
 from rlframework.policy.profiling import FORWARD, trace_span
@@ -103,8 +104,8 @@ class Schedule:
     ) -> Tensor:
         """Like `_forward`, on this rank's shard of each sequence; returns the values of all context-parallel ranks."""
 
-        def forward_shard(input_ids: Tensor, position_ids: Tensor, context_shard: ContextShard, **_: Any) -> Any:
-            return SimpleNamespace(logits=model(input_ids, position_ids, context_shard))
+        def forward_shard(input_ids: Tensor, position_ids: Tensor, row_layout: RowLayout, **_: Any) -> Any:
+            return SimpleNamespace(logits=model(input_ids, position_ids, row_layout))
 
         if self._head is not None and model is self._models[-1]:
             return context.forward(forward_shard, self._head, microbatch, head)

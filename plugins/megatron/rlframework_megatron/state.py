@@ -10,7 +10,7 @@ from pathlib import Path
 from torch import Tensor
 
 from rlframework.errors import DataError
-from rlframework.models.files import ModelFiles
+from rlframework.models.loading import ModelFiles
 from rlframework.policy.engine import Engine
 from rlframework.policy.model_state import Moments, ShardedState, WeightSpec
 from rlframework_megatron import moments as moments_of

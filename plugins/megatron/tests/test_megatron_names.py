@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rlframework.errors import ConfigError, NotSupported
-from rlframework.models.file_names import file_tensors
+from rlframework.models.named_tensors import by_file_names
 from rlframework_megatron.coordinates import Coordinates
 from rlframework_megatron.flat_ranges import flat_blocks, range_blocks
 from rlframework_megatron.main_params import flat_shards_of
@@ -76,7 +76,7 @@ def test_the_names_and_shapes_are_those_of_files(kind):
     config = config_of(kind)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    held = file_tensors(model)
+    held = by_file_names(model, model.state_dict())
     if config.tie_word_embeddings:
         del held[HEAD]
     assert weight_shapes(config) == {name: tuple(tensor.shape) for name, tensor in held.items()}

@@ -58,7 +58,7 @@ def _checksums_not_compared(part: Any) -> type:
             return bool(super().update_weights_from_ipc_handles({device: self._with_own_checksums(group)}))
 
         def _with_own_checksums(self, group: GroupHandles) -> GroupHandles:
-            raw = self._refit_receiver.open(group, self.refit_device)
+            raw = self._open_memory(group.memory)
             return replace(group, checksums=tuple(checksum(slot.of(raw)) for slot in group.slots))
 
     return Broken

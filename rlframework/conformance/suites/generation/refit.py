@@ -17,8 +17,8 @@ from rlframework.conformance.suites.plain_decoding import PlainDecoder
 from rlframework.errors import RLFrameworkError, UserError
 from rlframework.plugins.types import Capability
 from rlframework.weight_sync import collective
+from rlframework.weight_sync.collective import RefitGroup
 from rlframework.weight_sync.ipc import IpcSender, device_id
-from rlframework.weight_sync.process_group import RefitGroup
 from rlframework.workers.machine import bind_free_port
 
 _MOST = 4
