@@ -18,7 +18,7 @@ from rlframework.config.algorithms import ClippedPGLossConfig, GRPOConfig
 from rlframework.datasets.loader import PromptLoader
 from rlframework.interfaces.loss import LossFunction
 from rlframework.plugins.user_defined import load_loss
-from rlframework.policy.metrics import average_metrics
+from rlframework.policy.microbatching import average_metrics
 from rlframework.rollout import Rollout, rollout, row_seeds
 from rlframework.training.loop import StepLoop, StepResult, Timer, training_metrics
 

@@ -29,7 +29,13 @@ class NamedSharding:
     """
 
     def __init__(self, layout: Sequence[Any] | NDArray[Any], names: Sequence[str]) -> None:
-        self._layout = _as_ranks(layout)
+        try:
+            given = np.asarray(layout)
+        except ValueError as error:
+            raise ValueError(f"the layout is ragged: {layout}") from error
+        if given.dtype.kind not in "iuf" or not np.isfinite(given).all() or (given % 1).any():
+            raise ValueError(f"Layout must contain only integer rank IDs. Got {given.tolist()}")
+        self._layout = given.astype(np.int64)
         self._names = list(names)
         if self._layout.ndim != len(self._names) or len(set(self._names)) != len(self._names):
             raise ValueError(
@@ -124,11 +130,7 @@ class NamedSharding:
 
 
 def policy_sharding(world_size: int, parallelism: ParallelismConfig) -> NamedSharding:
-    """Lay out a policy's workers as pipeline, data, context and tensor parallel.
-
-    The data-parallel size is the number of replicas of the model. Raises `ConfigError` if the workers do not divide
-    into whole replicas.
-    """
+    """Lay out a policy's workers along `POLICY_AXES`; raises like `data_parallel_size`."""
     shape = (parallelism.pipeline, data_parallel_size(world_size, parallelism), parallelism.context, parallelism.tensor)
     return NamedSharding(np.arange(world_size).reshape(shape), POLICY_AXES)
 
@@ -146,13 +148,3 @@ def data_parallel_size(world_size: int, parallelism: ParallelismConfig) -> int:
             "make worker_group.num_workers a multiple of it, or change policy.parallelism"
         )
     return size
-
-
-def _as_ranks(layout: Sequence[Any] | NDArray[Any]) -> NDArray[np.int64]:
-    try:
-        given = np.asarray(layout)
-    except ValueError as error:
-        raise ValueError(f"the layout is ragged: {layout}") from error
-    if given.dtype.kind not in "iuf" or not np.isfinite(given).all() or (given % 1).any():
-        raise ValueError(f"Layout must contain only integer rank IDs. Got {given.tolist()}")
-    return given.astype(np.int64)

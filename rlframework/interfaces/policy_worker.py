@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
+from typing import TYPE_CHECKING, Any, NotRequired, TypeAlias, TypedDict
 
 from rlframework.errors import NotSupported
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     from rlframework.batch.batched_data_dict import BatchedDataDict
     from rlframework.interfaces.loss import LossFunction
+
+Rows: TypeAlias = "BatchedDataDict[Any]"
 
 
 class TrainResult(TypedDict):
@@ -74,15 +76,20 @@ class WorkerInfo(TypedDict):
 
 
 class RefitState(TypedDict):
-    """A worker's state before a refit.
-
-    `version`: how often the weights have changed; `device`: the device for IPC; `joined`: whether `init_collective` was
-    called and no failure has closed the group since.
+    """A worker's state before a refit: changes of the weights so far, the device for IPC, and whether the group of
+    `init_collective` is open.
     """
 
     version: int
     device: str
     joined: bool
+
+
+def _undeclared(worker: PolicyWorker, what: str, capability: str) -> NotSupported:
+    return NotSupported(
+        f"{type(worker).__name__} does not {what}: its backend does not declare {capability}; choose a policy.backend "
+        "that does (see `rlframework plugins`)"
+    )
 
 
 class PolicyWorker(ABC):
@@ -100,12 +107,7 @@ class PolicyWorker(ABC):
 
     @abstractmethod
     def train(
-        self,
-        data: BatchedDataDict[Any],
-        loss_fn: LossFunction,
-        eval_mode: bool = False,
-        gbs: int | None = None,
-        mbs: int | None = None,
+        self, data: Rows, loss_fn: LossFunction, eval_mode: bool = False, gbs: int | None = None, mbs: int | None = None
     ) -> TrainResult:
         """Take one optimizer step for each global batch of `gbs` rows over all ranks; with `eval_mode`, only evaluate.
 
@@ -117,26 +119,18 @@ class PolicyWorker(ABC):
 
     @abstractmethod
     def get_logprobs(
-        self,
-        data: BatchedDataDict[Any],
-        micro_batch_size: int | None = None,
-        positions: str = "all",
-        entropy: bool = False,
-    ) -> BatchedDataDict[Any]:
+        self, data: Rows, micro_batch_size: int | None = None, positions: str = "all", entropy: bool = False
+    ) -> Rows:
         """Return `logprobs [B, S]` fp32: entry i is log p(token i | tokens before i); 0 at position 0 and at padding.
 
-        With `entropy`, also return `entropy [B, S]` fp32 in nats: entry i is the entropy of the distribution that token
-        i was drawn from.
-
-        The temperature is `generation.temperature`, at which samples are drawn (1 if that is 0, for greedy decoding).
+        With `entropy`, also return `entropy [B, S]` fp32 in nats, of the distribution that token i was drawn from. The
+        temperature is `generation.temperature`, at which samples are drawn (1 if that is 0, for greedy decoding).
         With `positions="token_mask"` only positions with nonzero `token_mask` are scored, with `"loss"` only those of
         them in rows with nonzero `sample_mask`; the others are 0.
         """
 
     @abstractmethod
-    def get_topk_logits(
-        self, data: BatchedDataDict[Any], k: int, micro_batch_size: int | None = None, positions: str = "all"
-    ) -> BatchedDataDict[Any]:
+    def get_topk_logits(self, data: Rows, k: int, micro_batch_size: int | None = None, positions: str = "all") -> Rows:
         """Return `topk_logits [B, S, k]` fp32, largest first, and their token ids, `topk_indices [B, S, k]` int64.
 
         Entry i belongs to the distribution that token i was drawn from, so logits have the temperature of
@@ -145,8 +139,8 @@ class PolicyWorker(ABC):
 
     @abstractmethod
     def get_reference_policy_logprobs(
-        self, data: BatchedDataDict[Any], micro_batch_size: int | None = None, positions: str = "all"
-    ) -> BatchedDataDict[Any]:
+        self, data: Rows, micro_batch_size: int | None = None, positions: str = "all"
+    ) -> Rows:
         """Return `reference_logprobs [B, S]`: like `get_logprobs`, with the weights that the worker was built with."""
 
     @abstractmethod
@@ -154,7 +148,7 @@ class PolicyWorker(ABC):
         """Context manager: swap in the reference weights; restore the policy's on exit, also after an exception."""
 
     @abstractmethod
-    def generate(self, data: BatchedDataDict[Any], greedy: bool = False) -> BatchedDataDict[Any]:
+    def generate(self, data: Rows, greedy: bool = False) -> Rows:
         """Complete this rank's prompts with the embedded engine: see `GenerationEngine.generate`."""
 
     @abstractmethod
@@ -163,10 +157,7 @@ class PolicyWorker(ABC):
 
     @abstractmethod
     def save_pretrained(self, path: str) -> None:
-        """Write weights (fp32 safetensors), configuration and tokenizer as a Hugging Face directory, atomically.
-
-        Rank 0 writes; all ranks must take part. Raises `UserError` if the directory cannot be written.
-        """
+        """Write fp32 weights, configuration and tokenizer as a Hugging Face directory, atomically; else `UserError`."""
 
     @abstractmethod
     def prepare_for_training(self, *args: Any, **kwargs: Any) -> BytesMoved:
@@ -191,7 +182,7 @@ class PolicyWorker(ABC):
     def shutdown(self) -> None:
         """Leave the process group; free the model."""
 
-    # Diagnostics, optional for a backend.
+    # Optional for a backend: each method raises `NotSupported` unless the backend declares its capability.
 
     def get_gpu_info(self) -> dict[str, Any]:
         """Describe the hardware this worker runs on, for people to read.
@@ -225,10 +216,7 @@ class PolicyWorker(ABC):
         raise NotSupported(f"{type(self).__name__} has no profiler")
 
     def stop_profiling(self, folder: str | None) -> str | None:
-        """Stop recording, write the trace to `folder`/rank-N.json.gz and return that path.
-
-        Returns None if this rank was not profiled, and if `folder` is None, which discards the trace.
-        """
+        """Stop recording, write the trace to `folder`/rank-N.json.gz (None: discard it), return its path, if any."""
         raise NotSupported(f"{type(self).__name__} has no profiler")
 
     def start_gpu_profiling(self) -> None:
@@ -239,25 +227,21 @@ class PolicyWorker(ABC):
         """End the range that `start_gpu_profiling` began."""
         raise NotSupported(f"{type(self).__name__} has no profiler")
 
-    # Offloading around a refit, optional for a backend.
-
     def offload_before_refit(self) -> BytesMoved:
         """Offload the optimizer to CPU memory, to make room for a generation engine on the same device."""
-        raise NotSupported(_undeclared(self, "offload its optimizer", "cpu_offload"))
+        raise _undeclared(self, "offload its optimizer", "cpu_offload")
 
     def offload_after_refit(self) -> BytesMoved:
         """Offload model and optimizer to CPU memory."""
-        raise NotSupported(_undeclared(self, "offload its model", "cpu_offload"))
+        raise _undeclared(self, "offload its model", "cpu_offload")
 
-    # Optional capabilities: each method raises `NotSupported` unless the backend declares its capability.
-
-    def score(self, data: BatchedDataDict[Any], micro_batch_size: int | None = None) -> BatchedDataDict[Any]:
+    def score(self, data: Rows, micro_batch_size: int | None = None) -> Rows:
         """Return `scores [B]` fp32: the output of a reward model's head (`policy.head=score`) at each row's last token.
 
-        `input_lengths` gives the last token; a row without tokens scores 0. Capability `scoring`. A model loaded with a
-        score head cannot compute log-probabilities or be trained, and other models cannot score: `NotSupported`.
+        A row without tokens scores 0. Capability `scoring`. A model loaded with a score head cannot compute
+        log-probabilities or be trained, and other models cannot score: `NotSupported`.
         """
-        raise NotSupported(_undeclared(self, "give scores", "scoring"))
+        raise _undeclared(self, "give scores", "scoring")
 
     def save_checkpoint(
         self,
@@ -275,7 +259,7 @@ class PolicyWorker(ABC):
         as soon as they are copied, and `finish_checkpoint` must follow. With `form="native"` (capability
         `native_checkpoints`) the checkpoint has the engine's own format.
         """
-        raise NotSupported(_undeclared(self, "save its optimizer", "portable_optimizer_state"))
+        raise _undeclared(self, "save its optimizer", "portable_optimizer_state")
 
     def checkpoint_written(self) -> bool:
         """Return True if this worker has written its share of the last save and `finish_checkpoint` would not wait."""
@@ -293,34 +277,33 @@ class PolicyWorker(ABC):
         Raises `DataError` naming the file, without changing any state, if files are missing, truncated or damaged, or
         if the checkpoint is in the native form of another backend.
         """
-        raise NotSupported(_undeclared(self, "load an optimizer", "portable_optimizer_state"))
+        raise _undeclared(self, "load an optimizer", "portable_optimizer_state")
 
     def save_adapter(self, path: str) -> None:
         """Write the LoRA adapters, fp32, as a directory that peft reads, atomically. Capability `lora`."""
-        raise NotSupported(_undeclared(self, "save adapters", "lora"))
+        raise _undeclared(self, "save adapters", "lora")
 
     def load_adapter(self, path: str) -> None:
         """Load adapters that `save_adapter` or peft wrote for this base model, rank and alpha. Capability `lora`.
 
         Raises `DataError`, without changing any state, if they do not fit. The optimizer keeps its moments.
         """
-        raise NotSupported(_undeclared(self, "load adapters", "lora"))
+        raise _undeclared(self, "load adapters", "lora")
 
     def get_refit_state(self) -> RefitState:
         """Return the state that the driver needs before a refit. Capabilities `collective_refit`, `ipc_refit`."""
-        raise NotSupported(_undeclared(self, "send weights", "collective_refit or ipc_refit"))
+        raise _undeclared(self, "send weights", "collective_refit or ipc_refit")
 
     def attempt(self, method: str, arguments: Mapping[str, Any]) -> tuple[Any, str]:
         """Call `method` and return its result and an empty string, or None and the message of a `RefitError`.
 
-        An exception would stop the worker group. A failure of the receiver leaves the trainer intact, so its message
-        is returned instead.
+        An exception would stop the worker group, but a failure of the receiver leaves the trainer intact.
         """
-        raise NotSupported(_undeclared(self, "send weights", "collective_refit or ipc_refit"))
+        raise _undeclared(self, "send weights", "collective_refit or ipc_refit")
 
     def reserve_refit_address(self) -> tuple[str, int]:
         """Return this machine's address and a port reserved for `init_collective`. Called on rank 0 only."""
-        raise NotSupported(_undeclared(self, "send weights over a process group", "collective_refit"))
+        raise _undeclared(self, "send weights over a process group", "collective_refit")
 
     def init_collective(self, ip: str, port: int, world_size: int) -> None:
         """Form the process group for refits of engines in other processes. Capability `collective_refit`.
@@ -328,7 +311,7 @@ class PolicyWorker(ABC):
         Only rank 0 joins, as rank 0 of `world_size`, which is 1 plus the number of engines; it listens at `ip` and
         `port`. Raises `RefitError` if the engines do not join within `generation.refit.deadline` seconds.
         """
-        raise NotSupported(_undeclared(self, "send weights over a process group", "collective_refit"))
+        raise _undeclared(self, "send weights over a process group", "collective_refit")
 
     def prepare_info_for_collective(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
         """Return name to (shape, dtype) of the weights that either transport sends, in order.
@@ -336,7 +319,7 @@ class PolicyWorker(ABC):
         Names and unsharded shapes are those of `save_pretrained`. Floating-point weights are sent in
         `generation.refit.dtype`, all others unchanged. Capability `collective_refit`.
         """
-        raise NotSupported(_undeclared(self, "send weights over a process group", "collective_refit"))
+        raise _undeclared(self, "send weights over a process group", "collective_refit")
 
     def broadcast_weights_for_collective(self) -> None:
         """Broadcast all weights to the engines in the group, which must be receiving. Capability `collective_refit`.
@@ -345,7 +328,7 @@ class PolicyWorker(ABC):
         group of weights, or detects an error; the other ranks return normally. All ranks stay usable, but if an
         engine was gone or too slow, `init_collective` must be called again.
         """
-        raise NotSupported(_undeclared(self, "send weights over a process group", "collective_refit"))
+        raise _undeclared(self, "send weights over a process group", "collective_refit")
 
     def prepare_weights_for_ipc(
         self, receive_buffers: Mapping[str, Any] | None = None
@@ -355,7 +338,7 @@ class PolicyWorker(ABC):
         `receive_buffers`: device id to the result of `offer_refit_memory` of an engine there; weights are then written
         to these buffers. Capability `ipc_refit`.
         """
-        raise NotSupported(_undeclared(self, "share weights with another process", "ipc_refit"))
+        raise _undeclared(self, "share weights with another process", "ipc_refit")
 
     def get_weights_ipc_handles(self, keys: Iterable[str]) -> dict[str, Any]:
         """Return device id to the handles of the named weights, for processes on that device. Capability `ipc_refit`.
@@ -365,11 +348,4 @@ class PolicyWorker(ABC):
         which must have been read by then. Raises `RefitNotPrepared` unless `prepare_weights_for_ipc` has been called
         for this refit.
         """
-        raise NotSupported(_undeclared(self, "share weights with another process", "ipc_refit"))
-
-
-def _undeclared(worker: PolicyWorker, what: str, capability: str) -> str:
-    return (
-        f"{type(worker).__name__} does not {what}: its backend does not declare {capability}; choose a policy.backend "
-        "that does (see `rlframework plugins`)"
-    )
+        raise _undeclared(self, "share weights with another process", "ipc_refit")

@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from rlframework.config.policy import LoraConfig
 from rlframework.errors import ConfigError
 from rlframework.models.named_tensors import ADAPTER, external_name
-from rlframework.policy.engine import Engine, no_adapters
+from rlframework.policy.engine import Engine, WeightSpec, no_adapters
 from rlframework.policy.lora_math import A, B, initial_a, is_adapter, merge
-from rlframework.policy.model_state import WeightSpec
 
 
 def inject(model: Any, lora: LoraConfig) -> None:

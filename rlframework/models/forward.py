@@ -27,8 +27,7 @@ from torch import Tensor
 
 from rlframework.interfaces.data_processor import Microbatch
 from rlframework.models.attention import PLAIN, RowLayout, Scores, Segments, attention
-from rlframework.policy.head.patch import HeadPatch
-from rlframework.policy.head.request import HeadRequest
+from rlframework.policy.head.patch import HeadPatch, HeadRequest
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Exchange = Callable[[Attend, Tensor, Tensor, Tensor], Tensor]

@@ -11,7 +11,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import transformers
@@ -25,8 +24,8 @@ from rlframework.errors import DataError
 from rlframework.huggingface.hub import local_files_only
 from rlframework.models import named_tensors as names_of
 from rlframework.models.named_tensors import FileWeight
-from rlframework.policy.checkpoint.pretrained import SavedTensors
-from rlframework.policy.checkpoint.saved import Saved
+from rlframework.models.replacing import replacing
+from rlframework.policy.checkpoint.saved import Saved, SavedTensors
 from rlframework.policy.head.patch import output_head
 
 logger = logging.getLogger(__name__)
@@ -75,7 +74,7 @@ def empty_model(config: PolicyConfig, model_config: Any, attention: str | None) 
             parameter = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
         register_parameter(module, name, parameter)
 
-    with patch.object(nn.Module, "register_parameter", on_meta):
+    with replacing(nn.Module, register_parameter=on_meta):
         return new_model(config, model_config, attention)
 
 

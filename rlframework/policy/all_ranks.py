@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def run_on_all_ranks(context: WorkerContext, work: Callable[[], T]) -> list[T]:
-    """Run `work` on each rank and return the results of all ranks, by rank. Collective, although `work` is not.
+    """Run `work` (no collective) on each rank, and return the results of all ranks, by rank. Collective.
 
     A rank whose work fails raises its own error; the others raise one that names the rank, of type `UserError` or
     `DataError` if the original error was one, else `RLFrameworkError`.

@@ -59,16 +59,18 @@ class BatchBalancer:
         check_fits(longest, mode, most)
         planned: BatchedDataDict[Any] = BatchedDataDict({**data, PLANNED_LENGTHS: lengths})
         plan: Any = {
-            "max_tokens_per_microbatch": most if mode == "dynamic" else most // self.pad_multiple * self.pad_multiple,
             "input_key": "input_ids",
             "input_lengths_key": PLANNED_LENGTHS,
             "algorithm": "balanced",
             "cost": self.cost,
         }
         if mode == "packed":
-            args: Any = {"sequence_packing_args": {**plan, "sequence_length_pad_multiple": 1}}
+            most -= most % self.pad_multiple
+            plan |= {"max_tokens_per_microbatch": most, "sequence_length_pad_multiple": 1}
+            args: Any = {"sequence_packing_args": plan}
         else:
-            args = {"dynamic_batching_args": {**plan, "sequence_length_round": self.pad_multiple}}
+            plan |= {"max_tokens_per_microbatch": most, "sequence_length_round": self.pad_multiple}
+            args = {"dynamic_batching_args": plan}
         shards, order = planned.shard_by_batch_size(self.ranks, batch_size=batch_size, **args)
         for shard in shards:
             del shard[PLANNED_LENGTHS]

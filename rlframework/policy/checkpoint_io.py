@@ -1,131 +1,139 @@
 """The worker's checkpoint calls: Hugging Face directories, and the state that training resumes from.
 
-The portable form is described in `checkpoint/portable.py`, the sharded one in
-`checkpoint/sharded.py`, the engine's own in `checkpoint/native.py`.
+`rlframework.policy.checkpoint` describes the files.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlframework.errors import ConfigError, NotSupported
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from rlframework.errors import ConfigError, DataError, NotSupported
 from rlframework.policy.all_ranks import run_on_all_ranks
-from rlframework.policy.checkpoint.manifest import check_files
-from rlframework.policy.checkpoint.native import native_files, save_native
-from rlframework.policy.checkpoint.portable import (
-    Progress,
-    SavedMoments,
-    random_states,
-    read_progress,
-    restore_random_states,
-    save_optimizer,
-    write_training,
-)
-from rlframework.policy.checkpoint.pretrained import write_config
-from rlframework.policy.checkpoint.saved import is_native, is_sharded
-from rlframework.policy.engine import Engine
-from rlframework.policy.progress import TrainingProgress
-from rlframework.policy.residency import Part, Residency
+from rlframework.policy.checkpoint.manifest import check_files, reading
+from rlframework.policy.checkpoint.pretrained import open_saved, write_config, write_from_rank_0, write_tensors
+from rlframework.policy.checkpoint.saved import FIRST, SECOND, SavedMoments, is_native, is_sharded, native_files
+from rlframework.policy.checkpoint.shared_directory import save_native
+from rlframework.policy.engine import Engine, Moments
+from rlframework.policy.shared_state import Part, Residency, TrainingProgress
 from rlframework.policy.trained_weights import TrainedWeights
 
 if TYPE_CHECKING:
     from rlframework.policy.checkpoint.sharded import CheckpointSave
 
 FORMS = ("portable", "sharded", "native")
+FORMAT = 1
+"""Version of `training.json`."""
+TRAINING, RANDOM = "training.json", "random.safetensors"
 
 
+@dataclass
 class CheckpointIO:
-    """Writes and reads the checkpoints of an engine. At most one save is in progress."""
+    """Writes and reads checkpoints, which are marked with the name `backend`. At most one save is in progress."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        residency: Residency,
-        weights: TrainedWeights,
-        progress: TrainingProgress,
-        *,
-        backend: str,
-        has_optimizer: bool,
-    ) -> None:
-        """`backend`: the name that native checkpoints are marked with, and rejected without."""
-        self.engine = engine
-        self._residency, self._weights, self._progress = residency, weights, progress
-        self._backend, self._has_optimizer = backend, has_optimizer
-        self._save: CheckpointSave | None = None
-
-    # -- writing ------------------------------------------------------------------------------------------------------
+    engine: Engine
+    residency: Residency
+    weights: TrainedWeights
+    progress: TrainingProgress
+    backend: str
+    has_optimizer: bool
+    _save: CheckpointSave | None = None
 
     def save(
         self,
         weights_path: str,
-        optimizer_path: str | None,
-        tokenizer_path: str | None,
-        form: str,
-        asynchronous: bool,
+        optimizer_path: str | None = None,
+        tokenizer_path: str | None = None,
+        *,
+        form: str = "portable",
+        asynchronous: bool = False,
     ) -> None:
         """See `PolicyWorker.save_checkpoint`."""
         if form not in FORMS:
             raise ConfigError(f"unknown checkpoint form {form!r}; choose one of {', '.join(FORMS)}")
         if asynchronous and form != "sharded":
             raise ConfigError(f"a {form} checkpoint cannot be written asynchronously; use the form sharded")
-        if optimizer_path is not None and not self._has_optimizer:
+        if optimizer_path is not None and not self.has_optimizer:
             raise NotSupported("this worker was built without an optimizer, so it has no optimizer state to save")
         self.finish()  # the previous one
+        engine = self.engine
         if form != "sharded":  # shards are written from whichever device they are on
-            self._residency.onload(*_parts(optimizer_path))
+            self.residency.onload(*_parts(optimizer_path))
         if form == "portable":
-            self._save_portable(weights_path, optimizer_path)
+            moments = engine.gather_moments()  # raises before anything is written
+            self.weights.write(weights_path)
+            if optimizer_path is not None:
+                self._save_optimizer(optimizer_path, moments)
         elif form == "native":
-            self._save_native(weights_path, optimizer_path)
+            optimizer = optimizer_path is not None
+            facts = {"backend": self.backend, "workers": engine.context.world_size, "optimizer": optimizer}
+            write = partial(engine.save_native, optimizer=optimizer)
+            beside = partial(write_config, engine=engine)
+            save_native(weights_path, engine.context, beside=beside, write=write, facts=facts)
+            if optimizer_path is not None:
+                self._save_optimizer(optimizer_path, iter(()))
         else:
             self._start_sharded(weights_path, optimizer_path, asynchronous)
-        if tokenizer_path is not None and self.engine.context.rank == 0:
-            self.engine.tokenizer.save_pretrained(tokenizer_path)
+        if tokenizer_path is not None and engine.context.rank == 0:
+            engine.tokenizer.save_pretrained(tokenizer_path)
         if not asynchronous:
             self.finish()
 
-    def _save_portable(self, weights_path: str, optimizer_path: str | None) -> None:
-        engine = self.engine
-        moments = engine.gather_moments()  # raises before anything is written
-        self._weights.write(weights_path)
-        if optimizer_path is not None:
-            save_optimizer(
-                optimizer_path, moments, self._saved_progress(), engine.context, engine.device, self._backend
-            )
+    def _save_optimizer(self, path: str, moments: Iterator[tuple[str, Moments]]) -> None:
+        states, steps = self._random_states(), dict[str, int]()
 
-    def _save_native(self, weights_path: str, optimizer_path: str | None) -> None:
-        engine, optimizer = self.engine, optimizer_path is not None
-        facts = {"backend": self._backend, "workers": engine.context.world_size, "optimizer": optimizer}
-        write = partial(engine.save_native, optimizer=optimizer)
-        save_native(weights_path, engine.context, beside=self._write_config, write=write, facts=facts)
-        if optimizer_path is not None:
-            progress = self._saved_progress()
-            save_optimizer(optimizer_path, iter(()), progress, engine.context, engine.device, self._backend)
+        def tensors() -> Iterator[tuple[str, Tensor]]:
+            for name, state in moments:
+                steps[name] = state.steps
+                yield FIRST + name, state.exp_avg
+                yield SECOND + name, state.exp_avg_sq
+
+        def write(folder: Path) -> None:
+            write_tensors(folder, tensors())
+            self._write_training(folder, steps, states)
+
+        write_from_rank_0(path, self.engine.context.rank, moments, write, checksums=True)
 
     def _start_sharded(self, weights_path: str, optimizer_path: str | None, asynchronous: bool) -> None:
         from rlframework.policy.checkpoint.sharded import CheckpointSave, DirectoryPlan
 
-        context = self.engine.context
-        state = self.engine.sharded_state()
-        plans = [DirectoryPlan(weights_path, state.weights, self._write_config)]
+        context, state = self.engine.context, self.engine.sharded_state()
+        plans = [DirectoryPlan(weights_path, state.weights, partial(write_config, engine=self.engine))]
         if optimizer_path is not None:
             parts = run_on_all_ranks(context, lambda: state.steps)
             steps = {name: count for part in parts for name, count in part.items()}
-            states = random_states(context, self.engine.device)
-            write = partial(
-                write_training, steps=steps, progress=self._saved_progress(), states=states, backend=self._backend
-            )
+            write = partial(self._write_training, steps=steps, states=self._random_states())
             plans.append(DirectoryPlan(optimizer_path, state.moments, write))
         self._save = CheckpointSave(plans, context, asynchronous=asynchronous)
 
-    def _write_config(self, folder: Path) -> None:
-        config = self.engine.config
-        write_config(folder, config.model_name, self.engine.tokenizer, config.trust_remote_code)
+    def _write_training(self, folder: Path, steps: Mapping[str, int], states: Mapping[str, Tensor]) -> None:
+        save_file(dict(states), folder / RANDOM)
+        facts = {
+            "format": FORMAT,
+            "optimizer": "adamw",
+            "steps": dict(steps),
+            "train_calls": self.progress.train_calls,
+            "skipped_in_a_row": self.progress.skipped_in_a_row,
+            "backend": self.backend,
+            "versions": {"torch": torch.__version__},
+        }
+        (folder / TRAINING).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
 
-    def _saved_progress(self) -> Progress:
-        return Progress(self._progress.train_calls, self._progress.skipped_in_a_row)
+    def _random_states(self) -> dict[str, Tensor]:
+        """The random states of all workers, by kind and rank. Collective."""
+        context, device = self.engine.context, self.engine.device
+        own = {f"cpu.{context.rank}": torch.get_rng_state()}
+        if device.type == "cuda":
+            own[f"cuda.{context.rank}"] = torch.cuda.get_rng_state(device)
+        return {name: state for states in run_on_all_ranks(context, lambda: own) for name, state in states.items()}
 
     def written(self) -> bool:
         """See `PolicyWorker.checkpoint_written`."""
@@ -143,32 +151,26 @@ class CheckpointIO:
         if save is not None:
             save.abandon()
 
-    # -- reading ------------------------------------------------------------------------------------------------------
-
-    def load(self, weights_path: str, optimizer_path: str | None) -> None:
+    def load(self, weights_path: str, optimizer_path: str | None = None) -> None:
         """See `PolicyWorker.load_checkpoint`."""
         self.finish()
         engine, optimizer = self.engine, optimizer_path is not None
         # check everything before anything changes
-        progress = None if optimizer_path is None else read_progress(optimizer_path)
+        training = None if optimizer_path is None else _read_training(optimizer_path)
         run_on_all_ranks(engine.context, partial(self.check, weights_path, optimizer_path))
-        self._residency.onload(*_parts(optimizer_path))
+        self.residency.onload(*_parts(optimizer_path))
         native = is_native(weights_path)
         if native:
-            files = native_files(weights_path, self._backend, optimizer=optimizer)
-            engine.load_native(files, optimizer=optimizer)
+            engine.load_native(native_files(weights_path, self.backend, optimizer=optimizer), optimizer=optimizer)
         else:
-            self._weights.read(weights_path)
-        self._progress.weights_version += 1
-        if optimizer_path is not None and progress is not None:
+            self.weights.read(weights_path)
+        self.progress.weights_version += 1
+        if optimizer_path is not None and training is not None:
+            saved, steps = training
             if not native:
-                engine.load_moments(SavedMoments(optimizer_path))
-            self.restore_progress(progress)
-            restore_random_states(optimizer_path, engine.context, engine.device)
-
-    def restore_progress(self, saved: Progress) -> None:
-        """Resume the counters of the schedule and of skipped steps."""
-        self._progress.train_calls, self._progress.skipped_in_a_row = saved.train_calls, saved.skipped_in_a_row
+                engine.load_moments(SavedMoments(open_saved(optimizer_path), steps))
+            self.progress.train_calls, self.progress.skipped_in_a_row = saved.train_calls, saved.skipped_in_a_row
+            self._restore_random_states(Path(optimizer_path, RANDOM))
 
     def check(self, *folders: str | None) -> None:
         """Raise a `DataError` if files in `folders` are missing or damaged. Each rank reads its share of them."""
@@ -176,6 +178,29 @@ class CheckpointIO:
         for folder in filter(None, folders):
             check_files(folder, required=is_sharded(folder) or is_native(folder), share=share)
 
+    def _restore_random_states(self, path: Path) -> None:
+        """Restore this rank's random states, if the number of ranks is that of the save."""
+        rank, device = self.engine.context.rank, self.engine.device
+        with reading(path):
+            states = load_file(path)
+        if sum(name.startswith("cpu.") for name in states) == self.engine.context.world_size:
+            torch.set_rng_state(states[f"cpu.{rank}"])
+            if device.type == "cuda" and f"cuda.{rank}" in states:
+                torch.cuda.set_rng_state(states[f"cuda.{rank}"], device)
+
 
 def _parts(optimizer_path: str | None) -> tuple[Part, ...]:
     return ("model",) if optimizer_path is None else ("model", "optimizer")
+
+
+def _read_training(folder: str) -> tuple[TrainingProgress, dict[str, int]]:
+    """Read `training.json`: the progress, and the optimizer steps by weight."""
+    path = Path(folder, TRAINING)
+    with reading(path):
+        facts = json.loads(path.read_text(encoding="utf-8"))
+        version = facts["format"]
+        progress = TrainingProgress(int(facts["train_calls"]), int(facts["skipped_in_a_row"]))
+        steps = {str(name): int(count) for name, count in facts["steps"].items()}
+    if version != FORMAT:
+        raise DataError(f"{path} has format {version!r}, but this version reads {FORMAT}")
+    return progress, steps

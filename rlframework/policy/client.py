@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
+import inspect
+from collections.abc import Callable, Mapping
+from functools import cached_property, wraps
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.batch.packing import TokenCost
-from rlframework.errors import BatchError, BatchTypeError
+from rlframework.config.policy import PolicyConfig
+from rlframework.errors import BatchError, BatchTypeError, NotSupported
 from rlframework.huggingface.model_directories import model_sizes
 from rlframework.interfaces.named_sharding import policy_sharding
-from rlframework.interfaces.policy_worker import BytesMoved, PolicyWorker, WorkerInfo
+from rlframework.interfaces.policy_worker import BytesMoved, PolicyWorker, Rows
 from rlframework.interfaces.worker_group import WorkerGroup, WorkerSpec
-from rlframework.plugins.types import CAPABILITY_OF_FORM, Capability
+from rlframework.plugins.types import CAPABILITY_OF_FORM, Capability, Record
 from rlframework.policy.balancer import BatchBalancer
-from rlframework.policy.worker_spec import require, worker_spec
+from rlframework.policy.optimization import resolve_total_steps
 from rlframework.workers.dispatch import WorkerCalls
 
 if TYPE_CHECKING:
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     from rlframework.plugins.manager import PluginManager
 
 P = ParamSpec("P")
-Rows = BatchedDataDict[Any]
+R = TypeVar("R")
 
 
 def _require_batch(method: str, data: Any) -> None:
@@ -46,9 +48,44 @@ def _require_positive(**sizes: int | None) -> None:
             raise BatchError(f"{name} is {size}; it must be at least 1, or None for the configured value")
 
 
-def _total(moved: list[BytesMoved]) -> BytesMoved:
-    """Sum over workers."""
-    return {"model": sum(each["model"] for each in moved), "optimizer": sum(each["optimizer"] for each in moved)}
+def _on_all(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], list[R]]:
+    """A method of the driver's handle that calls `method` on all workers, and returns the results by rank."""
+    signature = inspect.signature(method)
+
+    @wraps(method)
+    def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> list[R]:
+        _, *given = signature.bind(self, *args, **kwargs).arguments.items()
+        on_all: Any = self._calls.on_all  # takes keywords only
+        results: list[R] = on_all(method, **dict(given))
+        return results
+
+    return call
+
+
+def _scored(method: Callable[Concatenate[Any, P], Rows]) -> Callable[Concatenate[Any, P], Rows]:
+    """A method that calls `method` on shards of what scoring reads of `data`, and joins the results in row order."""
+    signature = inspect.signature(method)
+
+    @wraps(method)
+    def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> Rows:
+        bound = signature.bind(self, *args, **kwargs)
+        bound.apply_defaults()
+        _, (_, data), *options = bound.arguments.items()
+        rows: Rows = self._score(method, data, dict(options))
+        return rows
+
+    return call
+
+
+def _moved(method: Callable[[Any], BytesMoved]) -> Callable[[Any], BytesMoved]:
+    """A method of the driver's handle that calls `method` on all workers, and returns the bytes moved by all."""
+
+    @wraps(method)
+    def call(self: Any, /) -> BytesMoved:
+        moved: list[BytesMoved] = self._calls.on_all(method)
+        return {"model": sum(each["model"] for each in moved), "optimizer": sum(each["optimizer"] for each in moved)}
+
+    return call
 
 
 class Policy:
@@ -93,12 +130,10 @@ class Policy:
         self._calls = WorkerCalls(self.worker_group)
 
     def _choose_group_class(self, chosen: type[WorkerGroup]) -> type[WorkerGroup]:
-        """Return the class of the worker group; subclasses may replace the configured one."""
-        return chosen
+        return chosen  # subclasses may replace the configured one
 
     def _wrap_spec(self, spec: WorkerSpec) -> WorkerSpec:
-        """Return the specification to start; subclasses may wrap the workers."""
-        return spec
+        return spec  # subclasses may wrap the workers
 
     @cached_property
     def _balancer(self) -> BatchBalancer:
@@ -121,12 +156,7 @@ class Policy:
         return self.worker_group.sharding.get_axis_size("data_parallel")
 
     def train(
-        self,
-        data: Rows,
-        loss_fn: LossFunction,
-        eval_mode: bool = False,
-        gbs: int | None = None,
-        mbs: int | None = None,
+        self, data: Rows, loss_fn: LossFunction, eval_mode: bool = False, gbs: int | None = None, mbs: int | None = None
     ) -> dict[str, Any]:
         """Take one optimizer step per `gbs` rows of `data` (default: `policy.train_global_batch_size`).
 
@@ -152,80 +182,50 @@ class Policy:
         )
         return {**result, "loss": float(result["global_loss"].mean())}
 
-    def get_logprobs(
-        self, data: Rows, micro_batch_size: int | None = None, positions: str = "all", entropy: bool = False
-    ) -> Rows:
-        """Return `logprobs [B, S]`, in row order, and optionally `entropy`: see `PolicyWorker.get_logprobs`."""
-        return self._score(
-            PolicyWorker.get_logprobs,
-            data,
-            positions,
-            micro_batch_size=micro_batch_size,
-            positions=positions,
-            entropy=entropy,
-        )
-
-    def get_topk_logits(self, data: Rows, k: int, micro_batch_size: int | None = None, positions: str = "all") -> Rows:
-        """Return `topk_logits [B, S, k]` and `topk_indices [B, S, k]`, in order: see `PolicyWorker.get_topk_logits`."""
-        _require_positive(k=k)
-        return self._score(
-            PolicyWorker.get_topk_logits, data, positions, micro_batch_size=micro_batch_size, positions=positions, k=k
-        )
+    get_logprobs = _scored(PolicyWorker.get_logprobs)
+    get_topk_logits = _scored(PolicyWorker.get_topk_logits)
+    get_reference_policy_logprobs = _scored(PolicyWorker.get_reference_policy_logprobs)
 
     def score(self, data: Rows, micro_batch_size: int | None = None) -> Rows:
         """Return `scores [B]` of a reward model, in order: see `PolicyWorker.score`."""
         require(self.record, Capability.SCORING, "score was called")
-        return self._score(PolicyWorker.score, data, "last", micro_batch_size=micro_batch_size)
+        return self._score(PolicyWorker.score, data, {"micro_batch_size": micro_batch_size})
 
-    def get_reference_policy_logprobs(
-        self, data: Rows, micro_batch_size: int | None = None, positions: str = "all"
-    ) -> Rows:
-        """Return `reference_logprobs [B, S]`: log-probabilities under the weights that the policy started with."""
-        return self._score(
-            PolicyWorker.get_reference_policy_logprobs,
-            data,
-            positions,
-            micro_batch_size=micro_batch_size,
-            positions=positions,
-        )
-
-    def _score(
-        self,
-        method: Callable[Concatenate[Any, Rows, P], Rows],
-        data: Rows,
-        where: str,
-        *args: P.args,
-        **options: P.kwargs,
-    ) -> Rows:
-        """Call `method` on shards of what scoring reads of `data`, and join the results in row order."""
+    def _score(self, method: Callable[..., Rows], data: Rows, options: Mapping[str, Any]) -> Rows:
         _require_batch(method.__name__, data)
-        sizes: Any = options
-        _require_positive(micro_batch_size=sizes["micro_batch_size"])
+        _require_positive(micro_batch_size=options["micro_batch_size"], k=options.get("k"))
         rows, ranks = data.size, self.data_parallel_size
         keys = [key for key in ("input_ids", "input_lengths", "token_mask", "sample_mask") if key in data]
         inputs: Rows = BatchedDataDict({key: data[key] for key in keys} | data.get_multimodal_dict())
         if rows % ranks:  # repeat the first rows: every worker needs the same number
             inputs = inputs.select_indices(torch.arange(rows + -rows % ranks) % rows)
-        batching = self.config.policy.batching
-        shards, order = self._balancer.shard(
-            inputs, batch_size=None, positions=where, tokens=batching.logprob_tokens or batching.tokens
-        )
-        scored: Rows = BatchedDataDict.from_batches(self._calls.on_shards(method, shards, *args, **options))
+        positions, batching = options.get("positions", "last"), self.config.policy.batching
+        tokens = batching.logprob_tokens or batching.tokens
+        shards, order = self._balancer.shard(inputs, batch_size=None, positions=positions, tokens=tokens)
+        on_shards: Any = self._calls.on_shards
+        scored: Rows = BatchedDataDict.from_batches(on_shards(method, shards, **options))
         if order is not None:
             scored.reorder_data(order)
         return scored.slice(0, rows)
 
-    def save_pretrained(self, path: str) -> None:
-        """Write weights, configuration and tokenizer as a Hugging Face directory, atomically."""
-        self._calls.on_all(PolicyWorker.save_pretrained, path=path)
+    # -- calls of all workers at once: see `PolicyWorker` -------------------------------------------------------------
 
-    def save_adapter(self, path: str) -> None:
-        """Write only the LoRA adapters, as a directory that peft reads, atomically."""
-        self._calls.on_all(PolicyWorker.save_adapter, path=path)
-
-    def load_adapter(self, path: str) -> None:
-        """Load adapters for the same base, rank and alpha, written by `save_adapter` or peft."""
-        self._calls.on_all(PolicyWorker.load_adapter, path=path)
+    save_pretrained = _on_all(PolicyWorker.save_pretrained)
+    save_adapter = _on_all(PolicyWorker.save_adapter)
+    load_adapter = _on_all(PolicyWorker.load_adapter)
+    load_checkpoint = _on_all(PolicyWorker.load_checkpoint)
+    finish_checkpoint = _on_all(PolicyWorker.finish_checkpoint)
+    get_info = _on_all(PolicyWorker.get_info)
+    get_gpu_info = _on_all(PolicyWorker.get_gpu_info)
+    report_device_ids = _on_all(PolicyWorker.report_device_id)
+    reset_peak_memory_stats = _on_all(PolicyWorker.reset_peak_memory_stats)
+    start_profiling = _on_all(PolicyWorker.start_profiling)
+    start_gpu_profiling = _on_all(PolicyWorker.start_gpu_profiling)
+    stop_gpu_profiling = _on_all(PolicyWorker.stop_gpu_profiling)
+    prepare_for_training = _moved(PolicyWorker.prepare_for_training)
+    prepare_for_lp_inference = _moved(PolicyWorker.prepare_for_lp_inference)
+    offload_before_refit = _moved(PolicyWorker.offload_before_refit)
+    offload_after_refit = _moved(PolicyWorker.offload_after_refit)
 
     def save_checkpoint(
         self, weights_path: str, optimizer_path: str | None, *, form: str = "portable", asynchronous: bool = False
@@ -245,73 +245,9 @@ class Policy:
         """Return True if all workers have written their shards, so that `finish_checkpoint` does not wait."""
         return all(self._calls.on_all(PolicyWorker.checkpoint_written))
 
-    def finish_checkpoint(self) -> None:
-        """Wait for the last save and move it to its final path; raise its error if it failed."""
-        self._calls.on_all(PolicyWorker.finish_checkpoint)
-
-    def load_checkpoint(self, weights_path: str, optimizer_path: str | None = None) -> None:
-        """Resume from the output of `save_checkpoint`, possibly of another backend or layout."""
-        self._calls.on_all(PolicyWorker.load_checkpoint, weights_path=weights_path, optimizer_path=optimizer_path)
-
-    def prepare_for_training(self) -> BytesMoved:
-        """Onload model and optimizer; return the bytes moved of each, summed over all workers."""
-        return _total(self._calls.on_all(PolicyWorker.prepare_for_training))
-
-    def prepare_for_lp_inference(self) -> BytesMoved:
-        """Onload the model for scoring; see `PolicyWorker.prepare_for_lp_inference`."""
-        return _total(self._calls.on_all(PolicyWorker.prepare_for_lp_inference))
-
-    def offload_before_refit(self) -> BytesMoved:
-        """Offload the optimizer to CPU memory; return the bytes moved, summed over all workers."""
-        return _total(self._calls.on_all(PolicyWorker.offload_before_refit))
-
-    def offload_after_refit(self) -> BytesMoved:
-        """Offload model and optimizer to CPU memory; return the bytes moved of each, summed over all workers."""
-        return _total(self._calls.on_all(PolicyWorker.offload_after_refit))
-
-    def get_info(self) -> list[WorkerInfo]:
-        """Return each worker's description of itself, by rank: device, memory, threads, versions."""
-        return self._calls.on_all(PolicyWorker.get_info)
-
-    def get_gpu_info(self) -> list[dict[str, Any]]:
-        """Return the hardware of each worker, by rank: see `PolicyWorker.get_gpu_info`."""
-        return self._calls.on_all(PolicyWorker.get_gpu_info)
-
-    def report_device_ids(self) -> list[str]:
-        """Return the device of each worker, by rank: see `PolicyWorker.report_device_id`."""
-        return self._calls.on_all(PolicyWorker.report_device_id)
-
-    def reset_peak_memory_stats(self) -> None:
-        """Reset the peak memory statistics of each worker."""
-        self._calls.on_all(PolicyWorker.reset_peak_memory_stats)
-
-    def start_profiling(
-        self,
-        ranks: tuple[int, ...] | None = None,
-        with_stack: bool = False,
-        record_shapes: bool = False,
-        memory: bool = False,
-    ) -> None:
-        """Start the torch profiler of the workers: see `PolicyWorker.start_profiling`."""
-        self._calls.on_all(
-            PolicyWorker.start_profiling,
-            ranks=ranks,
-            with_stack=with_stack,
-            record_shapes=record_shapes,
-            memory=memory,
-        )
-
     def stop_profiling(self, folder: str | None) -> list[str]:
         """Write the traces to `folder`, shared by workers and driver, and return their paths, by rank."""
         return [path for path in self._calls.on_all(PolicyWorker.stop_profiling, folder=folder) if path is not None]
-
-    def start_gpu_profiling(self) -> None:
-        """Start a range of the CUDA profiler on each worker."""
-        self._calls.on_all(PolicyWorker.start_gpu_profiling)
-
-    def stop_gpu_profiling(self) -> None:
-        """End the range of the CUDA profiler on each worker."""
-        self._calls.on_all(PolicyWorker.stop_gpu_profiling)
 
     def shutdown(self) -> bool:
         """Stop the workers; return False if one did not shut down cleanly."""
@@ -322,3 +258,47 @@ class Policy:
 
     def __exit__(self, *exception: object) -> None:
         self.shutdown()
+
+
+def worker_spec(
+    config: RunConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    manager: PluginManager,
+    *,
+    init_reference_model: bool,
+    init_optimizer: bool,
+    training_calls: int | None = None,
+) -> WorkerSpec:
+    """The specification that each worker of the policy in `config` is started with; see `Policy` for the arguments."""
+    record = manager.select("policy_worker", config.policy.backend).record
+    neutral = {name: getattr(config.policy, name) for name in PolicyConfig.model_fields}
+    neutral["scheduler"] = resolve_total_steps(config.policy.scheduler, training_calls or config.algorithm.num_steps)
+    section = getattr(config.policy, config.policy.backend, None)
+    generates = Capability.EMBEDDED_GENERATION in record.capabilities
+    engine = manager.select("generation_engine", config.generation.name).record.target if generates else None
+    return WorkerSpec(
+        target=record.target,
+        part=(record.kind, record.name),
+        kwargs={
+            "config": PolicyConfig(**neutral),
+            "tokenizer": tokenizer,
+            "init_optimizer": init_optimizer,
+            "init_reference_model": init_reference_model,
+            "backend_config": None if section is None else section.model_dump(),
+            "generation": config.generation,
+            "generation_target": engine,
+            "processor_target": manager.select("data_processor", config.policy.data_processor).record.target,
+        },
+        plugins=tuple(config.plugins),
+        fingerprint=manager.fingerprint(),
+        py_executable=record.py_executable,
+    )
+
+
+def require(record: Record, capability: Capability, reason: str) -> None:
+    """Raise `NotSupported` unless the backend of `record` declares `capability`."""
+    if capability not in record.capabilities:
+        raise NotSupported(
+            f"{reason}, but the backend {record.name!r} does not declare {capability}; choose a policy.backend that "
+            "does: see `rlframework plugins`"
+        )

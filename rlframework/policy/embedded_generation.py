@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.sections import GenerationConfig
 from rlframework.errors import NotSupported
 from rlframework.interfaces.generation import GenerationEngine
+from rlframework.interfaces.policy_worker import Rows
 from rlframework.plugins.loading import load_target
-from rlframework.policy.engine import Engine
+from rlframework.policy.engine import Engine, require_head
 from rlframework.policy.profiling import GENERATE, trace_span
-from rlframework.policy.progress import TrainingProgress
-from rlframework.policy.residency import Residency
-
-Rows = BatchedDataDict[Any]
+from rlframework.policy.shared_state import Residency, TrainingProgress
 
 
 class EmbeddedGeneration:
@@ -28,10 +23,7 @@ class EmbeddedGeneration:
         config: GenerationConfig,
         target: str | None,
     ) -> None:
-        """`target`: class of the generation engine (`module:Class`); None if the worker will not be asked to generate.
-
-        The engine is created at once, which is cheap, so that bad settings are reported before the model is built.
-        """
+        """Create the engine `target` (`module:Class`), which is cheap, so that bad settings are reported early."""
         self._engine, self._residency, self._progress = engine, residency, progress
         self._weights_version = -1
         self._generator: GenerationEngine | None = None
@@ -44,15 +36,15 @@ class EmbeddedGeneration:
                 precision=engine.config.precision,
             )
 
-    def generate(self, data: Rows, greedy: bool) -> Rows:
+    def generate(self, data: Rows, greedy: bool = False) -> Rows:
         """See `PolicyWorker.generate`."""
+        require_head(self._engine, "language", "generate")
         self._residency.onload("model")
         generator = self._updated()
         with self._engine.generating(), trace_span(GENERATE):
             return generator.generate(data, greedy=greedy)
 
     def _updated(self) -> GenerationEngine:
-        """The generation engine with current weights: the live module if this rank has it whole, otherwise a copy."""
         if self._generator is None:
             raise NotSupported("this worker was built without a generation engine; set generation_target")
         if self._weights_version != self._progress.weights_version:

@@ -26,8 +26,51 @@ if TYPE_CHECKING:
     from rlframework.config.policy import PolicyConfig
     from rlframework.interfaces.data_processor import Microbatch
     from rlframework.interfaces.worker_group import WorkerContext
-    from rlframework.policy.head.request import HeadOutput, HeadRequest
-    from rlframework.policy.model_state import Moments, ShardedState, WeightSpec
+    from rlframework.policy.head.patch import HeadOutput, HeadRequest
+
+
+@dataclass(frozen=True)
+class WeightSpec:
+    """Shape and dtype of a whole weight, known without gathering it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Moments:
+    """AdamW's state of one whole weight: its number of steps, and both moments in fp32."""
+
+    steps: int
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+
+
+@dataclass(frozen=True)
+class TensorShard:
+    """This rank's shard of the tensor `name` of shape `shape`: `local`, at `offset` in the whole tensor."""
+
+    name: str
+    local: Tensor
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def value(self) -> Tensor:
+        """Return the data to write. A shard not in memory yet overrides this; its `local` is on the meta device."""
+        return self.local
+
+
+@dataclass(frozen=True)
+class ShardedState:
+    """An engine's state on this rank: shards of the weights, and of the moments, named as in the portable form.
+
+    The shards share the memory that is trained. `steps`: optimizer steps by name, of the weights that this rank has
+    shards of. `moments` and `steps` are empty without an optimizer.
+    """
+
+    weights: Sequence[TensorShard]
+    moments: Sequence[TensorShard] = ()
+    steps: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -49,14 +92,26 @@ def _not_implemented(engine: Engine, does: str, capability: str, method: str) ->
 
 
 def no_adapters(engine: Engine) -> NotSupported:
-    """Return the error of a call that needs adapters, of an engine that has none."""
+    """Return the error of an engine without adapters."""
     return NotSupported(f"{type(engine).__name__} has no adapters: policy.lora is not set, or its backend has no LoRA")
 
 
+def require_head(engine: Engine, head: str, method: str) -> None:
+    """Raise `NotSupported` if the model was loaded with another head than `method` needs."""
+    config = engine.config
+    if config.head != head:
+        raise NotSupported(
+            f"{method} needs policy.head={head}, but policy.model_name={config.model_name!r} was loaded "
+            f"with policy.head={config.head}"
+        )
+
+
+@dataclass(eq=False, repr=False)
 class Engine(ABC):
     """One rank of a model in training. A backend subclasses it and names it in its `PolicyWorkerBase.engine_class`.
 
-    `config` are the backend-neutral keys of `policy`, `backend_config` is the backend's own section.
+    `config` are the backend-neutral keys of `policy`, `backend_config` is the backend's own section. The constructor
+    keeps its arguments; `build` builds the model on `device`.
     """
 
     backend_config_model: ClassVar[type[Section]] = Section
@@ -65,20 +120,11 @@ class Engine(ABC):
     transports: ClassVar[frozenset[str]] = frozenset({"ipc", "collective"})
     """Transports of weight sync. One that a backend removes must not be declared on its record."""
 
-    def __init__(
-        self,
-        config: PolicyConfig,
-        backend_config: Section,
-        tokenizer: PreTrainedTokenizerBase,
-        context: WorkerContext,
-        device: torch.device,
-    ) -> None:
-        """Keep the arguments; `build` builds the model on `device`."""
-        self.config = config
-        self.backend_config = backend_config
-        self.tokenizer = tokenizer
-        self.context = context
-        self.device = device
+    config: PolicyConfig
+    backend_config: Section
+    tokenizer: PreTrainedTokenizerBase
+    context: WorkerContext
+    device: torch.device
 
     @abstractmethod
     def build(self, *, init_optimizer: bool) -> None:
@@ -111,17 +157,11 @@ class Engine(ABC):
 
     @abstractmethod
     def weight_specs(self) -> dict[str, WeightSpec]:
-        """Return shapes and dtypes of all weights, without a collective.
-
-        Names are those that `save_pretrained` writes; tied weights appear once.
-        """
+        """Return the specs of all weights by the names `save_pretrained` writes; tied weights once. No collective."""
 
     @abstractmethod
     def gather_weights(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield whole weights, one at a time, on every rank.
-
-        Collective: all ranks must request the same names and exhaust the iterator.
-        """
+        """Yield whole weights, one at a time. Collective: all ranks request the same names and exhaust the iterator."""
 
     @abstractmethod
     def snapshot(self) -> dict[str, Tensor]:
@@ -170,17 +210,14 @@ class Engine(ABC):
         """
         raise _not_implemented(self, "has no native checkpoint format", "native_checkpoints", "load_native")
 
-    # LoRA. From outside, the model is the merged one under the base's names (`weight_specs`, `gather_weights`).
+    # LoRA. From outside, the model is the merged one under the base's names.
 
     def adapter_specs(self) -> dict[str, WeightSpec]:
         """Return the specs of the adapters' matrices, two per layer, by layer path plus `A` or `B`. No collective."""
         raise no_adapters(self)
 
     def gather_adapters(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield whole matrices in fp32, one at a time, on every rank.
-
-        Collective: all ranks must request the same names and exhaust the iterator.
-        """
+        """Yield whole matrices in fp32, one at a time; see `gather_weights`. Collective."""
         raise no_adapters(self)
 
     def take_adapters(self, adapters: Mapping[str, Tensor]) -> None:
@@ -188,10 +225,7 @@ class Engine(ABC):
         raise no_adapters(self)
 
     def without_adapters(self) -> AbstractContextManager[None]:
-        """Context manager: disable the adapters, so that the model equals its base bit for bit.
-
-        They are enabled again on exit, also after an exception.
-        """
+        """Context manager: disable the adapters until its exit, so that the model equals its base bit for bit."""
         raise no_adapters(self)
 
     # Microbatches, placement, generation, process groups.
@@ -221,10 +255,7 @@ class Engine(ABC):
 
     @contextmanager
     def generating(self) -> Iterator[None]:
-        """Context in which `whole_model` is used for generation: in evaluation mode.
-
-        In training mode, activation checkpointing would disable the key-value cache.
-        """
+        """Context in which `whole_model` generates: in evaluation mode, which keeps the key-value cache enabled."""
         if (model := self.whole_model()) is not None:
             model.eval()
         yield

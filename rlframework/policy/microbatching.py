@@ -1,29 +1,36 @@
-"""A worker's rows as microbatches: those of the data processor, plus dummies."""
+"""A worker's rows as microbatches, and the results of these: `step` functions and the reduction of metrics."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rlframework.batch.batch_rows import round_up
 from rlframework.batch.batched_data_dict import BatchedDataDict
-from rlframework.batch.collectives import max_over_ranks
+from rlframework.batch.collectives import max_over_ranks, sum_over_ranks
 from rlframework.batch.packed_tensor import has_media
 from rlframework.interfaces.data_processor import BatchPlan, DataProcessor, GlobalBatch, Microbatch
 from rlframework.interfaces.loss import LossFunction
+from rlframework.interfaces.policy_worker import Rows
 from rlframework.microbatches.data_processor import make_dummy, to_device
-from rlframework.policy.engine import Engine
+from rlframework.policy.engine import Engine, Step, StepResult
+from rlframework.policy.head.patch import HeadOutput
+from rlframework.policy.profiling import LOSS, trace_span
 
 
+@dataclass
 class Microbatching:
     """Groups rows into microbatches as `policy.batching` says, within the constraints of an engine."""
 
-    def __init__(self, engine: Engine, processor: DataProcessor) -> None:
-        self.engine = engine
-        self.processor = processor
+    engine: Engine
+    processor: DataProcessor
 
-    def mode(self, data: BatchedDataDict[Any] | None = None) -> str:
+    def mode(self, data: Rows | None = None) -> str:
         """Return how rows are grouped: "padded", "dynamic" or "packed".
 
         With `data`, `auto` does not choose packing for multimodal rows.
@@ -34,14 +41,12 @@ class Microbatching:
         preferred = self.engine.preferred_batching()
         return "dynamic" if preferred == "packed" and data is not None and has_media(data) else preferred
 
-    def global_batch(
-        self, data: BatchedDataDict[Any], loss_fn: LossFunction, index: int, rows: int | None
-    ) -> GlobalBatch:
+    def global_batch(self, data: Rows, loss_fn: LossFunction, index: int, rows: int | None) -> GlobalBatch:
         """Return this rank's rows of global batch `index`, and its counts: `DataProcessor.process_global_batch`."""
         group = self.engine.data_parallel_group()
         return self.processor.process_global_batch(data, loss_fn, group, batch_idx=index, batch_size=rows)
 
-    def split(self, data: BatchedDataDict[Any], positions: str, rows: int, tokens: int | None) -> list[Microbatch]:
+    def split(self, data: Rows, positions: str, rows: int, tokens: int | None) -> list[Microbatch]:
         """Return this rank's microbatches, plus dummies up to the count that all ranks and the engine require.
 
         `rows`: rows of a padded microbatch; `tokens`: maximum of a dynamic or packed one (None: the engine's default).
@@ -59,3 +64,112 @@ class Microbatching:
             return microbatches
         dummy = make_dummy(data, packed=plan.mode == "packed", pad_multiple=rule.pad_multiple)
         return microbatches + [to_device(dummy, engine.device)] * missing
+
+
+def _dense(values: Tensor, microbatch: Microbatch) -> Tensor:
+    """Scatter head values `[N, ...]` to their targets in `[b, S', ...]`, 0 elsewhere; differentiable."""
+    if len(values) != len(microbatch.scatter):
+        raise RuntimeError(
+            f"the head returned {len(values)} rows of values for a microbatch with {len(microbatch.scatter)} positions"
+            "; it must run at exactly Microbatch.head_positions, as inside HeadPatch.computing"
+        )
+    rows, width = microbatch.data_dict["input_ids"].shape
+    flat = values.new_zeros((rows * width, *values.shape[1:])).index_put((microbatch.scatter,), values)
+    return flat.view(rows, width, *values.shape[1:])
+
+
+def _require_output(output: HeadOutput) -> None:
+    if not isinstance(output, HeadOutput):
+        raise TypeError(
+            f"`step` takes a HeadOutput, but got a {type(output).__name__}; convert the patched model's output with "
+            "read_head_output(values, head)"
+        )
+
+
+def require_results(results: Sequence[StepResult], microbatches: Sequence[Microbatch]) -> None:
+    """Raise a RuntimeError unless `forward_backward` returned one result per microbatch."""
+    if isinstance(results, Sequence) and len(results) == len(microbatches):
+        return
+    given = f"{len(results)} results" if isinstance(results, Sequence) else type(results).__name__
+    raise RuntimeError(
+        f"the engine's forward_backward returned {given} for {len(microbatches)} microbatches; it must return a list "
+        "with the StepResult of each, in order, on every rank"
+    )
+
+
+def values_step(output: HeadOutput, microbatch: Microbatch) -> StepResult:
+    """Scatter all of the head's results to `[b, S', ...]` each, by the names of `HeadRequest.results`."""
+    _require_output(output)
+    return StepResult(outputs={name: _dense(values, microbatch) for name, values in output.results().items()})
+
+
+def loss_step(loss_fn: LossFunction, global_valid_seqs: Tensor, global_valid_toks: Tensor) -> Step:
+    """Return the step that computes the loss of a microbatch. A dummy has a loss of 0 and no metrics."""
+
+    def step(output: HeadOutput, microbatch: Microbatch) -> StepResult:
+        _require_output(output)
+        values = output.logits if output.logprobs is None else output.logprobs
+        if values is None:
+            raise RuntimeError("the HeadOutput has neither logprobs nor logits; compute what HeadRequest.wants names")
+        if microbatch.is_dummy:
+            return StepResult(loss=values.sum() * 0.0)
+        data = microbatch.data_dict
+        if output.entropy is not None:
+            data = BatchedDataDict({**data, "entropy": _dense(output.entropy, microbatch)[:, 1:]})
+        with trace_span(LOSS):
+            loss, metrics = loss_fn(_dense(values, microbatch)[:, 1:], data, global_valid_seqs, global_valid_toks)
+        return StepResult(loss=loss, outputs={**metrics, "loss": loss.detach()})
+
+    return step
+
+
+def reduce_metrics(parts: Sequence[Mapping[str, Any]], group: Any, device: torch.device) -> dict[str, float]:
+    """Reduce the metrics of microbatches to those of a global batch: a sum, or the extreme for `_min` and `_max`.
+
+    A rank without real microbatches contributes nothing; names may differ between ranks.
+    """
+    names = _all_names(sorted({name for part in parts for name in part} | {"loss"}), group)
+    sums = [name for name in names if not name.endswith(("_min", "_max"))]
+    extremes = [name for name in names if name.endswith(("_min", "_max"))]
+    totals = sum_over_ranks(_table(parts, sums, torch.zeros(len(sums)), device).sum(0), group)
+    metrics = dict(zip(sums, totals.tolist(), strict=True))
+    if extremes:
+        signs = [1.0 if name.endswith("_max") else -1.0 for name in extremes]
+        absent = torch.tensor([-math.inf * sign for sign in signs])
+        extreme = (_table(parts, extremes, absent, device) * torch.tensor(signs, device=device)).amax(0)
+        extreme = max_over_ranks(extreme, group)
+        metrics.update(
+            {name: sign * value for name, sign, value in zip(extremes, signs, extreme.tolist(), strict=True)}
+        )
+    return metrics
+
+
+def average_metrics(batches: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Average the metrics of several batches, each over those that have it; take the extreme for `_min` and `_max`."""
+    names = sorted({name for batch in batches for name in batch})
+    values = {name: [batch[name] for batch in batches if name in batch] for name in names}
+    kinds: dict[str, Callable[[list[float]], float]] = {"_min": min, "_max": max}
+    return {name: kinds.get(name[-4:], _mean)(present) for name, present in values.items()}
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _all_names(names: list[str], group: Any) -> list[str]:
+    if group is None:
+        return names
+    gathered: list[Any] = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(gathered, names, group=group)
+    return sorted({name for names in gathered for name in names})
+
+
+def _table(parts: Sequence[Mapping[str, Any]], names: Sequence[str], absent: Tensor, device: torch.device) -> Tensor:
+    """`[parts + 1, names]` float64 on `device`; `absent` where a part lacks a name, and in the last row."""
+    table = torch.empty((len(parts) + 1, len(names)), dtype=torch.float64, device=device)
+    table[:] = absent.to(device)
+    for row, part in enumerate(parts):
+        for column, name in enumerate(names):
+            if name in part:
+                table[row, column] = part[name]
+    return table

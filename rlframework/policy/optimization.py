@@ -17,10 +17,8 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Group trainable parameters: weight decay for those with two or more dimensions, none for the others."""
     trainable = [parameter for _, parameter in named_parameters if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
-    ]
+    matrices, others = [p for p in trainable if p.ndim >= 2], [p for p in trainable if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
 
 

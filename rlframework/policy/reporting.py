@@ -1,6 +1,7 @@
 """A worker's report on itself: device, memory, environment; and its profilers.
 
-Memory is the allocator's on a GPU, and the whole process's on a CPU.
+Memory is the allocator's on a GPU, and the whole process's on a CPU. Traces are for Perfetto and Chrome. Not supported:
+aggregating a trace, and tracing the driver if the workers are separate processes.
 """
 
 from __future__ import annotations
@@ -9,19 +10,18 @@ import os
 import socket
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import psutil
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from rlframework.errors import NotSupported
+from rlframework.files import write_atomically
 from rlframework.interfaces.policy_worker import WorkerInfo
 from rlframework.policy.engine import Engine
 from rlframework.policy.microbatching import Microbatching
-from rlframework.policy.profiling import TraceProfiler
-
-REPORTED_VARIABLES = ("LOCAL_RANK", "RANK", "WORLD_SIZE")
-"""Environment variables that `get_gpu_info` reports, besides those beginning with CUDA."""
 
 
 class Reporting:
@@ -30,7 +30,7 @@ class Reporting:
     def __init__(self, engine: Engine, microbatching: Microbatching) -> None:
         self._engine, self._microbatching = engine, microbatching
         self._context, self._device = engine.context, engine.device
-        self._profiler = TraceProfiler()
+        self._profile: profile | None = None  # torch allows only one in a process
 
     def info(self) -> WorkerInfo:
         """See `PolicyWorker.get_info`."""
@@ -55,7 +55,11 @@ class Reporting:
     def gpu_info(self) -> dict[str, Any]:
         """See `PolicyWorker.get_gpu_info`."""
         on_gpu = self._device.type == "cuda"
-        variables = {name for name in os.environ if name.startswith("CUDA") or name in REPORTED_VARIABLES}
+        variables = {
+            name for name in os.environ if name.startswith("CUDA") or name in ("LOCAL_RANK", "RANK", "WORLD_SIZE")
+        }
+        name, spec = next(iter(self._engine.weight_specs().items()))
+        sample = {"name": name, "device": str(self._device), "shape": list(spec.shape), "dtype": str(spec.dtype)}
         return {
             "rank": self._context.rank,
             "world_size": self._context.world_size,
@@ -65,7 +69,7 @@ class Reporting:
             "device_count": torch.cuda.device_count() if on_gpu else 0,
             "device_name": self._device_name(),
             **{f"{name}_mb": size / 2**20 for name, size in self._memory().items()},
-            "parameter_sample": self._parameter_sample(),
+            "parameter_sample": sample,  # whole, under the name that `save_pretrained` writes
             "env_vars": {name: os.environ[name] for name in sorted(variables)},
         }
 
@@ -93,16 +97,41 @@ class Reporting:
         torch.cuda.profiler.stop()
 
     def start_profiling(
-        self, ranks: tuple[int, ...] | None, *, with_stack: bool, record_shapes: bool, memory: bool
+        self,
+        ranks: tuple[int, ...] | None = None,
+        with_stack: bool = False,
+        record_shapes: bool = False,
+        memory: bool = False,
     ) -> None:
         """See `PolicyWorker.start_profiling`."""
-        if ranks is None or self._context.rank in ranks:
-            self._profiler.start(with_stack=with_stack, record_shapes=record_shapes, memory=memory)
+        if ranks is not None and self._context.rank not in ranks:
+            return
+        if self._profile is not None:
+            raise NotSupported("this worker is already being profiled; call stop_profiling first")
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+        self._profile = profile(
+            activities=activities,
+            record_shapes=record_shapes,
+            profile_memory=memory,
+            with_stack=with_stack,
+            acc_events=True,  # avoids torch's warning about a future default
+        )
+        self._profile.start()
 
     def stop_profiling(self, folder: str | None) -> str | None:
-        """See `PolicyWorker.stop_profiling`."""
-        path = None if folder is None else Path(folder) / f"rank-{self._context.rank}.json.gz"
-        return str(path) if self._profiler.stop(path) and path is not None else None
+        """See `PolicyWorker.stop_profiling`. The trace is gzipped JSON, written atomically."""
+        active, self._profile = self._profile, None
+        if active is None:
+            return None
+        active.stop()
+        if folder is None:
+            return None
+        path = Path(folder, f"rank-{self._context.rank}.json.gz")
+        with TemporaryDirectory() as temporary:
+            trace = Path(temporary, "trace.json.gz")  # torch compresses if the name ends in .gz
+            active.export_chrome_trace(str(trace))
+            write_atomically(path, trace.read_bytes())
+        return str(path)
 
     def _require_gpu(self) -> None:
         if self._device.type != "cuda":
@@ -117,25 +146,19 @@ class Reporting:
     def _memory(self) -> dict[str, int]:
         """Memory in bytes; on a CPU, resident memory is reported as allocated and as reserved."""
         if self._device.type == "cuda":
-            return {
-                "memory_allocated": torch.cuda.memory_allocated(self._device),
-                "memory_reserved": torch.cuda.memory_reserved(self._device),
-                "peak_memory_allocated": torch.cuda.max_memory_allocated(self._device),
-                "peak_memory_reserved": torch.cuda.max_memory_reserved(self._device),
-            }
-        now = psutil.Process().memory_info().rss
-        peak = max(peak_resident_bytes(), now)  # the kernel updates the two separately, with a delay
+            now, reserved = torch.cuda.memory_allocated(self._device), torch.cuda.memory_reserved(self._device)
+            peak = torch.cuda.max_memory_allocated(self._device)
+            peak_reserved = torch.cuda.max_memory_reserved(self._device)
+        else:
+            now = reserved = psutil.Process().memory_info().rss
+            # the kernel updates the two separately, with a delay
+            peak = peak_reserved = max(peak_resident_bytes(), now)
         return {
             "memory_allocated": now,
-            "memory_reserved": now,
+            "memory_reserved": reserved,
             "peak_memory_allocated": peak,
-            "peak_memory_reserved": peak,
+            "peak_memory_reserved": peak_reserved,
         }
-
-    def _parameter_sample(self) -> dict[str, Any]:
-        """The first weight, whole, under the name that `save_pretrained` writes."""
-        name, spec = next(iter(self._engine.weight_specs().items()))
-        return {"name": name, "device": str(self._device), "shape": list(spec.shape), "dtype": str(spec.dtype)}
 
 
 def peak_resident_bytes() -> int:

@@ -4,40 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from dataclasses import dataclass
 
 import torch
 
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.errors import BatchError, NotSupported
+from rlframework.interfaces.policy_worker import Rows
 from rlframework.microbatches.global_batch import check_rows
-from rlframework.policy.engine import Engine
-from rlframework.policy.head.request import HeadRequest
-from rlframework.policy.microbatching import Microbatching
-from rlframework.policy.residency import Residency
-from rlframework.policy.step_functions import require_results, values_step
-
-Rows = BatchedDataDict[Any]
-
-
-class Reference(Protocol):
-    """The weights that a worker was built with."""
-
-    def use(self) -> AbstractContextManager[None]:
-        """Context manager: swap in the reference; restore the policy on exit, also after an exception."""
+from rlframework.policy.engine import Engine, require_head
+from rlframework.policy.head.patch import HeadRequest
+from rlframework.policy.microbatching import Microbatching, require_results, values_step
+from rlframework.policy.shared_state import Residency
 
 
 class SnapshotReference:
-    """A copy of the weights, in CPU memory."""
+    """A copy of the weights that the worker was built with, in CPU memory."""
 
     def __init__(self, engine: Engine) -> None:
-        """Copy the current weights of `engine`."""
         self._engine = engine
         self.weights = engine.snapshot()
 
     @contextmanager
     def use(self) -> Iterator[None]:
-        """See `Reference.use`."""
+        """Context manager: swap in the reference; restore the policy on exit, also after an exception."""
         current = self._engine.snapshot()
         self._engine.restore(self.weights)
         try:
@@ -46,38 +36,42 @@ class SnapshotReference:
             self._engine.restore(current)
 
 
+class BaseReference:
+    """The base model of adapters as the reference: the adapters are disabled, and no copy is kept."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.use = engine.without_adapters
+
+
+@dataclass
 class Scoring:
-    """Scores rows with the weights of an engine, or with its reference."""
+    """Scores rows with the weights of an engine, or with its reference, at the sampling temperature."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        microbatching: Microbatching,
-        residency: Residency,
-        temperature: float,
-        reference: Reference | None,
-    ) -> None:
-        """`temperature`: the sampling temperature, which log-probabilities are divided by."""
-        self.engine = engine
-        self.microbatching = microbatching
-        self.residency = residency
-        self.temperature = temperature
-        self.reference = reference
+    engine: Engine
+    microbatching: Microbatching
+    residency: Residency
+    temperature: float
+    reference: SnapshotReference | BaseReference | None
 
-    def get_logprobs(self, data: Rows, micro_batch_size: int | None, positions: str, entropy: bool) -> Rows:
+    def get_logprobs(
+        self, data: Rows, micro_batch_size: int | None = None, positions: str = "all", entropy: bool = False
+    ) -> Rows:
         """See `PolicyWorker.get_logprobs`."""
+        require_head(self.engine, "language", "get_logprobs")
         wants = {"logprobs", "entropy"} if entropy else {"logprobs"}
         return self.score_rows(data, HeadRequest(frozenset(wants), self.temperature), micro_batch_size, positions)
 
-    def get_topk_logits(self, data: Rows, k: int, micro_batch_size: int | None, positions: str) -> Rows:
+    def get_topk_logits(self, data: Rows, k: int, micro_batch_size: int | None = None, positions: str = "all") -> Rows:
         """See `PolicyWorker.get_topk_logits`."""
+        require_head(self.engine, "language", "get_topk_logits")
         if k < 1:
             raise BatchError(f"k is {k}; it must be at least 1")
         head = HeadRequest(frozenset({"topk"}), self.temperature, k)
         return self.score_rows(data, head, micro_batch_size, positions)
 
-    def score(self, data: Rows, micro_batch_size: int | None) -> Rows:
+    def score(self, data: Rows, micro_batch_size: int | None = None) -> Rows:
         """See `PolicyWorker.score`."""
+        require_head(self.engine, "score", "score")
         scored = self.score_rows(data, HeadRequest(frozenset({"scores"})), micro_batch_size, "last")
         return BatchedDataDict({"scores": scored["scores"].sum(1)})  # at most one per row
 

@@ -1,19 +1,25 @@
-"""The weights that training changes, as a checkpoint stores them and weight sync sends them: all of the model's.
+"""The weights that training changes, as a checkpoint stores them and weight sync sends them: all, or LoRA's adapters.
 
-With LoRA they are the adapters' matrices: see `rlframework.policy.lora`.
+From outside, a model with adapters is the merged one under the base's names, so generation and `save_pretrained` need
+no knowledge of them. Not supported: several adapters at a time, dropout, adapters of embeddings and heads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from rlframework.config.policy import LoraConfig
 from rlframework.config.sections import GenerationConfig
-from rlframework.policy.checkpoint.pretrained import open_saved, write_pretrained
-from rlframework.policy.checkpoint.saved import require_weights
-from rlframework.policy.engine import Engine
+from rlframework.errors import DataError
+from rlframework.policy.checkpoint.adapter import read_adapter, write_adapter
+from rlframework.policy.checkpoint.pretrained import open_saved, write_config, write_from_rank_0, write_tensors
+from rlframework.policy.checkpoint.saved import differences
+from rlframework.policy.engine import Engine, no_adapters
+from rlframework.policy.lora_math import B
 from rlframework.weight_sync.buffers import WeightInfo
 
 
@@ -23,8 +29,6 @@ class TrainedWeights:
     def __init__(self, engine: Engine, generation: GenerationConfig) -> None:
         self.engine = engine
         self._refit_dtype = generation.refit.dtype
-
-    # -- weight sync --------------------------------------------------------------------------------------------------
 
     def transfer_dtype(self) -> torch.dtype:
         """Return the dtype in which floating-point weights are sent; others keep theirs."""
@@ -44,20 +48,15 @@ class TrainedWeights:
         """Yield the whole tensors that `transfer_info` describes, one at a time. Collective."""
         return self.engine.gather_weights(names)
 
-    # -- files --------------------------------------------------------------------------------------------------------
-
     def save_pretrained(self, path: str, *, checksums: bool = False) -> None:
         """Write the (merged) model as a Hugging Face directory from rank 0. Collective."""
-        engine = self.engine
-        weights = engine.gather_weights(engine.weight_specs())
-        if engine.context.rank == 0:
-            config = engine.config
-            write_pretrained(
-                path, weights, config.model_name, engine.tokenizer, config.trust_remote_code, checksums=checksums
-            )
-        else:
-            for _ in weights:
-                pass
+        weights = self.engine.gather_weights(self.engine.weight_specs())
+
+        def write(folder: Path) -> None:
+            write_config(folder, self.engine)
+            write_tensors(folder, weights)
+
+        write_from_rank_0(path, self.engine.context.rank, weights, write, checksums=checksums)
 
     def write(self, path: str) -> None:
         """Write what training resumes from, apart from the moments, to the directory `path`. Collective."""
@@ -66,5 +65,56 @@ class TrainedWeights:
     def read(self, path: str) -> None:
         """Load the weights from the directory `path`, in the portable or the sharded form."""
         with open_saved(path) as weights:
-            require_weights(weights, self.engine.weight_specs())
+            shapes = {name: weights.shape(name) for name in weights}
+            if found := differences(shapes, self.engine.weight_specs()):
+                raise DataError(f"the checkpoint {path} is for another model: it {found}")
             self.engine.load_weights(weights)
+
+
+class Adapters(TrainedWeights):
+    """Reads, writes and sends the adapters; the base does not change and is referenced by name."""
+
+    def transfer_info(self) -> WeightInfo:
+        """See `TrainedWeights`; adapters are sent and merged in fp32, so the receiver gets exactly the same."""
+        if self._lora.refit != "adapters":
+            return super().transfer_info()
+        return {name: (spec.shape, spec.dtype) for name, spec in self.engine.adapter_specs().items()}
+
+    def gather(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        """See `TrainedWeights`; B is sent multiplied by the scale, so that the receiver need not know it."""
+        if self._lora.refit != "adapters":
+            yield from super().gather(names)
+            return
+        for name, matrix in self.engine.gather_adapters(names):
+            yield name, matrix * self._lora.scale if name.endswith(B) else matrix
+
+    def write(self, path: str) -> None:
+        """See `TrainedWeights`."""
+        self.save(path, checksums=True)
+
+    def save(self, path: str, *, checksums: bool = False) -> None:
+        """Write the adapters as a directory that peft reads, from rank 0. Collective."""
+        engine = self.engine
+        adapters = engine.gather_adapters(engine.adapter_specs())
+
+        def write(folder: Path) -> None:
+            write_adapter(folder, adapters, engine.config.model_name, self._lora, engine.tokenizer)
+
+        write_from_rank_0(path, engine.context.rank, adapters, write, checksums=checksums)
+
+    def read(self, path: str) -> None:
+        """Load the adapters from the directory `path`; raise `DataError`, with nothing changed, if they do not fit."""
+        specs = self.engine.adapter_specs()
+        self.engine.take_adapters(read_adapter(path, specs, self.engine.config.model_name, self._lora))
+
+    @property
+    def _lora(self) -> LoraConfig:
+        assert self.engine.config.lora is not None
+        return self.engine.config.lora
+
+
+def require_adapters(weights: TrainedWeights) -> Adapters:
+    """Return `weights` if they are adapters; raise `NotSupported` otherwise."""
+    if not isinstance(weights, Adapters):
+        raise no_adapters(weights.engine)
+    return weights

@@ -9,6 +9,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -18,8 +19,7 @@ from rlframework.errors import NotSupported, RefitNotPrepared, UserError
 from rlframework.interfaces.policy_worker import RefitState
 from rlframework.policy.all_ranks import exhausting
 from rlframework.policy.engine import Engine
-from rlframework.policy.progress import TrainingProgress
-from rlframework.policy.residency import Residency
+from rlframework.policy.shared_state import Residency, TrainingProgress
 from rlframework.policy.trained_weights import TrainedWeights
 from rlframework.weight_sync import collective
 from rlframework.weight_sync.buffers import WeightInfo, bytes_of
@@ -28,46 +28,39 @@ from rlframework.weight_sync.ipc import GroupHandles, IpcSender, device_id, free
 from rlframework.workers.machine import bind_free_port
 
 
+@dataclass
 class WeightSender:
     """Sends the weights of an engine to generation engines in other processes."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        residency: Residency,
-        weights: TrainedWeights,
-        progress: TrainingProgress,
-        config: RefitConfig,
-    ) -> None:
-        self.ipc: IpcSender | None = None
-        self._engine, self._residency, self._weights, self._progress = engine, residency, weights, progress
-        self._config = config
-        self._group: RefitGroup | None = None
-        self._port: socket.socket | None = None
-        self._joined = False
+    engine: Engine
+    residency: Residency
+    weights: TrainedWeights
+    progress: TrainingProgress
+    config: RefitConfig
+    ipc: IpcSender | None = None
+    _group: RefitGroup | None = None
+    _port: socket.socket | None = None
+    _joined: bool = False
 
     def state(self) -> RefitState:
         """See `PolicyWorker.get_refit_state`."""
-        joined = self._joined and (self._engine.context.rank > 0 or self._group is not None)
-        return {"version": self._progress.weights_version, "device": device_id(self._engine.device), "joined": joined}
+        joined = self._joined and (self.engine.context.rank > 0 or self._group is not None)
+        return {"version": self.progress.weights_version, "device": device_id(self.engine.device), "joined": joined}
 
     @contextmanager
     def _gathering_weights(self, names: Iterable[str]) -> Iterator[Iterator[tuple[str, Tensor]]]:
         """Yield the weights; on exit, also after an exception, gather the remaining ones too."""
-        self._residency.onload("model")
-        weights = iter(self._weights.gather(names))
+        self.residency.onload("model")
+        weights = iter(self.weights.gather(names))
         with exhausting(weights):
             yield weights
 
-    # -- IPC ----------------------------------------------------------------------------------------------------------
-
-    def prepare_ipc(self, receive_buffers: Mapping[str, Any] | None) -> tuple[list[tuple[str, int]], float]:
+    def prepare_ipc(self, receive_buffers: Mapping[str, Any] | None = None) -> tuple[list[tuple[str, int]], float]:
         """See `PolicyWorker.prepare_weights_for_ipc`."""
         self._require_transport("ipc")
-        device = self._engine.device
-        if self.ipc is None:
-            self.ipc = IpcSender(device)
-        self.ipc.begin(self._weights.transfer_info(), (receive_buffers or {}).get(device_id(device)))
+        device = self.engine.device
+        self.ipc = self.ipc or IpcSender(device)
+        self.ipc.begin(self.weights.transfer_info(), (receive_buffers or {}).get(device_id(device)))
         sizes = [(name, bytes_of(shape, dtype)) for name, (shape, dtype) in self.ipc.info.items()]
         return sizes, free_bytes(device)
 
@@ -78,19 +71,17 @@ class WeightSender:
             raise RefitNotPrepared(
                 "prepare_weights_for_ipc must be called before get_weights_ipc_handles, once per refit"
             )
-        names, device = list(keys), self._engine.device
+        names, device = list(keys), self.engine.device
         if unknown := sorted(set(names) - set(self.ipc.info)):
             raise UserError(f"unknown weights {unknown}; the names are those that prepare_weights_for_ipc returned")
         with self._gathering_weights(names) as weights:
-            if device.type == "cpu" and self._engine.context.local_rank:  # the machine's first rank shares them
+            if device.type == "cpu" and self.engine.context.local_rank:  # the machine's first rank shares them
                 return {}
             return {device_id(device): self.ipc.pack(names, weights)}
 
-    # -- collective ---------------------------------------------------------------------------------------------------
-
     def reserve_address(self) -> tuple[str, int]:
         """See `PolicyWorker.reserve_refit_address`."""
-        self._port = bind_free_port(self._engine.context.node or "127.0.0.1")
+        self._port = bind_free_port(self.engine.context.node or "127.0.0.1")
         address, port = self._port.getsockname()[:2]
         return str(address), int(port)
 
@@ -100,38 +91,36 @@ class WeightSender:
         self._close_group()
         self._joined = True
         reserved, self._port = self._port, None
-        if self._engine.context.rank:
+        if self.engine.context.rank:
             return
         if reserved is not None and reserved.getsockname()[1] != port:
             reserved.close()
             reserved = None
-        self._group = RefitGroup(ip, port, 0, world_size, self._engine.device, self._config.deadline, reserved)
+        self._group = RefitGroup(ip, port, 0, world_size, self.engine.device, self.config.deadline, reserved)
 
     def collective_info(self) -> WeightInfo:
         """See `PolicyWorker.prepare_info_for_collective`."""
         self._require_transport("collective")
-        return dict(self._weights.transfer_info())
+        return dict(self.weights.transfer_info())
 
     def broadcast(self) -> None:
         """See `PolicyWorker.broadcast_weights_for_collective`."""
         self._require_transport("collective")
-        if not self._joined or (self._engine.context.rank == 0 and self._group is None):
+        if not self._joined or (self.engine.context.rank == 0 and self._group is None):
             raise RefitNotPrepared(
                 "init_collective must be called before broadcast_weights_for_collective, and again after a failure"
             )
-        info = self._weights.transfer_info()
+        info = self.weights.transfer_info()
         with self._gathering_weights(info) as weights:
             if self._group is None:
                 return
             try:
-                budget = group_bytes(self._config.buffer_mb, self._engine.device)
+                budget = group_bytes(self.config.buffer_mb, self.engine.device)
                 collective.send(self._group, info, weights, budget)
             except Exception:
                 if self._group.closed:
                     self._group = None
                 raise
-
-    # -- both ---------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Release the shared memory, the process group and the port."""
@@ -148,8 +137,8 @@ class WeightSender:
             group.close()
 
     def _require_transport(self, transport: str) -> None:
-        if transport not in self._engine.transports:
+        if transport not in self.engine.transports:
             raise NotSupported(
-                f"{type(self._engine).__name__} does not send weights over {transport}: its backend does not declare "
+                f"{type(self.engine).__name__} does not send weights over {transport}: its backend does not declare "
                 f"{transport}_refit; choose a policy.backend that does: see `rlframework plugins`"
             )

@@ -26,7 +26,7 @@ from rlframework.policy.checkpoint.manifest import MANIFEST, check_files, write_
 from rlframework.policy.checkpoint.pretrained import open_saved, write_tensors
 from rlframework.policy.checkpoint.saved import INDEX, SHARD_SUFFIX, Saved, is_sharded, reject_native
 from rlframework.policy.checkpoint.sharded import CheckpointSave, DirectoryPlan
-from rlframework.policy.model_state import TensorShard
+from rlframework.policy.engine import TensorShard
 from rlframework.training.checkpoints import newest_checkpoint
 
 FORMATS = ("portable", "sharded", "huggingface")

@@ -65,7 +65,7 @@ def planned_parts(config: RunConfig, manager: PluginManager) -> Iterator[Parts]:
     """Build the parts of a run without starting workers, and check everything that needs none."""
     from rlframework.interfaces.named_sharding import policy_sharding
     from rlframework.observers.dispatch import Observers
-    from rlframework.policy.worker_spec import require, worker_spec
+    from rlframework.policy.client import require, worker_spec
 
     _checked_device(config, manager)
     with open_environment(config, manager) as environment:
@@ -173,7 +173,7 @@ def _checked_device(config: RunConfig, manager: PluginManager) -> str:
 
     Raises `NotSupported` if the backend can neither generate in its workers nor send weights to engines that do.
     """
-    from rlframework.policy.worker_spec import require
+    from rlframework.policy.client import require
 
     backend = manager.select("policy_worker", config.policy.backend).record
     if config.generation.workers is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,8 +13,10 @@ import torch
 from rlframework import run
 from rlframework.conformance.policies import read_weights
 from rlframework.errors import NotSupported, UserError
+from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.policy import profiling
-from rlframework.policy.profiling import TraceProfiler, trace_span
+from rlframework.policy.profiling import trace_span
+from rlframework.policy.reporting import Reporting
 
 pytestmark = pytest.mark.slow
 
@@ -76,19 +79,20 @@ def test_a_range_of_steps_has_a_trace_each(run_config):
 
 
 def test_a_profiler_is_on_once_and_an_unwritable_trace_is_told(tmp_path):
-    profiler = TraceProfiler()
-    assert profiler.stop(tmp_path / "nothing.gz") is False
-    profiler.start(with_stack=False, record_shapes=False, memory=False)
+    engine = SimpleNamespace(context=WorkerContext(), device=torch.device("cpu"))
+    reporting = Reporting(engine, None)
+    assert reporting.stop_profiling(str(tmp_path)) is None
+    reporting.start_profiling()
     with pytest.raises(NotSupported, match="already being profiled"):
-        profiler.start(with_stack=False, record_shapes=False, memory=False)
+        reporting.start_profiling()
     with trace_span(profiling.LOSS):
         torch.ones(2).sum()
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"cannot write .*trace.json.gz: a component of the path is a file"):
-        profiler.stop(tmp_path / "file" / "trace.json.gz")
+    with pytest.raises(UserError, match=r"cannot write .*rank-0.json.gz: a component of the path is a file"):
+        reporting.stop_profiling(str(tmp_path / "file"))
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
-    profiler.start(with_stack=False, record_shapes=False, memory=False)  # it is off again
-    assert profiler.stop(None)
+    reporting.start_profiling()  # it is off again
+    assert reporting.stop_profiling(None) is None
 
 
 def test_spans_cost_nothing_where_no_profiler_is_on():

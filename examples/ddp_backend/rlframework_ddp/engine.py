@@ -16,10 +16,8 @@ from rlframework.models.forward import attending, forward
 from rlframework.models.loading import checkpoint_activations, load_config, load_model, require_vocabulary
 from rlframework.models.named_tensors import by_file_names, named_tensors
 from rlframework.models.probing import probe_packing
-from rlframework.policy.engine import Engine, Step, StepResult
-from rlframework.policy.head.patch import HeadPatch
-from rlframework.policy.head.request import HeadRequest, read_head_output
-from rlframework.policy.model_state import Moments, WeightSpec
+from rlframework.policy.engine import Engine, Moments, Step, StepResult, WeightSpec
+from rlframework.policy.head.patch import HeadPatch, HeadRequest, read_head_output
 from rlframework.policy.optimization import parameter_groups
 from rlframework.workers import process_groups
 from torch import Tensor, nn

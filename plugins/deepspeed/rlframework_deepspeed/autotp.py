@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from importlib import import_module
 from itertools import accumulate
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -20,8 +19,9 @@ from torch import Tensor, nn
 from rlframework.errors import NotSupported
 from rlframework.models import adapters
 from rlframework.models.named_tensors import ADAPTER
+from rlframework.models.replacing import replacing
+from rlframework.policy.head.logprobs import VocabularyShard
 from rlframework.policy.head.patch import output_head
-from rlframework.policy.head.vocab_parallel import VocabularyShard
 from rlframework_deepspeed.slices import Partition, Ranges
 
 
@@ -121,7 +121,7 @@ def partitioning_adapters() -> Iterator[None]:
             model.set_submodule(path, layer)
         return sources
 
-    with patch.multiple(engine_class, _apply_autotp_partitioning=partition_both):
+    with replacing(engine_class, _apply_autotp_partitioning=partition_both):
         yield
 
 

@@ -17,7 +17,7 @@ from torch import nn
 from rlframework.interfaces.data_processor import Microbatch, MicrobatchRule
 from rlframework.models.forward import attending, forward
 from rlframework.policy.engine import Step, StepResult
-from rlframework.policy.head.request import HeadRequest, read_head_output
+from rlframework.policy.head.patch import HeadRequest, read_head_output
 from rlframework.policy.profiling import BACKWARD, FORWARD, trace_span
 from rlframework_deepspeed import environment, gradients, offload
 from rlframework_deepspeed.build import build

@@ -27,7 +27,6 @@ from contextlib import contextmanager
 from importlib import import_module
 from shutil import which
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -35,6 +34,7 @@ from torch import nn
 
 from rlframework.errors import ConfigError
 from rlframework.interfaces.worker_group import WorkerContext
+from rlframework.models.replacing import replacing
 from rlframework.workers import process_groups
 from rlframework_deepspeed.checks import COMPILERS
 
@@ -84,7 +84,7 @@ def join(context: WorkerContext, device: torch.device) -> None:
     backend = import_module("deepspeed.comm.torch")
     _before.setdefault(LOCAL_RANK, os.environ.get(LOCAL_RANK))
     os.environ[LOCAL_RANK] = "0"  # as its launcher does; a worker sees its own device only
-    with patch.multiple(backend, build_shm_op=lambda: None), quiet():
+    with replacing(backend, build_shm_op=lambda: None), quiet():
         comm.init_distributed(dist_backend="nccl" if device.type == "cuda" else "gloo", auto_mpi_discovery=False)
     # DeepSpeed calls them by the names before torch 2.13, which warn
     comm.cdb.all_gather_function, comm.cdb.reduce_scatter_function = all_gather, reduce_scatter
@@ -120,7 +120,7 @@ def leaving_on_failure(context: WorkerContext) -> Iterator[None]:
 @contextmanager
 def building_engine() -> Iterator[None]:
     """The context for creating a DeepSpeed engine."""
-    with patch.multiple(torch, compile=_identity), announcing_compilation(), quiet():
+    with replacing(torch, compile=_identity), announcing_compilation(), quiet():
         yield
 
 
@@ -150,7 +150,7 @@ def announcing_compilation() -> Iterator[None]:
         logger.warning("DeepSpeed compiles its extension %s on first use: about a minute, once", self.name)
         return compiled(self, *args, **kwargs)
 
-    with patch.multiple(builder, jit_load=jit_load):
+    with replacing(builder, jit_load=jit_load):
         yield
 
 

@@ -10,12 +10,12 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from rlframework.models.replacing import replacing
 from rlframework_deepspeed.shards import Shards
 
 CLIPPED = 1e-6
@@ -69,8 +69,8 @@ def _using_norm(shards: Shards, scaled_norm: float) -> AbstractContextManager[No
     wrapper = shards.wrapper
     known: Tensor = torch.tensor(scaled_norm, dtype=torch.float32, device=shards.engine.device)
     if hasattr(wrapper, "_get_norm_groups"):  # stage 3
-        return patch.multiple(wrapper, _get_norm_groups=lambda: [known])
+        return replacing(wrapper, _get_norm_groups=lambda: [known])
     if hasattr(wrapper, "scaled_global_norm"):  # stages 1 and 2
-        return patch.multiple(wrapper, scaled_global_norm=lambda: known)
+        return replacing(wrapper, scaled_global_norm=lambda: known)
     unscale = wrapper.unscale_and_clip_grads  # stage 0 in half precision, which works out a norm of its own first
-    return patch.multiple(wrapper, unscale_and_clip_grads=lambda _: unscale(scaled_norm))
+    return replacing(wrapper, unscale_and_clip_grads=lambda _: unscale(scaled_norm))

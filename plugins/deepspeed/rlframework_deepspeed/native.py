@@ -23,13 +23,13 @@ from importlib import import_module
 from io import StringIO
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 from rlframework.errors import DataError, NotSupported
 from rlframework.interfaces.worker_group import WorkerContext
+from rlframework.models.replacing import replacing
 from rlframework.policy.all_ranks import run_on_all_ranks
 from rlframework_deepspeed.environment import quiet
 from rlframework_deepspeed.shards import Shards
@@ -51,7 +51,7 @@ def save(shards: Shards, folder: Path, *, optimizer: bool) -> None:
         raise NotSupported("DeepSpeed's format requires an optimizer; this worker was built without one")
     half_precision = hasattr(shards.wrapper, "fp32_groups")
     state = {NAMES: _names(shards)} if half_precision else {}
-    without_moments = nullcontext() if optimizer else patch.multiple(shards.adam, state=defaultdict(dict))
+    without_moments = nullcontext() if optimizer else replacing(shards.adam, state=defaultdict(dict))
     with quiet(), without_moments:
         shards.engine.save_checkpoint(str(folder), tag=TAG, client_state=state)
 
@@ -254,7 +254,7 @@ def _of_zero(folder: Path, engine: Any) -> Mapping[str, Any]:
 
     # it prints every step
     silently = redirect_stdout(StringIO())
-    with silently, patch.multiple(program, get_checkpoint_files=of_this_part, tqdm=lambda items, **_: items):
+    with silently, replacing(program, get_checkpoint_files=of_this_part, tqdm=lambda items, **_: items):
         try:
             found: Mapping[str, Any] = program._get_fp32_state_dict_from_zero_checkpoint(str(folder), False)
         except (*UNREADABLE, ValueError) as error:

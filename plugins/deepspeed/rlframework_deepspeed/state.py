@@ -20,11 +20,9 @@ from rlframework.errors import NotSupported
 from rlframework.models import adapters
 from rlframework.models.loading import pretrained_weights
 from rlframework.models.named_tensors import FileWeight, by_source, external_name, file_weights, gathered
-from rlframework.policy.checkpoint.portable import FIRST, SECOND, moments_slice
-from rlframework.policy.checkpoint.saved import slice_of
-from rlframework.policy.engine import Engine
+from rlframework.policy.checkpoint.saved import FIRST, SECOND, moments_slice, slice_of
+from rlframework.policy.engine import Engine, Moments, ShardedState, TensorShard, WeightSpec
 from rlframework.policy.lora_math import A, initial_a, is_adapter
-from rlframework.policy.model_state import Moments, ShardedState, TensorShard, WeightSpec
 from rlframework.policy.profiling import GATHER, trace_span
 from rlframework_deepspeed import native
 from rlframework_deepspeed.autotp import TensorParallel

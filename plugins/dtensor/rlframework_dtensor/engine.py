@@ -21,7 +21,7 @@ from rlframework.models.forward import ContextParallel, attending, forward
 from rlframework.models.load_balancing import LoadBalancingLoss
 from rlframework.models.loading import is_multimodal
 from rlframework.policy.engine import Step, StepResult
-from rlframework.policy.head.request import HeadOutput, HeadRequest, read_head_output
+from rlframework.policy.head.patch import HeadOutput, HeadRequest, read_head_output
 from rlframework.policy.optimization import parameter_groups
 from rlframework.policy.profiling import BACKWARD, FORWARD, trace_span
 from rlframework.workers import process_groups

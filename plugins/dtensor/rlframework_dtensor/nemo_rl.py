@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from rlframework.policy.progress import TrainingProgress
+from rlframework.policy.shared_state import TrainingProgress
 from rlframework_dtensor.offload import move_buffers, move_model
 from rlframework_dtensor.shards import local_slices, local_tensor, reshard
 

@@ -18,9 +18,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
 from rlframework.models.named_tensors import FileWeight, file_weights
-from rlframework.policy.checkpoint.portable import moments_slice
-from rlframework.policy.checkpoint.saved import slice_of
-from rlframework.policy.model_state import Moments, TensorShard
+from rlframework.policy.checkpoint.saved import moments_slice, slice_of
+from rlframework.policy.engine import Moments, TensorShard
 
 Slices = tuple[slice, ...]
 

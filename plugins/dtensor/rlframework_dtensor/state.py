@@ -15,9 +15,9 @@ from torch import Tensor
 from rlframework.errors import NotSupported
 from rlframework.models import adapters
 from rlframework.models.named_tensors import by_source, external_name, file_weights, gathered, named_tensors
-from rlframework.policy.checkpoint.portable import FIRST, SECOND
+from rlframework.policy.checkpoint.saved import FIRST, SECOND
+from rlframework.policy.engine import Moments, ShardedState, TensorShard, WeightSpec
 from rlframework.policy.lora_math import is_adapter
-from rlframework.policy.model_state import Moments, ShardedState, TensorShard, WeightSpec
 from rlframework.policy.profiling import GATHER, trace_span
 from rlframework_dtensor.shards import (
     copy_into_shard,

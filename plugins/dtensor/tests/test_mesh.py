@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from rlframework.config.policy import ParallelismConfig
 from rlframework.errors import ConfigError
 from rlframework.interfaces.named_sharding import policy_sharding
-from rlframework.policy.progress import TrainingProgress
+from rlframework.policy.shared_state import TrainingProgress
 from rlframework_dtensor.mesh import Mesh, Sizes
 from rlframework_dtensor.nemo_rl import NeMoRLMethods
 from rlframework_dtensor.shards import copy_into_shard, local_slices, local_tensor

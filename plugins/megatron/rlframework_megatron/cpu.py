@@ -17,13 +17,13 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from rlframework.models.replacing import replacing
 from rlframework_megatron.upstream import random_states
 
 CPU = torch.device("cpu")
@@ -113,9 +113,9 @@ def _emulated_cuda() -> Iterator[None]:
     _inside.depth = 1
     try:
         with (
-            patch.multiple(torch.cuda, **STAND_INS),
-            patch.multiple(random_states, _get_cuda_rng_state=_get_state, _set_cuda_rng_state=_set_state),
-            patch.multiple(dist, all_to_all_single=_with_int_sizes),
+            replacing(torch.cuda, **STAND_INS),
+            replacing(random_states, _get_cuda_rng_state=_get_state, _set_cuda_rng_state=_set_state),
+            replacing(dist, all_to_all_single=_with_int_sizes),
             _CudaIsCpu(),
         ):
             yield

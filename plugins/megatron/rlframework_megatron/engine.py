@@ -17,7 +17,7 @@ from rlframework.interfaces.data_processor import Microbatch, MicrobatchRule
 from rlframework.models.loading import load_config, require_vocabulary, weights_folder
 from rlframework.plugins.model_checks import indivisible
 from rlframework.policy.engine import Step, StepResult
-from rlframework.policy.head.request import HeadRequest
+from rlframework.policy.head.patch import HeadRequest
 from rlframework.policy.profiling import trace_span
 from rlframework_megatron import cpu
 from rlframework_megatron.config import MegatronConfig

@@ -20,7 +20,7 @@ from rlframework_megatron.upstream import TopKRouter
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from rlframework.policy.head.request import HeadOutput
+    from rlframework.policy.head.patch import HeadOutput
 
 
 class MegatronLoadBalancingLoss(LoadBalancingLoss):

@@ -16,8 +16,8 @@ from rlframework.config.policy import PolicyConfig
 from rlframework.errors import ConfigError
 from rlframework.interfaces.data_processor import Microbatch
 from rlframework.models.attention import RowLayout, Segments
+from rlframework.policy.head.logprobs import VocabularyShard
 from rlframework.policy.head.patch import HeadPatch
-from rlframework.policy.head.vocab_parallel import VocabularyShard
 from rlframework_megatron.attention import CoreAttention
 from rlframework_megatron.config import MegatronConfig
 from rlframework_megatron.coordinates import Coordinates
@@ -65,13 +65,13 @@ class Head(HeadPatch):
 
     def _forward(self, hidden: Tensor, weight: Tensor | None = None, **_: Any) -> Tensor:
         """Return values `[N, ...]` at the positions of `computing` from `hidden [L, n, H]` and the local `weight`."""
-        assert self._wanted is not None
-        request, positions, targets = self._wanted
+        assert self.wanted is not None
+        request, positions, targets = self.wanted
         length, rows, width = hidden.shape
         indices = positions % length * rows + positions // length  # megatron-core's layout: sequence first
         chosen = hidden.reshape(-1, width).index_select(0, indices)
         weight = self._head.weight if weight is None else weight
-        return self._values(request, chosen, weight, None, targets)
+        return self.values(request, chosen, weight, None, targets)
 
 
 class ScoreHead(nn.Module):

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlframework.policy.checkpoint.portable import FIRST, SECOND, moments_slice
-from rlframework.policy.model_state import Moments, ShardedState, TensorShard
+from rlframework.policy.checkpoint.saved import FIRST, SECOND, moments_slice
+from rlframework.policy.engine import Moments, ShardedState, TensorShard
 from rlframework_megatron.flat_ranges import flat_blocks
 from rlframework_megatron.main_params import MainParam, MainParams
 from rlframework_megatron.names import WeightShard

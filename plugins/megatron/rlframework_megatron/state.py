@@ -11,8 +11,7 @@ from torch import Tensor
 
 from rlframework.errors import DataError
 from rlframework.models.loading import ModelFiles
-from rlframework.policy.engine import Engine
-from rlframework.policy.model_state import Moments, ShardedState, WeightSpec
+from rlframework.policy.engine import Engine, Moments, ShardedState, WeightSpec
 from rlframework_megatron import moments as moments_of
 from rlframework_megatron import native
 from rlframework_megatron import weights as weights_of

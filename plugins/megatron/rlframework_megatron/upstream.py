@@ -9,15 +9,16 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from unittest.mock import patch
 
 import torch
+
+from rlframework.models.replacing import replacing
 
 
 def _uncompiled() -> AbstractContextManager[None]:
     if torch.cuda.is_available():
         return nullcontext()
-    return patch.multiple(torch, compile=lambda function, **_: function)
+    return replacing(torch, compile=lambda function, **_: function)
 
 
 with warnings.catch_warnings(), _uncompiled():

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from rlframework.policy.checkpoint.saved import slice_of
-from rlframework.policy.model_state import WeightSpec
+from rlframework.policy.engine import WeightSpec
 from rlframework.policy.profiling import GATHER, trace_span
 from rlframework_megatron.coordinates import Coordinates
 from rlframework_megatron.gathering import Groups, gather, is_owner

@@ -19,9 +19,8 @@ from torch import Tensor
 
 from rlframework.config.policy import PolicyConfig
 from rlframework.interfaces.worker_group import WorkerContext
-from rlframework.policy.checkpoint.portable import FIRST, SECOND
-from rlframework.policy.checkpoint.pretrained import SavedTensors
-from rlframework.policy.model_state import Moments
+from rlframework.policy.checkpoint.saved import FIRST, SECOND, SavedTensors
+from rlframework.policy.engine import Moments
 from rlframework_megatron import cpu
 from rlframework_megatron.config import MegatronConfig
 from rlframework_megatron.gathering import Groups, local_coordinates

@@ -12,7 +12,7 @@ from forked_ranks import complaints
 
 from rlframework.conformance import cases
 from rlframework.errors import DataError, NotSupported
-from rlframework.policy.model_state import Moments
+from rlframework.policy.engine import Moments
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from rlframework.errors import DataError, NotSupported
-from rlframework.policy.checkpoint.pretrained import SavedTensors
+from rlframework.policy.checkpoint.saved import SavedTensors
 from rlframework_megatron.coordinates import Coordinates
 from rlframework_megatron.gathering import Groups
 from rlframework_megatron.main_params import MainParam, MainParams

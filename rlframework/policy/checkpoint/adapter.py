@@ -22,11 +22,9 @@ from torch import Tensor
 
 from rlframework.config.policy import LoraConfig
 from rlframework.errors import DataError
-from rlframework.files import replacing_directory
-from rlframework.policy.all_ranks import exhausting
-from rlframework.policy.checkpoint.manifest import reading, write_manifest
+from rlframework.policy.checkpoint.manifest import reading
 from rlframework.policy.checkpoint.saved import differences
-from rlframework.policy.model_state import WeightSpec
+from rlframework.policy.engine import WeightSpec
 
 PREFIX = "base_model.model."
 CONFIG, WEIGHTS, BASE = "adapter_config.json", "adapter_model.safetensors", "base.json"
@@ -37,42 +35,26 @@ UNSUPPORTED_KEYS = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "
 
 
 def write_adapter(
-    path: str | Path,
-    adapters: Iterator[tuple[str, Tensor]],
-    model_name: str,
-    lora: LoraConfig,
-    tokenizer: Any,
-    *,
-    checksums: bool = False,
+    folder: Path, adapters: Iterator[tuple[str, Tensor]], model_name: str, lora: LoraConfig, tokenizer: Any
 ) -> None:
-    """Write the directory `path` atomically; `adapters` is exhausted even on failure, because it is a collective.
-
-    `checksums`: add a manifest of all files.
-    """
-    with exhausting(adapters), replacing_directory(path) as folder:
-        tensors = {PREFIX + name: tensor.detach().float().cpu().contiguous() for name, tensor in adapters}
-        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-        config = {
-            "peft_type": "LORA",
-            "task_type": "CAUSAL_LM",
-            "base_model_name_or_path": model_name,
-            "r": lora.rank,
-            "lora_alpha": lora.alpha,
-            "lora_dropout": 0.0,
-            "target_modules": list(lora.target_modules),
-            "bias": "none",
-            "fan_in_fan_out": False,
-            "inference_mode": True,
-        }
-        _write_json(folder / CONFIG, config)
-        _write_json(folder / BASE, {"model_name": model_name, "files": base_files(model_name)})
-        tokenizer.save_pretrained(folder)
-        if checksums:
-            write_manifest(folder)
-
-
-def _write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    """Write the files of adapters into `folder`."""
+    tensors = {PREFIX + name: tensor.detach().float().cpu().contiguous() for name, tensor in adapters}
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": model_name,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": list(lora.target_modules),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+    for name, value in ((CONFIG, config), (BASE, {"model_name": model_name, "files": base_files(model_name)})):
+        (folder / name).write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    tokenizer.save_pretrained(folder)
 
 
 def read_adapter(
@@ -84,7 +66,16 @@ def read_adapter(
     trained on another base than `model_name` (checked if `base.json` exists, which peft does not write).
     """
     folder = Path(path)
-    _require_scale(folder, _read_json(folder / CONFIG), lora)
+    config = _read_json(folder / CONFIG)
+    kind, unsupported = config.get("peft_type"), [key for key in UNSUPPORTED_KEYS if config.get(key)]
+    if kind != "LORA" or unsupported or config.get("bias", "none") != "none":
+        raise DataError(f"{folder / CONFIG} is not plain LoRA (peft_type {kind!r}, set: {unsupported or 'bias'})")
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if rank != lora.rank or alpha != lora.alpha:
+        raise DataError(
+            f"the adapters in {folder} have rank {rank} and alpha {alpha}, but policy.lora has rank {lora.rank} and "
+            f"alpha {lora.alpha}; set policy.lora.rank and policy.lora.alpha to match"
+        )
     base = _read_json(folder / BASE) if (folder / BASE).exists() else None
     if base is not None and base.get("files") != base_files(model_name):
         raise DataError(
@@ -104,23 +95,8 @@ def _read_json(path: Path) -> dict[str, Any]:
         return dict(json.loads(path.read_text(encoding="utf-8")))
 
 
-def _require_scale(folder: Path, config: Mapping[str, Any], lora: LoraConfig) -> None:
-    kind, unsupported = config.get("peft_type"), [key for key in UNSUPPORTED_KEYS if config.get(key)]
-    if kind != "LORA" or unsupported or config.get("bias", "none") != "none":
-        raise DataError(f"{folder / CONFIG} is not plain LoRA (peft_type {kind!r}, set: {unsupported or 'bias'})")
-    rank, alpha = config.get("r"), config.get("lora_alpha")
-    if rank != lora.rank or alpha != lora.alpha:
-        raise DataError(
-            f"the adapters in {folder} have rank {rank} and alpha {alpha}, but policy.lora has rank {lora.rank} and "
-            f"alpha {lora.alpha}; set policy.lora.rank and policy.lora.alpha to match"
-        )
-
-
 def base_files(model_name: str) -> dict[str, Any]:
-    """Return size and checksum of the ends of each weight file of `model_name`, a directory or a name on the Hub.
-
-    Reads local files only: the model has been loaded from them. Empty if there are no safetensors files.
-    """
+    """Return size and checksum of the ends of each safetensors file of `model_name`, a folder or on the Hub."""
     folder = Path(model_name)
     if not folder.is_dir():
         from huggingface_hub import snapshot_download

@@ -29,7 +29,7 @@ class FileFacts(TypedDict):
 
 
 Manifest = Mapping[str, FileFacts]
-"""File path relative to the manifest's directory -> its entry."""
+"""Entries by the file's path relative to the manifest's directory."""
 
 
 @contextmanager

@@ -1,60 +1,52 @@
-"""Safetensors files: a model as a Hugging Face directory, written one weight at a time, and read by slice.
-
-`open_saved` reads the sharded form too.
-"""
+"""Hugging Face directories, written from rank 0 one weight at a time, and `open_saved`, which reads every form."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from rlframework.errors import DataError
 from rlframework.files import replacing_directory
 from rlframework.policy.all_ranks import exhausting
-from rlframework.policy.checkpoint.manifest import reading, write_manifest
-from rlframework.policy.checkpoint.saved import Saved, is_sharded, reject_native
+from rlframework.policy.checkpoint.manifest import write_manifest
+from rlframework.policy.checkpoint.saved import Saved, SavedTensors, is_sharded, reject_native
+from rlframework.policy.engine import Engine
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 SHARD_BYTES = 4 << 30
-"""Size in bytes at which a safetensors file is closed and the next one started; bounds the memory in use."""
+"""Size at which a safetensors file is closed and the next one started; bounds the memory in use."""
 
 
-def write_pretrained(
-    path: str | Path,
-    weights: Iterator[tuple[str, Tensor]],
-    model_name: str,
-    tokenizer: Any,
-    trust_remote_code: bool = False,
-    *,
-    checksums: bool = False,
+def write_from_rank_0(
+    path: str | Path, rank: int, tensors: Iterator[object], write: Callable[[Path], None], *, checksums: bool
 ) -> None:
-    """Write `weights`, and the configuration and tokenizer of `model_name`, to the directory `path` atomically.
+    """Fill the directory `path` by `write(folder)` on rank 0, atomically; with `checksums`, add a manifest.
 
-    `checksums`: add a manifest, as checkpoints have. `weights` is exhausted even if writing fails, because it is a
-    collective.
+    `tensors`, which `write` reads, is exhausted on every rank, even on failure: reading it is a collective.
     """
-    with exhausting(weights), replacing_directory(path) as folder:
-        write_config(folder, model_name, tokenizer, trust_remote_code)
-        write_tensors(folder, weights)
-        if checksums:
-            write_manifest(folder)
+    with exhausting(tensors):
+        if rank == 0:
+            with replacing_directory(path) as folder:
+                write(folder)
+                if checksums:
+                    write_manifest(folder)
 
 
-def write_config(folder: Path, model_name: str, tokenizer: Any, trust_remote_code: bool) -> None:
-    """Write the non-weight files of a Hugging Face directory for `model_name`, with fp32 as the dtype."""
+def write_config(folder: Path, engine: Engine) -> None:
+    """Write the non-weight files of a Hugging Face directory for the engine's model, with fp32 as the dtype."""
     from transformers import AutoConfig, GenerationConfig
 
-    config = AutoConfig.from_pretrained(model_name, trust_remote_code=trust_remote_code)
+    model_name = engine.config.model_name
+    config = AutoConfig.from_pretrained(model_name, trust_remote_code=engine.config.trust_remote_code)
     config.dtype = "float32"
     config.save_pretrained(folder)
     with suppress(OSError):  # the model has none
         GenerationConfig.from_pretrained(model_name).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    engine.tokenizer.save_pretrained(folder)
 
 
 def write_tensors(folder: Path, weights: Iterator[tuple[str, Tensor]]) -> None:
@@ -88,38 +80,6 @@ def write_tensors(folder: Path, weights: Iterator[tuple[str, Tensor]]) -> None:
         weight_map |= dict.fromkeys(names, file_name)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-
-
-class SavedTensors(Saved):
-    """The tensors in the safetensors files of a directory."""
-
-    def __init__(self, folder: str | Path) -> None:
-        from safetensors import safe_open
-
-        paths = sorted(Path(folder).glob("model*.safetensors"))
-        if not paths:
-            raise DataError(f"{folder} has no model*.safetensors: it is not a checkpoint, or an incomplete one")
-        entries: dict[str, Any] = {}
-        for path in paths:
-            with reading(path):
-                file: Any = safe_open(path, framework="pt")
-            entries |= dict.fromkeys(file.keys(), file)
-        super().__init__(folder, entries)
-
-    def __getitem__(self, name: str) -> Tensor:
-        tensor: Tensor = self._entries[name].get_tensor(name)
-        return tensor
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """See `Saved.shape`."""
-        return tuple(self._entries[name].get_slice(name).get_shape())
-
-    def read_slice(self, name: str, where: tuple[slice, ...]) -> Tensor:
-        """See `Saved.read_slice`."""
-        if not where or any(one.start == one.stop for one in where):  # safetensors supports neither
-            return self[name][where]
-        tensor: Tensor = self._entries[name].get_slice(name)[where]
-        return tensor
 
 
 def open_saved(folder: str | Path) -> Saved:

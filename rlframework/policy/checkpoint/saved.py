@@ -1,31 +1,31 @@
-"""A checkpoint's tensors as a mapping that reads each one on access, and detection of a directory's form."""
+"""Reading checkpoints: tensors and moments as mappings that read each one on access, and detection of the form."""
 
 from __future__ import annotations
 
+import json
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from rlframework.errors import DataError
+from rlframework.policy.checkpoint.manifest import reading
+from rlframework.policy.engine import Moments, WeightSpec
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from rlframework.policy.model_state import WeightSpec
-
 INDEX, SHARD_SUFFIX = ".metadata", ".distcp"
 """In the sharded form: the file that maps shards to files, and the suffix of the files that contain them."""
-NATIVE = "native.json"
-"""In the native form: the file that names the backend that wrote the others."""
+NATIVE, ENGINE = "native.json", "engine"
+"""In the native form: the file that names the backend, and the folder with its files."""
+FIRST, SECOND = "exp_avg.", "exp_avg_sq."
+"""Prefixes of the names of a weight's moments."""
 
 
 class Saved(Mapping[str, "Tensor"]):
-    """The tensors in the directory `folder`, by name; the end of the context closes its files.
-
-    Raises a `DataError` if files are missing or damaged.
-    """
+    """The tensors in the directory `folder`, by name; the end of the context closes its files."""
 
     def __init__(self, folder: str | Path, entries: Mapping[str, Any]) -> None:
         """`entries`: an object for each tensor, with which a subclass finds it."""
@@ -59,6 +59,85 @@ class Saved(Mapping[str, "Tensor"]):
         return len(self._entries)
 
 
+class SavedTensors(Saved):
+    """The tensors in the safetensors files of a directory."""
+
+    def __init__(self, folder: str | Path) -> None:
+        from safetensors import safe_open
+
+        paths = sorted(Path(folder).glob("model*.safetensors"))
+        if not paths:
+            raise DataError(f"{folder} has no model*.safetensors: it is not a checkpoint, or an incomplete one")
+        entries: dict[str, Any] = {}
+        for path in paths:
+            with reading(path):
+                file: Any = safe_open(path, framework="pt")
+            entries |= dict.fromkeys(file.keys(), file)
+        super().__init__(folder, entries)
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor: Tensor = self._entries[name].get_tensor(name)
+        return tensor
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """See `Saved.shape`."""
+        return tuple(self._entries[name].get_slice(name).get_shape())
+
+    def read_slice(self, name: str, where: tuple[slice, ...]) -> Tensor:
+        """See `Saved.read_slice`."""
+        if not where or any(one.start == one.stop for one in where):  # safetensors supports neither
+            return self[name][where]
+        tensor: Tensor = self._entries[name].get_slice(name)[where]
+        return tensor
+
+
+class SavedMoments(Mapping[str, Moments]):
+    """The moments in an optimizer's directory, by weight; each is read on access. `steps`: of `training.json`."""
+
+    def __init__(self, tensors: Saved, steps: Mapping[str, int]) -> None:
+        self._tensors, self._steps = tensors, steps
+        if {start + name for name in steps for start in (FIRST, SECOND)} != set(tensors):
+            raise DataError(
+                f"{tensors.folder} is damaged: training.json and the moments next to it name different weights"
+            )
+
+    def __getitem__(self, name: str) -> Moments:
+        return Moments(self._steps[name], self._tensors[FIRST + name], self._tensors[SECOND + name])
+
+    def read_slice(self, name: str, where: tuple[slice, ...]) -> Moments:
+        """Read only `where` of the moments of the weight `name`."""
+        first, second = (self._tensors.read_slice(start + name, where) for start in (FIRST, SECOND))
+        return Moments(self._steps[name], first, second)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._steps)
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+
+def slice_of(tensors: Mapping[str, Tensor], name: str, where: tuple[slice, ...]) -> Tensor:
+    """Return `where` of `tensors[name]`, reading no more than that from files."""
+    return tensors.read_slice(name, where) if isinstance(tensors, Saved) else tensors[name][where]
+
+
+def moments_slice(moments: Mapping[str, Moments], name: str, where: tuple[slice, ...]) -> Moments:
+    """Return `where` of `moments[name]`, reading no more than that from files."""
+    if isinstance(moments, SavedMoments):
+        return moments.read_slice(name, where)
+    whole = moments[name]
+    return Moments(whole.steps, whole.exp_avg[where], whole.exp_avg_sq[where])
+
+
+def differences(shapes: Mapping[str, tuple[int, ...]], specs: Mapping[str, WeightSpec]) -> str:
+    """Describe how saved tensors of `shapes` differ from `specs`, as a clause about what was saved; "" if equal."""
+    missing, extra = sorted(specs.keys() - shapes.keys()), sorted(shapes.keys() - specs.keys())
+    other = sorted(name for name in specs.keys() & shapes.keys() if shapes[name] != specs[name].shape)
+    found = [f"lacks {missing[:3]}"] * bool(missing) + [f"has unexpected {extra[:3]}"] * bool(extra)
+    found += [f"has {name} of shape {shapes[name]} instead of {specs[name].shape}" for name in other[:3]]
+    return ", ".join(found)
+
+
 def is_sharded(folder: str | Path) -> bool:
     """Return True if `folder` contains the sharded form, complete or not."""
     folder = Path(folder)
@@ -79,21 +158,17 @@ def reject_native(folder: str | Path) -> None:
         )
 
 
-def slice_of(tensors: Mapping[str, Tensor], name: str, where: tuple[slice, ...]) -> Tensor:
-    """Return `where` of `tensors[name]`, reading no more than that from files."""
-    return tensors.read_slice(name, where) if isinstance(tensors, Saved) else tensors[name][where]
-
-
-def require_weights(saved: Saved, specs: Mapping[str, WeightSpec]) -> None:
-    """Raise a `DataError` that names the differences between saved weights and those of the model."""
-    if found := differences({name: saved.shape(name) for name in saved}, specs):
-        raise DataError(f"the checkpoint {saved.folder} is for another model: it {found}")
-
-
-def differences(shapes: Mapping[str, tuple[int, ...]], specs: Mapping[str, WeightSpec]) -> str:
-    """Describe how saved tensors of `shapes` differ from `specs`, as a clause about what was saved; "" if equal."""
-    missing, extra = sorted(specs.keys() - shapes.keys()), sorted(shapes.keys() - specs.keys())
-    other = sorted(name for name in specs.keys() & shapes.keys() if shapes[name] != specs[name].shape)
-    found = [f"lacks {missing[:3]}"] * bool(missing) + [f"has unexpected {extra[:3]}"] * bool(extra)
-    found += [f"has {name} of shape {shapes[name]} instead of {specs[name].shape}" for name in other[:3]]
-    return ", ".join(found)
+def native_files(path: str, backend: str, *, optimizer: bool) -> Path:
+    """Return the engine's folder in `path`; a `DataError` if another backend wrote it, or it lacks the `optimizer`."""
+    folder = Path(path)
+    with reading(folder / NATIVE):
+        facts = json.loads((folder / NATIVE).read_text(encoding="utf-8"))
+        writer, workers, with_optimizer = str(facts["backend"]), int(facts["workers"]), bool(facts["optimizer"])
+    if writer != backend:
+        raise DataError(
+            f"{folder} is a native checkpoint of {writer} ({workers} workers), which {backend} cannot read. "
+            "Resume with that backend, and save in the form portable or sharded, which every backend reads"
+        )
+    if optimizer and not with_optimizer:
+        raise DataError(f"{folder} was saved without its optimizer; load the weights only, or use another checkpoint")
+    return folder / ENGINE

@@ -1,19 +1,8 @@
-"""The sharded form of a checkpoint: each worker writes its own shards of weights and moments, with torch's DCP.
-
-    weights_path/                    config.json and tokenizer, as in a Hugging Face directory
-        __RANK_0.distcp              shards of the weights, fp32, named as by `save_pretrained`
-        .metadata                    offset and file of each shard
-        checksums.json               sizes and checksums of all files
-    optimizer_path/
-        __RANK_0.distcp, .metadata   shards of AdamW's moments, `exp_avg.NAME` and `exp_avg_sq.NAME`
-        training.json, random.safetensors, checksums.json     as in the portable form
+"""The sharded form of a checkpoint, written and read with torch's DCP.
 
 An engine returns its shards with their offsets (`Engine.sharded_state`). DCP never sees a DTensor, because torch 2.13
 computes wrong offsets for one that is sharded unevenly twice. Shards that several workers hold are written once.
-Planning and finishing are collective; writing is not, so it may run in a thread while the workers train. All workers
-write into one folder, on a file system that all machines share.
-
-`SavedShards` reads any slice, with any number of workers, so it reshards to any layout.
+Planning and finishing are collective; writing is not, so it may run in a thread while the workers train.
 """
 
 from __future__ import annotations
@@ -30,8 +19,14 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, WriteItem
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from rlframework.errors import DataError
@@ -41,9 +36,17 @@ from rlframework.policy.all_ranks import run_on_all_ranks
 from rlframework.policy.checkpoint.manifest import FileFacts, describe_file, reading
 from rlframework.policy.checkpoint.saved import INDEX, SHARD_SUFFIX, Saved
 from rlframework.policy.checkpoint.shared_directory import SharedDirectory
-from rlframework.policy.model_state import TensorShard
+from rlframework.policy.engine import TensorShard
 
-# -- writing -----------------------------------------------------------------------------------------------------------
+
+def _index(shard: TensorShard) -> MetadataIndex:
+    return MetadataIndex(shard.name, torch.Size(shard.offset))
+
+
+def _write_item(shard: TensorShard) -> WriteItem:
+    chunk = ChunkStorageMetadata(torch.Size(shard.offset), shard.local.shape)
+    data = TensorWriteData(chunk, TensorProperties(dtype=shard.local.dtype), torch.Size(shard.shape))
+    return WriteItem(index=_index(shard), type=WriteItemType.SHARD, tensor_data=data)
 
 
 class _Planner(DefaultSavePlanner):
@@ -51,11 +54,11 @@ class _Planner(DefaultSavePlanner):
 
     def __init__(self, shards: Iterable[TensorShard]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.shards = {shard.index: shard for shard in shards if shard.local.numel() or not any(shard.offset)}
+        self.shards = {_index(shard): shard for shard in shards if shard.local.numel() or not any(shard.offset)}
 
     def create_local_plan(self) -> SavePlan:
         """See `SavePlanner`."""
-        self.plan = SavePlan([shard.write_item() for shard in self.shards.values()])
+        self.plan = SavePlan([_write_item(shard) for shard in self.shards.values()])
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
@@ -67,7 +70,7 @@ class _Planner(DefaultSavePlanner):
         kept = [self.shards[item.index] for item in items]
         if copied:
             kept = [replace(shard, local=shard.local.to("cpu", copy=True)) for shard in kept]
-        self.shards = {shard.index: shard for shard in kept}
+        self.shards = {_index(shard): shard for shard in kept}
 
 
 @dataclass(frozen=True)
@@ -82,10 +85,9 @@ class DirectoryPlan:
 
 
 class DirectorySave(SharedDirectory):
-    """A directory being saved: `write` this rank's shards into a temporary folder, then `finish` on all ranks.
+    """A directory being saved: `write` this rank's shards (no collective), then `finish` on all ranks.
 
-    Constructor and `finish` are collective, `write` is not. `copied`: copy the shards first, so that training may
-    continue while `write` runs in a thread.
+    `copied`: copy the shards first, so that training may continue while `write` runs in a thread.
     """
 
     def __init__(self, plan: DirectoryPlan, context: WorkerContext, *, copied: bool) -> None:
@@ -95,18 +97,13 @@ class DirectorySave(SharedDirectory):
         self._results: Any = []
         with self:
             self._writer = FileSystemWriter(self.folder, single_file_per_rank=plan.one_file, overwrite=False)
-            self._plan, self._metadata = self._planned()
+            plans = run_on_all_ranks(context, self._local_plan)
+            try:  # each rank computes the same from the same local plans
+                plans, self._metadata = self._planner.create_global_plan(plans)
+            except ValueError as error:
+                raise DataError(f"the workers' shards do not cover the tensors of {self.path}: {error}") from error
+            self._plan = self._planner.finish_plan(self._writer.prepare_global_plan(plans)[context.rank])
             run_on_all_ranks(context, lambda: self._planner.keep(self._plan.items, copied=copied))
-
-    def _planned(self) -> tuple[SavePlan, Metadata]:
-        """Return this rank's plan and the metadata of all plans. Each rank computes them from the same local plans."""
-        plans = run_on_all_ranks(self._context, self._local_plan)
-        try:
-            plans, metadata = self._planner.create_global_plan(plans)
-        except ValueError as error:
-            raise DataError(f"the workers' shards do not cover the tensors of {self.path}: {error}") from error
-        plan = self._writer.prepare_global_plan(plans)[self._context.rank]
-        return self._planner.finish_plan(plan), metadata
 
     def _local_plan(self) -> SavePlan:
         coordinator = self._context.rank == 0
@@ -115,7 +112,7 @@ class DirectorySave(SharedDirectory):
         return self._writer.prepare_local_plan(self._planner.create_local_plan())
 
     def write(self) -> None:
-        """Write this rank's shards. No collective."""
+        """Write this rank's shards."""
         with reporting_full_disk(self.path):
             self._results = self._writer.write_data(self._plan, self._planner).wait()
             own = self.folder.glob(f"__{self._context.rank}_*{SHARD_SUFFIX}")
@@ -130,9 +127,8 @@ class DirectorySave(SharedDirectory):
                 raise failure
             return self._results
 
-        with self:
-            of_ranks = run_on_all_ranks(self._context, results)
-            self.commit(lambda: self._checksums, lambda: self._writer.finish(self._metadata, of_ranks))
+        of_ranks = run_on_all_ranks(self._context, results)
+        self.commit(lambda: self._checksums, lambda: self._writer.finish(self._metadata, of_ranks))
 
 
 class CheckpointSave:
@@ -171,8 +167,7 @@ class CheckpointSave:
 
     def finish(self) -> None:
         """Wait until all ranks have written, and move the directories into place. Collective."""
-        if self._thread is not None:
-            self._thread.join()
+        self._join()
         try:
             for save in self._saves:
                 save.finish(self._failure)
@@ -182,30 +177,24 @@ class CheckpointSave:
 
     def abandon(self) -> None:
         """Wait for this rank's thread and remove unfinished directories. No collective."""
-        if self._thread is not None:
-            self._thread.join()
+        self._join()
         for save in self._saves:
             save.abandon()
 
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
 
-# -- reading -----------------------------------------------------------------------------------------------------------
 
-
+_METADATA = "ChunkStorageMetadata Metadata MetadataIndex StorageMeta TensorProperties TensorStorageMetadata"
+_PATHS = "Path PosixPath PurePosixPath"
 _ALLOWED = {
-    "torch.distributed.checkpoint.metadata": {
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.serialization": {"_get_layout"},
-    "torch": {"Size"},
-    "pathlib": {"Path", "PosixPath", "PurePosixPath"},
-    "pathlib._local": {"Path", "PosixPath", "PurePosixPath"},
+    "torch.distributed.checkpoint.metadata": [*_METADATA.split(), "_MEM_FORMAT_ENCODING"],
+    "torch.distributed.checkpoint.filesystem": ["_StorageInfo"],
+    "torch.serialization": ["_get_layout"],
+    "torch": ["Size"],
+    "pathlib": _PATHS.split(),
+    "pathlib._local": _PATHS.split(),
 }
 """The only names that an index may contain, by module, besides torch's dtypes."""
 
@@ -214,7 +203,7 @@ class _IndexUnpickler(pickle.Unpickler):
     """DCP stores its index as a pickle; others than `_ALLOWED` classes could run code."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return names in `_ALLOWED`; raise `UnpicklingError` for any other."""
+        """See `pickle.Unpickler`."""
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not is_dtype and name not in _ALLOWED.get(module, ()):
             raise pickle.UnpicklingError(f"it contains {module}.{name}, which no checkpoint index needs")

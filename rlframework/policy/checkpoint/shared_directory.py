@@ -1,7 +1,8 @@
-"""A directory that all ranks write together and that appears complete or not at all."""
+"""Directories that all ranks write together, on a file system that they share; the native form is written so."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Self
@@ -10,11 +11,12 @@ from rlframework.errors import UserError
 from rlframework.files import Replacement, reporting_full_disk
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.policy.all_ranks import run_on_all_ranks
-from rlframework.policy.checkpoint.manifest import FileFacts, write_manifest
+from rlframework.policy.checkpoint.manifest import FileFacts, describe_file, write_manifest
+from rlframework.policy.checkpoint.saved import ENGINE, NATIVE
 
 
 class SharedDirectory:
-    """Ranks write into the temporary `folder`, on a file system that they share; `commit` moves it to `path`.
+    """Ranks write into the temporary `folder`, and `commit` moves it to `path`: it appears complete or not at all.
 
     Constructor and `commit` are collective. As a context manager, it abandons the directory if the block fails.
     """
@@ -49,15 +51,15 @@ class SharedDirectory:
         `describe` returns entries of the manifest that this rank has computed; rank 0 computes the others.
         """
         parts = run_on_all_ranks(self._context, describe)
-        run_on_all_ranks(self._context, lambda: self._commit(parts, end))
 
-    def _commit(self, parts: list[Mapping[str, FileFacts]], end: Callable[[], None]) -> None:
-        if self._replacement is None:
-            return
-        with reporting_full_disk(self.path):
-            end()
-            write_manifest(self.folder, {name: facts for part in parts for name, facts in part.items()})
-        self._replacement.commit()
+        def commit() -> None:
+            if self._replacement is not None:
+                with reporting_full_disk(self.path):
+                    end()
+                    write_manifest(self.folder, {name: facts for part in parts for name, facts in part.items()})
+                self._replacement.commit()
+
+        run_on_all_ranks(self._context, commit)
 
     def abandon(self) -> None:
         """Remove what was written, on rank 0. No collective."""
@@ -70,3 +72,27 @@ class SharedDirectory:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
             self.abandon()
+
+
+def save_native(
+    path: str, context: WorkerContext, *, beside: Callable[[Path], None], write: Callable[[Path], None], facts: object
+) -> None:
+    """Write the directory `path` atomically: `beside` on rank 0, `write` on all ranks. Collective.
+
+    `write` gets the new, empty folder `engine`; `facts` become `native.json`.
+    """
+
+    def begin(folder: Path) -> None:
+        beside(folder)
+        (folder / ENGINE).mkdir()
+        (folder / NATIVE).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+
+    def share_of_files() -> dict[str, FileFacts]:  # the ranks compute checksums in parallel
+        files = sorted(path for path in (directory.folder / ENGINE).rglob("*") if path.is_file())
+        own = files[context.rank :: context.world_size]
+        return {path.relative_to(directory.folder).as_posix(): describe_file(path) for path in own}
+
+    with SharedDirectory(path, context, "native", begin) as directory:
+        with reporting_full_disk(path):
+            write(directory.folder / ENGINE)
+        directory.commit(share_of_files)

@@ -3,22 +3,88 @@
 Log-probabilities and top-k tokens are computed in chunks, without ever materializing all fp32 logits
 `[tokens, vocabulary]`; a hand-written backward recomputes the logits of each chunk.
 
-Shapes: N requested tokens, H hidden size, V vocabulary. With a `shard`, `weight` and `bias` are this rank's rows, all
-ranks pass the same `hidden` and `targets`, and the calls are collective; for gradients see `VocabularyShard.inputs`.
+Shapes: N requested tokens, H hidden size, V vocabulary, R rows of it on this rank. With a `shard`, `weight` and `bias`
+are this rank's rows, all ranks pass the same `hidden` and `targets` and get the same results, and the calls are
+collective; for gradients see `VocabularyShard.inputs`.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from rlframework.errors import BatchError
-from rlframework.policy.head.vocab_parallel import VocabularyShard
 
 CHUNK_ELEMENTS = 1 << 23
 """Maximum number of fp32 logits in memory at once: 32 MiB."""
+
+
+@dataclass(frozen=True)
+class VocabularyShard:
+    """This rank's rows of the head in `group`: `rows` rows from id `start`, in rank order and without gaps.
+
+    Further rows of its weight only pad the vocabulary and are excluded from the softmax. The ranks exchange three
+    numbers per token in the forward, and the gradient of the hidden states in the backward.
+    """
+
+    group: dist.ProcessGroup
+    start: int
+    rows: int
+
+    def inputs(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return this rank's inputs of the head: its rows, and `hidden [N, H]` with a gradient summed over the group.
+
+        Gradients of `weight` and `bias` are this rank's; padding rows get 0.
+        """
+        return self.with_summed_gradient(hidden), weight[: self.rows], None if bias is None else bias[: self.rows]
+
+    def with_summed_gradient(self, hidden: Tensor) -> Tensor:
+        """Return `hidden`; the backward sums its gradients over the group."""
+
+        def over_group(gradient: Tensor) -> Tensor:
+            total = gradient.contiguous().clone()
+            dist.all_reduce(total, group=self.group)
+            return total
+
+        if hidden.requires_grad:
+            hidden = hidden.view_as(hidden)
+            hidden.register_hook(over_group)
+        return hidden
+
+    def local_rows(self, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the local row of each target (0 if it is on another rank), and whether it is local, `[N]` each."""
+        local = targets - self.start
+        inside = (local >= 0) & (local < self.rows)
+        return local.where(inside, 0), inside
+
+    def combine(self, normalizers: Tensor, chosen: Tensor, entropies: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return those of the whole vocabulary from each rank's, `[N]` each. Collective.
+
+        `chosen`: the logits of the targets, 0 if not local; `normalizers`: logsumexps.
+        """
+        of_ranks, chosen, entropies = _all_gather(torch.stack((normalizers, chosen, entropies)), self.group).unbind(1)
+        whole = of_ranks.logsumexp(0)
+        mean_logits = of_ranks - entropies
+        return whole, chosen.sum(0), whole - ((of_ranks - whole).exp() * mean_logits).sum(0)
+
+    def gather_columns(self, columns: Tensor) -> Tensor:
+        """Gather `[N, R]` of each rank to `[N, V]` on all. Collective; the gradient is this rank's columns of it."""
+        sizes = _all_gather(torch.tensor([columns.shape[1]], device=columns.device), self.group)[:, 0].tolist()
+        padded = torch.nn.functional.pad(columns.detach(), (0, max(sizes) - columns.shape[1]))
+        parts = [part[:, :size] for part, size in zip(_all_gather(padded, self.group), sizes, strict=True)]
+        parts[dist.get_rank(self.group)] = columns  # the only part with a gradient
+        return torch.cat(parts, dim=1)
+
+
+def _all_gather(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """`[ranks, *shape]`: `tensor`, of the same shape on each rank."""
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, tensor.contiguous(), group=group)
+    return torch.stack(parts)
 
 
 def chunk_rows(vocabulary: int) -> int:
@@ -91,10 +157,7 @@ def chunked_logprobs(
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
-    """`[N, H] -> [N]` log-probabilities and `[N]` entropies (no gradient through the entropies).
-
-    With a shard, the gradient of `hidden` is this rank's term of the whole gradient.
-    """
+    """Log-probabilities and entropies, `[N]`; with a shard, `hidden` gets this rank's term of the gradient."""
 
     @staticmethod
     def forward(

@@ -1,22 +1,75 @@
-"""`HeadPatch`: a model's forward returns head values at selected positions instead of logits.
-
-It replaces `lm_head.forward`, because under FSDP2 and ZeRO-3 the head's weight is whole only inside the model's
-forward.
-"""
+"""Requests to a model's output head, and `HeadPatch`, which makes the model's forward return the results."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlframework.errors import NotSupported
-from rlframework.policy.head.logprobs import chunked_logprobs, scaled_logits, top_logits, whole_logits
-from rlframework.policy.head.request import HeadRequest
-from rlframework.policy.head.vocab_parallel import VocabularyShard
+from rlframework.policy.head.logprobs import VocabularyShard, chunked_logprobs, scaled_logits, top_logits, whole_logits
+
+
+@dataclass(frozen=True)
+class HeadRequest:
+    """The values that the head computes in each forward.
+
+    `wants`: "logprobs" and optionally "entropy"; or exactly one of "topk", "logits" and "scores" (a reward model's
+    head). `top_k`: number of most likely tokens, for "topk".
+    """
+
+    wants: frozenset[str] = frozenset({"logprobs"})
+    temperature: float = 1.0
+    top_k: int = 0
+
+    @property
+    def results(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of one token's value, by the names of `HeadOutput.results`."""
+        if "topk" in self.wants:
+            return {"topk_logits": ((self.top_k,), torch.float32), "topk_indices": ((self.top_k,), torch.int64)}
+        if "scores" in self.wants:
+            return {"scores": ((), torch.float32)}
+        return {name: ((), torch.float32) for name in ("logprobs", "entropy") if name in self.wants}
+
+
+@dataclass
+class HeadOutput:
+    """The head's results at the `N` head positions of a microbatch: `[N]` fp32 each, `logits [N, V]`.
+
+    `topk_logits [N, k]` fp32 in descending order, and `topk_indices [N, k]` int64, their token ids.
+    """
+
+    logprobs: Tensor | None = None
+    entropy: Tensor | None = None
+    logits: Tensor | None = None
+    topk_logits: Tensor | None = None
+    topk_indices: Tensor | None = None
+    scores: Tensor | None = None
+
+    def results(self) -> dict[str, Tensor]:
+        """Return the results that are not None, by name."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+
+def read_head_output(values: Tensor, request: HeadRequest) -> HeadOutput:
+    """Split the output of a patched model, returned as its logits `[N, ...]`, into named results."""
+    if values.ndim != 2:
+        raise RuntimeError(
+            f"values of shape {list(values.shape)} are not head values, which have one row per position: the model "
+            "ran outside HeadPatch.computing, or its head is not patched"
+        )
+    if "logits" in request.wants:
+        return HeadOutput(logits=values)
+    if "topk" in request.wants:
+        logits, tokens = values.split(request.top_k, 1)
+        return HeadOutput(topk_logits=logits, topk_indices=tokens.long())
+    if "scores" in request.wants:
+        return HeadOutput(scores=values[:, 0])
+    return HeadOutput(values[:, 0], values[:, 1].detach() if "entropy" in request.wants else None)
 
 
 def local_tensor(weight: Any) -> Any:
@@ -25,10 +78,7 @@ def local_tensor(weight: Any) -> Any:
 
 
 def output_head(model: Any) -> Any:
-    """Return the final linear module of `model`: a language model's head, or `score` of a reward model.
-
-    Raises `NotSupported` if there is none.
-    """
+    """Return the final linear module of `model`, a language model's or a reward model's; else raise `NotSupported`."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     head = getattr(model, "score", None) if head is None else head
     if head is None or not hasattr(head, "weight"):
@@ -39,9 +89,9 @@ def output_head(model: Any) -> Any:
 
 
 class HeadPatch:
-    """Replaces `lm_head.forward`: inside `computing(...)` the model returns the head's values instead of logits.
+    """Makes a model return the head's values instead of logits inside `computing(...)`, and only there.
 
-    Outside that context the head is unchanged, so that generation and other code can use the model as usual.
+    It replaces `lm_head.forward`, because under FSDP2 and ZeRO-3 the head's weight is whole only inside the forward.
     """
 
     def __init__(self, model: torch.nn.Module, shard: VocabularyShard | None = None) -> None:
@@ -50,43 +100,44 @@ class HeadPatch:
         `shard`: this rank's rows of the head's weight, if a group of ranks shards it.
         """
         head = output_head(model)
-        self._original_forward, self._head, self._shard = head.forward, head, shard
-        self._wanted: tuple[HeadRequest, Tensor, Tensor] | None = None
+        self._original_forward, self._head, self.shard = head.forward, head, shard
+        self.wanted: tuple[HeadRequest, Tensor, Tensor] | None = None  # request, positions, targets
         head.forward = self._forward
 
     @contextmanager
     def computing(self, request: HeadRequest, positions: Tensor, targets: Tensor) -> Iterator[None]:
         """Context manager: forwards compute `request` at the flat input `positions [N]`, for `targets [N]`."""
-        self._wanted = request, positions, targets
+        self.wanted = request, positions, targets
         try:
             yield
         finally:
-            self._wanted = None
+            self.wanted = None
 
     def _forward(self, hidden: Tensor) -> Tensor:
-        if self._wanted is None:
+        if self.wanted is None:
             logits: Tensor = self._original_forward(hidden)
             return logits
-        request, positions, targets = self._wanted
+        request, positions, targets = self.wanted
         rows = hidden.reshape(-1, hidden.shape[-1]).index_select(0, positions)
         weight, bias = local_tensor(self._head.weight), local_tensor(getattr(self._head, "bias", None))
-        return self._values(request, rows, weight, bias, targets)
+        return self.values(request, rows, weight, bias, targets)
 
-    def _values(
+    def values(
         self, request: HeadRequest, rows: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor
     ) -> Tensor:
+        """Return what `request` wants of the hidden states `rows [N, H]`, as `read_head_output` splits it."""
         if "scores" in request.wants:
             return scaled_logits(rows, weight, bias, 1.0)
         if "topk" in request.wants:
-            return top_logits(rows, weight, bias, self._shard, request.top_k, request.temperature)
+            return top_logits(rows, weight, bias, self.shard, request.top_k, request.temperature)
         if "logits" in request.wants:
-            return whole_logits(rows, weight, bias, self._shard, temperature=request.temperature)
+            return whole_logits(rows, weight, bias, self.shard, temperature=request.temperature)
         logprobs, entropy = chunked_logprobs(
             rows,
             weight,
             bias,
             targets,
-            self._shard,
+            self.shard,
             temperature=request.temperature,
             wants_entropy="entropy" in request.wants,
         )

@@ -16,7 +16,7 @@ from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.policy.checkpoint.manifest import MANIFEST, check_files, write_manifest
 from rlframework.policy.checkpoint.pretrained import open_saved
 from rlframework.policy.checkpoint.sharded import CheckpointSave, DirectoryPlan
-from rlframework.policy.model_state import TensorShard
+from rlframework.policy.engine import TensorShard
 
 
 def halves(name: str, whole: torch.Tensor, split: int) -> list[TensorShard]:

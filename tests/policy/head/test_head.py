@@ -13,10 +13,8 @@ from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
 from rlframework.errors import BatchError, NotSupported
 from rlframework.policy.head import logprobs as logprobs_module
-from rlframework.policy.head.logprobs import chunked_logprobs, top_logits, whole_logits
-from rlframework.policy.head.patch import HeadPatch, require_plain_head
-from rlframework.policy.head.request import HeadRequest, read_head_output
-from rlframework.policy.head.vocab_parallel import VocabularyShard
+from rlframework.policy.head.logprobs import VocabularyShard, chunked_logprobs, top_logits, whole_logits
+from rlframework.policy.head.patch import HeadPatch, HeadRequest, read_head_output, require_plain_head
 
 
 def plain(hidden, weight, bias, targets, temperature):

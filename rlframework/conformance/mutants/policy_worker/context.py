@@ -52,8 +52,8 @@ positions_of_the_part = mutant(
 
 def _shifted_after_sharding(worker: Any, keywords: dict[str, Any]) -> dict[str, Any]:
     patch = head_of(worker)
-    request, positions, _ = patch._wanted
-    patch._wanted = request, positions, keywords["input_ids"].flatten().roll(-1)[positions]
+    request, positions, _ = patch.wanted
+    patch.wanted = request, positions, keywords["input_ids"].flatten().roll(-1)[positions]
     return keywords
 
 

@@ -33,7 +33,7 @@ def module_of(engine: Any) -> nn.Module:
 
 
 def head_of(engine: Any) -> Any:
-    """Return the engine's `HeadPatch`; untyped, since mutants change its private attributes."""
+    """Return the engine's `HeadPatch`; untyped, since mutants replace its methods."""
     return next(value for value in vars(engine).values() if isinstance(value, HeadPatch))
 
 

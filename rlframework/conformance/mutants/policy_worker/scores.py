@@ -9,7 +9,7 @@ import torch
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.conformance.mutants.mutant import mutant
 from rlframework.errors import NotSupported
-from rlframework.policy.head.request import HeadRequest
+from rlframework.policy.head.patch import HeadRequest
 
 _SCORES = "test_scores_are_those_of_the_last_tokens"
 _GROUPED = "test_scores_do_not_hang_on_the_grouping"

@@ -15,7 +15,7 @@ from rlframework.conformance.layouts import Layout
 from rlframework.conformance.mutants.mutant import mutant
 from rlframework.conformance.mutants.policy_worker import training
 from rlframework.conformance.mutants.policy_worker.engine_access import head_of, in_engine, module_of
-from rlframework.policy.head import vocab_parallel
+from rlframework.policy.head.logprobs import VocabularyShard
 
 TENSOR = Layout(tensor=2)
 SEQUENCE = Layout(tensor=2, sequence=True)
@@ -63,15 +63,15 @@ def _with_head(change: Any) -> Any:
 
 def _pad_the_vocabulary(head: Any) -> None:
     """Append a row of zeros on the last rank, as when a vocabulary is padded to a multiple of the ranks."""
-    shard, sound_values = head._shard, head._values
+    shard, sound_values = head.shard, head.values
     if dist.get_rank(shard.group) < dist.get_world_size(shard.group) - 1:
         return
-    head._shard = replace(shard, rows=shard.rows + 1)
+    head.shard = replace(shard, rows=shard.rows + 1)
 
     def values(request: Any, rows: Tensor, weight: Tensor, *others: Any) -> Any:
         return sound_values(request, rows, torch.cat((weight, weight.new_zeros(1, weight.shape[1]))), *others)
 
-    head._values = values
+    head.values = values
 
 
 padded_vocabulary_in_the_softmax = mutant(
@@ -85,7 +85,7 @@ padded_vocabulary_in_the_softmax = mutant(
 
 
 def _skip_all_reduce(head: Any) -> None:
-    vocab_parallel._summed = lambda hidden, shard: hidden
+    VocabularyShard.with_summed_gradient = lambda self, hidden: hidden  # type: ignore[method-assign]
 
 
 head_gradient_of_own_rows = mutant(
@@ -199,9 +199,9 @@ def tied_head_learns_nothing(engine_class: Any) -> Any:
         def build(self, *, init_optimizer: bool) -> None:
             super().build(init_optimizer=init_optimizer)
             head = head_of(self)
-            sound_values = head._values
+            sound_values = head.values
             if "lm_head.weight" not in self.weight_specs():
-                head._values = lambda request, rows, weight, *others: sound_values(
+                head.values = lambda request, rows, weight, *others: sound_values(
                     request, rows, weight.detach(), *others
                 )
 

@@ -1,4 +1,4 @@
-"""Errors for engines whose `step` arguments or results break the contract."""
+"""Results of microbatches: errors for engines that break the contract, and metrics computed by hand."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from rlframework.policy.engine import StepResult
-from rlframework.policy.head.request import HeadOutput
-from rlframework.policy.step_functions import loss_step, require_results, values_step
+from rlframework.policy.head.patch import HeadOutput
+from rlframework.policy.microbatching import average_metrics, loss_step, reduce_metrics, require_results, values_step
 
 ONE = torch.tensor(1.0)
 LEARN = loss_step(lambda values, data, seqs, tokens: (values.sum(), {}), ONE, ONE)
@@ -55,3 +55,28 @@ def test_results_must_be_as_many_as_microbatches(results):
 
 def test_the_right_number_of_results_is_accepted():
     require_results([StepResult(), StepResult()], [microbatch(), microbatch()])
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        (
+            [
+                {"loss": torch.tensor(1.5), "kl": 0.25, "ratio_min": 0.5, "ratio_max": torch.tensor(2.0)},
+                {"loss": torch.tensor(0.5), "kl": 0.5, "ratio_min": 0.75, "ratio_max": torch.tensor(3.0)},
+            ],
+            {"loss": 2.0, "kl": 0.75, "ratio_min": 0.5, "ratio_max": 3.0},
+        ),
+        ([{}, {"loss": 1.0, "kl": 0.5}], {"loss": 1.0, "kl": 0.5}),  # a dummy contributes nothing
+        ([{}], {"loss": 0.0}),
+    ],
+)
+def test_metrics_of_microbatches(parts, expected):
+    assert reduce_metrics(parts, None, torch.device("cpu")) == pytest.approx(expected)
+
+
+def test_batches_are_averaged_over_those_that_have_a_metric():
+    first = {"kl": 1.0, "ratio_max": 3.0, "ratio_min": 0.5}
+    batches = [first, {"kl": 2.0, "ratio_max": 2.0, "ratio_min": 0.25}, {"kl": 6.0}]
+    assert average_metrics(batches) == {"kl": 3.0, "ratio_max": 3.0, "ratio_min": 0.25}
+    assert average_metrics([]) == {}

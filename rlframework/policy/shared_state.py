@@ -1,12 +1,14 @@
-"""Offloading: model and optimizer are on the device or in CPU memory, depending on the phase of a step.
+"""State that a worker's services share: how far it has trained, and where its model and optimizer are.
 
-A call that needs an offloaded part onloads it first; the transitions make the moves explicit. On a CPU nothing moves.
-Not supported: offloading to disk.
+Model and optimizer are on the device or in CPU memory, depending on the phase of a step. A call that needs an offloaded
+part onloads it first; the transitions make the moves explicit. On a CPU nothing moves. Not supported: offloading to
+disk.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -16,6 +18,19 @@ from rlframework.policy.engine import Engine
 
 Part = Literal["model", "optimizer"]
 CPU = torch.device("cpu")
+
+
+@dataclass
+class TrainingProgress:
+    """How far a worker has trained.
+
+    `train_calls`: calls of `train`, which the learning-rate schedule counts. `skipped_in_a_row`: consecutive steps
+    skipped for a non-finite gradient. `weights_version`: changes of the weights, by a step or by loading.
+    """
+
+    train_calls: int = 0
+    skipped_in_a_row: int = 0
+    weights_version: int = 0
 
 
 class Residency:
@@ -40,7 +55,7 @@ class Residency:
         return moved
 
     def prepare_for_lp_inference(self) -> BytesMoved:
-        """Onload the model and, with `policy.offload.optimizer`, offload the optimizer."""
+        """See `PolicyWorker.prepare_for_lp_inference`."""
         moved = self.onload("model")
         if self._engine.config.offload.optimizer:
             moved["optimizer"] = self.offload("optimizer")["optimizer"]
