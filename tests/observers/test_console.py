@@ -1,11 +1,11 @@
 """Console output: plain lines, and the live display on a terminal."""
 
 import io
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 
+from rlframework.config.sections import ProfilerConfig
 from rlframework.observers.console import EVERY, ConsoleObserver, Pace, duration, progress_bar
 from rlframework.plugins.hookspec import RunInfo
 from rlframework.training.loop import StepLoop
@@ -146,8 +146,8 @@ class OneStep(StepLoop):
         self.parts = SimpleNamespace(
             policy=SimpleNamespace(reset_peak_memory_stats=lambda: None, get_info=lambda: infos),
             generation=SimpleNamespace(pop_metrics=dict),
+            config=SimpleNamespace(profiler=ProfilerConfig()),
         )
-        self.profiling = SimpleNamespace(step=lambda step: nullcontext())
         self.recorder = SimpleNamespace(require=lambda step: None)
 
     def train_step(self, step, timer):

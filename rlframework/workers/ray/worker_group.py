@@ -76,6 +76,10 @@ class RayWorkerGroup(RemoteWorkerGroup):
     raises Ray's own errors, without a deadline, and does not end the group.
     """
 
+    workers: list[ActorHandle[Any]]
+    worker_metadata: list[dict[str, Any]]
+    dp_size: int
+
     def __init__(
         self,
         cluster: RayVirtualCluster,
@@ -96,7 +100,7 @@ class RayWorkerGroup(RemoteWorkerGroup):
         self._runtime_env = dict(runtime_env or {})
         self._described = Description("")
         self._hosts: list[Any] = []
-        self.workers: list[ActorHandle[Any]] = []
+        self.workers = []
         self._items: dict[Any, Any] = {}
         places = cluster.placements()
         if bundle_indices_list is None:
