@@ -30,10 +30,17 @@ from typing import Any, Self, TypedDict, Unpack
 
 import torch
 from tensordict import TensorClass, is_tensor_collection, is_tensorclass
+from tensordict.base import _register_tensor_class
 from tensordict.utils import TensorDictFuture
 
 from rlframework.errors import BatchError, BatchTypeError, DataError
 from rlframework.files import replacing_directory
+
+_FORMER_MODULES = {
+    "rlframework.datasets.reward_data": "rlframework.data.reward_data",
+    "rlframework.datasets.preferences": "rlframework.data.preferences",
+}
+"""Modules of tensorclasses, and their former names, which folders of earlier versions have in `meta.json`."""
 
 _META, _INNER = "meta.json", "_tensordict"
 _SETTINGS = {"shape", "device", "_type", "_class", "_format_version", "_names"}
@@ -54,6 +61,11 @@ class MemmapTensorClass(TensorClass):
     maps the new one. A process that opens a folder while it is being replaced may briefly find none. A mapped object is
     pickled as the paths of its files, so the unpickling process must see the same files.
     """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if cls.__module__ in _FORMER_MODULES:
+            _register_former_name(cls, _FORMER_MODULES[cls.__module__])
 
     def memmap(  # type: ignore[override] # the arguments of the interface; tensordict has more, here and below
         self, prefix: str | Path | None = None, copy_existing: bool = False, **options: Unpack[SaveOptions]
@@ -178,6 +190,16 @@ class MemmapTensorClass(TensorClass):
         if folder is None:
             raise DataError(f"this {type(self).__name__} is not mapped from a folder; save() it, or load it from one")
         return folder
+
+
+def _register_former_name(current: Any, module: str) -> None:
+    """Have tensordict load folders of the class by the name that it had in `module`: it looks them up by that name."""
+
+    def load(cls: type, *args: Any, **kwargs: Any) -> Any:
+        return current._load_memmap(*args, **kwargs)
+
+    former = type(current.__name__, (), {"__module__": module, "_load_memmap": classmethod(load)})
+    _register_tensor_class(former)  # type: ignore[no-untyped-call]
 
 
 def _now_or_later(

@@ -205,7 +205,7 @@ class IpcSender:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._buffers: deque[SharedMemory | CudaMemory] = deque()
-        self._receive_buffer: ReceiveBuffer | None = None
+        self.receive_buffer: ReceiveBuffer | None = None
         self._open = lru_cache(1)(open_memory)
         self.info: WeightInfo = {}
         self.refit = ""
@@ -220,19 +220,20 @@ class IpcSender:
                 "an engine offered a receive buffer for weights other than the trainer's: call its prepare_refit_info "
                 "again"
             )
-        current = self._receive_buffer
+        current = self.receive_buffer
         if receive_buffer is None or current is None or receive_buffer.memory != current.memory:
             self.close()
-        self.info, self._receive_buffer, self.refit = info, receive_buffer, uuid4().hex
+        self.info, self.receive_buffer, self.refit = info, receive_buffer, uuid4().hex
 
     def pack(self, names: Iterable[str], weights: Iterator[tuple[str, Tensor]]) -> GroupHandles:
         """Write `weights`, given in the order of `names`, and return their handles."""
         slots = buffers.assign_slots(names, self.info)
-        offered = self._receive_buffer
+        offered = self.receive_buffer
         if offered is not None:
             slots = [replace(slot, offset=offered.offsets[slot.name]) for slot in slots]
         else:
-            self._next_buffer(slots[-1].offset + max(1, slots[-1].size))  # memory cannot be empty
+            size = max((slot.offset + slot.size for slot in slots), default=0)
+            self._next_buffer(max(1, size))  # memory cannot be empty
         raw = self.written()
         matched = buffers.match_slots(slots, weights)
         sums = tuple(buffers.write_weight(slot.of(raw), weight, slot.dtype) for slot, weight in matched)
@@ -241,7 +242,7 @@ class IpcSender:
 
     def written(self) -> Tensor:
         """Return the memory of the last group, 1-D uint8."""
-        return self._buffers[0].raw if self._receive_buffer is None else self._open(self._receive_buffer.memory)
+        return self._buffers[0].raw if self.receive_buffer is None else self._open(self.receive_buffer.memory)
 
     def _next_buffer(self, size: int) -> None:
         """Make the next buffer of the rotation the first, reallocated if it is too small."""

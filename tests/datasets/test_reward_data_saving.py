@@ -13,6 +13,7 @@ import torch
 from probe_forked import run_program
 from tensordict import LazyStackedTensorDict, TensorDict
 
+from rlframework.datasets.preferences import PreferencePairs
 from rlframework.datasets.reward_data import RewardData
 from rlframework.errors import BatchError, BatchTypeError, DataError, UserError
 
@@ -251,3 +252,22 @@ def test_gradients_views_and_empty_tensors_are_saved(tmp_path: Path) -> None:
     row = make(1)[0]
     row.save(tmp_path / "row")
     assert RewardData.load(tmp_path / "row").input_ids.tolist() == [0, 1, 2, 3]
+
+
+def test_folders_of_releases_that_had_the_classes_elsewhere(tmp_path: Path) -> None:
+    """`meta.json` names the class; these were in `rlframework.data` once."""
+    rewards = make(3)
+    rewards.save(tmp_path / "rewards")
+    pairs = PreferencePairs(rewards, rewards.clone(), torch.zeros(3, dtype=torch.int64), batch_size=[3])
+    pairs.save(tmp_path / "pairs")
+    metas = [tmp_path / "rewards" / "meta.json", *(tmp_path / "pairs").rglob("meta.json")]
+    renamed = [meta for meta in metas if "rlframework.datasets." in meta.read_text()]
+    assert len(renamed) == 4  # the rewards, the pairs, and the two sides of the pairs
+    for meta in renamed:
+        meta.write_text(meta.read_text().replace("rlframework.datasets.", "rlframework.data."))
+    assert RewardData.load_memmap(tmp_path / "rewards").input_ids.equal(rewards.input_ids)
+    loaded = PreferencePairs.load_memmap(tmp_path / "pairs")
+    assert isinstance(loaded.chosen, RewardData)
+    assert loaded.check().rejected.input_ids.equal(rewards.input_ids)
+    PreferencePairs.load_memmap(tmp_path / "pairs").save(tmp_path / "again", copy_existing=True)
+    assert "rlframework.datasets.preferences" in (tmp_path / "again" / "meta.json").read_text()

@@ -52,7 +52,7 @@ def test_a_run_that_failed_in_its_first_step_can_be_started_again(run_config, tm
         with pytest.raises(Failure):
             run(config)
     names = {path.name for path in (tmp_path / "run").iterdir()}
-    assert {".lock", "config.yaml", "environment.json", "metrics.jsonl", "tensorboard"} <= names
+    assert {".lock", "config.yaml", "environment.json", "metrics.jsonl"} <= names
     before = read_environment(tmp_path / "run")["run_id"]
     found = read_contents(tmp_path / "run")
     assert (found.results, found.foreign) == ((), ())

@@ -58,7 +58,7 @@ class Packed:
         return _unpacked, (self._head, self._buffers)
 
 
-def packed_call(method: Any, *args: Any, **kwargs: Any) -> Callable[[], Any]:
+def packed_call(method: Any, /, *args: Any, **kwargs: Any) -> Callable[[], Any]:
     """A function that calls `method`, a remote method, with packed arguments; references to stored values stay."""
     named = {name: _packed(value) for name, value in kwargs.items()}
     return partial(method.remote, *map(_packed, args), **named)
