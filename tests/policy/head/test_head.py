@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from shutil import which
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from rlframework.errors import BatchError, NotSupported
 from rlframework.policy.head import logprobs as logprobs_module
 from rlframework.policy.head.logprobs import VocabularyShard, chunked_logprobs, top_logits, whole_logits
 from rlframework.policy.head.patch import HeadPatch, HeadRequest, read_head_output, require_plain_head
+
+COMPILERS = ("c++", "g++", "clang++")
 
 
 def plain(hidden, weight, bias, targets, temperature):
@@ -44,7 +47,7 @@ def test_values_and_gradients_match_the_formula(count, vocabulary, rows, tempera
     leaves = [leaf for leaf in (hidden, weight, bias) if leaf is not None]
 
     with pytest.MonkeyPatch.context() as patch:  # so that `rows` of them make a chunk, and most examples take several
-        patch.setattr(logprobs_module, "CHUNK_ELEMENTS", rows * vocabulary)
+        patch.setitem(logprobs_module.CHUNK_ELEMENTS, "cpu", rows * vocabulary)
         logprobs, entropy = chunked_logprobs(hidden, weight, bias, targets, temperature=temperature, wants_entropy=True)
         gradients = torch.autograd.grad((logprobs * upstream).sum(), leaves)
 
@@ -66,7 +69,7 @@ def test_no_chunk_holds_more_logits_than_the_limit(monkeypatch):
         seen.append(result.numel())
         return result
 
-    monkeypatch.setattr(logprobs_module, "CHUNK_ELEMENTS", 40)
+    monkeypatch.setitem(logprobs_module.CHUNK_ELEMENTS, "cpu", 40)
     monkeypatch.setattr(torch.nn.functional, "linear", watching)
     hidden = torch.randn(33, 4, requires_grad=True)
     logprobs, _ = chunked_logprobs(hidden, torch.randn(10, 4), None, torch.zeros(33, dtype=torch.long))
@@ -149,7 +152,7 @@ def test_top_k_matches_sorting_all_logits(count, vocabulary, rows, k, temperatur
     bias = torch.randn(vocabulary, generator=generator) if with_bias else None
     k = min(k, vocabulary)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(logprobs_module, "CHUNK_ELEMENTS", rows * vocabulary)
+        patch.setitem(logprobs_module.CHUNK_ELEMENTS, "cpu", rows * vocabulary)
         values = top_logits(hidden, weight, bias, None, k, temperature)
     found = read_head_output(values, HeadRequest(frozenset({"topk"}), temperature, k))
     logits = (hidden @ weight.T + (0 if bias is None else bias)) / temperature
@@ -236,7 +239,7 @@ def test_values_and_gradients_match_the_whole_vocabulary(count, sizes, padding, 
         return logprobs, entropy, torch.autograd.grad((logprobs * upstream).sum(), leaves)
 
     with pytest.MonkeyPatch.context() as patch:  # so that `chunk` of them, or fewer, make a chunk
-        patch.setattr(logprobs_module, "CHUNK_ELEMENTS", chunk * max(sizes))
+        patch.setitem(logprobs_module.CHUNK_ELEMENTS, "cpu", chunk * max(sizes))
         found = on_ranks(len(sizes), work)
 
     doubles = [leaf.double().requires_grad_() for leaf in (hidden, weight, bias) if leaf is not None]
@@ -266,3 +269,38 @@ def test_whole_logits_are_gathered_and_their_gradient_sharded():
         assert logits.tolist() == [[2.0, 4.0, 6.0]]  # (1, 2, 3) / 0.5
         assert of_hidden.tolist() == [[202.0, 220.0]]  # 2 * (1 * w0 + 10 * w1 + 100 * w2)
         assert of_weight.tolist() == [[[2.0, 4.0], [20.0, 40.0]], [[200.0, 400.0]]][rank]  # 2 * upstream * hidden
+
+
+@pytest.mark.parametrize("rows", [3, 50])
+def test_half_precision_is_multiplied_in_full(rows, monkeypatch):
+    monkeypatch.setitem(logprobs_module.CHUNK_ELEMENTS, "cpu", rows * 300)
+    generator = torch.Generator().manual_seed(3)
+    hidden, weight = (torch.randn(n, 64, generator=generator).div(2).bfloat16() for n in (20, 300))
+    targets = torch.randint(0, 300, (20,), generator=generator)
+    logprobs, entropy = chunked_logprobs(hidden, weight, None, targets, wants_entropy=True)
+    expected, expected_entropy = plain(hidden.double(), weight.double(), None, targets, 1.0)
+    rounded = plain((hidden @ weight.T).double(), torch.eye(300, dtype=torch.double), None, targets, 1.0)[0]
+    torch.testing.assert_close(logprobs.double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(entropy.double(), expected_entropy, rtol=1e-5, atol=1e-5)
+    assert (rounded - expected).abs().max() > 1e-3  # as it would be from bfloat16 logits
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.skipif(not any(map(which, COMPILERS)), reason="torch.compile needs a C++ compiler on a CPU")
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")  # raised by torch's compiler itself
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_compiled_chunks_match_the_formula(temperature, monkeypatch):
+    monkeypatch.setattr(logprobs_module, "COMPILED", {"cpu"})
+    generator = torch.Generator().manual_seed(3)
+    leaves = [torch.randn(n, 8, generator=generator, requires_grad=True) for n in (20, 30)]
+    targets, upstream = torch.randint(0, 30, (20,), generator=generator), torch.randn(20, generator=generator)
+    monkeypatch.setitem(logprobs_module.CHUNK_ELEMENTS, "cpu", 7 * 30)
+    logprobs, entropy = chunked_logprobs(*leaves, None, targets, temperature=temperature, wants_entropy=True)
+    gradients = torch.autograd.grad((logprobs * upstream).sum(), leaves)
+    doubles = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    expected, expected_entropy = plain(*doubles, None, targets, temperature)
+    torch.testing.assert_close(logprobs.double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(entropy.double(), expected_entropy, rtol=1e-5, atol=1e-5)
+    for gradient, wanted in zip(gradients, torch.autograd.grad((expected * upstream).sum(), doubles), strict=True):
+        torch.testing.assert_close(gradient.double(), wanted, rtol=1e-4, atol=1e-5)
