@@ -19,7 +19,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 PROJECTS := pyproject.toml $(wildcard plugins/*/pyproject.toml examples/*/pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart check fast test conformance outside lint format types imports docs clean
+.PHONY: help quickstart check fast test conformance gpu outside lint format types imports docs clean
 
 help:  ## show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
@@ -50,6 +50,17 @@ conformance: $(VENV)/.installed-dev  ## all parts in all their layouts; writes d
 	$(BIN)/python -m rlframework.conformance.markdown --shorten $(VENV)/conformance.json docs/results/conformance.json && \
 	$(BIN)/python -m rlframework.conformance.markdown docs/results/conformance.json docs/results/conformance.md && \
 	exit $$status
+
+# Each command runs whatever the others found; OUT has their logs and figures.
+gpu: OUT ?= build/gpu
+gpu: $(VENV)/.installed-dev  ## on a machine with a GPU: its tests, the suites of each backend on it, its benchmark
+	mkdir -p $(OUT); status=0; \
+	$(BIN)/python -m pytest -q -m gpu -n 4 --dist loadgroup > $(OUT)/tests.log 2>&1 || status=1; \
+	for backend in dtensor deepspeed megatron; do \
+		$(BIN)/rlframework conformance $$backend --device cuda > $(OUT)/$$backend.log 2>&1 || status=1; \
+	done; \
+	$(BIN)/python benchmarks/gpu.py --json $(OUT)/gpu.json > $(OUT)/benchmark.log 2>&1 || status=1; \
+	tail -n 3 $(OUT)/*.log; exit $$status
 
 outside: $(VENV)/.installed-dev  ## wheels alone, in empty environments: the example's suite, the quickstart on each backend
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rP tests/packaging/outside.py

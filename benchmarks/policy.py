@@ -46,10 +46,12 @@ from work import (
     SORTED,
     as_batch,
     check_same,
+    flops,
     make_loop,
     make_model,
     make_policy,
     make_rows,
+    matrix_product_flops,
     padded_tokens,
 )
 
@@ -112,33 +114,6 @@ def _counted(run: Callable[[], Any], rows: Rows) -> Callable[[], float]:
         return float(rows.lengths.sum())
 
     return counted
-
-
-def flops(model: Path, rows: Rows) -> dict[str, float]:
-    """The FLOPs of the model; see the module docstring."""
-    config = transformers.AutoConfig.from_pretrained(model)
-    width = config.hidden_size // config.num_attention_heads
-    attention = 2 * config.hidden_size * (config.hidden_size + width * config.num_key_value_heads)
-    weights = config.num_hidden_layers * (attention + 3 * config.hidden_size * config.intermediate_size)
-    lengths = rows.lengths.double()
-    scores = config.num_hidden_layers * 2 * config.hidden_size * float(lengths.square().sum())  # 4 x the causal half
-    head = 2.0 * config.hidden_size * config.vocab_size * float(rows.mask[:, 1:].sum())
-    forward = 2.0 * weights * float(lengths.sum()) + scores + head
-    return {"log-probabilities": forward, "training": 3.0 * forward}
-
-
-def matrix_product_flops(device: str) -> float:
-    """FLOPs per second of an 8,192 x 8,192 matrix product in bf16, the best of ten."""
-    size = 8192
-    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
-    seconds = []
-    for _ in range(10):
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        a @ b
-        torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - started)
-    return float(2 * size**3 / min(seconds[2:]))
 
 
 def report(lengths: str, found: Measured, peak_flops: float | None) -> str:

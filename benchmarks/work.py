@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import random
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -192,3 +193,37 @@ def check_same(policy: Policy, name: str, loop: PlainLoop, rows: Rows, slack: fl
         if not difference <= allowed:
             sys.exit(f"the two sides compute different values: {lines[-1]}")
     return lines
+
+
+def flops(model: Path, rows: Rows) -> dict[str, float]:
+    """The FLOPs of scoring and training: 2 and 6 per weight and token, the head where it runs, causal attention."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model)
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    queries = width * config.num_attention_heads
+    attention = 2 * config.hidden_size * (queries + width * config.num_key_value_heads)
+    weights = config.num_hidden_layers * (attention + 3 * config.hidden_size * config.intermediate_size)
+    lengths = rows.lengths.double()
+    scores = config.num_hidden_layers * 2 * queries * float(lengths.square().sum())  # 4 x the causal half
+    head = 2.0 * config.hidden_size * config.vocab_size * float(rows.mask[:, 1:].sum())
+    forward = 2.0 * weights * float(lengths.sum()) + scores + head
+    return {"log-probabilities": forward, "training": 3.0 * forward}
+
+
+def matrix_product_flops(device: str, size: int = 8192) -> float:
+    """FLOPs per second of a `size` x `size` matrix product in bf16, the best of ten."""
+    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    seconds = []
+    for _ in range(10):
+        _synchronize(device)
+        started = time.perf_counter()
+        a @ b
+        _synchronize(device)
+        seconds.append(time.perf_counter() - started)
+    return float(2 * size**3 / min(seconds[2:]))
+
+
+def _synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()

@@ -101,6 +101,16 @@ def test_the_generation_benchmark_writes_json(tmp_path):
 
 
 @pytest.mark.timeout(400)
+def test_the_benchmark_of_a_gpu_runs_on_a_cpu_and_writes_json(tmp_path):
+    few = ["--device", "cpu", "--size", "tiny", "--rounds", 1]
+    script(ROOT / "benchmarks" / "gpu.py", *few, "--json", tmp_path / "gpu.json")
+    parts = json.loads((tmp_path / "gpu.json").read_text())["parts"]
+    assert parts.keys() == {"head", "attention", "training", "decoding", "offload", "profile"}
+    assert [row["mode"] for row in parts["training"]] == ["dynamic", "packed", "packed"]
+    assert all(float(row["largest error"]) < 1e-5 for row in parts["head"])
+
+
+@pytest.mark.timeout(400)
 def test_the_refit_benchmark_checks_that_both_sides_hold_the_same_and_writes_json(tmp_path):
     script(ROOT / "benchmarks" / "refit.py", "--mebibytes", 4, "--rounds", 1, "--json", tmp_path / "refit.json")
     written = json.loads((tmp_path / "refit.json").read_text())
