@@ -26,6 +26,11 @@ class DTensorConfig(Section):
     reshard_after_forward: bool = Field(
         True, description="free gathered weights after each forward; false: keep them until the backward"
     )
+    reduce_gradients: Literal["auto", "step", "microbatch"] = Field(
+        "auto",
+        description="when gradients are summed over workers; step: once, which keeps whole gradients (fp32) of the "
+        "worker's part of the model until then; auto: step on a GPU whose memory is 8 times that, else microbatch",
+    )
     compile: bool = Field(
         False, description="compile each block with torch.compile: the first steps take a minute, later ones are faster"
     )

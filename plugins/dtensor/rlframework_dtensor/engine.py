@@ -29,6 +29,7 @@ from rlframework_dtensor import gradients, media, offload
 from rlframework_dtensor.config import DTensorConfig
 from rlframework_dtensor.mesh import Sizes
 from rlframework_dtensor.model_builder import build_model
+from rlframework_dtensor.reduction import GradientReduction
 from rlframework_dtensor.state import ModelState
 
 
@@ -49,6 +50,9 @@ class DTensorEngine(ModelState):
         balances = self.config.router_aux_loss_coef > 0
         self.router_loss = LoadBalancingLoss(self.model, self.data_parallel_group()) if balances else None
         self._optimizer = self._make_optimizer() if init_optimizer else None
+        self._reduction = self._mesh and GradientReduction(
+            self.model, self.backend_config.reduce_gradients, self.device
+        )
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
         config = self.config.optimizer
@@ -68,7 +72,12 @@ class DTensorEngine(ModelState):
                 microbatches = media.align_media(microbatches, self.data_parallel_group())
             if self.router_loss is not None:
                 step = self._with_router_loss(step, microbatches, head)
-        return [self._run_microbatch(microbatch, head, step, forward_only) for microbatch in microbatches]
+        results = []
+        for left in range(len(microbatches) - 1, -1, -1):
+            if self._reduction and not forward_only:
+                self._reduction.before_backward(last=not left)
+            results.append(self._run_microbatch(microbatches[-1 - left], head, step, forward_only))
+        return results
 
     def _with_router_loss(self, step: Step, microbatches: Sequence[Microbatch], head: HeadRequest) -> Step:
         """`step`, plus the microbatch's share of the routers' load-balancing loss."""
