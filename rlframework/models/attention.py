@@ -78,6 +78,17 @@ def visible_keys(queries: int, keys: int, window: int | None, device: torch.devi
     return visible if window is None else visible.triu(offset + 1 - window)
 
 
+class PaddedRows(RowLayout):
+    """A sequence in each row, padded on the right.
+
+    transformers has an attention for them, but looks into the positions for packed rows, and so waits for the device.
+    """
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores = PLAIN) -> Tensor:
+        """See `RowLayout.attend`."""
+        return self.causal(query, key, value, scores)
+
+
 class Segments(RowLayout):
     """A packed row. On a GPU in half precision, one kernel computes the whole row.
 

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlframework.interfaces.data_processor import Microbatch
-from rlframework.models.attention import PLAIN, RowLayout, Scores, Segments, attention
+from rlframework.models.attention import PLAIN, PaddedRows, RowLayout, Scores, Segments, attention
 from rlframework.policy.head.patch import HeadPatch, HeadRequest
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -39,16 +39,25 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def attending(config: Any, microbatch: Microbatch, context: ContextParallel | None) -> AbstractContextManager[None]:
-    """Switch a model of `config` to the attention that `microbatch` needs.
+def attending(
+    config: Any, microbatch: Microbatch, context: ContextParallel | None, *, replace_padded: bool = False
+) -> AbstractContextManager[None]:
+    """Switch a model of `config` to the attention that `microbatch` needs, padded rows too with `replace_padded`.
 
     Must also enclose the backward, where activation checkpointing runs the attention again.
     """
-    return nullcontext() if context is None and microbatch.cu_seqlens is None else attention(config)
+    replaced = context is not None or microbatch.cu_seqlens is not None or replace_padded
+    return attention(config) if replaced else nullcontext()
 
 
 def forward(
-    model: Any, patch: HeadPatch, microbatch: Microbatch, head: HeadRequest, context: ContextParallel | None
+    model: Any,
+    patch: HeadPatch,
+    microbatch: Microbatch,
+    head: HeadRequest,
+    context: ContextParallel | None,
+    *,
+    replace_padded: bool = False,
 ) -> Tensor:
     """Return the values of `patch` at all head positions of `microbatch`, `[N, ...]`. Call within `attending`.
 
@@ -60,6 +69,8 @@ def forward(
     inputs: dict[str, Any] = {"input_ids": processed.input_ids, "use_cache": False, **processed.vlm_kwargs}
     if microbatch.cu_seqlens is not None:
         inputs |= {"position_ids": processed.position_ids, "row_layout": Segments(microbatch.cu_seqlens.tolist())}
+    elif replace_padded:
+        inputs["row_layout"] = PaddedRows()
     with patch.computing(head, microbatch.head_positions, microbatch.targets):
         values: Tensor = model(**inputs).logits
     return values

@@ -54,7 +54,7 @@ def probe_packing(config: PolicyConfig, model_config: Any, device: torch.device,
         require_plain_head(model)
     mode = config.batching.mode
     required = mode == "packed" or config.parallelism.context > 1
-    if not required and (mode != "auto" or device.type != "cpu"):  # nothing to probe
+    if not required and mode != "auto" and device.type == "cpu":  # nothing depends on it
         return False
     _randomize_weights(model)
     can_pack = attention in ("auto", "sdpa") and supports_packing(model)

@@ -123,25 +123,43 @@ def loss_step(loss_fn: LossFunction, global_valid_seqs: Tensor, global_valid_tok
     return step
 
 
-def reduce_metrics(parts: Sequence[Mapping[str, Any]], group: Any, device: torch.device) -> dict[str, float]:
+@dataclass(frozen=True)
+class PendingMetrics:
+    """Metrics on their way from the device; `values` is in CPU memory."""
+
+    names: Sequence[str]
+    values: Tensor
+    arrived: torch.cuda.Event | None = None
+
+    def read(self) -> dict[str, float]:
+        """Return them, waiting until they are here."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return dict(zip(self.names, self.values.tolist(), strict=True))
+
+
+def reduce_metrics(parts: Sequence[Mapping[str, Any]], group: Any, device: torch.device) -> PendingMetrics:
     """Reduce the metrics of microbatches to those of a global batch: a sum, or the extreme for `_min` and `_max`.
 
-    A rank without real microbatches contributes nothing; names may differ between ranks.
+    A rank without real microbatches contributes nothing; names may differ between ranks. Does not wait for the device.
     """
     names = _all_names(sorted({name for part in parts for name in part} | {"loss"}), group)
     sums = [name for name in names if not name.endswith(("_min", "_max"))]
     extremes = [name for name in names if name.endswith(("_min", "_max"))]
-    totals = sum_over_ranks(_table(parts, sums, torch.zeros(len(sums)), device).sum(0), group)
-    metrics = dict(zip(sums, totals.tolist(), strict=True))
+    reduced = sum_over_ranks(_table(parts, sums, [0.0] * len(sums), device).sum(0), group)
     if extremes:
         signs = [1.0 if name.endswith("_max") else -1.0 for name in extremes]
-        absent = torch.tensor([-math.inf * sign for sign in signs])
-        extreme = (_table(parts, extremes, absent, device) * torch.tensor(signs, device=device)).amax(0)
-        extreme = max_over_ranks(extreme, group)
-        metrics.update(
-            {name: sign * value for name, sign, value in zip(extremes, signs, extreme.tolist(), strict=True)}
-        )
-    return metrics
+        sign = _on_device(torch.tensor(signs, dtype=torch.float64), device)
+        table = _table(parts, extremes, [-math.inf * one for one in signs], device) * sign
+        reduced = torch.cat((reduced, max_over_ranks(table.amax(0), group) * sign))
+    if device.type == "cpu":
+        return PendingMetrics([*sums, *extremes], reduced)
+    on_cuda = device.type == "cuda"
+    here = torch.empty(reduced.shape, dtype=reduced.dtype, pin_memory=on_cuda).copy_(reduced, non_blocking=True)
+    arrived = torch.cuda.Event() if on_cuda else None
+    if arrived is not None:
+        arrived.record()
+    return PendingMetrics([*sums, *extremes], here, arrived)
 
 
 def average_metrics(batches: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -164,12 +182,30 @@ def _all_names(names: list[str], group: Any) -> list[str]:
     return sorted({name for names in gathered for name in names})
 
 
-def _table(parts: Sequence[Mapping[str, Any]], names: Sequence[str], absent: Tensor, device: torch.device) -> Tensor:
-    """`[parts + 1, names]` float64 on `device`; `absent` where a part lacks a name, and in the last row."""
-    table = torch.empty((len(parts) + 1, len(names)), dtype=torch.float64, device=device)
-    table[:] = absent.to(device)
+def _table(
+    parts: Sequence[Mapping[str, Any]], names: Sequence[str], absent: Sequence[float], device: torch.device
+) -> Tensor:
+    """`[parts + 1, names]` float64 on `device`; `absent` where a part lacks a name, and in the last row.
+
+    Tensors on the device stay there: they are stacked, and take the places of the numbers in one operation.
+    """
+    numbers = torch.tensor([absent] * (len(parts) + 1), dtype=torch.float64)
+    places, scalars = [], []
     for row, part in enumerate(parts):
         for column, name in enumerate(names):
-            if name in part:
-                table[row, column] = part[name]
-    return table
+            value = part.get(name, absent[column])
+            if isinstance(value, Tensor) and value.device.type != "cpu":
+                places.append(row * len(names) + column)
+                scalars.append(value)
+            else:
+                numbers[row, column] = value
+    if not scalars:
+        return _on_device(numbers, device)
+    table = _on_device(numbers, device).flatten()
+    table[_on_device(torch.tensor(places), device)] = torch.stack(scalars).to(torch.float64)
+    return table.view(numbers.shape)
+
+
+def _on_device(values: Tensor, device: torch.device) -> Tensor:
+    """Copy `values` to `device` without waiting for it."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)

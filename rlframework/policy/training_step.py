@@ -119,20 +119,21 @@ class Training:
         """Run global batch `index`, of `rows` rows of this rank, and take a step at `lr` (None: only evaluate)."""
         engine = self.engine
         processed = self.microbatching.global_batch(data, loss_fn, index, rows)
-        seqs, toks = (processed[name].to(engine.device) for name in ("global_valid_seqs", "global_valid_toks"))
-        counts = float(seqs), float(toks)
+        given = processed["global_valid_seqs"], processed["global_valid_toks"]
+        counts = float(given[0]), float(given[1])  # before they are on the device, where reading them would wait for it
         if not counts[1]:  # on any rank: skip the step, which would only follow momentum
             return GlobalBatchResult(0.0, None if lr is None else 0.0, False, {}, *counts)
         microbatches = self.microbatching.split(processed["batch"], "loss", mbs, engine.config.batching.tokens)
-        step = loss_step(loss_fn, seqs, toks)
+        step = loss_step(loss_fn, *(count.to(engine.device, non_blocking=True) for count in given))
         results = engine.forward_backward(microbatches, self.head_request(loss_fn), step, forward_only=lr is None)
         require_results(results, microbatches)
-        metrics = reduce_metrics([result.outputs for result in results], engine.data_parallel_group(), engine.device)
+        pending = reduce_metrics([result.outputs for result in results], engine.data_parallel_group(), engine.device)
         norm, skipped = None, False
         if lr is not None:
             with trace_span(CLIP_AND_STEP):
                 norm, skipped = engine.clip_and_step(engine.config.max_grad_norm, lr)
             self.after_step(norm, skipped)
+        metrics = pending.read()  # arrived while the norm was waited for
         return GlobalBatchResult(metrics.pop("loss"), norm, skipped, metrics, *counts)
 
     def head_request(self, loss_fn: LossFunction) -> HeadRequest:

@@ -33,7 +33,7 @@ def join(context: WorkerContext, device: torch.device) -> None:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             store=HashStore() if context.world_size == 1 else process_store(context),  # alone: no port, no peers
             rank=context.rank,
             world_size=context.world_size,

@@ -72,7 +72,7 @@ def test_the_right_number_of_results_is_accepted():
     ],
 )
 def test_metrics_of_microbatches(parts, expected):
-    assert reduce_metrics(parts, None, torch.device("cpu")) == pytest.approx(expected)
+    assert reduce_metrics(parts, None, torch.device("cpu")).read() == pytest.approx(expected)
 
 
 def test_batches_are_averaged_over_those_that_have_a_metric():

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from rlframework.interfaces.data_processor import Microbatch, MicrobatchRule
+from rlframework.models.attention import varlen_kernel
 from rlframework.models.forward import ContextParallel, attending, forward
 from rlframework.models.load_balancing import LoadBalancingLoss
 from rlframework.models.loading import is_multimodal
@@ -45,6 +46,7 @@ class DTensorEngine(ModelState):
         built = build_model(self.config, self.backend_config, self.context, self._sizes, self.tokenizer, self.device)
         self.model, self._head, self._mesh, self._packs = built.model, built.head, built.mesh, built.packs
         self._multimodal = is_multimodal(self.model)
+        self._replace_padded = built.packs and not self._multimodal and self.device.type != "cpu"
         group = self._mesh.context_group() if self._mesh is not None else None
         self._context = ContextParallel(group) if group is not None else None
         balances = self.config.router_aux_loss_coef > 0
@@ -100,10 +102,11 @@ class DTensorEngine(ModelState):
         return with_term
 
     def _run_microbatch(self, microbatch: Microbatch, head: HeadRequest, step: Step, forward_only: bool) -> StepResult:
-        with attending(self.model.config, microbatch, self._context):
+        padded = {"replace_padded": self._replace_padded}
+        with attending(self.model.config, microbatch, self._context, **padded):
             with torch.no_grad() if forward_only else nullcontext():
                 with trace_span(FORWARD):
-                    values = forward(self.model, self._head, microbatch, head, self._context)
+                    values = forward(self.model, self._head, microbatch, head, self._context, **padded)
                 result = step(read_head_output(values, head), microbatch)
             if not forward_only:
                 assert result.loss is not None
@@ -135,8 +138,9 @@ class DTensorEngine(ModelState):
         return MicrobatchRule(pad_multiple=multiple * (self._sizes.tensor if self.config.parallelism.sequence else 1))
 
     def preferred_batching(self) -> str:
-        """See `Engine.preferred_batching`: as measured on CPUs; not measured on GPUs yet."""
-        return "packed" if self._packs else "dynamic"
+        """See `Engine.preferred_batching`: on a GPU packed where one kernel computes a packed row."""
+        suits = self.device.type == "cpu" or (self.config.precision != "float32" and varlen_kernel() is not None)
+        return "packed" if self._packs and suits else "dynamic"
 
     # -- device placement, generation, process groups ------------------------------------------------------------------
 

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import counting_device
-import pytest
-import torch
+import json
 
-from rlframework.algorithms.losses import NLLLoss
+import pytest
+from probe_forked import run_forked
+from probe_waiting import train
+
 from rlframework.conformance import cases
 from rlframework.conformance.oracle import Oracle
 from rlframework.huggingface.model_directories import make_llama
-from rlframework.interfaces.worker_group import WorkerContext
-from rlframework_dtensor.worker import DTensorPolicyWorker
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    counting_device.register()
     path = tmp_path_factory.mktemp("model")
     sizes = {"hidden": 32, "intermediate": 64, "layers": 2, "heads": 4, "kv_heads": 2}
     return make_llama(path, cases.tokenizer(), **sizes, tied=False, init_std=0.2)
@@ -24,22 +22,14 @@ def model(tmp_path_factory):
 
 @pytest.mark.parametrize("mode", ["packed", "dynamic", "padded"])
 def test_a_step_waits_once_whatever_the_number_of_microbatches(model, batches, mode):
-    worker = DTensorPolicyWorker(
-        {
-            "model_name": str(model),
-            "train_global_batch_size": 8,
-            "train_micro_batch_size": 2,
-            "batching": {"mode": mode, "tokens": 40},
-        },
-        cases.tokenizer(),
-        context=WorkerContext(rank=0, world_size=1, device=counting_device.NAME),
-    )
-    oracle = Oracle(model, lr=worker.engine.config.optimizer.lr)
-    for batch in batches(2):
-        with counting_device.counting() as counts:
-            result = worker.train(batch, NLLLoss())
-        expected = oracle.step(batch, "nll")
-        assert float(result["grad_norm"][0]) == pytest.approx(expected.grad_norm, rel=1e-5)
-        assert counts.operations["embedding"] > 1  # microbatches
-        assert len(counts.waits) == 1, "\n".join(counts.waits)
-    worker.shutdown()
+    rows = batches(2)
+    done = run_forked(train, model, mode, rows)
+    assert done.returncode == 0, done.stderr
+    steps = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(steps) == len(rows)
+    for step in steps:
+        assert step["forwards"] > 1
+        assert len(step["waits"]) == 1, "\n".join(step["waits"])
+    expected = Oracle(model).step(rows[0], "nll")
+    assert steps[0]["loss"] == pytest.approx(expected.loss, rel=1e-5)
+    assert steps[0]["norm"] == pytest.approx(expected.grad_norm, rel=1e-5)
