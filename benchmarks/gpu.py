@@ -100,7 +100,7 @@ SIZES = {
 
 @dataclass
 class Bench:
-    """What the parts share."""
+    """The device, the model and how to time, shared by the parts."""
 
     size: Size
     device: torch.device

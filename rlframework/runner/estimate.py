@@ -40,7 +40,7 @@ PLACES: dict[Place, str] = {"device": "GPU", "host": "RAM"}
 PROGRAM, GPU_PROGRAM, CUDA_CONTEXT = 400 << 20, 2 << 30, 600 << 20
 """Bytes of a process with PyTorch and transformers on a CPU, with CUDA's libraries, and of the context on its GPU."""
 
-LOGITS_CHUNK = 32 << 20
+LOGITS_CHUNK = {"cpu": 32 << 20, "cuda": 1 << 30}
 """The most bytes of logits that the head holds at once: `rlframework.policy.head.logprobs.CHUNK_ELEMENTS` in fp32."""
 
 LOGITS_COPIES = 3
@@ -293,9 +293,9 @@ def worker_memory(config: RunConfig, model: ModelSize, rows: Rows, device: str, 
     layers = -(-model.layers // parallelism.pipeline)
     layer = model.activation_bytes(width)
     token = layers * model.hidden * width + layer if policy.activation_checkpointing else layers * layer
-    logits = 4 * tokens * model.vocabulary
+    logits, chunk = 4 * tokens * model.vocabulary, LOGITS_CHUNK[device]
     # temporary gradient of the embedding, and of the head if its logits are computed in chunks
-    ends = 4 * model.vocabulary * model.hidden * (2 if logits > LOGITS_CHUNK else 1)
+    ends = 4 * model.vocabulary * model.hidden * (2 if logits > chunk else 1)
 
     batch = min(config.generation.batch_size, -(-rows.count // (workers // parallelism.model_size)))
     batch = batch if rows.generated else 0
@@ -310,7 +310,7 @@ def worker_memory(config: RunConfig, model: ModelSize, rows: Rows, device: str, 
         MemoryUse("reference", reference * full * weights, "host"),
         MemoryUse("copy of the weights", reference * full * weights, "host", "scoring"),
         MemoryUse("activations", tokens * token, on, "training"),
-        MemoryUse("logits", LOGITS_COPIES * min(logits, LOGITS_CHUNK), on, "training"),
+        MemoryUse("logits", LOGITS_COPIES * min(logits, chunk), on, "training"),
         MemoryUse("gradients of embedding and head", full * ends, on, "training"),  # adapters train neither
         MemoryUse("keys and values", (model.layers + 2) * cache, on, "generating"),
         MemoryUse("sampling", LOGITS_COPIES * 4 * batch * model.vocabulary, on, "generating"),
