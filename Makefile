@@ -14,6 +14,10 @@ PYTEST_ARGS ?= -n 3 --dist loadgroup
 PYTHON ?= $(firstword $(foreach name,python3 python3.13 python3.12 python3.11 python3.14 python,$(shell \
 	$(name) -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $(name))))
 
+# Bytecode is kept, whatever the caller's environment says: the tests start some thousand processes, and each would
+# compile the sources again.
+export PYTHONDONTWRITEBYTECODE :=
+
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 PROJECTS := pyproject.toml $(wildcard plugins/*/pyproject.toml examples/*/pyproject.toml)
@@ -34,10 +38,8 @@ check: lint imports  ## style, import rules, types and fast tests, in under 3 mi
 fast: PYTEST_ARGS = -n 2 --dist loadgroup -q -m "not slow"
 fast: test
 
-# Bytecode is kept, whatever the caller's environment says: the tests start some thousand processes, and each would
-# compile the sources again.
 test: $(VENV)/.installed-dev  ## all tests
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 # The page is made from the JSON, also where something does not conform; the exit code is pytest's. A run that could not
 # start leaves both as they were.
