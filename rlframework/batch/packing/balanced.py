@@ -115,11 +115,11 @@ class BinFiller:
         """
         count, left = len(self.load), np.arange(len(self.lengths))[::-1]
         # Alone in their bins at first: one row for each, or those that reach above the level of the lightest bin
-        above = np.count_nonzero(self.costs > self.level(left) - self.load.min()) if self.load.any() else count
+        above = np.count_nonzero(self.costs > self.level(0) - self.load.min()) if self.load.any() else count
         first = min(int(above), count)
         self._put(np.arange(first)[None], np.argsort(self.load, kind="stable")[:first])
         left = left[: len(left) - first]
-        level, kept = self.level(left), KEPT_PER_BIN * count
+        level, kept = self.level(first), KEPT_PER_BIN * count
         if nearly_full and len(left) >= kept:
             left = self.fill(np.concatenate((left[:kept], self.place(left[kept:], level))), level)
         left = self.place(left, level)
@@ -132,16 +132,16 @@ class BinFiller:
             rise *= 2 if len(left) == before else 1
         return bool(np.bincount(self.where, minlength=count).all())
 
-    def level(self, rows: Ints) -> float:
-        """Return the cost of all bins if `rows`, each token at the same cost, were poured into them like water.
+    def level(self, start: int) -> float:
+        """Return the cost of all bins if the rows from `start` on, each token at one cost, were poured into them.
 
         A bin takes cost from its load up to where it is full. So what all bins take up to a level is a piecewise linear
         function of it, whose slope grows by one at each load and falls by one at each full bin: invert that.
         """
-        if not len(rows):
+        cost, tokens = float(self.costs[start:].sum()), int(self.lengths[start:].sum())
+        if not tokens:
             return 0.0
-        cost = float(self.costs[rows].sum())
-        points = np.concatenate((self.load, self.load + self.room * (cost / int(self.lengths[rows].sum()))))
+        points = np.concatenate((self.load, self.load + self.room * (cost / tokens)))
         order = np.argsort(points, kind="stable")
         slopes = np.cumsum(np.where(order < len(self.load), 1.0, -1.0))
         taken = np.cumsum(slopes[:-1] * np.diff(points[order]))
@@ -185,8 +185,7 @@ class BinFiller:
 
     def gaps(self, level: float, tokens_per_cost: float) -> Ints:
         """Return how many tokens each bin takes up to `level`, within its room."""
-        gaps: Ints = np.maximum(np.minimum((level - self.load) * tokens_per_cost, self.room), 0).astype(np.int64)
-        return gaps
+        return np.clip((level - self.load) * tokens_per_cost, 0, self.room).astype(np.int64)
 
     def fill(self, rows: Ints, level: float) -> Ints:
         """Fill one bin after another with the longest of `rows` that fit; return the rows that remain."""
@@ -194,15 +193,17 @@ class BinFiller:
         gaps = np.minimum(gaps + 2 * self.lengths[-1], self.room)
         bins = np.argsort(gaps, kind="stable")
         taken, left = fill_bins(rows[::-1], self.lengths[rows[::-1]], gaps[bins].tolist())
-        where = np.repeat(bins[: len(taken)], list(map(len, taken)))
-        self._put(np.fromiter(chain.from_iterable(taken), dtype=np.int64)[None], where)
+        rows = np.fromiter(chain.from_iterable(taken), dtype=np.int64)
+        self.where[rows] = where = np.repeat(bins[: len(taken)], list(map(len, taken)))
+        np.add.at(self.load, where, self.costs[rows])
+        np.subtract.at(self.room, where, self.lengths[rows])
         return np.array(left[::-1], dtype=np.int64)
 
     def _put(self, rows: Ints, bins: Ints) -> None:
-        """Place `rows [k, n]` in `bins [n]`, `k` in each."""
+        """Place `rows [k, n]` in the distinct `bins [n]`, `k` in each."""
         self.where[rows] = bins
-        np.add.at(self.load, bins, self.costs[rows].sum(axis=0))
-        np.subtract.at(self.room, bins, self.lengths[rows].sum(axis=0))
+        self.load[bins] += self.costs[rows].sum(axis=0)
+        self.room[bins] -= self.lengths[rows].sum(axis=0)
 
     def bins(self, rows: Ints) -> list[list[int]]:
         """Return the members of each bin, in order of length; `rows [n]` are the numbers of the rows."""

@@ -58,7 +58,7 @@ def read_lengths(lengths: Lengths, most: int = LONGEST, *, least: int = 1, limit
 
 def sort_descending(lengths: Ints) -> Ints:
     """Return row indices by descending length; of equal lengths the later row first."""
-    short = len(lengths) > 0 and int(lengths.max()) < 2**16  # numpy sorts 16 bits by radix, in O(n)
+    short = len(lengths) > 512 and int(lengths.max()) < 2**16  # numpy sorts 16 bits by radix, in O(n)
     return np.argsort(lengths.astype(np.uint16) if short else lengths, kind="stable")[::-1]
 
 
