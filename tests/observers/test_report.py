@@ -239,7 +239,7 @@ def test_a_long_series_keeps_its_ends_and_extremes() -> None:
     at, mean, low, high = thin([float(i) for i in range(5000)], values, 1000)
     assert (max(high), min(low)) == (9.0, -7.0)
     assert (mean[0], mean[-1], at[0], at[-1]) == (3.0, 4.0, 0.0, 4999.0)
-    assert len(mean) == 2 + math.ceil(4998 / 11)  # each of the 4,998 lies in one of 454 buckets of 11 and one of 4
+    assert len(mean) == 2 + math.ceil(4998 / 11)  # each of the 4,998 is in one of 454 buckets of 11 and one of 4
     assert thin([1.0, 2.0], [5.0, 6.0], 2) == [[1.0, 2.0], [5.0, 6.0]]
 
 
