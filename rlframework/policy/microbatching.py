@@ -132,7 +132,7 @@ class PendingMetrics:
     arrived: torch.cuda.Event | None = None
 
     def read(self) -> dict[str, float]:
-        """Return them, waiting until they are here."""
+        """Return the metrics; wait until they have arrived."""
         if self.arrived is not None:
             self.arrived.synchronize()
         return dict(zip(self.names, self.values.tolist(), strict=True))

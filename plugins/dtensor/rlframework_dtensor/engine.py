@@ -53,7 +53,7 @@ class DTensorEngine(ModelState):
         self.router_loss = LoadBalancingLoss(self.model, self.data_parallel_group()) if balances else None
         self._optimizer = self._make_optimizer() if init_optimizer else None
         self._reduction = self._mesh and GradientReduction(
-            self.model, self.backend_config.reduce_gradients, self.device
+            self.model, self.backend_config.reduce_gradients, self.device, self._sizes.tensor
         )
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
@@ -102,11 +102,11 @@ class DTensorEngine(ModelState):
         return with_term
 
     def _run_microbatch(self, microbatch: Microbatch, head: HeadRequest, step: Step, forward_only: bool) -> StepResult:
-        padded = {"replace_padded": self._replace_padded}
-        with attending(self.model.config, microbatch, self._context, **padded):
+        replace = self._replace_padded
+        with attending(self.model.config, microbatch, self._context, replace_padded=replace):
             with torch.no_grad() if forward_only else nullcontext():
                 with trace_span(FORWARD):
-                    values = forward(self.model, self._head, microbatch, head, self._context, **padded)
+                    values = forward(self.model, self._head, microbatch, head, self._context, replace_padded=replace)
                 result = step(read_head_output(values, head), microbatch)
             if not forward_only:
                 assert result.loss is not None

@@ -16,10 +16,10 @@ class GradientReduction:
     them unsharded, in fp32. Replicas (HSDP) exchange only shards, so they do it once in any case.
     """
 
-    def __init__(self, model: FSDPModule, when: str, device: torch.device) -> None:
-        """`when`: `policy.dtensor.reduce_gradients`."""
+    def __init__(self, model: FSDPModule, when: str, device: torch.device, tensor: int) -> None:
+        """`when`: `policy.dtensor.reduce_gradients`; `tensor`: the number of workers that share each weight."""
         self._model = model
-        self._once = when == "step" or (when == "auto" and _fits(model, device))
+        self._once = when == "step" or (when == "auto" and _fits(model, device, tensor))
 
     def before_backward(self, *, last: bool) -> None:
         """Prepare the backward of a microbatch; `last`: of the last one of the step."""
@@ -30,8 +30,8 @@ class GradientReduction:
         self._model.set_is_last_backward(last)
 
 
-def _fits(model: FSDPModule, device: torch.device) -> bool:
+def _fits(model: FSDPModule, device: torch.device, tensor: int) -> bool:
     if device.type != "cuda":
         return False
     whole = sum(4 * p.numel() for p in model.parameters() if p.requires_grad)  # type: ignore[attr-defined]
-    return bool(MEMORY_SHARE * whole <= torch.cuda.get_device_properties(device).total_memory)
+    return bool(MEMORY_SHARE * whole // tensor <= torch.cuda.get_device_properties(device).total_memory)
