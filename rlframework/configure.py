@@ -16,6 +16,7 @@ from typing import Any
 from pydantic import ConfigDict
 
 from rlframework.config.base import Section
+from rlframework.config.device_defaults import Default, device_defaults
 from rlframework.config.load import compose, escape_interpolation
 from rlframework.config.models import Models, run_model, run_schema
 from rlframework.config.policy import PolicyConfig
@@ -26,7 +27,7 @@ from rlframework.config.yaml_text import Keys, Tree, to_yaml
 from rlframework.errors import PluginError
 from rlframework.plugins.check import check_config
 from rlframework.plugins.manager import PluginManager, Registered, create_manager
-from rlframework.plugins.types import OWN_BACKENDS, RECORD_TYPES, PolicyWorkerRecord, Record
+from rlframework.plugins.types import OWN_BACKENDS, RECORD_TYPES, Capability, PolicyWorkerRecord, Record
 
 OPEN_SECTIONS: Mapping[str, type[Record]] = {
     record_type.key.removesuffix(".name"): record_type
@@ -52,14 +53,42 @@ def load_config(
     discovered again, along with the modules under `plugins:`. Raises a `ConfigError` that lists every problem, or a
     `PluginError` if a plugin cannot be selected; nothing is written and no worker is started.
     """
+    return load_with_defaults(source, overrides, manager=manager)[0]
+
+
+def load_with_defaults(
+    source: str | Path | Mapping[str, Any] | RunConfig,
+    overrides: Sequence[str] = (),
+    *,
+    manager: PluginManager | None = None,
+) -> tuple[RunConfig, list[Default]]:
+    """Load a configuration like `load_config`; return the defaults too that the device gave it."""
     tree = compose(source, overrides)
-    config, selected = _typed(tree, manager or _manager_of(tree))
+    manager = manager or _manager_of(tree)
+    config, selected = _typed(tree, manager)
     device = resolve_device(config.device)
+    defaults = [
+        default
+        for default in _device_defaults(config, device, selected)
+        if tree.get(tuple(default.key.split("."))) is NOT_GIVEN
+    ]
+    if defaults:
+        config, selected = _typed(tree.with_values({default.key: default.value for default in defaults}), manager)
     problems = list(check_run(config))
     for part in selected.values():
         problems += check_config(config, part, device)
     raise_problems([replace(problem, origin=tree.origin(tuple(problem.key.split(".")))) for problem in problems])
-    return config
+    return config, defaults
+
+
+def _device_defaults(config: RunConfig, device: str, selected: Mapping[str, Registered]) -> list[Default]:
+    records = [part.record for part in selected.values()]
+    bfloat16 = any(Capability.BFLOAT16 in record.capabilities for record in records if record.kind == BACKEND)
+    defaults = device_defaults(config, device, bfloat16=bfloat16)
+    for record in records:
+        if record.device_defaults is not None:
+            defaults += record.device_defaults(config, device)
+    return defaults
 
 
 def restore_config(values: Mapping[str, Any], *, manager: PluginManager) -> RunConfig:

@@ -14,13 +14,19 @@ from rlframework.cli.common import Config, Debug, Json, Overrides, app, print_ta
 
 @app.command(name="config")
 def show_config(config: Config, overrides: Overrides = None, as_json: Json = False, debug: Debug = False) -> None:
-    """Check CONFIG and print the resolved configuration with all defaults."""
+    """Check CONFIG and print the resolved configuration with all defaults, and why the device has others."""
     from rlframework.config.load import escape_interpolation
     from rlframework.config.yaml_text import to_yaml
-    from rlframework.configure import dump_selected, load_config
+    from rlframework.configure import dump_selected, load_with_defaults
 
-    values = dump_selected(load_config(config, overrides or ()))
-    print(json.dumps(values, indent=2) if as_json else to_yaml(escape_interpolation(values)).rstrip("\n"))
+    loaded, defaults = load_with_defaults(config, overrides or ())
+    values = dump_selected(loaded)
+    if as_json:
+        print(json.dumps(values, indent=2))
+        return
+    for default in defaults:
+        print(f"# {default.key}: {default.value!r} is a default on a GPU: {default.reason}")
+    print(to_yaml(escape_interpolation(values)).rstrip("\n"))
 
 
 @app.command()

@@ -125,7 +125,15 @@ class PolicyConfig(Section):
     backend: str = Field("dtensor", description="name of the training backend; `rlframework plugins` lists them")
     data_processor: str = Field("microbatches", description="name of the plugin that turns rows into microbatches")
     precision: Literal["float32", "bfloat16", "float16"] = Field(
-        "float32", description="precision of the forward and backward pass; weights and optimizer state stay in fp32"
+        "float32",
+        description="precision of the forward and backward pass; weights and optimizer state stay in fp32. On a GPU, "
+        "bfloat16 is the default",
+    )
+    tf32: bool = Field(
+        False, description="on a GPU, compute fp32 matrix products with 10 bits of mantissa; true is the default there"
+    )
+    cudnn_attention: bool = Field(
+        False, description="let torch use cuDNN's attention on a GPU, which plans 0.5 to 1 s for each new shape"
     )
     parallelism: ParallelismConfig = ParallelismConfig()
     batching: BatchingConfig = BatchingConfig()

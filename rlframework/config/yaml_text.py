@@ -6,8 +6,9 @@ is 8. Here scalars follow YAML 1.2: only `true` and `false` are booleans, `1e-6`
 
 from __future__ import annotations
 
+import copy
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,17 @@ class Tree:
             except (KeyError, IndexError, TypeError):
                 return NOT_GIVEN
         return found
+
+    def with_values(self, values: Mapping[str, Any]) -> Tree:
+        """Return a copy in which the dotted keys of `values` have these values."""
+        changed = copy.deepcopy(self.values)
+        for key, value in values.items():
+            *sections, last = key.split(".")
+            target = changed
+            for section in sections:
+                target = target.setdefault(section, {})
+            target[last] = value
+        return Tree(changed, self.origins)
 
     def origin(self, keys: Keys) -> str:
         """Where the value at `keys` was written; empty if it is a default or its origin is unknown."""

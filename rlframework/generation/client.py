@@ -184,6 +184,8 @@ def _start(
             "tokenizer": tokenizer,
             "model_name": config.policy.model_name,
             "precision": config.policy.precision if dtype == "auto" else dtype,
+            "tf32": config.policy.tf32,
+            "cudnn_attention": config.policy.cudnn_attention,
         },
         plugins=tuple(config.plugins),
         # another environment need not have the backends installed

@@ -12,6 +12,7 @@ from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.plugins.loading import load_target
 from rlframework.weight_sync.coordinator import attempt
 from rlframework.weight_sync.receiver import EngineState, ReceivesWeights
+from rlframework.workers.device import prepare_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -33,6 +34,8 @@ class GenerationWorker:
         tokenizer: PreTrainedTokenizerBase,
         model_name: str,
         precision: str,
+        tf32: bool,
+        cudnn_attention: bool,
         context: WorkerContext,
     ) -> None:
         if context.threads:
@@ -40,6 +43,7 @@ class GenerationWorker:
 
             torch.set_num_threads(context.threads)
         device = "cuda:0" if context.device == "cuda" else context.device  # the worker sees only its own GPU
+        prepare_device(device, tf32=tf32, cudnn_attention=cudnn_attention)
         self.context = context
         self.engine: GenerationEngine = load_target(engine_target)(
             generation, tokenizer, model_name=model_name, device=device, precision=precision

@@ -10,6 +10,7 @@ from typing import ClassVar
 from pydantic import BaseModel
 
 from rlframework.config.base import Section
+from rlframework.config.device_defaults import Default
 from rlframework.config.problems import Problem as Problem  # public here, for the checks of plugins
 from rlframework.config.sections import (
     AlgorithmConfig,
@@ -109,6 +110,10 @@ Check = Callable[[RunConfig, str], list[Problem]]
 """`check(config, device)` takes the resolved `RunConfig` and "cpu" or "cuda", before any process starts."""
 
 
+DeviceDefaults = Callable[[RunConfig, str], list[Default]]
+"""`device_defaults(config, device)` returns the defaults of the plugin's own keys on "cpu" or "cuda"."""
+
+
 @dataclass(frozen=True)
 class Record:
     """A registered implementation: the name that selects it in the configuration, and where to import it from.
@@ -132,6 +137,7 @@ class Record:
     capabilities: frozenset[Capability] = frozenset()
     config_model: type[BaseModel] | None = None
     check: Check | None = None
+    device_defaults: DeviceDefaults | None = None
     py_executable: str | None = None
     known_failures: tuple[KnownFailure, ...] = ()
 

@@ -32,6 +32,7 @@ from rlframework.policy.trained_weights import Adapters, TrainedWeights, require
 from rlframework.policy.training_step import Training
 from rlframework.policy.weight_sender import WeightSender
 from rlframework.weight_sync.coordinator import attempt
+from rlframework.workers.device import prepare_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -89,6 +90,7 @@ class PolicyWorkerBase(PolicyWorker):
         context, generation = context or WorkerContext(), generation or GenerationConfig()
         # a worker sees only its own GPU, as device 0
         device = torch.device("cuda", 0) if context.device == "cuda" else torch.device(context.device)
+        prepare_device(str(device), tf32=config.tf32, cudnn_attention=config.cudnn_attention)
         section = self.engine_class.backend_config_model.model_validate(backend_config or {})
         self.engine = engine = self.engine_class(config, section, tokenizer, context, device)
         self.progress = progress = TrainingProgress()
