@@ -12,6 +12,7 @@ checkpoints, and formats other than safetensors require a whole copy in every pr
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -138,7 +139,9 @@ def compile_blocks(model: nn.Module, compiler: str = "inductor") -> None:
 
 
 def apply_fsdp(model: nn.Module, mesh: Mesh, config: PolicyConfig, reshard_after_forward: bool) -> nn.Module:
-    """Apply `fully_shard` to each decoder block and then to the root, in CPU memory with `policy.offload.parameters`.
+    """Apply `fully_shard` to each decoder block, to embedding and head unless tied, and to the root.
+
+    Weights are in CPU memory with `policy.offload.parameters`. On a GPU each block gathers the next one's weights.
 
     The forward runs in `policy.precision`; gradients are reduced in fp32. With expert parallelism, experts are sharded
     as units of their own, over the ranks that hold the same experts.
@@ -152,11 +155,20 @@ def apply_fsdp(model: nn.Module, mesh: Mesh, config: PolicyConfig, reshard_after
     settings = {"mp_policy": layer_policy, "reshard_after_forward": reshard_after_forward, **on_cpu}
     for module in experts.experts_of(model) if mesh.sizes.expert > 1 else ():
         fully_shard(module, mesh=mesh.expert_fsdp, **settings)
-    for layer in decoder_layers(model):
+    layers = decoder_layers(model)
+    for layer in layers:
         fully_shard(layer, mesh=mesh.fsdp, **settings)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if head is not None and not is_multimodal(model) and embedding.weight is not head.weight:
+        fully_shard(embedding, mesh=mesh.fsdp, **settings)
+        # gathered while the last blocks compute; the backward needs its weight again at once
+        fully_shard(head, mesh=mesh.fsdp, mp_policy=layer_policy, reshard_after_forward=False, **on_cpu)
     root_policy = replace(layer_policy, output_dtype=torch.float32)
-    # the backward needs the root again at once, and the head's weight must stay unsharded until then
+    # a tied head is part of the root, and its weight must stay unsharded until the backward
     fully_shard(model, mesh=mesh.fsdp, mp_policy=root_policy, reshard_after_forward=False, **on_cpu)
+    if mesh.fsdp.device_type == "cuda":
+        for layer, following in pairwise(layers):
+            layer.set_modules_to_forward_prefetch([following])
     return model
 
 

@@ -80,3 +80,10 @@ def test_replicas_are_reduced_once_per_step(model, batches, group_of_four):
     sharded, replicated = collectives(model, batch), collectives(model, batch, replicate=2)
     assert replicated["_reduce_scatter_base_"] == sharded["_reduce_scatter_base_"]
     assert replicated["allreduce_"] - sharded["allreduce_"] == LAYERS + 1
+
+
+def test_embedding_and_head_are_gathered_and_reduced_on_their_own_unless_tied(tmp_path, batches, group_of_four):
+    sizes = {"hidden": 32, "intermediate": 64, "layers": LAYERS, "heads": 4, "kv_heads": 2}
+    untied = make_llama(tmp_path, cases.tokenizer(), **sizes, tied=False)
+    (batch,) = batches(1)
+    assert collectives(untied, batch, reduce_gradients="step")["_reduce_scatter_base_"] == LAYERS + 3
