@@ -268,3 +268,10 @@ def read_lengths(
         allowed = "0 or more" if width is None else f"0..{width}, the columns of {tokens}"
         raise BatchError(f"{name} of row {row} is {lengths[row]}; allowed is {allowed}")
     return lengths
+
+
+def copy_to(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return `tensor` on `device`, without waiting for a GPU: copied from pinned memory, which torch keeps until then."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)

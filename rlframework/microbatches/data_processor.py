@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rlframework.batch.batch_rows import round_up
+from rlframework.batch.batch_rows import copy_to, round_up
 from rlframework.batch.packed_tensor import has_media
 from rlframework.batch.packing import balanced_microbatches, get_packer
 from rlframework.errors import BatchError
@@ -169,11 +169,14 @@ def to_device(microbatch: Microbatch, device: torch.device) -> Microbatch:
     if device.type == "cpu":
         return microbatch
     for name in ("head_positions", "targets", "scatter"):
-        setattr(microbatch, name, getattr(microbatch, name).to(device, non_blocking=True))
+        setattr(microbatch, name, copy_to(getattr(microbatch, name), device))
     inputs = microbatch.processed_inputs
-    inputs.input_ids = inputs.input_ids.to(device, non_blocking=True)
+    inputs.input_ids = copy_to(inputs.input_ids, device)
     if inputs.position_ids is not None:
-        inputs.position_ids = inputs.position_ids.to(device, non_blocking=True)
-    inputs.vlm_kwargs = {name: value.to(device, non_blocking=True) for name, value in inputs.vlm_kwargs.items()}
-    microbatch.data_dict.to(device)
+        inputs.position_ids = copy_to(inputs.position_ids, device)
+    inputs.vlm_kwargs = {name: copy_to(value, device) for name, value in inputs.vlm_kwargs.items()}
+    for key, value in microbatch.data_dict.items():
+        if isinstance(value, Tensor):
+            microbatch.data_dict[key] = copy_to(value, device)
+    microbatch.data_dict.to(device)  # media
     return microbatch

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlframework.batch.batch_rows import round_up
+from rlframework.batch.batch_rows import copy_to, round_up
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.batch.collectives import max_over_ranks, sum_over_ranks
 from rlframework.batch.packed_tensor import has_media
@@ -149,7 +149,7 @@ def reduce_metrics(parts: Sequence[Mapping[str, Any]], group: Any, device: torch
     reduced = sum_over_ranks(_table(parts, sums, [0.0] * len(sums), device).sum(0), group)
     if extremes:
         signs = [1.0 if name.endswith("_max") else -1.0 for name in extremes]
-        sign = _on_device(torch.tensor(signs, dtype=torch.float64), device)
+        sign = copy_to(torch.tensor(signs, dtype=torch.float64), device)
         table = _table(parts, extremes, [-math.inf * one for one in signs], device) * sign
         reduced = torch.cat((reduced, max_over_ranks(table.amax(0), group) * sign))
     if device.type == "cpu":
@@ -200,12 +200,7 @@ def _table(
             else:
                 numbers[row, column] = value
     if not scalars:
-        return _on_device(numbers, device)
-    table = _on_device(numbers, device).flatten()
-    table[_on_device(torch.tensor(places), device)] = torch.stack(scalars).to(torch.float64)
+        return copy_to(numbers, device)
+    table = copy_to(numbers, device).flatten()
+    table[copy_to(torch.tensor(places), device)] = torch.stack(scalars).to(torch.float64)
     return table.view(numbers.shape)
-
-
-def _on_device(values: Tensor, device: torch.device) -> Tensor:
-    """Copy `values` to `device` without waiting for it."""
-    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)

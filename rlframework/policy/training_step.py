@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from rlframework.batch.batch_rows import copy_to
 from rlframework.errors import BatchError, NonFiniteGradients, NotSupported
 from rlframework.interfaces.loss import LossFunction, LossInput, LossType
 from rlframework.interfaces.policy_worker import Rows, TrainResult
@@ -124,7 +125,7 @@ class Training:
         if not counts[1]:  # on any rank: skip the step, which would only follow momentum
             return GlobalBatchResult(0.0, None if lr is None else 0.0, False, {}, *counts)
         microbatches = self.microbatching.split(processed["batch"], "loss", mbs, engine.config.batching.tokens)
-        step = loss_step(loss_fn, *(count.to(engine.device, non_blocking=True) for count in given))
+        step = loss_step(loss_fn, *(copy_to(count, engine.device) for count in given))
         results = engine.forward_backward(microbatches, self.head_request(loss_fn), step, forward_only=lr is None)
         require_results(results, microbatches)
         pending = reduce_metrics([result.outputs for result in results], engine.data_parallel_group(), engine.device)

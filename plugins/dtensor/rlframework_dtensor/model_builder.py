@@ -138,7 +138,7 @@ def compile_blocks(model: nn.Module, compiler: str = "inductor") -> None:
         layer.compile(dynamic=True, backend=compiler)
 
 
-def apply_fsdp(model: nn.Module, mesh: Mesh, config: PolicyConfig, reshard_after_forward: bool) -> nn.Module:
+def apply_fsdp(model: Any, mesh: Mesh, config: PolicyConfig, reshard_after_forward: bool) -> Any:
     """Apply `fully_shard` to each decoder block, to embedding and head unless tied, and to the root.
 
     Weights are in CPU memory with `policy.offload.parameters`. On a GPU each block gathers the next one's weights.
