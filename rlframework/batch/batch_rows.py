@@ -271,7 +271,7 @@ def read_lengths(
 
 
 def copy_to(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return `tensor` on `device`, without waiting for a GPU: copied from pinned memory, which torch keeps until then."""
+    """Return `tensor` on `device`, without waiting for a GPU: the copy is from pinned memory, which torch keeps."""
     if device.type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)

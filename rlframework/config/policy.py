@@ -5,12 +5,26 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+)
 
 from rlframework.config.base import Section
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
+Checkpointing = Annotated[
+    Literal[False, "selective", "full"],
+    BeforeValidator(
+        lambda given: "full" if given is True else given, json_schema_input_type=bool | Literal["selective", "full"]
+    ),
+]
 
 
 class ParallelismConfig(Section):
@@ -150,8 +164,10 @@ class PolicyConfig(Section):
         "arXiv:2101.03961); 0: off. It is computed over the whole global batch, which takes one extra forward pass per "
         "step",
     )
-    activation_checkpointing: bool = Field(
-        False, description="keep only the inputs of each block, and recompute its activations in the backward pass"
+    activation_checkpointing: Checkpointing = Field(
+        False,
+        description="full: keep only the inputs of each block, and recompute its activations in the backward pass; "
+        "selective: keep the results of matrix products and attention too; false: keep everything. true means full",
     )
     offload: OffloadConfig = OffloadConfig()
     lora: LoraConfig | None = None

@@ -69,6 +69,8 @@ def _problems(
 def _message(kind: str, message: str) -> str:
     if kind in _ALLOWED:
         return _ALLOWED[kind]
+    if kind == "literal_error":  # as YAML writes it
+        message = message.replace("False", "false")
     message = message.removeprefix("Value error, ").removeprefix("Assertion failed, ")
     return f"must {message.removeprefix('Input should ')}" if message.startswith("Input should ") else message
 

@@ -90,7 +90,11 @@ def test_a_file_tells_where_each_mistake_is(tmp_path: Path, manager: Any) -> Non
         ("policy.optimizer.eps=0", "`policy.optimizer.eps`: must be greater than 0 (given 0 in"),
         ("policy.model_name=3", "`policy.model_name`: must be a string (quote values"),
         ("policy.max_grad_norm=true", "`policy.max_grad_norm`: must be a number (given true in"),
-        ("policy.activation_checkpointing=1", "`policy.activation_checkpointing`: must be true or false (given 1 in"),
+        ("policy.offload.optimizer=1", "`policy.offload.optimizer`: must be true or false (given 1 in"),
+        (
+            "policy.activation_checkpointing=1",
+            "`policy.activation_checkpointing`: must be false, 'selective' or 'full'",
+        ),
         ("policy.dtensor.shards=[1, true]", "`policy.dtensor.shards.1`: must be a number (given true in"),
         ("observers=null", "`observers`: must be a section (a mapping of keys) (given null in"),
         ("device=gpu", "`device`: must be 'auto', 'cpu' or 'cuda' (given \"gpu\" in"),

@@ -16,7 +16,6 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import nn
 
 from rlframework.config.policy import LoraConfig, PolicyConfig
 from rlframework.errors import NotSupported
@@ -124,7 +123,7 @@ def _inject_adapters(model: Any, section: LoraConfig) -> None:
     adapters.inject(model, section)
 
 
-def compile_blocks(model: nn.Module, compiler: str = "inductor") -> None:
+def compile_blocks(model: Any, compiler: str = "inductor") -> None:
     """Compile each decoder block of `model` separately, on its first forward; call this before `fully_shard`.
 
     `compiler` is the backend of `torch.compile`. Shapes are dynamic, so one compilation serves any number of rows and
@@ -155,7 +154,7 @@ def apply_fsdp(model: Any, mesh: Mesh, config: PolicyConfig, reshard_after_forwa
     settings = {"mp_policy": layer_policy, "reshard_after_forward": reshard_after_forward, **on_cpu}
     for module in experts.experts_of(model) if mesh.sizes.expert > 1 else ():
         fully_shard(module, mesh=mesh.expert_fsdp, **settings)
-    layers = decoder_layers(model)
+    layers: list[Any] = list(decoder_layers(model))
     for layer in layers:
         fully_shard(layer, mesh=mesh.fsdp, **settings)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
