@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from rlframework.interfaces.data_processor import Microbatch
 
@@ -100,5 +101,6 @@ def real_tokens(microbatch: Microbatch) -> Tensor:
     lengths = microbatch.data_dict["input_lengths"].to(ids.device)
     if microbatch.cu_seqlens is not None:
         lengths = lengths.sum()[None]  # the tail of a packed row is padding
+    lengths = pad(lengths, (0, len(ids) - len(lengths)))  # so are rows added to those of the batch
     real: Tensor = (positions < lengths[:, None]).reshape(-1)
     return real & (not microbatch.is_dummy)
