@@ -118,7 +118,9 @@ class Microbatch(ProcessedMicrobatch):
     - `targets [N]` int64: the target token of each of them;
     - `scatter [N]` int64: flat indices into `b * S'` to which the results are scattered, the positions of the targets;
     - `is_dummy`: True if the microbatch only repeats rows, so that all ranks run the same number of forward passes;
-      it contributes to no result.
+      it contributes to no result;
+    - `host`: the microbatch in CPU memory that this is a copy of, for an engine that needs values without waiting for
+      the device; None if this one is in CPU memory.
 
     `data_dict`, `head_positions`, `targets` and `scatter` are on the worker's device, as are `input_ids`,
     `position_ids` and `vlm_kwargs` of `processed_inputs`; `rows` and `cu_seqlens` are on the CPU. Every call of an
@@ -131,6 +133,7 @@ class Microbatch(ProcessedMicrobatch):
     scatter: torch.Tensor
     cu_seqlens: torch.Tensor | None = None
     is_dummy: bool = False
+    host: Microbatch | None = None
 
 
 class GlobalBatch(TypedDict):

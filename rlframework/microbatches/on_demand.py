@@ -89,4 +89,5 @@ def to_device(microbatch: Microbatch, device: torch.device) -> Microbatch:
         head_positions=copy_to(microbatch.head_positions, device),
         targets=copy_to(microbatch.targets, device),
         scatter=copy_to(microbatch.scatter, device),
+        host=microbatch,
     )

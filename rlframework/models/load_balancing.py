@@ -71,7 +71,8 @@ class LoadBalancingLoss:
         counts = torch.zeros(self._experts + 1, dtype=torch.float64, device=device)
         for microbatch in microbatches:
             # one head position is enough for the model to run
-            few = replace(microbatch, head_positions=microbatch.head_positions[:1], targets=microbatch.targets[:1])
+            positions, targets = microbatch.head_positions[:1], microbatch.targets[:1]
+            few = replace(microbatch, head_positions=positions, targets=targets, host=None)
             forward(few)
             for _, chosen in self._pop_routed():
                 counted = chosen[real_tokens(microbatch)]
