@@ -15,7 +15,7 @@ SCALE = 1 / math.sqrt(8)
 
 
 def stand_in(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa=False):
-    """`varlen_attn` as documented, one query at a time: `[T, heads, D]` in and out; the last query sees the last key."""
+    """`varlen_attn` as documented, for `[T, heads, D]`, one query at a time; the last query sees the last key."""
     assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
     assert len(cu_seq_q) == len(cu_seq_k)
     assert int(cu_seq_q[-1]) == len(query)
