@@ -26,12 +26,14 @@ class MicrobatchRule:
     """An engine's constraints on the microbatches of one call.
 
     `count_multiple`, `count_minimum`: constraints on their number, from a pipeline schedule. `pad_multiple`: sequence
-    lengths are padded to a multiple of this, for context and sequence parallelism.
+    lengths are padded to a multiple of this, for context and sequence parallelism. `few_shapes`: rows and lengths are
+    padded further, so that model inputs have one of few shapes; a GPU's kernels and allocator keep something for each.
     """
 
     count_multiple: int = 1
     count_minimum: int = 1
     pad_multiple: int = 1
+    few_shapes: bool = False
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,8 @@ class Microbatch(ProcessedMicrobatch):
     """Rows of a worker's batch, ready for a forward pass, and the positions at which the head runs.
 
     - `data_dict`: the rows, `[b, S']`, where `S'` is the longest row of the microbatch;
-    - `processed_inputs`: `[n, L]` with `n = b` and `L = S'` padded as the rule requires, or one packed row;
+    - `processed_inputs`: `[n, L]` with `n = b` and `L = S'` padded as the rule requires, or one packed row; rows that
+      `MicrobatchRule.few_shapes` adds come last, and no head runs on them;
     - `rows [b]` int64: the index of each row in the worker's batch;
     - `cu_seqlens [b + 1]` int32, always on the CPU: cumulative lengths of the sequences in a packed row, None
       otherwise. Padding that the rule adds at the end of the row counts as one more sequence: `[b + 2]`;
@@ -115,7 +118,9 @@ class Microbatch(ProcessedMicrobatch):
     - `targets [N]` int64: the target token of each of them;
     - `scatter [N]` int64: flat indices into `b * S'` to which the results are scattered, the positions of the targets;
     - `is_dummy`: True if the microbatch only repeats rows, so that all ranks run the same number of forward passes;
-      it contributes to no result.
+      it contributes to no result;
+    - `host`: the microbatch in CPU memory that this is a copy of, for an engine that needs values without waiting for
+      the device; None if this one is in CPU memory.
 
     `data_dict`, `head_positions`, `targets` and `scatter` are on the worker's device, as are `input_ids`,
     `position_ids` and `vlm_kwargs` of `processed_inputs`; `rows` and `cu_seqlens` are on the CPU. Every call of an
@@ -128,6 +133,7 @@ class Microbatch(ProcessedMicrobatch):
     scatter: torch.Tensor
     cu_seqlens: torch.Tensor | None = None
     is_dummy: bool = False
+    host: Microbatch | None = None
 
 
 class GlobalBatch(TypedDict):
@@ -167,6 +173,9 @@ class DataProcessor(ABC):
         self, data: BatchedDataDict[Any], plan: BatchPlan, rule: MicrobatchRule, *, positions: str, device: torch.device
     ) -> Sequence[Microbatch]:
         """Split the rows of `data`, each used at most once, into microbatches on `device`.
+
+        The sequence may make a microbatch when it is asked for. Workers ask for microbatches in CPU memory, and copy
+        each to their device when the engine runs it.
 
         `data` has `input_ids [B, S]` and `input_lengths [B]`. If it carries `micro_batch_indices` of one global batch,
         keep those microbatches: the driver has balanced their cost over the ranks. `positions` selects where the head

@@ -57,8 +57,8 @@ class WorkerInfo(TypedDict):
 
     `memory_bytes` now and `peak_memory_bytes` since the worker was built or `reset_peak_memory_stats`, on a CPU of the
     whole process. The driver plans microbatches for all ranks from `batching` (padded, dynamic or packed; default
-    padded), `preferred_tokens` (tokens of a microbatch if the configuration sets none) and `pad_multiple`, to which
-    lengths are padded.
+    padded), `preferred_tokens` (tokens of a microbatch if the configuration sets none), and `pad_multiple` and
+    `few_shapes`, as in `MicrobatchRule`.
     """
 
     rank: int
@@ -73,6 +73,7 @@ class WorkerInfo(TypedDict):
     batching: NotRequired[str]
     preferred_tokens: NotRequired[int]
     pad_multiple: NotRequired[int]
+    few_shapes: NotRequired[bool]
 
 
 class RefitState(TypedDict):

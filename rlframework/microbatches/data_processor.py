@@ -7,24 +7,29 @@ microbatch are consecutive. NeMo-RL's functions for the same purpose are in `nem
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from rlframework.batch.batch_rows import copy_to, round_up
 from rlframework.batch.packed_tensor import has_media
 from rlframework.batch.packing import balanced_microbatches, get_packer
 from rlframework.errors import BatchError
 from rlframework.interfaces.data_processor import BatchPlan, DataProcessor, GlobalBatch, Microbatch, MicrobatchRule
 from rlframework.microbatches.global_batch import check_fits, process_global_batch, real_tokens, rows_with_targets
 from rlframework.microbatches.model_inputs import packed_inputs, padded_inputs
+from rlframework.microbatches.on_demand import Made, on_device
+from rlframework.microbatches.shapes import Padding
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from rlframework.batch.batched_data_dict import BatchedDataDict
     from rlframework.interfaces.loss import LossFunction
+
+NO_PADDING = Padding()
 
 
 class MicrobatchProcessor(DataProcessor):
@@ -46,17 +51,19 @@ class MicrobatchProcessor(DataProcessor):
         self, data: BatchedDataDict[Any], plan: BatchPlan, rule: MicrobatchRule, *, positions: str, device: torch.device
     ) -> Sequence[Microbatch]:
         """See `DataProcessor.microbatches`."""
-        packed = plan.mode == "packed"
-        return [
-            to_device(
-                make_microbatch(data, rows, packed=packed, positions=positions, pad_multiple=rule.pad_multiple), device
-            )
-            for rows in rows_by_microbatch(data, plan, rows_with_targets(data, positions), rule.pad_multiple)
-        ]
+        packed, padding = plan.mode == "packed", Padding.of(plan, rule)
+        groups = rows_by_microbatch(data, plan, rows_with_targets(data, positions), padding)
+        if packed:
+            _require_text(data)
+
+        def make(index: int) -> Microbatch:
+            return make_microbatch(data, groups[index], packed=packed, positions=positions, padding=padding)
+
+        return on_device(Made(len(groups), make), device)
 
 
 def rows_by_microbatch(
-    data: BatchedDataDict[Any], plan: BatchPlan, wanted: Tensor, pad_multiple: int = 1
+    data: BatchedDataDict[Any], plan: BatchPlan, wanted: Tensor, padding: Padding = NO_PADDING
 ) -> list[Tensor]:
     """Return the rows of `data` for which `wanted [B]` is true, by microbatch.
 
@@ -64,7 +71,7 @@ def rows_by_microbatch(
     """
     if data.micro_batch_indices is None or plan.mode == "padded":
         rows = wanted.nonzero()[:, 0]
-        return [rows[group] for group in group_rows(data["input_lengths"][rows].tolist(), plan, pad_multiple)]
+        return [rows[group] for group in group_rows(data["input_lengths"][rows].tolist(), plan, padding)]
     groups, offset = [], 0
     for ranges in data.micro_batch_indices:
         for start, end in ranges:
@@ -73,23 +80,23 @@ def rows_by_microbatch(
     return [rows for rows in groups if len(rows)]
 
 
-def group_rows(lengths: Sequence[int], plan: BatchPlan, pad_multiple: int = 1) -> list[list[int]]:
+def group_rows(lengths: Sequence[int], plan: BatchPlan, padding: Padding = NO_PADDING) -> list[list[int]]:
     """Return indices into `lengths`, grouped into microbatches by `plan`.
 
-    No dynamic or packed group exceeds `plan.tokens`, including its padding to `pad_multiple`.
+    No dynamic or packed group exceeds `plan.tokens`, including its padding.
     """
     if plan.mode == "padded":
         return [list(range(start, min(start + plan.rows, len(lengths)))) for start in range(0, len(lengths), plan.rows)]
     if not lengths:
         return []
-    check_fits(round_up(max(lengths), pad_multiple), plan.mode, plan.tokens)
+    check_fits(padding.width(max(lengths)), plan.mode, plan.tokens)
     if plan.mode == "dynamic":
-        return balanced_microbatches(lengths, plan.tokens, length_round=pad_multiple)[0]
-    return get_packer("balanced", plan.tokens // pad_multiple * pad_multiple).pack(lengths)
+        return balanced_microbatches([padding.width(length) for length in lengths], plan.tokens)[0]
+    return get_packer("balanced", plan.tokens // padding.multiple * padding.multiple).pack(lengths)
 
 
 def make_microbatch(
-    data: BatchedDataDict[Any], rows: Tensor, *, packed: bool, positions: str, pad_multiple: int = 1
+    data: BatchedDataDict[Any], rows: Tensor, *, packed: bool, positions: str, padding: Padding = NO_PADDING
 ) -> Microbatch:
     """Make a `Microbatch` of `rows [b]` of `data`, on the device of `data`."""
     selected = _select_rows(data, rows)
@@ -101,15 +108,11 @@ def make_microbatch(
     before = 0 if positions == "last" else 1  # the token that predicts the target
     multimodal, bounds = has_media(selected), None
     if packed:
-        if multimodal:
-            raise BatchError(
-                f"multimodal rows ({sorted(selected.get_multimodal_dict())}) cannot be packed; set "
-                "policy.batching.mode to dynamic or padded"
-            )
-        inputs, bounds = packed_inputs(input_ids, lengths, pad_multiple)
+        _require_text(selected)
+        inputs, bounds = packed_inputs(input_ids, lengths, padding.packed(int(lengths.sum())))
         head_positions = bounds[row] + column - before
     else:
-        inputs = padded_inputs(input_ids, pad_multiple)
+        inputs = padded_inputs(_pad_rows(input_ids, replace(padding, few=False) if multimodal else padding))
         head_positions = row * inputs.seq_len + column - before
         if multimodal:  # the model computes the positions of text and media
             inputs.vlm_kwargs, inputs.position_ids = selected.get_multimodal_dict(as_tensors=True), None
@@ -124,6 +127,22 @@ def make_microbatch(
         scatter=row * width + column,
         cu_seqlens=None if bounds is None else bounds.cpu(),
     )
+
+
+def _require_text(data: BatchedDataDict[Any]) -> None:
+    if has_media(data):
+        raise BatchError(
+            f"multimodal rows ({sorted(data.get_multimodal_dict())}) cannot be packed; set policy.batching.mode to "
+            "dynamic or padded"
+        )
+
+
+def _pad_rows(input_ids: Tensor, padding: Padding) -> Tensor:
+    """Pad `[b, S']` to `[n, L]`."""
+    rows, longest = input_ids.shape
+    width = padding.width(longest)
+    added = padding.rows(rows, width) - rows
+    return pad(input_ids, (0, width - longest, 0, added)) if added or width > longest else input_ids
 
 
 def _select_rows(data: BatchedDataDict[Any], rows: Tensor) -> BatchedDataDict[Any]:
@@ -153,30 +172,12 @@ def _wanted_targets(rows: BatchedDataDict[Any], real: Tensor, positions: str) ->
     return wanted
 
 
-def make_dummy(data: BatchedDataDict[Any], *, packed: bool, pad_multiple: int = 1) -> Microbatch:
+def make_dummy(data: BatchedDataDict[Any], *, packed: bool, padding: Padding = NO_PADDING) -> Microbatch:
     """Make a microbatch that contributes nothing: the shortest row of `data`, or one token if all rows are empty."""
     lengths = data["input_lengths"]
     shortest = int(lengths.masked_fill(lengths == 0, torch.iinfo(lengths.dtype).max).argmin())
     row = data.slice(shortest, shortest + 1)
     row["input_lengths"] = row["input_lengths"].clamp(min=1)
-    microbatch = make_microbatch(row, torch.tensor([0]), packed=packed, positions="all", pad_multiple=pad_multiple)
+    microbatch = make_microbatch(row, torch.tensor([0]), packed=packed, positions="all", padding=padding)
     microbatch.is_dummy = True
-    return microbatch
-
-
-def to_device(microbatch: Microbatch, device: torch.device) -> Microbatch:
-    """Move the tensors of `microbatch`, except `rows` and `cu_seqlens`, in place; does nothing for the CPU."""
-    if device.type == "cpu":
-        return microbatch
-    for name in ("head_positions", "targets", "scatter"):
-        setattr(microbatch, name, copy_to(getattr(microbatch, name), device))
-    inputs = microbatch.processed_inputs
-    inputs.input_ids = copy_to(inputs.input_ids, device)
-    if inputs.position_ids is not None:
-        inputs.position_ids = copy_to(inputs.position_ids, device)
-    inputs.vlm_kwargs = {name: copy_to(value, device) for name, value in inputs.vlm_kwargs.items()}
-    for key, value in microbatch.data_dict.items():
-        if isinstance(value, Tensor):
-            microbatch.data_dict[key] = copy_to(value, device)
-    microbatch.data_dict.to(device)  # media
     return microbatch

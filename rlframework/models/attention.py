@@ -11,13 +11,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, cached_property
-from itertools import groupby, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from rlframework.batch.batch_rows import copy_to
 from rlframework.errors import NotSupported
 
 ATTENTION = "rlframework_rows"
@@ -98,14 +99,13 @@ class Segments(RowLayout):
 
     def __init__(self, bounds: Sequence[int]) -> None:
         sizes = [end - start for start, end in pairwise(bounds)]
-        self.longest = max(sizes, default=0)
         self.runs = [(length, len(list(run))) for length, run in groupby(sizes)]
-        self._bounds_on = cache(lambda device: torch.tensor(bounds, dtype=torch.int32, device=device))
+        self._kernel = KernelCall(sizes, sizes)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores = PLAIN) -> Tensor:
         """See `RowLayout.attend`; `b` is 1."""
         if varlen_usable(query):
-            return self._with_kernel(query, key, value, scores)
+            return self._kernel.attend(query, key, value, scores)
         sizes = [length * count for length, count in self.runs]
         outputs = []
         parts = zip(*(tensor.split(sizes, 2) for tensor in (query, key, value)), strict=True)
@@ -115,11 +115,37 @@ class Segments(RowLayout):
             outputs.append(self.causal(q, k, v, scores).flatten(0, 1))  # [count * length, heads, D]
         return torch.cat(outputs)[None]
 
-    def _with_kernel(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
-        """Compute `attend` with the kernel, which has no dropout; the framework disables it."""
+
+class KernelCall:
+    """One call of torch's kernel for sequences of different lengths, in rows of the same sequences.
+
+    `queries`, `keys`: the lengths of each sequence of a row; its queries are the last of its tokens. Rows differ in
+    these numbers, so the kernel gets few different ones: sequences without tokens are added up to a power of two, and
+    the greatest lengths are rounded up to one.
+    """
+
+    def __init__(self, queries: Sequence[int], keys: Sequence[int]) -> None:
+        self._longest = [power_of_two(max(sizes, default=0), 128) for sizes in (queries, keys)]
+
+        def bounds_on(device: torch.device, rows: int) -> list[Tensor]:
+            count = power_of_two(rows * len(queries), 16)
+            made = []
+            for sizes in (queries, keys):
+                all_sizes = [0, *list(sizes) * rows, *[0] * (count - rows * len(sizes))]
+                made.append(copy_to(torch.tensor(list(accumulate(all_sizes)), dtype=torch.int32), device))
+            return made
+
+        self._bounds_on = cache(bounds_on)  # the same in all layers
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+        """Compute attention: `query [b, heads, l, D]`, `key` and `value [b, kv_heads, k, D]`; returns [b, l, heads, D].
+
+        The causal mask of the kernel, which is that of FlashAttention 2.1 and later, lets the last query of a sequence
+        see its last key (Dao-AILab/flash-attention#436). It has no dropout; the framework disables it.
+        """
         kernel = varlen_kernel()
         assert kernel is not None
-        q, k, v = (tensor.squeeze(0).transpose(0, 1).contiguous() for tensor in (query, key, value))
+        q, k, v = (tensor.transpose(1, 2).flatten(0, 1).contiguous() for tensor in (query, key, value))
         groups = query.shape[1] // key.shape[1]
         left = -1 if scores.window is None else scores.window - 1
         options: dict[str, Any] = {"scale": scores.scaling, "window_size": (left, 0)}
@@ -127,9 +153,14 @@ class Segments(RowLayout):
             options["enable_gqa"] = True
         elif groups > 1:
             k, v = (tensor.repeat_interleave(groups, 1) for tensor in (k, v))
-        bounds = self._bounds_on(query.device)
-        output: Tensor = kernel(q, k, v, bounds, bounds, self.longest, self.longest, **options)
-        return output[None]
+        output: Tensor = kernel(q, k, v, *self._bounds_on(query.device, len(query)), *self._longest, **options)
+        by_row: Tensor = output.unflatten(0, (len(query), -1))
+        return by_row
+
+
+def power_of_two(value: int, least: int) -> int:
+    """Round `value` up to a power of two, at least `least`."""
+    return max(least, 1 << max(value - 1, 0).bit_length())
 
 
 @cache

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise, product
 from typing import Any
 
@@ -25,8 +26,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlframework.batch.batch_rows import copy_to
 from rlframework.interfaces.data_processor import Microbatch
-from rlframework.models.attention import PLAIN, PaddedRows, RowLayout, Scores, Segments, attention
+from rlframework.models.attention import (
+    PLAIN,
+    KernelCall,
+    PaddedRows,
+    RowLayout,
+    Scores,
+    Segments,
+    attention,
+    varlen_usable,
+)
 from rlframework.policy.head.patch import HeadPatch, HeadRequest
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -89,7 +100,9 @@ class ContextParallel:
         inputs = microbatch.processed_inputs
         shard = self.shard(microbatch)
         assert inputs.position_ids is not None
-        own, positions = self._own_positions(microbatch.head_positions, inputs.seq_len)
+        on_host = microbatch if microbatch.host is None else microbatch.host  # where counting them does not wait
+        indices = self._own_positions(on_host.head_positions, inputs.seq_len)
+        own, positions = (copy_to(part, inputs.input_ids.device) for part in indices)
         with patch.computing(head, positions, microbatch.targets[own]):
             values = model(
                 input_ids=inputs.input_ids[:, shard.columns],
@@ -108,10 +121,10 @@ class ContextParallel:
         inputs = microbatch.processed_inputs
         bounds = None if microbatch.cu_seqlens is None else microbatch.cu_seqlens.tolist()
         own = ranges(inputs.seq_len, self.rank, self.size)
-        columns = torch.cat([torch.arange(*chunk) for chunk in own]).to(inputs.input_ids.device)
+        columns = copy_to(torch.cat([torch.arange(*chunk) for chunk in own]), inputs.input_ids.device)
         if self._exchange is not None:
             return HeadShard(self.size, columns, self._exchange, None if bounds is None else Segments(bounds))
-        return ContextShard(self.size, columns, self.group, query_blocks(bounds or [0, inputs.seq_len], own))
+        return ContextShard(self.size, columns, self.group, own, bounds or [0, inputs.seq_len])
 
     def _own_positions(self, head_positions: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """Return the indices `[n]` of this rank's `head_positions [N]` in rows of `length`, and their places there.
@@ -169,16 +182,40 @@ def query_blocks(bounds: Sequence[int], columns: Sequence[tuple[int, int]]) -> t
 
 @dataclass(eq=False)
 class ContextShard(RowLayout):
-    """This rank's shard of rows `[n, L]` divided among the `size` ranks of `group`: `columns [l]`, in query blocks."""
+    """This rank's shard of rows `[n, L]` divided among the `size` ranks of `group`: `columns [l]`.
+
+    `chunks`: their (start, end); `bounds`: of the sequences of a row. On a GPU in half precision there is one kernel
+    call for each chunk, elsewhere one for each query block.
+    """
 
     size: int
     columns: Tensor
     group: dist.ProcessGroup
-    query_blocks: tuple[QueryBlock, ...]
+    chunks: Sequence[tuple[int, int]]
+    bounds: Sequence[int]
+
+    @cached_property
+    def query_blocks(self) -> tuple[QueryBlock, ...]:
+        """The attention calls without the kernel."""
+        return query_blocks(self.bounds, self.chunks)
+
+    @cached_property
+    def _kernel_calls(self) -> list[tuple[int, int, int, KernelCall]]:
+        """For each chunk: the number of its queries, the first key and the number of keys, and the call."""
+        calls = []
+        for chunk in self.chunks:
+            blocks = query_blocks(self.bounds, [chunk])
+            queries = [block.queries for block in blocks for _ in range(block.count)]
+            keys = [block.keys for block in blocks for _ in range(block.count)]  # adjacent, from the first on
+            calls.append((chunk[1] - chunk[0], blocks[0].first_key, sum(keys), KernelCall(queries, keys)))
+        return calls
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores = PLAIN) -> Tensor:
         """See `RowLayout.attend`: this rank's queries attend to the keys of all ranks."""
         gathered = _GatherSequence.apply(torch.cat((key, value), -1), self)  # type: ignore[no-untyped-call]
+        if varlen_usable(query):
+            keys, values = gathered.split((key.shape[-1], value.shape[-1]), -1)
+            return self._with_kernel(query, keys, values, scores)
         outputs = []
         sizes = [block.queries * block.count for block in self.query_blocks]
         for block, queries in zip(self.query_blocks, query.split(sizes, 2), strict=True):
@@ -186,6 +223,14 @@ class ContextShard(RowLayout):
             keys, values = _as_batch(visible, block.count).split((key.shape[-1], value.shape[-1]), -1)
             output = self.causal(_as_batch(queries, block.count), keys, values, scores)
             outputs.append(output.reshape(query.shape[0], -1, query.shape[1], value.shape[-1]))
+        return torch.cat(outputs, 1)
+
+    def _with_kernel(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+        outputs, start = [], 0
+        for queries, first, keys, call in self._kernel_calls:
+            k, v = (tensor.narrow(2, first, keys) for tensor in (key, value))
+            outputs.append(call.attend(query.narrow(2, start, queries), k, v, scores))
+            start += queries
         return torch.cat(outputs, 1)
 
 

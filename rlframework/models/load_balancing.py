@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from rlframework.interfaces.data_processor import Microbatch
 
@@ -70,7 +71,8 @@ class LoadBalancingLoss:
         counts = torch.zeros(self._experts + 1, dtype=torch.float64, device=device)
         for microbatch in microbatches:
             # one head position is enough for the model to run
-            few = replace(microbatch, head_positions=microbatch.head_positions[:1], targets=microbatch.targets[:1])
+            positions, targets = microbatch.head_positions[:1], microbatch.targets[:1]
+            few = replace(microbatch, head_positions=positions, targets=targets, host=None)
             forward(few)
             for _, chosen in self._pop_routed():
                 counted = chosen[real_tokens(microbatch)]
@@ -100,5 +102,6 @@ def real_tokens(microbatch: Microbatch) -> Tensor:
     lengths = microbatch.data_dict["input_lengths"].to(ids.device)
     if microbatch.cu_seqlens is not None:
         lengths = lengths.sum()[None]  # the tail of a packed row is padding
+    lengths = pad(lengths, (0, len(ids) - len(lengths)))  # so are rows added to those of the batch
     real: Tensor = (positions < lengths[:, None]).reshape(-1)
     return real & (not microbatch.is_dummy)

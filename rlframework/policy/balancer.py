@@ -10,11 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from rlframework.batch.batch_rows import round_up
+import torch
+
 from rlframework.batch.batched_data_dict import BatchedDataDict, SlicedDataDict
 from rlframework.batch.packed_tensor import has_media
 from rlframework.batch.packing import TokenCost
 from rlframework.microbatches.global_batch import check_contents, check_fits, check_rows, rows_with_targets
+from rlframework.microbatches.shapes import Padding
 
 PLANNED_LENGTHS = "planned_lengths"
 """Key of the lengths that the plan is based on; it never reaches a worker."""
@@ -26,7 +28,7 @@ class BatchBalancer:
 
     `mode`: how workers make microbatches, padded, dynamic or packed. `preferred_tokens`: default tokens per microbatch.
     `cost`: cost of a row as a function of its tokens. `pad_multiple`: multiple to which the engine pads lengths.
-    `vocabulary`: number of tokens that the model has embeddings for, if known.
+    `vocabulary`: number of tokens that the model has embeddings for, if known. `few_shapes`: see `MicrobatchRule`.
     """
 
     ranks: int
@@ -35,6 +37,7 @@ class BatchBalancer:
     cost: TokenCost
     pad_multiple: int = 1
     vocabulary: int | None = None
+    few_shapes: bool = False
 
     def shard(
         self, data: BatchedDataDict[Any], *, batch_size: int | None, positions: str, tokens: int | None
@@ -54,9 +57,16 @@ class BatchBalancer:
         if mode == "padded":
             return data.shard_by_batch_size(self.ranks, batch_size=batch_size), None
         lengths = data["input_lengths"] * work
-        longest = round_up(int(lengths.max()), self.pad_multiple)
+        longest = Padding(self.pad_multiple, self.few_shapes).width(int(lengths.max()))
         most = tokens or max(self.preferred_tokens, longest)
+        padding = Padding(self.pad_multiple, self.few_shapes, most)
+        longest = padding.width(int(lengths.max()))
         check_fits(longest, mode, most)
+        if self.few_shapes and mode == "dynamic":
+            columns = data["input_ids"].shape[1]
+            widths = torch.tensor([min(padding.width(length), columns) for length in lengths.tolist()])
+            lengths = widths.where(lengths > 0, 0)
+            most = most * columns // max(longest, columns)  # the planner knows no rows wider than the batch
         planned: BatchedDataDict[Any] = BatchedDataDict({**data, PLANNED_LENGTHS: lengths})
         plan: Any = {
             "input_key": "input_ids",

@@ -148,6 +148,7 @@ class Policy:
             TokenCost() if hidden is None else TokenCost.for_hidden_size(hidden),
             info.get("pad_multiple", 1),
             vocabulary,
+            info.get("few_shapes", False),
         )
 
     @property

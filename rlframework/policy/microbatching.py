@@ -10,14 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlframework.batch.batch_rows import copy_to, round_up
+from rlframework.batch.batch_rows import copy_to
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.batch.collectives import max_over_ranks, sum_over_ranks
 from rlframework.batch.packed_tensor import has_media
 from rlframework.interfaces.data_processor import BatchPlan, DataProcessor, GlobalBatch, Microbatch
 from rlframework.interfaces.loss import LossFunction
 from rlframework.interfaces.policy_worker import Rows
-from rlframework.microbatches.data_processor import make_dummy, to_device
+from rlframework.microbatches.data_processor import make_dummy
+from rlframework.microbatches.on_demand import Made, on_device
+from rlframework.microbatches.shapes import Padding
 from rlframework.policy.engine import Engine, Step, StepResult
 from rlframework.policy.head.patch import HeadOutput
 from rlframework.policy.profiling import LOSS, trace_span
@@ -46,24 +48,25 @@ class Microbatching:
         group = self.engine.data_parallel_group()
         return self.processor.process_global_batch(data, loss_fn, group, batch_idx=index, batch_size=rows)
 
-    def split(self, data: Rows, positions: str, rows: int, tokens: int | None) -> list[Microbatch]:
+    def split(self, data: Rows, positions: str, rows: int, tokens: int | None) -> Sequence[Microbatch]:
         """Return this rank's microbatches, plus dummies up to the count that all ranks and the engine require.
 
         `rows`: rows of a padded microbatch; `tokens`: maximum of a dynamic or packed one (None: the engine's default).
+        They are made in CPU memory and copied to the device when the engine asks for them.
         """
         engine = self.engine
         rule = engine.microbatch_rule()
-        longest = round_up(int(data["input_lengths"].max()), rule.pad_multiple)
+        longest = Padding(rule.pad_multiple, rule.few_shapes).width(int(data["input_lengths"].max()))
         plan = BatchPlan(self.mode(data), rows, tokens or max(engine.preferred_tokens(), longest))
-        microbatches = list(self.processor.microbatches(data, plan, rule, positions=positions, device=engine.device))
-        most = int(max_over_ranks(torch.tensor(len(microbatches)), engine.data_parallel_group()))
+        found = self.processor.microbatches(data, plan, rule, positions=positions, device=torch.device("cpu"))
+        most = int(max_over_ranks(torch.tensor(len(found)), engine.data_parallel_group()))
         count = max(most, rule.count_minimum)
         count += -count % rule.count_multiple
-        missing = count - len(microbatches)
-        if not missing:
-            return microbatches
-        dummy = make_dummy(data, packed=plan.mode == "packed", pad_multiple=rule.pad_multiple)
-        return microbatches + [to_device(dummy, engine.device)] * missing
+        if count > len(found):
+            dummy = make_dummy(data, packed=plan.mode == "packed", padding=Padding.of(plan, rule))
+            real = found
+            found = Made(count, lambda index: real[index] if index < len(real) else dummy)
+        return on_device(found, engine.device)
 
 
 def _dense(values: Tensor, microbatch: Microbatch) -> Tensor:

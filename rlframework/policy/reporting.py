@@ -36,7 +36,7 @@ class Reporting:
         """See `PolicyWorker.get_info`."""
         import transformers
 
-        memory = self._memory()
+        memory, rule = self._memory(), self._engine.microbatch_rule()
         return {
             "rank": self._context.rank,
             "world_size": self._context.world_size,
@@ -48,7 +48,8 @@ class Reporting:
             "threads": torch.get_num_threads(),
             "batching": self._microbatching.mode(),
             "preferred_tokens": self._engine.preferred_tokens(),
-            "pad_multiple": self._engine.microbatch_rule().pad_multiple,
+            "pad_multiple": rule.pad_multiple,
+            "few_shapes": rule.few_shapes,
             "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         }
 

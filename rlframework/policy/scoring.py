@@ -12,6 +12,7 @@ from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.errors import BatchError, NotSupported
 from rlframework.interfaces.policy_worker import Rows
 from rlframework.microbatches.global_batch import check_rows
+from rlframework.microbatches.on_demand import on_host
 from rlframework.policy.engine import Engine, require_head
 from rlframework.policy.head.patch import HeadRequest
 from rlframework.policy.microbatching import Microbatching, require_results, values_step
@@ -96,7 +97,7 @@ class Scoring:
             return BatchedDataDict(scored)
         results = self.engine.forward_backward(microbatches, head, values_step, forward_only=True)
         require_results(results, microbatches)
-        for result, microbatch in zip(results, microbatches, strict=True):
+        for result, microbatch in zip(results, on_host(microbatches), strict=True):
             for name, values in result.outputs.items() if not microbatch.is_dummy else ():
                 scored[name][microbatch.rows, : values.shape[1]] = values.cpu()
         return BatchedDataDict(scored)

@@ -19,6 +19,7 @@ from rlframework.microbatches.data_processor import (
     make_microbatch,
 )
 from rlframework.microbatches.global_batch import check_contents, check_rows, check_sequence_dim
+from rlframework.microbatches.shapes import Padding
 
 CPU = torch.device("cpu")
 
@@ -86,7 +87,7 @@ def test_a_padded_microbatch_by_hand():
 
 def test_a_packed_microbatch_by_hand():
     data = batch_of([3, 2, 4], width=6)
-    made = make_microbatch(data, torch.tensor([0, 1]), packed=True, positions="all", pad_multiple=4)
+    made = make_microbatch(data, torch.tensor([0, 1]), packed=True, positions="all", padding=Padding(4))
     assert made.processed_inputs.input_ids.tolist() == [[1, 2, 3, 101, 102, 0, 0, 0]]
     assert made.processed_inputs.position_ids.tolist() == [[0, 1, 2, 0, 1, 0, 0, 0]]
     assert made.cu_seqlens.tolist() == [0, 3, 5, 8]
@@ -107,7 +108,7 @@ def test_the_head_sees_the_token_before_each_target(lengths, packed, multiple, s
     data = batch_of(lengths, width=14)
     data["token_mask"] = torch.randint(0, 2, (len(lengths), 14), generator=generator).float()
     rows = torch.randperm(len(lengths), generator=generator)
-    made = make_microbatch(data, rows, packed=packed, positions="token_mask", pad_multiple=multiple)
+    made = make_microbatch(data, rows, packed=packed, positions="token_mask", padding=Padding(multiple))
     flat = made.processed_inputs.input_ids.reshape(-1)
     assert torch.equal(flat[made.head_positions] + 1, made.targets)  # tokens count up within a row
     dense = torch.zeros_like(made.data_dict["input_ids"]).reshape(-1)
@@ -267,14 +268,14 @@ def test_a_dummy_is_the_shortest_row_or_one_token(lengths, row, ids):
 
 @pytest.mark.parametrize("mode", ["dynamic", "packed"])
 def test_padding_to_a_multiple_stays_within_the_limit(mode):
-    groups = group_rows([3, 3, 2, 2, 5], BatchPlan(mode, 1, 13), pad_multiple=4)
+    groups = group_rows([3, 3, 2, 2, 5], BatchPlan(mode, 1, 13), padding=Padding(4))
     lengths = [3, 3, 2, 2, 5]
     for group in groups:
         sizes = [lengths[row] for row in group]
         padded = -(-sum(sizes) // 4) * 4 if mode == "packed" else len(sizes) * (-(-max(sizes) // 4) * 4)
         assert padded <= 13
     with pytest.raises(BatchError, match=r"8 tokens.*may have 7"):
-        group_rows([5], BatchPlan(mode, 1, 7), pad_multiple=4)
+        group_rows([5], BatchPlan(mode, 1, 7), padding=Padding(4))
 
 
 @pytest.mark.parametrize(("mode", "rows", "tokens"), [("padded", 0, 8), ("padded", -1, 8), ("packed", 1, 0)])

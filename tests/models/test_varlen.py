@@ -1,47 +1,124 @@
-"""Packed rows in one kernel: its arguments, tested with a stand-in that follows torch's documentation."""
+"""Attention in one kernel call: its arguments, tested with a stand-in that follows torch's documentation."""
 
 from __future__ import annotations
 
 import math
+import random
 from itertools import pairwise
 
 import pytest
 import torch
 
-from rlframework.models import attention
+from rlframework.models import attention, forward
+
+SCALE = 1 / math.sqrt(8)
 
 
 def stand_in(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa=False):
-    """`varlen_attn` as documented, one sequence and one query at a time: `[T, heads, D]` in and out."""
+    """`varlen_attn` as documented, for `[T, heads, D]`, one query at a time; the last query sees the last key."""
     assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
-    assert max_q == max_k == int(cu_seq_q.diff().max())
+    assert len(cu_seq_q) == len(cu_seq_k)
+    assert int(cu_seq_q[-1]) == len(query)
+    assert int(cu_seq_k[-1]) == len(key)
+    assert max_q >= int(cu_seq_q.diff().max())
+    assert max_k >= int(cu_seq_k.diff().max())
     left, right = window_size
     assert right == 0
     groups = query.shape[1] // key.shape[1]
     assert groups == 1 or enable_gqa
-    output = torch.empty_like(query)
-    for start, end in pairwise(cu_seq_q.tolist()):
+    outputs = []
+    for (start, end), (first_key, end_key) in zip(
+        pairwise(cu_seq_q.tolist()), pairwise(cu_seq_k.tolist()), strict=True
+    ):
+        assert (start < end) == (
+            first_key < end_key
+        )  # no keys without queries, whose gradient the kernel might not write
         for at in range(start, end):
-            first = start if left < 0 else max(start, at - left)
-            for head in range(query.shape[1]):
-                keys, values = (part[first : at + 1, head // groups] for part in (key, value))
-                output[at, head] = torch.softmax(keys @ query[at, head] * scale, 0) @ values
-    return output
+            last = end_key - (end - at) + 1
+            first = first_key if left < 0 else max(first_key, last - 1 - left)
+            keys, values = (part[first:last].repeat_interleave(groups, 1) for part in (key, value))
+            weights = torch.softmax(torch.einsum("khd,hd->kh", keys, query[at]) * scale, 0)
+            outputs.append(torch.einsum("kh,khd->hd", weights, values))
+    return torch.stack(outputs)
+
+
+@pytest.fixture
+def kernel_calls(monkeypatch):
+    """The kernel is used, and does what it says; returns the shapes of its calls."""
+    shapes = []
+
+    def called(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa=False):
+        shapes.append((len(query), len(key), len(cu_seq_q), len(cu_seq_k), max_q, max_k))
+        options = {"scale": scale, "window_size": window_size, "enable_gqa": enable_gqa}
+        return stand_in(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **options)
+
+    monkeypatch.setattr(attention, "varlen_kernel", lambda: called)
+    for module in (attention, forward):
+        monkeypatch.setattr(module, "varlen_usable", lambda _: True)
+    return shapes
 
 
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("kv_heads", [1, 4])
-def test_the_kernel_gets_the_arguments_of_the_attention_by_sequence(monkeypatch, kv_heads, window):
+def test_the_kernel_gets_the_arguments_of_the_attention_by_sequence(request, kv_heads, window):
     torch.manual_seed(0)
     query = torch.randn(1, 4, 12, 8)
     key, value = torch.randn(2, 1, kv_heads, 12, 8)
     segments = attention.Segments([0, 5, 6, 12])
-    scores = attention.Scores(1 / math.sqrt(8), window=window)
+    scores = attention.Scores(SCALE, window=window)
     one_by_one = segments.attend(query, key, value, scores)
-    monkeypatch.setattr(attention, "varlen_kernel", lambda: stand_in)
-    monkeypatch.setattr(attention, "varlen_usable", lambda _: True)
+    calls = request.getfixturevalue("kernel_calls")
     at_once = segments.attend(query, key, value, scores)
     torch.testing.assert_close(at_once, one_by_one)
+    assert len(calls) == 1
+
+
+def test_the_kernel_sees_few_different_numbers_of_sequences_and_lengths(monkeypatch):
+    seen, numbers = set(), random.Random(0)
+
+    def called(query, key, value, cu_seq_q, cu_seq_k, *longest, **options):
+        seen.add((len(cu_seq_q), len(cu_seq_k), *longest))
+        return query
+
+    monkeypatch.setattr(attention, "varlen_kernel", lambda: called)
+    monkeypatch.setattr(attention, "varlen_usable", lambda _: True)
+    for _ in range(500):
+        bounds = [0, *sorted(numbers.sample(range(1, 2048), numbers.randint(0, 60))), 2048]
+        row = torch.zeros(1, 1, 2048, 1)
+        attention.Segments(bounds).attend(row, row, row)
+    counts, lengths = {17, 33, 65}, {128, 256, 512, 1024, 2048}
+    assert {shape[0] for shape in seen} == counts
+    assert all(shape[0] == shape[1] and shape[2] == shape[3] and shape[2] in lengths for shape in seen)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize(
+    ("size", "bounds", "rows"),
+    [(2, [0, 3, 4, 11, 24], 1), (3, [0, 24], 2), (2, [0, 2, 4, 6, 8, 10, 13, 24], 1), (1, [0, 20, 24], 1)],
+)
+def test_a_context_shard_attends_in_a_call_per_chunk(request, monkeypatch, size, bounds, rows, window):
+    torch.manual_seed(0)
+    whole = {name: torch.randn(rows, heads, 24, 8) for name, heads in (("query", 4), ("key", 2), ("value", 2))}
+    scores = attention.Scores(SCALE, window=window)
+    gathered = torch.cat((whole["key"], whole["value"]), -1).requires_grad_()
+    monkeypatch.setattr(forward._GatherSequence, "apply", lambda local, shard: gathered)
+
+    def attend(rank):
+        chunks = forward.ranges(24, rank, size)
+        columns = torch.cat([torch.arange(*chunk) for chunk in chunks])
+        shard = forward.ContextShard(size, columns, None, chunks, bounds)
+        output = shard.attend(*(tensor[:, :, columns] for tensor in whole.values()), scores)
+        (gradient,) = torch.autograd.grad(output.square().sum(), gathered)
+        return output, gradient
+
+    by_block = [attend(rank) for rank in range(size)]
+    calls = request.getfixturevalue("kernel_calls")
+    for rank, (output, gradient) in enumerate(by_block):
+        calls.clear()
+        found = attend(rank)
+        assert len(calls) == len(forward.ranges(24, rank, size)) <= 2
+        torch.testing.assert_close(found[0], output)
+        torch.testing.assert_close(found[1], gradient)
 
 
 def test_this_torch_has_the_kernel_but_it_is_not_used_on_a_cpu_or_in_fp32():
@@ -65,3 +142,26 @@ def test_the_kernel_equals_the_attention_by_sequence(monkeypatch, window):
         results.append((output, query.grad, key.grad, value.grad))
     for at_once, one_by_one in zip(*results, strict=True):
         torch.testing.assert_close(at_once, one_by_one, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("bounds", [[0, 100, 101, 400], [0, 400]])
+def test_the_kernel_equals_the_attention_by_query_block(monkeypatch, bounds, window):
+    torch.manual_seed(0)
+    made = [torch.randn(1, heads, 400, 64, device="cuda", dtype=torch.bfloat16) for heads in (4, 2, 2)]
+    chunks = forward.ranges(400, 0, 2)
+    columns = torch.cat([torch.arange(*chunk) for chunk in chunks]).cuda()
+    shard, results = forward.ContextShard(2, columns, None, chunks, bounds), []
+    for usable in (True, False):
+        monkeypatch.setattr(forward, "varlen_usable", lambda _, usable=usable: usable)
+        query, key, value = (part.clone().requires_grad_() for part in made)
+        gathered = torch.cat((key, value), -1)
+        monkeypatch.setattr(forward._GatherSequence, "apply", lambda local, shard, gathered=gathered: gathered)
+        scores = attention.Scores(0.125, window=window)
+        output = shard.attend(query[:, :, columns], key[:, :, columns], value[:, :, columns], scores)
+        output.float().square().sum().backward()
+        results.append((output, query.grad, key.grad, value.grad))
+    for by_chunk, by_block in zip(*results, strict=True):
+        torch.testing.assert_close(by_chunk, by_block, rtol=2e-2, atol=2e-2)

@@ -12,15 +12,17 @@ from hypothesis import strategies as st
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.batch.packing import TokenCost
 from rlframework.errors import BatchError
+from rlframework.interfaces.data_processor import BatchPlan, MicrobatchRule
+from rlframework.microbatches.data_processor import MicrobatchProcessor
 from rlframework.policy.balancer import BatchBalancer
 
 WIDTH = 24
 
 
-def make_batch(lengths: list[int], off: set[int] = frozenset()) -> BatchedDataDict[Any]:
+def make_batch(lengths: list[int], off: set[int] = frozenset(), width: int = WIDTH) -> BatchedDataDict[Any]:
     """Row r holds the token r + 1; rows in `off` have a sample mask of 0."""
     sizes = torch.tensor(lengths)
-    real = torch.arange(WIDTH) < sizes[:, None]
+    real = torch.arange(width) < sizes[:, None]
     return BatchedDataDict(
         {
             "input_ids": (torch.arange(len(lengths))[:, None] + 1) * real,
@@ -107,6 +109,20 @@ def test_padding_to_a_multiple_stays_under_the_limit():
         assert [len(shard.micro_batch_indices[0]) for shard in shards] == [microbatches] * 2
     with pytest.raises(BatchError, match=r"8 tokens.*may have 7"):
         packed.shard(data, batch_size=None, positions="all", tokens=7)
+
+
+@pytest.mark.parametrize("columns", [2000, 4000])
+def test_dynamic_microbatches_of_few_shapes_stay_within_the_limit(columns):
+    """Rows of 1,900 tokens are padded to 1,920, and those of 2,000 to 2,048, of which 8,000 tokens are 3 and not 4."""
+    data = make_batch([1900] * 8 + [2000] * 8, width=columns)
+    few = BatchBalancer(2, "dynamic", 8000, TokenCost(), few_shapes=True)
+    shards, _ = few.shard(data, batch_size=None, positions="all", tokens=None)
+    plan, rule = BatchPlan("dynamic", 1, 8000), MicrobatchRule(few_shapes=True)
+    for shard in shards:
+        made = MicrobatchProcessor().microbatches(shard, plan, rule, positions="all", device=torch.device("cpu"))
+        shapes = [tuple(one.processed_inputs.input_ids.shape) for one in made]
+        assert all(rows * width <= 8000 for rows, width in shapes)
+        assert {width for _, width in shapes} <= {1920, 2048}
 
 
 def test_tokens_unknown_to_the_model_are_rejected():

@@ -97,7 +97,8 @@ class DeepSpeedEngine(ModelState):
 
     def microbatch_rule(self) -> MicrobatchRule:
         """See `Engine.microbatch_rule`."""
-        return MicrobatchRule(pad_multiple=1 if self._context is None else self._context.pad_multiple)
+        multiple = 1 if self._context is None else self._context.pad_multiple
+        return MicrobatchRule(pad_multiple=multiple, few_shapes=self.device.type != "cpu")
 
     def preferred_batching(self) -> str:
         """See `Engine.preferred_batching`."""

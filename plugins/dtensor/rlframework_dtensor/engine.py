@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from rlframework.interfaces.data_processor import Microbatch, MicrobatchRule
+from rlframework.microbatches.on_demand import on_device, on_host
 from rlframework.models.attention import varlen_kernel
 from rlframework.models.forward import ContextParallel, attending, forward
 from rlframework.models.load_balancing import LoadBalancingLoss
@@ -71,7 +72,8 @@ class DTensorEngine(ModelState):
         if not forward_only:
             self.model.zero_grad(set_to_none=True)
             if self._multimodal:
-                microbatches = media.align_media(microbatches, self.data_parallel_group())
+                aligned = media.align_media(on_host(microbatches), self.data_parallel_group())
+                microbatches = on_device(aligned, self.device)
             if self.router_loss is not None:
                 step = self._with_router_loss(step, microbatches, head)
         results = []
@@ -135,7 +137,8 @@ class DTensorEngine(ModelState):
         """See `Engine.microbatch_rule`."""
         multiple = 1 if self._context is None else self._context.pad_multiple
         # sequence parallelism needs the same number of tokens on each rank
-        return MicrobatchRule(pad_multiple=multiple * (self._sizes.tensor if self.config.parallelism.sequence else 1))
+        multiple *= self._sizes.tensor if self.config.parallelism.sequence else 1
+        return MicrobatchRule(pad_multiple=multiple, few_shapes=self.device.type != "cpu")
 
     def preferred_batching(self) -> str:
         """See `Engine.preferred_batching`: on a GPU packed where one kernel computes a packed row."""

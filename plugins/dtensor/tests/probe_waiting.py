@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,15 @@ import counting_device
 from rlframework.algorithms.losses import NLLLoss
 from rlframework.conformance import cases
 from rlframework.interfaces.worker_group import WorkerContext
+from rlframework.microbatches import on_demand
 from rlframework_dtensor.worker import DTensorPolicyWorker
 
 
 def train(model: Path, mode: str, batches: list[Any]) -> None:
-    """Print, for one optimizer step per batch: what waited, the number of forwards, loss and gradient norm."""
+    """Print, for one optimizer step per batch: what waited, loss, gradient norm, and the order of copies and forwards.
+
+    `alive`: the most microbatches on the device at a time.
+    """
     counting_device.register()
     worker = DTensorPolicyWorker(
         {
@@ -27,10 +32,25 @@ def train(model: Path, mode: str, batches: list[Any]) -> None:
         cases.tokenizer(),
         context=WorkerContext(rank=0, world_size=1, device=counting_device.NAME),
     )
+    events: list[str] = []
+    worker.engine.model.get_input_embeddings().register_forward_hook(lambda *_: events.append("forward"))
+    copies: list[weakref.ref[Any]] = []
+    alive: list[int] = []
+    to_device = on_demand.to_device
+
+    def noted(*arguments: Any) -> Any:
+        made = to_device(*arguments)
+        copies.append(weakref.ref(made))
+        alive.append(sum(copy() is not None for copy in copies))
+        events.append("copy")
+        return made
+
+    on_demand.to_device = noted
     for batch in batches:
+        events.clear()
         with counting_device.counting() as counts:
             result = worker.train(batch, NLLLoss())
-        found = {"waits": counts.waits, "forwards": counts.operations["embedding"]}
+        found = {"waits": counts.waits, "events": events, "alive": max(alive)}
         assert result["grad_norm"] is not None
         found |= {"loss": float(result["global_loss"][0]), "norm": float(result["grad_norm"][0])}
         print(json.dumps(found))

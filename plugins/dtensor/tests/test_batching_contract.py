@@ -5,6 +5,7 @@ Held against plain torch and transformers on all rows at once, padded.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from rlframework.algorithms.losses import ClippedPGLoss, NLLLoss
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.algorithms import ClippedPGLossConfig
+from rlframework.interfaces.data_processor import MicrobatchRule
 from rlframework_dtensor.engine import DTensorEngine
 from rlframework_dtensor.worker import DTensorPolicyWorker
 
@@ -26,6 +28,10 @@ class RecordingEngine(DTensorEngine):
     """Keeps the gradients where a step would be taken, and takes none."""
 
     gradients: dict[str, torch.Tensor]
+    few_shapes = False
+
+    def microbatch_rule(self) -> MicrobatchRule:
+        return replace(super().microbatch_rule(), few_shapes=self.few_shapes)
 
     def clip_and_step(self, max_grad_norm: float | None, lr: float) -> tuple[float, bool]:
         self.gradients = {name: p.grad.clone() for name, p in self.model.named_parameters()}
@@ -37,8 +43,9 @@ class RecordingEngine(DTensorEngine):
 class Recorder(DTensorPolicyWorker):
     engine_class = RecordingEngine
 
-    def set(self, **keys: Any) -> Recorder:
-        """This worker with other keys of `policy`."""
+    def set(self, *, few_shapes: bool = False, **keys: Any) -> Recorder:
+        """This worker with other keys of `policy`, and the shapes of a GPU with `few_shapes`."""
+        self.engine.few_shapes = few_shapes
         config = self.engine.config
         self.engine.config = type(config).model_validate(config.model_dump() | keys)
         return self
@@ -118,8 +125,8 @@ def test_losses_and_gradients_do_not_depend_on_microbatches_order_or_padding(
     policy_gradient = data.draw(st.booleans())
     loss_fn = ClippedPGLoss(ClippedPGLossConfig()) if policy_gradient else NLLLoss()
     shuffled = batch.select_indices(order)
-    batching = {"mode": mode, "tokens": tokens}
-    result = worker.set(batching=batching).train(shuffled, loss_fn, gbs=batch.size, mbs=rows)
+    recorder = worker.set(few_shapes=data.draw(st.booleans()), batching={"mode": mode, "tokens": tokens})
+    result = recorder.train(shuffled, loss_fn, gbs=batch.size, mbs=rows)
     valid = (batch["token_mask"] * batch["sample_mask"][:, None])[:, 1:]
     assert result["global_valid_toks"] == valid.sum()
     if not valid.any():
@@ -133,11 +140,41 @@ def test_losses_and_gradients_do_not_depend_on_microbatches_order_or_padding(
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(batch=batches(), mode=st.sampled_from(MODES), rows=st.integers(1, 12), tokens=st.integers(WIDTH, 90))
-def test_logprobs_come_back_in_the_order_of_the_rows(worker, plain, batch, mode, rows, tokens):
-    got = worker.set(batching={"mode": mode, "tokens": tokens}).get_logprobs(batch, micro_batch_size=rows)["logprobs"]
+@given(
+    batch=batches(),
+    mode=st.sampled_from(MODES),
+    rows=st.integers(1, 12),
+    tokens=st.integers(WIDTH, 90),
+    few=st.booleans(),
+)
+def test_logprobs_come_back_in_the_order_of_the_rows(worker, plain, batch, mode, rows, tokens, few):
+    recorder = worker.set(few_shapes=few, batching={"mode": mode, "tokens": tokens})
+    got = recorder.get_logprobs(batch, micro_batch_size=rows)["logprobs"]
     ids = batch["input_ids"]
     with torch.no_grad():
         wanted = torch.log_softmax(plain(ids).logits[:, :-1], -1).gather(2, ids[:, 1:, None])[..., 0]
     wanted = torch.nn.functional.pad(wanted, (1, 0)) * (torch.arange(ids.shape[1]) < batch["input_lengths"][:, None])
     torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("mode", "most"), [("packed", 4), ("dynamic", 8), ("padded", 6)])
+def test_the_model_sees_few_shapes_and_gives_the_same_gradients(worker, mode, most):
+    """512 tokens at most: multiples of 128; up to 4 rows of 128, 2 of 256, 1 of 384 or 512; 2 or 4 rows of 3 widths."""
+    generator = torch.Generator().manual_seed(0)
+    shapes: dict[bool, set[tuple[int, ...]]] = {True: set(), False: set()}
+    embedding = worker.engine.model.get_input_embeddings()
+    for _ in range(12):
+        lengths = torch.randint(2, 300, (6,), generator=generator)
+        real = torch.arange(300) < lengths[:, None]
+        masks = {"token_mask": real.float(), "sample_mask": torch.ones(6)}
+        ids = torch.randint(3, 40, real.shape, generator=generator) * real
+        batch: BatchedDataDict[Any] = BatchedDataDict({"input_ids": ids, "input_lengths": lengths, **masks})
+        found = []
+        for few, seen in shapes.items():
+            hook = embedding.register_forward_pre_hook(lambda _, inputs, seen=seen: seen.add(tuple(inputs[0].shape)))
+            recorder = worker.set(few_shapes=few, batching={"mode": mode, "tokens": 512})
+            found.append((recorder.train(batch, NLLLoss(), gbs=6, mbs=4)["global_loss"], worker.engine.gradients))
+            hook.remove()
+        torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-6, atol=0)
+        assert distance(found[0][1], found[1][1]) < 1e-6
+    assert len(shapes[True]) <= most < len(shapes[False])

@@ -44,14 +44,15 @@ def group_of_four():
     dist.destroy_process_group()
 
 
-def collectives(model, batch, **section):
-    """Count the collectives of a step with microbatches of two rows."""
+def collectives(model, batch, policy=None, **section):
+    """Count the collectives of a step with microbatches of two rows; `policy`: further keys."""
     worker = DTensorPolicyWorker(
         {
             "model_name": str(model),
             "train_global_batch_size": 4 * batch.size,
             "train_micro_batch_size": 2,
             "batching": {"mode": "padded"},
+            **(policy or {}),
         },
         cases.tokenizer(),
         context=WorkerContext(rank=0, world_size=4),
@@ -87,3 +88,14 @@ def test_embedding_and_head_are_gathered_and_reduced_on_their_own_unless_tied(tm
     untied = make_llama(tmp_path, cases.tokenizer(), **sizes, tied=False)
     (batch,) = batches(1)
     assert collectives(untied, batch, reduce_gradients="step")["_reduce_scatter_base_"] == LAYERS + 3
+
+
+def test_context_parallelism_has_one_collective_per_layer_and_pass(model, batches, group_of_four):
+    (batch,) = batches(1)
+    plain = collectives(model, batch, reduce_gradients="step")
+    policy = {"parallelism": {"context": 2}, "train_global_batch_size": 2 * batch.size}
+    split = collectives(model, batch, policy, reduce_gradients="step")
+    trained = (batch["token_mask"] * batch["sample_mask"][:, None])[:, 1:].any(1).sum()
+    microbatches = -(-int(trained) // 2)
+    for name in ("_allgather_base_", "_reduce_scatter_base_"):
+        assert split[name] - plain[name] == LAYERS * microbatches

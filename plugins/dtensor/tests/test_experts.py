@@ -20,6 +20,7 @@ from rlframework.generation.engine_model import EngineModel
 from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.microbatches.data_processor import make_dummy, make_microbatch
+from rlframework.microbatches.shapes import Padding
 from rlframework.models import loading
 from rlframework.models.load_balancing import real_tokens
 from rlframework.models.named_tensors import FileWeight, file_weights, gathered
@@ -318,8 +319,8 @@ def test_only_tokens_of_real_rows_are_counted():
     data["input_lengths"] = torch.tensor([2, 4, 3])
     data["token_mask"] = (torch.arange(14) < data["input_lengths"][:, None]).float()
     rows = torch.arange(3)
-    padded = make_microbatch(data, rows, packed=False, positions="loss", pad_multiple=5)
+    padded = make_microbatch(data, rows, packed=False, positions="loss", padding=Padding(5))
     assert real_tokens(padded).view(3, 5).int().tolist() == [[1, 1, 0, 0, 0], [1, 1, 1, 1, 0], [1, 1, 1, 0, 0]]
-    packed = make_microbatch(data, rows, packed=True, positions="loss", pad_multiple=5)
+    packed = make_microbatch(data, rows, packed=True, positions="loss", padding=Padding(5))
     assert real_tokens(packed).int().tolist() == [1] * 9 + [0]
     assert not real_tokens(make_dummy(data, packed=True)).any()

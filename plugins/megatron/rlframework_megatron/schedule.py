@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlframework.interfaces.data_processor import Microbatch, MicrobatchRule
+from rlframework.microbatches.on_demand import on_host
 from rlframework.models.attention import RowLayout
 from rlframework.models.forward import ContextParallel
 from rlframework.policy.engine import Step, StepResult
@@ -38,9 +39,10 @@ class Schedule:
     def rule(self) -> MicrobatchRule:
         """The required number of microbatches and the multiple that their lengths are padded to."""
         sizes = self._groups.sizes
+        few = self._groups.device.type != "cpu"
         stages = sizes.pipeline if sizes.virtual > 1 else 1  # interleaving needs a multiple of the stages
         pad = (sizes.tensor if sizes.sequence else 1) * (1 if self._context is None else self._context.pad_multiple)
-        return MicrobatchRule(count_multiple=stages, count_minimum=stages, pad_multiple=pad)
+        return MicrobatchRule(count_multiple=stages, count_minimum=stages, pad_multiple=pad, few_shapes=few)
 
     def run(
         self, microbatches: Sequence[Microbatch], head: HeadRequest, step: Step, *, forward_only: bool
@@ -49,7 +51,7 @@ class Schedule:
         if not microbatches:
             return []
         results: list[StepResult] = []
-        shapes = {tuple(microbatch.processed_inputs.input_ids.shape) for microbatch in microbatches}
+        shapes = {tuple(microbatch.processed_inputs.input_ids.shape) for microbatch in on_host(microbatches)}
         self._config.variable_seq_lengths = self._groups.sizes.pipeline > 1 and len(shapes) > 1
         rows, length = next(iter(shapes))
         iterators: list[Iterator[Microbatch]] = [iter(microbatches) for _ in self._models]

@@ -10,6 +10,7 @@ import torch
 from rlframework.conformance.layouts import Layout
 from rlframework.conformance.mutants.mutant import mutant
 from rlframework.conformance.mutants.policy_worker.engine_access import in_engine, in_service
+from rlframework.microbatches.on_demand import on_host
 
 DATA = Layout(data=2)
 
@@ -206,7 +207,7 @@ last_dynamic_batch_dropped = mutant(
 
 
 def _one_sequence(engine: Any, made: list[Any]) -> list[Any]:
-    for microbatch in made:
+    for microbatch in on_host(made):
         if microbatch.cu_seqlens is not None:
             microbatch.cu_seqlens = microbatch.cu_seqlens[[0, -1]]
     return made
@@ -220,7 +221,7 @@ attention_across_sequences = mutant(
 
 
 def _positions_not_restarted(engine: Any, made: list[Any]) -> list[Any]:
-    for microbatch in made:
+    for microbatch in on_host(made):
         inputs = microbatch.processed_inputs
         if microbatch.cu_seqlens is not None:
             inputs.position_ids = torch.arange(inputs.seq_len, device=inputs.input_ids.device)[None]
