@@ -10,6 +10,8 @@ import torch
 from probe_decoding import generate
 from probe_forked import run_forked
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig
 
 from rlframework.generation.attention import ATTENTION, decoding_attention, grouped_attention
@@ -54,6 +56,30 @@ def test_attention_of_one_query_with_a_mask(heads: int) -> None:
             scores = 0.3 * key[row, shared, seen] @ query[row, head, 0]
             expected = torch.softmax(scores, 0) @ value[row, shared, seen]
             torch.testing.assert_close(found[row, 0, head], expected, rtol=1e-12, atol=1e-12)
+
+
+class _NewBytes(TorchDispatchMode):
+    """The bytes of the largest tensor that is made, views apart."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = {
+            tensor.untyped_storage().data_ptr() for tensor in tree_leaves(args) if isinstance(tensor, torch.Tensor)
+        }
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in known:
+                self.largest = max(self.largest, tensor.untyped_storage().nbytes())
+        return result
+
+
+def test_no_key_or_value_is_copied() -> None:
+    query, key = torch.randn(3, 8, 1, 16), torch.randn(3, 2, 512, 16)
+    mask = torch.ones(3, 1, 1, 512, dtype=torch.bool)
+    with _NewBytes() as made:
+        grouped_attention(nn.Module(), query, key, key, mask)
+    assert made.largest <= 4 * mask.numel() < key.nbytes
 
 
 def test_only_an_accelerators_sdpa_is_replaced() -> None:
