@@ -38,13 +38,14 @@ def row_bytes(config: Any, *, prompt: int, total: int, width: int) -> int:
     """Return the bytes of a row while it is decoded, with the arguments of `rows_that_fit`.
 
     The cache of all layers and once more that of one, which is copied when it grows or rows leave; the logits of two
-    steps; and the prompt's activations in one layer: four hidden and three MLP widths, two norms in fp32, and the mask
-    as bool and as numbers. Every prompt counts as different from the others.
+    steps in fp32 and of one as the model computes them; and the prompt's activations in one layer: four hidden and
+    three MLP widths, two norms in fp32, and the mask as bool and as numbers. Every prompt counts as different from the
+    others.
     """
     text = config.get_text_config(decoder=True)
     cache = cache_bytes(config, total, width)
     mlp = (getattr(text, "num_experts_per_tok", None) or 0) * (getattr(text, "moe_intermediate_size", None) or 0)
     mlp = max(mlp, getattr(text, "intermediate_size", None) or 4 * text.hidden_size)
     token = (4 * text.hidden_size + 3 * mlp) * width + 8 * text.hidden_size + (1 + width) * prompt
-    per_row: int = cache + cache // text.num_hidden_layers + 2 * width * text.vocab_size + prompt * token
+    per_row: int = cache + cache // text.num_hidden_layers + (8 + width) * text.vocab_size + prompt * token
     return per_row

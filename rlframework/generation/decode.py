@@ -19,6 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from rlframework.generation.attention import decoding_attention
 from rlframework.generation.cache import decoding_cache
+from rlframework.generation.head import logits_in_fp32
 
 _COMPACTION_RATIO = 4
 """Finished rows are removed once they are 1 / `_COMPACTION_RATIO` of the batch: moving the cache costs about a step."""
@@ -222,7 +223,7 @@ class _Forward:
     def _call(self, ids: Tensor, positions: Tensor) -> Tensor:
         options = {"position_ids": positions, "logits_to_keep": 1}
         options = {name: value for name, value in options.items() if name in self._accepted}
-        with decoding_attention(self._model.config, ids.device):
+        with decoding_attention(self._model.config, ids.device), logits_in_fp32(self._model, ids.device):
             output = self._model(
                 input_ids=ids,
                 attention_mask=self._mask[:, : self._width] if self._padded else None,

@@ -12,9 +12,10 @@ from probe_forked import run_forked
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import LlamaConfig
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlframework.generation.attention import ATTENTION, decoding_attention, grouped_attention
+from rlframework.generation.head import logits_in_fp32
 
 RAGGED = [[5], [3, 9, 4, 12, 6], [3, 9, 4, 12, 6], [7, 2, 13] * 7, [14, 13], [8] * 11, [5, 5], [2]]
 
@@ -80,6 +81,22 @@ def test_no_key_or_value_is_copied() -> None:
     with _NewBytes() as made:
         grouped_attention(nn.Module(), query, key, key, mask)
     assert made.largest <= 4 * mask.numel() < key.nbytes
+
+
+def test_logits_of_a_half_precision_head_are_fp32_products() -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=40, initializer_range=1.0)).bfloat16().eval()
+    ids = torch.tensor([[3, 9, 4]])
+    with torch.no_grad():
+        hidden = model.model(ids).last_hidden_state
+        exact = hidden.double() @ model.lm_head.weight.double().T
+        with logits_in_fp32(model, torch.device("cuda")):
+            found = model(ids).logits
+        with logits_in_fp32(model, torch.device("cpu")):
+            assert model(ids).logits.dtype == torch.bfloat16
+    assert found.dtype == torch.float32
+    assert (found - exact).abs().max() < 1e-4 < (exact.bfloat16() - exact).abs().max()
 
 
 def test_only_an_accelerators_sdpa_is_replaced() -> None:
