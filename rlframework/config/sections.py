@@ -101,7 +101,9 @@ class GenerationConfig(Section):
     )
     stop_token_ids: tuple[int, ...] = Field((), description="token ids that end a completion, besides the model's own")
     stop_strings: tuple[str, ...] = Field((), description="strings that end a completion; each must be a single token")
-    batch_size: PositiveInt = Field(256, description="maximum rows decoded together on each worker")
+    batch_size: PositiveInt = Field(
+        256, description="maximum rows decoded together on each worker; a GPU takes as many as fit"
+    )
     workers: GenerationWorkersConfig | None = Field(None, description="engine processes; null: use the policy workers")
     refit: RefitConfig = RefitConfig()
 

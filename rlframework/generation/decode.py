@@ -16,14 +16,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
+
+from rlframework.generation.attention import decoding_attention
+from rlframework.generation.cache import decoding_cache
+from rlframework.generation.head import logits_in_fp32
 
 _COMPACTION_RATIO = 4
 """Finished rows are removed once they are 1 / `_COMPACTION_RATIO` of the batch: moving the cache costs about a step."""
 
-_MIN_GROWTH = 64
-"""Positions that the cache grows by at least. A long one grows by a quarter, so that copies stay rare."""
+_CHECK_EVERY = 16
+"""Steps between two looks at which rows are finished, on a device for which the host would have to wait."""
+
+SAMPLED_ELEMENTS = 2**23
+"""Logits that are sampled from at once, at most: 55 rows of a vocabulary of 151,936. Bounds the fp64 copies."""
 
 _MANTISSA_BITS = 53
 
@@ -63,6 +68,15 @@ def choose(logits: Tensor, uniforms: Tensor | None, rule: SamplingRule) -> tuple
     `uniforms [B]` are not needed for greedy decoding. Log-probabilities are of the full distribution at the
     temperature, before top-k and top-p.
     """
+    rows = max(1, SAMPLED_ELEMENTS // logits.shape[-1])
+    if len(logits) <= rows:
+        return _choose(logits, uniforms, rule)
+    parts = [uniforms[start : start + rows] if uniforms is not None else None for start in range(0, len(logits), rows)]
+    tokens, logprobs = zip(*map(_choose, logits.split(rows), parts, [rule] * len(parts)), strict=True)
+    return torch.cat(tokens), torch.cat(logprobs)
+
+
+def _choose(logits: Tensor, uniforms: Tensor | None, rule: SamplingRule) -> tuple[Tensor, Tensor]:
     scaled = logits.float() if rule.greedy or rule.temperature == 1.0 else logits.float() / rule.temperature
     logprobs = torch.log_softmax(scaled, dim=-1)
     if rule.greedy or uniforms is None:
@@ -100,56 +114,6 @@ def _invert(masses: Tensor, uniforms: Tensor) -> Tensor:
     return index.clamp_(max=masses.shape[-1] - 1)
 
 
-# -- the key-value cache -----------------------------------------------------------------------------------------------
-
-
-class PreallocatedLayer(DynamicLayer):
-    """A `DynamicLayer` whose `keys` and `values` `[B, heads, S, D]` are views of larger tensors.
-
-    transformers' own layer reallocates all keys and values for each token; on a CPU that took three quarters of a
-    decoding step with 64 rows at 230 positions. If `keys` and `values` are replaced from outside (`reorder_cache`), the
-    next `update` copies them once. Does not support gradients.
-    """
-
-    _buffers: tuple[Tensor, Tensor] | None = None
-    _keys_view: Tensor | None = None
-
-    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Append `key_states` and `value_states` `[B, heads, new, D]`; return all keys and values."""
-        length = self.get_seq_length()
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        if length == 0:
-            self.keys, self.values = key_states, value_states
-            return self.keys, self.values
-        assert self.keys is not None
-        assert self.values is not None
-        total = length + key_states.shape[-2]
-        if self._buffers is None or self._keys_view is not self.keys or self._buffers[0].shape[-2] < total:
-            padding = 0, 0, 0, total + max(_MIN_GROWTH, total // 4) - length
-            self._buffers = nn.functional.pad(self.keys, padding), nn.functional.pad(self.values, padding)
-        keys, values = self._buffers
-        keys[..., length:total, :] = key_states
-        values[..., length:total, :] = value_states
-        self._keys_view = self.keys = keys[..., :total, :]
-        self.values = values[..., :total, :]
-        return self.keys, self.values
-
-
-def decoding_cache(config: Any) -> DynamicCache:
-    """Return an empty cache for a model of `config`, with a `PreallocatedLayer` for each `DynamicLayer`.
-
-    Other kinds of layers (sliding windows, state spaces) are left to transformers.
-    """
-    cache = DynamicCache(config=config)
-    # transformers leaves the inherited constructor untyped
-    cache.layers = [
-        PreallocatedLayer() if type(layer) is DynamicLayer else layer  # type: ignore[no-untyped-call]
-        for layer in cache.layers
-    ]
-    return cache
-
-
 # -- the loop over time steps ------------------------------------------------------------------------------------------
 
 
@@ -176,12 +140,15 @@ def complete(
     `uniforms [n, T]`: float64 random numbers (`[n, 0]` for greedy). `budgets [n]`: the maximum new tokens of each row,
     at least 1. `model` must be in evaluation mode. Computes no gradients, but does not use inference mode: a buffer
     that the model creates in it could not be used in training afterwards.
+
+    On a CPU, finished rows are looked for after each token; elsewhere every 16, because the host has to wait for it.
     """
     device = next(model.parameters()).device
     # rows that have used up their budget must stop: the model may have no further positions
     expiring = set(budgets.tolist())
     longest, count = max(expiring), len(prompts)
     uniforms, budgets, stop_tokens = (tensor.to(device) for tensor in (uniforms, budgets, stop_tokens))
+    check_every = 1 if device.type == "cpu" else _CHECK_EVERY
     forward = _Forward(model, prompts, pad_id, longest, device)
     logits = forward.prefill()
     tokens = torch.full((count, longest), pad_id, dtype=torch.int64, device=device)
@@ -192,14 +159,18 @@ def complete(
         draws = None if rule.greedy else uniforms[rows, step]
         chosen, chosen_logprobs = choose(logits, draws, rule)
         tokens[rows, step], logprobs[rows, step] = chosen, chosen_logprobs
-        finished |= torch.isin(chosen, stop_tokens) | (left <= step + 1)
-        done = int(finished.sum())
-        if done == len(rows):
+        finished |= (chosen[:, None] == stop_tokens).any(-1) | (left <= step + 1)
+        if step + 1 == longest:
             break
-        if done * _COMPACTION_RATIO >= len(rows) or step + 1 in expiring:
-            keep = (~finished).nonzero().squeeze(-1)
-            forward.keep(keep)
-            rows, left, finished, chosen = rows[keep], left[keep], finished[keep], chosen[keep]
+        if (step + 1) % check_every == 0 or step + 1 in expiring:
+            # finished rows that are still in the batch go on; what they sample is cut off at the end
+            keep = (~finished).cpu().nonzero().squeeze(-1)
+            if not len(keep):
+                break
+            if (len(rows) - len(keep)) * _COMPACTION_RATIO >= len(rows) or step + 1 in expiring:
+                keep = keep.to(device)
+                forward.keep(keep)
+                rows, left, finished, chosen = rows[keep], left[keep], finished[keep], chosen[keep]
         logits = forward.advance(chosen)
     positions = torch.arange(longest, device=device)
     is_end = torch.isin(tokens, stop_tokens) & (positions < budgets[:, None])
@@ -217,7 +188,7 @@ class _Forward:
         self._accepted = set(inspect.signature(model.forward).parameters)
         distinct: dict[tuple[int, ...], int] = {}
         numbers = [distinct.setdefault(tuple(prompt.tolist()), len(distinct)) for prompt in prompts]
-        self._prompt_of = torch.tensor(numbers, device=device)
+        self._prompt_of = torch.tensor(numbers).to(device)
         ids = [torch.tensor(prompt) for prompt in distinct]
         masks = [torch.ones_like(prompt) for prompt in ids]
         self._ids = pad_sequence(ids, batch_first=True, padding_value=pad_id, padding_side="left").to(device)
@@ -226,7 +197,8 @@ class _Forward:
         self._padded = not bool(mask.all())
         self._mask = nn.functional.pad(mask, (0, longest), value=1).to(device)
         self._lengths = mask.sum(-1).to(device)
-        self._cache: Any = decoding_cache(model.config)
+        # elsewhere memory is planned for the longest rows; a CPU's grows with those that there are
+        self._cache: Any = decoding_cache(model.config, None if device.type == "cpu" else self._width + longest)
 
     def prefill(self) -> Tensor:
         """Return the logits `[n, V]` after the prompts, computing each distinct prompt once."""
@@ -251,12 +223,13 @@ class _Forward:
     def _call(self, ids: Tensor, positions: Tensor) -> Tensor:
         options = {"position_ids": positions, "logits_to_keep": 1}
         options = {name: value for name, value in options.items() if name in self._accepted}
-        output = self._model(
-            input_ids=ids,
-            attention_mask=self._mask[:, : self._width] if self._padded else None,
-            past_key_values=self._cache,
-            use_cache=True,
-            **options,
-        )
+        with decoding_attention(self._model.config, ids.device), logits_in_fp32(self._model, ids.device):
+            output = self._model(
+                input_ids=ids,
+                attention_mask=self._mask[:, : self._width] if self._padded else None,
+                past_key_values=self._cache,
+                use_cache=True,
+                **options,
+            )
         logits: Tensor = output.logits[:, -1]
         return logits

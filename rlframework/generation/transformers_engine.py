@@ -2,7 +2,7 @@
 
 Hugging Face `generate` supports neither per-row seeds, nor log-probabilities of the distribution before truncation, nor
 prefilling a prompt once for a whole group. Not supported: continuous batching, paged caches, beam search. The cache
-takes the memory of `batch_size` rows.
+takes the memory of `batch_size` rows, on a GPU of as many as fit.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.sections import GenerationConfig
 from rlframework.errors import BatchError, ConfigError, RLFrameworkError, UserError
+from rlframework.generation.batch_memory import free_bytes, rows_that_fit
 from rlframework.generation.decode import Completion, SamplingRule, complete, row_uniforms
 from rlframework.generation.engine_model import EngineModel
 from rlframework.weight_sync.buffers import WeightInfo
@@ -81,12 +82,30 @@ class TransformersEngine(ReceivesWeights):
         # batches of similar prompt length, equal prompts adjacent
         order = sorted(range(len(prompts)), key=lambda row: (len(prompts[row]), prompts[row].tolist()))
         with _evaluating(model):
-            for start in range(0, len(order), config.batch_size):
-                rows = order[start : start + config.batch_size]
+            size = self._batch_size(model, prompts, budgets, rule)
+            for start in range(0, len(order), size):
+                rows = order[start : start + size]
                 chosen = [prompts[row] for row in rows]
                 completions = complete(model, chosen, uniforms[rows], budgets[rows], stop_tokens, rule, self._pad_id)
                 done |= zip(rows, completions, strict=True)
         return _output(prompts, [done[row] for row in range(len(prompts))], self._pad_id)
+
+    def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
+        """See `GenerationEngine.finish_generation`. Returns the cache's memory to the GPU, for other processes."""
+        if self.refit_device.type == "cuda":
+            torch.cuda.empty_cache()
+        return True
+
+    def _batch_size(self, model: nn.Module, prompts: list[Tensor], budgets: Tensor, rule: SamplingRule) -> int:
+        """Return the rows to decode together: `batch_size`, or on a GPU fewer, in batches of equal size that fit."""
+        most, weight = self._config.batch_size, next(model.parameters())
+        if (free := free_bytes(weight.device)) is None:
+            return most
+        lengths = torch.tensor([len(prompt) for prompt in prompts])
+        sizes = {"prompt": int(lengths.max()), "total": int((lengths + budgets).max()), "width": weight.element_size()}
+        truncated = rule.top_k is not None or rule.top_p < 1.0
+        most = min(most, rows_that_fit(free, model.config, truncated=truncated, **sizes))
+        return -(-len(prompts) // -(-len(prompts) // most))
 
     @cached_property
     def _saved_stop_tokens(self) -> set[int]:

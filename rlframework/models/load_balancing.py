@@ -29,10 +29,13 @@ from rlframework.interfaces.data_processor import Microbatch
 
 @dataclass(frozen=True)
 class ExpertLoad:
-    """The routing of a global batch: `load [N]` fp32 of each expert, and `tokens`, counted once per layer."""
+    """The routing of a global batch: `load [N]` of each expert, and `tokens []`, counted once per layer, at least 1.
+
+    Both are fp32, on the device: nothing waits for them.
+    """
 
     load: Tensor
-    tokens: float
+    tokens: Tensor
 
 
 class LoadBalancingLoss:
@@ -74,14 +77,15 @@ class LoadBalancingLoss:
             positions, targets = microbatch.head_positions[:1], microbatch.targets[:1]
             few = replace(microbatch, head_positions=positions, targets=targets, host=None)
             forward(few)
+            real = real_tokens(microbatch).double()
             for _, chosen in self._pop_routed():
-                counted = chosen[real_tokens(microbatch)]
-                counts[:-1] += torch.bincount(counted.reshape(-1), minlength=self._experts)
-                counts[-1] += len(counted)
+                # integers, so the order of addition does not matter; `bincount` would make the host wait
+                counts[:-1].index_add_(0, chosen.reshape(-1), real.repeat_interleave(chosen.shape[1]))
+                counts[-1] += real.sum()
         if self._group is not None:
             dist.all_reduce(counts, group=self._group)
-        tokens = float(counts[-1])
-        return ExpertLoad((counts[:-1] / max(tokens, 1.0)).float(), tokens)
+        tokens = counts[-1].clamp(min=1.0)
+        return ExpertLoad((counts[:-1] / tokens).float(), tokens.float())
 
     def microbatch_loss(self, microbatch: Microbatch, load: ExpertLoad) -> Tensor:
         """Return this microbatch's term of the loss, a scalar with gradient; the terms of a batch add up to the loss.
@@ -89,10 +93,14 @@ class LoadBalancingLoss:
         `microbatch` must be the input of the last forward.
         """
         real = real_tokens(microbatch)
-        probabilities = torch.stack(
-            [torch.softmax(logits.float(), -1)[real].sum(0) for logits, _ in self._pop_routed()]
-        ).sum(0)
-        return self._experts * (load.load * probabilities).sum() / max(load.tokens, 1.0)
+
+        def real_rows(values: Tensor) -> Tensor:
+            # the number of rows that a mask selects is known to a GPU only
+            return values[real] if real.device.type == "cpu" else values.where(real[:, None], 0.0)
+
+        layers = [torch.softmax(logits.float(), -1) for logits, _ in self._pop_routed()]
+        probabilities = torch.stack([real_rows(layer).sum(0) for layer in layers]).sum(0)
+        return self._experts * (load.load * probabilities).sum() / load.tokens
 
 
 def real_tokens(microbatch: Microbatch) -> Tensor:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from transformers import DynamicCache, LlamaConfig, MistralConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from rlframework.generation.decode import PreallocatedLayer, decoding_cache
+from rlframework.generation.cache import PreallocatedLayer, decoding_cache
 
 _SHAPE = {
     "hidden_size": 8,
@@ -65,3 +65,17 @@ def test_only_plain_layers_are_replaced() -> None:
     assert [type(layer) for layer in plain.layers] == [PreallocatedLayer, PreallocatedLayer]
     assert [type(layer) for layer in windows.layers] == [DynamicSlidingWindowLayer] * 2
     assert isinstance(plain, DynamicCache)
+
+
+def test_a_known_capacity_is_allocated_once_and_fewer_rows_stay_in_place() -> None:
+    layer, prompt = PreallocatedLayer(200), torch.arange(24.0).view(4, 1, 3, 2)
+    layer.update(prompt, prompt)
+    token = torch.zeros(4, 1, 1, 2)
+    layer.update(token, token)
+    where = layer.keys.data_ptr()
+    layer.reorder_cache(torch.tensor([3, 1]))
+    assert torch.equal(layer.keys[:, :, :3], prompt[[3, 1]])
+    for _ in range(196):
+        layer.update(token[:2], token[:2])
+    assert (layer.keys.shape, layer.keys.data_ptr()) == ((2, 1, 200, 2), where)
+    assert torch.equal(layer.values[:, :, :3], prompt[[3, 1]])

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlframework.generation import decode
 from rlframework.generation.decode import SamplingRule, choose, draw, row_uniforms
 
 finite_logits = st.lists(st.floats(-30, 30, width=32), min_size=2, max_size=20)
@@ -91,3 +93,12 @@ def test_uniforms_are_numpys_philox_and_belong_to_seed_and_position() -> None:
     assert torch.equal(long[0], long[3])
     assert len({tuple(row.tolist()) for row in long}) == 3
     assert bool(((long >= 0) & (long < 1)).all())
+
+
+@pytest.mark.parametrize("rule", [SamplingRule(), SamplingRule(0.0), SamplingRule(0.7, 5, 0.9)])
+def test_rows_sampled_in_parts_are_those_sampled_together(rule: SamplingRule, monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = 3 * torch.randn(7, 20, generator=torch.Generator().manual_seed(0))
+    uniforms = None if rule.greedy else row_uniforms(torch.arange(7), 1)[:, 0]
+    together = choose(logits, uniforms, rule)
+    monkeypatch.setattr(decode, "SAMPLED_ELEMENTS", 60)
+    assert all(map(torch.equal, choose(logits, uniforms, rule), together))

@@ -68,18 +68,21 @@ class _ExpertParallelForward:
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """`hidden_states [T, H]`, `top_k_index [T, K]` over all experts, `top_k_weights [T, K]`; `[T, H]`."""
         tokens, choices = top_k_index.shape
-        order = top_k_index.reshape(-1).argsort(stable=True)  # by expert, so by rank
-        counts = torch.bincount(top_k_index.reshape(-1), minlength=self._local_experts * self._ranks)
+        chosen = top_k_index.reshape(-1)
+        order = chosen.argsort(stable=True)  # by expert, so by rank
+        # `bincount` would make the host wait for the largest index
+        counts = chosen.new_zeros(self._ranks * self._local_experts).index_add_(0, chosen, torch.ones_like(chosen))
         received_counts = torch.empty_like(counts)
         ALL_TO_ALL(received_counts, counts, group=self._group)  # for this rank's experts, from each rank
-        received_counts = received_counts.view(self._ranks, self._local_experts)
-        sent, received = counts.view(self._ranks, self._local_experts).sum(1).tolist(), received_counts.sum(1).tolist()
+        # the only wait of a block: the sizes of what each rank sends and receives
+        both = torch.stack((counts, received_counts)).view(2, self._ranks, self._local_experts)
+        sent, received = both.sum(2).tolist()
 
         rows = _all_to_all(hidden_states[order // choices], sent, received, self._group)
         own = (
             torch.arange(self._local_experts, device=rows.device)
             .repeat(self._ranks)
-            .repeat_interleave(received_counts.reshape(-1))
+            .repeat_interleave(received_counts, output_size=len(rows))
         )
         back = _all_to_all(self._run_experts(rows, own), received, sent, self._group)
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 from probe_forked import run_forked
-from probe_waiting import train
+from probe_waiting import exchange, train
 
 from rlframework.conformance import cases
 from rlframework.conformance.oracle import Oracle
@@ -35,3 +35,27 @@ def test_a_step_waits_once_whatever_the_number_of_microbatches(model, batches, m
     expected = Oracle(model).step(rows[0], "nll")
     assert steps[0]["loss"] == pytest.approx(expected.loss, rel=1e-5)
     assert steps[0]["norm"] == pytest.approx(expected.grad_norm, rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory):
+    return cases.model("experts", tmp_path_factory.mktemp("mixture"))
+
+
+def test_routing_and_its_loss_wait_for_nothing(mixture, batches):
+    """The load-balancing loss counts the choices of all layers and microbatches on the device."""
+    (rows,) = batches(1)
+    done = run_forked(train, mixture, "padded", [rows], 0.5)
+    assert done.returncode == 0, done.stderr
+    step = json.loads(done.stdout)
+    assert len(step["waits"]) == 1, "\n".join(step["waits"])
+    expected = Oracle(mixture, router_loss=0.5).step(rows, "nll")
+    assert step["loss"] == pytest.approx(expected.loss, rel=1e-5)
+    assert step["norm"] == pytest.approx(expected.grad_norm, rel=1e-5)
+
+
+def test_expert_parallelism_waits_once_for_a_block(mixture):
+    done = run_forked(exchange, mixture)
+    assert done.returncode == 0, done.stderr
+    waits = json.loads(done.stdout)
+    assert len(waits) == 1, "\n".join(waits)

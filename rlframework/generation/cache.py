@@ -1,0 +1,100 @@
+"""The key-value cache of the decoding loop: preallocated layers, and the bytes that a row needs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+_MIN_GROWTH = 64
+"""Positions that a layer without a known capacity grows by at least. A long one grows by a quarter."""
+
+
+class PreallocatedLayer(DynamicLayer):
+    """A `DynamicLayer` whose `keys` and `values` `[B, heads, S, D]` are views of larger tensors.
+
+    transformers' own layer reallocates all keys and values for each token; on a CPU that took three quarters of a
+    decoding step with 64 rows at 230 positions. `capacity`: positions to allocate at the first token after the prompt;
+    None: grow as needed. Removing rows keeps the memory. If `keys` and `values` are replaced from outside, the next
+    `update` copies them once. Does not support gradients.
+    """
+
+    def __init__(self, capacity: int | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
+        self._capacity = capacity or 0
+        self._buffers: tuple[Tensor, Tensor] | None = None
+        self._keys_view: Tensor | None = None
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Append `key_states` and `value_states` `[B, heads, new, D]`; return all keys and values."""
+        length = self.get_seq_length()
+        if length == 0:
+            self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
+            self.keys, self.values = key_states, value_states
+            return self.keys, self.values
+        assert self.keys is not None
+        assert self.values is not None
+        total = length + key_states.shape[-2]
+        buffers = self._own_buffers()
+        if buffers is None or buffers[0].shape[-2] < total:
+            positions = max(self._capacity, total) if self._capacity else total + max(_MIN_GROWTH, total // 4)
+            buffers = _enlarged(self.keys, positions), _enlarged(self.values, positions)
+        buffers[0][..., length:total, :] = key_states
+        buffers[1][..., length:total, :] = value_states
+        return self._show(buffers, total)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Continue with the rows `beam_idx [m]`; fewer rows stay in the memory that the layer has."""
+        buffers, rows, length = self._own_buffers(), len(beam_idx), self.get_seq_length()
+        if buffers is None or rows > len(buffers[0]):
+            super().reorder_cache(beam_idx)  # type: ignore[arg-type]
+            return
+        for buffer in buffers:  # `index_select` makes a copy first: rows may move in any order
+            buffer[:rows, :, :length] = buffer[..., :length, :].index_select(0, beam_idx)
+        self._show((buffers[0][:rows], buffers[1][:rows]), length)
+
+    def _own_buffers(self) -> tuple[Tensor, Tensor] | None:
+        """The tensors that `keys` and `values` are views of; None if there are none, or these were replaced."""
+        return self._buffers if self._keys_view is self.keys else None
+
+    def _show(self, buffers: tuple[Tensor, Tensor], length: int) -> tuple[Tensor, Tensor]:
+        self._buffers = buffers
+        self.keys, self.values = (buffer[..., :length, :] for buffer in buffers)
+        self._keys_view = self.keys
+        return self.keys, self.values
+
+
+def _enlarged(states: Tensor, positions: int) -> Tensor:
+    """A copy of `states [B, heads, S, D]` at the beginning of `[B, heads, positions, D]`; the rest is not written."""
+    batch, heads, length, size = states.shape
+    larger = states.new_empty(batch, heads, positions, size)
+    larger[..., :length, :] = states
+    return larger
+
+
+def decoding_cache(config: Any, capacity: int | None = None) -> DynamicCache:
+    """Return an empty cache for a model of `config`, with a `PreallocatedLayer` for each `DynamicLayer`.
+
+    Other kinds of layers (sliding windows, state spaces) are left to transformers. `capacity`: see `PreallocatedLayer`.
+    """
+    cache = DynamicCache(config=config)
+    cache.layers = [PreallocatedLayer(capacity) if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    return cache
+
+
+def cache_bytes(config: Any, positions: int, width: int) -> int:
+    """Return the bytes of one row's cache at `positions`, with `width` bytes per number, for a model of `config`.
+
+    2 x key-value heads x head size x width for each layer and position, where layers with a sliding window keep no
+    more positions than that. Layers with a state of fixed size (state spaces, linear attention) count as attention.
+    """
+    text = config.get_text_config(decoder=True)
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    # latent attention (DeepSeek) is cached as whole keys and values, of two sizes
+    sizes = (getattr(text, "qk_head_dim", None) or size) + (getattr(text, "v_head_dim", None) or size)
+    limits = [layer.get_max_length() for layer in DynamicCache(config=config).layers]
+    kept = sum(min(positions, limit) if limit > 0 else positions for limit in limits)
+    return int(kept * heads * sizes * width)
