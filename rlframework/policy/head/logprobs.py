@@ -202,9 +202,11 @@ class _ChunkedLogprobs(torch.autograd.Function):
         for number, part in enumerate(chunks.parts):
             part_factors = _rows_of(factors, part)
             for rows in chunks.rows:
-                logits = scaled_logits(factors[0][rows], *part_factors, temperature)
                 places, inside = chunks.places(targets[rows], part)
-                normalizers, chosen, entropies = statistics(logits, places, wants_entropy)
+                # no name for the logits, so that they are freed before those of the next chunk are made
+                normalizers, chosen, entropies = statistics(
+                    scaled_logits(factors[0][rows], *part_factors, temperature), places, wants_entropy
+                )
                 found[0, number, rows] = normalizers
                 found[1, number, rows] = chosen if inside is None else chosen.where(inside, 0.0)
                 if entropies is not None:
@@ -219,9 +221,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, normalizers = ctx.saved_tensors
+        hidden, weight, bias, _, _ = ctx.saved_tensors
         chunks: Chunks = ctx.chunks
-        factors, gradient = _factors(hidden, weight, bias), _compiled(_gradient_of_logits, weight.device)
+        factors = _factors(hidden, weight, bias)
         dtype = factors[1].dtype
         made = torch.empty_like if chunks.rows else torch.zeros_like
         grad_hidden = made(hidden) if ctx.needs_input_grad[0] else None
@@ -233,21 +235,32 @@ class _ChunkedLogprobs(torch.autograd.Function):
             part_gradient = None if grad_weight is None else grad_weight[part]
             weight_sums = _sums(part_gradient, dtype, len(chunks.rows))
             for rows in chunks.rows:
-                scale = grads[0][rows] / ctx.temperature
-                logits = scaled_logits(factors[0][rows], *part_factors, ctx.temperature)
-                places, inside = chunks.places(targets[rows], part)
-                # a target that is elsewhere has place 0, which must not get the target's gradient
-                target_scale = scale if inside is None else scale * inside
-                slope = gradient(logits, normalizers[rows], places, scale, target_scale, dtype)
+                slope = _slope(ctx, grads[0][rows], factors[0][rows], part_factors, rows, part)
                 if grad_bias is not None:
                     grad_bias[part] += slope.sum(0, dtype=torch.float32)
                 if hidden_sums is not None:
                     _add_product(hidden_sums[rows], slope, part_factors[0], first=part is chunks.parts[0])
                 if weight_sums is not None:
                     _add_product(weight_sums, slope.T, factors[0][rows], first=rows is chunks.rows[0])
+                del slope  # before the next one is made
             _write(part_gradient, weight_sums)
         _write(grad_hidden, hidden_sums)
         return grad_hidden, grad_weight, None if grad_bias is None else grad_bias.to(bias.dtype), *[None] * 4
+
+
+def _slope(
+    ctx: Any, grad: Tensor, hidden: Tensor, factors: tuple[Tensor, Tensor | None], rows: slice, part: slice
+) -> Tensor:
+    """Return the gradient of a chunk's logits, in the dtype of its factors; see `_gradient_of_logits`."""
+    _, _, _, targets, normalizers = ctx.saved_tensors
+    gradient = _compiled(_gradient_of_logits, hidden.device)
+    scale = grad / ctx.temperature
+    places, inside = ctx.chunks.places(targets[rows], part)
+    # a target that is elsewhere has place 0, which must not get the target's gradient
+    target_scale = scale if inside is None else scale * inside
+    logits = scaled_logits(hidden, *factors, ctx.temperature)
+    slope: Tensor = gradient(logits, normalizers[rows], places, scale, target_scale, hidden.dtype)
+    return slope
 
 
 def _rows_of(factors: tuple[Tensor, Tensor, Tensor | None], part: slice) -> tuple[Tensor, Tensor | None]:
