@@ -31,8 +31,13 @@ DEFAULTS: Mapping[str, Any] = {
     "logprob_batch_size": 3,
     "optimizer": {"lr": 1e-4},
     "batching": {"mode": "padded"},
+    "precision": "float32",
+    "tf32": False,
 }
-"""Default keys of `policy`. Three rows per microbatch do not divide a batch, so the last microbatch is partial."""
+"""Default keys of `policy`. Three rows per microbatch do not divide a batch, so the last microbatch is partial.
+
+Contracts are checked in fp32, on a GPU too, where bfloat16 and TF32 are a run's defaults.
+"""
 
 DEADLINES = {"start": 120.0, "call": 120.0, "shutdown": 20.0}
 """Seconds; tiny models need about one, so that a hang is reported soon."""

@@ -22,16 +22,19 @@ gradient of the weight is then one product for each part of the vocabulary, inst
 reads and writes.
 """
 
+GPU_SHARE = 256
+"""A chunk takes at most this part of a GPU's memory in elements, and so 1/64 of it in bytes."""
+
 
 def chunk_elements(device: torch.device) -> int:
     """Return the maximum number of logits of a chunk.
 
-    A chunk takes at most 1/64 of a GPU's memory: of all of it, because what is free differs between runs, and the
-    chunks decide in which order gradients are summed.
+    The limit is a share of all memory of a GPU, because what is free differs between runs, and the chunks decide in
+    which order gradients are summed.
     """
     elements = CHUNK_ELEMENTS.get(device.type, CHUNK_ELEMENTS["cpu"])
     if device.type == "cuda":
-        elements = min(elements, torch.cuda.get_device_properties(device).total_memory // 256)
+        elements = min(elements, torch.cuda.get_device_properties(device).total_memory // GPU_SHARE)
     return elements
 
 
