@@ -143,7 +143,7 @@ def forbidding_waits(device):
 def test_the_peak_of_a_step_is_within_what_its_tensors_take(tmp_path, sizes):
     """By parameter 16 bytes of fp32 weight, gradient and moments, 4 more of whole fp32 gradients, 8 of bfloat16 copies.
 
-    By token and layer 53 bytes for each of the hidden size (counted on the meta device), and 10 bytes a logit.
+    By token and layer 71 bytes for each of the hidden size (counted on the meta device), and 10 bytes a logit.
     """
     batch, tokens = rows_of(sizes), sum(sizes.lengths)
     with working(tmp_path, sizes, precision="bfloat16", batching={"mode": "packed", "tokens": tokens}) as worker:
@@ -151,6 +151,6 @@ def test_the_peak_of_a_step_is_within_what_its_tensors_take(tmp_path, sizes):
         worker.reset_peak_memory_stats()
         worker.train(batch, NLLLoss())
         peak = worker.get_gpu_info()["peak_memory_allocated_mb"] * 2**20
-    activations = 2 * 53 * sizes.hidden * tokens + 10 * tokens * sizes.vocabulary
+    activations = 2 * 71 * sizes.hidden * tokens + 10 * tokens * sizes.vocabulary
     assert peak <= 1.1 * (28 * sizes.parameters + activations) + 2**27
     assert peak > 12 * sizes.parameters  # fp32 weights and moments alone
