@@ -42,6 +42,9 @@ Contracts are checked in fp32, on a GPU too, where bfloat16 and TF32 are a run's
 DEADLINES = {"start": 120.0, "call": 120.0, "shutdown": 20.0}
 """Seconds; tiny models need about one, so that a hang is reported soon."""
 
+GPU_DEADLINES = {"start": 300.0, "call": 300.0, "shutdown": 20.0}
+"""The same on a GPU, where each process compiles kernels before its first results."""
+
 
 def run_config(
     backend: str,
@@ -81,7 +84,7 @@ def run_config(
         "worker_group": {
             "name": group,
             "num_workers": workers,
-            "deadlines": dict(deadlines or DEADLINES),
+            "deadlines": dict(deadlines or (GPU_DEADLINES if device == "cuda" else DEADLINES)),
         },
     }
     return load_config(source, manager=manager)

@@ -45,7 +45,6 @@ def opened(path, stage, zero=None, fp16=None, layout="data=1", **keys):
         manager=manager,
         device=DEVICE,
         apart=True,
-        deadlines={"start": 300.0, "call": 300.0, "shutdown": 20.0},
         deepspeed=section,
         **keys,
     )

@@ -297,6 +297,36 @@ def test_half_precision_is_multiplied_in_full(rows, most, monkeypatch):
     assert (rounded - expected).abs().max() > 1e-3  # as it would be from bfloat16 logits
 
 
+@pytest.mark.parametrize("most", [None, 8, 64])
+def test_products_of_half_precision_are_summed_in_full(most, monkeypatch):
+    """As on a GPU, whose products with fp32 results a CPU lacks: they are computed in fp32 here."""
+
+    def product(left, right, *, out_dtype=None, out=None):
+        result = (left.float() @ right.float()).to(out_dtype or left.dtype)
+        return result if out is None else out.copy_(result)
+
+    def sum_with_product(total, left, right, *, beta, out_dtype, out):
+        assert (total.dtype, left.dtype, out_dtype) == (torch.float32, torch.bfloat16, torch.float32)
+        return out.copy_(beta * total.nan_to_num() + left.float() @ right.float())
+
+    monkeypatch.setattr(torch, "mm", product)
+    monkeypatch.setattr(torch, "addmm", sum_with_product)
+    monkeypatch.setattr(logprobs_module, "_factors", lambda *factors: factors)
+    limit_chunks(monkeypatch, 2000, most)
+    generator = torch.Generator().manual_seed(3)
+    leaves = [torch.randn(n, 64, generator=generator).mul_(0.35).bfloat16().requires_grad_() for n in (40, 700)]
+    targets, upstream = torch.randint(0, 700, (40,), generator=generator), torch.randn(40, generator=generator)
+    logprobs, entropy = chunked_logprobs(*leaves, None, targets, wants_entropy=True)
+    gradients = torch.autograd.grad(logprobs, leaves, upstream)
+    doubles = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    expected, expected_entropy = plain(*doubles, None, targets, 1.0)
+    torch.testing.assert_close(logprobs.double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(entropy.double(), expected_entropy, rtol=1e-5, atol=1e-5)
+    for gradient, wanted in zip(gradients, torch.autograd.grad((expected * upstream).sum(), doubles), strict=True):
+        assert gradient.dtype == torch.bfloat16
+        assert (gradient - wanted).norm() <= 2**-7 * wanted.norm()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.skipif(not any(map(which, COMPILERS)), reason="torch.compile needs a C++ compiler on a CPU")
