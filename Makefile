@@ -53,15 +53,16 @@ conformance: $(VENV)/.installed-dev  ## all parts in all their layouts; writes d
 	$(BIN)/python -m rlframework.conformance.markdown docs/results/conformance.json docs/results/conformance.md && \
 	exit $$status
 
-# Each command runs whatever the others found; OUT has their logs and figures.
+# Each command runs whatever the others found; OUT has their logs and figures. Tests that measure rates run alone.
 gpu: OUT ?= build/gpu
 gpu: $(VENV)/.installed-dev  ## on a machine with a GPU: its tests, the suites of each backend on it, its benchmark
 	mkdir -p $(OUT); status=0; \
-	$(BIN)/python -m pytest -q -m gpu -n 4 --dist loadgroup > $(OUT)/tests.log 2>&1 || status=1; \
+	$(BIN)/python -m pytest -q -m "gpu and not slow" -n 4 --dist loadgroup > $(OUT)/tests.log 2>&1 || status=1; \
+	$(BIN)/python -m pytest -q -m "gpu and slow" > $(OUT)/rates.log 2>&1 || status=1; \
 	for backend in dtensor deepspeed megatron; do \
 		$(BIN)/rlframework conformance $$backend --device cuda > $(OUT)/$$backend.log 2>&1 || status=1; \
 	done; \
-	$(BIN)/python benchmarks/gpu.py --json $(OUT)/gpu.json > $(OUT)/benchmark.log 2>&1 || status=1; \
+	$(BIN)/python benchmarks/gpu.py --json $(OUT)/gpu.json --page $(OUT)/gpu.md > $(OUT)/benchmark.log 2>&1 || status=1; \
 	tail -n 3 $(OUT)/*.log; exit $$status
 
 outside: $(VENV)/.installed-dev  ## wheels alone, in empty environments: the example's suite, the quickstart on each backend

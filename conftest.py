@@ -49,6 +49,14 @@ def _keep_imports() -> None:
         _imported = len(sys.modules)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """On a GPU kernels are compiled first, which takes minutes, and compilers and NCCL warn; show it, and go on."""
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.filterwarnings("default"))
+            item.add_marker(pytest.mark.timeout(600))
+
+
 def pytest_collection_finish() -> None:
     """Most modules are imported after collection."""
     _keep_imports()

@@ -1,6 +1,6 @@
-"""Figures of one GPU: head, attention shapes, training step, decoding, offloading, and where a step's time goes.
+"""Figures of one GPU: head, attention shapes, training step, decoding, offloading, refit, and where a step's time goes.
 
-    python benchmarks/gpu.py [--json FILE] [--only head training]
+    python benchmarks/gpu.py [--json FILE] [--page FILE] [--only head training]
     python benchmarks/gpu.py --device cpu --size tiny        # that everything runs, in a minute
 
 The model has the shape of Qwen3-0.6B (28 layers x 1,024, 16 heads of 128 over 8 of keys and values, vocabulary 151,936)
@@ -9,14 +9,17 @@ of `--rounds` after a warm-up, except where a part says that it times the first 
 allocator. Model FLOPs utilisation (MFU) counts 6 FLOPs per weight and token, the head where it runs and the causal half
 of attention, relative to the rate of a matrix product of 8,192 x 8,192 in bfloat16 on the same device.
 
-| part | question |
-| --- | --- |
-| head | time, memory and error of log-probabilities and their backward by chunk size |
-| attention | what a new shape costs in the first and the second call, with cuDNN's kernels and without |
-| training | tokens/s, MFU and memory of a step by batching mode, with recomputation and compiled |
-| decoding | tokens/s of 64 answers of 256 tokens |
-| offload | time and bytes of moving optimizer and model to the host and back |
-| profile | a training step's time by kind of kernel |
+| part | question | seconds on an H100 (estimated) |
+| --- | --- | --- |
+| head | time, memory and error of log-probabilities and their backward by chunk size | 20 |
+| attention | what a new shape costs in the first and the second call, with cuDNN's kernels and without | 60 |
+| training | tokens/s, MFU and memory of a step by batching mode, with recomputation and compiled | 150 |
+| decoding | tokens/s of 64 answers of 256 tokens | 90 |
+| offload | time and bytes of moving optimizer and model to the host and back | 20 |
+| refit | time and rate of sending the weights to an engine in another process on the same device | 60 |
+| profile | a training step's time by kind of kernel | 40 |
+
+A part that fails reports its error, the others run, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -25,8 +28,10 @@ import argparse
 import gc
 import random
 import statistics
+import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -37,12 +42,16 @@ from interleave import machine, table, write_json
 from plain import Rows
 from work import as_batch, flops, make_policy, matrix_product_flops
 
+from rlframework import create_manager
 from rlframework.algorithms.losses import NLLLoss
 from rlframework.batch.batched_data_dict import BatchedDataDict
-from rlframework.generation.client import Generation
+from rlframework.conformance.layouts import Layout
+from rlframework.conformance.policies import run_config
+from rlframework.generation.client import Generation, RemoteGeneration
 from rlframework.huggingface.model_directories import quiet_transformers
 from rlframework.huggingface.tokenizer import character_tokenizer
-from rlframework.policy.head import logprobs
+from rlframework.policy.client import Policy
+from rlframework.policy.head import chunks, logprobs
 
 Row = list[str]
 
@@ -127,14 +136,14 @@ class Bench:
         run()
         return statistics.median(self.once(run) for _ in range(self.rounds))
 
-    def peak(self, run: Callable[[], Any]) -> int:
-        """Most bytes allocated during a call, less those before; 0 on a CPU, where torch does not count them."""
+    def peak(self, run: Callable[[], Any], *, more: bool = True) -> int:
+        """Most bytes allocated during a call, `more` than before it or all; 0 on a CPU, where torch does not count."""
         if self.device.type != "cuda":
             return 0
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        before = torch.cuda.memory_allocated() if more else 0
         run()
         self.synchronize()
         return torch.cuda.max_memory_allocated() - before
@@ -142,7 +151,7 @@ class Bench:
 
 def head(bench: Bench) -> list[Row]:
     """Log-probabilities with entropies and their backward, by hidden size and elements of a chunk."""
-    rows = [["hidden", "chunk elements", "tokens a chunk", "ms", "peak MiB", "largest error"]]
+    rows = [["hidden", "chunk elements", "tokens x ids of a chunk", "ms", "peak MiB", "largest error"]]
     vocabulary, count = bench.size.model["vocab_size"], bench.size.head_tokens
     dtype = torch.bfloat16 if bench.device.type == "cuda" else torch.float32
     for hidden_size in bench.size.hidden:
@@ -155,9 +164,9 @@ def head(bench: Bench) -> list[Row]:
         targets = torch.randint(vocabulary, (count,), device=bench.device, generator=generator)
         some = slice(0, count, max(1, count // 64))
         exact = (hidden[some].double() @ weight.double().T).log_softmax(-1).gather(1, targets[some, None])[:, 0]
-        default = logprobs.CHUNK_ELEMENTS[bench.device.type]
+        default = chunks.CHUNK_ELEMENTS[bench.device.type]
         for elements in bench.size.chunks:
-            logprobs.CHUNK_ELEMENTS[bench.device.type] = elements
+            chunks.CHUNK_ELEMENTS[bench.device.type] = elements
 
             def run(hidden: Any = hidden, weight: Any = weight, targets: Any = targets) -> torch.Tensor:
                 hidden.grad = weight.grad = None
@@ -166,10 +175,10 @@ def head(bench: Bench) -> list[Row]:
                 return values.detach()
 
             error = float((run()[some] - exact.detach()).abs().max())
-            tokens = str(logprobs.chunk_rows(vocabulary, bench.device))
+            shape = "{} x {}".format(*chunks.chunk_shape(count, vocabulary, bench.device))
             measured = [f"{1e3 * bench.seconds(run):.1f}", f"{bench.peak(run) / 2**20:,.0f}", f"{error:.1e}"]
-            rows.append([str(hidden_size), f"{elements:,}", tokens, *measured])
-        logprobs.CHUNK_ELEMENTS[bench.device.type] = default
+            rows.append([str(hidden_size), f"{elements:,}", shape, *measured])
+        chunks.CHUNK_ELEMENTS[bench.device.type] = default
     return rows
 
 
@@ -219,13 +228,17 @@ def training_rows(bench: Bench) -> Rows:
 
 
 def training(bench: Bench) -> list[Row]:
-    """One optimizer step on the rows by batching mode, then with activation checkpointing, then compiled."""
+    """One optimizer step on the rows by batching mode, then with activation checkpointing, then compiled.
+
+    Peak memory is all that the step needs, with weights and optimizer.
+    """
     rows = [["mode", "checkpointing", "compiled", "first step, s", "ms", "tokens/s", "MFU", "peak MiB"]]
     data, loss = training_rows(bench), NLLLoss()
     batch, tokens, work = as_batch(data), int(data.lengths.sum()), flops(bench.model, data)["training"]
-    variants = [("dynamic", False, False), ("packed", False, False), ("packed", True, False)]
+    variants: list[tuple[str, Any, bool]] = [("dynamic", False, False), ("packed", False, False)]
+    variants += [("packed", "selective", False), ("packed", "full", False)]
     if bench.device.type == "cuda":  # a CPU compiles for a minute
-        variants.append(("packed", False, True))
+        variants += [("packed", False, True), ("packed", "selective", True)]
     for mode, checkpointing, compiled in variants:
         keys = {"activation_checkpointing": checkpointing, "dtensor": {"compile": compiled}}
         with policy_of(bench, mode, **keys) as policy:
@@ -233,7 +246,7 @@ def training(bench: Bench) -> list[Row]:
             def run(policy: Any = policy) -> None:
                 policy.train(batch, loss)
 
-            first, seconds, peak = bench.once(run), bench.seconds(run), bench.peak(run)
+            first, seconds, peak = bench.once(run), bench.seconds(run), bench.peak(run, more=False)
         share = f"{work / seconds / bench.peak_flops:.1%}"
         measured = [f"{first:.1f}", f"{1e3 * seconds:.0f}", f"{tokens / seconds:,.0f}", share, f"{peak / 2**20:,.0f}"]
         rows.append([mode, str(checkpointing), str(compiled), *measured])
@@ -274,6 +287,34 @@ def offload(bench: Bench) -> list[Row]:
     return rows
 
 
+def refit(bench: Bench) -> list[Row]:
+    """The weights, in bfloat16 on a GPU, to an engine in another process on the same device."""
+    manager, precision = create_manager(), bench.precision
+    generation = {"workers": {}, "refit": {"transport": "ipc", "dtype": precision}, "max_new_tokens": 8}
+    batching = {"mode": "packed", "tokens": sum(bench.size.lengths)}
+    config = run_config(
+        "dtensor",
+        bench.model,
+        Layout(),
+        manager=manager,
+        device=bench.device.type,
+        generation=generation,
+        apart=True,
+        precision=precision,
+        batching=batching,
+    )
+    rows = [["transport", "MiB", "ms", "GiB/s"]]
+    with Policy(config, bench.tokenizer, manager, device=bench.device.type) as policy:
+        engines = RemoteGeneration(config, policy, bench.tokenizer, manager, device=bench.device.type)
+        try:
+            reports = [engines.refitter.refit() for _ in range(bench.rounds + 1)][1:]
+        finally:
+            engines.shutdown()
+    seconds = statistics.median(report.seconds for report in reports)
+    size, transport = reports[0].size, reports[0].transport
+    return [*rows, [transport, f"{size / 2**20:,.1f}", f"{1e3 * seconds:.0f}", f"{size / seconds / 2**30:.1f}"]]
+
+
 KINDS = {
     "attention": ("flash", "fmha", "attention", "sdpa", "cudnn_generated"),
     "matrix products": ("gemm", "cutlass", "nvjet", "wgmma", "sgemm", "mm_"),
@@ -307,7 +348,7 @@ def profile(bench: Bench) -> list[Row]:
 
 
 PARTS: dict[str, Callable[[Bench], list[Row]]] = {
-    part.__name__: part for part in (head, attention, training, decoding, offload, profile)
+    part.__name__: part for part in (head, attention, training, decoding, offload, refit, profile)
 }
 
 
@@ -341,6 +382,7 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="qwen3-0.6b", help="of the model and the work")
     parser.add_argument("--rounds", type=int, default=5, help="timed calls (default 5)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE as JSON")
+    parser.add_argument("--page", type=Path, metavar="FILE", help="write them to FILE as a page of Markdown")
     given = parser.parse_args()
     if given.device == "cuda" and not torch.cuda.is_available():
         parser.error("torch sees no CUDA device; use --device cpu --size tiny to try the script")
@@ -351,22 +393,50 @@ def main() -> None:
         here |= {"memory_bytes": torch.cuda.get_device_properties(device).total_memory}
     peak_flops = matrix_product_flops(given.device, 8192 if given.device == "cuda" else 512)
     print(f"{here.get('device', here['cpu'])}, torch {here['torch']}, {peak_flops / 1e12:,.2f} TFLOP/s in bfloat16")
+    settings = {"size": given.size, "rounds": given.rounds, **asdict(SIZES[given.size])}
+    data: dict[str, Any] = {"machine": here, "settings": settings, "matrix_product_flops": peak_flops}
     with tempfile.TemporaryDirectory() as directory:
         size = SIZES[given.size]
         model = Path(directory) / "model"
         precision = "bfloat16" if given.device == "cuda" else "float32"
         bench = Bench(size, device, precision, given.rounds, model, make_model(model, size), peak_flops)
-        found: dict[str, list[Row]] = {}
         for name in given.only:
-            found[name] = PARTS[name](bench)
-            print("", (PARTS[name].__doc__ or "").splitlines()[0], table(found[name]), sep="\n", flush=True)
-            if given.json:  # after each part: what was measured before a failure is kept
-                parts = {
-                    part: [dict(zip(top, row, strict=True)) for row in body] for part, (top, *body) in found.items()
-                }
-                settings = {"size": given.size, "rounds": given.rounds, **asdict(size)}
-                data = {"machine": here, "settings": settings, "matrix_product_flops": peak_flops, "parts": parts}
+            run_part(bench, name, data)
+            if given.json:  # after each part: what was measured before the machine failed is kept
                 write_json(given.json, data)
+    if given.page:
+        given.page.write_text(page(data))
+    if data.get("errors"):
+        sys.exit(f"failed: {', '.join(data['errors'])}")
+
+
+def run_part(bench: Bench, name: str, data: dict[str, Any]) -> None:
+    """Run a part, print its table, and enter its rows, its seconds and its error into `data`."""
+    started = time.perf_counter()
+    try:
+        top, *body = PARTS[name](bench)
+    except Exception as error:  # noqa: BLE001  # reported; the other parts run
+        traceback.print_exc()
+        data.setdefault("errors", {})[name] = f"{type(error).__name__}: {error}"
+    else:
+        data.setdefault("parts", {})[name] = [dict(zip(top, row, strict=True)) for row in body]
+        print("", (PARTS[name].__doc__ or name).splitlines()[0], table([top, *body]), sep="\n", flush=True)
+    data.setdefault("seconds", {})[name] = round(time.perf_counter() - started, 1)
+
+
+def page(data: Mapping[str, Any]) -> str:
+    """The figures as a page of Markdown: a table for each part."""
+    here, flops_reached = data["machine"], data["matrix_product_flops"] / 1e12
+    lines = [f"# {here.get('device', here['cpu'])}", ""]
+    lines += [f"torch {here['torch']}; matrix products in bfloat16: {flops_reached:,.1f} TFLOP/s.", ""]
+    for name, seconds in data["seconds"].items():
+        lines += [f"## {name}", "", f"{(PARTS[name].__doc__ or name).splitlines()[0]} ({seconds:.0f} s)", ""]
+        if name in data.get("errors", {}):
+            lines += [f"Failed: `{data['errors'][name].splitlines()[0]}`", ""]
+        elif rows := data["parts"][name]:
+            cells = [list(rows[0]), ["---"] * len(rows[0]), *[list(row.values()) for row in rows]]
+            lines += ["| " + " | ".join(row) + " |" for row in cells] + [""]
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -275,3 +275,12 @@ def copy_to(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
+
+
+def copy_to_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return `tensors`, which have one dtype, in CPU memory, by a single copy: a GPU is waited for once."""
+    if not tensors or tensors[0].device.type == "cpu":
+        return list(tensors)
+    joined = torch.cat([tensor.flatten() for tensor in tensors]).cpu()
+    parts = joined.split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]

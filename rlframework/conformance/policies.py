@@ -31,11 +31,19 @@ DEFAULTS: Mapping[str, Any] = {
     "logprob_batch_size": 3,
     "optimizer": {"lr": 1e-4},
     "batching": {"mode": "padded"},
+    "precision": "float32",
+    "tf32": False,
 }
-"""Default keys of `policy`. Three rows per microbatch do not divide a batch, so the last microbatch is partial."""
+"""Default keys of `policy`. Three rows per microbatch do not divide a batch, so the last microbatch is partial.
+
+Contracts are checked in fp32, on a GPU too, where bfloat16 and TF32 are a run's defaults.
+"""
 
 DEADLINES = {"start": 120.0, "call": 120.0, "shutdown": 20.0}
 """Seconds; tiny models need about one, so that a hang is reported soon."""
+
+GPU_DEADLINES = {"start": 300.0, "call": 300.0, "shutdown": 20.0}
+"""The same on a GPU, where each process compiles kernels before its first results."""
 
 
 def run_config(
@@ -76,7 +84,7 @@ def run_config(
         "worker_group": {
             "name": group,
             "num_workers": workers,
-            "deadlines": dict(deadlines or DEADLINES),
+            "deadlines": dict(deadlines or (GPU_DEADLINES if device == "cuda" else DEADLINES)),
         },
     }
     return load_config(source, manager=manager)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from rlframework.batch.batch_rows import copy_to_cpu
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.errors import BatchError, NotSupported
 from rlframework.interfaces.policy_worker import Rows
@@ -97,7 +98,9 @@ class Scoring:
             return BatchedDataDict(scored)
         results = self.engine.forward_backward(microbatches, head, values_step, forward_only=True)
         require_results(results, microbatches)
-        for result, microbatch in zip(results, on_host(microbatches), strict=True):
-            for name, values in result.outputs.items() if not microbatch.is_dummy else ():
-                scored[name][microbatch.rows, : values.shape[1]] = values.cpu()
+        real = [(result, batch) for result, batch in zip(results, on_host(microbatches), strict=True) if not batch.is_dummy]
+        for name, whole in scored.items():
+            values = copy_to_cpu([result.outputs[name] for result, _ in real])
+            for (_, microbatch), part in zip(real, values, strict=True):
+                whole[microbatch.rows, : part.shape[1]] = part
         return BatchedDataDict(scored)

@@ -41,7 +41,7 @@ PROGRAM, GPU_PROGRAM, CUDA_CONTEXT = 400 << 20, 2 << 30, 600 << 20
 """Bytes of a process with PyTorch and transformers on a CPU, with CUDA's libraries, and of the context on its GPU."""
 
 LOGITS_CHUNK = {"cpu": 32 << 20, "cuda": 1 << 30}
-"""The most bytes of logits that the head holds at once: `rlframework.policy.head.logprobs.CHUNK_ELEMENTS` in fp32."""
+"""The most bytes of logits that the head holds at once: `rlframework.policy.head.chunks.CHUNK_ELEMENTS` in fp32."""
 
 LOGITS_COPIES = 3
 """Training: logits, tensor saved for the backward, gradient. Sampling: logits, probabilities, cumulative sums."""

@@ -102,12 +102,35 @@ def test_the_generation_benchmark_writes_json(tmp_path):
 
 @pytest.mark.timeout(400)
 def test_the_benchmark_of_a_gpu_runs_on_a_cpu_and_writes_json(tmp_path):
-    few = ["--device", "cpu", "--size", "tiny", "--rounds", 1]
+    few = ["--device", "cpu", "--size", "tiny", "--rounds", 1, "--page", tmp_path / "gpu.md"]
     script(ROOT / "benchmarks" / "gpu.py", *few, "--json", tmp_path / "gpu.json")
-    parts = json.loads((tmp_path / "gpu.json").read_text())["parts"]
-    assert parts.keys() == {"head", "attention", "training", "decoding", "offload", "profile"}
-    assert [row["mode"] for row in parts["training"]] == ["dynamic", "packed", "packed"]
+    written = json.loads((tmp_path / "gpu.json").read_text())
+    parts, page = written["parts"], (tmp_path / "gpu.md").read_text()
+    assert parts.keys() == {"head", "attention", "training", "decoding", "offload", "refit", "profile"}
+    assert "errors" not in written
+    assert [row["checkpointing"] for row in parts["training"]] == ["False", "False", "selective", "full"]
     assert all(float(row["largest error"]) < 1e-5 for row in parts["head"])
+    for name, rows in parts.items():
+        assert f"## {name}" in page
+        assert all(f"| {' | '.join(row.values())} |" in page for row in rows)
+
+
+def test_a_failing_part_of_the_benchmark_of_a_gpu_is_reported_and_the_others_run(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import gpu
+
+    def head(bench):
+        """Raises."""
+        raise RuntimeError("CUDA error: invalid argument\nmore lines")
+
+    monkeypatch.setitem(gpu.PARTS, "head", head)
+    monkeypatch.setitem(gpu.PARTS, "profile", lambda bench: [["kind"], ["copies"]])
+    data = {"machine": {"cpu": "a CPU", "torch": "2.11"}, "matrix_product_flops": 5e14}
+    for name in ("head", "profile"):
+        gpu.run_part(None, name, data)
+    assert data["errors"] == {"head": "RuntimeError: CUDA error: invalid argument\nmore lines"}
+    assert data["parts"] == {"profile": [{"kind": "copies"}]}
+    assert "Failed: `RuntimeError: CUDA error: invalid argument`" in gpu.page(data)
 
 
 @pytest.mark.timeout(400)

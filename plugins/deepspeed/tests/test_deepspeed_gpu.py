@@ -19,6 +19,7 @@ from rlframework.plugins.manager import create_manager
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
+DEVICE = "cuda"
 STAGES = (0, 1, 2, 3)
 OFFLOADS = {
     "optimizer": (2, {"optimizer": True}, {}),
@@ -34,21 +35,20 @@ def path(tmp_path):
 
 
 @contextmanager
-def opened(path, stage, zero=None, fp16=None, **keys):
+def opened(path, stage, zero=None, fp16=None, layout="data=1", **keys):
     manager = create_manager()
     section = {"zero_optimization": {"stage": stage, **(zero or {})}, "fp16": fp16 or {}}
     config = run_config(
         "deepspeed",
         path,
-        Layout(),
+        Layout.parse(layout),
         manager=manager,
-        device="cuda",
+        device=DEVICE,
         apart=True,
-        deadlines={"start": 300.0, "call": 300.0, "shutdown": 20.0},
         deepspeed=section,
         **keys,
     )
-    with InspectedPolicy(config, cases.tokenizer(), manager, device="cuda") as policy:
+    with InspectedPolicy(config, cases.tokenizer(), manager, device=DEVICE) as policy:
         policy.prepare_for_training()
         yield policy
 
@@ -108,3 +108,19 @@ def test_moving_frees_the_bytes_that_it_tells(path, stage):
             assert left["memory_allocated_mb"] < held["memory_allocated_mb"]
             assert policy.prepare_for_training()["optimizer"] >= 8 * numbers
         torch.testing.assert_close(policy.get_logprobs(batch)["logprobs"], plain.logprobs(batch), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize(("precision", "tolerance"), [("float32", 1e-3), ("bfloat16", 0.1)])
+@pytest.mark.parametrize(("stage", "layout"), [(1, "data=2"), (3, "data=2"), (2, "tensor=2"), (2, "context=2")])
+def test_two_devices_compute_what_one_program_does(path, stage, layout, precision, tolerance):
+    """Over NCCL; the second step shows whether the first one's weights are everywhere."""
+    batch, plain = cases.batch(), Oracle(path, lr=1e-4)
+    keys = {"precision": precision, "batching": {"mode": "packed", "tokens": 40}}
+    with opened(path, stage, layout=layout, **keys) as policy:
+        for _ in range(2):
+            logprobs = policy.get_logprobs(batch)["logprobs"]
+            torch.testing.assert_close(logprobs, plain.logprobs(batch), rtol=tolerance, atol=tolerance)
+            right, result = plain.step(batch, "nll"), policy.train(batch, NLLLoss())
+            assert float(result["loss"]) == pytest.approx(right.loss, rel=tolerance)
+            assert float(result["grad_norm"][0]) == pytest.approx(right.grad_norm, rel=tolerance)

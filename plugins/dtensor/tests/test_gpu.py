@@ -14,12 +14,17 @@ from rlframework.algorithms.losses import NLLLoss
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.sections import GenerationConfig
 from rlframework.conformance import cases
+from rlframework.conformance.layouts import Layout
 from rlframework.conformance.oracle import Oracle
+from rlframework.conformance.policies import InspectedPolicy, run_config
 from rlframework.interfaces.worker_group import WorkerContext
+from rlframework.plugins.manager import create_manager
 from rlframework.policy import profiling
 from rlframework_dtensor.worker import DTensorPolicyWorker
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+DEVICE = "cuda"
 
 
 @pytest.mark.parametrize("mode", ["padded", "dynamic", "packed"])
@@ -136,3 +141,21 @@ def test_a_mixture_of_experts_trains(tmp_path, precision, tolerance):
         assert float(result["grad_norm"][0]) == pytest.approx(right.grad_norm, rel=tolerance)
     finally:
         worker.shutdown()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize(("precision", "tolerance"), [("float32", 1e-3), ("bfloat16", 0.1)])
+@pytest.mark.parametrize("layout", ["data=2", "tensor=2", "tensor=2,sequence", "context=2"])
+def test_two_devices_compute_what_one_program_does(tmp_path, layout, precision, tolerance):
+    """Over NCCL, with FSDP's streams; the second step shows whether the first one's weights are everywhere."""
+    path, batch = cases.model("untied", tmp_path), cases.batch()
+    manager, plain = create_manager(), Oracle(path, lr=1e-4)
+    keys = {"precision": precision, "batching": {"mode": "packed", "tokens": 40}}
+    config = run_config("dtensor", path, Layout.parse(layout), manager=manager, device=DEVICE, **keys)
+    with InspectedPolicy(config, cases.tokenizer(), manager, device=DEVICE) as policy:
+        for _ in range(2):
+            logprobs = policy.get_logprobs(batch)["logprobs"]
+            torch.testing.assert_close(logprobs, plain.logprobs(batch), rtol=tolerance, atol=tolerance)
+            right, result = plain.step(batch, "nll"), policy.train(batch, NLLLoss())
+            assert float(result["loss"]) == pytest.approx(right.loss, rel=tolerance)
+            assert float(result["grad_norm"][0]) == pytest.approx(right.grad_norm, rel=tolerance)

@@ -21,13 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlframework.errors import BatchError
-
-CHUNK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 28}
-"""Maximum number of fp32 logits in memory at once, by type of device: 32 MiB on a CPU, 1 GiB on a GPU.
-
-Each chunk reads the head's weight and adds to its gradient. At a vocabulary of 151,936, a chunk of 2**23 elements has
-55 tokens and keeps a GPU waiting for memory; one of 2**28 has 1,766.
-"""
+from rlframework.policy.head.chunks import Chunks, chunk_rows
 
 COMPILED = {"cuda"}
 """Types of devices on which the elementwise operations of a chunk are compiled, to read its logits once for all."""
@@ -65,21 +59,12 @@ class VocabularyShard:
             hidden.register_hook(over_group)
         return hidden
 
-    def local_rows(self, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the local row of each target (0 if it is on another rank), and whether it is local, `[N]` each."""
-        local = targets - self.start
-        inside = (local >= 0) & (local < self.rows)
-        return local.where(inside, 0), inside
-
     def combine(self, normalizers: Tensor, chosen: Tensor, entropies: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return those of the whole vocabulary from each rank's, `[N]` each. Collective.
 
         `chosen`: the logits of the targets, 0 if not local; `normalizers`: logsumexps.
         """
-        of_ranks, chosen, entropies = _all_gather(torch.stack((normalizers, chosen, entropies)), self.group).unbind(1)
-        whole = of_ranks.logsumexp(0)
-        mean_logits = of_ranks - entropies
-        return whole, chosen.sum(0), whole - ((of_ranks - whole).exp() * mean_logits).sum(0)
+        return _combined(*_all_gather(torch.stack((normalizers, chosen, entropies)), self.group).unbind(1))
 
     def gather_columns(self, columns: Tensor) -> Tensor:
         """Gather `[N, R]` of each rank to `[N, V]` on all. Collective; the gradient is this rank's columns of it."""
@@ -97,16 +82,11 @@ def _all_gather(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     return torch.stack(parts)
 
 
-def chunk_rows(vocabulary: int, device: torch.device) -> int:
-    """Return the number of tokens per chunk.
-
-    A chunk takes at most 1/64 of a GPU's memory: of all of it, because what is free differs between runs, and the
-    chunks decide in which order gradients are summed.
-    """
-    elements = CHUNK_ELEMENTS.get(device.type, CHUNK_ELEMENTS["cpu"])
-    if device.type == "cuda":
-        elements = min(elements, torch.cuda.get_device_properties(device).total_memory // 256)
-    return max(1, elements // vocabulary)
+def _combined(normalizers: Tensor, chosen: Tensor, entropies: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the statistics `[N]` of the whole vocabulary from those of its parts, `[parts, N]` each."""
+    whole = normalizers.logsumexp(0)
+    mean_logits = normalizers - entropies
+    return whole, chosen.sum(0), whole - ((normalizers - whole).exp() * mean_logits).sum(0)
 
 
 def scaled_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
@@ -122,7 +102,7 @@ def scaled_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperatu
 
 def _factors(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return what is multiplied: on a CPU in fp32, because its products have the dtype of their factors."""
-    if weight.is_cuda:
+    if weight.device.type != "cpu":
         return hidden, weight, bias
     return hidden.float(), weight.float(), None if bias is None else bias.float()
 
@@ -216,53 +196,89 @@ class _ChunkedLogprobs(torch.autograd.Function):
         temperature: float,
         wants_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
-        count, rows = hidden.shape[0], chunk_rows(weight.shape[0], weight.device)
-        inside = None
-        if shard is not None:
-            targets, inside = shard.local_rows(targets)
+        chunks = Chunks.of(hidden, weight, 0 if shard is None else shard.start, whole=shard is None)
         factors, statistics = _factors(hidden, weight, bias), _compiled(_token_statistics, weight.device)
-        normalizers = torch.empty(count, dtype=torch.float32, device=hidden.device)
-        chosen, entropies = torch.empty_like(normalizers), torch.zeros_like(normalizers)
-        for start in range(0, count, rows):
-            chunk = slice(start, start + rows)
-            logits = scaled_logits(factors[0][chunk], *factors[1:], temperature)
-            normalizers[chunk], chosen[chunk], entropy = statistics(logits, targets[chunk], wants_entropy)
-            if entropy is not None:
-                entropies[chunk] = entropy
-        if shard is not None and inside is not None:
-            normalizers, chosen, entropies = shard.combine(normalizers, chosen.where(inside, 0.0), entropies)
-        ctx.save_for_backward(hidden, weight, bias, targets, inside, normalizers)
-        ctx.temperature = temperature
+        found = torch.zeros(3, len(chunks.parts), hidden.shape[0], dtype=torch.float32, device=hidden.device)
+        for number, part in enumerate(chunks.parts):
+            part_factors = _rows_of(factors, part)
+            for rows in chunks.rows:
+                places, inside = chunks.places(targets[rows], part)
+                # no name for the logits, so that they are freed before those of the next chunk are made
+                normalizers, chosen, entropies = statistics(
+                    scaled_logits(factors[0][rows], *part_factors, temperature), places, wants_entropy
+                )
+                found[0, number, rows] = normalizers
+                found[1, number, rows] = chosen if inside is None else chosen.where(inside, 0.0)
+                if entropies is not None:
+                    found[2, number, rows] = entropies
+        normalizers, chosen, entropies = found[:, 0] if len(chunks.parts) == 1 else _combined(*found)
+        if shard is not None:
+            normalizers, chosen, entropies = shard.combine(normalizers, chosen, entropies)
+        ctx.save_for_backward(hidden, weight, bias, targets, normalizers)
+        ctx.temperature, ctx.chunks = temperature, chunks
         ctx.mark_non_differentiable(entropies)
         return chosen - normalizers, entropies
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, inside, normalizers = ctx.saved_tensors
-        rows = chunk_rows(weight.shape[0], weight.device)
-        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        hidden, weight, bias, _, _ = ctx.saved_tensors
+        chunks: Chunks = ctx.chunks
+        factors = _factors(hidden, weight, bias)
+        dtype = factors[1].dtype
+        made = torch.empty_like if chunks.rows else torch.zeros_like
+        grad_hidden = made(hidden) if ctx.needs_input_grad[0] else None
+        grad_weight = made(weight) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if ctx.needs_input_grad[2] else None
-        factors, gradient = _factors(hidden, weight, bias), _compiled(_gradient_of_logits, weight.device)
-        for start in range(0, hidden.shape[0], rows):
-            chunk = slice(start, start + rows)
-            scale = grads[0][chunk] / ctx.temperature
-            logits = scaled_logits(factors[0][chunk], *factors[1:], ctx.temperature)
-            # where the target is on another rank, its row here is 0 and must not get the target's gradient
-            target_scale = scale if inside is None else scale * inside[chunk]
-            slope = gradient(logits, normalizers[chunk], targets[chunk], scale, target_scale, factors[1].dtype)
-            if grad_bias is not None:
-                grad_bias += slope.sum(0, dtype=torch.float32)
-            if grad_hidden is not None:
-                grad_hidden[chunk] = slope @ factors[1]
-            if grad_weight is not None:
-                _add_product(grad_weight, slope.T, factors[0][chunk])
-        return (
-            grad_hidden,
-            None if grad_weight is None else grad_weight.to(weight.dtype),
-            None if grad_bias is None else grad_bias.to(bias.dtype),
-            *[None] * 4,
-        )
+        hidden_sums = _sums(grad_hidden, dtype, len(chunks.parts))
+        for part in chunks.parts:
+            part_factors = _rows_of(factors, part)
+            part_gradient = None if grad_weight is None else grad_weight[part]
+            weight_sums = _sums(part_gradient, dtype, len(chunks.rows))
+            for rows in chunks.rows:
+                slope = _slope(ctx, grads[0][rows], factors[0][rows], part_factors, rows, part)
+                if grad_bias is not None:
+                    grad_bias[part] += slope.sum(0, dtype=torch.float32)
+                if hidden_sums is not None:
+                    _add_product(hidden_sums[rows], slope, part_factors[0], first=part is chunks.parts[0])
+                if weight_sums is not None:
+                    _add_product(weight_sums, slope.T, factors[0][rows], first=rows is chunks.rows[0])
+                del slope  # before the next one is made
+            _write(part_gradient, weight_sums)
+        _write(grad_hidden, hidden_sums)
+        return grad_hidden, grad_weight, None if grad_bias is None else grad_bias.to(bias.dtype), *[None] * 4
+
+
+def _slope(
+    ctx: Any, grad: Tensor, hidden: Tensor, factors: tuple[Tensor, Tensor | None], rows: slice, part: slice
+) -> Tensor:
+    """Return the gradient of a chunk's logits, in the dtype of its factors; see `_gradient_of_logits`."""
+    _, _, _, targets, normalizers = ctx.saved_tensors
+    gradient = _compiled(_gradient_of_logits, hidden.device)
+    scale = grad / ctx.temperature
+    places, inside = ctx.chunks.places(targets[rows], part)
+    # a target that is elsewhere has place 0, which must not get the target's gradient
+    target_scale = scale if inside is None else scale * inside
+    logits = scaled_logits(hidden, *factors, ctx.temperature)
+    slope: Tensor = gradient(logits, normalizers[rows], places, scale, target_scale, hidden.dtype)
+    return slope
+
+
+def _rows_of(factors: tuple[Tensor, Tensor, Tensor | None], part: slice) -> tuple[Tensor, Tensor | None]:
+    _, weight, bias = factors
+    return weight[part], None if bias is None else bias[part]
+
+
+def _sums(gradient: Tensor | None, dtype: torch.dtype, products: int) -> Tensor | None:
+    """Return where the `products` of `dtype` in `gradient` are summed: in fp32, or there if that rounds once."""
+    if gradient is None or gradient.dtype == torch.float32 or (products == 1 and dtype == gradient.dtype):
+        return gradient
+    return torch.empty_like(gradient, dtype=torch.float32)
+
+
+def _write(gradient: Tensor | None, sums: Tensor | None) -> None:
+    """Round `sums` to `gradient`, unless they are the same."""
+    if gradient is not None and sums is not None and sums is not gradient:
+        gradient.copy_(sums)
 
 
 def _compiled(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
@@ -298,12 +314,14 @@ def _gradient_of_logits(
     return slope.to(dtype)
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add `left @ right` to `total`, which is fp32, without rounding the product to half precision."""
-    if left.dtype == torch.float32:
+def _add_product(total: Tensor, left: Tensor, right: Tensor, *, first: bool) -> None:
+    """Add `left @ right` to `total` without rounding the product to half precision; overwrite `total` if `first`."""
+    if first and total.dtype == left.dtype:
+        torch.mm(left, right, out=total)
+    elif left.dtype == torch.float32:
         total += left @ right
     else:
-        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+        torch.addmm(total, left, right, beta=0 if first else 1, out_dtype=torch.float32, out=total)
 
 
 def _entropy_of(logits: Tensor, normalizer: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
 from rlframework.errors import BatchError, NotSupported
+from rlframework.policy.head import chunks
 from rlframework.policy.head import logprobs as logprobs_module
 from rlframework.policy.head.logprobs import VocabularyShard, chunked_logprobs, top_logits, whole_logits
 from rlframework.policy.head.patch import HeadPatch, HeadRequest, read_head_output, require_plain_head
@@ -28,16 +29,24 @@ def plain(hidden, weight, bias, targets, temperature):
     return chosen.log(), -(probabilities * probabilities.log()).sum(-1)
 
 
-@settings(max_examples=25, deadline=None)
+def limit_chunks(patch, elements, tokens):
+    """Chunks of so many logits; with `tokens`, of so many tokens and a part of the vocabulary, as on a GPU."""
+    patch.setitem(chunks.CHUNK_ELEMENTS, "cpu", elements)
+    if tokens:
+        patch.setitem(chunks.CHUNK_TOKENS, "cpu", tokens)
+
+
+@settings(max_examples=50, deadline=None)
 @given(
     count=st.integers(0, 9),
     vocabulary=st.integers(2, 11),
     rows=st.integers(1, 10),
+    most=st.sampled_from([None, 1, 4, 9]),
     temperature=st.sampled_from([1.0, 0.7, 1.6]),
     with_bias=st.booleans(),
     seed=st.integers(0, 1000),
 )
-def test_values_and_gradients_match_the_formula(count, vocabulary, rows, temperature, with_bias, seed):
+def test_values_and_gradients_match_the_formula(count, vocabulary, rows, most, temperature, with_bias, seed):
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.randn(count, 5, generator=generator, requires_grad=True)
     weight = torch.randn(vocabulary, 5, generator=generator, requires_grad=True)
@@ -47,7 +56,7 @@ def test_values_and_gradients_match_the_formula(count, vocabulary, rows, tempera
     leaves = [leaf for leaf in (hidden, weight, bias) if leaf is not None]
 
     with pytest.MonkeyPatch.context() as patch:  # so that `rows` of them make a chunk, and most examples take several
-        patch.setitem(logprobs_module.CHUNK_ELEMENTS, "cpu", rows * vocabulary)
+        limit_chunks(patch, rows * vocabulary, most)
         logprobs, entropy = chunked_logprobs(hidden, weight, bias, targets, temperature=temperature, wants_entropy=True)
         gradients = torch.autograd.grad((logprobs * upstream).sum(), leaves)
 
@@ -69,7 +78,7 @@ def test_no_chunk_holds_more_logits_than_the_limit(monkeypatch):
         seen.append(result.numel())
         return result
 
-    monkeypatch.setitem(logprobs_module.CHUNK_ELEMENTS, "cpu", 40)
+    monkeypatch.setitem(chunks.CHUNK_ELEMENTS, "cpu", 40)
     monkeypatch.setattr(torch.nn.functional, "linear", watching)
     hidden = torch.randn(33, 4, requires_grad=True)
     logprobs, _ = chunked_logprobs(hidden, torch.randn(10, 4), None, torch.zeros(33, dtype=torch.long))
@@ -152,7 +161,7 @@ def test_top_k_matches_sorting_all_logits(count, vocabulary, rows, k, temperatur
     bias = torch.randn(vocabulary, generator=generator) if with_bias else None
     k = min(k, vocabulary)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(logprobs_module.CHUNK_ELEMENTS, "cpu", rows * vocabulary)
+        patch.setitem(chunks.CHUNK_ELEMENTS, "cpu", rows * vocabulary)
         values = top_logits(hidden, weight, bias, None, k, temperature)
     found = read_head_output(values, HeadRequest(frozenset({"topk"}), temperature, k))
     logits = (hidden @ weight.T + (0 if bias is None else bias)) / temperature
@@ -217,11 +226,14 @@ def leaves_of(rank, bounds, padding, hidden, weight, bias):
     sizes=st.lists(st.integers(1, 5), min_size=2, max_size=3),
     padding=st.integers(0, 2),
     chunk=st.integers(1, 10),
+    most=st.sampled_from([None, 1, 4, 9]),
     temperature=st.sampled_from([1.0, 0.7, 1.6]),
     with_bias=st.booleans(),
     seed=st.integers(0, 1000),
 )
-def test_values_and_gradients_match_the_whole_vocabulary(count, sizes, padding, chunk, temperature, with_bias, seed):
+def test_values_and_gradients_match_the_whole_vocabulary(
+    count, sizes, padding, chunk, most, temperature, with_bias, seed
+):
     bounds = [sum(sizes[:rank]) for rank in range(len(sizes) + 1)]
     generator = torch.Generator().manual_seed(seed)
     hidden, weight = torch.randn(count, 5, generator=generator), torch.randn(bounds[-1], 5, generator=generator)
@@ -239,7 +251,7 @@ def test_values_and_gradients_match_the_whole_vocabulary(count, sizes, padding, 
         return logprobs, entropy, torch.autograd.grad((logprobs * upstream).sum(), leaves)
 
     with pytest.MonkeyPatch.context() as patch:  # so that `chunk` of them, or fewer, make a chunk
-        patch.setitem(logprobs_module.CHUNK_ELEMENTS, "cpu", chunk * max(sizes))
+        limit_chunks(patch, chunk * max(sizes), most)
         found = on_ranks(len(sizes), work)
 
     doubles = [leaf.double().requires_grad_() for leaf in (hidden, weight, bias) if leaf is not None]
@@ -271,9 +283,9 @@ def test_whole_logits_are_gathered_and_their_gradient_sharded():
         assert of_weight.tolist() == [[[2.0, 4.0], [20.0, 40.0]], [[200.0, 400.0]]][rank]  # 2 * upstream * hidden
 
 
-@pytest.mark.parametrize("rows", [3, 50])
-def test_half_precision_is_multiplied_in_full(rows, monkeypatch):
-    monkeypatch.setitem(logprobs_module.CHUNK_ELEMENTS, "cpu", rows * 300)
+@pytest.mark.parametrize(("rows", "most"), [(3, None), (3, 8), (50, None)])
+def test_half_precision_is_multiplied_in_full(rows, most, monkeypatch):
+    limit_chunks(monkeypatch, rows * 300, most)
     generator = torch.Generator().manual_seed(3)
     hidden, weight = (torch.randn(n, 64, generator=generator).div(2).bfloat16() for n in (20, 300))
     targets = torch.randint(0, 300, (20,), generator=generator)
@@ -283,6 +295,36 @@ def test_half_precision_is_multiplied_in_full(rows, monkeypatch):
     torch.testing.assert_close(logprobs.double(), expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(entropy.double(), expected_entropy, rtol=1e-5, atol=1e-5)
     assert (rounded - expected).abs().max() > 1e-3  # as it would be from bfloat16 logits
+
+
+@pytest.mark.parametrize("most", [None, 8, 64])
+def test_products_of_half_precision_are_summed_in_full(most, monkeypatch):
+    """As on a GPU, whose products with fp32 results a CPU lacks: they are computed in fp32 here."""
+
+    def product(left, right, *, out_dtype=None, out=None):
+        result = (left.float() @ right.float()).to(out_dtype or left.dtype)
+        return result if out is None else out.copy_(result)
+
+    def sum_with_product(total, left, right, *, beta, out_dtype, out):
+        assert (total.dtype, left.dtype, out_dtype) == (torch.float32, torch.bfloat16, torch.float32)
+        return out.copy_(beta * total.nan_to_num() + left.float() @ right.float())
+
+    monkeypatch.setattr(torch, "mm", product)
+    monkeypatch.setattr(torch, "addmm", sum_with_product)
+    monkeypatch.setattr(logprobs_module, "_factors", lambda *factors: factors)
+    limit_chunks(monkeypatch, 2000, most)
+    generator = torch.Generator().manual_seed(3)
+    leaves = [torch.randn(n, 64, generator=generator).mul_(0.35).bfloat16().requires_grad_() for n in (40, 700)]
+    targets, upstream = torch.randint(0, 700, (40,), generator=generator), torch.randn(40, generator=generator)
+    logprobs, entropy = chunked_logprobs(*leaves, None, targets, wants_entropy=True)
+    gradients = torch.autograd.grad(logprobs, leaves, upstream)
+    doubles = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    expected, expected_entropy = plain(*doubles, None, targets, 1.0)
+    torch.testing.assert_close(logprobs.double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(entropy.double(), expected_entropy, rtol=1e-5, atol=1e-5)
+    for gradient, wanted in zip(gradients, torch.autograd.grad((expected * upstream).sum(), doubles), strict=True):
+        assert gradient.dtype == torch.bfloat16
+        assert (gradient - wanted).norm() <= 2**-7 * wanted.norm()
 
 
 @pytest.mark.slow
@@ -295,7 +337,7 @@ def test_compiled_chunks_match_the_formula(temperature, monkeypatch):
     generator = torch.Generator().manual_seed(3)
     leaves = [torch.randn(n, 8, generator=generator, requires_grad=True) for n in (20, 30)]
     targets, upstream = torch.randint(0, 30, (20,), generator=generator), torch.randn(20, generator=generator)
-    monkeypatch.setitem(logprobs_module.CHUNK_ELEMENTS, "cpu", 7 * 30)
+    limit_chunks(monkeypatch, 7 * 30, 16)
     logprobs, entropy = chunked_logprobs(*leaves, None, targets, temperature=temperature, wants_entropy=True)
     gradients = torch.autograd.grad((logprobs * upstream).sum(), leaves)
     doubles = [leaf.detach().double().requires_grad_() for leaf in leaves]
