@@ -146,7 +146,9 @@ def varlen_usable(query: Tensor) -> bool:
     """Return True if the kernel, FlashAttention, supports the device, dtype and head size of `query [..., D]`."""
     if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16) or varlen_kernel() is None:
         return False
-    return query.shape[-1] % 8 == 0 and query.shape[-1] <= 256 and torch.cuda.get_device_capability(query.device) >= (8, 0)
+    return (
+        query.shape[-1] % 8 == 0 and query.shape[-1] <= 256 and torch.cuda.get_device_capability(query.device) >= (8, 0)
+    )
 
 
 def row_attention(
