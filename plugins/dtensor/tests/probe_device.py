@@ -12,8 +12,8 @@ import torch
 
 from rlframework.algorithms.losses import NLLLoss
 from rlframework.batch.batched_data_dict import BatchedDataDict
-from rlframework.conformance import cases
 from rlframework.config.sections import GenerationConfig
+from rlframework.conformance import cases
 from rlframework.generation.transformers_engine import TransformersEngine
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework_dtensor.worker import DTensorPolicyWorker
