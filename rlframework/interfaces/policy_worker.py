@@ -7,7 +7,7 @@ on the engine, around the primitives of a backend's `rlframework.policy.engine.E
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NotRequired, TypeAlias, TypedDict
 
@@ -332,12 +332,13 @@ class PolicyWorker(ABC):
         raise _undeclared(self, "send weights over a process group", "collective_refit")
 
     def prepare_weights_for_ipc(
-        self, receive_buffers: Mapping[str, Any] | None = None
+        self, receive_buffers: Mapping[str, Any] | None = None, devices: Collection[str] | None = None
     ) -> tuple[list[tuple[str, int]], float]:
         """Begin a refit; return the names and bytes of the weights as sent, and the bytes available for one group.
 
         `receive_buffers`: device id to the result of `offer_refit_memory` of an engine there; weights are then written
-        to these buffers. Capability `ipc_refit`.
+        to these buffers. `devices`: the devices of the engines, if they are GPUs; a rank on another one shares nothing.
+        Capability `ipc_refit`.
         """
         raise _undeclared(self, "share weights with another process", "ipc_refit")
 

@@ -23,8 +23,8 @@ class WorkerContext:
 
     `device` is "cpu" or "cuda"; a worker on a GPU sees only that GPU, as device 0, regardless of its `local_rank`.
     `local_rank` numbers the workers of one machine from 0, `node_rank` numbers the machines in the order of ranks.
-    `node` is the address of the worker's own machine (empty if there is only one); `master_addr` is an address of rank
-    0's machine. `deadline` is the time limit, in seconds, for forming the process group and for each collective.
+    `node` is the address of the worker's own machine (empty if the cluster has one); `master_addr` is an address of
+    rank 0's machine. `deadline` is the time limit, in seconds, for forming the process group and for each collective.
     """
 
     rank: int = 0

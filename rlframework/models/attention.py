@@ -174,8 +174,12 @@ def varlen_kernel() -> Callable[..., Any] | None:
 
 
 def varlen_usable(query: Tensor) -> bool:
-    """Return True if the kernel supports the device and dtype of `query`."""
-    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and varlen_kernel() is not None
+    """Return True if the kernel, FlashAttention, supports the device, dtype and head size of `query [..., D]`."""
+    if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16) or varlen_kernel() is None:
+        return False
+    return (
+        query.shape[-1] % 8 == 0 and query.shape[-1] <= 256 and torch.cuda.get_device_capability(query.device) >= (8, 0)
+    )
 
 
 def row_attention(

@@ -98,7 +98,9 @@ class Scoring:
             return BatchedDataDict(scored)
         results = self.engine.forward_backward(microbatches, head, values_step, forward_only=True)
         require_results(results, microbatches)
-        real = [(result, batch) for result, batch in zip(results, on_host(microbatches), strict=True) if not batch.is_dummy]
+        real = [
+            (result, batch) for result, batch in zip(results, on_host(microbatches), strict=True) if not batch.is_dummy
+        ]
         for name, whole in scored.items():
             values = copy_to_cpu([result.outputs[name] for result, _ in real])
             for (_, microbatch), part in zip(real, values, strict=True):

@@ -7,7 +7,7 @@ sends them. A sender that fails keeps gathering to the end, so that the other ra
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -55,12 +55,14 @@ class WeightSender:
         with exhausting(weights):
             yield weights
 
-    def prepare_ipc(self, receive_buffers: Mapping[str, Any] | None = None) -> tuple[list[tuple[str, int]], float]:
+    def prepare_ipc(
+        self, receive_buffers: Mapping[str, Any] | None = None, devices: Collection[str] | None = None
+    ) -> tuple[list[tuple[str, int]], float]:
         """See `PolicyWorker.prepare_weights_for_ipc`."""
         self._require_transport("ipc")
         device = self.engine.device
         self.ipc = self.ipc or IpcSender(device)
-        self.ipc.begin(self.weights.transfer_info(), (receive_buffers or {}).get(device_id(device)))
+        self.ipc.begin(self.weights.transfer_info(), (receive_buffers or {}).get(device_id(device)), devices)
         sizes = [(name, bytes_of(shape, dtype)) for name, (shape, dtype) in self.ipc.info.items()]
         return sizes, free_bytes(device)
 
@@ -76,6 +78,8 @@ class WeightSender:
             raise UserError(f"unknown weights {unknown}; the names are those that prepare_weights_for_ipc returned")
         with self._gathering_weights(names) as weights:
             if device.type == "cpu" and self.engine.context.local_rank:  # the machine's first rank shares them
+                return {}
+            if not self.ipc.wanted:
                 return {}
             return {device_id(device): self.ipc.pack(names, weights)}
 
@@ -121,6 +125,11 @@ class WeightSender:
                 if self._group.closed:
                     self._group = None
                 raise
+
+    def release_gpu_buffers(self) -> None:
+        """Free the buffers of a refit through CUDA IPC, for the engines on this GPU."""
+        if self.ipc is not None and self.engine.device.type == "cuda":
+            self.ipc.close()
 
     def close(self) -> None:
         """Release the shared memory, the process group and the port."""

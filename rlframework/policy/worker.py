@@ -164,6 +164,7 @@ class PolicyWorkerBase(PolicyWorker):
 
     def offload_after_refit(self) -> BytesMoved:
         """See `PolicyWorker.offload_after_refit`."""
+        self.sender.release_gpu_buffers()
         return self.residency.offload("model", "optimizer")
 
     def save_pretrained(self, path: str) -> None:

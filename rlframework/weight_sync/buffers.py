@@ -156,8 +156,10 @@ def checksum(raw: Tensor) -> int:
 
 def words_checksum(raw: Tensor) -> int:
     """Compute the GPU checksum, on any device. Each word's factor is odd and mixes all bits of the word's position."""
-    words = torch.nn.functional.pad(raw, (0, -raw.numel() % 8)).view(torch.int64)
     total = raw.numel()
+    if raw.numel() % 8 or raw.storage_offset() % 8:  # else without a copy, which takes as much memory as the weight
+        raw = torch.nn.functional.pad(raw, (0, -raw.numel() % 8))
+    words = raw.view(torch.int64)
     for start in range(0, words.numel(), _WORDS_PER_CHUNK):
         chunk = words[start : start + _WORDS_PER_CHUNK]
         positions = torch.arange(start + 1, start + 1 + chunk.numel(), device=raw.device, dtype=torch.int64)

@@ -15,10 +15,11 @@ refit. If a rank dies or is late, the group cannot be used again.
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import cycle
 from typing import Any, TypeVar
@@ -83,14 +84,24 @@ class RefitGroup:
             master_listen_fd=served,
         )
         if self.device.type == "cuda":
-            kind = untyped.ProcessGroupNCCL
-            options = kind.Options()
-        else:
-            kind = untyped.ProcessGroupGloo
-            options = kind._Options()
-            options._devices = [kind.create_device(hostname=_own_address(ip, port) if self.rank else ip)]
+            return self._join_gpus(store)
+        options = untyped.ProcessGroupGloo._Options()
+        options._devices = [
+            untyped.ProcessGroupGloo.create_device(hostname=_own_address(ip, port) if self.rank else ip)
+        ]
         options._timeout = timeout
-        return kind(store, self.rank, self.size, options)
+        return untyped.ProcessGroupGloo(store, self.rank, self.size, options)
+
+    def _join_gpus(self, store: Any) -> Any:
+        """Form a group with NCCL, which waits for missing ranks without limit, and ends the process on errors."""
+        untyped: Any = dist
+        present = [f"rank {rank}" for rank in range(self.size)]
+        store.set(present[self.rank], "")
+        store.wait(present, timedelta(seconds=self.deadline))
+        options = untyped.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=2 * self.deadline + 60)  # only a reserve: `wait` has the deadline
+        with _variable("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):  # its watchdog reports an error, and does not abort
+            return untyped.ProcessGroupNCCL(store, self.rank, self.size, options)
 
     def start_broadcast(self, tensor: Tensor) -> dist.Work:
         """Start sending `tensor` from rank 0 to the others; pass the result to `wait`."""
@@ -111,16 +122,27 @@ class RefitGroup:
             until = time.monotonic() + self.deadline
             if self.device.type == "cpu":
                 work.wait(timedelta(seconds=self.deadline))
-            while self.device.type == "cuda" and not work.is_completed():  # NCCL's own time-outs abort the process
+            while self.device.type == "cuda" and not work.is_completed():
                 if time.monotonic() > until:
                     raise RuntimeError("deadline exceeded")
                 time.sleep(0.001)
+            if self.device.type == "cuda":
+                work.wait()  # complete, also after an error of the connection
+                self._require_success()
         except RuntimeError as error:
             self.close()
             who = "a receiver is gone or took too long" if self.rank == 0 else "the trainer is gone or took too long"
             raise RefitError(
                 f"{what}: {who} (generation.refit.deadline is {self.deadline:g} s): {_first_line(error)}"
             ) from error
+
+    def _require_success(self) -> None:
+        """Raise a RuntimeError if NCCL lost a connection. What arrived before the error is detected by checksums."""
+        from torch._C._distributed_c10d import ErrorType  # not in a torch without distributed
+
+        error = self._group.get_error()
+        if error != ErrorType.SUCCESS:
+            raise RuntimeError(f"NCCL: {error}")
 
     @property
     def closed(self) -> bool:
@@ -133,6 +155,20 @@ class RefitGroup:
         if group is not None and self.device.type == "cuda":
             with suppress(RuntimeError):
                 group.abort()
+
+
+@contextmanager
+def _variable(name: str, value: str) -> Iterator[None]:
+    """Set an environment variable that a library reads during the block."""
+    previous = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if previous is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = previous
 
 
 def _own_address(ip: str, port: int) -> str:

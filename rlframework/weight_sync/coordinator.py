@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -114,7 +114,10 @@ class Refitter:
         buffers: dict[str, ipc.ReceiveBuffer] = {}
         for offered in reversed(self._call_all(self._generation, ReceivesWeights.offer_refit_memory)):
             buffers |= offered
-        destination = {"receive_buffers": buffers} if buffers else {}
+        destination: dict[str, Any] = {"receive_buffers": buffers} if buffers else {}
+        _, engines = self._devices
+        if all(device.startswith(ipc.GPU_PREFIX) for device in engines):
+            destination["devices"] = sorted(engines)
         prepared = self._call_all(self._trainer, PolicyWorker.prepare_weights_for_ipc, **destination)
         if buffer_bytes is None and self._config.buffer_mb is not None:
             buffer_bytes = self._config.buffer_mb * 2**20
@@ -158,11 +161,23 @@ class Refitter:
                 "generation.refit.transport=collective needs the trainer and the engines in different processes: set "
                 "worker_group.name or generation.workers.group to processes or ray"
             )
+        self._require_own_gpus(self._call_trainer(PolicyWorker.get_refit_state)["device"])
         address, port = self._call_trainer(PolicyWorker.reserve_refit_address)
         size = 1 + self._generation.sharding.size
         self._run_both(
             PolicyWorker.init_collective, ReceivesWeights.init_collective, ip=address, port=port, world_size=size
         )
+
+    def _require_own_gpus(self, sender: str) -> None:
+        """Raise a `ConfigError` if two processes of the group share a GPU, which NCCL rejects."""
+        engines = self._call_all(self._generation, ReceivesWeights.get_refit_state)
+        devices = Counter([sender, *(state["device"] for state in engines)])
+        if shared := [name for name, count in devices.items() if count > 1 and name.startswith(ipc.GPU_PREFIX)]:
+            raise ConfigError(
+                f"generation.refit.transport=collective gives NCCL two processes on the GPU {shared[0]}, which it does "
+                "not support: place the engines on GPUs of their own (generation.workers.group=ray), or use at most as "
+                "many engines as the trainer has workers, so that generation.refit.transport=ipc can be used"
+            )
 
     def _run_both(
         self, trainer_method: Callable[..., None], engine_method: Callable[..., Any], **arguments: Any

@@ -14,7 +14,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import Any
@@ -157,24 +157,34 @@ class CudaMemory:
     @property
     def handle(self) -> CudaHandle:
         """A handle for what has been written so far."""
+        torch.cuda.synchronize(self.raw.device)
+        return CudaHandle(self.raw)
+
+
+class CudaHandle:
+    """Identifies memory on a GPU: the memory itself in its own process, elsewhere what torch needs to open it.
+
+    CUDA does not open shared memory in the process that owns it. Torch keeps memory that it has shared until it was
+    opened, so it is shared when the handle is pickled, and not if it stays in the process.
+    """
+
+    def __init__(self, own: Tensor | None, rebuild: Callable[..., Tensor] | None = None, *arguments: Any) -> None:
+        self._own, self._shared = own, (rebuild, arguments)
+
+    def __reduce__(self) -> tuple[Any, ...]:
         from torch.multiprocessing.reductions import reduce_tensor
 
-        torch.cuda.synchronize(self.raw.device)
-        return CudaHandle(*reduce_tensor(self.raw))
-
-
-@dataclass(frozen=True)
-class CudaHandle:
-    """Identifies memory on a GPU, by a call of torch's."""
-
-    rebuild: Callable[..., Tensor]
-    arguments: tuple[Any, ...]
+        rebuild, arguments = self._shared if self._own is None else reduce_tensor(self._own)
+        return CudaHandle, (None, rebuild, *arguments)
 
     def open(self, device: torch.device) -> Tensor:
         """Return the memory; this process may number the GPU differently."""
-        arguments = list(self.arguments)
-        arguments[_CUDA_DEVICE] = device.index or 0
-        return self.rebuild(*arguments)
+        if self._own is not None:
+            return self._own
+        rebuild, arguments = self._shared
+        assert rebuild is not None
+        numbered = [*arguments[:_CUDA_DEVICE], device.index or 0, *arguments[_CUDA_DEVICE + 1 :]]
+        return rebuild(*numbered)
 
 
 # -- groups of weights -------------------------------------------------------------------------------------------------
@@ -206,15 +216,23 @@ class IpcSender:
         self._device = device
         self._buffers: deque[SharedMemory | CudaMemory] = deque()
         self.receive_buffer: ReceiveBuffer | None = None
+        self._devices: Collection[str] | None = None
         self._open = lru_cache(1)(open_memory)
         self.info: WeightInfo = {}
         self.refit = ""
 
-    def begin(self, info: WeightInfo, receive_buffer: ReceiveBuffer | None = None) -> None:
+    def begin(
+        self,
+        info: WeightInfo,
+        receive_buffer: ReceiveBuffer | None = None,
+        devices: Collection[str] | None = None,
+    ) -> None:
         """Begin a refit of the weights `info`, which `pack` writes to `receive_buffer` if given.
 
-        Raises `RefitError` if the buffer was laid out for other weights.
+        `devices`: the devices of the engines; None if unknown. Raises `RefitError` if the buffer was laid out for other
+        weights.
         """
+        self._devices = devices
         if receive_buffer is not None and receive_buffer.layout != buffers.layout_checksum(info):
             raise RefitError(
                 "an engine offered a receive buffer for weights other than the trainer's: call its prepare_refit_info "
@@ -224,6 +242,11 @@ class IpcSender:
         if receive_buffer is None or current is None or receive_buffer.memory != current.memory:
             self.close()
         self.info, self.receive_buffer, self.refit = info, receive_buffer, uuid4().hex
+
+    @property
+    def wanted(self) -> bool:
+        """Whether an engine may open this device's memory; torch keeps shared memory that nobody opens."""
+        return self._devices is None or device_id(self._device) in self._devices
 
     def pack(self, names: Iterable[str], weights: Iterator[tuple[str, Tensor]]) -> GroupHandles:
         """Write `weights`, given in the order of `names`, and return their handles."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -125,6 +126,23 @@ def test_this_torch_has_the_kernel_but_it_is_not_used_on_a_cpu_or_in_fp32():
     assert attention.varlen_kernel() is not None
     assert not attention.varlen_usable(torch.zeros(1, dtype=torch.bfloat16))
     assert not attention.varlen_usable(torch.zeros(1))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size", "capability", "usable"),
+    [
+        (torch.bfloat16, 128, (9, 0), True),
+        (torch.float16, 256, (8, 0), True),
+        (torch.float32, 128, (9, 0), False),
+        (torch.bfloat16, 100, (9, 0), False),  # not a multiple of 8
+        (torch.bfloat16, 264, (9, 0), False),
+        (torch.bfloat16, 128, (7, 5), False),  # FlashAttention 2 needs Ampere
+    ],
+)
+def test_the_kernel_is_used_where_flash_attention_computes(monkeypatch, dtype, size, capability, usable):
+    query = SimpleNamespace(is_cuda=True, dtype=dtype, shape=(1, 4, 12, size), device="cuda:0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    assert attention.varlen_usable(query) is usable
 
 
 @pytest.mark.gpu

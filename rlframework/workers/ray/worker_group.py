@@ -286,7 +286,8 @@ class RayWorkerGroup(RemoteWorkerGroup):
 
     def _context(self, rank: int, context: WorkerContext) -> WorkerContext:
         place = self._placements[rank]
-        node = place.address if len(self._nodes) > 1 else ""
+        # also for a group on one machine: a refit may connect it with engines on another
+        node = place.address if len(self._machines) > 1 else ""
         context = super()._context(rank, context)
         return replace(context, local_rank=place.local_rank, node_rank=place.node_rank, node=node)
 

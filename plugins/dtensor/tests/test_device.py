@@ -1,0 +1,23 @@
+"""What a worker does besides training keeps each tensor on the device that it must be on; results equal the CPU's."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from probe_device import compare
+from probe_forked import run_forked
+
+from rlframework.conformance import cases
+from rlframework.huggingface.model_directories import make_llama
+
+
+@pytest.mark.parametrize("settings", [{}, {"lora": {"rank": 4, "target_modules": ["q_proj", "down_proj"]}}])
+def test_calls_on_a_device_equal_those_on_the_cpu(tmp_path, batches, settings):
+    sizes = {"hidden": 32, "intermediate": 64, "layers": 2, "heads": 4, "kv_heads": 2}
+    model = make_llama(tmp_path / "model", cases.tokenizer(), **sizes, tied=False, init_std=0.2)
+    done = run_forked(compare, model, batches(1)[0], settings, tmp_path)
+    assert done.returncode == 0, done.stderr
+    differences = json.loads(done.stdout)
+    assert len(differences) >= 10
+    assert max(differences.values()) < 1e-4, differences
