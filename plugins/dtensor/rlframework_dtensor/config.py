@@ -136,7 +136,13 @@ def _compile_problems(config: RunConfig, section: DTensorConfig, device: str) ->
     ):  # torch 2.13's compiler does not terminate on sharded weights with dynamic lengths
         message = "compiled blocks cannot be combined with tensor parallelism, and policy.parallelism.tensor is"
         yield Problem(key, f"{message} {config.policy.parallelism.tensor}.", "Set it to false.")
-    if config.policy.parallelism.expert > 1 or config.policy.router_aux_loss_coef > 0:
+    policy = config.policy
+    own_attention = device == "cuda" or policy.batching.mode in ("auto", "packed") or policy.parallelism.context > 1
+    if policy.activation_checkpointing and own_attention:  # torch 2.13 then runs the whole block eagerly, silently
+        message = "torch cannot compile a checkpointed block whose attention is the framework's, that of packed rows, "
+        message += "of context parallelism, and of a GPU."
+        yield Problem(key, message, "Set it to false, or policy.activation_checkpointing to false.")
+    if policy.parallelism.expert > 1 or policy.router_aux_loss_coef > 0:
         message = "compiled blocks with expert parallelism or a load-balancing loss are not supported: not validated."
         yield Problem(key, message, "Set it to false.")
 

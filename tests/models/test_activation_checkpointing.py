@@ -1,0 +1,100 @@
+"""What activation checkpointing computes twice and keeps, counted; its results are those without it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from weakref import ref
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from rlframework.models.activation_checkpointing import checkpoint_activations
+
+HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, LAYERS, VOCABULARY = 32, 64, 4, 2, 3, 50
+KEYS = HIDDEN // HEADS * KV_HEADS
+TOKENS = 24
+CONFIG = LlamaConfig(
+    hidden_size=HIDDEN,
+    intermediate_size=INTERMEDIATE,
+    num_hidden_layers=LAYERS,
+    num_attention_heads=HEADS,
+    num_key_value_heads=KV_HEADS,
+    vocab_size=VOCABULARY,
+    use_cache=False,
+)
+
+
+class Recorder(TorchDispatchMode):
+    """Counts operators, and knows which of their results are still in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self.storages: dict[int, ref[torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[func.name().removeprefix("aten::")] += 1
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                self.storages[id(storage)] = ref(storage)
+        return result
+
+    def bytes_in_memory(self) -> int:
+        return sum(storage.nbytes() for one in self.storages.values() if (storage := one()) is not None)
+
+
+def step(mode):
+    """One step in `mode`: the operators of forward and backward, what the forward left in memory, the gradients."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIG, attn_implementation="sdpa").train()
+    if mode is not None:
+        checkpoint_activations(model, mode)
+    ids = torch.arange(TOKENS)[None] % VOCABULARY
+    with Recorder() as recorder:
+        loss = model(ids).logits.square().mean()
+        kept = recorder.bytes_in_memory()
+        loss.backward()
+    return recorder.counts, kept, [parameter.grad for parameter in model.parameters()]
+
+
+@pytest.fixture(scope="module")
+def steps():
+    return {mode: step(mode) for mode in (None, "selective", "full")}
+
+
+def attention(counts):
+    return sum(count for name, count in counts.items() if "attention" in name and "backward" not in name)
+
+
+def test_gradients_are_those_without_checkpointing_bit_for_bit(steps):
+    for mode in ("selective", "full"):
+        for gradient, plain in zip(steps[mode][2], steps[None][2], strict=True):
+            assert torch.equal(gradient, plain)
+
+
+def test_selective_repeats_no_matrix_product_and_no_attention_but_the_activation_functions(steps):
+    plain, selective = steps[None][0], steps["selective"][0]
+    assert plain["mm"] == 3 * (7 * LAYERS + 1)  # q, k, v, o, gate, up, down and the head, each with two gradients
+    assert selective["mm"] == plain["mm"]
+    assert attention(selective) == attention(plain) == LAYERS
+    assert selective["silu"] == 2 * plain["silu"]
+
+
+def test_full_repeats_the_forward_of_blocks(steps):
+    plain, full = steps[None][0], steps["full"][0]
+    assert full["mm"] - plain["mm"] == 6 * LAYERS  # torch stops before the last product of a block
+    assert attention(full) == 2 * LAYERS
+    assert full["silu"] == 2 * plain["silu"]
+
+
+def test_selective_keeps_the_results_of_products_and_attention_beside_what_full_keeps(steps):
+    plain, selective, full = (steps[mode][1] for mode in (None, "selective", "full"))
+    products = HIDDEN + 2 * KEYS + HIDDEN + 2 * INTERMEDIATE + HIDDEN  # of each token: q, k and v, o, gate and up, down
+    of_attention = HIDDEN + HEADS  # its result, and the logarithm of its denominators
+    assert selective - full == 4 * TOKENS * LAYERS * (products + of_attention)
+    assert full < selective < plain
