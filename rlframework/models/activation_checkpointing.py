@@ -9,9 +9,16 @@ results are as large as the whole sequence's keys and values, and one gather per
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections import deque
+from functools import cache
+from typing import Any, Literal, NamedTuple
 
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from rlframework.errors import NotSupported
 
 Mode = Literal["selective", "full"]
 
@@ -47,11 +54,71 @@ def checkpoint_activations(model: Any, mode: Mode) -> None:
     enable(keys)
 
 
-def selective_contexts() -> tuple[Any, Any]:
-    """Return the contexts of a block's forward and of its recomputation: the `context_fn` of torch's `checkpoint`."""
-    return create_selective_checkpoint_contexts(_keep_or_recompute)
+def selective_contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:
+    """Return the contexts of a block's forward and of its recomputation: the `context_fn` of torch's `checkpoint`.
+
+    torch's own (`create_selective_checkpoint_contexts`) fail if the recomputation runs an operator that the forward did
+    not. Engines do so: ZeRO-3 gathers weights in hooks inside a block, from where they then are.
+    """
+    kept: deque[_Kept] = deque()
+    return _Keep(kept), _Reuse(kept)
 
 
-def _keep_or_recompute(_context: Any, operator: Any, *_args: Any, **_keys: Any) -> CheckpointPolicy:
-    kept = operator.name().partition(".")[0] in KEPT
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+class _Kept(NamedTuple):
+    operator: Any
+    result: Any
+    versions: list[int]
+
+
+class _Keep(TorchDispatchMode):
+    """Keeps the results of `KEPT` in the order of their calls."""
+
+    def __init__(self, kept: deque[_Kept]) -> None:
+        super().__init__()
+        self._kept = kept
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if _is_kept(func):
+            alias = tree_map_only(Tensor, _alias, result)
+            self._kept.append(_Kept(func, alias, _versions(alias)))
+        return result
+
+
+class _Reuse(TorchDispatchMode):
+    """Returns what was kept instead of computing it again."""
+
+    def __init__(self, kept: deque[_Kept]) -> None:
+        super().__init__()
+        self._kept = kept
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not _is_kept(func):
+            return func(*args, **(kwargs or {}))
+        kept = self._kept.popleft() if self._kept else None
+        if kept is None or kept.operator is not func:
+            raise NotSupported(
+                f"the backward pass calls {func} where the forward pass of a block did not, so what it kept cannot be "
+                "used; set policy.activation_checkpointing to full"
+            )
+        if _versions(kept.result) != kept.versions:
+            raise NotSupported(
+                f"a block changes the result of {func} in place, so it cannot be kept; set "
+                "policy.activation_checkpointing to full"
+            )
+        return kept.result
+
+
+@cache
+def _is_kept(operator: Any) -> bool:
+    return operator.name().partition(".")[0] in KEPT
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    """The same memory without the graph that `tensor` becomes part of, which would keep itself alive."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):  # type: ignore[attr-defined]
+        return tensor.detach()  # a change in place is then seen in its version
+
+
+def _versions(result: Any) -> list[int]:
+    return [leaf._version for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]

@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from rlframework.models.activation_checkpointing import checkpoint_activations
+from rlframework.errors import NotSupported
+from rlframework.models.activation_checkpointing import checkpoint_activations, selective_contexts
 
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, LAYERS, VOCABULARY = 32, 64, 4, 2, 3, 50
 KEYS = HIDDEN // HEADS * KV_HEADS
@@ -98,3 +100,36 @@ def test_selective_keeps_the_results_of_products_and_attention_beside_what_full_
     of_attention = HIDDEN + HEADS  # its result, and the logarithm of its denominators
     assert selective - full == 4 * TOKENS * LAYERS * (products + of_attention)
     assert full < selective < plain
+
+
+class InPlace(torch.nn.Module):
+    """A product that is changed in place, as by a reduction over workers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(2, 2))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        product = inputs @ self.weight
+        with torch.no_grad():
+            product.mul_(2)
+        return product.exp()
+
+
+def test_a_kept_result_that_was_changed_is_an_error():
+    loss = checkpoint(InPlace(), torch.ones(3, 2), use_reentrant=False, context_fn=selective_contexts).sum()
+    with pytest.raises(NotSupported, match=r"aten.mm.default in place.*activation_checkpointing to full"):
+        loss.backward()
+
+
+def test_the_recomputation_may_run_operators_that_the_forward_did_not():
+    """As an engine that gathers weights in hooks."""
+    weight, calls = torch.ones(2, 2, requires_grad=True), []
+
+    def block(inputs):
+        calls.append(torch.empty(len(calls)).add(1))
+        return (inputs @ weight).exp()
+
+    checkpoint(block, torch.ones(3, 2), use_reentrant=False, context_fn=selective_contexts).sum().backward()
+    assert len(calls) == 2
+    assert torch.equal(weight.grad, torch.full((2, 2), 3 * torch.tensor(2.0).exp().item()))

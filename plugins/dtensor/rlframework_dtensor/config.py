@@ -137,10 +137,9 @@ def _compile_problems(config: RunConfig, section: DTensorConfig, device: str) ->
         message = "compiled blocks cannot be combined with tensor parallelism, and policy.parallelism.tensor is"
         yield Problem(key, f"{message} {config.policy.parallelism.tensor}.", "Set it to false.")
     policy = config.policy
-    own_attention = device == "cuda" or policy.batching.mode in ("auto", "packed") or policy.parallelism.context > 1
-    if policy.activation_checkpointing and own_attention:  # torch 2.13 then runs the whole block eagerly, silently
-        message = "torch cannot compile a checkpointed block whose attention is the framework's, that of packed rows, "
-        message += "of context parallelism, and of a GPU."
+    if policy.activation_checkpointing:  # with the framework's attention torch 2.13 runs such blocks eagerly, silently
+        message = "compiled blocks cannot be combined with activation checkpointing: torch does not compile a "
+        message += "checkpointed block whose attention is excluded from compilation."
         yield Problem(key, message, "Set it to false, or policy.activation_checkpointing to false.")
     if policy.parallelism.expert > 1 or policy.router_aux_loss_coef > 0:
         message = "compiled blocks with expert parallelism or a load-balancing loss are not supported: not validated."
