@@ -65,6 +65,8 @@ def selective_contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:
 
 
 class _Kept(NamedTuple):
+    """The result of a call; None if a collective changed it."""
+
     operator: Any
     result: Any
     versions: list[int]
@@ -74,7 +76,7 @@ class _Keep(TorchDispatchMode):
     """Keeps the results of `KEPT` in the order of their calls."""
 
     def __init__(self, kept: deque[_Kept]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._kept = kept
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -82,14 +84,23 @@ class _Keep(TorchDispatchMode):
         if _is_kept(func):
             alias = tree_map_only(Tensor, _alias, result)
             self._kept.append(_Kept(func, alias, _versions(alias)))
+        elif func.namespace == "c10d":
+            self._forget(args)
         return result
+
+    def _forget(self, args: Any) -> None:
+        """Drop results in the memory of `args`, which a collective may have changed without raising their version."""
+        changed = _memory(args)
+        for index, kept in enumerate(self._kept):
+            if kept.result is not None and not changed.isdisjoint(_memory(kept.result)):
+                self._kept[index] = kept._replace(result=None)
 
 
 class _Reuse(TorchDispatchMode):
-    """Returns what was kept instead of computing it again."""
+    """Returns what was kept instead of computing it again, unless the block changed it."""
 
     def __init__(self, kept: deque[_Kept]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._kept = kept
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -101,12 +112,8 @@ class _Reuse(TorchDispatchMode):
                 f"the backward pass calls {func} where the forward pass of a block did not, so what it kept cannot be "
                 "used; set policy.activation_checkpointing to full"
             )
-        if _versions(kept.result) != kept.versions:
-            raise NotSupported(
-                f"a block changes the result of {func} in place, so it cannot be kept; set "
-                "policy.activation_checkpointing to full"
-            )
-        return kept.result
+        changed = kept.result is None or _versions(kept.result) != kept.versions
+        return func(*args, **(kwargs or {})) if changed else kept.result
 
 
 @cache
@@ -116,8 +123,13 @@ def _is_kept(operator: Any) -> bool:
 
 def _alias(tensor: Tensor) -> Tensor:
     """The same memory without the graph that `tensor` becomes part of, which would keep itself alive."""
-    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):  # type: ignore[attr-defined]
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()  # a change in place is then seen in its version
+
+
+def _memory(values: Any) -> set[int]:
+    """The addresses of plain tensors; those of others, such as DTensors, are not in-place arguments of collectives."""
+    return {leaf.untyped_storage().data_ptr() for leaf in tree_leaves(values) if type(leaf) is Tensor}
 
 
 def _versions(result: Any) -> list[int]:

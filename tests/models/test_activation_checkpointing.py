@@ -7,6 +7,8 @@ from weakref import ref
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
@@ -102,23 +104,47 @@ def test_selective_keeps_the_results_of_products_and_attention_beside_what_full_
     assert full < selective < plain
 
 
-class InPlace(torch.nn.Module):
-    """A product that is changed in place, as by a reduction over workers."""
+@pytest.fixture
+def one_process():
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(2, 2))
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        product = inputs @ self.weight
-        with torch.no_grad():
-            product.mul_(2)
+def double(product):
+    product.detach().mul_(2)
+
+
+def reduce(product):
+    """A sum over a single worker. torch counts no change, although several workers would change the values."""
+    dist.all_reduce(product.detach())
+
+
+@pytest.mark.parametrize("change", [double, reduce])
+def test_a_kept_result_that_was_changed_in_place_is_computed_again(change, one_process):
+    weight = torch.ones(2, 2, requires_grad=True)
+
+    def block(inputs):
+        product = inputs @ weight
+        change(product)
         return product.exp()
 
+    with Recorder() as recorder:
+        checkpoint(block, torch.ones(3, 2), use_reentrant=False, context_fn=selective_contexts).sum().backward()
+    assert recorder.counts["mm"] == 3  # forward, recomputation and the gradient of the weight
+    factor = 2 if change is double else 1
+    assert torch.equal(weight.grad, torch.full((2, 2), 3 * torch.tensor(2.0 * factor).exp().item()))
 
-def test_a_kept_result_that_was_changed_is_an_error():
-    loss = checkpoint(InPlace(), torch.ones(3, 2), use_reentrant=False, context_fn=selective_contexts).sum()
-    with pytest.raises(NotSupported, match=r"aten.mm.default in place.*activation_checkpointing to full"):
+
+def test_an_operator_out_of_order_is_an_error():
+    weight, calls = torch.ones(2, 2, requires_grad=True), []
+
+    def block(inputs):
+        calls.append(None)
+        return (inputs @ weight if len(calls) == 1 else torch.addmm(inputs, inputs, weight)).exp()
+
+    loss = checkpoint(block, torch.ones(2, 2), use_reentrant=False, context_fn=selective_contexts).sum()
+    with pytest.raises(NotSupported, match=r"aten.addmm.default.*activation_checkpointing to full"):
         loss.backward()
 
 
