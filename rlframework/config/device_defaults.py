@@ -29,6 +29,9 @@ def device_defaults(config: RunConfig, device: str, *, bfloat16: bool) -> list[D
             "policy.tf32", True, "fp32 products run on tensor cores, about 8 times as fast, with 10 bits of mantissa"
         )
     ]
+    if config.generation.name == "transformers":  # another engine may manage its memory by means that exclude them
+        reason = "the lengths of rows change, and memory that is extended in place does not fragment"
+        defaults.append(Default("policy.expandable_segments", True, reason))
     if bfloat16:
         reason = "matrix products and attention have fast kernels only in half precision; main weights stay in fp32"
         defaults.append(Default("policy.precision", "bfloat16", reason))

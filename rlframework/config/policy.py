@@ -149,6 +149,11 @@ class PolicyConfig(Section):
     cudnn_attention: bool = Field(
         False, description="let torch use cuDNN's attention on a GPU, which plans 0.5 to 1 s for each new shape"
     )
+    expandable_segments: bool = Field(
+        False,
+        description="on a GPU, let torch's allocator extend its memory in place; true is the default there with the "
+        "generation engine `transformers`. PYTORCH_ALLOC_CONF takes precedence",
+    )
     parallelism: ParallelismConfig = ParallelismConfig()
     batching: BatchingConfig = BatchingConfig()
     train_global_batch_size: PositiveInt = Field(64, description="rows per optimizer step, over all workers")

@@ -169,13 +169,6 @@ def require_vocabulary(model: Any, tokenizer: Any) -> None:
         )
 
 
-def checkpoint_activations(model: Any) -> None:
-    """Enable activation checkpointing: keep only the inputs of the layers and recompute the rest in the backward."""
-    # newer versions of transformers use the first name, older ones the second
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
-
-
 def decoder_layers(model: Any) -> list[nn.Module]:
     """Return the layers that FSDP gathers one at a time: modules of the classes that the model says not to split.
 

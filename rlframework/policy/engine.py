@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from rlframework.interfaces.data_processor import Microbatch
     from rlframework.interfaces.worker_group import WorkerContext
     from rlframework.policy.head.patch import HeadOutput, HeadRequest
+    from rlframework.policy.host_buffers import HostBuffers
 
 
 @dataclass(frozen=True)
@@ -170,6 +171,15 @@ class Engine(ABC):
     @abstractmethod
     def restore(self, snapshot: dict[str, Tensor]) -> None:
         """Write a snapshot back in place, bit for bit."""
+
+    def swap(self, snapshot: dict[str, Tensor], host: HostBuffers) -> dict[str, Tensor]:
+        """Write a snapshot and return one of the weights that it replaces, which is valid until the next swap.
+
+        Same as `snapshot` and then `restore`. An engine that copies through `host` does not wait for a GPU.
+        """
+        current = self.snapshot()
+        self.restore(snapshot)
+        return current
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Load whole weights, for all names in `weight_specs`: each rank copies its shards in place. No collective."""

@@ -16,6 +16,7 @@ from rlframework.microbatches.global_batch import check_rows
 from rlframework.microbatches.on_demand import on_host
 from rlframework.policy.engine import Engine, require_head
 from rlframework.policy.head.patch import HeadRequest
+from rlframework.policy.host_buffers import HostBuffers
 from rlframework.policy.microbatching import Microbatching, require_results, values_step
 from rlframework.policy.shared_state import Residency
 
@@ -26,12 +27,12 @@ class SnapshotReference:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self.weights = engine.snapshot()
+        self._host = HostBuffers()
 
     @contextmanager
     def use(self) -> Iterator[None]:
         """Context manager: swap in the reference; restore the policy on exit, also after an exception."""
-        current = self._engine.snapshot()
-        self._engine.restore(self.weights)
+        current = self._engine.swap(self.weights, self._host)
         try:
             yield
         finally:

@@ -90,7 +90,12 @@ class PolicyWorkerBase(PolicyWorker):
         context, generation = context or WorkerContext(), generation or GenerationConfig()
         # a worker sees only its own GPU, as device 0
         device = torch.device("cuda", 0) if context.device == "cuda" else torch.device(context.device)
-        prepare_device(str(device), tf32=config.tf32, cudnn_attention=config.cudnn_attention)
+        prepare_device(
+            str(device),
+            tf32=config.tf32,
+            cudnn_attention=config.cudnn_attention,
+            expandable_segments=config.expandable_segments,
+        )
         section = self.engine_class.backend_config_model.model_validate(backend_config or {})
         self.engine = engine = self.engine_class(config, section, tokenizer, context, device)
         self.progress = progress = TrainingProgress()

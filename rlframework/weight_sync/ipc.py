@@ -29,6 +29,7 @@ from rlframework.errors import NotSupported, RefitError
 from rlframework.observers.host import available_memory
 from rlframework.weight_sync import buffers
 from rlframework.weight_sync.buffers import Slot, WeightInfo
+from rlframework.workers.allocator import without_expandable_segments
 from rlframework.workers.machine import identity
 
 BUFFERS = 3  # groups of weights in memory at the same time
@@ -152,7 +153,8 @@ class CudaMemory:
     """`size` bytes on a GPU, 1-D uint8 in `raw`, that other processes can open."""
 
     def __init__(self, size: int, device: torch.device) -> None:
-        self.raw = torch.empty(size, dtype=torch.uint8, device=device)
+        with without_expandable_segments():
+            self.raw = torch.empty(size, dtype=torch.uint8, device=device)
 
     @property
     def handle(self) -> CudaHandle:

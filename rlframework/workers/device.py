@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from rlframework.workers.allocator import use_expandable_segments
 
-def prepare_device(device: str, *, tf32: bool, cudnn_attention: bool) -> None:
-    """Set up torch for `device`, such as "cuda:0"; does nothing on a CPU. See `policy.tf32`, `policy.cudnn_attention`.
+
+def prepare_device(device: str, *, tf32: bool, cudnn_attention: bool, expandable_segments: bool = False) -> None:
+    """Set up torch for `device`, such as "cuda:0"; does nothing on a CPU. The arguments are keys of `policy`.
 
     From torch 2.11 on, cuDNN is the first choice for attention on recent GPUs. It builds a plan for each new shape,
     reported as 0.44 s forward and 0.55 s backward (modelscope/FunASR#3704), and decoding has a new shape for each
@@ -15,6 +17,8 @@ def prepare_device(device: str, *, tf32: bool, cudnn_attention: bool) -> None:
         return
     import torch
 
+    if expandable_segments:
+        use_expandable_segments()
     torch.backends.cuda.enable_cudnn_sdp(cudnn_attention)
     torch.backends.cuda.matmul.allow_tf32 = tf32
     torch.backends.cudnn.allow_tf32 = tf32

@@ -29,7 +29,7 @@ def test_a_gpu_computes_in_bfloat16_and_a_cpu_in_fp32():
 def test_what_the_user_sets_is_kept():
     config, defaults = load_with_defaults(run_on("cuda", precision="float32"))
     assert (config.policy.precision, config.policy.tf32) == ("float32", True)
-    assert [default.key for default in defaults] == ["policy.tf32"]
+    assert [default.key for default in defaults] == ["policy.tf32", "policy.expandable_segments"]
     assert not load_config(run_on("cuda"), ["policy.tf32=false"]).policy.tf32
 
 
@@ -43,7 +43,15 @@ def test_the_configuration_of_a_run_has_the_values(tmp_path):
 
 def test_a_backend_without_bfloat16_keeps_fp32():
     config = load_config(run_on("cpu"))
-    assert [default.key for default in device_defaults(config, "cuda", bfloat16=False)] == ["policy.tf32"]
+    assert "policy.precision" not in [default.key for default in device_defaults(config, "cuda", bfloat16=False)]
+
+
+def test_memory_is_not_extended_in_place_beside_an_engine_that_may_exclude_it():
+    config = load_config(run_on("cpu"))
+    config = config.model_copy(update={"generation": config.generation.model_copy(update={"name": "other"})})
+    assert "policy.expandable_segments" not in [
+        default.key for default in device_defaults(config, "cuda", bfloat16=True)
+    ]
 
 
 def test_the_command_gives_the_reasons(tmp_path, capsys):

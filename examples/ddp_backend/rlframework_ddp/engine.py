@@ -12,8 +12,9 @@ from contextlib import nullcontext
 
 import torch
 from rlframework.interfaces.data_processor import Microbatch
+from rlframework.models.activation_checkpointing import checkpoint_activations
 from rlframework.models.forward import attending, forward
-from rlframework.models.loading import checkpoint_activations, load_config, load_model, require_vocabulary
+from rlframework.models.loading import load_config, load_model, require_vocabulary
 from rlframework.models.named_tensors import by_file_names, named_tensors
 from rlframework.models.probing import probe_packing
 from rlframework.policy.engine import Engine, Moments, Step, StepResult, WeightSpec
@@ -40,7 +41,7 @@ class DdpEngine(Engine):
         self.model: nn.Module = load_model(self.config, None)
         require_vocabulary(self.model, self.tokenizer)
         if self.config.activation_checkpointing:
-            checkpoint_activations(self.model)
+            checkpoint_activations(self.model, self.config.activation_checkpointing)
         self.model.to(self.device)
         self._head = HeadPatch(self.model)
         self._weights = by_file_names(self.model, named_tensors(self.model))

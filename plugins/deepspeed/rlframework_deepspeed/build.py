@@ -15,8 +15,8 @@ from rlframework.config.policy import PolicyConfig
 from rlframework.errors import NotSupported
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.models import adapters
+from rlframework.models.activation_checkpointing import checkpoint_activations
 from rlframework.models.loading import (
-    checkpoint_activations,
     empty_model,
     is_multimodal,
     load_config,
@@ -134,5 +134,5 @@ def _prepare_model(model: Any, config: PolicyConfig, tokenizer: Any) -> None:
     if config.lora is not None:
         adapters.inject(model, config.lora)
     if config.activation_checkpointing:
-        checkpoint_activations(model)
+        checkpoint_activations(model, config.activation_checkpointing)
     give_memory(model, DTYPES[config.precision])

@@ -136,7 +136,12 @@ def _compile_problems(config: RunConfig, section: DTensorConfig, device: str) ->
     ):  # torch 2.13's compiler does not terminate on sharded weights with dynamic lengths
         message = "compiled blocks cannot be combined with tensor parallelism, and policy.parallelism.tensor is"
         yield Problem(key, f"{message} {config.policy.parallelism.tensor}.", "Set it to false.")
-    if config.policy.parallelism.expert > 1 or config.policy.router_aux_loss_coef > 0:
+    policy = config.policy
+    if policy.activation_checkpointing:  # with the framework's attention torch 2.13 runs such blocks eagerly, silently
+        message = "compiled blocks cannot be combined with activation checkpointing: torch does not compile a "
+        message += "checkpointed block whose attention is excluded from compilation."
+        yield Problem(key, message, "Set it to false, or policy.activation_checkpointing to false.")
+    if policy.parallelism.expert > 1 or policy.router_aux_loss_coef > 0:
         message = "compiled blocks with expert parallelism or a load-balancing loss are not supported: not validated."
         yield Problem(key, message, "Set it to false.")
 

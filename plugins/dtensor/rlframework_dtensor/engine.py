@@ -24,6 +24,7 @@ from rlframework.models.load_balancing import LoadBalancingLoss
 from rlframework.models.loading import is_multimodal
 from rlframework.policy.engine import Step, StepResult
 from rlframework.policy.head.patch import HeadOutput, HeadRequest, read_head_output
+from rlframework.policy.host_buffers import HostBuffers
 from rlframework.policy.optimization import parameter_groups
 from rlframework.policy.profiling import BACKWARD, FORWARD, trace_span
 from rlframework.workers import process_groups
@@ -53,6 +54,7 @@ class DTensorEngine(ModelState):
         balances = self.config.router_aux_loss_coef > 0
         self.router_loss = LoadBalancingLoss(self.model, self.data_parallel_group()) if balances else None
         self._optimizer = self._make_optimizer() if init_optimizer else None
+        self._host_weights, self._host_moments = HostBuffers(), HostBuffers()
         self._reduction = self._mesh and GradientReduction(
             self.model, self.backend_config.reduce_gradients, self.device, self._sizes.tensor
         )
@@ -151,9 +153,9 @@ class DTensorEngine(ModelState):
         """See `Engine.move`."""
         moved, on_cpu = 0, self.config.offload.parameters
         if model:
-            moved += offload.move_model(self.model, device, buffers_only=on_cpu)
+            moved += offload.move_model(self.model, device, self._host_weights, buffers_only=on_cpu)
         if optimizer and self._optimizer is not None and not on_cpu:
-            moved += offload.move_optimizer(self._optimizer, device)
+            moved += offload.move_optimizer(self._optimizer, device, self._host_moments)
         return moved
 
     def whole_model(self) -> nn.Module | None:

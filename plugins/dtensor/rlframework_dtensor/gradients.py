@@ -58,5 +58,5 @@ def _squared_norm(tensors: list[Tensor], mesh: Mesh) -> Tensor:
 def clip(gradients: Sequence[Tensor], max_norm: float, norm: float) -> None:
     """Scale gradients of norm `norm` down to `max_norm`, in place."""
     factor = min(1.0, max_norm / (norm + 1e-6))
-    for gradient in gradients:
-        local_tensor(gradient).mul_(factor)
+    if gradients:
+        torch._foreach_mul_([local_tensor(gradient) for gradient in gradients], factor)

@@ -21,9 +21,9 @@ from rlframework.config.policy import LoraConfig, PolicyConfig
 from rlframework.errors import NotSupported
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.models import adapters
+from rlframework.models.activation_checkpointing import checkpoint_activations
 from rlframework.models.attention import ATTENTION, row_attention
 from rlframework.models.loading import (
-    checkpoint_activations,
     decoder_layers,
     empty_model,
     is_multimodal,
@@ -35,12 +35,13 @@ from rlframework.models.loading import (
 from rlframework.models.named_tensors import named_tensors
 from rlframework.models.probing import probe_packing, require_splittable
 from rlframework.policy.head.patch import HeadPatch
+from rlframework.policy.host_buffers import HostBuffers
 from rlframework.policy.lora_math import is_adapter
 from rlframework.workers import process_groups
 from rlframework_dtensor import experts
 from rlframework_dtensor.config import DTensorConfig
 from rlframework_dtensor.mesh import Mesh, Sizes
-from rlframework_dtensor.offload import move_buffers
+from rlframework_dtensor.offload import move_model
 from rlframework_dtensor.shards import copy_into_shard, load_weights
 from rlframework_dtensor.tensor_parallel import apply_tensor_parallel, require_divisible
 
@@ -112,7 +113,7 @@ def _prepare(model: Any, config: PolicyConfig, section: DTensorConfig, tokenizer
     if config.lora is not None:
         _inject_adapters(model, config.lora)
     if config.activation_checkpointing:
-        checkpoint_activations(model)
+        checkpoint_activations(model, config.activation_checkpointing)
     if section.compile:
         compile_blocks(model)
 
@@ -181,6 +182,6 @@ def load_pretrained_weights(model: Any, config: PolicyConfig, attention: str | N
     model.to_empty(device="cpu" if config.offload.parameters else device)
     for name, buffer in model.named_buffers():
         buffer.copy_(buffers[name])
-    move_buffers(model, device)
+    move_model(model, device, HostBuffers(), buffers_only=True)
     wanted = {name: tensor for name, tensor in named_tensors(model).items() if not is_adapter(name)}
     load_weights(wanted, model, pretrained_weights(wanted, model, config, attention))

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from rlframework.policy.host_buffers import HostBuffers
 from rlframework.policy.shared_state import TrainingProgress
-from rlframework_dtensor.offload import move_buffers, move_model
+from rlframework_dtensor.offload import move_model
 from rlframework_dtensor.shards import local_slices, local_tensor, reshard
 
 NOISE_STD = 0.01
@@ -99,13 +100,13 @@ class NeMoRLMethods:
     @staticmethod
     def move_to_device(model: nn.Module, device: str | torch.device) -> nn.Module:
         """Move the parameters and buffers of `model` to `device` and return it."""
-        move_model(model, torch.device(device), buffers_only=False)
+        move_model(model, torch.device(device), HostBuffers())
         return model
 
     @staticmethod
     def move_buffer_to_device(model: nn.Module, device: str | torch.device) -> nn.Module:
         """Move the buffers of `model` to `device` and return it."""
-        move_buffers(model, torch.device(device))
+        move_model(model, torch.device(device), HostBuffers(), buffers_only=True)
         return model
 
     def move_to_cuda(self, model: nn.Module) -> nn.Module:

@@ -29,6 +29,15 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def with_local(tensor: Tensor, local: Tensor) -> Tensor:
+    """Return `tensor` with the shard `local`, which may be on another device; detached."""
+    if not isinstance(tensor, DTensor):
+        return local
+    make: Any = DTensor  # `from_local` would move the shard to the mesh's device
+    sharded: Tensor = make(local, tensor._spec, requires_grad=False)
+    return sharded
+
+
 def local_slices(tensor: Tensor) -> Slices:
     """Return the place of this rank's shard within the whole of `tensor`, one slice per dimension. No collective."""
     starts, stops = [0] * tensor.ndim, list(tensor.shape)

@@ -17,6 +17,7 @@ from rlframework.models import adapters
 from rlframework.models.named_tensors import by_source, external_name, file_weights, gathered, named_tensors
 from rlframework.policy.checkpoint.saved import FIRST, SECOND
 from rlframework.policy.engine import Moments, ShardedState, TensorShard, WeightSpec
+from rlframework.policy.host_buffers import HostBuffers
 from rlframework.policy.lora_math import is_adapter
 from rlframework.policy.profiling import GATHER, trace_span
 from rlframework_dtensor.shards import (
@@ -72,15 +73,22 @@ class ModelState(adapters.ModelAdapters, ABC):
 
         yield from gathered(names, file_weights(self.model, weights), gather)
 
+    def _local_weights(self) -> dict[str, Tensor]:
+        return {name: local_tensor(weight).detach() for name, weight in self._named_tensors().items()}
+
     def snapshot(self) -> dict[str, Tensor]:
         """See `Engine.snapshot`."""
-        return {name: local_tensor(weight).to("cpu", copy=True) for name, weight in self._named_tensors().items()}
+        return HostBuffers().fetch(self._local_weights())
 
     @torch.no_grad()
     def restore(self, snapshot: dict[str, Tensor]) -> None:
-        """See `Engine.restore`."""
-        for name, weight in self._named_tensors().items():
-            local_tensor(weight).copy_(snapshot[name])
+        """See `Engine.restore`; does not wait for the device."""
+        for name, weight in self._local_weights().items():
+            weight.copy_(snapshot[name], non_blocking=True)
+
+    def swap(self, snapshot: dict[str, Tensor], host: HostBuffers) -> dict[str, Tensor]:
+        """See `Engine.swap`."""
+        return host.exchange(self._local_weights(), snapshot)
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 

@@ -21,16 +21,13 @@ from rlframework_dtensor import experts
 from rlframework_dtensor.worker import DTensorPolicyWorker
 
 
-def train(model: Path, mode: str, batches: list[Any], router_loss: float = 0.0) -> None:
-    """Print, for one optimizer step per batch: what waited, loss, gradient norm, and the order of copies and forwards.
-
-    `alive`: the most microbatches on the device at a time.
-    """
+def build(model: Path, mode: str, batch: Any, router_loss: float = 0.0) -> DTensorPolicyWorker:
+    """A worker on the counting device."""
     counting_device.register()
-    worker = DTensorPolicyWorker(
+    return DTensorPolicyWorker(
         {
             "model_name": str(model),
-            "train_global_batch_size": batches[0].size,
+            "train_global_batch_size": batch.size,
             "train_micro_batch_size": 2,
             "batching": {"mode": mode, "tokens": 40},
             "router_aux_loss_coef": router_loss,
@@ -38,6 +35,14 @@ def train(model: Path, mode: str, batches: list[Any], router_loss: float = 0.0) 
         cases.tokenizer(),
         context=WorkerContext(rank=0, world_size=1, device=counting_device.NAME),
     )
+
+
+def train(model: Path, mode: str, batches: list[Any], router_loss: float = 0.0) -> None:
+    """Print, for one optimizer step per batch: what waited, loss, gradient norm, and the order of copies and forwards.
+
+    `alive`: the most microbatches on the device at a time.
+    """
+    worker = build(model, mode, batches[0], router_loss)
     events: list[str] = []
     worker.engine.model.get_input_embeddings().register_forward_hook(lambda *_: events.append("forward"))
     copies: list[weakref.ref[Any]] = []
@@ -91,3 +96,42 @@ def exchange(model: Path) -> None:
     for name, weight in placed.named_parameters():
         torch.testing.assert_close(weight.grad.cpu(), expected[name], rtol=1e-5, atol=1e-6)
     print(json.dumps(counts.waits))
+
+
+def move(model: Path, batch: Any) -> None:
+    """Print, for two moves to the CPU and back: bytes, what waited each way, and the addresses in CPU memory."""
+    worker = build(model, "packed", batch)
+    worker.train(batch, NLLLoss())
+    before = weights(worker)
+    for _ in range(2):
+        with counting_device.counting() as there:
+            moved = worker.offload_after_refit()
+        states = worker.engine._optimizer.state.values()
+        addresses = [value.data_ptr() for state in states for value in state.values()]
+        addresses += [parameter.data_ptr() for parameter in worker.engine.model.parameters()]
+        with counting_device.counting() as back:
+            worker.prepare_for_training()
+        print(json.dumps({"moved": moved, "there": there.waits, "back": back.waits, "addresses": addresses}))
+    assert all(torch.equal(value, before[name]) for name, value in weights(worker).items())
+    worker.shutdown()
+
+
+def swap(model: Path, batch: Any) -> None:
+    """Print what waited in two swaps of the reference and the policy."""
+    worker = build(model, "packed", batch)
+    start = weights(worker)
+    worker.train(batch, NLLLoss())
+    trained = weights(worker)
+    for _ in range(2):
+        with counting_device.counting() as counts, worker.use_reference_model():
+            waits, counts.waits = counts.waits, []
+            assert all(torch.equal(value, start[name]) for name, value in weights(worker).items())
+            counts.waits = waits
+        print(json.dumps(counts.waits))
+        assert all(torch.equal(value, trained[name]) for name, value in weights(worker).items())
+    worker.shutdown()
+
+
+def weights(worker: DTensorPolicyWorker) -> dict[str, torch.Tensor]:
+    """Copies of the weights on the CPU."""
+    return {name: parameter.detach().cpu().clone() for name, parameter in worker.engine.model.named_parameters()}

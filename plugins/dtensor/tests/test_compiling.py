@@ -38,10 +38,10 @@ def llama(path, layers, *, tied):
 
 
 @pytest.mark.parametrize(
-    ("layers", "mode", "checkpointing", "compiler"),
-    [(1, "padded", False, "inductor"), (1, "packed", True, "inductor"), (2, "padded", False, "eager")],
+    ("layers", "mode", "compiler"),
+    [(1, "padded", "inductor"), (1, "packed", "inductor"), (2, "padded", "eager")],
 )
-def test_compiled_step_matches_the_oracle(tmp_path, batches, monkeypatch, layers, mode, checkpointing, compiler):
+def test_compiled_step_matches_the_oracle(tmp_path, batches, monkeypatch, layers, mode, compiler):
     """Two blocks are compiled only up to their graphs, to save the time of C++."""
     monkeypatch.setattr(model_builder, "compile_blocks", partial(compile_blocks, compiler=compiler))
     model, tokenizer = llama(tmp_path / "model", layers, tied=True)
@@ -50,7 +50,6 @@ def test_compiled_step_matches_the_oracle(tmp_path, batches, monkeypatch, layers
             "model_name": str(model),
             "train_global_batch_size": 8,
             "batching": {"mode": mode, "tokens": 40},
-            "activation_checkpointing": checkpointing,
             "optimizer": {"lr": 1e-4},
         },
         tokenizer,

@@ -82,6 +82,13 @@ def test_compiling_with_tensor_parallelism_is_rejected(registered):
     assert problems_of(registered, device="cuda", dtensor={"compile": True}, workers=2) == []
 
 
+@pytest.mark.parametrize("kept", ["selective", "full"])
+def test_compiled_blocks_are_not_checkpointed(registered, kept):
+    keys = {"dtensor": {"compile": True}, "activation_checkpointing": kept}
+    [(key, message)] = problems_of(registered, device="cuda", **keys)
+    assert (key, "activation checkpointing" in message) == ("policy.dtensor.compile", True)
+
+
 @pytest.mark.parametrize("installed", [True, False])
 def test_flash_attention_needs_its_package_and_half_precision(registered, monkeypatch, installed):
     monkeypatch.setattr(model_checks, "find_spec", lambda name: object() if installed else None)

@@ -211,7 +211,7 @@ def test_training_without_expert_parallelism_matches_the_oracle(policy, layout):
 def test_checkpoints_resume_with_and_without_expert_parallelism(policy, tmp_path):
     """Sharded from two workers to one, whole from one to two; the engine generates with the current experts."""
     steps = [cases.batch(seed=seed) for seed in range(3)]
-    spread = policy("data=2,expert=2", batching={"mode": "packed", "tokens": 40}, activation_checkpointing=True)
+    spread = policy("data=2,expert=2", batching={"mode": "packed", "tokens": 40}, activation_checkpointing="selective")
     oracle = Oracle(spread.config.policy.model_name)
     reference = oracle.logprobs(steps[0])
     assert spread.train(steps[0], NLLLoss())["loss"] == pytest.approx(oracle.step(steps[0], "nll").loss, rel=1e-5)

@@ -1,4 +1,4 @@
-"""Training waits for the device once in an optimizer step, counted on a device that computes on the CPU."""
+"""Training and moves wait for the device a constant number of times, counted on a device that computes on the CPU."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 
 import pytest
 from probe_forked import run_forked
-from probe_waiting import exchange, train
+from probe_waiting import exchange, move, swap, train
 
 from rlframework.conformance import cases
 from rlframework.conformance.oracle import Oracle
@@ -59,3 +59,22 @@ def test_expert_parallelism_waits_once_for_a_block(mixture):
     assert done.returncode == 0, done.stderr
     waits = json.loads(done.stdout)
     assert len(waits) == 1, "\n".join(waits)
+
+
+def test_a_move_to_the_host_waits_once_for_the_model_and_once_for_the_moments_and_keeps_its_memory(model, batches):
+    done = run_forked(move, model, batches(1)[0])
+    assert done.returncode == 0, done.stderr
+    first, second = (json.loads(line) for line in done.stdout.splitlines())
+    for each in (first, second):
+        assert each["moved"] == first["moved"]
+        assert all(size > 10_000 for size in first["moved"].values())
+        assert len(each["there"]) == 2, "\n".join(each["there"])
+        assert each["back"] == []
+    assert first["addresses"] == second["addresses"]
+    assert len(set(first["addresses"])) == len(first["addresses"])
+
+
+def test_swapping_the_reference_and_the_policy_does_not_wait(model, batches):
+    done = run_forked(swap, model, batches(1)[0])
+    assert done.returncode == 0, done.stderr
+    assert [json.loads(line) for line in done.stdout.splitlines()] == [[], []]

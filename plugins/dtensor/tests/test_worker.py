@@ -15,7 +15,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from rlframework.algorithms.losses import NLLLoss
 from rlframework.errors import BatchError, DataError, NotSupported
 from rlframework.interfaces.worker_group import WorkerContext
+from rlframework.policy.host_buffers import HostBuffers
 from rlframework.workers import process_groups
+from rlframework_dtensor.offload import move_model, move_optimizer
 from rlframework_dtensor.shards import local_tensor
 from rlframework_dtensor.worker import DTensorPolicyWorker, get_cpu_state_dict, unshard_fsdp2_model
 
@@ -238,3 +240,26 @@ def test_unsharding_a_model_lasts_for_the_context_also_after_an_error(worker):
     with pytest.raises(RuntimeError, match="inside"), unshard_fsdp2_model(made.engine.model):
         raise RuntimeError("inside")
     assert unsharded() == {False}
+
+
+def test_shards_move_without_changing_the_models_parameters(worker, batches):
+    """To a device without memory, for want of another: what the optimizer, ties and FSDP refer to must stay."""
+    made = worker(precision="bfloat16")
+    made.train(batches(1)[0], NLLLoss())
+    model, optimizer, meta = made.engine.model, made.engine._optimizer, torch.device("meta")
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    shards = {name: (parameter.shape, local_tensor(parameter).shape) for name, parameter in parameters.items()}
+    weights = sum(local_tensor(parameter).nbytes for parameter in set(parameters.values()))
+    tables = sum(buffer.nbytes for buffer in model.buffers())
+    assert move_model(model, meta, HostBuffers()) == weights + tables
+    assert move_optimizer(optimizer, meta, HostBuffers()) == 2 * weights + 4 * len(optimizer.state)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        assert parameter is parameters[name]
+        assert isinstance(parameter, DTensor)
+        assert parameter.requires_grad
+        assert (parameter.shape, local_tensor(parameter).shape) == shards[name]
+        assert local_tensor(parameter).is_meta
+        assert all(local_tensor(value).is_meta for value in optimizer.state[parameter].values())
+        assert isinstance(optimizer.state[parameter]["exp_avg"], DTensor)
+    assert all(buffer.is_meta for buffer in model.buffers())
+    assert move_model(model, meta, HostBuffers()) == move_optimizer(optimizer, meta, HostBuffers()) == 0

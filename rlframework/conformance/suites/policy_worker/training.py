@@ -204,9 +204,9 @@ class Training(Suite):
     def test_activation_checkpointing_changes_nothing(self, harness: PolicyHarness) -> None:
         """Activation checkpointing must not change any number; it only saves memory."""
         batching = {"mode": "auto", "tokens": 30}
-        harness.first_step(
-            harness.batch(), "activation checkpointing", activation_checkpointing=True, batching=batching
-        )
+        for kept in ("full", "selective"):
+            what = f"activation checkpointing: {kept}"
+            harness.first_step(harness.batch(), what, activation_checkpointing=kept, batching=batching)
 
     @holds(3, Capability.BFLOAT16)
     def test_small_updates_are_not_lost_in_bfloat16(self, harness: PolicyHarness) -> None:
