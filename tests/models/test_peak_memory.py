@@ -11,7 +11,7 @@ from counting_memory import LiveBytes
 from counting_traffic import Traffic
 from meta_model import VOCABULARY, qwen3
 
-from rlframework.models.loading import checkpoint_activations
+from rlframework.models.activation_checkpointing import checkpoint_activations
 from rlframework.policy.head import chunks
 from rlframework.policy.head.logprobs import chunked_logprobs
 from rlframework.policy.head.patch import HeadPatch, HeadRequest
@@ -33,7 +33,7 @@ def run(layers):
     model = qwen3(layers, HIDDEN, HIDDEN // WIDTH, tied=False)
     ids = torch.zeros(1, TOKENS, dtype=torch.long, device="meta")
     assert sum(p.numel() for p in model.model.layers.parameters()) == layers * LAYER
-    checkpoint_activations(model)
+    checkpoint_activations(model, "full")
     patch, positions = HeadPatch(model), torch.empty(TOKENS, dtype=torch.long, device="meta")
     with LiveBytes() as live:
         with patch.computing(HeadRequest(), positions, positions):
