@@ -15,7 +15,7 @@ from rlframework_dtensor.worker import DTensorPolicyWorker
 
 
 def train(model: Path, mode: str, batches: list[Any]) -> None:
-    """Print, for one optimizer step per batch: what waited, the number of forwards, loss and gradient norm."""
+    """Print, for one optimizer step per batch: what waited, the number of forwards, loss, gradient norm, times."""
     counting_device.register()
     worker = DTensorPolicyWorker(
         {
@@ -33,5 +33,5 @@ def train(model: Path, mode: str, batches: list[Any]) -> None:
         found = {"waits": counts.waits, "forwards": counts.operations["embedding"]}
         assert result["grad_norm"] is not None
         found |= {"loss": float(result["global_loss"][0]), "norm": float(result["grad_norm"][0])}
-        print(json.dumps(found))
+        print(json.dumps(found | {"times": result["times"]}))
     worker.shutdown()
