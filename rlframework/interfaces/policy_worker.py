@@ -64,8 +64,8 @@ class WorkerInfo(TypedDict):
     whole process. The driver plans microbatches for all ranks from `batching` (padded, dynamic or packed; default
     padded), `preferred_tokens` (tokens of a microbatch if the configuration sets none) and `pad_multiple`, to which
     lengths are padded. `peak_reserved_bytes`: peak of the memory that torch's allocator holds. `peak_bytes_by_phase`:
-    peaks in training, scoring, generation, refit and other. `bytes_by_part`: on a GPU, weights, optimizer and gradients
-    at the last optimizer step, and activations, which are the rest of the peak in training.
+    on a GPU, peaks in training, scoring, generation, refit and other. `bytes_by_part`: on a GPU, weights, optimizer and
+    gradients at the last optimizer step, and activations, which are the rest of the peak in training.
     """
 
     rank: int

@@ -19,8 +19,8 @@ Phase = Literal["training", "scoring", "generation", "refit", "other"]
 class DeviceMemory:
     """Measures the memory of a worker on `device`, in bytes.
 
-    Peaks are by the phase in which they occurred, because a GPU keeps only one: it is noted and restarted whenever the
-    phase changes.
+    On a GPU peaks are by the phase in which they occurred: the allocator keeps one peak, which is noted and restarted
+    whenever the phase changes. On a CPU, where not all systems can restart it, all peaks are of the phase "other".
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -81,14 +81,14 @@ class DeviceMemory:
         `activations` are the rest of the peak of training, with temporary memory. Empty before a step, and on a CPU.
         """
         peak, _ = self.peaks().get("training", (0, 0))
-        if self._device.type != "cuda" or not peak:
+        if not peak:
             return {}
         optimizer, rest = max(self._at_rest - self._weights, 0), peak - self._at_rest - self._gradients
         found = {"weights": self._weights, "optimizer": optimizer, "gradients": self._gradients}
         return {**found, "activations": max(rest, 0)}
 
     def _enter(self, phase: Phase) -> None:
-        if phase != self._phase:
+        if phase != self._phase and self._device.type == "cuda":
             self._note_peak()
             self._restart()
             self._phase = phase

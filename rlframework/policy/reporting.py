@@ -46,7 +46,7 @@ class Reporting:
             "memory_bytes": self._memory.now()[0],
             "peak_memory_bytes": peak,
             "peak_reserved_bytes": peak_reserved,
-            "peak_bytes_by_phase": phases,
+            "peak_bytes_by_phase": phases if self._device.type == "cuda" else {},
             "bytes_by_part": self._memory.parts(),
             "threads": torch.get_num_threads(),
             "batching": self._microbatching.mode(),

@@ -27,9 +27,9 @@ def performance_metrics(
     if tokens is not None:
         found["throughput/tokens_per_second"] = tokens / seconds
         found["throughput/tokens_per_second_per_worker"] = tokens / seconds / len(workers)
-    training = sum(result["times"]["train"] for result in trained)
-    if trained and training > 0 and all("flops" in result for result in trained):
-        reached = sum(result["flops"] for result in trained) / training / len(workers)
+    flops = sum(result["flops"] for result in trained) if all("flops" in result for result in trained) else 0.0
+    if flops:  # not a step without rows in the loss
+        reached = flops / sum(result["times"]["train"] for result in trained) / len(workers)
         found["throughput/model_tflops_per_worker"] = reached / 1e12
         if peak := peak_flops or known_peak(workers):
             found["throughput/mfu"] = reached / peak

@@ -92,10 +92,11 @@ def test_memory_by_what_it_holds(gpu):
         }  # fmt: skip
 
 
-def test_a_cpu_has_no_parts():
+def test_a_cpu_has_neither_phases_nor_parts():
     memory = DeviceMemory(torch.device("cpu"))
     memory.model_built()
     with memory.during("training"), memory.during_optimizer_step():
         pass
     assert memory.parts() == {}
+    assert list(memory.peaks()) == ["other"]
     assert memory.peak()[0] > 2**20

@@ -46,6 +46,7 @@ def test_without_a_known_peak_there_is_no_utilization():
 def test_a_step_that_trains_nothing_or_an_unknown_model_has_no_flops():
     assert metrics([], [worker()]) == {}
     assert metrics([{"times": {"train": 1.0}}], [worker()]) == {}
+    assert metrics([{"flops": 0.0, "times": {"train": 1.0}}], [worker()], peak_flops=1e12) == {}
 
 
 def test_memory_is_that_of_the_worker_with_the_highest_peak():

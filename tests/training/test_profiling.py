@@ -50,7 +50,6 @@ def test_the_chosen_step_leaves_a_trace_with_the_phases_and_changes_no_weight(ru
     for row in (first, second):
         assert row["throughput/mfu"] == pytest.approx(row["throughput/model_tflops_per_worker"] / 0.5)
         assert 0 < row["throughput/mfu"] < 1
-        assert row["memory/peak_training_mb"] <= row["memory/peak_mb"]
 
     [folder] = (config.output_dir / "traces").iterdir()
     [path] = folder.iterdir()  # and nothing half-written beside it
