@@ -63,7 +63,11 @@ class DeviceMemory:
 
     def model_built(self) -> None:
         """Take what is allocated now as the weights, with all that the engine allocates besides them."""
-        self._weights = self._at_rest = self.now()[0]
+        self._weights = self.now()[0]
+
+    def training_begins(self) -> None:
+        """Take what is allocated now as what is there without gradients and activations: see `parts`."""
+        self._at_rest = self.now()[0]
 
     @contextmanager
     def during_optimizer_step(self) -> Iterator[None]:

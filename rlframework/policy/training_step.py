@@ -86,6 +86,7 @@ class Training:
         _check_data(data, loss_fn)
         config = self.engine.config
         self.residency.onload(*(("model",) if eval_mode else ("model", "optimizer")))
+        self.memory.training_begins()
         rows, count = self.global_batches(data, gbs or config.train_global_batch_size)
         lr = learning_rate(config.optimizer.lr, config.scheduler, self.progress.train_calls)
         mbs = mbs or config.train_micro_batch_size

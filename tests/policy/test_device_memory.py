@@ -82,6 +82,7 @@ def test_memory_by_what_it_holds(gpu):
     for optimizer in (0, 200):  # created by the first step
         memory.reset()
         with memory.during("training"):
+            memory.training_begins()
             gpu.use(100 + optimizer + 700)  # activations
             gpu.use(100 + optimizer + 90)  # gradients
             with memory.during_optimizer_step():

@@ -32,8 +32,9 @@ GROUPS = (
 ORDER = ("outcome", "optimisation", "policy", "completions", "speed", "other")
 FIRST = (
     "reward", "accuracy", "reward_std", "shaped_reward", "loss", "policy_loss", "grad_norm", "lr", "kl", "entropy",
-    "clip_fraction", "ratio", "completion_length", "truncated_fraction", "throughput/mfu", "throughput/model_tflops_per_worker",
-    "throughput/tokens_per_second", "throughput/tokens_per_second_per_worker", "time/step",
+    "clip_fraction", "ratio", "completion_length", "truncated_fraction", "throughput/mfu",
+    "throughput/model_tflops_per_worker", "throughput/tokens_per_second", "throughput/tokens_per_second_per_worker",
+    "time/step",
 )  # fmt: skip
 TITLES = {
     "lr": "Learning rate", "kl": "KL to the reference", "grad_norm": "Gradient norm",
@@ -83,13 +84,12 @@ Phases = TypedDict(
 
 
 class Breakdown(TypedDict):
+    """The values of the parts `names` at some steps. If they do not add up, there is one step."""
+
     title: str
     names: list[str]
     bars: list[tuple[int, list[float]]]
     adds_up: bool
-
-
-"""Values of each part at some steps. If they do not add up, there is one step."""
 
 
 @dataclass(frozen=True)
