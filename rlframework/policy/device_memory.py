@@ -99,11 +99,10 @@ class DeviceMemory:
 
     def _note_peak(self) -> None:
         allocated, reserved = self._peaks.get(self._phase, (0, 0))
-        now = self.now()
         if self._device.type == "cuda":
             new = torch.cuda.max_memory_allocated(self._device), torch.cuda.max_memory_reserved(self._device)
         else:
-            new = (max(peak_resident_bytes(), now[0]),) * 2  # the kernel updates the two separately, with a delay
+            new = (max(peak_resident_bytes(), self.now()[0]),) * 2  # the kernel updates the two with a delay
         self._peaks[self._phase] = max(allocated, new[0]), max(reserved, new[1])
 
     def _restart(self) -> None:

@@ -48,14 +48,18 @@ class ModelFlops:
         `config`: the text configuration of transformers; `adapters`: shapes of LoRA's matrices. None if the
         configuration lacks a size.
         """
-        inside = {
-            name: prod(shape)
-            for name, shape in weights.items()
-            if len(shape) > 1 and _IN_A_LAYER.search(name) and not _TOWER.search(name)
-        }
-        experts = sum(size for name, size in inside.items() if _EXPERT.search(name))
         count = first_size(config, "num_experts", "num_local_experts", "n_routed_experts")
-        chosen = first_size(config, "num_experts_per_tok", "moe_topk", "top_k")
+        chosen = first_size(config, "num_experts_per_tok", "moe_topk")
+        inside = {
+            name: shape
+            for name, shape in weights.items()
+            if len(shape) > 1 and _IN_A_LAYER.search(name) and not _TOWER.search(name) and not name.endswith("bias")
+        }
+        experts = sum(
+            prod(shape)
+            for name, shape in inside.items()
+            if _EXPERT.search(name) or (len(shape) == 3 and shape[0] == count)  # of all experts in one tensor
+        )
         hidden, vocabulary = first_size(config, "hidden_size", "n_embd"), first_size(config, "vocab_size")
         heads = first_size(config, "num_attention_heads", "n_head")
         if hidden is None or vocabulary is None or heads is None or (experts and not (count and chosen)):
@@ -63,7 +67,7 @@ class ModelFlops:
         key = first_size(config, "qk_head_dim", "head_dim") or hidden // heads
         value = first_size(config, "v_head_dim") or key
         return cls(
-            layers=sum(inside.values()) - experts + (experts * chosen / count if chosen and count else 0),
+            layers=sum(map(prod, inside.values())) - experts + (experts * chosen / count if chosen and count else 0),
             head=hidden * vocabulary,
             attention=heads * (key + value),
             windows=_windows(config),

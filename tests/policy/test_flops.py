@@ -51,7 +51,10 @@ def test_lora_trains_adapters_and_computes_no_gradient_of_the_rest():
 
 def test_of_experts_only_those_that_a_token_is_sent_to_count():
     experts = {f"model.layers.0.mlp.experts.{n}.up_proj.weight": (16, 8) for n in range(4)}
-    together = {"model.layers.1.mlp.experts.gate_up_proj": (4, 32, 8)}
+    together = {
+        "model.layers.1.moe.input_linear.weight": (4, 32, 8),
+        "model.layers.1.mlp.experts.up_proj_bias": (4, 32),
+    }
     shared = {"model.layers.1.mlp.shared_experts.up_proj.weight": (2, 8)}
     routed = sizes(WEIGHTS | experts | together | shared, num_experts=4, num_experts_per_tok=2)
     assert routed.layers == 896 + 4 * 128 / 2 + 4 * 256 / 2 + 16
