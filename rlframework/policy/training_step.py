@@ -105,7 +105,10 @@ class Training:
     @cached_property
     def _model_flops(self) -> ModelFlops | None:
         engine, config = self.engine, self.engine.config
-        weights = {name: spec.shape for name, spec in engine.weight_specs().items()}
+        try:
+            weights = {name: spec.shape for name, spec in engine.weight_specs().items()}
+        except NotImplementedError:  # an engine that is being written trains before it can name its weights
+            return None
         adapters = None if config.lora is None else [spec.shape for spec in engine.adapter_specs().values()]
         return ModelFlops.of(weights, text_config(config.model_name, config.trust_remote_code), adapters)
 
