@@ -46,7 +46,6 @@ from work import (
     SORTED,
     as_batch,
     check_same,
-    flops,
     make_loop,
     make_model,
     make_policy,
@@ -104,7 +103,8 @@ def measure(model: Path, tokenizer: Any, rows: Rows, arguments: argparse.Namespa
             counted = {name: _counted(run, rows) for name, run in contenders.items()}
             found.timings[work] = interleave(counted, arguments.pairs, clock=clock)
         found.peaks = {name: peak_bytes(run, device) for name, run in training.items()}
-    found.flops = flops(model, rows)
+        for work, evaluates in (("log-probabilities", True), ("training", False)):
+            found.flops[work] = next(iter(policies.values())).train(batch, loss, eval_mode=evaluates)["flops"]
     return found
 
 

@@ -195,22 +195,6 @@ def check_same(policy: Policy, name: str, loop: PlainLoop, rows: Rows, slack: fl
     return lines
 
 
-def flops(model: Path, rows: Rows) -> dict[str, float]:
-    """The FLOPs of scoring and training: 2 and 6 per weight and token, the head where it runs, causal attention."""
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(model)
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    queries = width * config.num_attention_heads
-    attention = 2 * config.hidden_size * (queries + width * config.num_key_value_heads)
-    weights = config.num_hidden_layers * (attention + 3 * config.hidden_size * config.intermediate_size)
-    lengths = rows.lengths.double()
-    scores = config.num_hidden_layers * 2 * queries * float(lengths.square().sum())  # 4 x the causal half
-    head = 2.0 * config.hidden_size * config.vocab_size * float(rows.mask[:, 1:].sum())
-    forward = 2.0 * weights * float(lengths.sum()) + scores + head
-    return {"log-probabilities": forward, "training": 3.0 * forward}
-
-
 def matrix_product_flops(device: str, size: int = 8192) -> float:
     """FLOPs per second of a `size` x `size` matrix product in bf16, the best of ten."""
     a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))

@@ -174,6 +174,11 @@ class ObserversConfig(Section):
     tensorboard: bool = Field(True, description="write scalars to output_dir/tensorboard")
     curve: bool = Field(True, description="draw the reward and accuracy curves at the end of the run")
     samples: NonNegativeInt = Field(4, description="completions to log with their rewards at each step")
+    peak_tflops: PositiveFloat | None = Field(
+        None,
+        description="TFLOP/s that a worker's device can reach, for the metric `throughput/mfu`; null: of dense bf16 "
+        "products, if the GPU is known",
+    )
     wandb: WandbConfig | Literal[False] = Field(False, description="report to Weights & Biases; `{}`: with defaults")
     mlflow: MlflowConfig | Literal[False] = Field(False, description="report to MLflow; `{}`: with defaults")
 

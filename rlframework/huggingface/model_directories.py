@@ -69,16 +69,17 @@ def model_positions(name: str, trust_remote_code: bool = False) -> int | None:
 
     `name` as in `load_tokenizer`. Raises a `DataError` if the configuration cannot be read.
     """
-    return first_size(_text_config(name, trust_remote_code), "max_position_embeddings", "n_positions")
+    return first_size(text_config(name, trust_remote_code), "max_position_embeddings", "n_positions")
 
 
 def model_sizes(name: str, trust_remote_code: bool = False) -> tuple[int | None, int | None]:
     """Return the hidden size and the vocabulary size, each None if the configuration does not have it."""
-    text = _text_config(name, trust_remote_code)
+    text = text_config(name, trust_remote_code)
     return first_size(text, "hidden_size", "n_embd"), first_size(text, "vocab_size")
 
 
-def _text_config(name: str, trust_remote_code: bool) -> Any:
+def text_config(name: str, trust_remote_code: bool = False) -> Any:
+    """Return the configuration of a model, of a multimodal one that of its language model. See `model_positions`."""
     from transformers import AutoConfig
 
     try:

@@ -30,7 +30,11 @@ class TrainResult(TypedDict):
     - `grad_norm`: CPU tensor, one value per global batch, before clipping; None in eval mode;
     - `metrics`: the loss's metrics over all ranks, averaged over global batches. Within a global batch, metrics whose
       names end in `_min` or `_max` are reduced to the extreme over microbatches and ranks, all others to the sum;
-    - `skipped`: the number of steps skipped for a non-finite gradient; `times`: seconds by phase.
+    - `skipped`: the number of steps skipped for a non-finite gradient;
+    - `times`: seconds by phase: `train`, and `device_wait`, in which the host waited for a GPU. `Policy.train` has the
+      longest of the workers;
+    - `flops`: FLOPs that the model needs for this rank's rows (`rlframework.policy.flops`), of `Policy.train` for all
+      rows; absent if the sizes of the model are unknown.
     """
 
     loss: NotRequired[float]
@@ -43,6 +47,7 @@ class TrainResult(TypedDict):
     global_valid_toks: float
     rank: int
     times: dict[str, float]
+    flops: NotRequired[float]
 
 
 class BytesMoved(TypedDict):
@@ -58,7 +63,10 @@ class WorkerInfo(TypedDict):
     `memory_bytes` now and `peak_memory_bytes` since the worker was built or `reset_peak_memory_stats`, on a CPU of the
     whole process. The driver plans microbatches for all ranks from `batching` (padded, dynamic or packed; default
     padded), `preferred_tokens` (tokens of a microbatch if the configuration sets none), and `pad_multiple` and
-    `few_shapes`, as in `MicrobatchRule`.
+    `few_shapes`, as in `MicrobatchRule`. `peak_reserved_bytes`: peak of the memory that torch's allocator holds.
+    `peak_bytes_by_phase`: on a GPU, peaks in training, scoring, generation, refit and other. `bytes_by_part`: on a GPU,
+    weights, optimizer and gradients at the last optimizer step, and activations, which are the rest of the peak in
+    training.
     """
 
     rank: int
@@ -70,6 +78,9 @@ class WorkerInfo(TypedDict):
     world_size: NotRequired[int]
     device_name: NotRequired[str]
     peak_memory_bytes: NotRequired[int]
+    peak_reserved_bytes: NotRequired[int]
+    peak_bytes_by_phase: NotRequired[Mapping[str, int]]
+    bytes_by_part: NotRequired[Mapping[str, int]]
     batching: NotRequired[str]
     preferred_tokens: NotRequired[int]
     pad_multiple: NotRequired[int]

@@ -25,6 +25,8 @@ DISPLAYED_METRICS = {
     "train/loss": "loss {:.4g}",
     "train/kl": "KL {:.3g}",
     "throughput/tokens_per_second": "{:,.0f} tokens/s",
+    "throughput/tokens_per_second_per_worker": "{:,.0f} per worker",  # if there are several
+    "throughput/mfu": "MFU {:.1%}",
     "memory/peak_mb": "peak worker memory {:,.0f} MiB",  # of the worker with the highest peak
 }
 WINDOW = 20
@@ -135,7 +137,10 @@ class _Display(Progress):
 
 def describe(metrics: Mapping[str, float]) -> list[str]:
     """Those of `metrics` that are displayed, as text."""
-    return [form.format(metrics[name]) for name, form in DISPLAYED_METRICS.items() if name in metrics]
+    shown = {name: metrics[name] for name in DISPLAYED_METRICS if name in metrics}
+    if shown.get("throughput/tokens_per_second_per_worker") == shown.get("throughput/tokens_per_second"):
+        shown.pop("throughput/tokens_per_second_per_worker", None)
+    return [DISPLAYED_METRICS[name].format(value) for name, value in shown.items()]
 
 
 def duration(seconds: float) -> str:

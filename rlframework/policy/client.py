@@ -178,10 +178,13 @@ class Policy:
         shards, _ = self._balancer.shard(
             data, batch_size=gbs, positions="loss", tokens=self.config.policy.batching.tokens
         )
-        result, *_ = self._calls.on_shards(
+        results = self._calls.on_shards(
             PolicyWorker.train, shards, loss_fn=loss_fn, eval_mode=eval_mode, gbs=gbs, mbs=mbs
         )
-        return {**result, "loss": float(result["global_loss"].mean())}
+        times = {name: max(each["times"].get(name, 0.0) for each in results) for name in results[0]["times"]}
+        counted = all("flops" in each for each in results)
+        flops = {"flops": sum(each["flops"] for each in results)} if counted else {}
+        return {**results[0], **flops, "times": times, "loss": float(results[0]["global_loss"].mean())}
 
     get_logprobs = _scored(PolicyWorker.get_logprobs)
     get_topk_logits = _scored(PolicyWorker.get_topk_logits)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from rlframework.config.base import Section
 from rlframework.errors import NotSupported
 from rlframework.interfaces.data_processor import MicrobatchRule
+from rlframework.policy.profiling import DeviceWait
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -126,6 +127,8 @@ class Engine(ABC):
     tokenizer: PreTrainedTokenizerBase
     context: WorkerContext
     device: torch.device
+    waits: DeviceWait = field(default_factory=DeviceWait, init=False)
+    """An engine that reads the gradient norm within `waits.measured()` has the metric `time/device/wait`."""
 
     @abstractmethod
     def build(self, *, init_optimizer: bool) -> None:

@@ -1,8 +1,10 @@
-"""The names of the framework's phases in traces of a profiler, which `policy.reporting` starts and stops."""
+"""The framework's phases in traces of a profiler, which `policy.reporting` starts; the time of waiting for a device."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch.profiler import record_function
@@ -11,6 +13,7 @@ FORWARD = "rlframework: forward of a microbatch"
 LOSS = "rlframework: loss"
 BACKWARD = "rlframework: backward of a microbatch"
 CLIP_AND_STEP = "rlframework: clip and step"
+WAIT = "rlframework: wait for the device"
 GATHER = "rlframework: gather a weight"
 GENERATE = "rlframework: generate"
 
@@ -20,3 +23,23 @@ def trace_span(name: str) -> AbstractContextManager[None]:
     if not torch._C._autograd._profiler_enabled():
         return nullcontext()
     return record_function(name)
+
+
+class DeviceWait:
+    """Measures how long a program on the host waits for its device."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """Count the time within the context, in which the program reads a value from the device."""
+        started = time.perf_counter()
+        with trace_span(WAIT):
+            yield
+        self._seconds += time.perf_counter() - started
+
+    def pop(self) -> float:
+        """Return the seconds since the last call."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds

@@ -1,25 +1,24 @@
 """A worker's report on itself: device, memory, environment; and its profilers.
 
-Memory is the allocator's on a GPU, and the whole process's on a CPU. Traces are for Perfetto and Chrome. Not supported:
-aggregating a trace, and tracing the driver if the workers are separate processes.
+Traces are for Perfetto and Chrome; `rlframework.training.device_time` sums one up. Not supported: tracing the driver if
+the workers are separate processes.
 """
 
 from __future__ import annotations
 
 import os
 import socket
-from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import psutil
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from rlframework.errors import NotSupported
 from rlframework.files import write_atomically
 from rlframework.interfaces.policy_worker import WorkerInfo
+from rlframework.policy.device_memory import DeviceMemory
 from rlframework.policy.engine import Engine
 from rlframework.policy.microbatching import Microbatching
 
@@ -27,8 +26,8 @@ from rlframework.policy.microbatching import Microbatching
 class Reporting:
     """Inspects and profiles a worker without changing its state."""
 
-    def __init__(self, engine: Engine, microbatching: Microbatching) -> None:
-        self._engine, self._microbatching = engine, microbatching
+    def __init__(self, engine: Engine, microbatching: Microbatching, memory: DeviceMemory) -> None:
+        self._engine, self._microbatching, self._memory = engine, microbatching, memory
         self._context, self._device = engine.context, engine.device
         self._profile: profile | None = None  # torch allows only one in a process
 
@@ -36,15 +35,20 @@ class Reporting:
         """See `PolicyWorker.get_info`."""
         import transformers
 
-        memory, rule = self._memory(), self._engine.microbatch_rule()
+        rule = self._engine.microbatch_rule()
+        peak, peak_reserved = self._memory.peak()
+        phases: dict[str, int] = {phase: allocated for phase, (allocated, _) in self._memory.peaks().items()}
         return {
             "rank": self._context.rank,
             "world_size": self._context.world_size,
             "pid": os.getpid(),
             "device": str(self._device),
             "device_name": self._device_name(),
-            "memory_bytes": memory["memory_allocated"],
-            "peak_memory_bytes": memory["peak_memory_allocated"],
+            "memory_bytes": self._memory.now()[0],
+            "peak_memory_bytes": peak,
+            "peak_reserved_bytes": peak_reserved,
+            "peak_bytes_by_phase": phases if self._device.type == "cuda" else {},
+            "bytes_by_part": self._memory.parts(),
             "threads": torch.get_num_threads(),
             "batching": self._microbatching.mode(),
             "preferred_tokens": self._engine.preferred_tokens(),
@@ -60,6 +64,8 @@ class Reporting:
             name for name in os.environ if name.startswith("CUDA") or name in ("LOCAL_RANK", "RANK", "WORLD_SIZE")
         }
         name, spec = next(iter(self._engine.weight_specs().items()))
+        names = ("memory_allocated", "memory_reserved", "peak_memory_allocated", "peak_memory_reserved")
+        sizes = (*self._memory.now(), *self._memory.peak())
         sample = {"name": name, "device": str(self._device), "shape": list(spec.shape), "dtype": str(spec.dtype)}
         return {
             "rank": self._context.rank,
@@ -69,7 +75,7 @@ class Reporting:
             "global_device_id": self.device_id(),
             "device_count": torch.cuda.device_count() if on_gpu else 0,
             "device_name": self._device_name(),
-            **{f"{name}_mb": size / 2**20 for name, size in self._memory().items()},
+            **{f"{name}_mb": size / 2**20 for name, size in zip(names, sizes, strict=True)},
             "parameter_sample": sample,  # whole, under the name that `save_pretrained` writes
             "env_vars": {name: os.environ[name] for name in sorted(variables)},
         }
@@ -82,10 +88,7 @@ class Reporting:
 
     def reset_peak_memory(self) -> None:
         """See `PolicyWorker.reset_peak_memory_stats`."""
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
-        else:
-            reset_peak_resident_bytes()
+        self._memory.reset()
 
     def start_gpu_profiling(self) -> None:
         """See `PolicyWorker.start_gpu_profiling`."""
@@ -143,35 +146,3 @@ class Reporting:
 
     def _device_name(self) -> str:
         return torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "cpu"
-
-    def _memory(self) -> dict[str, int]:
-        """Memory in bytes; on a CPU, resident memory is reported as allocated and as reserved."""
-        if self._device.type == "cuda":
-            now, reserved = torch.cuda.memory_allocated(self._device), torch.cuda.memory_reserved(self._device)
-            peak = torch.cuda.max_memory_allocated(self._device)
-            peak_reserved = torch.cuda.max_memory_reserved(self._device)
-        else:
-            now = reserved = psutil.Process().memory_info().rss
-            # the kernel updates the two separately, with a delay
-            peak = peak_reserved = max(peak_resident_bytes(), now)
-        return {
-            "memory_allocated": now,
-            "memory_reserved": reserved,
-            "peak_memory_allocated": peak,
-            "peak_memory_reserved": peak_reserved,
-        }
-
-
-def peak_resident_bytes() -> int:
-    """Return the peak since the process started or `reset_peak_resident_bytes` (0 if the system does not report it)."""
-    with suppress(OSError), open("/proc/self/status") as status:
-        for line in status:
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    return 0
-
-
-def reset_peak_resident_bytes() -> None:
-    """Reset the peak to the current value. Linux only, and not in some sandboxes: elsewhere the peak is unchanged."""
-    with suppress(OSError), open("/proc/self/clear_refs", "w") as clear:
-        clear.write("5")

@@ -7,15 +7,19 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
 from rlframework.batch.batch_rows import copy_to
 from rlframework.errors import BatchError, NonFiniteGradients, NotSupported
+from rlframework.huggingface.model_directories import text_config
 from rlframework.interfaces.loss import LossFunction, LossInput, LossType
 from rlframework.interfaces.policy_worker import Rows, TrainResult
-from rlframework.microbatches.global_batch import check_rows
+from rlframework.microbatches.global_batch import check_rows, rows_with_targets
+from rlframework.policy.device_memory import DeviceMemory
 from rlframework.policy.engine import Engine, require_head
+from rlframework.policy.flops import ModelFlops
 from rlframework.policy.head.patch import HeadRequest
 from rlframework.policy.microbatching import Microbatching, average_metrics, loss_step, reduce_metrics, require_results
 from rlframework.policy.optimization import learning_rate
@@ -67,6 +71,7 @@ class Training:
     microbatching: Microbatching
     residency: Residency
     progress: TrainingProgress
+    memory: DeviceMemory
     temperature: float
     has_optimizer: bool
     malloc_trimmer: MallocTrimmer = field(default_factory=MallocTrimmer)
@@ -81,6 +86,7 @@ class Training:
         _check_data(data, loss_fn)
         config = self.engine.config
         self.residency.onload(*(("model",) if eval_mode else ("model", "optimizer")))
+        self.memory.training_begins()
         rows, count = self.global_batches(data, gbs or config.train_global_batch_size)
         lr = learning_rate(config.optimizer.lr, config.scheduler, self.progress.train_calls)
         mbs = mbs or config.train_micro_batch_size
@@ -93,7 +99,26 @@ class Training:
             if config.offload.optimizer:
                 self.residency.offload("optimizer")
         self.malloc_trimmer.trim()
-        return self.summary(results, lr, time.perf_counter() - started)
+        result = self.summary(results, lr, time.perf_counter() - started)
+        return result if self._model_flops is None else {**result, "flops": self.flops(data, evaluating=eval_mode)}
+
+    @cached_property
+    def _model_flops(self) -> ModelFlops | None:
+        engine, config = self.engine, self.engine.config
+        try:
+            weights = {name: spec.shape for name, spec in engine.weight_specs().items()}
+        except NotImplementedError:  # an engine that is being written trains before it can name its weights
+            return None
+        adapters = None if config.lora is None else [spec.shape for spec in engine.adapter_specs().values()]
+        return ModelFlops.of(weights, text_config(config.model_name, config.trust_remote_code), adapters)
+
+    def flops(self, data: Rows, *, evaluating: bool) -> float:
+        """The FLOPs that the model needs for the rows of `data` that have a position in the loss."""
+        assert self._model_flops is not None
+        rows = rows_with_targets(data, "loss")
+        positions = float((data["token_mask"][:, 1:] != 0).sum(1)[rows].sum())
+        count = self._model_flops.forward if evaluating else self._model_flops.training
+        return count(data["input_lengths"][rows], positions)
 
     def global_batches(self, data: Rows, global_batch_size: int) -> tuple[int | None, int]:
         """Return this rank's rows per global batch (None: as planned by the driver), and the number of them."""
@@ -131,7 +156,7 @@ class Training:
         pending = reduce_metrics([result.outputs for result in results], engine.data_parallel_group(), engine.device)
         norm, skipped = None, False
         if lr is not None:
-            with trace_span(CLIP_AND_STEP):
+            with trace_span(CLIP_AND_STEP), self.memory.during_optimizer_step():
                 norm, skipped = engine.clip_and_step(engine.config.max_grad_norm, lr)
             self.after_step(norm, skipped)
         metrics = pending.read()  # arrived while the norm was waited for
@@ -159,6 +184,7 @@ class Training:
     def summary(self, results: list[GlobalBatchResult], lr: float, seconds: float) -> TrainResult:
         """Return the result of a call."""
         norms = [result.grad_norm for result in results]
+        waited = {"device_wait": wait} if (wait := self.engine.waits.pop()) and self.engine.device.type != "cpu" else {}
         return {
             "global_loss": torch.tensor([result.loss for result in results]),
             "grad_norm": None if norms[0] is None else torch.tensor(norms),
@@ -168,7 +194,7 @@ class Training:
             "global_valid_seqs": sum(result.global_valid_seqs for result in results),
             "global_valid_toks": sum(result.global_valid_toks for result in results),
             "rank": self.engine.context.rank,
-            "times": {"train": seconds},
+            "times": {"train": seconds, **waited},
         }
 
 

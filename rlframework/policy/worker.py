@@ -9,6 +9,7 @@ A backend supplies an `Engine`, and its worker class names it:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
@@ -22,6 +23,7 @@ from rlframework.interfaces.policy_worker import BytesMoved, PolicyWorker, Rows
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.plugins.loading import load_target
 from rlframework.policy.checkpoint_io import CheckpointIO
+from rlframework.policy.device_memory import DeviceMemory, Phase
 from rlframework.policy.embedded_generation import EmbeddedGeneration
 from rlframework.policy.engine import Engine
 from rlframework.policy.microbatching import Microbatching
@@ -41,13 +43,16 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def _answered_by(service: str, method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-    """A method of the worker that calls `method` of its attribute `service`."""
+def _answered_by(
+    service: str, method: Callable[Concatenate[Any, P], R], phase: Phase | None = None
+) -> Callable[Concatenate[Any, P], R]:
+    """A method of the worker that calls `method` of its attribute `service`; its peak memory counts to `phase`."""
 
     @wraps(method)
     def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
         bound: Callable[P, R] = getattr(getattr(self, service), method.__name__)
-        return bound(*args, **kwargs)
+        with nullcontext() if phase is None else self.memory.during(phase):
+            return bound(*args, **kwargs)
 
     return call
 
@@ -103,32 +108,36 @@ class PolicyWorkerBase(PolicyWorker):
         self.generation = EmbeddedGeneration(engine, residency, progress, generation, generation_target)
         if context.threads:
             torch.set_num_threads(context.threads)
+        self.memory = memory = DeviceMemory(device)
         engine.build(init_optimizer=init_optimizer)
+        memory.model_built()
         reference: SnapshotReference | BaseReference | None = None  # made before a checkpoint is loaded
         if init_reference_model:
             reference = SnapshotReference(engine) if config.lora is None else BaseReference(engine)
         temperature = generation.temperature or 1.0  # greedy samples are scored at temperature 1
         microbatching = self.microbatching_class(engine, load_target(processor_target)())
-        self.training = self.training_class(engine, microbatching, residency, progress, temperature, init_optimizer)
+        self.training = self.training_class(
+            engine, microbatching, residency, progress, memory, temperature, init_optimizer
+        )
         self.scoring = self.scoring_class(engine, microbatching, residency, temperature, reference)
         self.weights = (self.weights_class if config.lora is None else Adapters)(engine, generation)
         self.checkpoints = self.checkpoints_class(
             engine, residency, self.weights, progress, type(self).__name__, init_optimizer
         )
         self.sender = WeightSender(engine, residency, self.weights, progress, generation.refit)
-        self.reporting = Reporting(engine, microbatching)
+        self.reporting = Reporting(engine, microbatching, memory)
         if weights_path is not None:
             self.load_checkpoint(weights_path, optimizer_path)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}[rank={self.engine.context.rank}]"
 
-    train = _answered_by("training", Training.train)
-    get_logprobs = _answered_by("scoring", Scoring.get_logprobs)
-    get_topk_logits = _answered_by("scoring", Scoring.get_topk_logits)
+    train = _answered_by("training", Training.train, "training")
+    get_logprobs = _answered_by("scoring", Scoring.get_logprobs, "scoring")
+    get_topk_logits = _answered_by("scoring", Scoring.get_topk_logits, "scoring")
     use_reference_model = _answered_by("scoring", Scoring.use_reference_model)
-    score = _answered_by("scoring", Scoring.score)
-    generate = _answered_by("generation", EmbeddedGeneration.generate)
+    score = _answered_by("scoring", Scoring.score, "scoring")
+    generate = _answered_by("generation", EmbeddedGeneration.generate, "generation")
     finish_generation = _answered_by("generation", EmbeddedGeneration.finish)
     prepare_for_lp_inference = _answered_by("residency", Residency.prepare_for_lp_inference)
     save_checkpoint = _answered_by("checkpoints", CheckpointIO.save)
@@ -137,11 +146,11 @@ class PolicyWorkerBase(PolicyWorker):
     load_checkpoint = _answered_by("checkpoints", CheckpointIO.load)
     get_refit_state = _answered_by("sender", WeightSender.state)
     prepare_weights_for_ipc = _answered_by("sender", WeightSender.prepare_ipc)
-    get_weights_ipc_handles = _answered_by("sender", WeightSender.ipc_handles)
+    get_weights_ipc_handles = _answered_by("sender", WeightSender.ipc_handles, "refit")
     reserve_refit_address = _answered_by("sender", WeightSender.reserve_address)
     init_collective = _answered_by("sender", WeightSender.join)
     prepare_info_for_collective = _answered_by("sender", WeightSender.collective_info)
-    broadcast_weights_for_collective = _answered_by("sender", WeightSender.broadcast)
+    broadcast_weights_for_collective = _answered_by("sender", WeightSender.broadcast, "refit")
     get_info = _answered_by("reporting", Reporting.info)
     get_gpu_info = _answered_by("reporting", Reporting.gpu_info)
     report_device_id = _answered_by("reporting", Reporting.device_id)

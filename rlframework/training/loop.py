@@ -23,6 +23,7 @@ from rlframework.plugins.hookspec import SampleRecord
 from rlframework.rollout import validate
 from rlframework.training.checkpoints import Checkpoints
 from rlframework.training.input_checks import InputCheck
+from rlframework.training.performance import performance_metrics
 from rlframework.training.recording import Recorder, profiling
 
 StepResult: TypeAlias = tuple[dict[str, float], list[SampleRecord]]
@@ -79,6 +80,7 @@ class StepLoop(Algorithm):
         self.recorder = Recorder(parts)
         self.checkpoints = Checkpoints(parts)
         self._history: list[dict[str, float]] = []
+        self._trained: list[TrainResult] = []
         validation = self.config.validation
         if validation.at_start or validation.at_end or validation.every:
             self.check_validation(parts.environment.samples("validation")[: validation.samples])
@@ -105,7 +107,8 @@ class StepLoop(Algorithm):
 
     def train(self, step: int, data: BatchedDataDict[Any], loss: LossFunction) -> TrainResult:
         """Call `policy.train` in step `step`, and record the step if the configuration asks for it."""
-        return self.recorder.train(step, data, loss)
+        self._trained.append(self.recorder.train(step, data, loss))
+        return self._trained[-1]
 
     def should_stop(self, metrics: dict[str, float]) -> bool:
         """Whether to end the run before `num_steps`."""
@@ -139,16 +142,20 @@ class StepLoop(Algorithm):
 
     def _timed_step(self, step: int) -> StepResult:
         timer, parts = Timer(), self.parts
+        self._trained = []
         parts.policy.reset_peak_memory_stats()
-        with profiling(parts, step), timer.phase("step"):
+        with profiling(parts, step) as profiled, timer.phase("step"):
             metrics, samples = self.train_step(step, timer)
         self.recorder.require(step)
         metrics |= {f"time/{name}": value for name, value in timer.seconds.items()} | parts.generation.pop_metrics()
-        if "train/tokens" in metrics:
-            metrics["throughput/tokens_per_second"] = metrics["train/tokens"] / timer.seconds["step"]
-        metrics["memory/rss_mb"] = psutil.Process().memory_info().rss / 2**20
-        peaks = [info["peak_memory_bytes"] for info in parts.policy.get_info() if "peak_memory_bytes" in info]
-        return metrics | ({"memory/peak_mb": max(peaks) / 2**20} if peaks else {}), samples
+        metrics |= profiled | performance_metrics(
+            self._trained,
+            parts.policy.get_info(),
+            tokens=metrics.get("train/tokens"),
+            seconds=timer.seconds["step"],
+            peak_flops=None if (peak := parts.config.observers.peak_tflops) is None else peak * 1e12,
+        )
+        return metrics | {"memory/rss_mb": psutil.Process().memory_info().rss / 2**20}, samples
 
     def _timed_validation(self, step: int) -> StepResult:
         timer = Timer()

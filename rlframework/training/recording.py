@@ -38,6 +38,7 @@ from rlframework.files import replacing_directory, write_atomically
 from rlframework.interfaces.loss import LossFunction, LossInput
 from rlframework.interfaces.policy_worker import TrainResult
 from rlframework.plugins.loading import load_target
+from rlframework.training.device_time import read_trace
 
 _LOG = logging.getLogger(__name__)
 
@@ -118,28 +119,36 @@ class Recorder:
 
 
 @contextmanager
-def profiling(parts: Parts, step: int) -> Iterator[None]:
+def profiling(parts: Parts, step: int) -> Iterator[dict[str, float]]:
     """Profile the block as step `step` if it is selected, with one trace per worker, and log where the traces are.
 
-    A step that fails leaves no trace, as its workers may be gone.
+    Yields metrics that are filled in at the end of the block: the mean times of the profiled devices. A step that fails
+    leaves no trace, as its workers may be gone.
     """
     policy, config = parts.policy, parts.config.profiler
+    metrics: dict[str, float] = {}
     if step not in config.wanted:
-        yield
+        yield metrics
         return
     policy.start_profiling(
         ranks=config.ranks, with_stack=config.with_stack, record_shapes=config.record_shapes, memory=config.memory
     )
     try:
-        yield
+        yield metrics
     except BaseException:
         with suppress(Exception):  # raise the step's own error
             policy.stop_profiling(None)
         raise
     written = policy.stop_profiling(str(parts.config.output_dir.absolute() / TRACES / folder_of(step)))
-    lines = "\n".join(f"  {path}" for path in written)
+    times = [read_trace(Path(path)) for path in written]
+    lines = "\n".join(
+        f"  {path}: {time or 'without the times of its device'}" for path, time in zip(written, times, strict=True)
+    )
     how = "open them in https://ui.perfetto.dev (they stay in the browser) or chrome://tracing"
     _LOG.info("traces of step %d; %s:\n%s", step, how, lines)
+    known = [vars(time) for time in times if time is not None]
+    for name in known[0] if known else ():
+        metrics[f"time/device/{name}"] = sum(time[name] for time in known) / len(known)
 
 
 def describe_loss(loss: LossFunction) -> dict[str, Any]:

@@ -5,10 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlframework.config.sections import ProfilerConfig
-from rlframework.observers.console import EVERY, ConsoleObserver, Pace, duration, progress_bar
+from rlframework.observers.console import EVERY, ConsoleObserver, Pace, describe, duration, progress_bar
 from rlframework.plugins.hookspec import RunInfo
-from rlframework.training.loop import StepLoop
 
 
 class Clock:
@@ -52,6 +50,8 @@ def test_lines_show_step_known_metrics_pace_and_remaining_time(tmp_path, clock):
                 "train/kl": 0.05,
                 "other/thing": 7.0,
                 "throughput/tokens_per_second": 1234.6,
+                "throughput/tokens_per_second_per_worker": 308.65,
+                "throughput/mfu": 0.4321,
                 "memory/rss_mb": 2048.4,
                 "memory/peak_mb": 4096.4,
             },
@@ -60,9 +60,14 @@ def test_lines_show_step_known_metrics_pace_and_remaining_time(tmp_path, clock):
     # twelve steps of 1.8 s; 48 steps of 1.8 s are 86.4 s
     line = next(line for line in stream.getvalue().splitlines() if line.startswith("step 12/60"))
     assert line == (
-        "step 12/60  reward 0.410  accuracy 0.520  loss -0.01235  KL 0.05  1,235 tokens/s  peak worker memory 4,096 MiB"
-        "  1.8 s/step, remaining 1m26s"
+        "step 12/60  reward 0.410  accuracy 0.520  loss -0.01235  KL 0.05  1,235 tokens/s  309 per worker"
+        "  MFU 43.2%  peak worker memory 4,096 MiB  1.8 s/step, remaining 1m26s"
     )
+
+
+def test_the_speed_of_a_single_worker_is_shown_once():
+    speed = {"throughput/tokens_per_second": 1234.6, "throughput/tokens_per_second_per_worker": 1234.6}
+    assert describe(speed) == ["1,235 tokens/s"]
 
 
 def test_the_first_the_last_and_validated_steps_are_always_shown(tmp_path, clock):
@@ -137,28 +142,6 @@ def test_the_pace_is_that_of_the_last_twenty_steps_without_the_time_before_the_f
 def test_durations():
     shown = [duration(seconds) for seconds in (0.4, 59.4, 59.6, 80, 3599.9, 7500, 273_600)]
     assert shown == ["0s", "59s", "1m00s", "1m20s", "1h00m", "2h05m", "3d04h"]
-
-
-class OneStep(StepLoop):
-    """A loop whose step returns no metrics, with a policy of workers that report `infos`."""
-
-    def __init__(self, infos):
-        self.parts = SimpleNamespace(
-            policy=SimpleNamespace(reset_peak_memory_stats=lambda: None, get_info=lambda: infos),
-            generation=SimpleNamespace(pop_metrics=dict),
-            config=SimpleNamespace(profiler=ProfilerConfig()),
-        )
-        self.recorder = SimpleNamespace(require=lambda step: None)
-
-    def train_step(self, step, timer):
-        return {}, []
-
-
-def test_the_memory_of_a_step_is_the_largest_peak_of_the_workers():
-    metrics, _ = OneStep([{"peak_memory_bytes": 700 << 20}, {"peak_memory_bytes": 900 << 20}, {}])._timed_step(1)
-    assert metrics["memory/peak_mb"] == 900
-    assert metrics["memory/rss_mb"] > 0  # of the driver, which is not printed
-    assert "memory/peak_mb" not in OneStep([{}, {}])._timed_step(1)[0]
 
 
 # -- progress of other commands ---------------------------------------------------------------------------------------

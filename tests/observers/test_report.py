@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from rlframework.cli import main
 from rlframework.errors import UserError
 from rlframework.observers.report import render, write_report
-from rlframework.observers.report.content import arrange, content, phases_of, thin, thin_samples
+from rlframework.observers.report.content import arrange, breakdowns_of, content, phases_of, thin, thin_samples
 from rlframework.observers.report.runs import (
     Run,
     Sample,
@@ -276,6 +276,27 @@ def test_phases_add_up_to_the_step() -> None:
         "totals": [4, 8, 4],
     }
     assert phases_of(Run("r", Path("r"), [{"step": 1.0, "time/step": 1.0}])) is None
+
+
+def test_breakdowns_of_profiled_steps_and_of_the_step_with_the_highest_peak() -> None:
+    history = [{"step": float(i), "time/step": 4.0, "memory/peak_mb": float(i), "memory/weights_mb": 10.0 * i,
+                "memory/activations_mb": 5.0} for i in (1, 3, 2)]  # fmt: skip
+    times = {"compute": 2.0, "communication": 1.5, "exposed_communication": 1.0, "copies": 0.5, "idle": 0.5}
+    for row in history[1:]:
+        row |= {f"time/device/{name}": value for name, value in times.items()}
+    history[0]["memory/peak_generation_mb"] = 7.0
+    run = Run("r", Path("r"), history)
+    found = breakdowns_of(run)
+    assert [each["bars"] for each in found] == [
+        [(3, [2, 1, 0.5, 0.5]), (2, [2, 1, 0.5, 0.5])],
+        [(3, [30, 0, 0, 5])],
+        [(1, [0, 0, 7, 0, 0])],
+    ]
+    assert [each["adds_up"] for each in found] == [True, True, False]
+    assert found[0]["names"] == ["compute", "exposed communication", "copies", "idle"]
+    shown = {name for _, _, charts in arrange(run.names) for chart in charts for name in chart.names}
+    assert shown == {"time/step", "memory/peak_mb"}
+    assert breakdowns_of(Run("r", Path("r"), [{"step": 1.0, "time/device/wait": 1.0}])) == []
 
 
 def test_every_metric_has_a_chart_in_one_group() -> None:

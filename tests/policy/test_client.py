@@ -1,13 +1,17 @@
-"""The driver's handle: what it rejects before a worker starts."""
+"""The driver's handle: what it rejects before a worker starts, and what it adds to the results of training."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from rlframework import build_parts, load_config
+from rlframework import build_parts, create_manager, load_config
+from rlframework.algorithms.losses import NLLLoss
+from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.errors import NotSupported
+from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.plugins.types import Capability, PolicyWorkerRecord
 from rlframework.policy.client import Policy
 
@@ -42,3 +46,34 @@ def test_a_run_needs_a_backend_that_generates(config):
         build_parts(config, manager=manager),
     ):
         pass
+
+
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_the_flops_are_those_of_all_workers_rows_in_the_loss(tmp_path, tiny_llama, workers):
+    config = load_config(
+        {
+            "policy": {"model_name": str(tiny_llama), "train_global_batch_size": 4},
+            "algorithm": {"name": "sft"},
+            "environment": {"name": "addition"},
+            "worker_group": {"name": "inline" if workers == 1 else "processes", "num_workers": workers},
+            "output_dir": str(tmp_path / "run"),
+        }
+    )
+    lengths = torch.tensor([5, 9, 7, 12])
+    inside = torch.arange(12) < lengths[:, None]
+    rows = BatchedDataDict(
+        {
+            "input_ids": torch.full((4, 12), 3) * inside,
+            "input_lengths": lengths,
+            "token_mask": (inside & (torch.arange(12) >= 3)).float(),
+            "sample_mask": torch.tensor([1.0, 1.0, 0.0, 1.0]),
+        }
+    )
+    tokenizer = load_tokenizer(str(tiny_llama))
+    with Policy(config, tokenizer, create_manager()) as policy:
+        trained, evaluated = policy.train(rows, NLLLoss()), policy.train(rows, NLLLoss(), eval_mode=True)
+    # two layers of 2 x 32 x 32 (queries, output) + 2 x 32 x 16 (keys, values) + 3 x 32 x 128; 26 tokens, 17 positions
+    # in the loss; attention 2 layers x 2 x 4 heads x (8 + 8) for (5^2 + 9^2 + 12^2) / 2 pairs
+    forward = 2 * 30_720 * 26 + 2 * 32 * len(tokenizer) * 17 + 2 * 2 * 64 * 125
+    assert (trained["flops"], evaluated["flops"]) == (3 * forward, forward)
+    assert trained["times"]["train"] > 0

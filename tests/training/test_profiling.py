@@ -15,6 +15,7 @@ from rlframework.conformance.policies import read_weights
 from rlframework.errors import NotSupported, UserError
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.policy import profiling
+from rlframework.policy.device_memory import DeviceMemory
 from rlframework.policy.profiling import trace_span
 from rlframework.policy.reporting import Reporting
 
@@ -28,8 +29,9 @@ def events(path: Path) -> list[dict]:
 
 
 def test_the_chosen_step_leaves_a_trace_with_the_phases_and_changes_no_weight(run_config, tmp_path, caplog):
-    config = run_config("grpo", "profiler={steps: [2], record_shapes: true}", "algorithm.num_steps=2")
-    run(config)
+    peak = "observers.peak_tflops=0.5"
+    config = run_config("grpo", "profiler={steps: [2], record_shapes: true}", "algorithm.num_steps=2", peak)
+    result = run(config)
     told = caplog.text
     caplog.clear()
     plain = run_config("grpo", "algorithm.num_steps=2", f"output_dir={tmp_path}/plain")
@@ -38,6 +40,16 @@ def test_the_chosen_step_leaves_a_trace_with_the_phases_and_changes_no_weight(ru
     assert not (plain.output_dir / "traces").exists()
     ours, theirs = read_weights(config.output_dir / "model"), read_weights(plain.output_dir / "model")
     assert all(torch.equal(weight, theirs[name]) for name, weight in ours.items())
+
+    first, second = (row for row in result.history if row["step"])
+    parts = [second[f"time/device/{name}"] for name in ("compute", "exposed_communication", "copies", "idle")]
+    assert sum(parts) == pytest.approx(second["time/step"], rel=0.2)
+    assert parts[0] > 0
+    assert parts[1:3] == [0, 0]  # one worker on a CPU
+    assert not any(name.startswith("time/device/") for name in first)
+    for row in (first, second):
+        assert row["throughput/mfu"] == pytest.approx(row["throughput/model_tflops_per_worker"] / 0.5)
+        assert 0 < row["throughput/mfu"] < 1
 
     [folder] = (config.output_dir / "traces").iterdir()
     [path] = folder.iterdir()  # and nothing half-written beside it
@@ -80,7 +92,7 @@ def test_a_range_of_steps_has_a_trace_each(run_config):
 
 def test_a_profiler_is_on_once_and_an_unwritable_trace_is_told(tmp_path):
     engine = SimpleNamespace(context=WorkerContext(), device=torch.device("cpu"))
-    reporting = Reporting(engine, None)
+    reporting = Reporting(engine, None, DeviceMemory(engine.device))
     assert reporting.stop_profiling(str(tmp_path)) is None
     reporting.start_profiling()
     with pytest.raises(NotSupported, match="already being profiled"):

@@ -90,9 +90,10 @@ class DeepSpeedEngine(ModelState):
 
     def clip_and_step(self, max_grad_norm: float | None, lr: float) -> tuple[float, bool]:
         """See `Engine.clip_and_step`."""
-        norm = gradients.total_norm(
-            self._shards, lambda parameter: self._tensor.partition(parameter) is not None, self._tensor.group
-        )
+        with self.waits.measured():
+            norm = gradients.total_norm(
+                self._shards, lambda parameter: self._tensor.partition(parameter) is not None, self._tensor.group
+            )
         return norm, gradients.step(self._shards, norm, max_grad_norm, lr)
 
     def microbatch_rule(self) -> MicrobatchRule:

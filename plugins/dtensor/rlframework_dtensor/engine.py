@@ -124,7 +124,9 @@ class DTensorEngine(ModelState):
         """See `Engine.clip_and_step`."""
         assert self._optimizer is not None
         grads = gradients.gradients_of(self.model.parameters())
-        norm = float(gradients.total_norm(grads, self._mesh))
+        total = gradients.total_norm(grads, self._mesh)
+        with self.waits.measured():
+            norm = float(total)
         skipped = not math.isfinite(norm)
         if not skipped:
             if max_grad_norm is not None and norm > max_grad_norm:

@@ -38,7 +38,7 @@ def build(model: Path, mode: str, batch: Any, router_loss: float = 0.0) -> DTens
 
 
 def train(model: Path, mode: str, batches: list[Any], router_loss: float = 0.0) -> None:
-    """Print, for one optimizer step per batch: what waited, loss, gradient norm, and the order of copies and forwards.
+    """Print for one optimizer step per batch: what waited, loss, gradient norm, times, the order of copies and forwards.
 
     `alive`: the most microbatches on the device at a time.
     """
@@ -64,7 +64,7 @@ def train(model: Path, mode: str, batches: list[Any], router_loss: float = 0.0) 
         found = {"waits": counts.waits, "events": events, "alive": max(alive)}
         assert result["grad_norm"] is not None
         found |= {"loss": float(result["global_loss"][0]), "norm": float(result["grad_norm"][0])}
-        print(json.dumps(found))
+        print(json.dumps(found | {"times": result["times"]}))
     worker.shutdown()
 
 

@@ -32,6 +32,7 @@ def test_a_step_waits_once_whatever_the_number_of_microbatches(model, batches, m
         assert step["events"] == ["copy", "forward"] * (len(step["events"]) // 2)  # the next after the launch of one
         assert step["alive"] <= 2
         assert len(step["waits"]) == 1, "\n".join(step["waits"])
+        assert 0 < step["times"]["device_wait"] < step["times"]["train"]
     expected = Oracle(model).step(rows[0], "nll")
     assert steps[0]["loss"] == pytest.approx(expected.loss, rel=1e-5)
     assert steps[0]["norm"] == pytest.approx(expected.grad_norm, rel=1e-5)

@@ -85,7 +85,7 @@ class MegatronEngine(ModelState):
             self.chunks = build_chunks(self._model_config, self.config, self.backend_config, groups, coordinates)
             self._models = wrap_ddp(self.chunks, self.backend_config) if init_optimizer else list(self.chunks)
             if init_optimizer:
-                self._optimizer = Optimizer(self._models, self.config, self.backend_config)
+                self._optimizer = Optimizer(self._models, self.config, self.backend_config, self.waits)
         inner = None if self._optimizer is None else self._optimizer.inner
         optimizers = [] if self._optimizer is None else self._optimizer.optimizers
         self._offloader = Offloader(self.chunks, self._models, optimizers, self.device)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from rlframework.config.policy import PolicyConfig
+from rlframework.policy.profiling import DeviceWait
 from rlframework_megatron.config import MegatronConfig
 from rlframework_megatron.model import Chunk
 from rlframework_megatron.upstream import (
@@ -43,8 +44,8 @@ def wrap_ddp(chunks: Sequence[Chunk], section: MegatronConfig) -> list[Any]:
 class Optimizer:
     """The optimizer of the models from `wrap_ddp`; sets the gradient hooks in their configuration."""
 
-    def __init__(self, models: Sequence[Any], config: PolicyConfig, section: MegatronConfig) -> None:
-        self.models = list(models)
+    def __init__(self, models: Sequence[Any], config: PolicyConfig, section: MegatronConfig, waits: DeviceWait) -> None:
+        self.models, self._waits = list(models), waits
         self._decay = config.optimizer.weight_decay
         no_decay = ParamPredicate(name="fewer_than_two_dimensions", fn=lambda parameter: parameter.ndim < 2)
         self.inner: Any = get_megatron_optimizer(
@@ -97,7 +98,8 @@ class Optimizer:
     def clip_and_step(self, max_grad_norm: float | None, lr: float) -> tuple[float, bool]:
         """See `Engine.clip_and_step`. Collective."""
         self.inner.prepare_grads()
-        norm = float(self.inner.get_grad_norm())
+        with self._waits.measured():
+            norm = float(self.inner.get_grad_norm())
         skipped = not math.isfinite(norm)
         if not skipped:
             if max_grad_norm is not None and norm > max_grad_norm:

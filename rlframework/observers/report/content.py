@@ -32,17 +32,37 @@ GROUPS = (
 ORDER = ("outcome", "optimisation", "policy", "completions", "speed", "other")
 FIRST = (
     "reward", "accuracy", "reward_std", "shaped_reward", "loss", "policy_loss", "grad_norm", "lr", "kl", "entropy",
-    "clip_fraction", "ratio", "completion_length", "truncated_fraction", "throughput/tokens_per_second", "time/step",
+    "clip_fraction", "ratio", "completion_length", "truncated_fraction", "throughput/mfu",
+    "throughput/model_tflops_per_worker", "throughput/tokens_per_second", "throughput/tokens_per_second_per_worker",
+    "time/step",
 )  # fmt: skip
 TITLES = {
     "lr": "Learning rate", "kl": "KL to the reference", "grad_norm": "Gradient norm",
     "memory/rss_mb": "Memory of the driver (RSS), MiB", "memory/peak_mb": "Peak worker memory, MiB",
-    "throughput/tokens_per_second": "Tokens per second", "time/step": "Seconds per step", "ratio": "Probability ratio",
+    "throughput/tokens_per_second": "Tokens per second", "throughput/mfu": "Model FLOPs utilization of training",
+    "throughput/tokens_per_second_per_worker": "Tokens per second and worker",
+    "throughput/model_tflops_per_worker": "Model TFLOP/s of training, per worker",
+    "memory/peak_reserved_mb": "Peak of reserved GPU memory, MiB", "time/device/wait": "Waiting for the GPU, seconds",
+    "time/step": "Seconds per step", "ratio": "Probability ratio",
     "generation_kl": "KL, generation to trainer", "global_valid_toks": "Tokens in the loss",
     "generation_logprob_difference": "Log-prob difference, generation to trainer", "tokens": "Tokens per step",
     "generation_logprob_difference_max": "Largest log-prob difference", "num_valid_samples": "Rows in the loss",
     "samples": "Held-out samples", "reward_std": "Reward spread in a group",
 }  # fmt: skip
+
+BREAKDOWNS = (
+    ("Time of the device in profiled steps", "time/device/{}",
+     ("compute", "exposed_communication", "copies", "idle")),
+    ("GPU memory in training, MiB", "memory/{}_mb", ("weights", "optimizer", "gradients", "activations")),
+    ("Peak memory by phase, MiB", "memory/peak_{}_mb", ("training", "scoring", "generation", "refit", "other")),
+)  # fmt: skip
+"""Title, form of the metrics' names, and parts. The parts add up, except the peaks of the last."""
+BROKEN_DOWN = frozenset(form.format(part) for _, form, parts in BREAKDOWNS for part in parts) | {
+    "time/device/communication"
+}
+"""Metrics without a chart of their own."""
+BARS = 8
+"""Maximum number of steps in a breakdown: the last ones that have it."""
 
 POINTS = 1000
 """Series of at most this many points are not thinned; longer ones have at most half as many buckets."""
@@ -61,6 +81,15 @@ Phases = TypedDict(
     {"names": list[str], "from": list[int], "to": list[int], "values": list[list[float]], "totals": list[float]},
 )
 """Seconds of each phase: means over ranges of steps, and totals over the run."""
+
+
+class Breakdown(TypedDict):
+    """The values of the parts `names` at some steps. If they do not add up, there is one step."""
+
+    title: str
+    names: list[str]
+    bars: list[tuple[int, list[float]]]
+    adds_up: bool
 
 
 @dataclass(frozen=True)
@@ -90,14 +119,14 @@ def phase_of(name: str) -> str | None:
 def arrange(names: Iterable[str]) -> list[tuple[str, str, list[Chart]]]:
     """Identifier, heading and charts of each non-empty group, in the order of the page."""
     quantities: dict[str, list[str]] = {}
-    for name in sorted(set(names) - {"step", "time"}):
+    for name in sorted(set(names) - {"step", "time"} - BROKEN_DOWN):
         if phase_of(name) is None:
             quantities.setdefault(name.removeprefix(f"{split_of(name)}/"), []).append(name)
     groups: dict[str, list[Chart]] = {}
     for quantity in sorted(quantities, key=lambda name: (FIRST.index(name) if name in FIRST else len(FIRST), name)):
         words = re.sub(r"[_/]+", " ", quantity).strip() or quantity
         title = TITLES.get(quantity, words[:1].upper() + words[1:])
-        percent = re.search(r"accuracy|fraction|rate$|pass[@_]", quantity) is not None
+        percent = re.search(r"accuracy|fraction|mfu$|rate$|pass[@_]", quantity) is not None
         planned = re.search(r"(^|/|_)lr$|learning_rate", quantity) is not None
         group = next(key for key, _, pattern in GROUPS if re.search(pattern, quantity))
         groups.setdefault(group, []).append(Chart(quantity, title, quantities[quantity], percent, planned))
@@ -154,7 +183,8 @@ def _nearly_equal(values: Array, others: Array) -> bool:
 def _run(run: Run, points: int, budget: int) -> dict[str, Any]:
     places: list[list[float]] = []
     clock_at, clock, *_ = thin(run.steps, seconds_of(run.history), points)
-    shown = [name for name in run.names if name not in ("step", "time") and phase_of(name) is None]
+    hidden = BROKEN_DOWN | {"step", "time"}
+    shown = [name for name in run.names if name not in hidden and phase_of(name) is None]
     bad = {name: [int(row["step"]) for row in run.history if not math.isfinite(row.get(name, 0.0))][:200]
            for name in run.names}  # fmt: skip
     return {
@@ -168,6 +198,7 @@ def _run(run: Run, points: int, budget: int) -> dict[str, Any]:
         "bad": {name: steps for name, steps in bad.items() if steps},
         "places": places,
         "phases": phases_of(run),
+        "breakdowns": breakdowns_of(run),
         "samples": _samples(run, budget),
         "config": settings_of(run.config),
         "environment": settings_of(run.environment),
@@ -226,6 +257,23 @@ def phases_of(run: Run, columns: int = COLUMNS) -> Phases | None:
         "values": [_rounded(means[:, index]) for index in range(len(names))],
         "totals": _rounded(spent.sum(axis=0)[: len(names)]),
     }
+
+
+def breakdowns_of(run: Run) -> list[Breakdown]:
+    """The breakdowns that the run has: of time those of the last profiled steps, of memory that of the highest peak."""
+    found: list[Breakdown] = []
+    for title, form, parts in BREAKDOWNS:
+        metrics = [form.format(part) for part in parts]
+        rows = [row for row in run.history if any(math.isfinite(row.get(name, math.nan)) for name in metrics)]
+        if not rows:
+            continue
+        adds_up = form != "memory/peak_{}_mb"
+        if form.startswith("memory/"):
+            rows = [max(rows, key=lambda row: row.get("memory/peak_mb", 0.0))]
+        bars = [(int(row["step"]), _rounded([row.get(name, 0.0) for name in metrics])) for row in rows[-BARS:]]
+        names = [part.replace("_", " ") for part in parts]
+        found.append({"title": title, "names": names, "bars": bars, "adds_up": adds_up})
+    return found
 
 
 def _samples(run: Run, budget: int) -> dict[str, Any]:
