@@ -38,7 +38,7 @@ def build(model: Path, mode: str, batch: Any, router_loss: float = 0.0) -> DTens
 
 
 def train(model: Path, mode: str, batches: list[Any], router_loss: float = 0.0) -> None:
-    """Print for one optimizer step per batch: what waited, loss, gradient norm, times, the order of copies and forwards.
+    """Print per optimizer step, one a batch: what waited, loss, gradient norm, times, order of copies and forwards.
 
     `alive`: the most microbatches on the device at a time.
     """
