@@ -14,6 +14,7 @@ from torch import nn
 
 from rlframework.config.policy import PolicyConfig
 from rlframework_megatron.config import MegatronConfig
+from rlframework_megatron.gradients import total_norm
 from rlframework_megatron.model import Chunk
 from rlframework_megatron.upstream import (
     DistributedDataParallel,
@@ -45,6 +46,7 @@ class Optimizer:
 
     def __init__(self, models: Sequence[Any], config: PolicyConfig, section: MegatronConfig) -> None:
         self.models = list(models)
+        self._device = next(self.models[0].parameters()).device
         self._decay = config.optimizer.weight_decay
         no_decay = ParamPredicate(name="fewer_than_two_dimensions", fn=lambda parameter: parameter.ndim < 2)
         self.inner: Any = get_megatron_optimizer(
@@ -97,7 +99,7 @@ class Optimizer:
     def clip_and_step(self, max_grad_norm: float | None, lr: float) -> tuple[float, bool]:
         """See `Engine.clip_and_step`. Collective."""
         self.inner.prepare_grads()
-        norm = float(self.inner.get_grad_norm())
+        norm = total_norm(self.inner, self._device)
         skipped = not math.isfinite(norm)
         if not skipped:
             if max_grad_norm is not None and norm > max_grad_norm:
