@@ -9,6 +9,7 @@ Implements the primitives of `rlframework.policy.engine.Engine`: the step in thi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -42,6 +43,8 @@ class DeepSpeedEngine(ModelState):
         )
         self._engine, self.model, self._head, self._packs = built.engine, built.model, built.head, built.packs
         self._tensor, self._groups, self._saved_buffers = built.tensor, built.groups, built.saved_buffers
+        # the mask that transformers makes for padded rows reads the device in each forward
+        self._replace_padded = built.packs and self.device.type != "cpu"
         self._shards = shards_of(self._engine)
         group = self._groups.context
         self._context = context_of(self.backend_config, group) if group is not None else None
@@ -69,16 +72,16 @@ class DeepSpeedEngine(ModelState):
         return results
 
     def _evaluate(self, microbatch: Microbatch, head: HeadRequest, step: Step) -> StepResult:
-        with attending(self.model.config, microbatch, self._context):
+        with self._attending(microbatch):
             with torch.no_grad(), trace_span(FORWARD):
-                values = forward(self._engine, self._head, microbatch, head, self._context)
+                values = self._forward(microbatch, head)
             return step(read_head_output(values, head), microbatch)
 
     def _learn(self, microbatch: Microbatch, head: HeadRequest, step: Step, *, last: bool) -> StepResult:
         self._engine.set_gradient_accumulation_boundary(last)
-        with attending(self.model.config, microbatch, self._context):
+        with self._attending(microbatch):
             with trace_span(FORWARD):
-                values = forward(self._engine, self._head, microbatch, head, self._context)
+                values = self._forward(microbatch, head)
             result = step(read_head_output(values, head), microbatch)
             assert result.loss is not None
             # DeepSpeed averages over its data-parallel ranks; the contract is the sum
@@ -87,6 +90,13 @@ class DeepSpeedEngine(ModelState):
                 self._engine.backward(result.loss * factor)
             result.loss = None
         return result
+
+    def _attending(self, microbatch: Microbatch) -> AbstractContextManager[None]:
+        return attending(self.model.config, microbatch, self._context, replace_padded=self._replace_padded)
+
+    def _forward(self, microbatch: Microbatch, head: HeadRequest) -> torch.Tensor:
+        replace = self._replace_padded
+        return forward(self._engine, self._head, microbatch, head, self._context, replace_padded=replace)
 
     def clip_and_step(self, max_grad_norm: float | None, lr: float) -> tuple[float, bool]:
         """See `Engine.clip_and_step`."""
