@@ -19,6 +19,7 @@ from rlframework.interfaces.data_processor import Microbatch, MicrobatchRule
 from rlframework.models.forward import attending, forward
 from rlframework.policy.engine import Step, StepResult
 from rlframework.policy.head.patch import HeadRequest, read_head_output
+from rlframework.policy.host_buffers import HostBuffers
 from rlframework.policy.profiling import BACKWARD, FORWARD, trace_span
 from rlframework_deepspeed import environment, gradients, offload
 from rlframework_deepspeed.build import build
@@ -46,6 +47,7 @@ class DeepSpeedEngine(ModelState):
         # the mask that transformers makes for padded rows reads the device in each forward
         self._replace_padded = built.packs and self.device.type != "cpu"
         self._shards = shards_of(self._engine)
+        self._host = HostBuffers()
         group = self._groups.context
         self._context = context_of(self.backend_config, group) if group is not None else None
         with environment.leaving_on_failure(self.context):
@@ -117,7 +119,7 @@ class DeepSpeedEngine(ModelState):
 
     def move(self, device: torch.device, *, model: bool = False, optimizer: bool = False) -> int:
         """See `Engine.move`."""
-        return offload.move(self._shards, device, model=model, optimizer=optimizer)
+        return offload.move(self._shards, device, self._host, model=model, optimizer=optimizer)
 
     def whole_model(self) -> nn.Module | None:
         """See `Engine.whole_model`."""
