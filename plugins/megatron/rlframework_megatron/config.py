@@ -93,7 +93,7 @@ def device_defaults(config: RunConfig, device: str) -> list[Default]:
         ]
         if shards and overlaps:
             found.append(("overlap_param_gather", "updated weights are gathered while the next forward pass runs"))
-    if _compiles():
+    if compiles():
         found.append(("fused_activation", "Triton and a C compiler are there: fewer kernels, less is kept"))
     if find_spec(GRADIENT_KERNELS) is not None:
         found.append(("fused_gradient_accumulation", f"Apex's {GRADIENT_KERNELS} is there: no separate additions"))
@@ -163,7 +163,7 @@ def _overlap_problems(section: MegatronConfig) -> Iterator[Problem]:
 def _fusion_problems(section: MegatronConfig, device: str) -> Iterator[Problem]:
     if device != "cuda":  # fusions are not used
         return
-    if section.fused_activation and not _compiles():
+    if section.fused_activation and not compiles():
         message = f"it needs the package triton and a C compiler ({', '.join(C_COMPILERS)}), which were not found."
         yield Problem("policy.megatron.fused_activation", message, "Install them, or set it to false.")
     if section.fused_gradient_accumulation and find_spec(GRADIENT_KERNELS) is None:
@@ -171,7 +171,8 @@ def _fusion_problems(section: MegatronConfig, device: str) -> Iterator[Problem]:
         yield Problem("policy.megatron.fused_gradient_accumulation", message, "Install Apex, or set it to false.")
 
 
-def _compiles() -> bool:
+def compiles() -> bool:
+    """Whether `torch.compile` finds what it needs on a GPU: Triton, and a C compiler."""
     return find_spec("triton") is not None and any(which(name) for name in C_COMPILERS)
 
 
