@@ -45,7 +45,7 @@ def _not_taken_problems(section: DeepSpeedConfig) -> Iterator[Problem]:
 
 def _precision_problems(config: RunConfig, section: DeepSpeedConfig, device: str) -> Iterator[Problem]:
     accumulation, stage = (section.data_types or {}).get("grad_accum_dtype"), section.zero_optimization.stage
-    differs = DTYPES.get(accumulation, accumulation) != config.policy.precision
+    differs = DTYPES.get(str(accumulation), accumulation) != config.policy.precision
     if accumulation is not None and differs and stage not in ACCUMULATING_STAGES:
         message = (
             f"gradients are added up in {config.policy.precision} with ZeRO stage {stage}, but it is {accumulation}."

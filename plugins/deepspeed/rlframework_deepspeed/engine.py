@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from rlframework.interfaces.data_processor import Microbatch, MicrobatchRule
+from rlframework.models.attention import varlen_kernel
 from rlframework.models.forward import attending, forward
 from rlframework.policy.engine import Step, StepResult
 from rlframework.policy.head.patch import HeadRequest, read_head_output
@@ -112,8 +113,9 @@ class DeepSpeedEngine(ModelState):
         return MicrobatchRule(pad_multiple=1 if self._context is None else self._context.pad_multiple)
 
     def preferred_batching(self) -> str:
-        """See `Engine.preferred_batching`."""
-        return "packed" if self._packs else "dynamic"
+        """See `Engine.preferred_batching`: on a GPU packed where one kernel computes a packed row."""
+        suits = self.device.type == "cpu" or (self.config.precision != "float32" and varlen_kernel() is not None)
+        return "packed" if self._packs and suits else "dynamic"
 
     # -- generation and the rest --------------------------------------------------------------------------------------
 

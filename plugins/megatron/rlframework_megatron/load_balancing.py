@@ -47,7 +47,7 @@ class MegatronLoadBalancingLoss(LoadBalancingLoss):
             by_rows = logits.transpose(0, 1).reshape(-1, self._experts)
             is_chosen = choices.view(logits.shape).transpose(0, 1).reshape(-1, self._experts)
             # the number of chosen experts is known, so that nothing waits for the device, as `nonzero` would
-            chosen = is_chosen.byte().argsort(-1, descending=True, stable=True)[:, : self._chosen]
+            chosen = is_chosen.byte().argsort(dim=-1, descending=True, stable=True)[:, : self._chosen]
             self._keep(None, None, (by_rows, probabilities, chosen))  # type: ignore[arg-type]
             return probabilities, choices
 

@@ -14,7 +14,7 @@ from rlframework_megatron.worker import MegatronPolicyWorker
 def waits(tmp_path, monkeypatch):
     """`waits(model, rows, **keys)`: the waiting calls of a step in microbatches of so many rows, by primitive."""
 
-    def count(model, rows, **keys):
+    def count(model, rows, section=None, **keys):
         path = cases.model(model, tmp_path)
         worker = MegatronPolicyWorker(
             {
@@ -25,6 +25,7 @@ def waits(tmp_path, monkeypatch):
                 **keys,
             },
             cases.tokenizer(),
+            backend_config=section or {},
         )
         calls = {}
 
@@ -47,9 +48,14 @@ def waits(tmp_path, monkeypatch):
     return count
 
 
+OVERLAPPED = {"distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
+
+
 @pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize("checkpointing", [False, "selective", "full"])
-def test_a_step_waits_once(waits, rows, checkpointing):
-    found = waits("untied", rows, activation_checkpointing=checkpointing, precision="bfloat16")
+@pytest.mark.parametrize(
+    ("section", "checkpointing"), [({}, False), ({}, "selective"), (OVERLAPPED, "full")], ids=["", "selective", "full"]
+)
+def test_a_step_waits_once(waits, rows, section, checkpointing):
+    found = waits("untied", rows, section, activation_checkpointing=checkpointing, precision="bfloat16")
     assert found["forward_backward"] == []
     assert len(found["clip_and_step"]) == 1, found  # the norm of the gradient
