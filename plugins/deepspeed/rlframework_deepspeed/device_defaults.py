@@ -18,12 +18,12 @@ def device_defaults(config: RunConfig, device: str) -> list[Default]:
         return []
     section = getattr(config.policy, "deepspeed", None) or DeepSpeedConfig()
     ranks = config.worker_group.num_workers // config.policy.parallelism.tensor
-    found = [*_precision_defaults(config, section), *_bucket_defaults(config, section.zero_optimization, ranks)]
+    found = [*_precision_defaults(config, section, ranks), *_bucket_defaults(config, section.zero_optimization, ranks)]
     return [Default(f"policy.deepspeed.{key}", value, reason) for key, value, reason in found]
 
 
-def _precision_defaults(config: RunConfig, section: DeepSpeedConfig) -> Iterator[tuple[str, object, str]]:
-    if section.communication_data_type is None:
+def _precision_defaults(config: RunConfig, section: DeepSpeedConfig, ranks: int) -> Iterator[tuple[str, object, str]]:
+    if section.communication_data_type is None and ranks > 1:
         yield "communication_data_type", "fp32", "sums over workers are not rounded to half precision at each addition"
     unscaled = config.policy.precision != "float16"  # with loss scaling it has not been verified
     accumulates = section.zero_optimization.stage in ACCUMULATING_STAGES

@@ -44,12 +44,12 @@ def worker(tmp_path):
         each.shutdown()
 
 
-@pytest.mark.parametrize("bucket", [None, 500])
+@pytest.mark.parametrize(("bucket", "reduced"), [(None, None), (500, "fp32")])
 @pytest.mark.parametrize("stage", [2, 3])
-def test_gradients_of_microbatches_are_added_in_fp32(worker, monkeypatch, stage, bucket):
+def test_gradients_of_microbatches_are_added_in_fp32(worker, monkeypatch, stage, bucket, reduced):
     """Each is of half precision, as backward computes it; buckets smaller than a parameter change nothing."""
     zero = {"stage": stage, "reduce_bucket_size": bucket, "overlap_comm": True}
-    opened = worker(2, zero_optimization=zero, data_types={"grad_accum_dtype": "fp32"}, communication_data_type="fp32")
+    opened = worker(2, zero_optimization=zero, data_types={"grad_accum_dtype": "fp32"}, communication_data_type=reduced)
     primitive, sums = opened.engine.forward_backward, []
 
     def gradients(microbatches, *args, **keys):

@@ -346,7 +346,7 @@ def test_a_gpu_sums_gradients_in_fp32_where_the_stage_can(defaults, stage, expec
 
 
 def test_defaults_of_a_gpu_that_would_not_help_are_not_given(defaults):
-    assert defaults(workers=1) == FP32 | SUMS | BUCKETS
+    assert defaults(workers=1) == SUMS | BUCKETS
     assert defaults(offload=True) == FP32 | SUMS | BUCKETS
     assert defaults(precision="float16") == FP32 | BUCKETS | OVERLAP
 
