@@ -11,9 +11,11 @@ from rlframework.config.policy import ParallelismConfig
 from rlframework.config.sections import RunConfig
 from rlframework.plugins.model_checks import attention_problems, indivisible, lora_problems, model_config
 from rlframework.plugins.types import Problem
-from rlframework_deepspeed.config import DeepSpeedConfig, Keys, OffloadKeys
+from rlframework_deepspeed.config import ACCUMULATING_STAGES, DeepSpeedConfig, Keys, OffloadKeys
 from rlframework_deepspeed.neutral_keys import disagreements
 
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""DeepSpeed's names of dtypes, and the values of policy.precision."""
 COMPILERS = ("g++", "ninja")
 """The programs DeepSpeed compiles extensions with."""
 
@@ -25,7 +27,7 @@ def check(config: RunConfig, device: str) -> list[Problem]:
         *_not_taken_problems(section),
         *disagreements(config, section),
         *attention_problems(config, "policy.deepspeed.attention", section.attention, device),
-        *_precision_problems(config, device),
+        *_precision_problems(config, section, device),
         *_layout_problems(config, section),
         *_offload_problems(config, section, device),
         *lora_problems(config),
@@ -41,7 +43,15 @@ def _not_taken_problems(section: DeepSpeedConfig) -> Iterator[Problem]:
             yield Problem(key, f"{reason}.", "Remove it.")
 
 
-def _precision_problems(config: RunConfig, device: str) -> Iterator[Problem]:
+def _precision_problems(config: RunConfig, section: DeepSpeedConfig, device: str) -> Iterator[Problem]:
+    accumulation, stage = (section.data_types or {}).get("grad_accum_dtype"), section.zero_optimization.stage
+    differs = DTYPES.get(str(accumulation), accumulation) != config.policy.precision
+    if accumulation is not None and differs and stage not in ACCUMULATING_STAGES:
+        message = (
+            f"gradients are added up in {config.policy.precision} with ZeRO stage {stage}, but it is {accumulation}."
+        )
+        remedy = "Remove it, or set policy.deepspeed.zero_optimization.stage to 2 or 3."
+        yield Problem("policy.deepspeed.data_types.grad_accum_dtype", message, remedy)
     if config.policy.precision == "float16" and device != "cuda":
         message = f"float16 with loss scaling needs a GPU, but the device is {device}."
         yield Problem("policy.precision", message, "Set it to bfloat16 or float32.")

@@ -195,7 +195,9 @@ class DeepSpeedConfig(Keys):
         None, description="dtype of the gradient reduction; default: follows the precision"
     )
     aio: Table = Field(None, description="disk I/O settings for offloading to nvme")
-    data_types: Table = None
+    data_types: Table = Field(
+        None, description="grad_accum_dtype: dtype in which gradients of microbatches are added; default: the precision"
+    )
     comms_logger: Table = None
     flops_profiler: Table = None
     timers: Table = None
@@ -216,6 +218,9 @@ class DeepSpeedConfig(Keys):
             raise ValueError(f"config: must be the name of a JSON file, given {path!r}")
         return without_auto(_merged(_read(path), own))
 
+
+ACCUMULATING_STAGES = (2, 3)
+"""ZeRO stages that can add up gradients in fp32 beside half-precision weights."""
 
 UNKNOWN = "neither DeepSpeed nor this backend has such a key"
 

@@ -9,15 +9,18 @@ Implements the primitives of `rlframework.policy.engine.Engine`: the step in thi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
 
 from rlframework.interfaces.data_processor import Microbatch, MicrobatchRule
+from rlframework.models.attention import varlen_kernel
 from rlframework.models.forward import attending, forward
 from rlframework.policy.engine import Step, StepResult
 from rlframework.policy.head.patch import HeadRequest, read_head_output
+from rlframework.policy.host_buffers import HostBuffers
 from rlframework.policy.profiling import BACKWARD, FORWARD, trace_span
 from rlframework_deepspeed import environment, gradients, offload
 from rlframework_deepspeed.build import build
@@ -42,7 +45,10 @@ class DeepSpeedEngine(ModelState):
         )
         self._engine, self.model, self._head, self._packs = built.engine, built.model, built.head, built.packs
         self._tensor, self._groups, self._saved_buffers = built.tensor, built.groups, built.saved_buffers
+        # the mask that transformers makes for padded rows reads the device in each forward
+        self._replace_padded = built.packs and self.device.type != "cpu"
         self._shards = shards_of(self._engine)
+        self._host = HostBuffers()
         group = self._groups.context
         self._context = context_of(self.backend_config, group) if group is not None else None
         with environment.leaving_on_failure(self.context):
@@ -69,16 +75,16 @@ class DeepSpeedEngine(ModelState):
         return results
 
     def _evaluate(self, microbatch: Microbatch, head: HeadRequest, step: Step) -> StepResult:
-        with attending(self.model.config, microbatch, self._context):
+        with self._attending(microbatch):
             with torch.no_grad(), trace_span(FORWARD):
-                values = forward(self._engine, self._head, microbatch, head, self._context)
+                values = self._forward(microbatch, head)
             return step(read_head_output(values, head), microbatch)
 
     def _learn(self, microbatch: Microbatch, head: HeadRequest, step: Step, *, last: bool) -> StepResult:
         self._engine.set_gradient_accumulation_boundary(last)
-        with attending(self.model.config, microbatch, self._context):
+        with self._attending(microbatch):
             with trace_span(FORWARD):
-                values = forward(self._engine, self._head, microbatch, head, self._context)
+                values = self._forward(microbatch, head)
             result = step(read_head_output(values, head), microbatch)
             assert result.loss is not None
             # DeepSpeed averages over its data-parallel ranks; the contract is the sum
@@ -87,6 +93,13 @@ class DeepSpeedEngine(ModelState):
                 self._engine.backward(result.loss * factor)
             result.loss = None
         return result
+
+    def _attending(self, microbatch: Microbatch) -> AbstractContextManager[None]:
+        return attending(self.model.config, microbatch, self._context, replace_padded=self._replace_padded)
+
+    def _forward(self, microbatch: Microbatch, head: HeadRequest) -> torch.Tensor:
+        replace = self._replace_padded
+        return forward(self._engine, self._head, microbatch, head, self._context, replace_padded=replace)
 
     def clip_and_step(self, max_grad_norm: float | None, lr: float) -> tuple[float, bool]:
         """See `Engine.clip_and_step`."""
@@ -102,14 +115,15 @@ class DeepSpeedEngine(ModelState):
         return MicrobatchRule(pad_multiple=multiple, few_shapes=self.device.type != "cpu")
 
     def preferred_batching(self) -> str:
-        """See `Engine.preferred_batching`."""
-        return "packed" if self._packs else "dynamic"
+        """See `Engine.preferred_batching`: on a GPU packed where one kernel computes a packed row."""
+        suits = self.device.type == "cpu" or (self.config.precision != "float32" and varlen_kernel() is not None)
+        return "packed" if self._packs and suits else "dynamic"
 
     # -- generation and the rest --------------------------------------------------------------------------------------
 
     def move(self, device: torch.device, *, model: bool = False, optimizer: bool = False) -> int:
         """See `Engine.move`."""
-        return offload.move(self._shards, device, model=model, optimizer=optimizer)
+        return offload.move(self._shards, device, self._host, model=model, optimizer=optimizer)
 
     def whole_model(self) -> nn.Module | None:
         """See `Engine.whole_model`."""

@@ -12,7 +12,7 @@ Replaced attributes, because DeepSpeed has no option for them:
     comm.torch.build_shm_op              joining: would compile for a minute, for a reduction that AutoTP alone uses
     OpBuilder.jit_load                   building the engine: to check the compilers and log before it compiles
     engine._apply_autotp_partitioning    building the engine: to partition adapters with their layers (`autotp`)
-    the optimizer's norm                 stepping: to clip by the norm over all shards (`gradients`)
+    the optimizer's norm, has_overflow   stepping: to clip by the norm over all shards, which is finite (`gradients`)
     adam.state                           saving: to leave the moments out of DeepSpeed's files (`native`)
     zero_to_fp32                         loading: to read one tensor-parallel rank's files, silently (`native`)
 """

@@ -38,7 +38,8 @@ def total_norm(shards: Shards, is_partitioned: Callable[[nn.Parameter], bool], t
         dist.all_reduce(squares, group=shards.group)
     if tensor_group is not None:
         dist.all_reduce(squares[1:], group=tensor_group)
-    return math.sqrt(float(squares.sum())) / shards.scale() if bool(squares.isfinite().all()) else float(squares.sum())
+    square = sum(squares.tolist())  # waits for the device, once
+    return math.sqrt(square) / shards.scale() if math.isfinite(square) else square
 
 
 def step(shards: Shards, norm: float, max_grad_norm: float | None, lr: float) -> bool:
@@ -65,12 +66,19 @@ def step(shards: Shards, norm: float, max_grad_norm: float | None, lr: float) ->
 
 
 def _using_norm(shards: Shards, scaled_norm: float) -> AbstractContextManager[None]:
-    """Make DeepSpeed use `scaled_norm` as the norm of its gradients."""
+    """Make DeepSpeed use the finite `scaled_norm` as the norm of its gradients, without looking at each of them again.
+
+    Its own search for infinities waits for the device, in stage 3 once for each parameter.
+    """
     wrapper = shards.wrapper
-    known: Tensor = torch.tensor(scaled_norm, dtype=torch.float32, device=shards.engine.device)
+    known: Tensor = torch.tensor(scaled_norm, dtype=torch.float32)  # on the CPU, so that reading it does not wait
     if hasattr(wrapper, "_get_norm_groups"):  # stage 3
-        return replacing(wrapper, _get_norm_groups=lambda: [known])
+        return replacing(wrapper, _get_norm_groups=lambda: [known], has_overflow=_no_overflow)
     if hasattr(wrapper, "scaled_global_norm"):  # stages 1 and 2
-        return replacing(wrapper, scaled_global_norm=lambda: known)
+        return replacing(wrapper, scaled_global_norm=lambda: known, has_overflow=_no_overflow)
     unscale = wrapper.unscale_and_clip_grads  # stage 0 in half precision, which works out a norm of its own first
     return replacing(wrapper, unscale_and_clip_grads=lambda _: unscale(scaled_norm))
+
+
+def _no_overflow(partition_gradients: bool = True) -> bool:
+    return False

@@ -1,7 +1,8 @@
 """Offload a worker's state from the GPU to CPU memory between calls, and onload it. On a CPU nothing moves.
 
-With ZeRO, DeepSpeed moves whole categories of state; state that `policy.offload` or `policy.deepspeed` keeps in CPU
-memory stays there. Without ZeRO or without an optimizer, this module moves it. Untested on a GPU.
+With ZeRO, DeepSpeed moves whole categories of state, through pinned memory of its own; state that `policy.offload` or
+`policy.deepspeed` keeps in CPU memory stays there. Without ZeRO or without an optimizer, this module moves it, through
+pinned memory that is kept (`rlframework.policy.host_buffers`). Untested on a GPU.
 """
 
 from __future__ import annotations
@@ -12,15 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlframework.policy.host_buffers import HostBuffers
 from rlframework_deepspeed.shards import Shards
 
 
-def move(shards: Shards, device: torch.device, *, model: bool, optimizer: bool) -> int:
-    """Move weights and buffers (`model`) or the optimizer state to `device`; return the bytes moved."""
+def move(shards: Shards, device: torch.device, host: HostBuffers, *, model: bool, optimizer: bool) -> int:
+    """Move weights and buffers (`model`) or the optimizer state to `device`; return the bytes moved.
+
+    `host`: CPU memory for what DeepSpeed does not move, kept between calls.
+    """
     if shards.engine.device.type == "cpu":
         return 0
     if not hasattr(shards.wrapper, "offload_states"):
-        return _move_plainly(shards, device, model=model, optimizer=optimizer)
+        return _move_plainly(shards, device, host, model=model, optimizer=optimizer)
     kinds = import_module("deepspeed.runtime.zero.offload_config").OffloadStateTypeEnum
     weights = {kinds.lp_params, kinds.hp_params, kinds.lp_grads, kinds.contiguous_grad_buffer}
     wanted = (weights if model else set()) | ({kinds.optim_states} if optimizer else set())
@@ -46,17 +51,24 @@ def _reload(wrapper: Any, wanted: set[Any]) -> None:
         wrapper.offloaded_states |= others
 
 
-def _move_plainly(shards: Shards, device: torch.device, *, model: bool, optimizer: bool) -> int:
-    before = _bytes_on(shards, device)
-    if model:
-        for tensor in _main_params(shards):
-            tensor.data = tensor.data.to(device)
-        for parameter in shards.engine.module.parameters():
-            parameter.data = parameter.data.to(device)
-        _move_buffers(shards, device)
+def _move_plainly(shards: Shards, device: torch.device, host: HostBuffers, *, model: bool, optimizer: bool) -> int:
+    before, states = _bytes_on(shards, device), dict[int, dict[str, Any]]()
+    tensors: dict[tuple[int, str], Tensor] = {}
+    weights = {id(one): one for one in (*_main_params(shards), *shards.engine.module.parameters())} if model else {}
     if optimizer and shards.adam is not None:
-        for state in shards.adam.state.values():
-            state.update({name: value.to(device) for name, value in state.items() if isinstance(value, Tensor)})
+        states = {id(state): state for state in shards.adam.state.values()}
+    for number, weight in weights.items():
+        tensors[number, "weight"] = weight.data
+    for number, state in states.items():
+        tensors |= {(number, name): value for name, value in state.items() if isinstance(value, Tensor)}
+    elsewhere = {key: tensor for key, tensor in tensors.items() if tensor.device.type != device.type}
+    for (number, name), tensor in host.moved(elsewhere, device).items():
+        if number in weights:
+            weights[number].data = tensor
+        else:
+            states[number][name] = tensor
+    if model:
+        _move_buffers(shards, device)
     return _bytes_on(shards, device) - before
 
 

@@ -122,6 +122,7 @@ class Stage12(_WholeWeights):
     def gradients(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """See `Shards.gradients`."""
         if self.wrapper.cpu_offload:
+            self.wrapper._wait_for_offload_copies()  # which would otherwise still be under way
             for group in self._groups():
                 for parameter in group:
                     slot = self.slot(parameter)

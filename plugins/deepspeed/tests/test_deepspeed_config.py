@@ -7,11 +7,12 @@ import json
 import pytest
 from pydantic import ValidationError
 
-from rlframework.config.policy import PolicyConfig
+from rlframework.config.policy import OffloadConfig, PolicyConfig
 from rlframework.configure import config_yaml, load_config
 from rlframework.errors import ConfigError
 from rlframework.plugins.manager import create_manager
 from rlframework_deepspeed.config import OWN, OWNED, DeepSpeedConfig, Keys, engine_config
+from rlframework_deepspeed.device_defaults import device_defaults
 from rlframework_deepspeed.neutral_keys import NEUTRAL
 from rlframework_deepspeed.rejected_keys import REJECTED
 
@@ -310,3 +311,61 @@ def test_each_top_level_key_that_deepspeed_has_removed_is_refused():
     assert not names_of(DeepSpeedConfig) & REJECTED[""].keys()
     assert names_of(DeepSpeedConfig) >= set(OWNED)
     assert set(OWNED) - set(OWN) == {place.partition(".")[0] for place in NEUTRAL}
+
+
+# -- defaults on a GPU -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def defaults(run):
+    """`defaults(workers, precision, **section)`: the keys that a GPU gives values, and these."""
+
+    def found(workers=2, precision="bfloat16", offload=False, **keys):
+        config = run("worker_group.name=processes", f"worker_group.num_workers={workers}", **keys)
+        changed = {"precision": precision, "offload": OffloadConfig(optimizer=offload)}
+        config = config.model_copy(update={"policy": config.policy.model_copy(update=changed)})
+        assert device_defaults(config, "cpu") == []
+        given = device_defaults(config, "cuda")
+        return {default.key.removeprefix("policy.deepspeed."): default.value for default in given}
+
+    return found
+
+
+FP32 = {"communication_data_type": "fp32"}
+SUMS = {"data_types.grad_accum_dtype": "fp32"}
+BUCKETS = {"zero_optimization.reduce_bucket_size": 100_000_000}
+OVERLAP = {"zero_optimization.overlap_comm": True}
+
+
+@pytest.mark.parametrize(
+    ("stage", "expected"),
+    [(0, FP32), (1, FP32 | BUCKETS | OVERLAP), (2, FP32 | SUMS | BUCKETS | OVERLAP), (3, FP32 | SUMS | BUCKETS)],
+)
+def test_a_gpu_sums_gradients_in_fp32_where_the_stage_can(defaults, stage, expected):
+    assert defaults(zero_optimization={"stage": stage}) == expected
+
+
+def test_defaults_of_a_gpu_that_would_not_help_are_not_given(defaults):
+    assert defaults(workers=1) == SUMS | BUCKETS
+    assert defaults(offload=True) == FP32 | SUMS | BUCKETS
+    assert defaults(precision="float16") == FP32 | BUCKETS | OVERLAP
+
+
+def test_keys_of_a_file_are_no_defaults(defaults, file):
+    zero = {"stage": 2, "overlap_comm": False, "reduce_bucket_size": 5}
+    own = {"zero_optimization": zero, "communication_data_type": "bf16", "data_types": {"grad_accum_dtype": "bf16"}}
+    assert defaults(config=file(own)) == {}
+
+
+def test_defaults_of_a_gpu_reach_deepspeed(run):
+    config = run("device=cuda", "worker_group.name=processes", "worker_group.num_workers=2")
+    made = engine_config(config.policy, config.policy.deepspeed, device="cuda")
+    assert made["data_types"] == {"grad_accum_dtype": "fp32"}
+    assert made["communication_data_type"] == "fp32"
+    assert made["zero_optimization"] == {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 100_000_000}
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_fp32_sums_of_stages_that_cannot_are_a_problem(run, stage):
+    with pytest.raises(ConfigError, match=r"data_types\.grad_accum_dtype"):
+        run("policy.precision=bfloat16", zero_optimization={"stage": stage}, data_types={"grad_accum_dtype": "fp32"})

@@ -6,6 +6,8 @@ Each worker has a process of its own, because DeepSpeed is for one kind of devic
 from __future__ import annotations
 
 from contextlib import contextmanager
+from ctypes.util import find_library
+from shutil import which
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from rlframework.conformance.layouts import Layout
 from rlframework.conformance.oracle import Oracle
 from rlframework.conformance.policies import InspectedPolicy, run_config
 from rlframework.plugins.manager import create_manager
+from rlframework_deepspeed.checks import COMPILERS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -27,6 +30,10 @@ OFFLOADS = {
     "disk": (3, {}, {"offload_optimizer": {"device": "nvme"}, "offload_param": {"device": "nvme"}}),
 }
 """Stage, neutral keys, DeepSpeed's own."""
+
+NEEDS_A_COMPILER = pytest.mark.skipif(
+    any(which(name) is None for name in COMPILERS) or find_library("aio") is None, reason="needs g++, ninja and libaio"
+)
 
 
 @pytest.fixture
@@ -80,13 +87,34 @@ def test_float16_skips_steps_until_the_loss_is_scaled_so_that_gradients_are_fini
     assert float(results[-1]["loss"]) < float(results[0]["loss"])
 
 
-@pytest.mark.parametrize("name", OFFLOADS)
+@pytest.mark.parametrize("stage", [1, 2])
+def test_buckets_that_are_reduced_on_another_stream_change_no_number(path, stage):
+    """A default with several devices, where there is something to reduce; some parameters do not fit a bucket."""
+    batch, plain = cases.batch(), Oracle(path)
+    zero = {"overlap_comm": True, "reduce_bucket_size": 500}
+    with opened(path, stage, zero, precision="float32", train_micro_batch_size=2) as policy:
+        for _ in range(3):
+            right, result = plain.step(batch, "nll"), policy.train(batch, NLLLoss())
+            assert float(result["loss"]) == pytest.approx(right.loss, rel=1e-3)
+            assert float(result["grad_norm"][0]) == pytest.approx(right.grad_norm, rel=1e-3)
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_recomputation_changes_no_number(path, mode):
+    batch, plain = cases.batch(), Oracle(path)
+    with opened(path, 3, precision="float32", activation_checkpointing=mode) as policy:
+        right, result = plain.step(batch, "nll"), policy.train(batch, NLLLoss())
+        assert float(result["loss"]) == pytest.approx(right.loss, rel=1e-3)
+        assert float(result["grad_norm"][0]) == pytest.approx(right.grad_norm, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["optimizer", "parameters", pytest.param("disk", marks=NEEDS_A_COMPILER)])
 def test_what_is_offloaded_changes_no_number(path, tmp_path, name):
     stage, neutral, own = OFFLOADS[name]
     (tmp_path / "disk").mkdir()
     zero = {key: {**value, "nvme_path": str(tmp_path / "disk")} for key, value in own.items()}
     batch, plain = cases.batch(), Oracle(path)
-    with opened(path, stage, zero, offload=neutral) as policy:
+    with opened(path, stage, zero, offload=neutral, precision="float32") as policy:
         for _ in range(3):
             right, result = plain.step(batch, "nll"), policy.train(batch, NLLLoss())
             assert float(result["loss"]) == pytest.approx(right.loss, rel=1e-3)
@@ -98,7 +126,7 @@ def test_moving_frees_the_bytes_that_it_tells(path, stage):
     """fp32 weights and two moments of each; a call that needs them brings them back."""
     batch, plain = cases.batch(), Oracle(path)
     numbers = sum(weight.numel() for weight in plain.model.parameters())
-    with opened(path, stage) as policy:
+    with opened(path, stage, precision="float32") as policy:
         for _ in range(2):
             plain.step(batch, "nll")
             policy.train(batch, NLLLoss())

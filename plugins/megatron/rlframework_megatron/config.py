@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+from shutil import which
 from typing import Any, Literal
 
 from pydantic import Field, PositiveInt, field_validator
 
 from rlframework.config.base import Section
+from rlframework.config.device_defaults import Default
 from rlframework.config.sections import RunConfig
 from rlframework.plugins.model_checks import indivisible, model_config
 from rlframework.plugins.types import Problem
@@ -16,6 +19,10 @@ from rlframework_megatron.names import KINDS
 INSTEAD = "Set policy.backend to dtensor."
 STATIC_ROTARY = ("default", "linear", "llama3", "proportional")
 """Rotary embedding types whose frequencies do not depend on the length and whose scores are not scaled."""
+GRADIENT_KERNELS = "fused_weight_gradient_mlp_cuda"
+"""The extension of Apex that adds weight gradients to their fp32 buffers."""
+C_COMPILERS = ("cc", "gcc", "clang")
+"""The programs of which Triton needs one."""
 
 
 class MegatronConfig(Section):
@@ -29,6 +36,16 @@ class MegatronConfig(Section):
         False,
         description="gather updated weights during the next forward pass; requires distributed_optimizer and "
         "overlap_grad_reduce",
+    )
+    fused_activation: bool = Field(
+        False,
+        description="on a GPU, compute the activation function of MLPs and its product in one kernel, made by "
+        "torch.compile on first use; requires Triton and a C compiler",
+    )
+    fused_gradient_accumulation: bool = Field(
+        False,
+        description="on a GPU, matrix products add weight gradients to the fp32 buffers themselves; requires Apex's "
+        f"extension {GRADIENT_KERNELS}",
     )
     virtual_pipeline: PositiveInt = Field(
         1, description="model chunks per pipeline stage; above 1: the interleaved schedule"
@@ -54,9 +71,33 @@ def check(config: RunConfig, device: str) -> list[Problem]:
         *_layout_problems(config, section, model),
         *_experts_problems(config, model),
         *_overlap_problems(section),
+        *_fusion_problems(section, device),
         *_offload_problems(config, device),
         *_model_problems(model),
     ]
+
+
+def device_defaults(config: RunConfig, device: str) -> list[Default]:
+    """Return the defaults of `policy.megatron` on `device`: on a GPU what megatron-core has, and its packages allow."""
+    if device != "cuda":
+        return []
+    section, parallelism = getattr(config.policy, "megatron", None) or MegatronConfig(), config.policy.parallelism
+    found = []
+    replicas = config.worker_group.num_workers // (parallelism.tensor * parallelism.pipeline)
+    if replicas > 1:
+        given = section.model_dump(exclude_unset=True)
+        shards, overlaps = given.get("distributed_optimizer", True), given.get("overlap_grad_reduce", True)
+        found += [
+            ("distributed_optimizer", f"each of {replicas} replicas keeps 1/{replicas} of the 12 bytes a weight"),
+            ("overlap_grad_reduce", "gradients are reduced while the last backward pass of a step runs"),
+        ]
+        if shards and overlaps:
+            found.append(("overlap_param_gather", "updated weights are gathered while the next forward pass runs"))
+    if compiles():
+        found.append(("fused_activation", "Triton and a C compiler are there: fewer kernels, less is kept"))
+    if find_spec(GRADIENT_KERNELS) is not None:
+        found.append(("fused_gradient_accumulation", f"Apex's {GRADIENT_KERNELS} is there: no separate additions"))
+    return [Default(f"policy.megatron.{key}", True, reason) for key, reason in found]
 
 
 def _layout_problems(config: RunConfig, section: MegatronConfig, model: Mapping[str, Any]) -> Iterator[Problem]:
@@ -117,6 +158,22 @@ def _overlap_problems(section: MegatronConfig) -> Iterator[Problem]:
     if section.overlap_param_gather and not (section.distributed_optimizer and section.overlap_grad_reduce):
         message = "it requires policy.megatron.distributed_optimizer and policy.megatron.overlap_grad_reduce."
         yield Problem("policy.megatron.overlap_param_gather", message, "Set both to true, or this to false.")
+
+
+def _fusion_problems(section: MegatronConfig, device: str) -> Iterator[Problem]:
+    if device != "cuda":  # fusions are not used
+        return
+    if section.fused_activation and not compiles():
+        message = f"it needs the package triton and a C compiler ({', '.join(C_COMPILERS)}), which were not found."
+        yield Problem("policy.megatron.fused_activation", message, "Install them, or set it to false.")
+    if section.fused_gradient_accumulation and find_spec(GRADIENT_KERNELS) is None:
+        message = f"it needs Apex's extension {GRADIENT_KERNELS}, which is not installed."
+        yield Problem("policy.megatron.fused_gradient_accumulation", message, "Install Apex, or set it to false.")
+
+
+def compiles() -> bool:
+    """Whether `torch.compile` finds what it needs on a GPU: Triton, and a C compiler."""
+    return find_spec("triton") is not None and any(which(name) for name in C_COMPILERS)
 
 
 def _offload_problems(config: RunConfig, device: str) -> Iterator[Problem]:

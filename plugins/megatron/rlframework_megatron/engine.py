@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlframework.errors import ConfigError, DataError, NotSupported
 from rlframework.interfaces.data_processor import Microbatch, MicrobatchRule
+from rlframework.models.attention import varlen_kernel
 from rlframework.models.loading import load_config, require_vocabulary, weights_folder
 from rlframework.plugins.model_checks import indivisible
 from rlframework.policy.engine import Step, StepResult
@@ -144,8 +145,9 @@ class MegatronEngine(ModelState):
         return self._schedule.rule()
 
     def preferred_batching(self) -> str:
-        """See `Engine.preferred_batching`; not benchmarked yet."""
-        return "dynamic"
+        """See `Engine.preferred_batching`: on a GPU packed where one kernel computes a packed row; not benchmarked."""
+        on_gpu, half = self.device.type == "cuda", self.config.precision != "float32"
+        return "packed" if on_gpu and half and varlen_kernel() is not None else "dynamic"
 
     def data_parallel_group(self) -> Any:
         """See `Engine.data_parallel_group`."""

@@ -28,6 +28,7 @@ class MegatronLoadBalancingLoss(LoadBalancingLoss):
 
     def __init__(self, chunk: Chunk, group: dist.ProcessGroup | None) -> None:
         self._experts, self._group = int(chunk.config.num_moe_experts), group
+        self._chosen = int(chunk.config.moe_router_topk)
         self._recording = False
         self._routed: list[tuple[Tensor, Tensor]] = []
         chunk.register_forward_pre_hook(self._begin)
@@ -44,8 +45,10 @@ class MegatronLoadBalancingLoss(LoadBalancingLoss):
             if logits.requires_grad:  # megatron-core's backward depends on the gradient's memory layout
                 logits.register_hook(lambda gradient: gradient.contiguous())
             by_rows = logits.transpose(0, 1).reshape(-1, self._experts)
-            chosen = choices.view(logits.shape).transpose(0, 1).reshape(-1, self._experts).nonzero()[:, 1]
-            self._keep(None, None, (by_rows, probabilities, chosen.view(len(by_rows), -1)))  # type: ignore[arg-type]
+            is_chosen = choices.view(logits.shape).transpose(0, 1).reshape(-1, self._experts)
+            # the number of chosen experts is known, so that nothing waits for the device, as `nonzero` would
+            chosen = is_chosen.byte().argsort(dim=-1, descending=True, stable=True)[:, : self._chosen]
+            self._keep(None, None, (by_rows, probabilities, chosen))  # type: ignore[arg-type]
             return probabilities, choices
 
         return recorded_routing

@@ -7,10 +7,12 @@ are Transformer Engine's with our attention; see `uses_transformer_engine`. `set
 from __future__ import annotations
 
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from rlframework.config.policy import PolicyConfig
 from rlframework.errors import ConfigError
@@ -23,6 +25,7 @@ from rlframework_megatron.config import MegatronConfig
 from rlframework_megatron.coordinates import Coordinates
 from rlframework_megatron.names import gives_scores, is_sparse, is_tied
 from rlframework_megatron.parallel import Groups
+from rlframework_megatron.recomputed_mlp import RecomputedMLP
 from rlframework_megatron.settings import rotary_frequencies, transformer_config
 from rlframework_megatron.upstream import (
     ColumnParallelLinear,
@@ -48,11 +51,18 @@ class RMSNorm(nn.Module):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__()
         self.eps = eps
+        self._recomputes = config.recompute_granularity == "selective"
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Normalise `hidden [..., H]` over the last dimension."""
+        if self._recomputes and torch.is_grad_enabled():
+            normed: Tensor = checkpoint(self._normalise, hidden, use_reentrant=False, preserve_rng_state=False)
+            return normed
+        return self._normalise(hidden)
+
+    def _normalise(self, hidden: Tensor) -> Tensor:
         if hidden.dtype == torch.float32:
             return nn.functional.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
         # rounded before the weight, as transformers does
@@ -163,7 +173,9 @@ def build_chunks(
     model_config: Any, config: PolicyConfig, section: MegatronConfig, groups: Groups, coordinates: Coordinates
 ) -> list[Chunk]:
     """Build this rank's chunks (one without interleaving) on the CPU or the current GPU, without initial values."""
-    core_config = transformer_config(model_config, config, groups.sizes, groups.device, grouped=coordinates.fused)
+    core_config = transformer_config(
+        model_config, config, section, groups.sizes, groups.device, grouped=coordinates.fused
+    )
     last = groups.sizes.pipeline - 1
     found = []
     for number in range(section.virtual_pipeline):
@@ -236,7 +248,12 @@ def _layer_spec(core_config: TransformerConfig, *, sparse: bool, fused: bool) ->
     if core_config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     if not sparse:
-        spec.submodules.mlp.params = {**spec.submodules.mlp.params, "ffn_hidden_size": core_config.ffn_hidden_size}
+        mlp = spec.submodules.mlp
+        mlp.params = {**mlp.params, "ffn_hidden_size": core_config.ffn_hidden_size}
+        if core_config.recompute_granularity == "selective":
+            # not a ModuleSpec, for which megatron-core warns of classes that it does not know
+            parts = {"params": mlp.params, "submodules": mlp.submodules}
+            spec.submodules.mlp = SimpleNamespace(module=RecomputedMLP, **parts)
     return spec
 
 

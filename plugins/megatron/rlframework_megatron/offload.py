@@ -3,7 +3,8 @@
 Megatron-core's flat buffers have many views: parameters, buckets, the distributed optimizer's shards. Tensors are
 therefore not replaced; their storage is freed and reallocated, so every view stays valid. Gradient buffers are freed
 without a copy because every step starts from zero. The optimizer state has no other views and is replaced, so refits
-can read its fp32 weights while it is offloaded. Untested on a GPU.
+can read its fp32 weights while it is offloaded. Everything moves through pinned memory that is kept
+(`rlframework.policy.host_buffers`). Untested on a GPU.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rlframework.policy.host_buffers import HostBuffers
 from rlframework_megatron.upstream import DistributedDataParallel
 
 Storage = torch.UntypedStorage
@@ -23,7 +25,9 @@ Storage = torch.UntypedStorage
 class OffloadableMemory:
     """The storage of tensors and all their views, which can be freed and restored in place."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: HostBuffers) -> None:
+        """`host`: CPU memory for the copies, kept between calls."""
+        self._host = host
         self._kept: list[tuple[Storage, Tensor]] = []
         self._dropped: list[tuple[Storage, int]] = []
 
@@ -36,7 +40,9 @@ class OffloadableMemory:
         """Copy `kept` to CPU memory and free all storages; return the bytes copied. Do not read them until `onload`."""
         if self.is_offloaded:
             return 0
-        self._kept = [(one, _copy_to_cpu(one)) for one in storages(kept)]
+        copied = storages(kept)
+        copies = self._host.fetch({("storage", one._cdata): _as_bytes(one) for one in copied})
+        self._kept = list(zip(copied, copies.values(), strict=True))
         self._dropped = [(one, one.nbytes()) for one in storages(dropped)]
         for storage, _ in chain(self._kept, self._dropped):
             storage.resize_(0)
@@ -47,7 +53,7 @@ class OffloadableMemory:
         moved = sum(copy.nbytes for _, copy in self._kept)
         for storage, copy in self._kept:
             storage.resize_(copy.nbytes)
-            _as_bytes(storage).copy_(copy)
+            _as_bytes(storage).copy_(copy, non_blocking=True)
         for storage, size in self._dropped:
             storage.resize_(size)
             _as_bytes(storage).zero_()
@@ -65,11 +71,6 @@ def _as_bytes(storage: Storage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def _copy_to_cpu(storage: Storage) -> Tensor:
-    copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
-    return copy.copy_(_as_bytes(storage))
-
-
 class Offloader:
     """Offloads and onloads model chunks, gradient buffers and megatron-core optimizers."""
 
@@ -78,7 +79,8 @@ class Offloader:
     ) -> None:
         """`models`: `chunks` wrapped in `DistributedDataParallel`, or the chunks. `device`: where they compute."""
         self._chunks, self._models, self._optimizers, self._device = chunks, models, optimizers, device
-        self._memory = OffloadableMemory()
+        self._host = HostBuffers()
+        self._memory = OffloadableMemory(self._host)
 
     def move(self, device: torch.device, *, model: bool, optimizer: bool) -> int:
         """See `Engine.move`. Gradient buffers go with the model (no bytes copied), fp32 weights with the optimizer."""
@@ -86,7 +88,7 @@ class Offloader:
             return 0
         moved = 0
         if optimizer:
-            moved += move_state(self._optimizers, device, of_model=storages(self.weights()))
+            moved += move_state(self._optimizers, device, self._host, of_model=storages(self.weights()))
         if model:
             offload = device.type == "cpu"
             moved += self._memory.offload(self.weights(), self.gradients()) if offload else self._memory.onload()
@@ -111,19 +113,24 @@ def main_weights(inner: torch.optim.Optimizer, of_model: Iterable[Storage]) -> l
     return [one for one in updated if one.untyped_storage()._cdata not in known]
 
 
-def move_state(optimizers: Iterable[Any], device: torch.device, *, of_model: Iterable[Storage]) -> int:
-    """Move moments and fp32 weights outside the storages `of_model` to `device`; return the bytes. Step counts stay."""
-    moved, of_model = 0, list(of_model)
+def move_state(
+    optimizers: Iterable[Any], device: torch.device, host: HostBuffers, *, of_model: Iterable[Storage]
+) -> int:
+    """Move moments and fp32 weights outside the storages `of_model` to `device`; return the bytes. Step counts stay.
+
+    `host`: CPU memory for them, kept between calls.
+    """
+    of_model, mains, states = list(of_model), dict[int, Tensor](), dict[int, dict[str, Any]]()
     for inner in (one.optimizer for one in optimizers if not one.is_stub_optimizer):
-        for main in main_weights(inner, of_model):
-            moved += _bytes_elsewhere(main, device)
-            main.data = main.data.to(device)
-        for state in inner.state.values():
-            moments = {name: value for name, value in state.items() if isinstance(value, Tensor) and value.ndim}
-            moved += sum(_bytes_elsewhere(value, device) for value in moments.values())
-            state.update({name: value.to(device) for name, value in moments.items()})
-    return moved
-
-
-def _bytes_elsewhere(tensor: Tensor, device: torch.device) -> int:
-    return 0 if tensor.device.type == device.type else tensor.nbytes
+        mains |= {id(main): main for main in main_weights(inner, of_model)}
+        states |= {id(state): state for state in inner.state.values()}
+    tensors = {(number, "main"): main.data for number, main in mains.items()}
+    for number, state in states.items():
+        tensors |= {(number, name): one for name, one in state.items() if isinstance(one, Tensor) and one.ndim}
+    elsewhere = {key: tensor for key, tensor in tensors.items() if tensor.device.type != device.type}
+    for (number, name), tensor in host.moved(elsewhere, device).items():
+        if number in mains:
+            mains[number].data = tensor
+        else:
+            states[number][name] = tensor
+    return sum(tensor.nbytes for tensor in elsewhere.values())

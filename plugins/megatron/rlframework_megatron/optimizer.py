@@ -15,6 +15,7 @@ from torch import nn
 from rlframework.config.policy import PolicyConfig
 from rlframework.policy.profiling import DeviceWait
 from rlframework_megatron.config import MegatronConfig
+from rlframework_megatron.gradients import total_norm
 from rlframework_megatron.model import Chunk
 from rlframework_megatron.upstream import (
     DistributedDataParallel,
@@ -46,6 +47,7 @@ class Optimizer:
 
     def __init__(self, models: Sequence[Any], config: PolicyConfig, section: MegatronConfig, waits: DeviceWait) -> None:
         self.models, self._waits = list(models), waits
+        self._device = next(self.models[0].parameters()).device
         self._decay = config.optimizer.weight_decay
         no_decay = ParamPredicate(name="fewer_than_two_dimensions", fn=lambda parameter: parameter.ndim < 2)
         self.inner: Any = get_megatron_optimizer(
@@ -99,7 +101,7 @@ class Optimizer:
         """See `Engine.clip_and_step`. Collective."""
         self.inner.prepare_grads()
         with self._waits.measured():
-            norm = float(self.inner.get_grad_norm())
+            norm = total_norm(self.inner, self._device)
         skipped = not math.isfinite(norm)
         if not skipped:
             if max_grad_norm is not None and norm > max_grad_norm:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rlframework.plugins.hookspec import hookimpl
 from rlframework.plugins.types import Capability, PolicyWorkerRecord
-from rlframework_megatron.config import MegatronConfig, check
+from rlframework_megatron.config import MegatronConfig, check, device_defaults
 
 
 @hookimpl
@@ -41,5 +41,6 @@ def rlframework_policy_workers() -> list[PolicyWorkerRecord]:
             ),
             config_model=MegatronConfig,
             check=check,
+            device_defaults=device_defaults,
         )
     ]

@@ -121,12 +121,22 @@ class Schedule:
         group = self._groups.pipeline
         if group is None:
             return results
-        received: list[Any] = [[_on_cpu(result.outputs) for result in results]]
+        received: list[Any] = [_on_cpu([result.outputs for result in results], self._groups.device)]
         dist.broadcast_object_list(received, src=self._groups.last_stage, group=group)
         if self._groups.pipeline_rank == self._groups.sizes.pipeline - 1:
             return results
         return [StepResult(outputs=outputs) for outputs in received[0]]
 
 
-def _on_cpu(outputs: dict[str, Any]) -> dict[str, Any]:
-    return {name: value.cpu() if isinstance(value, Tensor) else value for name, value in outputs.items()}
+def _on_cpu(results: list[dict[str, Any]], device: torch.device) -> list[dict[str, Any]]:
+    """Copy the tensors of `results` to CPU memory, waiting once for all."""
+    found = [
+        {
+            name: value.to("cpu", non_blocking=True) if isinstance(value, Tensor) else value
+            for name, value in one.items()
+        }
+        for one in results
+    ]
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+    return found

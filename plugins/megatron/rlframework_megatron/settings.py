@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from rlframework.config.policy import PolicyConfig
 from rlframework.errors import DataError, NotSupported
-from rlframework_megatron.config import STATIC_ROTARY
+from rlframework_megatron.config import STATIC_ROTARY, MegatronConfig
 from rlframework_megatron.names import GIVES_SCORES, head_size, is_sparse, require_convertible
 from rlframework_megatron.parallel import Sizes
 from rlframework_megatron.upstream import TransformerConfig
@@ -23,15 +23,18 @@ INSTEAD = "Set policy.backend to dtensor"
 
 
 def transformer_config(
-    model_config: Any, config: PolicyConfig, sizes: Sizes, device: torch.device, *, grouped: bool = False
+    model_config: Any,
+    config: PolicyConfig,
+    section: MegatronConfig,
+    sizes: Sizes,
+    device: torch.device,
+    *,
+    grouped: bool = False,
 ) -> TransformerConfig:
     """Megatron-core's configuration for `model_config`; `grouped`: experts use grouped matrix multiplication."""
     require_same_function(model_config)
     on_gpu = device.type == "cuda"
     dtype = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
-    recompute: dict[str, Any] = {}
-    if config.activation_checkpointing:
-        recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return TransformerConfig(
         num_layers=model_config.num_hidden_layers,
         hidden_size=model_config.hidden_size,
@@ -61,17 +64,31 @@ def transformer_config(
         use_cpu_initialization=not on_gpu,
         calculate_per_token_loss=True,  # the loss is divided by neither microbatches nor ranks
         bias_dropout_fusion=False,
-        bias_activation_fusion=False,
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
-        apply_rope_fusion=False,
+        bias_activation_fusion=section.fused_activation and on_gpu,
+        masked_softmax_fusion=False,  # of megatron-core's attention, which is not used
+        gradient_accumulation_fusion=section.fused_gradient_accumulation and on_gpu,
+        apply_rope_fusion=False,  # Transformer Engine's, not verified
         cuda_graph_scope=[],
         # the interleaved schedule's default silently gives wrong numbers over gloo
         batch_p2p_comm=on_gpu and sizes.virtual == 1,
         overlap_p2p_comm=sizes.virtual > 1,
-        **recompute,
+        batch_p2p_sync=False,  # waits for the GPU at each transfer, for versions of torch before 2
+        **_recomputation(config.activation_checkpointing, grouped=grouped),
         **(_expert_settings(model_config, grouped=grouped) if _has_experts(model_config) else {}),
     )
+
+
+def _recomputation(mode: bool | str, *, grouped: bool) -> dict[str, Any]:
+    """Megatron-core's settings for `policy.activation_checkpointing`.
+
+    With `selective`, our norms and `RecomputedMLP` recompute: megatron-core's own recomputation of norms fails without
+    Transformer Engine. Activations of experts that are not grouped are kept.
+    """
+    if not mode:
+        return {}
+    if mode == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": ["moe_act"] if grouped else []}
+    return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
 def _has_experts(model_config: Any) -> bool:

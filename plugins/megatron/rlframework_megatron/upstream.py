@@ -38,6 +38,7 @@ with warnings.catch_warnings(), _uncompiled():
         DistributedDataParallelConfig,
         finalize_model_grads,
     )
+    from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
     from megatron.core.models.gpt.gpt_layer_specs import (
         get_gpt_layer_local_spec,
         get_gpt_layer_with_transformer_engine_spec,
@@ -46,7 +47,7 @@ with warnings.catch_warnings(), _uncompiled():
     from megatron.core.optimizer import OptimizerConfig, ParamKey, get_megatron_optimizer
     from megatron.core.optimizer.optimizer_config import ParamPredicate
     from megatron.core.pipeline_parallel import get_forward_backward_func
-    from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+    from megatron.core.tensor_parallel import CheckpointWithoutOutput, gather_from_sequence_parallel_region
     from megatron.core.tensor_parallel import random as random_states
     from megatron.core.tensor_parallel.layers import (
         ColumnParallelLinear,
@@ -54,6 +55,7 @@ with warnings.catch_warnings(), _uncompiled():
         VocabParallelEmbedding,
         set_tensor_model_parallel_attributes,
     )
+    from megatron.core.transformer.mlp import MLP
     from megatron.core.transformer.module import MegatronModule
     from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.moe.router import TopKRouter
@@ -68,6 +70,8 @@ if not hasattr(
     moe_utils.te_general_gemm = None
 
 __all__ = [
+    "MLP",
+    "CheckpointWithoutOutput",
     "CheckpointingException",
     "ColumnParallelLinear",
     "DistributedDataParallel",
@@ -86,6 +90,7 @@ __all__ = [
     "TransformerConfig",
     "TransformerLayer",
     "VocabParallelEmbedding",
+    "bias_swiglu_impl",
     "dist_checkpointing",
     "finalize_model_grads",
     "gather_from_sequence_parallel_region",

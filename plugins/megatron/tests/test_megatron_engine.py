@@ -116,7 +116,7 @@ def test_models_with_an_unsupported_function_are_rejected(config, says):
 @pytest.mark.parametrize("config", [LlamaConfig(), Qwen2Config(), Qwen3Config()], ids=lambda config: config.model_type)
 def test_supported_models_are_configured_with_their_frequencies(config):
     config.num_hidden_layers = 2
-    made = transformer_config(config, PolicyConfig(model_name="m"), Sizes(), CPU)
+    made = transformer_config(config, PolicyConfig(model_name="m"), MegatronConfig(), Sizes(), CPU)
     assert made.hidden_dropout == made.attention_dropout == 0.0
     assert made.add_qkv_bias == (config.model_type == "qwen2")
     frequencies = rotary_frequencies(config)

@@ -17,6 +17,7 @@ from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.plugins.manager import create_manager
 from rlframework.policy.checkpoint.pretrained import open_saved
 from rlframework_megatron import cpu
+from rlframework_megatron.config import compiles
 from rlframework_megatron.worker import MegatronPolicyWorker
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -24,6 +25,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 CUDA = torch.device("cuda")
 DISTRIBUTED = {"distributed_optimizer": True}
 OVERLAPPED = DISTRIBUTED | {"overlap_grad_reduce": True, "overlap_param_gather": True}
+FUSED = {"fused_activation": True}
 PACKED = {"batching": {"mode": "packed", "tokens": 40}}
 
 
@@ -62,7 +64,7 @@ def test_the_adapter_of_the_cpu_leaves_cuda_alone():
 
 @pytest.mark.parametrize("mode", ["padded", "dynamic", "packed"])
 @pytest.mark.parametrize(("precision", "tolerance"), [("float32", 1e-3), ("bfloat16", 0.1)])
-@pytest.mark.parametrize("section", [{}, DISTRIBUTED], ids=["plain", "distributed"])
+@pytest.mark.parametrize("section", [{}, DISTRIBUTED, OVERLAPPED], ids=["plain", "distributed", "overlapped"])
 def test_scores_and_trains(path, mode, precision, tolerance, section):
     """fp32 on a GPU may use other kernels than the CPU, so the tolerance is wider than contract 2."""
     worker = make_worker(path, section, precision=precision, batching={"mode": mode, "tokens": 40})
@@ -73,12 +75,46 @@ def test_scores_and_trains(path, mode, precision, tolerance, section):
 
 
 @pytest.mark.parametrize("name", ["tied", "norms_of_heads", "experts"])
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", [False, "selective", "full"])
 def test_other_models_train_with_and_without_recomputation(tmp_path, name, checkpointing):
     path = cases.model(name, tmp_path)
     worker = make_worker(path, activation_checkpointing=checkpointing)
     try:
         trains_alike(worker, Oracle(path, lr=1e-4), cases.batch(), 1e-3)
+    finally:
+        worker.shutdown()
+
+
+@pytest.mark.skipif(not compiles(), reason="needs Triton and a C compiler")
+@pytest.mark.parametrize("checkpointing", [False, "selective", "full"])
+@pytest.mark.parametrize(("precision", "tolerance"), [("float32", 1e-3), ("bfloat16", 0.1)])
+def test_a_fused_activation_computes_the_same(path, precision, tolerance, checkpointing):
+    worker = make_worker(path, FUSED, precision=precision, activation_checkpointing=checkpointing, **PACKED)
+    try:
+        trains_alike(worker, Oracle(path, lr=1e-4), cases.batch(), tolerance)
+    finally:
+        worker.shutdown()
+
+
+@pytest.mark.parametrize("checkpointing", [False, "selective", "full"])
+@pytest.mark.parametrize("section", [{}, OVERLAPPED], ids=["plain", "overlapped"])
+def test_no_microbatch_waits_for_the_device(path, monkeypatch, section, checkpointing):
+    """A copy to the host, or a result whose shape depends on values, raises."""
+    keys = {"precision": "bfloat16", "activation_checkpointing": checkpointing, "train_micro_batch_size": 2}
+    worker = make_worker(path, section, **keys)
+    primitive = worker.engine.forward_backward
+
+    def forward_backward(*args, **keys):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return primitive(*args, **keys)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    try:
+        worker.train(cases.batch(), NLLLoss())  # kernels are loaded
+        monkeypatch.setattr(worker.engine, "forward_backward", forward_backward)
+        worker.train(cases.batch(), NLLLoss())
     finally:
         worker.shutdown()
 

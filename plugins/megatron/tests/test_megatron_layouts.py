@@ -84,7 +84,9 @@ def test_the_distributed_optimizer_computes_the_same(compare, section):
         ("context=2,pipeline=2", {}, PACKED),
         ("context=2,tensor=2,sequence", {}, {}),
         ("data=2,pipeline=2", DISTRIBUTED | INTERLEAVED, {}),
+        ("data=2,pipeline=2", OVERLAPPED | INTERLEAVED, {}),
         ("data=2,tensor=2", OVERLAPPED, {"activation_checkpointing": True}),
+        ("tensor=2,sequence", {}, PACKED | {"activation_checkpointing": "selective"}),
     ],
     ids=str,
 )
@@ -98,7 +100,8 @@ def test_several_axes_at_once_compute_the_same(compare, layout, section, keys):
         ("pipeline=2", INTERLEAVED, {}),
         ("context=2", {}, PACKED),
         ("tensor=2,sequence", {}, {}),
-        ("data=2,expert=2,pipeline=2", DISTRIBUTED, {}),
+        ("data=2,expert=2,pipeline=2", OVERLAPPED, {}),
+        ("data=2,expert=2", OVERLAPPED, {"activation_checkpointing": "selective"}),
     ],
     ids=str,
 )

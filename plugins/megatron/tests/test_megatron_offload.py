@@ -12,6 +12,7 @@ from rlframework.algorithms.losses import NLLLoss
 from rlframework.conformance import cases
 from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.interfaces.worker_group import WorkerContext
+from rlframework.policy.host_buffers import HostBuffers
 from rlframework_megatron.offload import OffloadableMemory, main_weights, move_state, storages
 from rlframework_megatron.worker import MegatronPolicyWorker
 
@@ -51,7 +52,7 @@ def weights_of(worker):
 def test_offloaded_memory_is_restored_under_every_view():
     whole, dropped = torch.arange(6.0), torch.ones(3)
     half, pair = whole[3:], dropped.view(3, 1)
-    memory = OffloadableMemory()
+    memory = OffloadableMemory(HostBuffers())
     assert memory.offload([whole, half], [pair]) == 24
     assert memory.is_offloaded
     assert memory.offload([whole], [dropped]) == 0  # already offloaded
@@ -73,7 +74,7 @@ def test_training_continues_to_the_bit_after_offloading(make_worker, section, pr
     for seed in range(2):
         for worker in (stays, leaves):
             worker.train(cases.batch(seed=seed), NLLLoss())
-        moves, memory = leaves.engine._offloader, OffloadableMemory()
+        moves, memory = leaves.engine._offloader, OffloadableMemory(HostBuffers())
         held, gradients = storages(moves.weights()), storages(moves.gradients())
         size = sum(one.nbytes() for one in held)
         assert size >= sum(parameter.nbytes for parameter in leaves.engine.chunks[0].parameters())
@@ -97,9 +98,9 @@ def test_the_optimizer_has_moments_and_the_fp32_weights_that_are_no_memory_of_th
     own = main_weights(optimizer.optimizer, weights)
     assert sum(main.numel() for main in own) == (numbers if precision == "bfloat16" else 0)
     # a `meta` tensor cannot replace another's data, so the fp32 weights are counted as the model's
-    assert move_state([optimizer], META, of_model=[*weights, *storages(own)]) == 2 * 4 * numbers
+    assert move_state([optimizer], META, HostBuffers(), of_model=[*weights, *storages(own)]) == 2 * 4 * numbers
     assert all(state["exp_avg"].is_meta and state["step"].is_cpu for state in optimizer.optimizer.state.values())
-    assert move_state([optimizer], META, of_model=[*weights, *storages(own)]) == 0
+    assert move_state([optimizer], META, HostBuffers(), of_model=[*weights, *storages(own)]) == 0
 
 
 def test_on_a_cpu_nothing_moves(make_worker):

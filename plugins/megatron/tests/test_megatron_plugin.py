@@ -13,6 +13,7 @@ from rlframework.config.policy import PolicyConfig
 from rlframework.config.sections import AlgorithmConfig, EnvironmentConfig, RunConfig
 from rlframework.plugins.check import check_config
 from rlframework.plugins.manager import create_manager
+from rlframework_megatron import config as megatron_config
 from rlframework_megatron.config import MegatronConfig
 
 PolicyWithMegatron = create_model(
@@ -112,3 +113,54 @@ def test_unsupported_configurations_are_reported_before_a_process_starts(
 def test_unknown_keys_of_the_section_are_rejected():
     with pytest.raises(ValidationError, match="distributed_optimiser"):
         MegatronConfig.model_validate({"distributed_optimiser": True})
+
+
+# -- defaults on a GPU -------------------------------------------------------------------------------------------------
+
+SHARDED = ("distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
+FUSED = ("fused_activation", "fused_gradient_accumulation")
+
+
+@pytest.fixture
+def defaults(monkeypatch):
+    """`defaults(workers, parallelism, packages, **section)`: the keys that a GPU sets to true."""
+
+    def found(workers=1, parallelism=None, packages=(), **section):
+        monkeypatch.setattr(megatron_config, "find_spec", lambda name: object() if name in packages else None)
+        monkeypatch.setattr(megatron_config, "which", lambda name: f"/usr/bin/{name}" if name in packages else None)
+        policy = {"model_name": "m", "backend": "megatron", "parallelism": parallelism or {}, "megatron": section}
+        config = RunConfig(
+            algorithm=AlgorithmConfig(name="a"),
+            worker_group={"num_workers": workers},
+            policy=PolicyWithMegatron.model_validate(policy),
+            environment=EnvironmentConfig(name="e"),
+        )
+        assert megatron_config.device_defaults(config, "cpu") == []
+        given = megatron_config.device_defaults(config, "cuda")
+        assert all(default.value is True and default.reason for default in given)
+        return tuple(default.key.removeprefix("policy.megatron.") for default in given)
+
+    return found
+
+
+def test_replicas_on_gpus_shard_the_optimizer_and_overlap_communication(defaults):
+    assert defaults() == defaults(4, {"tensor": 2, "pipeline": 2}) == ()
+    assert defaults(2) == defaults(4, {"tensor": 2, "context": 2}) == SHARDED
+    assert defaults(2, distributed_optimizer=False) == defaults(2, overlap_grad_reduce=False) == SHARDED[:2]
+
+
+def test_kernels_are_fused_where_their_packages_are_installed(defaults):
+    assert defaults(packages=("triton",)) == defaults(packages=("gcc",)) == ()
+    assert defaults(packages=("triton", "gcc", megatron_config.GRADIENT_KERNELS)) == FUSED
+
+
+@pytest.mark.parametrize("key", FUSED)
+def test_a_fusion_without_its_packages_is_a_problem_on_a_gpu(monkeypatch, key):
+    monkeypatch.setattr(megatron_config, "find_spec", lambda name: None)
+    config = RunConfig(
+        algorithm=AlgorithmConfig(name="a"),
+        policy=PolicyWithMegatron(model_name="m", backend="megatron", megatron={key: True}),
+        environment=EnvironmentConfig(name="e"),
+    )
+    assert megatron_config.check(config, "cpu") == []
+    assert [problem.key for problem in megatron_config.check(config, "cuda")] == [f"policy.megatron.{key}"]
