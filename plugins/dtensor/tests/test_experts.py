@@ -324,3 +324,7 @@ def test_only_tokens_of_real_rows_are_counted():
     packed = make_microbatch(data, rows, packed=True, positions="loss", padding=Padding(5))
     assert real_tokens(packed).int().tolist() == [1] * 9 + [0]
     assert not real_tokens(make_dummy(data, packed=True)).any()
+    many = data.select_indices([0, 1, 2] * 6).slice(0, 17)
+    added = make_microbatch(many, torch.arange(17), packed=False, positions="loss", padding=Padding(few=True))
+    counts = real_tokens(added).view(18, 128).sum(1).tolist()  # 17 rows are padded to 18, and all to 128 tokens
+    assert counts == [2, 4, 3] * 5 + [2, 4, 0]
