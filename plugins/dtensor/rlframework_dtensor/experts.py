@@ -86,7 +86,7 @@ class _ExpertParallelForward:
         )
         back = _all_to_all(self._run_experts(rows, own), received, sent, self._group)
 
-        answers = torch.empty_like(back).index_copy(0, order, back).view(tokens, choices, -1)
+        answers = torch.empty_like(back).index_copy(0, order, back).view(tokens, choices, back.shape[1])
         return (answers * top_k_weights[..., None].to(answers.dtype)).sum(1)
 
     def _run_experts(self, rows: Tensor, experts: Tensor) -> Tensor:
