@@ -86,19 +86,21 @@ class _ExpertParallelForward:
         )
         back = _all_to_all(self._run_experts(rows, own), received, sent, self._group)
 
-        answers = torch.empty_like(back).index_copy(0, order, back).view(tokens, choices, -1)
+        answers = torch.empty_like(back).index_copy(0, order, back).view(tokens, choices, back.shape[1])
         return (answers * top_k_weights[..., None].to(answers.dtype)).sum(1)
 
     def _run_experts(self, rows: Tensor, experts: Tensor) -> Tensor:
         """Run each row of `rows [N, H]` through the local expert `experts [N]`, with the module's own forward.
 
-        A row of zeros is added, so that the weights get a gradient even if no token arrived.
+        If no token arrived, a row of zeros stands in, so that the weights get a gradient; on a CPU always, because its
+        products round differently for another number of rows.
         """
-        rows = torch.cat((rows, rows.new_zeros(1, rows.shape[1])))
-        experts = torch.cat((experts, experts.new_zeros(1)))
-        ones = rows.new_ones(len(rows), 1)
-        answers: Tensor = self._forward(self._local(), rows, experts[:, None], ones)
-        return answers[:-1]
+        count = len(rows)
+        if count == 0 or rows.device.type == "cpu":
+            rows = torch.cat((rows, rows.new_zeros(1, rows.shape[1])))
+            experts = torch.cat((experts, experts.new_zeros(1)))
+        answers: Tensor = self._forward(self._local(), rows, experts[:, None], rows.new_ones(len(rows), 1))
+        return answers[:count]
 
     def _local(self) -> SimpleNamespace:
         """The attributes that the module's forward reads, with this rank's experts as plain tensors.

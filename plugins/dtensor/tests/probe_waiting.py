@@ -95,6 +95,9 @@ def exchange(model: Path) -> None:
     torch.testing.assert_close(result.detach().cpu(), output, rtol=1e-5, atol=1e-6)
     for name, weight in placed.named_parameters():
         torch.testing.assert_close(weight.grad.cpu(), expected[name], rtol=1e-5, atol=1e-6)
+    placed.zero_grad()
+    split(*(tensor[:0] for tensor in given)).sum().backward()  # no token arrives
+    assert all(weight.grad is not None and not weight.grad.cpu().any() for weight in placed.parameters())
     print(json.dumps(counts.waits))
 
 
