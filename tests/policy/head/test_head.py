@@ -385,3 +385,19 @@ def test_compiled_chunks_match_the_formula(temperature, monkeypatch):
     torch.testing.assert_close(entropy.double(), expected_entropy, rtol=1e-5, atol=1e-5)
     for gradient, wanted in zip(gradients, torch.autograd.grad((expected * upstream).sum(), doubles), strict=True):
         torch.testing.assert_close(gradient.double(), wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.skipif(not any(map(which, COMPILERS)), reason="torch.compile needs a C++ compiler on a CPU")
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")  # raised by torch's compiler itself
+def test_the_gradient_of_the_logits_is_one_compiled_kernel_for_all_shapes():
+    """On a GPU it reads the logits once and writes their gradient in bfloat16: 6 bytes instead of 30."""
+    from torch._inductor import metrics
+
+    compiled = torch.compile(logprobs_module._gradient_of_logits, dynamic=True)
+    metrics.reset()
+    for rows, vocabulary in ((16, 256), (24, 128)):
+        logits, normalizers, scale = torch.randn(rows, vocabulary), torch.randn(rows), torch.randn(rows)
+        compiled(logits, normalizers, torch.randint(vocabulary, (rows,)), scale, scale, torch.bfloat16)
+        assert metrics.generated_kernel_count == 1
