@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import counting_device
+import counting_modes
 import torch
 
 from rlframework.algorithms.losses import NLLLoss
@@ -25,8 +26,9 @@ GENERATION = GenerationConfig(max_new_tokens=6, temperature=1.0, refit={"deadlin
 def compare(model: Path, rows: BatchedDataDict[Any], settings: dict[str, Any], folder: Path) -> None:
     """Print the largest difference of each result between the CPU and the device, as JSON by name."""
     counting_device.register()
+    counting_modes.add_streams()
     expected = results("cpu", model, rows, settings, folder / "cpu")
-    with counting_device.constructing():
+    with counting_modes.constructing():
         found = results(counting_device.NAME, model, rows, settings, folder / "device")
     print(json.dumps({name: float((found[name] - value).abs().max()) for name, value in expected.items()}))
 
@@ -53,7 +55,7 @@ def results(
     out["selected"] = worker.get_logprobs(rows, positions="token_mask", entropy=True)["entropy"]
     out["topk"] = worker.get_topk_logits(rows, 3)["topk_logits"]
     out["loss"] = worker.train(rows, NLLLoss())["global_loss"]
-    with counting_device.moving() if device != "cpu" else nullcontext():
+    with counting_modes.moving() if device != "cpu" else nullcontext():
         worker.offload_before_refit()
         worker.offload_after_refit()
         worker.prepare_for_lp_inference()

@@ -11,11 +11,9 @@ the calls are collective; for gradients see `VocabularyShard.inputs`.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from subprocess import SubprocessError
 from typing import Any
 
 import torch
@@ -24,8 +22,7 @@ from torch import Tensor
 
 from rlframework.errors import BatchError
 from rlframework.policy.head.chunks import Chunks, chunk_rows
-
-_LOG = logging.getLogger(__name__)
+from rlframework.policy.head.compiled import Compiled
 
 COMPILED = {"cuda"}
 """Types of devices on which the elementwise operations of a chunk are compiled, to read its logits once for all."""
@@ -290,34 +287,7 @@ def _compiled(function: Callable[..., Any], device: torch.device) -> Callable[..
     return _compile(function) if device.type in COMPILED else function
 
 
-class _Compiled:
-    """`function`, compiled at its first call; uncompiled, with a warning, where the compiler fails.
-
-    On a GPU Inductor needs Triton, a C compiler and Python's headers, which a machine for inference may lack.
-    """
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function, self._current = function, torch.compile(function, dynamic=True)
-
-    def __call__(self, *arguments: Any) -> Any:
-        try:
-            return self._current(*arguments)
-        except torch.OutOfMemoryError:
-            raise
-        except (RuntimeError, OSError, SubprocessError) as error:
-            if self._current is self._function:
-                raise
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            _LOG.warning(
-                "The head's log-probabilities are computed without compiled kernels, which is slower: install a C "
-                "compiler and the headers of Python (gcc, python3-dev), or check Triton. torch.compile said: %s",
-                reason,
-            )
-            self._current = self._function
-            return self._function(*arguments)  # the compiled functions leave their arguments alone
-
-
-_compile = cache(_Compiled)
+_compile = cache(Compiled)
 
 
 def _token_statistics(logits: Tensor, targets: Tensor, wants_entropy: bool) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import threading
-from functools import cache
 from shutil import which
-from subprocess import CalledProcessError
-from typing import Any
 
 import pytest
 import torch
@@ -332,38 +329,6 @@ def test_products_of_half_precision_are_summed_in_full(most, monkeypatch):
     for gradient, wanted in zip(gradients, torch.autograd.grad((expected * upstream).sum(), doubles), strict=True):
         assert gradient.dtype == torch.bfloat16
         assert (gradient - wanted).norm() <= 2**-7 * wanted.norm()
-
-
-@pytest.mark.parametrize("error", [RuntimeError("Failed to find C compiler"), CalledProcessError(1, "gcc")])
-def test_without_a_compiler_chunks_are_computed_with_a_warning(error, monkeypatch, caplog):
-    def failing(*_: Any) -> Any:
-        raise error
-
-    monkeypatch.setattr(logprobs_module, "COMPILED", {"cpu"})
-    monkeypatch.setattr(logprobs_module, "_compile", cache(logprobs_module._Compiled))
-    monkeypatch.setattr(torch, "compile", lambda function, dynamic: failing)
-    generator = torch.Generator().manual_seed(3)
-    leaves = [torch.randn(n, 8, generator=generator, requires_grad=True) for n in (20, 30)]
-    targets = torch.randint(0, 30, (20,), generator=generator)
-    for _ in range(2):
-        logprobs, _ = chunked_logprobs(*leaves, None, targets)
-        gradients = torch.autograd.grad(logprobs.sum(), leaves)
-    doubles = [leaf.detach().double().requires_grad_() for leaf in leaves]
-    expected, _ = plain(*doubles, None, targets, 1.0)
-    torch.testing.assert_close(logprobs.double(), expected, rtol=1e-5, atol=1e-5)
-    for gradient, wanted in zip(gradients, torch.autograd.grad(expected.sum(), doubles), strict=True):
-        torch.testing.assert_close(gradient.double(), wanted, rtol=1e-4, atol=1e-5)
-    assert len(caplog.records) == 2  # one a function
-    assert str(error) in caplog.text
-
-
-def test_memory_that_runs_out_is_not_taken_for_a_missing_compiler(monkeypatch):
-    def failing(*_: Any) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(torch, "compile", lambda function, dynamic: failing)
-    with pytest.raises(torch.OutOfMemoryError):
-        logprobs_module._Compiled(max)(1, 2)
 
 
 @pytest.mark.slow
