@@ -175,7 +175,7 @@ class DTensorEngine(ModelState):
     def close(self) -> None:
         """See `Engine.close`."""
         self._optimizer = None
-        del self.model
+        del self.model, self._host_weights, self._host_moments
         if self._mesh is not None:
             self._mesh = None
             process_groups.leave()
