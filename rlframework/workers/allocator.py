@@ -61,4 +61,13 @@ def _functions() -> tuple[Any, Any] | None:
 
     names = ("_accelerator_getAllocatorSettings", "_accelerator_setAllocatorSettings")
     read, write = (getattr(torch._C, name, None) for name in names)
+    if read is None and hasattr(torch._C, "_cuda_memorySnapshot"):
+        read = _settings_in_snapshot
     return (read, write) if read is not None and write is not None else None
+
+
+def _settings_in_snapshot() -> str:
+    """The settings as torch 2.11 reports them, which cannot read them by themselves."""
+    import torch
+
+    return str(torch._C._cuda_memorySnapshot(None)["allocator_settings"]["PYTORCH_CUDA_ALLOC_CONF"])
