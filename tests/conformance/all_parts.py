@@ -73,6 +73,14 @@ class TestMegatronDistributedOptimizer(PolicyWorkerSuite):
     every = ("data=1", "data=2", "data=2,tensor=2")
 
 
+class TestMegatronOverlapped(PolicyWorkerSuite):
+    """The defaults of several GPUs."""
+
+    backend = "megatron"
+    section = {"distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}  # noqa: RUF012
+    every = ("data=2",)
+
+
 class TestExampleDdp(PolicyWorkerSuite):
     backend = "ddp"
 
