@@ -217,6 +217,9 @@ class DeepSpeedConfig(Keys):
         return without_auto(_merged(_read(path), own))
 
 
+BUCKET = 500_000_000
+"""Default size of ZeRO's gradient buckets in elements: DeepSpeed's own, capped at the model size."""
+
 UNKNOWN = "neither DeepSpeed nor this backend has such a key"
 
 OWN = ("config", "attention", "sequence_exchange")

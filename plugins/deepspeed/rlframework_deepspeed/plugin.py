@@ -6,6 +6,7 @@ from rlframework.plugins.hookspec import hookimpl
 from rlframework.plugins.types import Capability, PolicyWorkerRecord
 from rlframework_deepspeed.checks import check
 from rlframework_deepspeed.config import DeepSpeedConfig
+from rlframework_deepspeed.state_layout import state_layout
 
 
 @hookimpl
@@ -42,5 +43,6 @@ def rlframework_policy_workers() -> list[PolicyWorkerRecord]:
             ),
             config_model=DeepSpeedConfig,
             check=check,
+            state_layout=state_layout,
         )
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from rlframework.plugins.hookspec import hookimpl
 from rlframework.plugins.types import Capability, PolicyWorkerRecord
 from rlframework_megatron.config import MegatronConfig, check
+from rlframework_megatron.state_layout import state_layout
 
 
 @hookimpl
@@ -41,5 +42,6 @@ def rlframework_policy_workers() -> list[PolicyWorkerRecord]:
             ),
             config_model=MegatronConfig,
             check=check,
+            state_layout=state_layout,
         )
     ]

@@ -29,6 +29,9 @@ Each chunk reads the head's weight and adds to its gradient. At a vocabulary of 
 55 tokens and keeps a GPU waiting for memory; one of 2**28 has 1,766.
 """
 
+GPU_SHARE = 256
+"""A chunk takes at most this part of a GPU's memory in elements, and so 1/64 of it in bytes."""
+
 COMPILED = {"cuda"}
 """Types of devices on which the elementwise operations of a chunk are compiled, to read its logits once for all."""
 
@@ -105,7 +108,7 @@ def chunk_rows(vocabulary: int, device: torch.device) -> int:
     """
     elements = CHUNK_ELEMENTS.get(device.type, CHUNK_ELEMENTS["cpu"])
     if device.type == "cuda":
-        elements = min(elements, torch.cuda.get_device_properties(device).total_memory // 256)
+        elements = min(elements, torch.cuda.get_device_properties(device).total_memory // GPU_SHARE)
     return max(1, elements // vocabulary)
 
 
