@@ -99,7 +99,7 @@ class _StageMemory:
         # a tied head is gathered from the forward to the end of the backward, and so is its gradient
         tied = 2 * width * part.tied_end if layout.gathers else 0
         yield MemoryUse("weights and gradients of a unit", round(layout.transient * unit) + tied, "device", TRAINING)
-        yield MemoryUse("buffers", layout.buffers, "device", TRAINING)
+        yield MemoryUse("buffers", layout.buffers, "device")
         yield MemoryUse("activations", self._activations(width), "device", TRAINING)
         if self.stage == self.config.policy.parallelism.pipeline - 1:
             yield MemoryUse("logits", self._logits(width), "device", TRAINING)

@@ -40,7 +40,7 @@ class StateLayout:
 
     `transient`: bytes per parameter of the unit that is computed, a block or the head: whole weights and gradients that
     exist only then. `gathers`: the weights are whole only then. `gathered`: at most this many parameters are gathered
-    at once (None: those of a unit). `buffers`: bytes of other buffers in training. `splits_ends`: tensor parallelism
+    at once (None: those of a unit). `buffers`: bytes of buffers for communication. `splits_ends`: tensor parallelism
     shards embedding and head too. `shares_model`: generation in the worker uses the weights of training. `assumed`: the
     backend does not say any of this.
     """

@@ -57,7 +57,7 @@ def _states(stage: int, shards: int, width: int, weights_away: bool, optimizer_a
     updating: tuple[Phase, ...] = ("updating",)
     states = [
         State("weights", width, of_weights, place="host" if weights_away else "device"),
-        State("gradients", width, of_gradients, trained=True, place=gradients, phases=FORWARD_BACKWARD_STEP),
+        State("gradients", width, of_gradients, trained=True, place=gradients, phases=_gradient_phases(stage)),
         State("moments", 8, of_optimizer, trained=True, place=optimizer),
     ]
     if stage >= MAIN_STAGES or width < 4:
@@ -66,6 +66,11 @@ def _states(stage: int, shards: int, width: int, weights_away: bool, optimizer_a
             State("fp32 gradients", 4, of_optimizer, trained=True, place=optimizer, phases=updating),
         ]
     return tuple(states)
+
+
+def _gradient_phases(stage: int) -> tuple[Phase, ...]:
+    """Stage 3 keeps the buffer of its gradients; the others free them."""
+    return ("always",) if stage >= WEIGHTS_STAGE else FORWARD_BACKWARD_STEP
 
 
 def _is_offloaded(zero: dict[str, Any], key: str) -> bool:
