@@ -100,6 +100,7 @@ class _StageMemory:
         tied = 2 * width * part.tied_end if layout.gathers else 0
         yield MemoryUse("weights and gradients of a unit", round(layout.transient * unit) + tied, "device", TRAINING)
         yield MemoryUse("buffers", layout.buffers, "device")
+        yield MemoryUse("buffers of the backward", layout.training_buffers, "device", TRAINING)
         yield MemoryUse("activations", self._activations(width), "device", TRAINING)
         if self.stage == self.config.policy.parallelism.pipeline - 1:
             yield MemoryUse("logits", self._logits(width), "device", TRAINING)

@@ -40,9 +40,9 @@ class StateLayout:
 
     `transient`: bytes per parameter of the unit that is computed, a block or the head: whole weights and gradients that
     exist only then. `gathers`: the weights are whole only then. `gathered`: at most this many parameters are gathered
-    at once (None: those of a unit). `buffers`: bytes of buffers for communication. `splits_ends`: tensor parallelism
-    shards embedding and head too. `shares_model`: generation in the worker uses the weights of training. `assumed`: the
-    backend does not say any of this.
+    at once (None: those of a unit). `buffers`, `training_buffers`: bytes of buffers for communication that exist always,
+    or in training. `splits_ends`: tensor parallelism shards embedding and head too. `shares_model`: generation in the
+    worker uses the weights of training. `assumed`: the backend does not say any of this.
     """
 
     states: tuple[State, ...]
@@ -50,6 +50,7 @@ class StateLayout:
     gathers: bool = False
     gathered: int | None = None
     buffers: int = 0
+    training_buffers: int = 0
     splits_ends: bool = True
     shares_model: bool = False
     assumed: bool = False
@@ -77,14 +78,14 @@ def assumed_layout(config: RunConfig, worker: PlannedWorker) -> StateLayout:
     """The layout of a backend that declares none: fp32 weights, gradients and moments, sharded over all workers."""
     parallelism, width = config.policy.parallelism, compute_width(config)
     shards = max(1, config.worker_group.num_workers // (parallelism.tensor * parallelism.pipeline))
-    over = {"shards": shards, "expert_shards": max(1, shards // parallelism.expert)}
+    over = shards, max(1, shards // parallelism.expert)
     plain = config.worker_group.num_workers == 1 and width == 4
     offload = config.policy.offload
     return StateLayout(
         (
-            State("weights", 4, **over, place="host" if offload.parameters else "device"),
-            State("gradients", 4, **over, trained=True, phases=FORWARD_BACKWARD_STEP),
-            State("moments", 8, **over, trained=True, place="host" if offload.optimizer else "device"),
+            State("weights", 4, *over, place="host" if offload.parameters else "device"),
+            State("gradients", 4, *over, trained=True, phases=FORWARD_BACKWARD_STEP),
+            State("moments", 8, *over, trained=True, place="host" if offload.optimizer else "device"),
         ),
         transient=0 if plain else 3 * width + 4,
         gathers=not plain,

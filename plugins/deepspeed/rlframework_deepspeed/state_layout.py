@@ -30,19 +30,21 @@ def state_layout(config: RunConfig, worker: PlannedWorker) -> StateLayout:
     """Return the layout of the ZeRO stage: weights and gradients in `policy.precision`, fp32 main weights and moments.
 
     Main weights and moments are sharded from stage 1, gradients from 2, weights from 3. The step casts gradients to
-    fp32. Buckets have `reduce_bucket_size` elements, two of them with `overlap_comm`.
+    fp32. Buckets have `reduce_bucket_size` elements: stages 1 and 2 have two with `overlap_comm`, stage 3 keeps one and copies it to reduce.
     """
     policy, section = config.policy, getattr(config.policy, "deepspeed", None) or DeepSpeedConfig()
     zero, width = zero_keys(policy, section, worker.device), compute_width(config)
     stage, shards = zero["stage"], config.worker_group.num_workers // policy.parallelism.tensor
     gathers = stage >= WEIGHTS_STAGE and policy.parallelism.tensor == 1
     live = zero.get("stage3_max_live_parameters", LIVE) + zero.get("stage3_prefetch_bucket_size", PREFETCH)
+    bucket = min(zero.get("reduce_bucket_size", BUCKET), worker.trained) * width if stage else 0
     return StateLayout(
         _states(stage, shards, width, _is_offloaded(zero, "offload_param"), _is_offloaded(zero, "offload_optimizer")),
         transient=width if stage >= WEIGHTS_STAGE else (0 if policy.lora else width + 4),
         gathered=live if stage >= WEIGHTS_STAGE else None,
         gathers=stage >= WEIGHTS_STAGE,
-        buffers=_bucket_bytes(zero, worker, width, stage),
+        buffers=bucket if stage >= WEIGHTS_STAGE else 0,
+        training_buffers=bucket * (2 if zero.get("overlap_comm") and stage < WEIGHTS_STAGE else 1),
         splits_ends=False,
         shares_model=not gathers and stage < WEIGHTS_STAGE and policy.parallelism.tensor == 1,
     )
@@ -74,12 +76,4 @@ def _gradient_phases(stage: int) -> tuple[Phase, ...]:
 
 
 def _is_offloaded(zero: dict[str, Any], key: str) -> bool:
-    return zero.get(key, {}).get("device", "none") != "none"
-
-
-def _bucket_bytes(zero: dict[str, Any], worker: PlannedWorker, width: int, stage: int) -> int:
-    if not stage:
-        return 0
-    size: int = min(zero.get("reduce_bucket_size", BUCKET), worker.trained)
-    overlaps = zero.get("overlap_comm", stage >= WEIGHTS_STAGE)
-    return size * width * (2 if overlaps else 1)
+    return bool(zero.get(key, {}).get("device", "none") != "none")

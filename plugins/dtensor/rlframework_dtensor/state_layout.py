@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from rlframework.config.sections import RunConfig
 from rlframework.plugins.state_layout import (
     FORWARD_BACKWARD_STEP,
@@ -35,8 +37,7 @@ def state_layout(config: RunConfig, worker: PlannedWorker) -> StateLayout:
         "host" if policy.offload.parameters or policy.offload.optimizer else "device",
     )
     if policy.offload.optimizer and not policy.offload.parameters:
-        over = {"shards": shards, "expert_shards": states[2].expert_shards}
-        states = (*states, State("moments, on the GPU", 8, **over, trained=True, phases=("updating",)))
+        states = (*states, replace(states[2], name="moments, on the GPU", place="device", phases=("updating",)))
     if not section.reshard_after_forward:
         states = (*states, State("gathered weights", width, phases=("training",)))
     if _reduces_once(section, worker, parallelism.tensor) and shards > 1:
@@ -46,11 +47,11 @@ def state_layout(config: RunConfig, worker: PlannedWorker) -> StateLayout:
 
 
 def _states(shards: int, expert_shards: int, weights: Place, moments: Place) -> tuple[State, ...]:
-    over = {"shards": shards, "expert_shards": expert_shards}
+    over = shards, expert_shards
     return (
-        State("weights", 4, **over, place=weights),
-        State("gradients", 4, **over, trained=True, place=weights, phases=FORWARD_BACKWARD_STEP),
-        State("moments", 8, **over, trained=True, place=moments),
+        State("weights", 4, *over, place=weights),
+        State("gradients", 4, *over, trained=True, place=weights, phases=FORWARD_BACKWARD_STEP),
+        State("moments", 8, *over, trained=True, place=moments),
     )
 
 
