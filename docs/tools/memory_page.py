@@ -158,7 +158,7 @@ _COUNTED = (
     ("`deepspeed`, stage 0", 14.00, 14.00, 20.01, 20.00),
     ("`deepspeed`, stage 1", 5.00, 5.00, 11.01, 12.53),
     ("`deepspeed`, stage 2", 5.00, 5.00, 9.52, 11.03),
-    ("`deepspeed`, stage 3", 6.00, 6.00, 11.93, 12.04),
+    ("`deepspeed`, stage 3", 6.00, 6.00, 11.93, 12.05),
 )
 """Layout, then bytes per parameter: counted and estimated between steps, counted and estimated at the peak."""
 
@@ -193,8 +193,8 @@ def _largest_text() -> str:
         f"The largest model of the Qwen3 family of which {MARGIN} times the estimate fits an H100 of 80 GB (79 GiB "
         "that torch can allocate from), with the GiB of the estimate on each GPU. bfloat16, full checkpointing, "
         f"microbatches of {TOKENS:,} tokens. GRPO generates in the workers, {DECODED} rows of {ANSWER:,} tokens "
-        "together; with `generation.workers` on other GPUs, it trains what SFT does. Models whose number of layers or heads does not "
-        "divide are skipped."
+        "together; with `generation.workers` on other GPUs, it trains what SFT does. Models whose number of layers or "
+        "heads does not divide are skipped."
     )
 
 

@@ -38,11 +38,11 @@ class State:
 class StateLayout:
     """What an engine keeps on a worker. The first of `states` are the weights that its forward reads.
 
-    `transient`: bytes per parameter of the unit that is computed, a block or the head: whole weights and gradients that
-    exist only then. `gathers`: the weights are whole only then. `gathered`: at most this many parameters are gathered
-    at once (None: those of a unit). `buffers`, `training_buffers`: bytes of buffers for communication that exist always,
-    or in training. `splits_ends`: tensor parallelism shards embedding and head too. `shares_model`: generation in the
-    worker uses the weights of training. `assumed`: the backend does not say any of this.
+    `transient`: bytes per parameter of the unit that is computed, a block or the head: whole weights and gradients
+    that exist only then. `gathers`: the weights are whole only then. `gathered`: at most this many parameters are
+    gathered at once (None: those of a unit). `buffers`, `training_buffers`: bytes of buffers for communication that
+    exist always, or in training. `splits_ends`: tensor parallelism shards embedding and head too. `shares_model`:
+    generation in the worker uses the weights of training. `assumed`: the backend does not say any of this.
     """
 
     states: tuple[State, ...]

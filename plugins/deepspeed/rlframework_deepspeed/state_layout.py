@@ -30,7 +30,8 @@ def state_layout(config: RunConfig, worker: PlannedWorker) -> StateLayout:
     """Return the layout of the ZeRO stage: weights and gradients in `policy.precision`, fp32 main weights and moments.
 
     Main weights and moments are sharded from stage 1, gradients from 2, weights from 3. The step casts gradients to
-    fp32. Buckets have `reduce_bucket_size` elements: stages 1 and 2 have two with `overlap_comm`, stage 3 keeps one and copies it to reduce.
+    fp32. Buckets have `reduce_bucket_size` elements: stages 1 and 2 have two with `overlap_comm`, stage 3 keeps one and
+    copies it to reduce it.
     """
     policy, section = config.policy, getattr(config.policy, "deepspeed", None) or DeepSpeedConfig()
     zero, width = zero_keys(policy, section, worker.device), compute_width(config)
