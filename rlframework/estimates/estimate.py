@@ -118,7 +118,7 @@ class Estimate:
         return [f"warning: {text}" for text in (*found, self.output_dir_problem) if text is not None]
 
     def _remedy(self, place: Place) -> str:
-        """What reduces the largest uses at `place`, the largest first."""
+        """Advice that reduces the largest uses at `place`, the largest first."""
         policy, sizes = self.config.policy, {use.name: use.bytes for use in self.memory if use.place == place}
         state = sum(sizes.get(name, 0) for name in ("weights", "main weights", "gradients", "moments"))
         advice = {
@@ -213,7 +213,7 @@ def estimate_rows(
 
 
 def layout_of(config: RunConfig, record: PolicyWorkerRecord, worker: PlannedWorker) -> StateLayout:
-    """What the backend of `record` keeps on a worker, as it declares it, or as is assumed."""
+    """The state that the backend of `record` keeps on a worker, as it declares it or as is assumed."""
     return (record.state_layout or assumed_layout)(config, worker)
 
 

@@ -62,7 +62,7 @@ class _StageMemory:
     stage: int
 
     def uses(self, *, reference: bool) -> list[MemoryUse]:
-        """What is in use, without what takes no bytes."""
+        """All uses that take bytes."""
         on_cpu = self.worker.device == "cpu"
         found = [
             MemoryUse("program", PROGRAM if on_cpu else GPU_PROGRAM, "host"),
@@ -106,7 +106,7 @@ class _StageMemory:
             yield MemoryUse("logits", self._logits(width), "device", TRAINING)
 
     def _activations(self, width: int) -> int:
-        """What all layers of the stage save, and the gradients of the layer that is in its backward."""
+        """Bytes that all layers of the stage save, and gradients of the layer that is in its backward."""
         parallelism, checkpointing = self.config.policy.parallelism, self.config.policy.activation_checkpointing
         shape, tensor, sequence = self.model.layer, parallelism.tensor, parallelism.sequence
         tokens = microbatch_tokens(self.config, self.rows, self.worker.device) // parallelism.context

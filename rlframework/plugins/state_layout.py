@@ -36,7 +36,7 @@ class State:
 
 @dataclass(frozen=True)
 class StateLayout:
-    """What an engine keeps on a worker. The first of `states` are the weights that its forward reads.
+    """The memory that an engine keeps on a worker. The first of `states` are the weights that its forward reads.
 
     `transient`: bytes per parameter of the unit that is computed, a block or the head: whole weights and gradients
     that exist only then. `gathers`: the weights are whole only then. `gathered`: at most this many parameters are

@@ -1,4 +1,4 @@
-"""What DeepSpeed keeps in memory for each parameter, for estimates. Imports no torch."""
+"""Memory that DeepSpeed keeps for each parameter, for estimates. Imports no torch."""
 
 from __future__ import annotations
 

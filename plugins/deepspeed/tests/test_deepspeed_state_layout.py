@@ -1,5 +1,4 @@
-"""What the backend declares for estimates against the bytes that exist while it trains, on a group that exchanges
-nothing."""
+"""The declared layout of memory against bytes that exist in training, on a group that exchanges nothing."""
 
 from __future__ import annotations
 

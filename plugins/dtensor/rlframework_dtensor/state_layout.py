@@ -1,4 +1,4 @@
-"""What the engine keeps in memory for each parameter, for estimates. Imports no torch."""
+"""Memory that the engine keeps for each parameter, for estimates. Imports no torch."""
 
 from __future__ import annotations
 

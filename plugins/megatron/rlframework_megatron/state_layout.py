@@ -1,4 +1,4 @@
-"""What megatron-core keeps in memory for each parameter, for estimates. Imports no torch."""
+"""Memory that megatron-core keeps for each parameter, for estimates. Imports no torch."""
 
 from __future__ import annotations
 
