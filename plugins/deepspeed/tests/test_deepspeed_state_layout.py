@@ -41,6 +41,5 @@ def test_the_estimate_is_what_exists(tmp_path, case):
     )
     assert done.returncode == 0, done.stderr[-2000:]
     always, most = json.loads(done.stdout.splitlines()[-1])
-    print(case, always, most)
     assert always == pytest.approx(1.0, rel=0.005)
     assert 0.98 < most < 1.35

@@ -20,20 +20,23 @@ def model(tmp_path_factory):
     "case",
     [
         Case("dtensor", workers=1),
+        Case("dtensor", policy=HALF, workers=1),
         Case("dtensor"),
         Case("dtensor", policy=HALF),
         Case("dtensor", {"reduce_gradients": "step"}, HALF),
         Case("dtensor", {"reshard_after_forward": False}, HALF),
         Case("dtensor", {"replicate": 2}, HALF),
         Case("dtensor", policy={**HALF, "parallelism": {"tensor": 2}}),
+        Case("dtensor", policy={**HALF, "parallelism": {"tensor": 2, "sequence": True}}),
         Case("dtensor", policy={**HALF, "parallelism": {"context": 2}}),
         Case("dtensor", policy={**HALF, "activation_checkpointing": "full"}),
+        Case("dtensor", policy={**HALF, "lora": {"rank": 4}}),
     ],
     ids=str,
 )
 def test_the_estimate_is_what_exists(model, case):
     always, most = compare(case, model)
-    assert always == pytest.approx(1.0, rel=0.005)
+    assert always == pytest.approx(1.0, rel=0.02 if "lora" in case.policy else 0.005)  # adapters are padded to shard
     # on a CPU the next block is not gathered ahead, and the last shards of gradients exist when activations do not
     assert 0.98 < most < 1.3
 

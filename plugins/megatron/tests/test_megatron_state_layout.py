@@ -21,6 +21,8 @@ def model(tmp_path_factory):
         Case("megatron", {"distributed_optimizer": True}),
         Case("megatron", {"distributed_optimizer": True}, HALF),
         Case("megatron", policy={**HALF, "parallelism": {"tensor": 2}}),
+        Case("megatron", policy={**HALF, "parallelism": {"tensor": 2, "sequence": True}}),
+        Case("megatron", policy={**HALF, "activation_checkpointing": "full"}),
     ],
     ids=str,
 )
