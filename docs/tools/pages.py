@@ -16,6 +16,7 @@ from pathlib import Path
 import benchmarks_page
 import commands_page
 import configuration_page
+import memory_page
 import mutants_page
 import parity_page
 import pictures
@@ -26,6 +27,7 @@ COMMAND = "python docs/tools/pages.py"
 PAGES: Mapping[str, Callable[[], str]] = {
     "commands.md": commands_page.page,
     "reference/configuration.md": configuration_page.page,
+    "memory.md": memory_page.page,
     "mutants.md": mutants_page.page,
     "results/parity.md": parity_page.page,
     "results/benchmarks.md": benchmarks_page.page,

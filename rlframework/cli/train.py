@@ -25,6 +25,10 @@ def train(
     ] = None,
     overwrite: Annotated[bool, Option("--overwrite", help="Replace a run in output_dir, but no other files.")] = False,
     dry: Annotated[bool, Option("--dry-run", help="Check; estimate memory, disk and tokens; write nothing.")] = False,
+    on: Annotated[
+        str | None,
+        Option("--on", metavar="GPUS", help="With --dry-run: plan for these GPUs, e.g. 8xH100 or 2x24GiB."),
+    ] = None,
     debug: Debug = False,
 ) -> None:
     """Run the training that CONFIG describes, or resume one that was stopped.
@@ -33,14 +37,23 @@ def train(
     """
     from rlframework.configure import load_config
 
+    if on is not None and not dry:
+        raise ConfigError("--on plans a run for GPUs that may be elsewhere; give it together with --dry-run")
     if dry:
         if config is None or resume_from is not None:
             usage = "rlframework train CONFIG --dry-run"
             raise ConfigError(f"--dry-run checks a run before it starts, not one to resume: {usage}")
+        from rlframework.estimates.hardware import PlannedGpus
         from rlframework.runner.launch import dry_run
 
-        found = dry_run(load_config(config, overrides or ()), overwrite=overwrite)
+        planned = None if on is None else PlannedGpus.parse(on)
+        changes = [] if planned is None else planned.overrides(config, overrides or ())
+        found = dry_run(load_config(config, [*changes, *(overrides or ())]), overwrite=overwrite, planned=planned)
         print_table(found.table())
+        print(*found.notes, sep="\n", end="\n" if found.notes else "")
+        if planned is not None:
+            print(f"planned for {planned} with {' '.join(changes)}")
+            print(found.verdict())
         for warning in found.warnings():
             _LOG.warning("%s", warning)
         print("dry run complete: nothing was started or written")

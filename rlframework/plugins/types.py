@@ -19,6 +19,7 @@ from rlframework.config.sections import (
     RunConfig,
     WorkerGroupConfig,
 )
+from rlframework.plugins.state_layout import StateLayoutOf
 
 API_VERSION = 1
 """Version of the plugin API: the hookspecs, the records and the interfaces that the records refer to."""
@@ -142,11 +143,17 @@ class Record:
     known_failures: tuple[KnownFailure, ...] = ()
 
 
+@dataclass(frozen=True)
 class PolicyWorkerRecord(Record):
-    """A training engine: `target` implements `rlframework.interfaces.policy_worker.PolicyWorker`."""
+    """A training engine: `target` implements `rlframework.interfaces.policy_worker.PolicyWorker`.
 
-    kind = "policy_worker"
-    key = "policy.backend"
+    `state_layout` returns what the engine keeps in memory, for estimates; None: estimates assume FSDP.
+    """
+
+    kind: ClassVar[str] = "policy_worker"
+    key: ClassVar[str] = "policy.backend"
+
+    state_layout: StateLayoutOf | None = None
 
 
 class DataProcessorRecord(Record):

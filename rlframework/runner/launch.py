@@ -38,13 +38,22 @@ from rlframework.logs import ProgressCallback, log_to_stderr
 from rlframework.observers.jsonl import drop_steps_after
 from rlframework.observers.secrets import hide_in_text
 from rlframework.plugins.manager import PluginManager, create_manager
-from rlframework.runner.parts import algorithm_class, build_evaluation, build_parts, planned_parts, require_models
+from rlframework.runner.parts import (
+    algorithm_class,
+    backend_record,
+    build_evaluation,
+    build_parts,
+    has_tokenizer,
+    planned_parts,
+    require_models,
+)
 
 if TYPE_CHECKING:
+    from rlframework.estimates.estimate import Estimate
+    from rlframework.estimates.hardware import PlannedGpus
     from rlframework.evaluation.plan import EvaluationPlan
     from rlframework.evaluation.report import Evaluation
     from rlframework.observers.dispatch import Observers
-    from rlframework.runner.estimate import Estimate
 
 _LOG = logging.getLogger(__name__)
 
@@ -99,16 +108,17 @@ def _train(
     config: RunConfig, manager: PluginManager, attempt: Attempt, lock: Callable[[], None], overwrite: bool
 ) -> RunResult:
     """Make one attempt at the run. `lock` locks the run's folder until the end of all attempts, when first called."""
+    from rlframework.estimates.estimate import print_estimate
     from rlframework.observers.environment import write_environment
-    from rlframework.runner.estimate import print_estimate
     from rlframework.runner.output_folder import check_output_dir, clear, read_contents
 
     algorithm, folder = algorithm_class(config, manager), config.output_dir
+    backend = backend_record(config, manager)
     first = attempt.number == 0
     starts = first and attempt.checkpoint is None
 
     def before_workers(parts: Parts) -> None:
-        print_estimate(parts, algorithm.needs_reference_model(config.algorithm))
+        print_estimate(parts, backend, reference=algorithm.needs_reference_model(config.algorithm))
         if starts and read_contents(folder).deletable:
             algorithm(parts)  # makes the last checks of the input before anything is deleted
             lock()
@@ -246,22 +256,30 @@ def resume(run_dir: str | Path, overrides: Sequence[str] = ()) -> RunResult:
     return run(load_config(path, [*overrides, f"output_dir={run_dir}"]), checkpoint=checkpoint)
 
 
-def dry_run(config: RunConfig, *, overwrite: bool = False) -> Estimate:
+def dry_run(config: RunConfig, *, overwrite: bool = False, planned: PlannedGpus | None = None) -> Estimate:
     """Make every check that `run` makes before it starts workers, and estimate what the run needs. Writes nothing.
 
     An `output_dir` in which `run` would not start (with this `overwrite`) is a warning of the estimate, not an error.
+    With `planned` GPUs, which this machine need not have, a model without a tokenizer is estimated too, from its
+    `config.json` alone: the data is then not read.
     """
     require_models(config)
+    from rlframework.estimates.estimate import estimate, estimate_rows
+    from rlframework.estimates.rows import assumed_rows
     from rlframework.observers.services import check_services
-    from rlframework.runner.estimate import estimate
     from rlframework.runner.output_folder import check_output_dir
 
     check_services(config.observers)
     manager = create_manager(config.plugins)
-    with planned_parts(config, manager) as parts:
-        algorithm = algorithm_class(config, manager)
+    backend, algorithm = backend_record(config, manager), algorithm_class(config, manager)
+    reference = algorithm.needs_reference_model(config.algorithm)
+    if planned is not None and not has_tokenizer(config.policy):
+        rows = assumed_rows(config)
+        note = f"no tokenizer was found, so no data was read: rows of {rows.longest:,} tokens are assumed"
+        return estimate_rows(config, backend, rows, reference=reference, planned=planned, notes=(note,))
+    with planned_parts(config, manager, elsewhere=planned is not None) as parts:
         algorithm(parts)
-        found = estimate(parts, algorithm.needs_reference_model(config.algorithm))
+        found = estimate(parts, backend, reference=reference, planned=planned)
     try:
         check_output_dir(config, overwrite)
     except ConfigError as error:

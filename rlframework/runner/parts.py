@@ -14,7 +14,7 @@ from rlframework.errors import ConfigError, NotSupported
 from rlframework.huggingface.hub import require_available
 from rlframework.plugins.hookspec import RunInfo
 from rlframework.plugins.manager import create_manager
-from rlframework.plugins.types import Capability
+from rlframework.plugins.types import Capability, PolicyWorkerRecord
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from rlframework.interfaces.environment import Environment
     from rlframework.plugins.manager import PluginManager
     from rlframework.policy.client import Policy
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
+"""Files of which a directory with a tokenizer has at least one."""
 
 
 class Placeholder:
@@ -61,16 +64,19 @@ def build_parts(
 
 
 @contextmanager
-def planned_parts(config: RunConfig, manager: PluginManager) -> Iterator[Parts]:
-    """Build the parts of a run without starting workers, and check everything that needs none."""
+def planned_parts(config: RunConfig, manager: PluginManager, *, elsewhere: bool = False) -> Iterator[Parts]:
+    """Build the parts of a run without starting workers, and check everything that needs none.
+
+    `elsewhere`: the run is planned for another machine, so that its device need not exist here.
+    """
     from rlframework.interfaces.named_sharding import policy_sharding
     from rlframework.observers.dispatch import Observers
     from rlframework.policy.client import require, worker_spec
 
-    _checked_device(config, manager)
+    _checked_device(config, manager, elsewhere=elsewhere)
     with open_environment(config, manager) as environment:
         tokenizer, algorithm = open_tokenizer(config.policy), algorithm_class(config, manager)
-        record = manager.select("policy_worker", config.policy.backend).record
+        record = backend_record(config, manager)
         if reference := algorithm.needs_reference_model(config.algorithm):
             require(record, Capability.REFERENCE_MODEL, "algorithm.loss.kl_coef asks for a reference policy")
         worker_spec(
@@ -137,6 +143,19 @@ def open_tokenizer(config: PolicyConfig) -> PreTrainedTokenizerBase:
     return load_tokenizer(config.tokenizer_name or config.model_name, config.trust_remote_code, config.chat_template)
 
 
+def has_tokenizer(config: PolicyConfig) -> bool:
+    """Whether the policy's tokenizer can be loaded; False if it is a model directory without one."""
+    folder = Path(config.tokenizer_name or config.model_name)
+    return not folder.is_dir() or any((folder / name).is_file() for name in TOKENIZER_FILES)
+
+
+def backend_record(config: RunConfig, manager: PluginManager) -> PolicyWorkerRecord:
+    """The record of the training backend that `config` selects."""
+    record = manager.select("policy_worker", config.policy.backend).record
+    assert isinstance(record, PolicyWorkerRecord)
+    return record
+
+
 def algorithm_class(config: RunConfig, manager: PluginManager) -> type[Algorithm]:
     """The class of the algorithm that `config` selects."""
     algorithm: type[Algorithm] = manager.load(manager.select("algorithm", config.algorithm.name).record)
@@ -168,21 +187,22 @@ def _workers(
         yield policy, generation
 
 
-def _checked_device(config: RunConfig, manager: PluginManager) -> str:
+def _checked_device(config: RunConfig, manager: PluginManager, *, elsewhere: bool = False) -> str:
     """Resolve `device`, and check that the run can generate and that a worker in this process finds its GPU.
 
     Raises `NotSupported` if the backend can neither generate in its workers nor send weights to engines that do.
     """
     from rlframework.policy.client import require
 
-    backend = manager.select("policy_worker", config.policy.backend).record
+    backend = backend_record(config, manager)
     if config.generation.workers is None:
         reason = "a run without generation.workers generates in the workers of its policy"
         require(backend, Capability.EMBEDDED_GENERATION, reason)
     elif not backend.capabilities & {Capability.IPC_REFIT, Capability.COLLECTIVE_REFIT}:
         require(backend, Capability.IPC_REFIT, "generation.workers needs a trainer that sends weights to its engines")
     device = resolve_device(config.device)
-    if device == "cuda" and config.worker_group.name == "inline":  # other groups check their own machines
+    inline = config.worker_group.name == "inline"  # other groups check their own machines
+    if device == "cuda" and inline and not elsewhere:
         import torch
 
         if not torch.cuda.is_available():

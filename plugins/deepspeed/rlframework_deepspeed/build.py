@@ -27,14 +27,12 @@ from rlframework.policy.head.patch import HeadPatch
 from rlframework.policy.optimization import parameter_groups
 from rlframework_deepspeed import environment
 from rlframework_deepspeed.autotp import TensorParallel, partitioning_adapters
-from rlframework_deepspeed.config import DeepSpeedConfig, engine_config
+from rlframework_deepspeed.config import BUCKET, DeepSpeedConfig, engine_config
 from rlframework_deepspeed.groups import Groups, Sizes
 from rlframework_deepspeed.loading import give_memory
 from rlframework_deepspeed.ulysses import require_exchange
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-BUCKET = 500_000_000
-"""Default size of ZeRO's gradient buckets in elements: DeepSpeed's own, capped at the model size."""
 
 
 @dataclass

@@ -222,6 +222,9 @@ class DeepSpeedConfig(Keys):
 ACCUMULATING_STAGES = (2, 3)
 """ZeRO stages that can add up gradients in fp32 beside half-precision weights."""
 
+BUCKET = 500_000_000
+"""Default size of ZeRO's gradient buckets in elements: DeepSpeed's own, capped at the model size."""
+
 UNKNOWN = "neither DeepSpeed nor this backend has such a key"
 
 OWN = ("config", "attention", "sequence_exchange")

@@ -7,6 +7,7 @@ from rlframework.plugins.types import Capability, PolicyWorkerRecord
 from rlframework_deepspeed.checks import check
 from rlframework_deepspeed.config import DeepSpeedConfig
 from rlframework_deepspeed.device_defaults import device_defaults
+from rlframework_deepspeed.state_layout import state_layout
 
 
 @hookimpl
@@ -44,5 +45,6 @@ def rlframework_policy_workers() -> list[PolicyWorkerRecord]:
             config_model=DeepSpeedConfig,
             check=check,
             device_defaults=device_defaults,
+            state_layout=state_layout,
         )
     ]

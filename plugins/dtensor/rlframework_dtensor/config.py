@@ -42,6 +42,9 @@ class DTensorConfig(Section):
     )
 
 
+MEMORY_SHARE = 8
+"""`reduce_gradients: auto` reduces once per step if this many times the whole gradients fit the memory of the GPU."""
+
 COMPILERS = ("c++", "g++", "clang++")
 """The compilers that torch.compile looks for on a CPU, unless CXX names one."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from rlframework.plugins.hookspec import hookimpl
 from rlframework.plugins.types import Capability, PolicyWorkerRecord
 from rlframework_dtensor.config import DTensorConfig, check
+from rlframework_dtensor.state_layout import state_layout
 
 
 @hookimpl
@@ -41,5 +42,6 @@ def rlframework_policy_workers() -> list[PolicyWorkerRecord]:
             ),
             config_model=DTensorConfig,
             check=check,
+            state_layout=state_layout,
         )
     ]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-MEMORY_SHARE = 8
-"""`auto` reduces once per step if this many times the whole gradients fit the memory of the GPU."""
+from rlframework_dtensor.config import MEMORY_SHARE
 
 
 class GradientReduction:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from rlframework.plugins.hookspec import hookimpl
 from rlframework.plugins.types import Capability, PolicyWorkerRecord
 from rlframework_megatron.config import MegatronConfig, check, device_defaults
+from rlframework_megatron.state_layout import state_layout
 
 
 @hookimpl
@@ -42,5 +43,6 @@ def rlframework_policy_workers() -> list[PolicyWorkerRecord]:
             config_model=MegatronConfig,
             check=check,
             device_defaults=device_defaults,
+            state_layout=state_layout,
         )
     ]

@@ -1,0 +1,91 @@
+"""The rows of a training step and their tokens, before there are any."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from rlframework.algorithm import Parts
+from rlframework.config.sections import RunConfig
+from rlframework.datasets.rendering import render_prompt, render_samples
+from rlframework.datasets.tokens import TokenData
+from rlframework.errors import DataError
+from rlframework.huggingface.model_directories import model_positions
+from rlframework.interfaces.environment import Sample
+from rlframework.training.input_checks import evenly_spaced, longest
+
+RENDERED, LONGEST = 256, 16
+"""Of the samples, this many are rendered at even distances, and the longest by characters."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The number of rows of a step, and the mean and maximum of their tokens if every answer reaches its limit.
+
+    `generated`: the most tokens that a step generates.
+    """
+
+    count: int
+    mean: float
+    longest: int
+    generated: int = 0
+
+    @property
+    def trained(self) -> int:
+        """Tokens of all rows of a step, including prompts."""
+        return round(self.count * self.mean)
+
+
+def rows_of(parts: Parts) -> Rows:
+    """Estimate the rows of a step. An algorithm whose configuration has `prompts_per_step` generates its rows."""
+    algorithm: Any = parts.config.algorithm
+    policy, answer = parts.config.policy, parts.config.generation.max_new_tokens
+    count, generated = rows_per_step(parts.config)
+    if generated:
+        lengths = [len(render_prompt(parts.tokenizer, sample.messages)) + answer for sample in _selected(parts)]
+        limit = model_positions(policy.model_name, policy.trust_remote_code) or max(lengths)
+        lengths = [min(length, limit) for length in lengths]
+    elif getattr(algorithm, "token_data", None) is not None:
+        lengths = TokenData(algorithm.token_data).lengths.tolist()
+    else:
+        how: Any = getattr(algorithm, "train_on", "all"), getattr(algorithm, "max_tokens", None)
+        lengths = [len(ids) for ids, _ in render_samples(parts.tokenizer, _selected(parts), *how)]
+    return Rows(count, sum(lengths) / len(lengths), max(lengths), generated)
+
+
+def assumed_rows(config: RunConfig) -> Rows:
+    """The rows of a step where no tokenizer is at hand: each as long as the largest microbatch, or an answer."""
+    count, generated = rows_per_step(config)
+    tokens = config.policy.batching.tokens or GPU_TOKENS
+    length = min(tokens, config.generation.max_new_tokens) if generated else tokens
+    return Rows(count, float(length), length, generated)
+
+
+def rows_per_step(config: RunConfig) -> tuple[int, int]:
+    """The rows of a step, and the most tokens that it generates."""
+    algorithm: Any = config.algorithm
+    if (prompts := getattr(algorithm, "prompts_per_step", None)) is None:
+        return config.policy.train_global_batch_size, 0
+    count = prompts * getattr(algorithm, "samples_per_prompt", 1)
+    return count, count * config.generation.max_new_tokens
+
+
+CPU_TOKENS, GPU_TOKENS = 1024, 8192
+"""Tokens of a microbatch where `policy.batching.tokens` leaves them to the backend: those of dtensor."""
+
+
+def microbatch_tokens(config: RunConfig, rows: Rows, device: str) -> int:
+    """Tokens of the largest microbatch; assumes the reference backend's size if it is left to the backend."""
+    policy, workers = config.policy, config.worker_group.num_workers // config.policy.parallelism.model_size
+    rows_per_worker = -(-policy.train_global_batch_size // max(1, workers))
+    if policy.batching.mode == "padded":
+        return min(policy.train_micro_batch_size, rows_per_worker) * rows.longest
+    most = max(policy.batching.tokens or (CPU_TOKENS if device == "cpu" else GPU_TOKENS), rows.longest)
+    return min(most, round(rows_per_worker * max(rows.mean, 1.0)) + rows.longest)
+
+
+def _selected(parts: Parts) -> list[Sample]:
+    samples = parts.environment.samples("train")
+    if not len(samples):
+        raise DataError("the environment has no train samples")
+    return evenly_spaced(samples, RENDERED) + (longest(samples, LONGEST) if len(samples) > RENDERED else [])

@@ -1,0 +1,241 @@
+"""The estimate of a run: its rows, disk and warnings, and that a dry run writes nothing."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from probe_runs import call
+
+from rlframework import load_config, run
+from rlframework.configure import config_yaml
+from rlframework.errors import ConfigError, DataError, NotSupported
+from rlframework.estimates.estimate import disk, estimate, estimate_rows, gib, print_estimate
+from rlframework.estimates.hardware import PlannedGpus
+from rlframework.estimates.rows import Rows, microbatch_tokens, rows_of
+from rlframework.estimates.worker_memory import peak
+from rlframework.observers.host import Gpu
+from rlframework.plugins.manager import create_manager
+from rlframework.plugins.types import PolicyWorkerRecord
+from rlframework.runner.launch import dry_run
+from rlframework.runner.parts import Placeholder, backend_record, planned_parts
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("overrides", "tokens"),
+    [
+        (["policy.batching.tokens=64"], 64),
+        (["policy.batching.tokens=null"], 16 * 10 + 20),  # all there is
+        (["policy.batching.mode=padded", "policy.train_micro_batch_size=4"], 4 * 20),
+        (["policy.batching.mode=padded", "policy.train_micro_batch_size=64"], 16 * 20),
+    ],
+)
+def test_the_largest_microbatch(run_config, overrides, tokens):
+    assert microbatch_tokens(run_config("sft", *overrides), Rows(16, 10.0, 20), "cpu") == tokens
+
+
+def test_disk(run_config):
+    config = run_config("sft", "algorithm.num_steps=100")
+    assert disk(config, 1000, 1000) == {"trained model": 4000}
+    config = load_config(config, ["checkpoints={every: 10, keep_last: 2, keep_best: 1}"])
+    assert disk(config, 1000, 1000)["4 checkpoints"] == 4 * 12_000  # three that are kept, one that is written
+    assert disk(config, 1000, 50)["4 checkpoints"] == 4 * 12 * 50
+    config = load_config(config, ["algorithm.num_steps=20", "recording={steps: [1, 10], every: 5}"])
+    found = disk(config, 1000, 1000)
+    assert found["2 checkpoints"] == 24_000
+    assert found["5 recorded steps"] == 20_000  # 1, 5, 10, 15, 20
+
+
+def test_tokens_of_a_step(run_config):
+    grpo, sft = run_config("grpo"), run_config("sft")
+    with _planned(grpo) as parts:
+        rows = rows_of(parts)
+        assert rows.count == 32
+        assert rows.generated == 32 * 3
+        lengths = [len(parts.tokenizer(s.messages[-1]["content"])["input_ids"]) for s in
+                   parts.environment.samples("train")]  # fmt: skip
+        assert rows.longest == max(lengths) + 3
+        assert rows.trained == round(32 * (sum(lengths) / len(lengths) + 3))
+    with _planned(sft) as parts:
+        rows = rows_of(parts)
+        assert (rows.count, rows.generated) == (16, 0)
+        assert rows.trained <= 16 * rows.longest
+
+
+def _planned(config):
+    return planned_parts(config, create_manager(config.plugins))
+
+
+def _backend(config):
+    return backend_record(config, create_manager(config.plugins))
+
+
+@pytest.mark.parametrize(
+    ("machine", "words"),
+    [
+        ({"free_memory": 2 << 20, "free_disk": None}, ["GiB of memory"]),
+        ({"free_memory": None, "free_disk": 100}, ["output_dir="]),
+        ({"free_memory": None, "free_disk": None}, []),
+        ({"free_memory": 64 * GIB, "free_disk": 64 * GIB, "gpus": [Gpu("x", GIB, GIB)]}, []),
+    ],
+)
+def test_what_does_not_fit_is_warned_of(run_config, machine, words):
+    config = run_config("grpo")
+    with _planned(config) as parts:
+        warnings = replace(estimate(parts, _backend(config), reference=False), **machine).warnings()
+    assert len(warnings) == len(words)
+    for warning, word in zip(warnings, words, strict=True):
+        assert warning.startswith("warning: ")
+        assert word in warning
+
+
+@pytest.mark.parametrize(
+    ("overrides", "advice"),
+    [
+        (["policy.batching.tokens=65536"], "Set policy.activation_checkpointing=full, or reduce the tokens"),
+        (
+            ["policy.batching.tokens=65536", "policy.activation_checkpointing=full"],
+            "Reduce the tokens of a microbatch (policy.batching.tokens)",
+        ),
+    ],
+)
+def test_a_gpu_that_is_too_small_is_warned_of_with_what_saves_most(run_config, overrides, advice):
+    config = run_config("sft", *overrides, "device=cuda", "policy.train_global_batch_size=512")
+    rows = Rows(512, 128.0, 128)
+    found = estimate_rows(config, _backend(config), rows, reference=False, planned=PlannedGpus(1, "x", 600 << 20))
+    [warning] = found.warnings()
+    assert "GiB of its GPU" in warning
+    assert advice in warning
+
+
+def test_a_backend_that_declares_no_layout_is_assumed_to_shard_everything_and_the_estimate_says_so(run_config):
+    config = run_config("sft")
+    record = PolicyWorkerRecord("own", "own:Worker", 1)
+    found = estimate_rows(config, record, Rows(16, 8.0, 8), reference=False)
+    [note] = found.notes
+    assert "'own' does not say what it keeps on a worker" in note
+    assert f"estimate: {note}" in found.lines()
+    assert {use.name: use.bytes for use in found.memory}["moments"] == 8 * found.parameters
+
+
+def test_a_run_says_it_before_its_first_step_and_warns(run_config, capsys, caplog, monkeypatch):
+    monkeypatch.setattr("rlframework.estimates.estimate.available_memory", lambda: 1)
+    run(run_config("sft", "algorithm.num_steps=1", "observers.console=true"))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("estimate: ")
+    assert "weights" in lines[0]
+    assert "trains on about" in lines[1]
+    assert lines[2].startswith("sft: up to 1 steps")
+    assert any(message.startswith("warning: the run may need ") for message in caplog.messages)
+
+
+def test_a_model_that_cannot_be_sized_does_not_end_the_run(run_config, caplog, monkeypatch):
+    def fail(*arguments):
+        raise KeyError("hidden_size")
+
+    monkeypatch.setattr("rlframework.estimates.estimate.model_size", fail)
+    config = run_config("sft")
+    with _planned(config) as parts:
+        print_estimate(parts, _backend(config), reference=False)
+    assert caplog.messages == ["no estimate of memory and disk: KeyError: 'hidden_size'"]
+
+
+# -- the dry run ------------------------------------------------------------------------------------------------------
+
+
+def test_a_dry_run_checks_prints_and_writes_nothing(run_config, tmp_path, capsys):
+    file = tmp_path / "config.yaml"
+    config = run_config("grpo", "algorithm.loss.kl_coef=0.1")
+    file.write_text(config_yaml(config))
+    assert call("train", file, "--dry-run") == 0
+    out = capsys.readouterr().out
+    assert "RAM of a worker: reference" in out
+    assert out.endswith("dry run complete: nothing was started or written\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+
+
+def test_a_dry_run_finds_the_errors_of_a_run(run_config, tmp_path):
+    with pytest.raises(ConfigError, match=r"policy\.batching\.tokens=5 is the most"):
+        dry_run(run_config("grpo", "policy.batching.tokens=5"))
+    with pytest.raises(DataError, match="there is no such directory"):
+        dry_run(run_config("sft", "policy.model_name=./nowhere"))
+
+
+@pytest.mark.parametrize(
+    "args", [["--dry-run"], ["--dry-run", "--resume", "x"], ["c.yaml", "--dry-run", "--resume", "x"]]
+)
+def test_a_dry_run_does_not_resume(args, capsys):
+    assert call("train", *args) == 2
+    assert "--dry-run checks a run before it starts" in capsys.readouterr().err
+
+
+# -- planning for GPUs that are not here ------------------------------------------------------------------------------
+
+
+def test_a_run_on_eight_gpus_is_planned_on_a_machine_without_any(run_config, tmp_path, capsys):
+    file = tmp_path / "config.yaml"
+    file.write_text(config_yaml(run_config("grpo", "policy.train_global_batch_size=32")))
+    assert call("train", file, "--dry-run", "--on", "8xH100") == 0
+    out = capsys.readouterr().out
+    assert "planned for 8 x H100 with device=cuda worker_group.num_workers=8 worker_group.name=processes" in out
+    assert "fits on 8 x H100" in out
+    assert "GPU of a worker: moments" in out
+
+
+def test_what_is_given_on_the_command_line_wins_over_the_plan(run_config, tmp_path, capsys):
+    file = tmp_path / "config.yaml"
+    file.write_text(config_yaml(run_config("sft")))
+    assert call("train", file, "--dry-run", "--on", "4x24GiB", "worker_group.num_workers=2") == 0
+    assert "RAM of all 2 workers" in capsys.readouterr().out
+
+
+def test_a_shape_without_tokenizer_or_weights_is_planned(run_config, tiny_llama, tmp_path):
+    shape = tmp_path / "shape"
+    shape.mkdir()
+    (shape / "config.json").write_text(
+        json.dumps(json.loads((tiny_llama / "config.json").read_text()) | {"hidden_size": 64})
+    )
+    config = run_config("sft", f"policy.model_name={shape}", "device=cuda", "policy.batching.tokens=128")
+    found = dry_run(config, planned=PlannedGpus.parse("1xH100"))
+    assert found.rows == Rows(16, 128.0, 128)
+    assert "no tokenizer was found" in found.notes[0]
+    assert 0 < peak(found.memory, "device") < GIB
+    assert "fits on 1 x H100" in found.verdict()
+    with pytest.raises(DataError, match="no tokenizer can be loaded"):
+        dry_run(config.model_copy(update={"device": "cpu"}))
+
+
+def test_gpus_are_planned_for_only_in_a_dry_run(run_config, tmp_path, capsys):
+    file = tmp_path / "config.yaml"
+    file.write_text(config_yaml(run_config("sft")))
+    assert call("train", file, "--on", "8xH100") == 2
+    assert "give it together with --dry-run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "gibibytes"), [("8xH100", 8, 79), ("2x24GiB", 2, 24), (" 16 x b200 ", 16, 178), ("1x80GB", 1, 80)]
+)
+def test_gpus_are_given_by_number_and_name_or_memory(text, count, gibibytes):
+    found = PlannedGpus.parse(text)
+    assert (found.count, found.memory_bytes) == (count, gibibytes * GIB)
+
+
+@pytest.mark.parametrize("text", ["H100", "0xH100", "8xTPU", "8x", "x80GiB"])
+def test_other_words_are_an_error_that_lists_the_models(text):
+    with pytest.raises(ConfigError, match=r"such as 8xH100.*H200"):
+        PlannedGpus.parse(text)
+
+
+def test_placeholders_say_that_no_worker_is_started():
+    with pytest.raises(NotSupported, match="no worker is started yet, and 'train' needs one"):
+        Placeholder().train()
+
+
+@pytest.mark.parametrize(
+    ("size", "text"), [(0, "0.00"), (GIB // 2, "0.50"), (GIB * 3 // 2, "1.5"), (GIB * 1500, "1,500")]
+)
+def test_sizes(size, text):
+    assert gib(size) == text
