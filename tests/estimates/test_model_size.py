@@ -13,7 +13,8 @@ from transformers import LlamaConfig, Qwen3Config, Qwen3MoeConfig
 from rlframework.config.policy import LoraConfig, ParallelismConfig
 from rlframework.estimates.model_size import BlockSize, LayerShape, ModelSize, model_size
 from rlframework.models import attention
-from rlframework.models.loading import auto_class, checkpoint_activations
+from rlframework.models.activation_checkpointing import checkpoint_activations
+from rlframework.models.loading import auto_class
 
 DTYPES = {4: torch.float32, 2: torch.bfloat16}
 
@@ -98,7 +99,7 @@ def _run(config, dtype, checkpointing, tokens, fake) -> tuple[int, int]:
     with FakeTensorMode(allow_non_fake_inputs=True) if fake else torch.random.fork_rng():
         model = auto_class(config).from_config(config, dtype=dtype).train()
         if checkpointing:
-            checkpoint_activations(model)
+            checkpoint_activations(model, "full")
         inputs = torch.zeros(1, tokens, config.hidden_size, dtype=dtype, requires_grad=True)
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
