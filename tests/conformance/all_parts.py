@@ -52,6 +52,18 @@ class TestDeepSpeedUlysses(PolicyWorkerSuite):
     every = ("context=2",)
 
 
+class TestDeepSpeedOverlapped(PolicyWorkerSuite):
+    """The defaults of several GPUs, in buckets smaller than some parameters."""
+
+    backend = "deepspeed"
+    section = {  # noqa: RUF012
+        "zero_optimization": {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 500},
+        "communication_data_type": "fp32",
+        "data_types": {"grad_accum_dtype": "fp32"},
+    }
+    every = ("data=2",)
+
+
 class TestMegatron(PolicyWorkerSuite):
     backend = "megatron"
     # each axis, and one pair of model axes; all pairs take an hour on two cores
