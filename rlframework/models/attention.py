@@ -173,13 +173,17 @@ def varlen_kernel() -> Callable[..., Any] | None:
     return varlen_attn if {"window_size", "scale"} <= inspect.signature(varlen_attn).parameters.keys() else None
 
 
-def varlen_usable(query: Tensor) -> bool:
-    """Return True if the kernel, FlashAttention, supports the device, dtype and head size of `query [..., D]`."""
-    if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16) or varlen_kernel() is None:
+def kernel_for_packed_rows(device: torch.device, *, half_precision: bool) -> bool:
+    """Whether one kernel, FlashAttention, computes packed rows on `device`: in half precision from Ampere on."""
+    if device.type != "cuda" or not half_precision or varlen_kernel() is None:
         return False
-    return (
-        query.shape[-1] % 8 == 0 and query.shape[-1] <= 256 and torch.cuda.get_device_capability(query.device) >= (8, 0)
-    )
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def varlen_usable(query: Tensor) -> bool:
+    """Return True if the kernel supports the device, dtype and head size of `query [..., D]`."""
+    half, size = query.dtype in (torch.bfloat16, torch.float16), query.shape[-1]
+    return size % 8 == 0 and size <= 256 and kernel_for_packed_rows(query.device, half_precision=half)
 
 
 def row_attention(

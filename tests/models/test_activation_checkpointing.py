@@ -1,4 +1,4 @@
-"""What activation checkpointing computes twice and keeps, counted; its results are those without it."""
+"""Activation checkpointing: what it computes twice and keeps, counted; its results are those without it."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from rlframework.interfaces.data_processor import Microbatch, MicrobatchRule
-from rlframework.models.attention import varlen_kernel
+from rlframework.models.attention import kernel_for_packed_rows
 from rlframework.models.forward import attending, forward
 from rlframework.policy.engine import Step, StepResult
 from rlframework.policy.head.patch import HeadRequest, read_head_output
@@ -116,7 +116,8 @@ class DeepSpeedEngine(ModelState):
 
     def preferred_batching(self) -> str:
         """See `Engine.preferred_batching`: on a GPU packed where one kernel computes a packed row."""
-        suits = self.device.type == "cpu" or (self.config.precision != "float32" and varlen_kernel() is not None)
+        half = self.config.precision != "float32"
+        suits = self.device.type == "cpu" or kernel_for_packed_rows(self.device, half_precision=half)
         return "packed" if self._packs and suits else "dynamic"
 
     # -- generation and the rest --------------------------------------------------------------------------------------

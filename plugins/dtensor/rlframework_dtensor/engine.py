@@ -18,7 +18,7 @@ from torch import nn
 
 from rlframework.interfaces.data_processor import Microbatch, MicrobatchRule
 from rlframework.microbatches.on_demand import on_device, on_host
-from rlframework.models.attention import varlen_kernel
+from rlframework.models.attention import kernel_for_packed_rows
 from rlframework.models.forward import ContextParallel, attending, forward
 from rlframework.models.load_balancing import LoadBalancingLoss
 from rlframework.models.loading import is_multimodal
@@ -146,7 +146,8 @@ class DTensorEngine(ModelState):
 
     def preferred_batching(self) -> str:
         """See `Engine.preferred_batching`: on a GPU packed where one kernel computes a packed row."""
-        suits = self.device.type == "cpu" or (self.config.precision != "float32" and varlen_kernel() is not None)
+        half = self.config.precision != "float32"
+        suits = self.device.type == "cpu" or kernel_for_packed_rows(self.device, half_precision=half)
         return "packed" if self._packs and suits else "dynamic"
 
     # -- device placement, generation, process groups ------------------------------------------------------------------

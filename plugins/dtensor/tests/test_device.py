@@ -1,4 +1,4 @@
-"""What a worker does besides training keeps each tensor on the device that it must be on; results equal the CPU's."""
+"""Scoring, generation, offloading, checkpoints and refit keep each tensor on its device; results equal the CPU's."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def _layout_problems(config: RunConfig, section: MegatronConfig, model: Mapping[
 
 def _experts_problems(config: RunConfig, model: Mapping[str, Any]) -> Iterator[Problem]:
     parallelism, coefficient = config.policy.parallelism, config.policy.router_aux_loss_coef
-    key, experts = "policy.parallelism.expert", model.get("num_experts")
+    key, experts = "policy.parallelism.expert", model.get("num_experts") or model.get("num_local_experts")
     sparse = model.get("model_type") == "qwen3_moe"
     data = config.worker_group.num_workers // parallelism.model_size
     if data % parallelism.expert:

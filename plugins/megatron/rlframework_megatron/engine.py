@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlframework.errors import ConfigError, DataError, NotSupported
 from rlframework.interfaces.data_processor import Microbatch, MicrobatchRule
-from rlframework.models.attention import varlen_kernel
+from rlframework.models.attention import kernel_for_packed_rows
 from rlframework.models.loading import load_config, require_vocabulary, weights_folder
 from rlframework.plugins.model_checks import indivisible
 from rlframework.policy.engine import Step, StepResult
@@ -146,8 +146,8 @@ class MegatronEngine(ModelState):
 
     def preferred_batching(self) -> str:
         """See `Engine.preferred_batching`: on a GPU packed where one kernel computes a packed row; not benchmarked."""
-        on_gpu, half = self.device.type == "cuda", self.config.precision != "float32"
-        return "packed" if on_gpu and half and varlen_kernel() is not None else "dynamic"
+        half = self.config.precision != "float32"
+        return "packed" if kernel_for_packed_rows(self.device, half_precision=half) else "dynamic"
 
     def data_parallel_group(self) -> Any:
         """See `Engine.data_parallel_group`."""
