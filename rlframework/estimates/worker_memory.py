@@ -9,7 +9,6 @@ from rlframework.config.sections import RunConfig
 from rlframework.estimates.model_size import ModelSize, Part
 from rlframework.estimates.rows import Rows, microbatch_tokens
 from rlframework.plugins.state_layout import Phase, Place, PlannedWorker, State, StateLayout, compute_width
-from rlframework.policy.head.chunks import CHUNK_ELEMENTS, GPU_SHARE
 
 PROGRAM, GPU_PROGRAM, CUDA_CONTEXT = 400 << 20, 2 << 30, 600 << 20
 """Bytes of a process with PyTorch and transformers on a CPU, with CUDA's libraries, and of the context on its GPU."""
@@ -154,6 +153,8 @@ GENERATING: tuple[Phase, ...] = ("generating",)
 
 def logits_chunk(worker: PlannedWorker) -> int:
     """The most logits that the head holds at once; see `rlframework.policy.head.chunks.chunk_elements`."""
+    from rlframework.policy.head.chunks import CHUNK_ELEMENTS, GPU_SHARE
+
     elements = CHUNK_ELEMENTS[worker.device]
     return elements if worker.gpu_bytes is None else min(elements, worker.gpu_bytes // GPU_SHARE)
 

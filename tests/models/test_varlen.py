@@ -140,7 +140,7 @@ def test_this_torch_has_the_kernel_but_it_is_not_used_on_a_cpu_or_in_fp32():
     ],
 )
 def test_the_kernel_is_used_where_flash_attention_computes(monkeypatch, dtype, size, capability, usable):
-    query = SimpleNamespace(is_cuda=True, dtype=dtype, shape=(1, 4, 12, size), device="cuda:0")
+    query = SimpleNamespace(dtype=dtype, shape=(1, 4, 12, size), device=torch.device("cuda:0"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     assert attention.varlen_usable(query) is usable
 
