@@ -6,9 +6,6 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-import torch
-from torch.profiler import record_function
-
 FORWARD = "rlframework: forward of a microbatch"
 LOSS = "rlframework: loss"
 BACKWARD = "rlframework: backward of a microbatch"
@@ -20,9 +17,11 @@ GENERATE = "rlframework: generate"
 
 def trace_span(name: str) -> AbstractContextManager[None]:
     """Record the enclosed work under `name` in traces of torch's and NVIDIA's profilers; free while none is active."""
+    import torch
+
     if not torch._C._autograd._profiler_enabled():
         return nullcontext()
-    return record_function(name)
+    return torch.profiler.record_function(name)
 
 
 class DeviceWait:
