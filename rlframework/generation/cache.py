@@ -8,6 +8,8 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from rlframework.huggingface.model_directories import first_size
+
 _MIN_GROWTH = 64
 """Positions that a layer without a known capacity grows by at least. A long one grows by a quarter."""
 
@@ -91,10 +93,10 @@ def cache_bytes(config: Any, positions: int, width: int) -> int:
     more positions than that. Layers with a state of fixed size (state spaces, linear attention) count as attention.
     """
     text = config.get_text_config(decoder=True)
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    heads = first_size(text, "num_key_value_heads", "num_attention_heads") or 1
+    size = first_size(text, "head_dim") or text.hidden_size // text.num_attention_heads
     # latent attention (DeepSeek) is cached as whole keys and values, of two sizes
-    sizes = (getattr(text, "qk_head_dim", None) or size) + (getattr(text, "v_head_dim", None) or size)
+    sizes = (first_size(text, "qk_head_dim") or size) + (first_size(text, "v_head_dim") or size)
     limits = [layer.get_max_length() for layer in DynamicCache(config=config).layers]
     kept = sum(min(positions, limit) if limit > 0 else positions for limit in limits)
     return int(kept * heads * sizes * width)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,9 +96,16 @@ def text_config(name: str, trust_remote_code: bool = False) -> Any:
 
 
 def first_size(config: Any, *keys: str) -> int | None:
-    """Return the first positive integer in a model's `config` among `keys`, or None."""
-    sizes = (getattr(config, key, None) for key in keys)
-    return next((size for size in sizes if isinstance(size, int) and size > 0), None)
+    """Return the first positive integer in a model's `config` among `keys`, or None.
+
+    A size that differs between layers, which transformers reports by a RuntimeError, is none.
+    """
+    for key in keys:
+        with suppress(RuntimeError):
+            size = getattr(config, key, None)
+            if isinstance(size, int) and size > 0:
+                return size
+    return None
 
 
 @contextmanager

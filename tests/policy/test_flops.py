@@ -94,3 +94,16 @@ def test_torch_counts_the_same_and_all_of_the_attention(kind):
     assert found is not None
     after_the_token = 3 * 2 * found.attention * 2 * 12**2 / 2  # which the causal mask discards
     assert counter.get_total_flops() == found.training(torch.tensor([12]), 12) + after_the_token
+
+
+def test_a_size_that_differs_between_layers_is_left_out():
+    """transformers raises an error for it (Gemma 4), which must not end a training step."""
+
+    class Config(SimpleNamespace):
+        @property
+        def head_dim(self):
+            raise RuntimeError("'head_dim' is a per-layer attribute")
+
+    sizes = {name: size for name, size in SIZES.items() if name != "head_dim"}
+    found, expected = (ModelFlops.of(WEIGHTS, kind(**sizes)) for kind in (Config, SimpleNamespace))
+    assert found == expected is not None
