@@ -124,7 +124,7 @@ _REST = """Besides the state:
 - **Logits**: on a GPU chunks of at most 2^28 fp32 numbers, and of 1/64 of its memory, with their gradients.
 - **Generation** in the workers: keys and values of `generation.batch_size` rows, and a whole copy of the model
   unless the engine generates with its own weights (one worker, ZeRO 0 to 2).
-- **A reference policy** lies in host memory."""
+- **A reference policy** is in host memory."""
 
 _CHECKS = """On a CPU, torch 2.13, transformers 5.23, deepspeed 0.19, megatron-core 0.16.1:
 

@@ -50,7 +50,7 @@ class Made(_OnDemand):
 
 
 class OnDevice(_OnDemand):
-    """Copies of `host` on `device`, made anew whenever one is asked for."""
+    """Copies of `host` on `device`, a new one whenever one is asked for."""
 
     def __init__(self, host: Sequence[Microbatch], device: torch.device) -> None:
         self.host, self._device = host, device
