@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import transformers
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from rlframework.config.policy import PolicyConfig
@@ -125,6 +127,7 @@ def _prepared(model: Any, head: str) -> Any:
     support packed rows. Raises `DataError` for several labels.
     """
     model.eval().config.use_cache = False
+    model.train = partial(_train, model)
     if head == "language":
         return model
     score = output_head(model)
@@ -139,6 +142,18 @@ def _prepared(model: Any, head: str) -> Any:
         return SequenceClassifierOutput(logits=model.score(hidden))
 
     model.forward = forward
+    return model
+
+
+def _train(model: Any, mode: bool = True) -> Any:
+    """`Module.train` of a model: only layers with activation checkpointing are switched, which look at their mode.
+
+    Everything else stays in evaluation mode, so that nothing is random in training: what is trained is what is scored.
+    """
+    nn.Module.train(model, False)
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.training = mode
     return model
 
 

@@ -11,17 +11,22 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from rlframework.config.policy import PolicyConfig
 from rlframework.errors import NotSupported
 from rlframework.models import attention as row_attention
 from rlframework.models.loading import new_model
-from rlframework.policy.head.patch import probe_ids, require_plain_head
+from rlframework.policy.head.patch import require_plain_head
 
 VOCABULARY = 1024
 KNOWN_LAYERS = {"full_attention", "sliding_attention"}
+LENGTHS = 9, 7
+"""Tokens of the probed sequences."""
+BINDING = 3
+BINDING_SIZES = ("sliding_window", "attention_chunk_size", "window_size")
+"""Sizes that limit what a token sees. In a tiny model they are `BINDING`, so that the probed sequences exceed them."""
 CHANGING_ROPES = {"dynamic", "longrope"}
 """Rotary embeddings whose frequencies depend on the longest position in a forward, which differs between ranks."""
 
@@ -29,34 +34,43 @@ CHANGING_ROPES = {"dynamic", "longrope"}
 def tiny_model(config: PolicyConfig, model_config: Any, attention: str | None) -> Any:
     """Build a small model of the architecture of `model_config` on the CPU, with equal random weights in every process.
 
-    It is narrow if the architecture allows it, and otherwise of full width with few layers.
+    It is narrow if the architecture allows it, and otherwise of full width with few layers. Its windows and chunks are
+    short. All its weights matter. Raises `NotSupported` if no model of a few tokens can be built from `model_config`.
     """
-    rejected = (RuntimeError, ValueError, AssertionError, TypeError, IndexError, AttributeError)
     for narrow in (True, False):
-        with torch.random.fork_rng(devices=[]), suppress(*(rejected if narrow else ())):
+        with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            model = new_model(config, _small(model_config, narrow), attention)
-            with torch.no_grad():
-                model(input_ids=torch.arange(4)[None], use_cache=False)
+            try:
+                model = new_model(config, _small(model_config, narrow), attention)
+                _randomize_weights(model)
+                with torch.no_grad():
+                    model(input_ids=torch.arange(4)[None], use_cache=False)
+            except Exception as error:  # noqa: BLE001 - configurations reject sizes in any way
+                reason = error
+                continue
             return model
-    raise AssertionError("the second attempt returns or raises")
+    raise NotSupported(
+        f"a {model_config.model_type} model cannot be trained: no small one can be built to find out what it supports "
+        f"({type(reason).__name__}: {reason})"
+    ) from reason
 
 
 def probe_packing(config: PolicyConfig, model_config: Any, device: torch.device, attention: str) -> bool:
     """Return whether rows may be packed, after registering the core's packed attention; probes only if it matters.
 
     `attention`: `policy.<backend>.attention`, or "auto" if the section has no such key. Raises `NotSupported` for a
-    model whose head cannot be replaced, and if packing or context parallelism is required but not possible.
+    model whose head cannot be replaced, that is random in training or whose rows depend on padding, and if packing or
+    context parallelism is required but not possible.
     """
     row_attention.register()
     model = tiny_model(config, model_config, None if attention == "auto" else attention)
     if config.head == "language":
         require_plain_head(model)
+    require_rows_of_their_own(model)
     mode = config.batching.mode
     required = mode == "packed" or config.parallelism.context > 1
     if not required and mode != "auto" and device.type == "cpu":  # nothing depends on it
         return False
-    _randomize_weights(model)
     can_pack = attention in ("auto", "sdpa") and supports_packing(model)
     if required and not can_pack:
         chosen = "" if attention == "auto" else f" with policy.{config.backend}.attention={attention}"
@@ -68,65 +82,118 @@ def probe_packing(config: PolicyConfig, model_config: Any, device: torch.device,
 
 
 @torch.no_grad()
+def require_rows_of_their_own(model: Any) -> None:
+    """Raise `NotSupported` if the logits of a row depend on padding at its right, or are random in training."""
+    rows = _rows(model)
+    longest = max(len(row) for row in rows)
+    padded = torch.stack([nn.functional.pad(row, (0, longest - len(row)), value=int(row[0])) for row in rows])
+    together = _logits(model, padded)
+    model.train()
+    twice = [_logits(model, padded) for _ in range(2)]
+    model.eval()
+    if not torch.equal(*twice) or not _close(twice[0], together):
+        raise NotSupported(
+            f"{type(model).__name__} computes something else in training than in evaluation, so its log-probabilities "
+            "are not those that are trained; set what makes it random (noise, dropout) to 0 in its config.json"
+        )
+    if not all(_close(found[: len(row)], _logits(model, row[None])[0]) for row, found in zip(rows, together, strict=True)):
+        raise NotSupported(
+            f"{type(model).__name__} is not supported: the logits of a row depend on the tokens after it, or on padding"
+        )
+
+
+def _rows(model: Any) -> tuple[Tensor, Tensor]:
+    """Two rows of token ids, longer than the windows and chunks of a tiny model."""
+    vocabulary, device = model.get_input_embeddings().weight.shape[0], model.get_input_embeddings().weight.device
+    first, second = torch.linspace(3, vocabulary - 1, sum(LENGTHS), device=device).long().split(LENGTHS)
+    return first, second
+
+
+def _logits(model: Any, input_ids: Tensor, **inputs: Any) -> Tensor:
+    logits: Tensor = model(input_ids=input_ids, use_cache=False, **inputs).logits
+    return logits
+
+
+def _close(found: Tensor, expected: Tensor) -> bool:
+    return torch.allclose(found, expected, rtol=1e-3, atol=1e-3)
+
+
+@torch.no_grad()
 def supports_packing(model: Any) -> bool:
-    """Return True if `model` keeps the sequences of a packed row apart, probed with two short ones.
+    """Return True if `model`, a tiny one, keeps the sequences of a packed row apart, probed with two short ones.
 
     Models that mix tokens by means other than attention (convolutions, linear attention), or encode positions as an
-    attention bias, do not. Two short sequences would not show the effect of unknown layer types (chunked attention).
+    attention bias, do not. Two short sequences would not show the effect of unknown layer types.
     """
     if set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - KNOWN_LAYERS:
         return False
-    first, second = probe_ids(model).split([4, 2])
-    positions = torch.cat((torch.arange(4), torch.arange(2)))[None].to(first.device)
-    separate = [model(input_ids=ids[None], use_cache=False).logits[0] for ids in (first, second)]
+    first, second = _rows(model)
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])[None].to(first.device)
+    layout = row_attention.Segments([0, len(first), len(first) + len(second)])
     try:
         with row_attention.attention(model.config):
-            packed = model(
-                input_ids=torch.cat((first, second))[None],
-                position_ids=positions,
-                row_layout=row_attention.Segments([0, 4, 6]),
-                use_cache=False,
-            ).logits[0]
-    except (TypeError, ValueError, KeyError, AttributeError, NotSupported):  # models reject it in many ways
+            row = torch.cat((first, second))[None]
+            packed = _logits(model, row, position_ids=positions, row_layout=layout)[0]
+    except (
+        TypeError,
+        ValueError,
+        KeyError,
+        AttributeError,
+        RuntimeError,
+        NotSupported,
+    ):  # models reject it in many ways
         return False
-    return torch.allclose(packed, torch.cat(separate), rtol=1e-3, atol=1e-3)
+    return _close(packed, torch.cat([_logits(model, ids[None])[0] for ids in (first, second)]))
 
 
 def _small(model_config: Any, narrow: bool) -> Any:
-    """Reduce to the layers needed to contain every layer type, at least two; and to one group of attention heads."""
+    """Reduce to the layers needed to contain every layer type, at least two, and to one group of attention heads.
+
+    Windows and chunks become shorter than the probed sequences.
+    """
     small = copy.deepcopy(model_config)
     text = small.get_text_config()
     kinds = list(getattr(text, "layer_types", None) or ())
-    text.num_hidden_layers = min(int(text.num_hidden_layers), max([2, *(kinds.index(kind) + 1 for kind in kinds)]))
+    layers = min(int(text.num_hidden_layers), max([2, *(kinds.index(kind) + 1 for kind in kinds)]))
+    changes: dict[str, Any] = {"num_hidden_layers": layers}
     if kinds:
-        text.layer_types = text.layer_types[: text.num_hidden_layers]
+        changes["layer_types"] = text.layer_types[:layers]
+    changes |= {name: BINDING for name in BINDING_SIZES if (getattr(text, name, None) or 0) > BINDING}
+    if narrow:
+        changes |= _narrow(text)
+    if text.vocab_size > VOCABULARY:
+        changes["vocab_size"] = VOCABULARY
     for section in (small, text):
-        section.pad_token_id = None  # may exceed the small vocabulary
-        if text.vocab_size > VOCABULARY:
-            section.vocab_size = VOCABULARY
-    if not narrow:
-        return small
+        if (getattr(section, "pad_token_id", None) or 0) >= min(text.vocab_size, VOCABULARY):
+            section.pad_token_id = 0
+    for name, value in changes.items():
+        with suppress(AttributeError, NotImplementedError):  # a property that other keys decide
+            setattr(text, name, value)
+            if small is not text and name == "vocab_size":
+                small.vocab_size = value
+    return small
+
+
+def _narrow(text: Any) -> dict[str, Any]:
+    """The sizes of one group of attention heads."""
     heads = text.num_attention_heads
     groups = getattr(text, "num_key_value_heads", None) or heads
     size = getattr(text, "head_dim", None) or text.hidden_size // heads
-    text.num_attention_heads = heads // groups
+    sizes = {"num_attention_heads": heads // groups, "hidden_size": heads // groups * size}
     if hasattr(text, "num_key_value_heads"):
-        text.num_key_value_heads = 1
-    text.hidden_size = text.num_attention_heads * size
-    for name in ("intermediate_size", "moe_intermediate_size"):
-        if getattr(text, name, None):
-            setattr(text, name, 64)
-    return small
+        sizes["num_key_value_heads"] = 1
+    names = ("intermediate_size", "moe_intermediate_size")
+    return sizes | {name: 64 for name in names if getattr(text, name, None)}
 
 
 @torch.no_grad()
 def _randomize_weights(model: nn.Module) -> None:
-    """Draw weights large enough that attention matters: a fresh model's outputs hardly depend on the context."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0.0, 1.5 / math.sqrt(parameter.shape[-1]))
+    """Draw weights large enough that each matters: a fresh model's outputs hardly depend on the context."""
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.normal_(0.0, 1.5 / math.sqrt(parameter.shape[-1]))
+        else:  # biases, norms, time constants: around their initial values
+            parameter.add_(torch.randn_like(parameter), alpha=0.3)
 
 
 def require_splittable(config: Any) -> None:
