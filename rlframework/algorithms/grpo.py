@@ -119,13 +119,14 @@ def group_advantages(
     `constant [B]` bool, True for rows of groups whose rewards are all equal; their advantages are 0.
     """
     groups = rewards.float().view(-1, samples_per_prompt)
+    groups = groups - groups[:, :1]  # exact for similar rewards, and their sum keeps the digits of their differences
     count = groups.shape[1]
     total = groups.sum(1, keepdim=True)
     baseline = (total - groups) / (count - 1) if leave_one_out else total / count
     advantages = groups - baseline
     if normalize_std:
         advantages = advantages / (groups.std(1, keepdim=True) + eps)
-    constant = (groups == groups[:, :1]).all(1, keepdim=True).expand_as(groups)
+    constant = (groups == 0).all(1, keepdim=True).expand_as(groups)
     advantages = torch.where(constant, torch.zeros_like(advantages), advantages)
     return advantages.reshape(-1), constant.reshape(-1)
 

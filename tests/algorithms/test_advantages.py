@@ -34,3 +34,10 @@ def test_overlong_penalty_falls_linearly_in_the_buffer():
     lengths = torch.tensor([5, 6, 8, 10])
     assert overlong_penalty(lengths, 10, 4, 0.5).tolist() == pytest.approx([0.0, 0.0, -0.25, -0.5])
     assert overlong_penalty(lengths, 10, 0, 0.5).tolist() == [0.0, 0.0, 0.0, 0.0]
+
+
+def test_a_large_offset_that_all_rewards_share_costs_no_digits():
+    rewards = torch.tensor([1000.125, 999.875, 1000.0, 1000.0])  # exact in fp32
+    found, _ = group_advantages(rewards, 4)
+    assert torch.equal(found, group_advantages(rewards - 1000, 4)[0])
+    assert found[0].item() == pytest.approx(0.125 / (0.03125 / 3) ** 0.5, rel=1e-4)  # mean 1000, 2 x 0.125^2 over n - 1
