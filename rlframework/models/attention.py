@@ -19,17 +19,29 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from rlframework.batch.batch_rows import copy_to
-from rlframework.errors import NotSupported
 
 ATTENTION = "rlframework_rows"
 
 
 class Scores(NamedTuple):
-    """How scores are computed. `window`: the number of tokens that a token attends to, including itself."""
+    """How scores are computed.
+
+    `window`: the number of tokens that a token attends to, including itself. `chunk`: a token attends to those before
+    it in its chunk of so many tokens, counted from the start of the sequence. `softcap`: scores are squashed to
+    `softcap * tanh(score / softcap)`. `sinks [heads]`: the score of a further key without a value, in each row.
+    """
 
     scaling: float | None = None
     dropout: float = 0.0
     window: int | None = None
+    chunk: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+    @property
+    def fused(self) -> bool:
+        """Whether torch's kernels compute such scores."""
+        return self.softcap is None and self.sinks is None
 
 
 PLAIN = Scores()
@@ -49,19 +61,22 @@ class RowLayout(ABC):
         """
 
     @cached_property
-    def _visible_keys(self) -> Callable[[int, int, int | None, torch.device], Tensor]:
+    def _visible_keys(self) -> Callable[[int, int, int | None, int | None, torch.device], Tensor]:
         return cache(visible_keys)  # the masks are the same in all layers
 
     def causal(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         """Compute attention of the last `l` of `k` tokens, with `key` and `value [b, kv_heads, k, D]`; see `attend`."""
         queries, keys = query.shape[2], key.shape[2]
-        window = None if scores.window is None or keys <= scores.window else scores.window
-        plain = window is None and queries == keys
+        window, chunk = (None if limit is None or keys <= limit else limit for limit in (scores.window, scores.chunk))
+        plain = window is None and chunk is None and queries == keys and scores.fused
+        mask = None if plain else self._visible_keys(queries, keys, window, chunk, query.device)
+        if mask is not None and not scores.fused:
+            return unfused(query, key, value, mask, scores).transpose(1, 2)
         return nn.functional.scaled_dot_product_attention(
             query,
             key,
             value,
-            attn_mask=None if plain else self._visible_keys(queries, keys, window, query.device),
+            attn_mask=mask,
             is_causal=plain,
             dropout_p=scores.dropout,
             scale=scores.scaling,
@@ -69,14 +84,34 @@ class RowLayout(ABC):
         ).transpose(1, 2)
 
 
-def visible_keys(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+def visible_keys(queries: int, keys: int, window: int | None, chunk: int | None, device: torch.device) -> Tensor:
     """Return `[queries, keys]` bool for the last `queries` of `keys` tokens.
 
-    True for keys up to the query's own, at most the last `window` of them.
+    True for keys up to the query's own, at most the last `window` of them, in the query's `chunk`.
     """
     offset = keys - queries
     visible = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(offset)
-    return visible if window is None else visible.triu(offset + 1 - window)
+    if window is not None:
+        visible = visible.triu(offset + 1 - window)
+    if chunk is not None:
+        chunks = torch.arange(keys, device=device) // chunk
+        visible = visible & (chunks[offset:, None] == chunks)
+    return visible
+
+
+def unfused(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scores: Scores) -> Tensor:
+    """Compute attention `[b, heads, l, D]` with soft caps or sinks, from all `heads * l * k` scores in fp32."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = (tensor.repeat_interleave(groups, 1) if groups > 1 else tensor for tensor in (key, value))
+    scaling = query.shape[-1] ** -0.5 if scores.scaling is None else scores.scaling
+    products = (query @ key.transpose(2, 3)).float() * scaling
+    if scores.softcap is not None:
+        products = scores.softcap * torch.tanh(products / scores.softcap)
+    products = products.masked_fill(~mask, -torch.inf)
+    if scores.sinks is not None:
+        sinks = scores.sinks.float().view(1, -1, 1, 1).expand(*products.shape[:3], 1)
+        products = torch.cat((products, sinks), -1)
+    return products.softmax(-1)[..., : key.shape[2]].to(value.dtype) @ value
 
 
 class PaddedRows(RowLayout):
@@ -98,13 +133,15 @@ class Segments(RowLayout):
     """
 
     def __init__(self, bounds: Sequence[int]) -> None:
-        sizes = [end - start for start, end in pairwise(bounds)]
+        self.sizes = sizes = [end - start for start, end in pairwise(bounds)]
         self.runs = [(length, len(list(run))) for length, run in groupby(sizes)]
         self._kernel = KernelCall(sizes, sizes)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores = PLAIN) -> Tensor:
         """See `RowLayout.attend`; `b` is 1."""
-        if varlen_usable(query):
+        if scores.chunk is not None and max(self.sizes) > scores.chunk:  # chunks are sequences
+            return self._of_chunks(scores.chunk).attend(query, key, value, scores._replace(chunk=None))
+        if varlen_usable(query) and scores.fused:
             return self._kernel.attend(query, key, value, scores)
         sizes = [length * count for length, count in self.runs]
         outputs = []
@@ -114,6 +151,14 @@ class Segments(RowLayout):
             q, k, v = (tensor.squeeze(0).unflatten(1, (count, length)).transpose(0, 1) for tensor in split)
             outputs.append(self.causal(q, k, v, scores).flatten(0, 1))  # [count * length, heads, D]
         return torch.cat(outputs)[None]
+
+    @cached_property
+    def _of_chunks(self) -> Callable[[int], Segments]:
+        def split(chunk: int) -> Segments:
+            sizes = [min(chunk, size - start) for size in self.sizes for start in range(0, size, chunk)]
+            return Segments([0, *accumulate(sizes)])
+
+        return cache(split)
 
 
 class KernelCall:
@@ -187,7 +232,7 @@ def varlen_usable(query: Tensor) -> bool:
 
 
 def row_attention(
-    module: nn.Module,
+    module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -196,18 +241,22 @@ def row_attention(
     row_layout: RowLayout,
     scaling: float | None = None,
     dropout: float = 0.0,
-    sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    **_: Any,
+    **limits: Any,
 ) -> tuple[Tensor, None]:
-    """Compute `RowLayout.attend`, called by a transformers model. Raises `NotSupported` for unsupported scores."""
-    if softcap is not None or s_aux is not None:
-        raise NotSupported(
-            "packed rows and context parallelism do not support soft-capped scores or attention sinks; set "
-            "policy.batching.mode=dynamic and policy.parallelism.context=1"
-        )
-    return row_layout.attend(query, key, value, Scores(scaling, dropout, sliding_window)), None
+    """Compute `RowLayout.attend`, called by a transformers model.
+
+    A model that leaves its window or chunks to the mask, which is not made here, gets them from its configuration.
+    """
+    config = module.config
+    kinds = getattr(config, "layer_types", None)
+    kind = kinds[module.layer_idx] if kinds else None
+    window = limits.get("sliding_window")
+    if "sliding_window" not in limits and kind in (None, "sliding_attention"):
+        window = getattr(config, "sliding_window", None) or None
+    chunk = config.attention_chunk_size if kind == "chunked_attention" else None
+    return row_layout.attend(query, key, value, Scores(scaling, dropout, window, chunk, softcap, s_aux)), None
 
 
 def register() -> None:

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlframework.batch.batch_rows import copy_to
+from rlframework.errors import NotSupported
 from rlframework.interfaces.data_processor import Microbatch
 from rlframework.models.attention import (
     PLAIN,
@@ -38,6 +39,7 @@ from rlframework.models.attention import (
     attention,
     varlen_usable,
 )
+from rlframework.models.rotary import length_dependent, positions_without_padding
 from rlframework.policy.head.patch import HeadPatch, HeadRequest
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -80,7 +82,11 @@ def forward(
     inputs: dict[str, Any] = {"input_ids": processed.input_ids, "use_cache": False, **processed.vlm_kwargs}
     if microbatch.cu_seqlens is not None:
         inputs |= {"position_ids": processed.position_ids, "row_layout": Segments(microbatch.cu_seqlens.tolist())}
-    elif replace_padded:
+    elif length_dependent(getattr(model, "module", model).config):  # DeepSpeed's engine and torch's DDP wrap the model
+        assert processed.position_ids is not None
+        lengths = microbatch.data_dict["input_lengths"]
+        inputs["position_ids"] = positions_without_padding(processed.position_ids, lengths)
+    if replace_padded and microbatch.cu_seqlens is None:
         inputs["row_layout"] = PaddedRows()
     with patch.computing(head, microbatch.head_positions, microbatch.targets):
         values: Tensor = model(**inputs).logits
@@ -213,7 +219,7 @@ class ContextShard(RowLayout):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores = PLAIN) -> Tensor:
         """See `RowLayout.attend`: this rank's queries attend to the keys of all ranks."""
         gathered = _GatherSequence.apply(torch.cat((key, value), -1), self)  # type: ignore[no-untyped-call]
-        if varlen_usable(query):
+        if varlen_usable(query) and scores.fused and scores.chunk is None:
             keys, values = gathered.split((key.shape[-1], value.shape[-1]), -1)
             return self._with_kernel(query, keys, values, scores)
         outputs = []
@@ -288,6 +294,11 @@ class HeadShard(RowLayout):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores = PLAIN) -> Tensor:
         """See `RowLayout.attend`: this rank's queries attend to the keys of all ranks."""
+        if scores.sinks is not None:
+            raise NotSupported(
+                "attention sinks belong to heads, which Ulysses spreads over ranks: it does not support them; set "
+                "policy.parallelism.context to 1"
+            )
         compute = self.causal if self.segments is None else self.segments.attend  # padded rows: one sequence each
 
         def attend(*exchanged: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ from rlframework.huggingface.hub import local_files_only
 from rlframework.models import named_tensors as names_of
 from rlframework.models.named_tensors import FileWeight
 from rlframework.models.replacing import replacing
+from rlframework.models.rotary import rotate_by_sequence
 from rlframework.policy.checkpoint.saved import Saved, SavedTensors
 from rlframework.policy.head.patch import output_head
 
@@ -128,6 +129,7 @@ def _prepared(model: Any, head: str) -> Any:
     """
     model.eval().config.use_cache = False
     model.train = partial(_train, model)
+    rotate_by_sequence(model)
     if head == "language":
         return model
     score = output_head(model)

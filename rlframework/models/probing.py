@@ -18,17 +18,16 @@ from rlframework.config.policy import PolicyConfig
 from rlframework.errors import NotSupported
 from rlframework.models import attention as row_attention
 from rlframework.models.loading import new_model
+from rlframework.models.rotary import length_dependent
 from rlframework.policy.head.patch import require_plain_head
 
 VOCABULARY = 1024
-KNOWN_LAYERS = {"full_attention", "sliding_attention"}
+KNOWN_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 LENGTHS = 9, 7
 """Tokens of the probed sequences."""
 BINDING = 3
 BINDING_SIZES = ("sliding_window", "attention_chunk_size", "window_size")
 """Sizes that limit what a token sees. In a tiny model they are `BINDING`, so that the probed sequences exceed them."""
-CHANGING_ROPES = {"dynamic", "longrope"}
-"""Rotary embeddings whose frequencies depend on the longest position in a forward, which differs between ranks."""
 
 
 def tiny_model(config: PolicyConfig, model_config: Any, attention: str | None) -> Any:
@@ -96,7 +95,8 @@ def require_rows_of_their_own(model: Any) -> None:
             f"{type(model).__name__} computes something else in training than in evaluation, so its log-probabilities "
             "are not those that are trained; set what makes it random (noise, dropout) to 0 in its config.json"
         )
-    if not all(_close(found[: len(row)], _logits(model, row[None])[0]) for row, found in zip(rows, together, strict=True)):
+    alone = [_logits(model, row[None])[0] for row in rows]
+    if not all(_close(found[: len(row)], row) for found, row in zip(together, alone, strict=True)):
         raise NotSupported(
             f"{type(model).__name__} is not supported: the logits of a row depend on the tokens after it, or on padding"
         )
@@ -204,8 +204,6 @@ def require_splittable(config: Any) -> None:
     known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)] if known else None
     name, text = getattr(model_class, "__name__", type(config).__name__), config.get_text_config()
-    rope = getattr(text, "rope_parameters", None) or {}
-    parts = [part for part in (rope, *rope.values()) if isinstance(part, dict)]  # one, or one per layer type
     found = ""
     if text is not config:
         found = f"multimodal models ({name})"
@@ -213,9 +211,7 @@ def require_splittable(config: Any) -> None:
         found = f"{name}: its attention cannot be replaced by ours"
     elif layers := set(getattr(text, "layer_types", None) or ()) - KNOWN_LAYERS:
         found = f"layers of type {sorted(layers)} ({name})"
-    elif getattr(text, "attn_logit_softcapping", None) is not None:
-        found = f"soft-capped attention scores ({name})"
-    elif ropes := {str(part.get("rope_type")) for part in parts} & CHANGING_ROPES:
+    elif ropes := length_dependent(config):
         found = f"rotary embeddings whose frequencies depend on the length: {sorted(ropes)}"
     if found:
         raise NotSupported(

@@ -20,6 +20,20 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 LENGTH_DEPENDENT = {"dynamic", "longrope"}
 
 
+def length_dependent(config: Any) -> set[str]:
+    """Return the types of the rotary embeddings of a model of `config` whose frequencies depend on the length."""
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    parts = [part for part in (rope, *rope.values()) if isinstance(part, dict)]  # one, or one per layer type
+    return {str(part.get("rope_type")) for part in parts} & LENGTH_DEPENDENT
+
+
+def positions_without_padding(position_ids: Tensor, lengths: Tensor) -> Tensor:
+    """Return `position_ids [n, L]` of padded rows with 0 in the padding; `lengths [b]` are of the first b rows."""
+    positions = position_ids.clone()
+    positions[: len(lengths)] *= position_ids[: len(lengths)] < lengths[:, None]
+    return positions
+
+
 def sequence_lengths(position_ids: Tensor) -> Tensor:
     """Return the length of each token's sequence, `[n, L]` like `position_ids`, which are 0 where a sequence starts."""
     sequence = ((position_ids == 0).cumsum(1) - 1).clamp(min=0)
@@ -27,18 +41,15 @@ def sequence_lengths(position_ids: Tensor) -> Tensor:
     return lengths.gather(1, sequence)
 
 
-def rotate_by_sequence(model: nn.Module) -> bool:
+def rotate_by_sequence(model: nn.Module) -> None:
     """Make the length-dependent rotary embeddings of `model` depend on each sequence's own length.
 
-    Returns whether there are any. The sequences are those of the `position_ids` of a forward; padding has position 0.
+    The sequences are those of the `position_ids` of a forward, in which padding has position 0.
     """
-    found = False
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
         if LENGTH_DEPENDENT & set(kinds.values() if isinstance(kinds, dict) else (kinds,)):
             module.forward = SequenceRotary(module)
-            found = True
-    return found
 
 
 class SequenceRotary:
