@@ -19,7 +19,7 @@ from rlframework.errors import NotSupported
 from rlframework.models import attention as row_attention
 from rlframework.models.loading import new_model
 from rlframework.models.rotary import length_dependent
-from rlframework.policy.head.patch import require_plain_head
+from rlframework.policy.head.formula import require_known_formula
 
 VOCABULARY = 1024
 KNOWN_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -64,7 +64,7 @@ def probe_packing(config: PolicyConfig, model_config: Any, device: torch.device,
     row_attention.register()
     model = tiny_model(config, model_config, None if attention == "auto" else attention)
     if config.head == "language":
-        require_plain_head(model)
+        require_known_formula(model)
     require_rows_of_their_own(model)
     mode = config.batching.mode
     required = mode == "packed" or config.parallelism.context > 1

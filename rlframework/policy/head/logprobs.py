@@ -90,14 +90,22 @@ def _combined(normalizers: Tensor, chosen: Tensor, entropies: Tensor) -> tuple[T
     return whole, chosen.sum(0), whole - ((normalizers - whole).exp() * mean_logits).sum(0)
 
 
-def scaled_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    """Return the fp32 logits `[N, V]` of `hidden [N, H]`, divided by `temperature`."""
+def scaled_logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, softcap: float | None = None
+) -> Tensor:
+    """Return the fp32 logits `[N, V]` of `hidden [N, H]`, divided by `temperature`.
+
+    Before that they become `softcap * tanh(logits / softcap)`, if given. A model's own factor of its logits is part of
+    both numbers: see `HeadPatch`.
+    """
     hidden, weight, bias = _factors(hidden, weight, bias)
     if weight.dtype == torch.float32:
         logits = torch.nn.functional.linear(hidden, weight, bias)
     else:
         logits = _HalfPrecisionLinear.apply(hidden, weight)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         logits = logits if bias is None else logits + bias
+    if softcap is not None:
+        return torch.tanh(logits / softcap) * (softcap / temperature)
     return logits if temperature == 1.0 else logits.div_(temperature)
 
 
@@ -124,17 +132,29 @@ class _HalfPrecisionLinear(torch.autograd.Function):
 
 
 def whole_logits(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, shard: VocabularyShard | None, *, temperature: float = 1.0
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    shard: VocabularyShard | None,
+    *,
+    temperature: float = 1.0,
+    softcap: float | None = None,
 ) -> Tensor:
     """Return the whole logits `[N, V]` fp32 on every rank, for losses that need them."""
     if shard is None:
-        return scaled_logits(hidden, weight, bias, temperature)
-    return shard.gather_columns(scaled_logits(*shard.inputs(hidden, weight, bias), temperature))
+        return scaled_logits(hidden, weight, bias, temperature, softcap)
+    return shard.gather_columns(scaled_logits(*shard.inputs(hidden, weight, bias), temperature, softcap))
 
 
 @torch.no_grad()
 def top_logits(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, shard: VocabularyShard | None, k: int, temperature: float
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    shard: VocabularyShard | None,
+    k: int,
+    temperature: float,
+    softcap: float | None = None,
 ) -> Tensor:
     """Return `[N, 2 k]` fp32: the k largest logits of `hidden [N, H]` at `temperature`, then their token ids.
 
@@ -143,7 +163,7 @@ def top_logits(
     hidden, weight, bias = _factors(hidden, weight, bias)
     chunks = []
     for rows in hidden.split(chunk_rows(weight.shape[0], weight.device)):
-        logits = whole_logits(rows, weight, bias, shard, temperature=temperature)
+        logits = whole_logits(rows, weight, bias, shard, temperature=temperature, softcap=softcap)
         if k > logits.shape[1]:
             raise BatchError(f"k is {k}, but the model has {logits.shape[1]} tokens")
         values, tokens = logits.topk(k, -1)
@@ -159,18 +179,19 @@ def chunked_logprobs(
     shard: VocabularyShard | None = None,
     *,
     temperature: float = 1.0,
+    softcap: float | None = None,
     wants_entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Return log p(target) of each row and, on request, the entropy of its distribution.
 
     `hidden [N, H]`, `weight [V, H]`, `bias [V]`, `targets [N]` int64; returns `[N]` fp32 each. Gradients flow through
-    the log-probabilities to `hidden`, `weight` and `bias`; the entropy has none.
+    the log-probabilities to `hidden`, `weight` and `bias`; the entropy has none. `softcap`: see `scaled_logits`.
     """
     if shard is not None:
         hidden, weight, bias = shard.inputs(hidden, weight, bias)
     elif hidden.shape[0] <= chunk_rows(weight.shape[0], weight.device) and weight.device.type not in COMPILED:
         # one chunk: torch's kernel, which keeps the logits for the backward
-        logits = scaled_logits(hidden, weight, bias, temperature)
+        logits = scaled_logits(hidden, weight, bias, temperature, softcap)
         logprobs = -torch.nn.functional.cross_entropy(logits, targets, reduction="none")
         entropy = None
         if wants_entropy:
@@ -178,7 +199,7 @@ def chunked_logprobs(
                 entropy = _entropy_of(logits, logits.logsumexp(-1))
         return logprobs, entropy
     logprobs, entropies = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        hidden, weight, bias, targets, shard, temperature, wants_entropy
+        hidden, weight, bias, targets, shard, temperature, softcap, wants_entropy
     )
     return logprobs, entropies if wants_entropy else None
 
@@ -195,6 +216,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         targets: Tensor,
         shard: VocabularyShard | None,
         temperature: float,
+        softcap: float | None,
         wants_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
         chunks = Chunks.of(hidden, weight, 0 if shard is None else shard.start, whole=shard is None)
@@ -206,7 +228,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 places, inside = chunks.places(targets[rows], part)
                 # no name for the logits, so that they are freed before those of the next chunk are made
                 normalizers, chosen, entropies = statistics(
-                    scaled_logits(factors[0][rows], *part_factors, temperature), places, wants_entropy
+                    scaled_logits(factors[0][rows], *part_factors, temperature, softcap), places, wants_entropy
                 )
                 found[0, number, rows] = normalizers
                 found[1, number, rows] = chosen if inside is None else chosen.where(inside, 0.0)
@@ -216,7 +238,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         if shard is not None:
             normalizers, chosen, entropies = shard.combine(normalizers, chosen, entropies)
         ctx.save_for_backward(hidden, weight, bias, targets, normalizers)
-        ctx.temperature, ctx.chunks = temperature, chunks
+        ctx.temperature, ctx.softcap, ctx.chunks = temperature, softcap, chunks
         ctx.mark_non_differentiable(entropies)
         return chosen - normalizers, entropies
 
@@ -246,7 +268,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 del slope  # before the next one is made
             _write(part_gradient, weight_sums)
         _write(grad_hidden, hidden_sums)
-        return grad_hidden, grad_weight, None if grad_bias is None else grad_bias.to(bias.dtype), *[None] * 4
+        return grad_hidden, grad_weight, None if grad_bias is None else grad_bias.to(bias.dtype), *[None] * 5
 
 
 def _slope(
@@ -259,9 +281,14 @@ def _slope(
     places, inside = ctx.chunks.places(targets[rows], part)
     # a target that is elsewhere has place 0, which must not get the target's gradient
     target_scale = scale if inside is None else scale * inside
-    logits = scaled_logits(hidden, *factors, ctx.temperature)
-    slope: Tensor = gradient(logits, normalizers[rows], places, scale, target_scale, hidden.dtype)
-    return slope
+    logits = scaled_logits(hidden, *factors, ctx.temperature, ctx.softcap)
+    if ctx.softcap is None:
+        slope: Tensor = gradient(logits, normalizers[rows], places, scale, target_scale, hidden.dtype)
+        return slope
+    # d tanh(x) = 1 - tanh(x)^2; before the call, which overwrites the logits
+    slope_of_cap = 1.0 - (logits * (ctx.temperature / ctx.softcap)).square()
+    slope = gradient(logits, normalizers[rows], places, scale, target_scale, torch.float32)
+    return (slope * slope_of_cap).to(hidden.dtype)
 
 
 def _rows_of(factors: tuple[Tensor, Tensor, Tensor | None], part: slice) -> tuple[Tensor, Tensor | None]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rlframework.errors import NotSupported
+from rlframework.policy.head.formula import LogitFormula, without_formula
 from rlframework.policy.head.logprobs import VocabularyShard, chunked_logprobs, scaled_logits, top_logits, whole_logits
 
 
@@ -91,16 +92,18 @@ def output_head(model: Any) -> Any:
 class HeadPatch:
     """Makes a model return the head's values instead of logits inside `computing(...)`, and only there.
 
+    The model's `LogitFormula` is part of the values.
     It replaces `lm_head.forward`, because under FSDP2 and ZeRO-3 the head's weight is whole only inside the forward.
     """
 
     def __init__(self, model: torch.nn.Module, shard: VocabularyShard | None = None) -> None:
-        """Patch the head of `model`; see `output_head` and, for language models, `require_plain_head`.
+        """Patch the head of `model`; see `output_head` and, for language models, `require_known_formula`.
 
         `shard`: this rank's rows of the head's weight, if a group of ranks shards it.
         """
         head = output_head(model)
         self._original_forward, self._head, self.shard = head.forward, head, shard
+        self._model, self._formula = model, LogitFormula.of(model)
         self.wanted: tuple[HeadRequest, Tensor, Tensor] | None = None  # request, positions, targets
         head.forward = self._forward
 
@@ -109,7 +112,8 @@ class HeadPatch:
         """Context manager: forwards compute `request` at the flat input `positions [N]`, for `targets [N]`."""
         self.wanted = request, positions, targets
         try:
-            yield
+            with without_formula(self._model):
+                yield
         finally:
             self.wanted = None
 
@@ -128,44 +132,22 @@ class HeadPatch:
         """Return what `request` wants of the hidden states `rows [N, H]`, as `read_head_output` splits it."""
         if "scores" in request.wants:
             return scaled_logits(rows, weight, bias, 1.0)
+        # softcap * tanh(factor * x / softcap) / temperature, as x divided by two other numbers
+        factor, softcap = self._formula.factor, self._formula.softcap
+        temperature, softcap = request.temperature / factor, None if softcap is None else softcap / factor
         if "topk" in request.wants:
-            return top_logits(rows, weight, bias, self.shard, request.top_k, request.temperature)
+            return top_logits(rows, weight, bias, self.shard, request.top_k, temperature, softcap)
         if "logits" in request.wants:
-            return whole_logits(rows, weight, bias, self.shard, temperature=request.temperature)
+            return whole_logits(rows, weight, bias, self.shard, temperature=temperature, softcap=softcap)
         logprobs, entropy = chunked_logprobs(
             rows,
             weight,
             bias,
             targets,
             self.shard,
-            temperature=request.temperature,
+            temperature=temperature,
+            softcap=softcap,
             wants_entropy="entropy" in request.wants,
         )
         # a new tensor, not a view: FSDP2 attaches its backward hook to the model's output
         return torch.stack((logprobs,) if entropy is None else (logprobs, entropy), dim=1)
-
-
-@torch.no_grad()
-def require_plain_head(model: Any) -> None:
-    """Raise `NotSupported` if `model` changes its logits after the head (soft-capping, a scale).
-
-    Patching the head would then give wrong log-probabilities without an error. Checked by running a few tokens, because
-    the settings' names differ between models. `model` must be whole and on one device.
-    """
-    seen: list[Tensor] = []
-    handle = model.get_output_embeddings().register_forward_hook(lambda module, inputs, output: seen.append(output))
-    try:
-        logits = model(input_ids=probe_ids(model)[None], use_cache=False).logits
-    finally:
-        handle.remove()
-    if len(seen) != 1 or seen[0].shape != logits.shape or not torch.equal(seen[0], logits):
-        raise NotSupported(
-            f"{type(model).__name__} changes its logits after the output head, which is not supported yet; "
-            "use a model that returns the head's output as logits"
-        )
-
-
-def probe_ids(model: Any) -> Tensor:
-    """Return a few different token ids `[6]` from the vocabulary of `model`, on its device."""
-    embedding = model.get_input_embeddings().weight
-    return torch.linspace(0, embedding.shape[0] - 1, 6, device=embedding.device).long()
