@@ -24,7 +24,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "opt, dropout": ("OPT", {"hidden_size": 32, "ffn_dim": 32, "num_attention_heads": 4, "word_embed_proj_dim": 32,
                              "dropout": 0.3, "layerdrop": 0.3, "attention_dropout": 0.3}),
     "bloom, no packing": ("Bloom", {"hidden_size": 32, "n_layer": 2, "n_head": 4}),
-    "llama 4, attention in chunks, no packing": (
+    "llama 4, attention in chunks": (
         "Llama4Text", {**SIZES, "head_dim": 8, "intermediate_size_mlp": 32, "moe_layers": [], "attention_chunk_size": 4}
     ),
     "phi, head with a bias": ("Phi", {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4}),
@@ -68,9 +68,3 @@ def test_packing_is_rejected_if_sequences_would_mix(tmp_path):
     save_model(tmp_path, *MODELS["bloom, no packing"])
     with pytest.raises(NotSupported, match=r"BloomForCausalLM.*policy\.batching\.mode to dynamic"):
         worker(tmp_path, "packed")
-
-
-def test_logits_scaled_after_the_head_are_rejected(tmp_path):
-    save_model(tmp_path, "Granite", {**SIZES, "logits_scaling": 4.0})
-    with pytest.raises(NotSupported, match="GraniteForCausalLM changes its logits"):
-        worker(tmp_path, "padded")

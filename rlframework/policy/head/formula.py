@@ -53,8 +53,10 @@ class LogitFormula:
 
 def _settings(model: Any) -> Iterator[tuple[Any, str, Any]]:
     """The settings of `model`, each as the object that has it, its name, and its value; each name once."""
+    config = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else None
     for name in (*SOFTCAPS, *FACTORS, *DIVISORS):
-        for owner in (model, getattr(model, "base_model", None), model.config, model.config.get_text_config()):
+        for owner in (model, getattr(model, "base_model", None), config, text):
             value = getattr(owner, name, None)
             if value is not None and not isinstance(value, Tensor):
                 yield owner, name, value
@@ -67,11 +69,11 @@ def without_formula(model: Any) -> Iterator[None]:
     settings = list(_settings(model))
     try:
         for owner, name, _ in settings:
-            setattr(owner, name, None if name in SOFTCAPS else 1.0)
+            vars(owner)[name] = None if name in SOFTCAPS else 1.0  # some configurations would reject None
         yield
     finally:
         for owner, name, value in settings:
-            setattr(owner, name, value)
+            vars(owner)[name] = value
 
 
 @torch.no_grad()

@@ -282,13 +282,11 @@ def _slope(
     # a target that is elsewhere has place 0, which must not get the target's gradient
     target_scale = scale if inside is None else scale * inside
     logits = scaled_logits(hidden, *factors, ctx.temperature, ctx.softcap)
-    if ctx.softcap is None:
-        slope: Tensor = gradient(logits, normalizers[rows], places, scale, target_scale, hidden.dtype)
-        return slope
-    # d tanh(x) = 1 - tanh(x)^2; before the call, which overwrites the logits
-    slope_of_cap = 1.0 - (logits * (ctx.temperature / ctx.softcap)).square()
-    slope = gradient(logits, normalizers[rows], places, scale, target_scale, torch.float32)
-    return (slope * slope_of_cap).to(hidden.dtype)
+    # d tanh(x) = 1 - tanh(x)^2; before the gradient, which overwrites the logits
+    of_cap = None if ctx.softcap is None else 1.0 - (logits * (ctx.temperature / ctx.softcap)).square()
+    dtype = hidden.dtype if of_cap is None else torch.float32
+    slope: Tensor = gradient(logits, normalizers[rows], places, scale, target_scale, dtype)
+    return slope if of_cap is None else (slope * of_cap).to(hidden.dtype)
 
 
 def _rows_of(factors: tuple[Tensor, Tensor, Tensor | None], part: slice) -> tuple[Tensor, Tensor | None]:

@@ -8,6 +8,7 @@ from shutil import which
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
@@ -15,15 +16,17 @@ from torch.testing._internal.distributed import multi_threaded_pg as threaded
 from rlframework.errors import BatchError, NotSupported
 from rlframework.policy.head import chunks
 from rlframework.policy.head import logprobs as logprobs_module
+from rlframework.policy.head.formula import require_known_formula
 from rlframework.policy.head.logprobs import VocabularyShard, chunked_logprobs, top_logits, whole_logits
-from rlframework.policy.head.patch import HeadPatch, HeadRequest, read_head_output, require_plain_head
+from rlframework.policy.head.patch import HeadPatch, HeadRequest, read_head_output
 
 COMPILERS = ("c++", "g++", "clang++")
 
 
-def plain(hidden, weight, bias, targets, temperature):
+def plain(hidden, weight, bias, targets, temperature, softcap=None):
     """The textbook formula, in float64."""
-    logits = (hidden @ weight.T + (0 if bias is None else bias)) / temperature
+    logits = hidden @ weight.T + (0 if bias is None else bias)
+    logits = (logits if softcap is None else softcap * torch.tanh(logits / softcap)) / temperature
     probabilities = logits.exp() / logits.exp().sum(-1, keepdim=True)
     chosen = probabilities[torch.arange(len(targets)), targets]
     return chosen.log(), -(probabilities * probabilities.log()).sum(-1)
@@ -43,10 +46,11 @@ def limit_chunks(patch, elements, tokens):
     rows=st.integers(1, 10),
     most=st.sampled_from([None, 1, 4, 9]),
     temperature=st.sampled_from([1.0, 0.7, 1.6]),
+    softcap=st.sampled_from([None, 2.5]),
     with_bias=st.booleans(),
     seed=st.integers(0, 1000),
 )
-def test_values_and_gradients_match_the_formula(count, vocabulary, rows, most, temperature, with_bias, seed):
+def test_values_and_gradients_match_the_formula(count, vocabulary, rows, most, temperature, softcap, with_bias, seed):
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.randn(count, 5, generator=generator, requires_grad=True)
     weight = torch.randn(vocabulary, 5, generator=generator, requires_grad=True)
@@ -57,11 +61,12 @@ def test_values_and_gradients_match_the_formula(count, vocabulary, rows, most, t
 
     with pytest.MonkeyPatch.context() as patch:  # so that `rows` of them make a chunk, and most examples take several
         limit_chunks(patch, rows * vocabulary, most)
-        logprobs, entropy = chunked_logprobs(hidden, weight, bias, targets, temperature=temperature, wants_entropy=True)
+        keys = {"temperature": temperature, "softcap": softcap}
+        logprobs, entropy = chunked_logprobs(hidden, weight, bias, targets, **keys, wants_entropy=True)
         gradients = torch.autograd.grad((logprobs * upstream).sum(), leaves)
 
     doubles = [leaf.detach().double().requires_grad_() for leaf in leaves]
-    expected, expected_entropy = plain(doubles[0], doubles[1], doubles[2] if with_bias else None, targets, temperature)
+    expected, expected_entropy = plain(*doubles[:2], doubles[2] if with_bias else None, targets, **keys)
     expected_gradients = torch.autograd.grad((expected * upstream).sum(), doubles)
     torch.testing.assert_close(logprobs.double(), expected, rtol=1e-5, atol=1e-5)
     # the difference of two numbers of the size of the logits
@@ -135,16 +140,52 @@ def test_logits_from_outside_the_context_are_rejected(wanted):
         read_head_output(model(torch.randn(2, 4, 3)), HeadRequest(frozenset({wanted}), top_k=2))
 
 
-def test_a_model_that_changes_its_logits_is_rejected():
-    from transformers import Gemma2Config, Gemma2ForCausalLM, GraniteConfig, GraniteForCausalLM, LlamaForCausalLM
+SMALL = {"vocab_size": 30, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8}
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
 
-    small = {"vocab_size": 30, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
-    with pytest.raises(NotSupported, match="Gemma2ForCausalLM changes its logits after the output head"):
-        require_plain_head(Gemma2ForCausalLM(Gemma2Config(**small, **heads, final_logit_softcapping=2.0)))
-    with pytest.raises(NotSupported, match="GraniteForCausalLM"):
-        require_plain_head(GraniteForCausalLM(GraniteConfig(**small, **heads, logits_scaling=4.0)))
-    require_plain_head(LlamaForCausalLM(LlamaForCausalLM.config_class(**small, **heads)))
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("Llama", {}),
+        ("Gemma2", {"final_logit_softcapping": 2.0}),
+        ("Granite", {"logits_scaling": 4.0}),
+        ("Cohere", {"logit_scale": 0.25}),
+    ],
+)
+def test_a_model_that_changes_its_logits_by_a_known_formula(kind, settings):
+    torch.manual_seed(0)
+    sizes = {name: size for name, size in SMALL.items() if kind != "Cohere" or name != "head_dim"}
+    config = getattr(transformers, f"{kind}Config")(**sizes, **HEADS, **settings, pad_token_id=0)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    model.get_output_embeddings().weight.data.normal_(0, 3)
+    require_known_formula(model)
+    ids, targets = torch.arange(5)[None], torch.tensor([7, 8, 9])
+    expected = model(ids).logits[0, :3]
+    patch = HeadPatch(model)
+    for wanted in ("logprobs", "logits", "topk"):
+        request = HeadRequest(frozenset({wanted}), temperature=2.0, top_k=3)
+        with patch.computing(request, torch.arange(3), targets):
+            found = read_head_output(model(ids).logits, request)
+        if found.logprobs is not None:
+            logprobs = (expected / 2).log_softmax(-1)[[0, 1, 2], targets]
+            torch.testing.assert_close(found.logprobs, logprobs, rtol=1e-5, atol=1e-5)
+        if found.logits is not None:
+            torch.testing.assert_close(found.logits, expected / 2, rtol=1e-5, atol=1e-5)
+        if found.topk_logits is not None:
+            torch.testing.assert_close(found.topk_logits, (expected / 2).topk(3).values, rtol=1e-5, atol=1e-5)
+    assert torch.equal(model(ids).logits[0, :3], expected)  # outside, the model's own formula is on
+
+
+def test_a_model_that_changes_its_logits_otherwise_is_rejected():
+    class Squared(transformers.LlamaForCausalLM):
+        def forward(self, *arguments, **keys):
+            output = super().forward(*arguments, **keys)
+            output.logits = output.logits.square()
+            return output
+
+    with pytest.raises(NotSupported, match="Squared changes its logits after the output head by a formula that is not"):
+        require_known_formula(Squared(transformers.LlamaConfig(**SMALL, **HEADS)))
 
 
 @settings(max_examples=25, deadline=None)
