@@ -7,9 +7,9 @@ memory run at the speed of the bus and do not block the host: a call waits for t
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from itertools import accumulate
-from typing import TypeVar
+from typing import Any, TypeVar
 from weakref import finalize
 
 import torch
@@ -63,6 +63,32 @@ class HostBuffers:
         if device.type == "cpu":
             return self.fetch(tensors)
         return {key: tensor.to(device, non_blocking=True) for key, tensor in tensors.items()}
+
+    def move_in_place(
+        self,
+        weights: Iterable[Tensor],
+        states: Iterable[dict[str, Any]],
+        device: torch.device,
+        *,
+        scalars: bool = True,
+    ) -> int:
+        """Move the data of `weights`, and the tensors in `states` by name, to `device`; return the bytes moved.
+
+        `scalars`: also tensors in `states` without dimensions, such as counts of steps.
+        """
+        weight_by_id = {id(weight): weight for weight in weights}
+        state_by_id = {id(state): state for state in states}
+        tensors: dict[tuple[int, str], Tensor] = {(number, ""): weight.data for number, weight in weight_by_id.items()}
+        for number, state in state_by_id.items():
+            values = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+            tensors |= {(number, name): value for name, value in values.items() if scalars or value.ndim}
+        elsewhere = {key: tensor for key, tensor in tensors.items() if tensor.device.type != device.type}
+        for (number, name), tensor in self.moved(elsewhere, device).items():
+            if number in weight_by_id:
+                weight_by_id[number].data = tensor
+            else:
+                state_by_id[number][name] = tensor
+        return sum(tensor.nbytes for tensor in elsewhere.values())
 
     def _buffers(self, tensors: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
         """A buffer for each tensor: the kept one if it fits, and a new tensor for one that is on the CPU."""

@@ -8,7 +8,7 @@ from rlframework.config.device_defaults import Default
 from rlframework.config.sections import RunConfig
 from rlframework_deepspeed.config import ACCUMULATING_STAGES, DeepSpeedConfig, ZeroKeys
 
-BUCKET = 100_000_000
+GPU_BUCKET = 100_000_000
 """Elements of a bucket of gradients on a GPU: 0.2 GB in half precision, of which DeepSpeed reserves one or two."""
 
 
@@ -40,7 +40,7 @@ def _bucket_defaults(config: RunConfig, zero: ZeroKeys, ranks: int) -> Iterator[
         return
     if zero.reduce_bucket_size is None:
         reason = "several buckets in a backward pass, so that reducing overlaps it, and less memory for them"
-        yield "zero_optimization.reduce_bucket_size", BUCKET, reason
+        yield "zero_optimization.reduce_bucket_size", GPU_BUCKET, reason
     offloads = zero.offload_optimizer is not None or config.policy.offload.optimizer or config.policy.offload.parameters
     if zero.overlap_comm is None and zero.stage < 3 and ranks > 1 and not offloads:  # stage 3 overlaps by itself
         yield "zero_optimization.overlap_comm", True, "gradients are reduced while the backward pass goes on"

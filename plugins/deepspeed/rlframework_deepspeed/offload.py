@@ -52,21 +52,10 @@ def _reload(wrapper: Any, wanted: set[Any]) -> None:
 
 
 def _move_plainly(shards: Shards, device: torch.device, host: HostBuffers, *, model: bool, optimizer: bool) -> int:
-    before, states = _bytes_on(shards, device), dict[int, dict[str, Any]]()
-    tensors: dict[tuple[int, str], Tensor] = {}
-    weights = {id(one): one for one in (*_main_params(shards), *shards.engine.module.parameters())} if model else {}
-    if optimizer and shards.adam is not None:
-        states = {id(state): state for state in shards.adam.state.values()}
-    for number, weight in weights.items():
-        tensors[number, "weight"] = weight.data
-    for number, state in states.items():
-        tensors |= {(number, name): value for name, value in state.items() if isinstance(value, Tensor)}
-    elsewhere = {key: tensor for key, tensor in tensors.items() if tensor.device.type != device.type}
-    for (number, name), tensor in host.moved(elsewhere, device).items():
-        if number in weights:
-            weights[number].data = tensor
-        else:
-            states[number][name] = tensor
+    before = _bytes_on(shards, device)
+    weights = (*_main_params(shards), *shards.engine.module.parameters()) if model else ()
+    states = shards.adam.state.values() if optimizer and shards.adam is not None else ()
+    host.move_in_place(weights, states, device)
     if model:
         _move_buffers(shards, device)
     return _bytes_on(shards, device) - before

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from waiting_calls import WaitingCalls
+from waiting_calls import waits_of_a_step
 
-from rlframework.algorithms.losses import NLLLoss
 from rlframework.conformance import cases
 from rlframework_deepspeed.worker import DeepSpeedPolicyWorker
 
 
 @pytest.fixture
-def waits(tmp_path, monkeypatch):
+def waits(tmp_path):
     """`waits(rows, stage, **keys)`: the waiting calls of a step in microbatches of so many rows, by primitive."""
 
     def count(rows, stage, **keys):
@@ -28,24 +27,7 @@ def waits(tmp_path, monkeypatch):
             backend_config={"zero_optimization": {"stage": stage}},
         )
         worker.engine._replace_padded = True  # as on a GPU
-        calls = {}
-
-        def counted(name, primitive):
-            def call(first, *args, **kwargs):
-                first = list(first) if name == "forward_backward" else first  # microbatches are made on the CPU
-                with WaitingCalls() as calls[name]:
-                    return primitive(first, *args, **kwargs)
-
-            return call
-
-        try:
-            worker.train(cases.batch(), NLLLoss())
-            for name in ("forward_backward", "clip_and_step"):
-                monkeypatch.setattr(worker.engine, name, counted(name, getattr(worker.engine, name)))
-            worker.train(cases.batch(), NLLLoss())
-        finally:
-            worker.shutdown()
-        return {name: call.found for name, call in calls.items()}
+        return waits_of_a_step(worker)
 
     return count
 

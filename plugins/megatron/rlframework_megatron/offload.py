@@ -120,17 +120,7 @@ def move_state(
 
     `host`: CPU memory for them, kept between calls.
     """
-    of_model, mains, states = list(of_model), dict[int, Tensor](), dict[int, dict[str, Any]]()
-    for inner in (one.optimizer for one in optimizers if not one.is_stub_optimizer):
-        mains |= {id(main): main for main in main_weights(inner, of_model)}
-        states |= {id(state): state for state in inner.state.values()}
-    tensors = {(number, "main"): main.data for number, main in mains.items()}
-    for number, state in states.items():
-        tensors |= {(number, name): one for name, one in state.items() if isinstance(one, Tensor) and one.ndim}
-    elsewhere = {key: tensor for key, tensor in tensors.items() if tensor.device.type != device.type}
-    for (number, name), tensor in host.moved(elsewhere, device).items():
-        if number in mains:
-            mains[number].data = tensor
-        else:
-            states[number][name] = tensor
-    return sum(tensor.nbytes for tensor in elsewhere.values())
+    of_model = list(of_model)
+    inner = [one.optimizer for one in optimizers if not one.is_stub_optimizer]
+    mains = [main for one in inner for main in main_weights(one, of_model)]
+    return host.move_in_place(mains, [state for one in inner for state in one.state.values()], device, scalars=False)
