@@ -6,6 +6,7 @@ This module does not interpret the keys; `rlframework.configure` validates the r
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any, cast
@@ -15,13 +16,16 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel
 
 from rlframework.config.base import import_path
-from rlframework.config.yaml_text import Keys, Tree, parse_value, read_yaml
+from rlframework.config.yaml_text import DEEPEST, Keys, Tree, parse_value, read_yaml
 from rlframework.errors import ConfigError
 
 INHERIT = "defaults"
 """The top-level key that names the files to inherit from."""
 
 _KEY = re.compile(r"[\w-]+(\.[\w-]+)*")
+_REFERENCE = re.compile(r"\$\{(\.*)([^${}:]+)\}")
+_LONGEST = 1_000_000
+"""The most characters of a configuration after interpolation."""
 _BEFORE_INTERPOLATION = re.compile(r"(\\*)\$\{")
 
 
@@ -41,10 +45,48 @@ def compose(source: str | Path | Mapping[str, Any] | BaseModel, overrides: Seque
             origins.update(layer.origins)
         for override in (overrides,) if isinstance(overrides, str) else overrides:
             _apply(merged, override, origins)
+        _interpolated_length(given := OmegaConf.to_container(merged), (), given, {})
         values = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         raise ConfigError(_omegaconf_message(error, origins)) from None
+    except RecursionError:
+        raise ConfigError("the configuration cannot be composed: too many values refer to one another") from None
     return Tree(cast("dict[str, Any]", values), origins)
+
+
+def _interpolated_length(value: Any, place: tuple[str, ...], whole: Any, known: dict[tuple[str, ...], int]) -> int:
+    """Return about how many characters the `value` at `place` in `whole` has once each `${a.b}` in it is replaced.
+
+    A few lines that refer to each other can stand for more text than there is memory, so this is computed before
+    OmegaConf replaces them. `known` has the lengths of the places that were counted. Raises `ConfigError` for more
+    than a configuration may have.
+    """
+    if place in known:
+        return known[place]
+    known[place] = 0  # in a circle, which OmegaConf reports
+    length = 1
+    for key, item in _items(value):
+        length += _interpolated_length(item, (*place, key), whole, known)
+    if isinstance(value, str):
+        length += len(value)
+        for dots, name in _REFERENCE.findall(value):
+            target = (*(place[: -len(dots)] if dots else ()), *re.split(r"[.\[\]]+", name.strip("[]")))
+            found = whole
+            for key in target:
+                found = dict(_items(found)).get(key)
+            length += _interpolated_length(found, target, whole, known)
+    if length > _LONGEST:
+        dotted = ".".join(place)
+        raise ConfigError(f"`{dotted}`: the configuration has more than {_LONGEST:,} characters after interpolation")
+    known[place] = length
+    return length
+
+
+def _items(value: Any) -> list[tuple[str, Any]]:
+    """The parts of a mapping or list, by the text of their key or index; of anything else, none."""
+    if isinstance(value, Mapping):
+        return list(value.items())
+    return [(str(index), item) for index, item in enumerate(value)] if isinstance(value, list) else []
 
 
 def escape_interpolation(value: Any) -> Any:
@@ -87,7 +129,7 @@ def _with_inherited(layer: Tree, path: Path | None, above: tuple[Path, ...]) -> 
 def _apply(merged: DictConfig, override: str, origins: dict[Keys, str]) -> None:
     removes = override.startswith("~") and "=" not in override
     key, equals, text = (override[1:], "", "") if removes else override.partition("=")
-    if not (removes or equals) or not _KEY.fullmatch(key):
+    if not (removes or equals) or not _KEY.fullmatch(key) or key.count(".") > DEEPEST:
         raise ConfigError(
             f"`{override}` is not a valid override: write `key=value` with a dotted key and a YAML value, "
             "such as `policy.optimizer.lr=1e-5`, or `~key` to remove a key"
@@ -129,7 +171,7 @@ def _plain(value: Any, keys: Keys) -> Any:
 
 
 def _reason(error: Exception) -> str:
-    return str(getattr(error, "msg", None) or error).split("\n")[0]
+    return textwrap.shorten(str(getattr(error, "msg", None) or error).split("\n")[0], 300)
 
 
 def _omegaconf_message(error: Exception, origins: Mapping[Keys, str]) -> str:

@@ -69,8 +69,13 @@ _SCALARS = {
 }
 
 
+_TAG = "tag:yaml.org,2002:"
+LARGEST, DEEPEST = 100_000, 64
+"""The most values of a text, with each alias written out, and the most levels of nesting."""
+
+
 class _Loader(yaml.SafeLoader):
-    """`SafeLoader` with the scalars above."""
+    """`SafeLoader` with the scalars above, and no other types than JSON has."""
 
 
 class _Dumper(yaml.SafeDumper):
@@ -83,14 +88,19 @@ class _Dumper(yaml.SafeDumper):
 
 def _represent_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
     """Escape Unicode-only line breaks, which PyYAML would read back as spaces."""
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if _RARE_BREAKS.search(text) else None)
+    return dumper.represent_scalar(f"{_TAG}str", text, style='"' if _RARE_BREAKS.search(text) else None)
 
 
+_Loader.yaml_constructors = {
+    tag: constructor
+    for tag, constructor in yaml.SafeLoader.yaml_constructors.items()
+    if tag is None or tag.removeprefix(_TAG) in {*_SCALARS, "str", "seq", "map"}
+}
 _Dumper.add_representer(str, _represent_text)
 for _class in (_Loader, _Dumper):
     _class.yaml_implicit_resolvers = {}
     for _tag, _pattern in _SCALARS.items():
-        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern})$"), None)
+        _class.add_implicit_resolver(f"{_TAG}{_tag}", re.compile(f"(?:{_pattern})$"), None)
 
 
 def read_yaml(path: Path) -> Tree:
@@ -129,7 +139,8 @@ def _parse(text: str, name: str) -> tuple[Any, dict[Keys, str]]:
         node = yaml.compose(text, Loader=_Loader)
         if node is None:
             return None, {}
-        origins = {keys: f"{name}:{line}" for keys, line in _places(node, (), name, ())}
+        _check(node, name, {}, ())
+        origins = {keys: f"{name}:{line}" for keys, line in _places(node, (), name)}
         return _Loader("").construct_document(node), origins
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -139,23 +150,47 @@ def _parse(text: str, name: str) -> tuple[Any, dict[Keys, str]]:
         raise ConfigError(f"{place}: not valid YAML: {error.problem}{context}{snippet}") from None
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{name}: not valid YAML: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{name}: nested more than {DEEPEST} levels deep") from None
 
 
-def _places(node: yaml.Node, keys: Keys, name: str, above: tuple[yaml.Node, ...]) -> Iterator[tuple[Keys, int]]:
-    """Yield every location under `node` with its line (from 1). Duplicate and non-string keys are errors."""
+def _check(node: yaml.Node, name: str, known: dict[yaml.Node, int], above: tuple[yaml.Node, ...]) -> int:
+    """Return the number of values under `node`, with aliases written out, before anything writes them out.
+
+    `known` has those of the nodes that were counted. Raises `ConfigError` for what is too large or too deep, for an
+    anchor that contains itself, and for a scalar with a tag that its text does not fit.
+    """
+    place = f"{name}:{node.start_mark.line + 1}"
     if node in above:
-        raise ConfigError(f"{name}:{node.start_mark.line + 1}: this YAML anchor contains itself")
-    above = (*above, node)
+        raise ConfigError(f"{place}: this YAML anchor contains itself")
+    if len(above) > DEEPEST:
+        raise ConfigError(f"{place}: nested more than {DEEPEST} levels deep")
+    if node in known:
+        return known[node]
+    pattern = _SCALARS.get(node.tag.removeprefix(_TAG)) if isinstance(node, yaml.ScalarNode) else None
+    if pattern and not re.fullmatch(pattern, node.value):
+        raise ConfigError(f"{place}: not valid YAML: {node.value!r} is no {node.tag.removeprefix(_TAG)}")
+    items = node.value if isinstance(node, yaml.CollectionNode) else ()
+    parts = [part for item in items for part in (item if isinstance(node, yaml.MappingNode) else (item,))]
+    count = 1 + sum(_check(part, name, known, (*above, node)) for part in parts)
+    if count > LARGEST:
+        raise ConfigError(f"{place}: more than {LARGEST:,} values, with each YAML alias written out")
+    known[node] = count
+    return count
+
+
+def _places(node: yaml.Node, keys: Keys, name: str) -> Iterator[tuple[Keys, int]]:
+    """Yield every location under `node` with its line (from 1). Duplicate and non-string keys are errors."""
     seen: dict[str, int] = {}
     for index, item in enumerate(node.value if isinstance(node, yaml.CollectionNode) else ()):
         key, value = item if isinstance(node, yaml.MappingNode) else (item, item)
         line, inside = key.start_mark.line + 1, (*keys, index)
         if isinstance(node, yaml.MappingNode):
-            if key.tag == "tag:yaml.org,2002:merge":
+            if key.tag == f"{_TAG}merge":
                 for part in value.value if isinstance(value, yaml.SequenceNode) else [value]:
-                    yield from _places(part, keys, name, above)
+                    yield from _places(part, keys, name)
                 continue
-            if key.tag != "tag:yaml.org,2002:str":
+            if key.tag != f"{_TAG}str":
                 shown = key.value if isinstance(key, yaml.ScalarNode) else "a list or mapping"
                 raise ConfigError(f"{name}:{line}: keys must be strings, not {shown}; put the key in quotes")
             inside = (*keys, key.value)
@@ -164,4 +199,4 @@ def _places(node: yaml.Node, keys: Keys, name: str, above: tuple[yaml.Node, ...]
                 raise ConfigError(f"{name}:{line}: duplicate key `{dotted}`, first given on line {seen[key.value]}")
             seen[key.value] = line
         yield inside, line
-        yield from _places(value, inside, name, above)
+        yield from _places(value, inside, name)

@@ -122,6 +122,8 @@ def test_what_is_no_override_is_told_how_to_write_one(override: str) -> None:
     [
         ("a=[1", "override `a=[1`:1:3: not valid YAML: "),
         ("a=${", "override `a=${`: "),
+        ("a=" + "${" * 400, "override `a=${${"),
+        (".".join("a" * 500) + "=1", "`a.a.a."),
         ("l.4=1", "override `l.4=1`: list index out of range"),
         ("~a.b", "`~a.b`: there is no key `a.b` to remove"),
         ("defaults=x.yaml", "`defaults=x.yaml`: `defaults` cannot be overridden"),
@@ -136,6 +138,19 @@ def test_values_may_refer_to_values_and_to_the_environment(monkeypatch: pytest.M
     monkeypatch.setenv("RLFRAMEWORK_TEST_VALUE", "from outside")
     tree = compose({"a": {"b": 3}, "c": "${a.b}", "d": "x${a.b}y", "e": "${oc.env:RLFRAMEWORK_TEST_VALUE}"}, ["a.b=4"])
     assert tree.values == {"a": {"b": 4}, "c": 4, "d": "x4y", "e": "from outside"}
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {f"a{n}": f"${{a{n - 1}}}" * 9 if n else "x" for n in range(10)},
+        {f"a{n}": [f"${{.....a{n - 1}}}"] * 9 if n else "x" for n in range(10)},
+        {"a": {str(n): f"${{a[{n - 1}]}}" * 9 if n else "x" for n in range(10)}},
+        {f"a{n}": f"${{a{n + 1}}}" for n in range(2000)} | {"a2000": 1},
+    ],
+)
+def test_a_few_lines_cannot_fill_the_memory(values: dict[str, object]) -> None:
+    assert "characters after interpolation" in (message := refused(values)) or "refer to one another" in message
 
 
 def test_a_value_left_open_must_be_given() -> None:

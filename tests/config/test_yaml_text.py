@@ -68,6 +68,10 @@ def test_an_empty_file_is_an_empty_mapping(tmp_path: Path) -> None:
     assert read_yaml(path).values == {}
 
 
+ALIASES = "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 10))
+"""Ten lines that stand for 9 ** 9 values."""
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -85,6 +89,12 @@ def test_an_empty_file_is_an_empty_mapping(tmp_path: Path) -> None:
         ("a: 1\n---\nb: 2\n", "f.yaml:2:1: not valid YAML: "),
         ("a: *b\n", "f.yaml:1:4: not valid YAML: found undefined alias 'b'"),
         ("a: \x01\n", "f.yaml: not valid YAML: "),
+        ("a: !!bool maybe\n", "f.yaml:1: not valid YAML: 'maybe' is no bool"),
+        ("a: !!timestamp x\n", "f.yaml:1:4: not valid YAML: could not determine a constructor"),
+        ("a: " + "[" * 65 + "]" * 65, "f.yaml:1: nested more than 64 levels deep"),
+        ("a: " + "[" * 3000 + "]" * 3000, "f.yaml: nested more than 64 levels deep"),
+        (ALIASES, "f.yaml:6: more than 100,000 values, with each YAML alias written out"),
+        (ALIASES.replace("[x]", "{}").replace("[", "{<<: [").replace("]", "]}"), "f.yaml:7: more than 100,000 values"),
     ],
 )
 def test_what_is_not_a_configuration_is_refused(text: str, message: str) -> None:
