@@ -28,6 +28,7 @@ from rlframework.errors import PluginError
 from rlframework.plugins.check import check_config
 from rlframework.plugins.manager import PluginManager, Registered, create_manager
 from rlframework.plugins.types import OWN_BACKENDS, RECORD_TYPES, Capability, PolicyWorkerRecord, Record
+from rlframework.secrets import refer_to_environment
 
 OPEN_SECTIONS: Mapping[str, type[Record]] = {
     record_type.key.removesuffix(".name"): record_type
@@ -112,8 +113,11 @@ def dump_selected(config: RunConfig) -> dict[str, Any]:
 
 
 def config_yaml(config: RunConfig) -> str:
-    """Return a resolved configuration as YAML, which `load_config` reads back to an equal configuration."""
-    return to_yaml(escape_interpolation(dump_config(config)))
+    """Return a resolved configuration as YAML, which `load_config` reads back to an equal configuration.
+
+    Secrets of the environment are written as references to their variables; see `rlframework.secrets`.
+    """
+    return to_yaml(refer_to_environment(escape_interpolation(dump_config(config))))
 
 
 def config_schema(manager: PluginManager) -> dict[str, Any]:

@@ -33,11 +33,11 @@ LOCK_FILE = ".lock"
 """The file that a process locks in the directory of its run; see `exclusive_directory`."""
 
 
-def write_atomically(path: str | Path, data: str | bytes) -> None:
+def write_atomically(path: str | Path, data: str | bytes, *, private: bool = False) -> None:
     """Write `data` (text as UTF-8) to `path`: readers see either the old content or the new.
 
-    Creates parent directories. A full disk or a missing permission is a `UserError`, which leaves the old file
-    unchanged.
+    Creates parent directories. A `private` file can be read by its owner only. A full disk or a missing permission is a
+    `UserError`, which leaves the old file unchanged.
     """
     path = Path(path)
     content = data.encode("utf-8") if isinstance(data, str) else data
@@ -46,6 +46,8 @@ def write_atomically(path: str | Path, data: str | bytes) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             with new.open("xb") as file:
+                if private:
+                    os.fchmod(file.fileno(), 0o600)
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())

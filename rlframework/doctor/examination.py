@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
@@ -20,7 +19,7 @@ from rlframework import __version__
 from rlframework.config.sections import RunConfig
 from rlframework.doctor import machine, run
 from rlframework.doctor.checks import Context, Finding, Level, unknown
-from rlframework.observers.secrets import HIDDEN, hide_secrets, is_secret_name
+from rlframework.secrets import hide_secrets
 
 
 class Check(NamedTuple):
@@ -64,7 +63,6 @@ CHECKS = (
 """All checks in display order. Those of the topic "run" need a configuration, and are skipped without one."""
 
 _TOGETHER = 8
-_SHORTEST_SECRET = 6
 _COLOURS = {
     Level.OK: "green",
     Level.NOTE: "cyan",
@@ -129,14 +127,7 @@ def examine(source: str | None = None, overrides: Sequence[str] = (), checks: Se
         chosen = [one for one in checks if source is not None or one.topic != "run"]
         with ThreadPoolExecutor(_TOGETHER, thread_name_prefix="doctor") as pool:
             found = list(pool.map(lambda one: _findings(one, context), chosen))
-    secrets = secret_values(os.environ)
-    return Examination(tuple(_hidden(finding, secrets) for some in found for finding in some), source is not None)
-
-
-def secret_values(variables: Mapping[str, str]) -> list[str]:
-    """Return the values of variables that are named like secrets, except values too short to be secrets."""
-    found = {value for name, value in variables.items() if is_secret_name(name) and len(value) >= _SHORTEST_SECRET}
-    return sorted(found, key=len, reverse=True)
+    return Examination(tuple(_hidden(finding) for some in found for finding in some), source is not None)
 
 
 def _findings(one: Check, context: Context) -> list[Finding]:
@@ -149,8 +140,5 @@ def _findings(one: Check, context: Context) -> list[Finding]:
     return [replace(finding, topic=one.topic, name=one.name) for finding in found]
 
 
-def _hidden(finding: Finding, secrets: Sequence[str]) -> Finding:
-    shown = json.dumps(hide_secrets({"text": finding.text, "remedy": finding.remedy, "facts": finding.facts}))
-    for secret in secrets:
-        shown = shown.replace(json.dumps(secret)[1:-1], HIDDEN)
-    return replace(finding, **json.loads(shown))
+def _hidden(finding: Finding) -> Finding:
+    return replace(finding, **hide_secrets({"text": finding.text, "remedy": finding.remedy, "facts": finding.facts}))

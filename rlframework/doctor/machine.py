@@ -23,7 +23,7 @@ from rlframework.errors import PluginError
 from rlframework.observers import host
 from rlframework.observers.environment import PACKAGES
 from rlframework.observers.host import package_version
-from rlframework.observers.secrets import HIDDEN, is_secret_name
+from rlframework.secrets import HIDDEN, is_secret_name
 from rlframework.workers.machine import cpu_count
 
 GIB = 2**30

@@ -11,9 +11,9 @@ from typing import Any, Literal, Self
 from pluggy import HookRelay
 
 from rlframework.config.sections import ObserversConfig
-from rlframework.observers.secrets import hide_in_text
 from rlframework.plugins.hookspec import RunInfo, SampleRecord
 from rlframework.plugins.loading import load_target, new_pluggy
+from rlframework.secrets import hide_in_text
 
 _LOG = logging.getLogger(__name__)
 

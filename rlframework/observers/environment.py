@@ -17,8 +17,8 @@ from typing import Any
 
 from rlframework.files import write_atomically
 from rlframework.observers import host
-from rlframework.observers.secrets import clean_command
 from rlframework.plugins.listing import PluginListing
+from rlframework.secrets import clean_command
 from rlframework.workers.machine import cpu_count
 
 ENVIRONMENT_FILE = "environment.json"

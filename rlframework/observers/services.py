@@ -17,8 +17,8 @@ from rlframework.config.sections import MlflowConfig, ObserversConfig
 from rlframework.configure import dump_config
 from rlframework.errors import ConfigError
 from rlframework.observers.environment import read_environment, run_id
-from rlframework.observers.secrets import hide_in_text, hide_secrets
 from rlframework.plugins.hookspec import RunInfo, SampleRecord, hookimpl
+from rlframework.secrets import hide_in_text, hide_secrets
 
 _LOG = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class WandbObserver:
     """Logs metrics by step under their own names, a table `samples`, checkpoint paths and the final state.
 
     W&B's own record of the command line, user and host is disabled, because it may contain what
-    `rlframework.observers.secrets` hides.
+    `rlframework.secrets` hides.
     """
 
     _run: Any = None

@@ -31,12 +31,11 @@ from typing import TYPE_CHECKING, Any
 
 from rlframework.algorithm import Parts, RunResult
 from rlframework.config.sections import RunConfig
-from rlframework.configure import config_yaml, load_config
+from rlframework.configure import config_yaml, dump_config, load_config
 from rlframework.errors import ConfigError, DeadlineExceeded, RunTerminated, WorkerLost
 from rlframework.files import exclusive_directory, write_atomically
 from rlframework.logs import ProgressCallback, log_to_stderr
 from rlframework.observers.jsonl import drop_steps_after
-from rlframework.observers.secrets import hide_in_text
 from rlframework.plugins.manager import PluginManager, create_manager
 from rlframework.runner.parts import (
     algorithm_class,
@@ -47,6 +46,7 @@ from rlframework.runner.parts import (
     planned_parts,
     require_models,
 )
+from rlframework.secrets import has_secrets, hide_in_text
 
 if TYPE_CHECKING:
     from rlframework.estimates.estimate import Estimate
@@ -132,7 +132,8 @@ def _train(
             lock()
             if starts:
                 check_output_dir(config)  # again, because another process may have trained in the folder since
-            write_atomically(folder / "config.yaml", config_yaml(config))
+            # it has the secrets that the configuration spells out, which a resumed run needs
+            write_atomically(folder / "config.yaml", config_yaml(config), private=has_secrets(dump_config(config)))
         write_environment(folder, manager.listing())  # before observers read the run's id from it
         with parts.observers:
             attempt.observers = parts.observers

@@ -38,6 +38,7 @@ from rlframework.files import replacing_directory, write_atomically
 from rlframework.interfaces.loss import LossFunction, LossInput
 from rlframework.interfaces.policy_worker import TrainResult
 from rlframework.plugins.loading import load_target
+from rlframework.secrets import hide_in_text, hide_secrets
 from rlframework.training.device_time import read_trace
 
 _LOG = logging.getLogger(__name__)
@@ -79,7 +80,7 @@ class Recorder:
         facts: dict[str, Any] = {
             "format": FORMAT,
             "step": step,
-            "config": dump_config(config),
+            "config": hide_secrets(dump_config(config)),
             "temperature": config.generation.temperature or 1.0,
             "loss": describe_loss(loss),
             "result": None,
@@ -101,7 +102,7 @@ class Recorder:
                 result = policy.train(data, loss)
                 facts["result"] = plain_json({name: result[name] for name in result if name not in ("rank", "times")})
             except Exception as error:  # noqa: BLE001 - raised below, after the failing step has been recorded
-                failure, facts["failure"] = error, f"{type(error).__name__}: {error}"
+                failure, facts["failure"] = error, hide_in_text(f"{type(error).__name__}: {error}")
             write_atomically(folder / "step.json", json.dumps(facts | {"files": _sizes(folder)}, indent=1))
         if failure is not None:
             raise failure

@@ -21,8 +21,8 @@ from rlframework.errors import DataError, UserError
 from rlframework.observers.console import duration
 from rlframework.observers.environment import ENVIRONMENT_FILE
 from rlframework.observers.jsonl import METRICS_FILE, SAMPLES_FILE, History, read_history, seconds_of, series
-from rlframework.observers.secrets import hide_secrets
 from rlframework.observers.services import flatten
+from rlframework.secrets import hide_secrets
 
 CONFIG_FILE, MODEL = "config.yaml", "model"
 FACTS = {
