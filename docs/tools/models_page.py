@@ -42,10 +42,12 @@ def rows_of_page(text: str) -> dict[str, str]:
 
 def main() -> None:
     """Write the page."""
-    sys.path += [str(ROOT / "tests/fixtures"), str(ROOT / "plugins/dtensor/tests")]
+    sys.path.append(str(ROOT / "tests/fixtures"))
     import transformers
     from causal_kinds import KINDS, NO_TEXT_MODEL
     from kind_outcomes import outcomes
+
+    from rlframework_dtensor.worker import DTensorPolicyWorker
 
     rows = []
     for kind in sorted(KINDS):
@@ -53,7 +55,7 @@ def main() -> None:
             rows.append(f"| `{kind}` | | | | not tried: {NO_TEXT_MODEL[kind]} |")
             continue
         with tempfile.TemporaryDirectory() as folder:
-            rows.append(row_of(kind, outcomes(KINDS[kind], Path(folder))))
+            rows.append(row_of(kind, outcomes(KINDS[kind], Path(folder), DTensorPolicyWorker)))
     PAGE.write_text(HEADER.format(version=transformers.__version__) + "\n".join(rows) + "\n")
     print(f"wrote {PAGE.relative_to(ROOT)}")
 
