@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rlframework.models import attention, forward
+from rlframework.models import attention, forward, varlen
+from rlframework.models.scores import PLAIN, Scores
 
 SCALE = 1 / math.sqrt(8)
 
@@ -53,9 +54,9 @@ def kernel_calls(monkeypatch):
         options = {"scale": scale, "window_size": window_size, "enable_gqa": enable_gqa}
         return stand_in(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **options)
 
-    monkeypatch.setattr(attention, "varlen_kernel", lambda: called)
+    monkeypatch.setattr(varlen, "varlen_kernel", lambda: called)
     for module in (attention, forward):
-        monkeypatch.setattr(module, "varlen_usable", lambda _: True)
+        monkeypatch.setattr(module, "varlen_usable", lambda *_: True)
     return shapes
 
 
@@ -66,7 +67,7 @@ def test_the_kernel_gets_the_arguments_of_the_attention_by_sequence(request, kv_
     query = torch.randn(1, 4, 12, 8)
     key, value = torch.randn(2, 1, kv_heads, 12, 8)
     segments = attention.Segments([0, 5, 6, 12])
-    scores = attention.Scores(SCALE, window=window)
+    scores = Scores(SCALE, window=window)
     one_by_one = segments.attend(query, key, value, scores)
     calls = request.getfixturevalue("kernel_calls")
     at_once = segments.attend(query, key, value, scores)
@@ -81,8 +82,8 @@ def test_the_kernel_sees_few_different_numbers_of_sequences_and_lengths(monkeypa
         seen.add((len(cu_seq_q), len(cu_seq_k), *longest))
         return query
 
-    monkeypatch.setattr(attention, "varlen_kernel", lambda: called)
-    monkeypatch.setattr(attention, "varlen_usable", lambda _: True)
+    monkeypatch.setattr(varlen, "varlen_kernel", lambda: called)
+    monkeypatch.setattr(attention, "varlen_usable", lambda *_: True)
     for _ in range(500):
         bounds = [0, *sorted(numbers.sample(range(1, 2048), numbers.randint(0, 60))), 2048]
         row = torch.zeros(1, 1, 2048, 1)
@@ -100,7 +101,7 @@ def test_the_kernel_sees_few_different_numbers_of_sequences_and_lengths(monkeypa
 def test_a_context_shard_attends_in_a_call_per_chunk(request, monkeypatch, size, bounds, rows, window):
     torch.manual_seed(0)
     whole = {name: torch.randn(rows, heads, 24, 8) for name, heads in (("query", 4), ("key", 2), ("value", 2))}
-    scores = attention.Scores(SCALE, window=window)
+    scores = Scores(SCALE, window=window)
     gathered = torch.cat((whole["key"], whole["value"]), -1).requires_grad_()
     monkeypatch.setattr(forward._GatherSequence, "apply", lambda local, shard: gathered)
 
@@ -123,9 +124,9 @@ def test_a_context_shard_attends_in_a_call_per_chunk(request, monkeypatch, size,
 
 
 def test_this_torch_has_the_kernel_but_it_is_not_used_on_a_cpu_or_in_fp32():
-    assert attention.varlen_kernel() is not None
-    assert not attention.varlen_usable(torch.zeros(1, dtype=torch.bfloat16))
-    assert not attention.varlen_usable(torch.zeros(1))
+    assert varlen.varlen_kernel() is not None
+    assert not varlen.varlen_usable(torch.zeros(1, dtype=torch.bfloat16), PLAIN)
+    assert not varlen.varlen_usable(torch.zeros(1), PLAIN)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +143,7 @@ def test_this_torch_has_the_kernel_but_it_is_not_used_on_a_cpu_or_in_fp32():
 def test_the_kernel_is_used_where_flash_attention_computes(monkeypatch, dtype, size, capability, usable):
     query = SimpleNamespace(dtype=dtype, shape=(1, 4, 12, size), device=torch.device("cuda:0"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    assert attention.varlen_usable(query) is usable
+    assert varlen.varlen_usable(query, PLAIN) is usable
 
 
 @pytest.mark.gpu
@@ -153,9 +154,9 @@ def test_the_kernel_equals_the_attention_by_sequence(monkeypatch, window):
     made = [torch.randn(1, heads, 300, 64, device="cuda", dtype=torch.bfloat16) for heads in (4, 2, 2)]
     segments, results = attention.Segments([0, 100, 101, 300]), []
     for usable in (True, False):
-        monkeypatch.setattr(attention, "varlen_usable", lambda _, usable=usable: usable)
+        monkeypatch.setattr(attention, "varlen_usable", lambda *_, usable=usable: usable)
         query, key, value = (part.clone().requires_grad_() for part in made)
-        output = segments.attend(query, key, value, attention.Scores(0.125, window=window))
+        output = segments.attend(query, key, value, Scores(0.125, window=window))
         output.float().square().sum().backward()
         results.append((output, query.grad, key.grad, value.grad))
     for at_once, one_by_one in zip(*results, strict=True):
@@ -173,11 +174,11 @@ def test_the_kernel_equals_the_attention_by_query_block(monkeypatch, bounds, win
     columns = torch.cat([torch.arange(*chunk) for chunk in chunks]).cuda()
     shard, results = forward.ContextShard(2, columns, None, chunks, bounds), []
     for usable in (True, False):
-        monkeypatch.setattr(forward, "varlen_usable", lambda _, usable=usable: usable)
+        monkeypatch.setattr(forward, "varlen_usable", lambda *_, usable=usable: usable)
         query, key, value = (part.clone().requires_grad_() for part in made)
         gathered = torch.cat((key, value), -1)
         monkeypatch.setattr(forward._GatherSequence, "apply", lambda local, shard, gathered=gathered: gathered)
-        scores = attention.Scores(0.125, window=window)
+        scores = Scores(0.125, window=window)
         output = shard.attend(query[:, :, columns], key[:, :, columns], value[:, :, columns], scores)
         output.float().square().sum().backward()
         results.append((output, query.grad, key.grad, value.grad))
