@@ -27,11 +27,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "sinks": ("gpt_oss", {}),
     "soft caps": ("gemma2", {"attn_logit_softcapping": 5.0}),
     "chunks": ("llama4_text", {}),
-    "windows of the mask": ("qwen2_moe", {"use_sliding_window": True, "max_window_layers": 0}),
-    "longrope": ("phi3", {"rope_parameters": {**LONG, "original_max_position_embeddings": 8}}),
+    "windows of the mask": (
+        "qwen2_moe",
+        {"use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "longrope": ("phi3", {"rope_parameters": LONG}),
     "dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}}),
 }
-OWN_SIZES = {"dynamic": {"max_position_embeddings": 8}, "longrope": {"max_position_embeddings": 32}}
+OWN_SIZES = {
+    "dynamic": {"max_position_embeddings": 8},
+    "longrope": {"max_position_embeddings": 32, "original_max_position_embeddings": 8},
+}
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("context ranks")]
 
