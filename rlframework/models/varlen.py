@@ -18,6 +18,8 @@ from torch import Tensor
 from rlframework.batch.batch_rows import copy_to
 from rlframework.models.scores import Scores
 
+HALF = (torch.bfloat16, torch.float16)
+
 
 class KernelCall:
     """One call of torch's kernel for sequences of different lengths, in rows of the same sequences.
@@ -163,6 +165,6 @@ def kernel_for_packed_rows(device: torch.device, *, half_precision: bool) -> boo
 
 def varlen_usable(query: Tensor, scores: Scores) -> bool:
     """Return True if the kernel supports the device, dtype and head size of `query [..., D]`, and `scores`."""
-    half, size = query.dtype in (torch.bfloat16, torch.float16), query.shape[-1]
+    size = query.shape[-1]
     known = size % 8 == 0 and size <= 256 and scores.chunk is None and scores.softcap is None
-    return known and kernel_for_packed_rows(query.device, half_precision=half)
+    return known and kernel_for_packed_rows(query.device, half_precision=query.dtype in HALF)
