@@ -243,7 +243,8 @@ class ContextShard(RowLayout):
         """Compute attention to the keys `gathered [b, kv_heads, L, D]`, of `key_size` elements, and their values."""
         widths = key_size, gathered.shape[-1] - key_size
         if varlen_usable(query, scores):
-            return self._with_kernel(query, *gathered.split(widths, -1), scores)
+            all_keys, all_values = gathered.split(widths, -1)
+            return self._with_kernel(query, all_keys, all_values, scores)
         outputs = []
         sizes = [block.queries * block.count for block in self.query_blocks]
         for block, queries in zip(self.query_blocks, query.split(sizes, 2), strict=True):

@@ -65,7 +65,8 @@ class KernelCall:
             output: Tensor = _kernel()(q, k, v, *lengths, **options)
         else:
             output = _WithSinks.apply(q, k, v, scores.sinks, lengths, options)  # type: ignore[no-untyped-call]
-        return output[..., :width].unflatten(0, (len(query), -1))
+        by_row: Tensor = output[..., :width].unflatten(0, (len(query), -1))
+        return by_row
 
 
 class _WithSinks(torch.autograd.Function):
@@ -87,12 +88,11 @@ class _WithSinks(torch.autograd.Function):
         if logsumexp.shape != (query.shape[1], query.shape[0]):
             raise RuntimeError(
                 f"torch's variable-length attention returned the logsumexp with shape {list(logsumexp.shape)}, not "
-                "[heads, tokens]: this version of torch cannot compute attention sinks on a GPU; set "
-                "policy.batching.mode to padded"
+                "[heads, tokens]: with this version of torch attention sinks need policy.precision=float32"
             )
         of_sinks = sinks.float()[:, None]
         share = torch.sigmoid(logsumexp - of_sinks)  # of the keys beside the sink, [heads, T]
-        output = (plain * share.T[..., None]).to(plain.dtype)
+        output: Tensor = (plain * share.T[..., None]).to(plain.dtype)
         ctx.save_for_backward(query, key, value, sinks, output, torch.logaddexp(logsumexp, of_sinks), share)
         ctx.lengths, ctx.options = lengths, options
         return output
@@ -100,10 +100,8 @@ class _WithSinks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, sinks, output, logsumexp, share = ctx.saved_tensors
-        grad = grads[0].contiguous()
-        gradients = kernel_backward(
-            grad, query, key, value, output, logsumexp, *ctx.lengths, ctx.options["scale"], ctx.options["window_size"]
-        )
+        grad, (scale, window) = grads[0].contiguous(), (ctx.options["scale"], ctx.options["window_size"])
+        gradients = kernel_backward(grad, query, key, value, output, logsumexp, ctx.lengths, scale, window)
         weighted = torch.linalg.vecdot(grad.float(), output.float()).T  # [heads, T]
         return (*gradients, -((1.0 - share) * weighted).sum(1).to(sinks.dtype), None, None)
 
@@ -115,22 +113,19 @@ def kernel_backward(
     value: Tensor,
     output: Tensor,
     logsumexp: Tensor,
-    query_bounds: Tensor,
-    key_bounds: Tensor,
-    longest_query: int,
-    longest_key: int,
+    lengths: tuple[Tensor, Tensor, int, int],
     scale: float | None,
     window: tuple[int, int],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value for the gradient `grad [T, heads, D]` of the kernel's output.
 
-    `logsumexp [heads, T]` fp32. torch has no public function for it; this is what its `varlen_attn` calls.
+    `logsumexp [heads, T]` fp32; `lengths`: the bounds of queries and of keys, and the longest of each. torch has no
+    public function for it; this is what its `varlen_attn` calls.
     """
     nothing, state = query.new_empty(0), torch.zeros(2, dtype=torch.uint64, device=query.device)  # of the dropout
-    places = (query_bounds, key_bounds, longest_query, longest_key)
     limits = {"scale": scale, "window_size_left": window[0], "window_size_right": window[1]}
     gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
-        grad, query, key, value, output, logsumexp, *places, 0.0, window == (-1, 0), state, nothing, **limits
+        grad, query, key, value, output, logsumexp, *lengths, 0.0, window == (-1, 0), state, nothing, **limits
     )
     return gradients
 
