@@ -15,7 +15,7 @@ from rlframework.generation.row_limits import RowLimits
 from rlframework.models.probing import tiny_model
 
 SHOWN_BY_SHORT_ROWS = {
-    *("full_attention", "sliding_attention", "chunked_attention"),
+    *("full_attention", "sliding_attention", "chunked_attention", "indexed_attention"),
     *("linear_attention", "conv", "hybrid", "hybrid_sliding", "moe", "mlp"),
 }
 """Layer types in which padding, if it has any effect, has it in short rows. Others may compress groups of tokens."""
