@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch import Tensor
 
 from rlframework.algorithms.grpo import group_advantages
@@ -84,22 +85,24 @@ def k3(difference: Tensor) -> Tensor:
 # -- the policy loss ---------------------------------------------------------------------------------------------------
 
 
-def trl(numbers: Numbers, *, beta: float = 0.0, corrects_kl: bool = True, delta: float | None = None) -> Tensor:
-    """The loss of each token with `epsilon=0.2`, `epsilon_high=0.28`."""
+def trl(
+    numbers: Numbers, *, beta: float = 0.0, corrects_kl: bool = True, delta: float | None = None, high: float = 0.28
+) -> Tensor:
+    """The loss of each token with `epsilon=0.2`, `epsilon_high=high`."""
     ratio = (numbers.current - numbers.old).exp()
     upper = ratio if delta is None else ratio.clamp(max=delta)
-    loss = -torch.minimum(upper * numbers.advantages, ratio.clamp(0.8, 1.28) * numbers.advantages)
+    loss = -torch.minimum(upper * numbers.advantages, ratio.clamp(0.8, 1 + high) * numbers.advantages)
     if beta:
         kl = k3(numbers.reference - numbers.current)
         loss = loss + beta * (kl * ratio if corrects_kl else kl)
     return loss
 
 
-def verl(numbers: Numbers, *, clip_ratio_c: float = 3.0) -> Tensor:
-    """The loss of each token with `clip_ratio_low=0.2`, `clip_ratio_high=0.28`."""
+def verl(numbers: Numbers, *, high: float = 0.28) -> Tensor:
+    """The loss of each token with `clip_ratio_low=0.2`, `clip_ratio_high=high`, `clip_ratio_c=3`."""
     ratio = (numbers.current - numbers.old).clamp(-20, 20).exp()
-    loss = torch.maximum(-numbers.advantages * ratio, -numbers.advantages * ratio.clamp(0.8, 1.28))
-    limited = torch.minimum(loss, -numbers.advantages * clip_ratio_c)
+    loss = torch.maximum(-numbers.advantages * ratio, -numbers.advantages * ratio.clamp(0.8, 1 + high))
+    limited = torch.minimum(loss, -numbers.advantages * 3)
     return torch.where(numbers.advantages < 0, limited, loss)
 
 
@@ -111,11 +114,20 @@ def verl_sequence_mean(numbers: Numbers, values: Tensor) -> Tensor:
     return ((values * numbers.mask).sum(1) / (numbers.mask.sum(1) + 1e-8)).sum() / ROWS
 
 
-def nemo_rl(numbers: Numbers, *, kl: float, estimator: Callable[[Tensor], Tensor], generator_weights: bool) -> Tensor:
-    """The loss of each token with `ratio_clip_min=0.2`, `ratio_clip_max=0.28`, `ratio_clip_c=3`."""
+def nemo_rl(
+    numbers: Numbers,
+    *,
+    kl: float = 0.0,
+    estimator: Callable[[Tensor], Tensor] = k3,
+    generator_weights: bool = False,
+    high: float = 0.28,
+    ratio_clip_c: float | None = 3.0,
+) -> Tensor:
+    """The loss of each token with `ratio_clip_min=0.2`, `ratio_clip_max=high`."""
     ratio = (numbers.current - numbers.old).exp()
-    loss = torch.maximum(-numbers.advantages * ratio, -numbers.advantages * ratio.clamp(0.8, 1.28))
-    loss = torch.where(numbers.advantages < 0, torch.minimum(loss, -numbers.advantages * 3), loss)
+    loss = torch.maximum(-numbers.advantages * ratio, -numbers.advantages * ratio.clamp(0.8, 1 + high))
+    if ratio_clip_c is not None:
+        loss = torch.where(numbers.advantages < 0, torch.minimum(loss, -numbers.advantages * ratio_clip_c), loss)
     divergence = estimator((numbers.reference - numbers.current).clamp(-20, 20)).clamp(-10, 10)
     weights = (numbers.current - numbers.generator).exp().detach() if generator_weights else 1.0
     return loss + kl * weights * divergence
@@ -130,7 +142,7 @@ LOSSES: dict[str, tuple[Callable[[Numbers], Tensor], tuple[str, ...], dict[str, 
     "clip-trl": (lambda n: n.token_mean(trl(n)), (OLD,), CLIP),
     "clip-verl": (lambda n: n.token_mean(verl(n)), (OLD,), DUAL),
     "clip-nemo_rl": (
-        lambda n: n.token_mean(nemo_rl(n, kl=0.0, estimator=k3, generator_weights=False)),
+        lambda n: n.token_mean(nemo_rl(n)),
         (OLD,),
         DUAL,
     ),
@@ -173,22 +185,22 @@ LOSSES: dict[str, tuple[Callable[[Numbers], Tensor], tuple[str, ...], dict[str, 
         DUAL | {"kl_coef": WEIGHT, "kl_estimator": "k2"},
     ),
     "kl-nemo_rl": (
-        lambda n: n.token_mean(nemo_rl(n, kl=WEIGHT, estimator=k3, generator_weights=False)),
+        lambda n: n.token_mean(nemo_rl(n, kl=WEIGHT)),
         (OLD, REFERENCE),
         DUAL | {"kl_coef": WEIGHT, "kl_max": 10.0},
     ),
     "kl_k1-nemo_rl": (
-        lambda n: n.token_mean(nemo_rl(n, kl=WEIGHT, estimator=torch.neg, generator_weights=False)),
+        lambda n: n.token_mean(nemo_rl(n, kl=WEIGHT, estimator=torch.neg)),
         (OLD, REFERENCE),
         DUAL | {"kl_coef": WEIGHT, "kl_max": 10.0, "kl_estimator": "k1"},
     ),
     "kl_k2-nemo_rl": (
-        lambda n: n.token_mean(nemo_rl(n, kl=WEIGHT, estimator=lambda r: r**2 / 2, generator_weights=False)),
+        lambda n: n.token_mean(nemo_rl(n, kl=WEIGHT, estimator=lambda r: r**2 / 2)),
         (OLD, REFERENCE),
         DUAL | {"kl_coef": WEIGHT, "kl_max": 10.0, "kl_estimator": "k2"},
     ),
     "kl_correction-nemo_rl": (
-        lambda n: n.token_mean(nemo_rl(n, kl=WEIGHT, estimator=k3, generator_weights=True)),
+        lambda n: n.token_mean(nemo_rl(n, kl=WEIGHT, generator_weights=True)),
         (OLD, REFERENCE, GENERATOR),
         DUAL | {"kl_coef": WEIGHT, "kl_max": 10.0, "kl_correction": "generator"},
     ),
@@ -203,9 +215,7 @@ LOSSES: dict[str, tuple[Callable[[Numbers], Tensor], tuple[str, ...], dict[str, 
         DUAL | {"importance_correction": "truncated"},
     ),
     "mismatch-nemo_rl": (
-        lambda n: n.token_mean(
-            (n.old - n.generator).exp() * nemo_rl(n, kl=0.0, estimator=k3, generator_weights=False)
-        ),
+        lambda n: n.token_mean((n.old - n.generator).exp() * nemo_rl(n)),
         (OLD, GENERATOR),
         DUAL | {"importance_correction": "truncated", "importance_cap": 1e30},
     ),
@@ -347,6 +357,20 @@ def test_advantages(case):
     torch.testing.assert_close(own_advantages(REWARDS, **settings), theirs(REWARDS), rtol=1e-6, atol=1e-6)
 
 
+def test_leave_one_out_with_a_deviation_is_not_that_of_nemo_rl():
+    """NeMo-RL: the deviation of the others, and no division where it is 0. Rewards 1, 0, 0, 0."""
+    rewards = torch.tensor([1.0, 0, 0, 0])
+    theirs = []
+    for i in range(4):
+        others = torch.cat((rewards[:i], rewards[i + 1 :]))
+        deviation = others.std()
+        advantage = rewards[i] - others.mean()
+        theirs.append((advantage / (deviation + 1e-6) if deviation > 0 else advantage).item())
+    assert theirs == pytest.approx([1.0, *[-1 / 3 / (1 / 3) ** 0.5] * 3], rel=1e-5)
+    found = own_advantages(rewards, leave_one_out=True)
+    assert found.tolist() == pytest.approx([2.0, -2 / 3, -2 / 3, -2 / 3], rel=1e-5)
+
+
 def test_the_epsilon_of_the_deviation_matters():
     """A deviation of 1e-3: TRL's epsilon takes a tenth off."""
     rewards = torch.tensor([0.0, 0, 0, 0.002])
@@ -480,7 +504,33 @@ def test_the_supervised_loss_is_that_of_transformers():
     torch.testing.assert_close(loss, theirs, rtol=1e-6, atol=1e-6)
 
 
-# -- the page ----------------------------------------------------------------------------------------------------------
+# -- the pages ---------------------------------------------------------------------------------------------------------
+
+
+PAGES: dict[str, tuple[Callable[[Numbers], Tensor], float]] = {
+    "trl": (lambda n: trl(n, beta=WEIGHT, high=0.2), 1e-4),
+    "verl": (lambda n: verl(n, high=0.2) + WEIGHT * verl_low_var_kl(n), 1e-6),
+    "nemo_rl": (lambda n: nemo_rl(n, kl=WEIGHT, high=0.2, ratio_clip_c=None), 1e-6),
+}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_settings_on_the_page_of_each_system(page):
+    """The configuration below "The same numbers as", with a weight of the KL term that shows."""
+    text = (ROOT / "docs" / "moving" / f"{page}.md").read_text(encoding="utf-8")
+    block = text.partition("\n## The same numbers as")[2].partition("```yaml\n")[2].partition("```")[0]
+    settings = yaml.safe_load(block)["algorithm"]
+    assert settings["skip_zero_variance"] is False
+    theirs, epsilon = PAGES[page]
+    numbers = small_kl(Numbers())
+    if page == "nemo_rl":  # without a dual clip the ratio of exp(25) would be all there is
+        numbers.old[0, 0] += 25.0
+    wanted = numbers.token_mean(theirs(numbers))
+    found = ours(numbers, OLD, REFERENCE, **settings.pop("loss") | {"kl_coef": WEIGHT})
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
+    gradients = [torch.autograd.grad(loss, numbers.current)[0] for loss in (found, wanted)]
+    torch.testing.assert_close(*gradients, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(own_advantages(REWARDS, **settings), grouped(REWARDS, epsilon), rtol=1e-6, atol=1e-6)
 
 
 def named_on_the_page() -> set[str]:
