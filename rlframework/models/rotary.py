@@ -24,9 +24,19 @@ LENGTH_DEPENDENT = {"dynamic", "longrope"}
 
 def length_dependent(config: Any) -> set[str]:
     """Return the types of the rotary embeddings of a model of `config` whose frequencies depend on the length."""
+    return {str(part.get("rope_type")) for part in _parts(config)} & LENGTH_DEPENDENT
+
+
+def regime_limits(config: Any) -> list[int]:
+    """Return the lengths, ascending, beyond which a model of `config` computes all tokens of a row in another way."""
+    parts = [part for part in _parts(config) if part.get("rope_type") == "longrope"]
+    return sorted({int(part["original_max_position_embeddings"]) for part in parts})
+
+
+def _parts(config: Any) -> list[dict[str, Any]]:
+    """The settings of the rotary embeddings: one, or one per layer type."""
     rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    parts = [part for part in (rope, *rope.values()) if isinstance(part, dict)]  # one, or one per layer type
-    return {str(part.get("rope_type")) for part in parts} & LENGTH_DEPENDENT
+    return [part for part in (rope, *rope.values()) if isinstance(part, dict)]
 
 
 def positions_without_padding(position_ids: Tensor, lengths: Tensor) -> Tensor:
