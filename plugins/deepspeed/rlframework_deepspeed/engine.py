@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from rlframework.interfaces.data_processor import Microbatch, MicrobatchRule
-from rlframework.models.attention import kernel_for_packed_rows
 from rlframework.models.forward import attending, forward
+from rlframework.models.varlen import kernel_for_packed_rows
 from rlframework.policy.engine import Step, StepResult
 from rlframework.policy.head.patch import HeadRequest, read_head_output
 from rlframework.policy.host_buffers import HostBuffers

@@ -18,10 +18,10 @@ from torch import nn
 
 from rlframework.interfaces.data_processor import Microbatch, MicrobatchRule
 from rlframework.microbatches.on_demand import on_device, on_host
-from rlframework.models.attention import kernel_for_packed_rows
 from rlframework.models.forward import ContextParallel, attending, forward
 from rlframework.models.load_balancing import LoadBalancingLoss
 from rlframework.models.loading import is_multimodal
+from rlframework.models.varlen import kernel_for_packed_rows
 from rlframework.policy.engine import Step, StepResult
 from rlframework.policy.head.patch import HeadOutput, HeadRequest, read_head_output
 from rlframework.policy.host_buffers import HostBuffers
