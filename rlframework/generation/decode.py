@@ -1,4 +1,4 @@
-"""Decoding for a batch of rows, on a transformers causal language model: prefill, key-value cache, and sampling.
+"""Decoding for a batch of rows, on a transformers causal language model: sampling, and the loop over time steps.
 
 Each distinct prompt is prefilled once, and finished rows leave the batch and the cache. A token is drawn by inverting
 the cumulative distribution at a uniform number that depends only on the row's seed and position, so neither the other
@@ -135,8 +135,9 @@ def complete(
     """Complete each of the `n` `prompts`, 1-D int64 on the CPU, until one of `stop_tokens [e]`, which is included.
 
     `uniforms [n, T]`: float64 random numbers (`[n, 0]` for greedy). `budgets [n]`: the maximum new tokens of each row,
-    at least 1. `forwards`: how the model computes these rows. `model` must be in evaluation mode. Computes no gradients, but does not use inference mode: a buffer
-    that the model creates in it could not be used in training afterwards.
+    at least 1. `forwards`: how the model computes these rows. `model` must be in evaluation mode. Computes no
+    gradients, but does not use inference mode: a buffer that the model creates in it could not be used in training
+    afterwards.
 
     On a CPU, finished rows are looked for after each token; elsewhere every 16, because the host has to wait for it.
     """

@@ -53,7 +53,7 @@ def row_forward(model: Any) -> type[RowForward]:
 @torch.no_grad()
 def _is_right(model: Any, forwards: type[RowForward]) -> bool:
     """Return whether the log-probabilities of decoded rows are those of plain forwards of the finished rows."""
-    longest = max(2, min(LONGEST, *RowLimits.of(model.config).bounds))
+    longest = max(2, int(min(LONGEST, *RowLimits.of(model.config).bounds)))
     prompts, pad = _prompts(model, [max(1, length * longest // LONGEST) for length in PROMPTS])
     budgets = torch.tensor([min(new, longest - len(ids)) for new, ids in zip(BUDGETS, prompts, strict=True)])
     uniforms, no_ends = row_uniforms(torch.arange(len(prompts)), max(BUDGETS)), torch.tensor([], dtype=torch.int64)

@@ -35,12 +35,12 @@ class RowLimits:
 
     def room(self, row: int, prompt: int) -> float:
         """Return how many tokens can follow a prompt of `prompt` tokens, at least 1; raise `BatchError` for none."""
-        regime = self.regime(prompt)
-        if regime < len(self.bounds) and self.bounds[regime] > prompt:
-            return self.bounds[regime] - prompt
-        only = self.bounds[-1] if prompt >= self.bounds[-1] else self.bounds[regime]
-        why = "positions" if prompt >= self.bounds[-1] else "positions with these rotary embeddings"
+        last = self.bounds[-1]
+        bound = min((bound for bound in self.bounds if bound >= prompt), default=last)
+        if bound > prompt:
+            return bound - prompt
+        why = "positions" if bound == last else "positions until its rotary embeddings change"
         raise BatchError(
-            f"the prompt of row {row} has {prompt} tokens, but the model has only {only} {why}: shorten or remove such "
-            "prompts"
+            f"the prompt of row {row} has {prompt} tokens, but the model has only {bound} {why}: shorten or remove "
+            "such prompts"
         )

@@ -197,7 +197,9 @@ def decoder_layers(model: Any) -> list[nn.Module]:
     """
     names = set(getattr(model, "_no_split_modules", None) or ())
     text = model.get_decoder() if is_multimodal(model) else model
-    return [module for module in text.modules() if type(module).__name__ in names]
+    embeddings = text.get_input_embeddings()  # may be tied to the head, which the root gathers
+    layers = [module for module in text.modules() if type(module).__name__ in names]
+    return [layer for layer in layers if all(module is not embeddings for module in layer.modules())]
 
 
 # -- slices of files ---------------------------------------------------------------------------------------------------

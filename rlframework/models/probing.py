@@ -25,7 +25,7 @@ KNOWN_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 LENGTHS = 9, 7
 """Tokens of the probed sequences."""
 BINDING = 3
-BINDING_SIZES = ("sliding_window", "attention_chunk_size", "window_size")
+BINDING_SIZES = ("sliding_window", "attention_chunk_size", "window_size", "index_topk")
 """Sizes that limit what a token sees. In a tiny model they are `BINDING`, so that the probed sequences exceed them."""
 
 
