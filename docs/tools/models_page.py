@@ -1,6 +1,7 @@
 """Write docs/models.md: what each kind of causal language model of transformers supports. It takes a few minutes.
 
-    python docs/tools/models_page.py
+    python docs/tools/models_page.py            # all kinds
+    python docs/tools/models_page.py llama glm  # their rows
 
 `plugins/dtensor/tests/test_kinds.py` compares the page with what the worker does.
 """
@@ -53,6 +54,11 @@ def rows_of_page(text: str) -> dict[str, str]:
     """Return the rows of the page by kind."""
     rows = [line for line in text.splitlines() if line.startswith("| `")]
     return {line.split("`")[1]: line for line in rows}
+
+
+def version_of_page(text: str) -> str:
+    """Return the version of transformers that the page was written with."""
+    return text.split("that transformers ")[1].split()[0]
 
 
 def main(kinds: list[str]) -> None:
