@@ -153,10 +153,10 @@ def require_experts(model_config: Any, sizes: Sizes, *, router_loss: bool) -> No
                 "to 0"
             )
         return
-    if sizes.tensor > 1 and (sizes.expert > 1 or not sizes.sequence):
+    if sizes.tensor > 1 and not sizes.sequence:
         raise NotSupported(
             f"a mixture of experts such as this {kind} model supports tensor parallelism only with "
-            "policy.parallelism.sequence set to true and policy.parallelism.expert set to 1"
+            "policy.parallelism.sequence set to true"
         )
     if router_loss and sizes.tensor * sizes.context * sizes.pipeline > 1:
         raise NotSupported(

@@ -47,6 +47,18 @@ class Vocabulary(WeightLayout):
 
 
 @dataclass(frozen=True)
+class Rows(WeightLayout):
+    """Equal shards of the rows."""
+
+    split: bool = True
+
+    def regions(self, shape: tuple[int, ...], rank: int, size: int) -> Iterator[Region]:
+        """See `WeightLayout.regions`."""
+        share = _share(shape[0], size)
+        yield _rows(rank * share, 0, share, shape)
+
+
+@dataclass(frozen=True)
 class Columns(WeightLayout):
     """Equal shards of the columns."""
 
