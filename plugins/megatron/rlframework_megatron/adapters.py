@@ -23,6 +23,8 @@ from rlframework_megatron.adapter_weights import (
     parameter_name,
     require_adapters_on_each_stage,
 )
+from rlframework_megatron.coordinates import Coordinates
+from rlframework_megatron.model import Chunk
 from rlframework_megatron.names import Weight, shards_of
 from rlframework_megatron.upstream import (
     TransformerConfig,
@@ -73,7 +75,7 @@ class Adapter(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return the addition to the output of the layer for `hidden`, its input `[L, n, in]`, on this rank."""
-        matrices = dict(self.named_parameters(recurse=False))
+        matrices: dict[str, Tensor] = dict(self.named_parameters(recurse=False))
         all_a, all_b = ([matrices[f"{kind}_lora_{which}"] for kind in self._adapted] for which in "AB")
         low = nn.functional.linear(hidden, torch.cat(all_a)) * self._scale
         low = self._from_all_ranks(low) if self._splits_columns else self._for_all_ranks(low)
@@ -111,7 +113,7 @@ class Adapter(nn.Module):
 
 
 def add_adapters(
-    chunks: Sequence[nn.Module], config: Any, lora: LoraConfig, coordinates: Any, core_config: TransformerConfig
+    chunks: Sequence[Chunk], config: Any, lora: LoraConfig, coordinates: Coordinates, core_config: TransformerConfig
 ) -> None:
     """Freeze `chunks` and add the adapters that `lora` names, uninitialized. Raises `ConfigError` for unknown names."""
     require_adapters_on_each_stage(config, lora, coordinates)
@@ -126,7 +128,7 @@ def add_adapters(
             fused.setdefault((shard.chunk, shard.parameter), []).append(weight)
     for (chunk_number, parameter), weights in fused.items():
         if chosen := [weight for weight in weights if weight.name in adapted]:
-            linear = chunks[chunk_number].get_submodule(parameter.removesuffix(".weight"))
+            linear: Any = chunks[chunk_number].get_submodule(parameter.removesuffix(".weight"))
             linear.add_module(MODULE, Adapter(weights, chosen, core_config, lora).to(linear.weight.device))
             linear.register_forward_hook(_add)
 
