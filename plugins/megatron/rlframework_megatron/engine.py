@@ -27,13 +27,14 @@ from rlframework_megatron.adapters import add_adapters
 from rlframework_megatron.config import MegatronConfig
 from rlframework_megatron.gathering import Groups as GatheringGroups
 from rlframework_megatron.gathering import local_coordinates
+from rlframework_megatron.layers import uses_transformer_engine
 from rlframework_megatron.load_balancing import MegatronLoadBalancingLoss
-from rlframework_megatron.model import build_chunks, uses_transformer_engine
+from rlframework_megatron.model import build_chunks
 from rlframework_megatron.offload import Offloader
 from rlframework_megatron.optimizer import Optimizer, wrap_ddp
 from rlframework_megatron.parallel import Groups, Sizes
 from rlframework_megatron.schedule import Schedule
-from rlframework_megatron.settings import as_reward_model, require_experts, require_same_function
+from rlframework_megatron.settings import as_reward_model, require_axes, require_experts, require_same_function
 from rlframework_megatron.state import ModelState, load_from_folder
 from rlframework_megatron.upstream import quiet
 from rlframework_megatron.weights import LocalModel
@@ -74,6 +75,7 @@ class MegatronEngine(ModelState):
         sizes = Sizes.of(self.context.world_size, self.config.parallelism, self.backend_config.virtual_pipeline)
         if (problem := indivisible(self._model_config.to_dict(), sizes.tensor)) is not None:
             raise ConfigError(f"{problem}; choose a divisor")
+        require_axes(self._model_config, sizes)
         require_experts(self._model_config, sizes, router_loss=self.config.router_aux_loss_coef > 0)
         self._require_adaptable(sizes)
         self._groups = Groups(self.context, self.device, sizes)
@@ -94,7 +96,7 @@ class MegatronEngine(ModelState):
     def _fill(self, folder: Path, groups: Groups, *, init_optimizer: bool) -> None:
         """Build this rank's chunks and optimizer, and load their weights."""
         lora = self.config.lora
-        fused = lora is None and uses_transformer_engine(self.backend_config, self.device)
+        fused = lora is None and uses_transformer_engine(self.backend_config, self.device, self._model_config)
         coordinates = local_coordinates(fused=fused)
         with self._megatron():
             self.chunks = build_chunks(self._model_config, self.config, self.backend_config, groups, coordinates)

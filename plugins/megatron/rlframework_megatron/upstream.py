@@ -61,6 +61,7 @@ with warnings.catch_warnings(), _uncompiled():
         VocabParallelEmbedding,
         set_tensor_model_parallel_attributes,
     )
+    from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.mlp import MLP
     from megatron.core.transformer.module import MegatronModule
     from megatron.core.transformer.moe import moe_utils
@@ -69,6 +70,7 @@ with warnings.catch_warnings(), _uncompiled():
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from megatron.core.transformer.transformer_config import TransformerConfig
     from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
+    from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 if not hasattr(
     moe_utils, "te_general_gemm"
@@ -83,6 +85,7 @@ __all__ = [
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
     "GPTModel",
+    "IdentityOp",
     "MCoreSavePlanner",
     "MegatronModule",
     "ModuleSpec",
@@ -106,6 +109,7 @@ __all__ = [
     "get_gpt_layer_with_transformer_engine_spec",
     "get_megatron_optimizer",
     "get_transformer_layer_offset",
+    "make_sharded_tensors_for_checkpoint",
     "mcore_to_pyt_state_dict",
     "parallel_state",
     "quiet",
