@@ -205,5 +205,8 @@ def _unsupported(model: Mapping[str, Any]) -> Iterator[str]:
     if kind not in ARCHITECTURES:
         yield f"the megatron backend cannot convert {kind!r} models; it supports {', '.join(ARCHITECTURES)}."
         return
+    for key in ARCHITECTURES[kind].fixed:
+        if model.get(key):
+            yield f"the model has {key}, which the backend does not support."
     if model.get("quantization_config"):
         yield "the model's weights are quantised; the backend reads only unquantised weights."

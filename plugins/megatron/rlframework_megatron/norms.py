@@ -7,7 +7,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.nn.functional import all_reduce
 from torch.utils.checkpoint import checkpoint
 
 from rlframework_megatron.upstream import (
@@ -83,7 +82,7 @@ class AllHeadsNorm(MegatronModule):  # type: ignore[misc]  # megatron-core carri
         flat = heads.flatten(-2).float()
         squares = flat.square().sum(-1, keepdim=True)
         if self._group is not None:
-            squares = all_reduce(squares, dist.ReduceOp.SUM, self._group)  # type: ignore[no-untyped-call]
+            squares = _SumOverRanks.apply(squares, self._group)  # type: ignore[no-untyped-call]
         normed = flat * torch.rsqrt(squares / self._width + self.eps)
         return (self.weight * normed).to(heads.dtype).view(heads.shape)
 
@@ -91,3 +90,19 @@ class AllHeadsNorm(MegatronModule):  # type: ignore[misc]  # megatron-core carri
         """Megatron-core's state for its checkpoints."""
         state = self.state_dict(prefix="", keep_vars=True)
         return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets)
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """Sum over the ranks of a group; each rank's output depends on all inputs, so the backward sums as well."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group, total = group, tensor.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        total = grads[0].contiguous().clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None

@@ -151,14 +151,13 @@ def require_same_function(model_config: Any) -> None:
 
 
 def _unknown_settings(model_config: Any) -> dict[str, Any]:
-    """Settings of the configuration's class that its description does not know, if they have not their defaults."""
-    found, unknown = architecture(model_config), {}
-    of_all = {field.name for field in dataclasses.fields(PretrainedConfig)}
-    for field in dataclasses.fields(model_config):
-        value = getattr(model_config, field.name, None)
-        if (field.name in found.fixed and value) or (field.name not in found.known_keys | of_all | {"model_type"} and value != field.default):
-            unknown[field.name] = value
-    return unknown
+    """Settings of the configuration's class that its description does not know, unless they have their defaults."""
+    found = architecture(model_config)
+    known = found.known_keys - set(found.fixed) | {field.name for field in dataclasses.fields(PretrainedConfig)}
+    defaults = {field.name: field.default for field in dataclasses.fields(model_config) if field.name not in known}
+    defaults |= dict.fromkeys(found.fixed)
+    settings = {name: getattr(model_config, name, default) for name, default in defaults.items()}
+    return {name: value for name, value in settings.items() if (value or None) != (defaults[name] or None)}
 
 
 def require_axes(model_config: Any, sizes: Sizes) -> None:

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM
 from rlframework.algorithms.losses import NLLLoss
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.conformance.layouts import Layout
+from rlframework.errors import NotSupported
 from rlframework.huggingface.tokenizer import character_tokenizer
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework_megatron.worker import MegatronPolicyWorker
@@ -106,8 +107,7 @@ def run(folder: Path, word: str, rank: int) -> list[str]:
     model, layout, mode = word.split(":")
     try:
         return check(folder / model, layout, mode, rank)
-    except Exception as error:
-        import traceback; traceback.print_exc()
+    except NotSupported as error:
         return [f"{type(error).__name__}: {str(error)[:300]}"]
 
 

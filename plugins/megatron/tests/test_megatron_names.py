@@ -234,8 +234,6 @@ def test_other_models_are_rejected():
 
     with pytest.raises(NotSupported, match="cannot convert the weights of a 'gpt2' model"):
         weight_shapes(GPT2Config())
-    with pytest.raises(NotSupported, match="sets attention_bias and mlp_bias"):
-        weight_shapes(config_of("llama", attention_bias=True, mlp_bias=True))
 
 
 # -- flat ranges ------------------------------------------------------------------------------------------------------
