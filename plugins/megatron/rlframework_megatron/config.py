@@ -193,11 +193,11 @@ def _lora_problems(config: RunConfig, section: MegatronConfig) -> Iterator[Probl
 
 
 def _model_problems(model: Mapping[str, Any]) -> Iterator[Problem]:
-    for message in _unsupported(model):
+    for message in unsupported(model):
         yield Problem("policy.model_name", message, INSTEAD)
 
 
-def _unsupported(model: Mapping[str, Any]) -> Iterator[str]:
+def unsupported(model: Mapping[str, Any]) -> Iterator[str]:
     """Describe unsupported features in a model's configuration; workers reject them too."""
     kind = model.get("model_type")
     if kind is None:  # the configuration is not available locally

@@ -142,6 +142,12 @@ def require_same_function(model_config: Any) -> None:
         )
     if (activation := getattr(model_config, found.activation)) not in ACT2FN:
         raise NotSupported(f"the {kind} model has the activation {activation!r}, which is not known. {INSTEAD}")
+    normalized = found.mixture is not None and value_of(model_config, found.mixture.normalized)
+    if normalized and _has_experts(model_config) and model_config.num_experts_per_tok == 1:
+        raise NotSupported(
+            f"megatron-core does not train routers that choose one expert and divide its weight by itself, as this "
+            f"{kind} model's do (num_experts_per_tok is 1). {INSTEAD}"
+        )
     layers = set(getattr(model_config, "layer_types", None) or ())
     if found.windows == "layer_types" and layers - {"full_attention", SLIDING}:
         raise NotSupported(

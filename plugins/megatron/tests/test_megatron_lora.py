@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, Qwen3MoeConfig
+from causal_kinds import KINDS, tiny_model
+from transformers import AutoConfig, LlamaConfig, Qwen3MoeConfig
 
 from rlframework.config.policy import LoraConfig
 from rlframework.conformance import cases
@@ -18,7 +19,12 @@ from rlframework.conformance.suites.policy_worker.harness import loss_function
 from rlframework.errors import ConfigError, NotSupported
 from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.plugins.manager import create_manager
-from rlframework_megatron.adapter_weights import adapter_weights, require_adapters_on_each_stage
+from rlframework_megatron.adapter_weights import (
+    adapter_weights,
+    kind_of,
+    linear_weights,
+    require_adapters_on_each_stage,
+)
 from rlframework_megatron.coordinates import Coordinates
 from rlframework_megatron.worker import MegatronPolicyWorker
 
@@ -86,6 +92,39 @@ def test_steps_match_the_oracle(policy, models, tmp_path, model, layout, targets
     for name, weight in merged.items():
         assert (weights[name] - weight).norm() / weight.norm() < 1e-5, name
         assert (name.removesuffix(".weight") + ".lora_A.weight" in oracle.adapters) != weight.equal(base[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gemma2", "glm4", "gpt_oss", "phi3", "qwen2_moe"])
+def test_all_linear_layers_of_a_kind_have_the_gradients_of_the_oracle(tmp_path, kind):
+    """Layers with biases, that transformers fuses too, and of shared experts."""
+    tiny_model(KINDS[kind]).save_pretrained(tmp_path)
+    linear = {kind_of(weight) for weight in linear_weights(AutoConfig.from_pretrained(tmp_path))}
+    data = cases.batch(vocabulary=40)
+    config = {
+        "model_name": str(tmp_path),
+        "batching": PACKED,
+        "train_global_batch_size": 8,
+        "max_grad_norm": None,
+        "lora": LORA | {"target_modules": sorted(linear)},
+        "optimizer": {"lr": 1e-9, "betas": (0.9, 0.999), "weight_decay": 0.0},
+    }
+    worker = MegatronPolicyWorker(config, cases.tokenizer(), init_reference_model=False)
+    try:
+        generator = torch.Generator().manual_seed(1)
+        specs = worker.engine.adapter_specs()
+        given = {name: 0.2 * torch.randn(spec.shape, generator=generator) for name, spec in specs.items()}
+        worker.engine.take_adapters(given)
+        oracle = LoraOracle(tmp_path, given, 1.5)
+        found = worker.get_logprobs(data)["logprobs"]
+        torch.testing.assert_close(found, oracle.logprobs(data), rtol=1e-5, atol=3e-5)
+        worker.train(data, loss_function("nll"))
+        gradients = oracle.gradients(data, "nll")
+        norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
+        for name, moments in worker.engine.gather_moments():
+            assert (moments.exp_avg / 0.1 - gradients[name]).norm() < 1e-5 * norm, name
+    finally:
+        worker.shutdown()
 
 
 @pytest.mark.slow
