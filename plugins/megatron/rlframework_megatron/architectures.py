@@ -6,6 +6,7 @@ its default, or the model is rejected; see `settings.require_same_function`.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -115,7 +116,7 @@ MIXTURE_KEYS = frozenset({"output_router_logits", "router_aux_loss_coef", "route
 AROUND = Norms("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
 AFTER = Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 AROUND_GLM = Norms("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
-BIASES = {"qkv_bias": "attention_bias", "output_bias": "attention_bias"}
+BIASES: dict[str, Any] = {"qkv_bias": "attention_bias", "output_bias": "attention_bias"}
 GEMMA: dict[str, Any] = {
     **BIASES,
     "norm": "offset",
@@ -244,12 +245,12 @@ def window_of(config: Any, layer: int) -> int | None:
     """The number of tokens that a token of the layer attends to, including itself; None: all before it."""
     windows = architecture(config).windows if getattr(config, "use_sliding_window", True) else None
     sliding = windows == "all" or (windows == "layer_types" and config.layer_types[layer] == SLIDING)
-    return (getattr(config, "sliding_window", None) or None) if sliding else None
+    return int(config.sliding_window) if sliding and getattr(config, "sliding_window", None) else None
 
 
 def score_scale(config: Any) -> float | None:
     """The factor of attention scores; None: the inverse root of the head size."""
     found = architecture(config)
     if found.inverse_square_scale is not None:
-        return float(getattr(config, found.inverse_square_scale)) ** -0.5
+        return 1.0 / math.sqrt(getattr(config, found.inverse_square_scale))
     return None if found.scale is None else float(getattr(config, found.scale))

@@ -79,7 +79,8 @@ class Chunk(GPTModel):  # type: ignore[misc]  # megatron-core carries no types
         """
         super().__init__(position_embedding_type="none", **arguments)
         self.rotary, self._embedding_scale, self._pad, self._groups = rotary, embedding_scale, pad, groups
-        vars(self).update(formula)
+        for name, value in formula.items():
+            setattr(self, name, value)
         self.head: Head | None = None
         if self.post_process and scores:
             self.output_layer = ScoreHead(self.config.hidden_size, self.config.params_dtype)
@@ -92,18 +93,18 @@ class Chunk(GPTModel):  # type: ignore[misc]  # megatron-core carries no types
         found: nn.Module = self.output_layer
         return found
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor, row: RowLayout) -> Tensor:
+    def forward(self, input_ids: Tensor, position_ids: Tensor, row: RowLayout | None = None) -> Tensor:
         """Return the input of the next stage or, on the last stage, the head's values.
 
         `input_ids [n, L]` is embedded on the first stage; later stages use the output of the previous one.
-        `position_ids [n, L]`: identical in all rows, unless `rotary.by_length`. `row`: the layout of the rows.
+        `position_ids [n, L]`: identical in all rows, unless `rotary.by_length`. `row`: the rows' layout; None: padded.
         """
         hidden = self._embedded(input_ids) if self.pre_process else None
         rotations = self.rotary.rotations(position_ids, self.config.params_dtype)
         hidden = self.decoder(
             hidden_states=hidden,
             attention_mask=None,
-            attention_bias=LayerInputs(row, rotations),
+            attention_bias=LayerInputs(PaddedRows() if row is None else row, rotations),
         )
         found: Tensor = hidden
         if not self.post_process:
@@ -203,5 +204,5 @@ def model_inputs(microbatch: Microbatch, *, by_length: bool = False) -> dict[str
     if by_length and bounds is None:
         assert positions is not None
         positions = positions_without_padding(positions, microbatch.data_dict["input_lengths"])
-    layout = PaddedRows() if bounds is None else Segments(bounds.tolist())
-    return {"input_ids": inputs.input_ids, "position_ids": positions, "row": layout}
+    row = None if bounds is None else Segments(bounds.tolist())
+    return {"input_ids": inputs.input_ids, "position_ids": positions, "row": row}
