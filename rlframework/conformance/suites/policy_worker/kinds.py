@@ -13,7 +13,7 @@ from rlframework.conformance.suites.policy_worker.harness import PolicyHarness
 from rlframework.plugins.types import Capability
 
 SMOOTH: dict[str, Any] = {"lr": 0.1, "eps": 1.0, "weight_decay": 0.0}
-"""Settings of AdamW under which a step is nearly proportional to a small gradient, whose rounding it does not amplify."""
+"""Settings of AdamW under which a step is nearly proportional to small gradients, without amplifying their rounding."""
 
 
 class Kinds(Suite):
