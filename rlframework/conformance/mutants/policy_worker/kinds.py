@@ -15,8 +15,9 @@ from rlframework.conformance.mutants.mutant import mutant
 from rlframework.conformance.mutants.policy_worker.context import broken_forward
 from rlframework.conformance.mutants.policy_worker.engine_access import head_of, in_engine, module_of
 from rlframework.conformance.mutants.policy_worker.training import before_the_step
-from rlframework.models.attention import PLAIN, RowLayout, Scores
+from rlframework.models.attention import RowLayout
 from rlframework.models.rotary import SequenceRotary
+from rlframework.models.scores import PLAIN, Scores
 from rlframework.policy.head.formula import LogitFormula
 
 
