@@ -18,7 +18,6 @@ from rlframework.config.policy import PolicyConfig
 from rlframework.errors import NotSupported
 from rlframework.models import attention as row_attention
 from rlframework.models.loading import new_model
-from rlframework.models.rotary import length_dependent
 from rlframework.policy.head.formula import require_known_formula
 
 VOCABULARY = 1024
@@ -26,7 +25,7 @@ KNOWN_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 LENGTHS = 9, 7
 """Tokens of the probed sequences."""
 BINDING = 3
-BINDING_SIZES = ("sliding_window", "attention_chunk_size", "window_size")
+BINDING_SIZES = ("sliding_window", "attention_chunk_size", "window_size", "index_topk")
 """Sizes that limit what a token sees. In a tiny model they are `BINDING`, so that the probed sequences exceed them."""
 
 
@@ -211,8 +210,6 @@ def require_splittable(config: Any) -> None:
         found = f"{name}: its attention cannot be replaced by ours"
     elif layers := set(getattr(text, "layer_types", None) or ()) - KNOWN_LAYERS:
         found = f"layers of type {sorted(layers)} ({name})"
-    elif ropes := length_dependent(config):
-        found = f"rotary embeddings whose frequencies depend on the length: {sorted(ropes)}"
     if found:
         raise NotSupported(
             f"context parallelism (policy.parallelism.context) does not support {found}; set "

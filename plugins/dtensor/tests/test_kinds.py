@@ -12,6 +12,8 @@ from causal_kinds import KINDS, NO_TEXT_MODEL
 from kind_outcomes import outcomes
 from models_page import PAGE, row_of, rows_of_page
 
+from rlframework_dtensor.worker import DTensorPolicyWorker
+
 ROWS = rows_of_page(PAGE.read_text())
 
 
@@ -22,4 +24,4 @@ def test_the_page_has_every_kind_of_the_installed_transformers():
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", sorted(KINDS.keys() - NO_TEXT_MODEL.keys()))
 def test_a_kind_is_equal_to_its_rows_one_by_one_or_rejected(kind: str, tmp_path: Path):
-    assert row_of(kind, outcomes(KINDS[kind], tmp_path)) == ROWS[kind]
+    assert row_of(kind, outcomes(KINDS[kind], tmp_path, DTensorPolicyWorker)) == ROWS[kind]

@@ -27,7 +27,7 @@ from rlframework_megatron.upstream import (
 )
 
 Rotation = tuple[Tensor, Tensor]
-"""Cosine and sine `[n or 1, L, ...]`."""
+"""Cosine and sine `[L, n or 1, ...]`."""
 
 
 class Rotary:
@@ -36,7 +36,7 @@ class Rotary:
     def __init__(self, config: Any) -> None:
         module = import_module(type(config).__module__.replace(".configuration_", ".modeling_"))
         made = next(value for name, value in vars(module).items() if name.endswith("RotaryEmbedding"))
-        self.rotate: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] = module.apply_rotary_pos_emb
+        self.rotate: Callable[..., tuple[Tensor, Tensor]] = module.apply_rotary_pos_emb
         self.by_length = bool(length_dependent(config))
         self._module: Any = nn.ModuleList([made(config)])
         rotate_by_sequence(self._module)
@@ -51,10 +51,11 @@ class Rotary:
         module = self._module.to(position_ids.device)[0]
         positions = position_ids if self.by_length else position_ids[:1]
         like = torch.empty(0, dtype=dtype, device=position_ids.device)
-        return {
-            kind: module(like, positions) if kind is None else module(like, positions, layer_type=kind)
-            for kind in self.kinds
-        }
+        found: dict[str | None, Rotation] = {}
+        for kind in self.kinds:
+            cosine, sine = module(like, positions) if kind is None else module(like, positions, layer_type=kind)
+            found[kind] = cosine.transpose(0, 1), sine.transpose(0, 1)
+        return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,9 +113,9 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]  # megatron-core carr
         packed_seq_params: Any = None,
     ) -> Tensor:
         """Attend with `query [L, n, heads, D]`, `key` and `value [L, n, kv_heads, D]`; return `[L, n, heads * D]`."""
-        q, k, v = (one.permute(1, 2, 0, 3) for one in (query, key, value))  # [n, heads, L, D]
         if self._rotate is not None:
-            q, k = self._rotate(q, k, *attention_bias.rotations[self._kind])
+            query, key = self._rotate(query, key, *attention_bias.rotations[self._kind], unsqueeze_dim=2)
+        q, k, v = (one.permute(1, 2, 0, 3) for one in (query, key, value))  # [n, heads, L, D]
         scores = self._scores if self.sinks is None else self._scores._replace(sinks=self.sinks)
         found = attention_bias.layout.attend(q, k, v, scores)  # [n, L, heads, D]
         return found.transpose(0, 1).flatten(2)

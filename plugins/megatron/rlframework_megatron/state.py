@@ -12,14 +12,15 @@ import torch
 from torch import Tensor
 
 from rlframework.errors import DataError, NotSupported
-from rlframework.models.loading import ModelFiles
+from rlframework.models.file_weights import FileLayout
+from rlframework.models.loading import ModelFiles, auto_class
 from rlframework.policy.checkpoint.saved import slice_of
 from rlframework.policy.engine import Engine, Moments, ShardedState, WeightSpec, no_adapters
 from rlframework_megatron import moments as moments_of
 from rlframework_megatron import native
 from rlframework_megatron import weights as weights_of
 from rlframework_megatron.adapters import enable_adapters, gather_merged, initial
-from rlframework_megatron.names import EMBEDDING, HEAD, is_tied
+from rlframework_megatron.names import gives_scores
 from rlframework_megatron.weights import LocalModel
 
 
@@ -32,8 +33,11 @@ def load_from_folder(local_model: LocalModel, folder: str | Path) -> None:
     config = local_model.config
     if getattr(config, "quantization_config", None):
         raise DataError(f"the weights in {folder} are quantised; the megatron backend reads unquantised weights only")
-    shapes = {name: weight.shape for name, weight in local_model.weights.items()}
-    files = ModelFiles(Path(folder), shapes, "model.", {EMBEDDING: [HEAD]} if is_tied(config) else {})
+    head = "score" if gives_scores(config) else "language"
+    with torch.device("meta"):
+        layout = FileLayout.of(auto_class(config, head).from_config(config))
+    weights = {name: layout.weights[name] for name in local_model.weights}
+    files = ModelFiles(Path(folder), weights, "model.", layout.other_names)
     if files.missing:
         raise DataError(
             f"{folder} has no {files.missing[0]}: its files do not belong to the model in its config.json, or use "
