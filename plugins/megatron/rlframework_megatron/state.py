@@ -105,7 +105,7 @@ class ModelState(Engine, ABC):
 
     @property
     def _trained(self) -> LocalModel:
-        """What the optimizer updates."""
+        """The model, or its adapters: those weights that the optimizer updates."""
         return self._local_model if self._local_adapters is None else self._local_adapters
 
     def sharded_state(self) -> ShardedState:

@@ -20,7 +20,7 @@ from rlframework_megatron.settings import require_same_function
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    """What the driver and the workers say of each kind, None if they accept it: `{kind: (driver, workers)}`."""
+    """Return what the driver and the workers say of each kind, None if they accept it: `{kind: (driver, workers)}`."""
     found = {}
     for kind in KINDS.keys() - NO_TEXT_MODEL.keys():
         folder = tmp_path_factory.mktemp(kind)
