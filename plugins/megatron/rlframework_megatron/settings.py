@@ -49,7 +49,7 @@ def transformer_config(
         kv_channels=head_size(model_config),
         layernorm_epsilon=model_config.rms_norm_eps,
         normalization="RMSNorm",
-        activation_func=nn.functional.silu if activation == "silu" else ACT2FN[activation],
+        activation_func=nn.functional.silu if activation == "silu" else ACT2FN[activation].forward,
         gated_linear_unit=True,
         add_bias_linear=False,
         add_qkv_bias=value_of(model_config, found.qkv_bias),
