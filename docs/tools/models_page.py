@@ -1,6 +1,7 @@
 """Write docs/models.md: what each kind of causal language model of transformers supports. It takes a few minutes.
 
-    python docs/tools/models_page.py
+    python docs/tools/models_page.py            # all kinds
+    python docs/tools/models_page.py llama glm  # their rows
 
 `plugins/dtensor/tests/test_kinds.py` compares the page with what the worker does.
 """
@@ -55,6 +56,11 @@ def rows_of_page(text: str) -> dict[str, str]:
     return {line.split("`")[1]: line for line in rows}
 
 
+def version_of_page(text: str) -> str:
+    """Return the version of transformers that the page was written with."""
+    return text.split("that transformers ")[1].split()[0]
+
+
 def main(kinds: list[str]) -> None:
     """Write the page; with `kinds`, only their rows."""
     sys.path.append(str(ROOT / "tests/fixtures"))
@@ -66,7 +72,7 @@ def main(kinds: list[str]) -> None:
     from rlframework_dtensor.worker import DTensorPolicyWorker
 
     transformers.utils.logging.disable_progress_bar()
-    rows = rows_of_page(PAGE.read_text()) if kinds else {}
+    rows = rows_of_page(PAGE.read_text()) if kinds and PAGE.exists() else {}
     ranks = ContextRanks(TARGET)
     for kind in kinds or sorted(KINDS):
         with tempfile.TemporaryDirectory() as folder:

@@ -24,7 +24,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from rlframework.config.policy import PolicyConfig
-from rlframework.errors import DataError
+from rlframework.errors import DataError, NotSupported
 from rlframework.huggingface.hub import local_files_only
 from rlframework.models.file_weights import FileLayout, FileWeight, by_file_names
 from rlframework.models.named_tensors import named_tensors
@@ -95,6 +95,13 @@ def load_config(config: PolicyConfig) -> Any:
         raise _cannot_be_loaded(config, error) from error
     if not getattr(model_config, "auto_map", None) and _language_class(model_config) is None:
         raise _cannot_be_loaded(config, f"unrecognized configuration class {type(model_config).__name__}")
+    try:
+        model_config.get_text_config()
+    except ValueError as error:
+        raise NotSupported(
+            f"a {model_config.model_type} model cannot be trained: it has several language models; set "
+            "policy.model_name to a model with one"
+        ) from error
     disable_dropout(model_config)
     return model_config
 
@@ -108,6 +115,11 @@ def auto_class(config: Any, head: str = "language") -> Any:
     if head == "score":
         return transformers.AutoModelForSequenceClassification
     return _language_class(config) or transformers.AutoModelForCausalLM
+
+
+def is_loadable(config: Any) -> bool:
+    """Return True if transformers loads models of `config`, with language models or by the code next to it."""
+    return _language_class(config) is not None
 
 
 def _language_class(config: Any) -> Any | None:
