@@ -1,24 +1,25 @@
-"""Every kind of causal language model is computed and saved as by a plain model, or rejected as on the dtensor backend."""
+"""Every kind of causal language model is computed and saved as by a plain model, or rejected as on the dtensor backend.
+
+Selected kinds also on two workers.
+"""
 
 from __future__ import annotations
 
-import logging
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from causal_kinds import KINDS
-from kind_outcomes import EQUAL, MODES, TOKENIZER, Place, outcomes
+from causal_kinds import KINDS, LIMIT, NO_TEXT_MODEL, OWN, tiny_model
+from kind_outcomes import EQUAL, MODES, Place, outcomes
+from kind_ranks import ContextRanks
+from models_page import PAGE, rows_of_page
 from torch import Tensor
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from rlframework.errors import NotSupported
-from rlframework.interfaces.worker_group import WorkerContext
-from rlframework_deepspeed import environment
 from rlframework_deepspeed.worker import DeepSpeedPolicyWorker
 
 pytestmark = pytest.mark.slow
+TARGET = "rlframework_deepspeed.worker:DeepSpeedPolicyWorker"
 
 
 def gradients(worker: Any) -> dict[str, Tensor]:
@@ -29,3 +30,66 @@ def gradients(worker: Any) -> dict[str, Tensor]:
         name: tensor.join(shards.all_of(parameter, held.get(id(parameter))), tensor.partition(parameter))
         for name, parameter in worker.engine.model.named_parameters()
     }
+
+
+MULTIMODAL = {"fuyu", "gemma3", "gemma4", "gemma4_unified", "got_ocr2", "moss_transcribe_diarize"}
+"""Kinds whose models take more than text, which only the dtensor backend trains."""
+
+
+@pytest.fixture(scope="module")
+def page() -> dict[str, list[str]]:
+    """The cells of each kind's row of docs/models.md: the kind, dynamic, packed, ..., the reasons."""
+    rows = rows_of_page(PAGE.read_text())
+    return {kind: [cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]] for kind, row in rows.items()}
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS.keys() - NO_TEXT_MODEL.keys()))
+def test_a_kind_is_equal_or_rejected_as_on_the_dtensor_backend(kind: str, page: dict[str, list[str]], tmp_path: Path):
+    found = outcomes(KINDS[kind], tmp_path, DeepSpeedPolicyWorker, place=Place(gradients_of=gradients, generates=False))
+    for outcome, expected in zip((found[mode] for mode in MODES), page[kind][1:3], strict=True):
+        if kind in MULTIMODAL:
+            assert outcome.endswith("is multimodal, which this backend does not support; set policy.backend=dtensor")
+        elif expected == EQUAL:
+            assert outcome == EQUAL
+        else:
+            assert outcome.splitlines()[0].replace("|", "\\|") in page[kind][-1].split("<br>")
+
+
+# -- several workers ---------------------------------------------------------------------------------------------------
+
+LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "ulysses": ({"parallelism": {"context": 2}}, {"sequence_exchange": "ulysses"}),
+    "tensor": ({"parallelism": {"tensor": 2}}, {}),
+    # both ranks have the same rows
+    "ZeRO-3": ({"parallelism": {}, "train_global_batch_size": 8}, {"zero_optimization": {"stage": 3}}),
+}
+SELECTED: dict[str, dict[str, Any]] = {
+    "gpt_oss": {},
+    "gemma2": {},
+    "cohere": {},
+    "mixtral": {"router_jitter_noise": 0.3, "sliding_window": LIMIT},
+    "phi3": {
+        "rope_parameters": {
+            "rope_type": "longrope", "rope_theta": 10_000.0, "original_max_position_embeddings": 8,
+            "short_factor": [1.0] * 4, "long_factor": [3.0] * 4,
+        }
+    },
+}
+"""Kinds with sinks, soft caps, a factor of the logits, experts with noise, and rotary embeddings by the length."""
+
+NO_PLAN = ("mixtral", "phi3")
+"""Those whose plan has styles that AutoTP does not know."""
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_selected_kinds_are_equal_on_two_workers_or_rejected(layout: str, tmp_path: Path, monkeypatch: Any):
+    ranks = ContextRanks(TARGET, *LAYOUTS[layout], gradients_of="test_deepspeed_kinds:gradients")
+    found = {}
+    for kind, own in SELECTED.items():
+        monkeypatch.setitem(OWN, kind, OWN.get(kind, {}) | own)
+        tiny_model(KINDS[kind]).save_pretrained(tmp_path / kind)
+        found[kind] = ranks.outcome(tmp_path / kind)
+    ranks.close()
+    rejected = {kind: outcome for kind, outcome in found.items() if outcome != EQUAL}
+    assert set(rejected) == (set(NO_PLAN) if layout == "tensor" else set())
+    assert all(reason.startswith("AutoTP cannot split ") for reason in rejected.values())
