@@ -221,11 +221,16 @@ def scores(path: Any, batch: Batch) -> Tensor:
 
 
 def expert_by_expert(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename `tensors` to the names of `save_pretrained`, which stores each expert of a mixture separately."""
+    """Rename `tensors` to the names of `save_pretrained`, which stores each expert of a mixture separately.
+
+    The experts of gpt-oss, which have biases, are stored together.
+    """
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         experts, _, kind = name.rpartition(".")
-        if kind == "gate_up_proj":
+        if f"{experts}.gate_up_proj_bias" in tensors:
+            found[name] = tensor
+        elif kind == "gate_up_proj":
             for number, (gate, up) in enumerate(one.chunk(2) for one in tensor):
                 found |= {f"{experts}.{number}.gate_proj.weight": gate, f"{experts}.{number}.up_proj.weight": up}
         elif kind == "down_proj":
