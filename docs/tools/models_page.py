@@ -72,7 +72,7 @@ def main(kinds: list[str]) -> None:
     from rlframework_dtensor.worker import DTensorPolicyWorker
 
     transformers.utils.logging.disable_progress_bar()
-    rows = rows_of_page(PAGE.read_text()) if kinds else {}
+    rows = rows_of_page(PAGE.read_text()) if kinds and PAGE.exists() else {}
     ranks = ContextRanks(TARGET)
     for kind in kinds or sorted(KINDS):
         with tempfile.TemporaryDirectory() as folder:

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlframework.batch.batch_rows import copy_to
 from rlframework.interfaces.data_processor import Microbatch
@@ -140,8 +140,11 @@ class ContextParallel:
 
 
 def rotary_lengths(model: Any, microbatch: Microbatch, columns: Tensor) -> AbstractContextManager[None]:
-    """Give rotary embeddings of `model` that need them the lengths of the sequences whose `columns` it computes."""
-    if not length_dependent(config_of(model)):
+    """Give rotary embeddings of `model` that need them the lengths of the sequences whose `columns` it computes.
+
+    A function in place of a model has none: its backend rejects such models in context parallelism.
+    """
+    if not isinstance(model, nn.Module) or not length_dependent(config_of(model)):
         return nullcontext()
     positions = microbatch.processed_inputs.position_ids
     assert positions is not None

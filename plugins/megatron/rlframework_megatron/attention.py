@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlframework.models.attention import RowLayout, Scores
+from rlframework.models.attention import RowLayout
 from rlframework.models.rotary import length_dependent, rotate_by_sequence
+from rlframework.models.scores import Scores
 from rlframework_megatron.architectures import architecture, score_scale, window_of
 from rlframework_megatron.upstream import (
     MegatronModule,
@@ -60,7 +61,7 @@ class Rotary:
 
 @dataclass(frozen=True, eq=False)
 class LayerInputs:
-    """What the layers of a forward share: the layout of the rows, and rotations as of `Rotary.rotations`."""
+    """State that the layers of a forward share: the layout of the rows, and rotations as of `Rotary.rotations`."""
 
     layout: RowLayout
     rotations: dict[str | None, Rotation]
@@ -98,7 +99,7 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]  # megatron-core carr
 
     @classmethod
     def of(cls, model_config: Any, rotary: Rotary) -> Callable[..., CoreAttention]:
-        """What megatron-core's layer calls to create its attention."""
+        """Return a function that creates the attention of megatron-core's layer."""
         return partial(cls, model_config=model_config, rotary=rotary)
 
     def forward(

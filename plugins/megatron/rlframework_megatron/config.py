@@ -12,7 +12,7 @@ from pydantic import Field, PositiveInt, field_validator
 from rlframework.config.base import Section
 from rlframework.config.device_defaults import Default
 from rlframework.config.sections import RunConfig
-from rlframework.plugins.model_checks import indivisible, model_config
+from rlframework.plugins.model_checks import indivisible, lora_problems, model_config
 from rlframework.plugins.types import Problem
 from rlframework_megatron.architectures import ARCHITECTURES
 
@@ -71,6 +71,7 @@ def check(config: RunConfig, device: str) -> list[Problem]:
         *_overlap_problems(section),
         *_fusion_problems(section, device),
         *_offload_problems(config, device),
+        *_lora_problems(config, section),
         *_model_problems(model),
     ]
 
@@ -141,10 +142,7 @@ def _experts_problems(config: RunConfig, model: Mapping[str, Any]) -> Iterator[P
 
 def _mixture_problems(config: RunConfig) -> Iterator[Problem]:
     parallelism = config.policy.parallelism
-    if parallelism.tensor > 1 and parallelism.expert > 1:
-        message = "experts are either distributed across workers or split by tensor parallelism, not both."
-        yield Problem("policy.parallelism.tensor", message, "Set it, or policy.parallelism.expert, to 1.")
-    elif parallelism.tensor > 1 and not parallelism.sequence:
+    if parallelism.tensor > 1 and not parallelism.sequence:
         message = "megatron-core trains mixtures of experts with tensor parallelism only under sequence parallelism."
         yield Problem("policy.parallelism.sequence", message, "Set it to true.")
     if parallelism.model_size > 1 and config.policy.router_aux_loss_coef > 0:
@@ -182,12 +180,24 @@ def _offload_problems(config: RunConfig, device: str) -> Iterator[Problem]:
         yield Problem("policy.offload.parameters", message, remedy)
 
 
+def _lora_problems(config: RunConfig, section: MegatronConfig) -> Iterator[Problem]:
+    yield from lora_problems(config)
+    if config.policy.lora is None:
+        return
+    if config.policy.parallelism.expert > 1:
+        message = "LoRA with expert parallelism is not supported: it has not been validated."
+        yield Problem("policy.parallelism.expert", message, "Set it to 1.")
+    if section.transformer_engine == "true":
+        message = "Transformer Engine's layers contain the norm before them, and cannot have LoRA adapters."
+        yield Problem("policy.megatron.transformer_engine", message, "Set it to auto or false.")
+
+
 def _model_problems(model: Mapping[str, Any]) -> Iterator[Problem]:
-    for message in _unsupported(model):
+    for message in unsupported(model):
         yield Problem("policy.model_name", message, INSTEAD)
 
 
-def _unsupported(model: Mapping[str, Any]) -> Iterator[str]:
+def unsupported(model: Mapping[str, Any]) -> Iterator[str]:
     """Describe unsupported features in a model's configuration; workers reject them too."""
     kind = model.get("model_type")
     if kind is None:  # the configuration is not available locally

@@ -165,7 +165,7 @@ def build_chunks(
                 embedding_scale=embedding_scale(model_config, core_config.params_dtype),
                 formula={key: value for key in formula if (value := getattr(model_config, key)) is not None},
                 vocabulary=model_config.vocab_size,
-                pad=model_config.pad_token_id,
+                pad=_pad(model_config),
                 groups=groups,
                 scores=gives_scores(model_config),
             )
@@ -173,6 +173,12 @@ def build_chunks(
     for chunk in found:
         _mark_split(chunk.to(groups.device))  # megatron-core creates some of it on the CPU
     return found
+
+
+def _pad(model_config: Any) -> int | None:
+    """The token whose embedding gets no gradient; torch counts a negative one from the end of the vocabulary."""
+    pad: int | None = model_config.pad_token_id
+    return pad if pad is None else pad % int(model_config.vocab_size)
 
 
 def _mark_split(chunk: Chunk) -> None:

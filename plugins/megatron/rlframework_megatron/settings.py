@@ -49,7 +49,7 @@ def transformer_config(
         kv_channels=head_size(model_config),
         layernorm_epsilon=model_config.rms_norm_eps,
         normalization="RMSNorm",
-        activation_func=nn.functional.silu if activation == "silu" else ACT2FN[activation],
+        activation_func=nn.functional.silu if activation == "silu" else ACT2FN[activation].forward,
         gated_linear_unit=True,
         add_bias_linear=False,
         add_qkv_bias=value_of(model_config, found.qkv_bias),
@@ -142,6 +142,12 @@ def require_same_function(model_config: Any) -> None:
         )
     if (activation := getattr(model_config, found.activation)) not in ACT2FN:
         raise NotSupported(f"the {kind} model has the activation {activation!r}, which is not known. {INSTEAD}")
+    normalized = found.mixture is not None and value_of(model_config, found.mixture.normalized)
+    if normalized and _has_experts(model_config) and model_config.num_experts_per_tok == 1:
+        raise NotSupported(
+            f"megatron-core does not train routers that choose one expert and divide its weight by itself, as this "
+            f"{kind} model's do (num_experts_per_tok is 1). {INSTEAD}"
+        )
     layers = set(getattr(model_config, "layer_types", None) or ())
     if found.windows == "layer_types" and layers - {"full_attention", SLIDING}:
         raise NotSupported(
@@ -195,10 +201,10 @@ def require_experts(model_config: Any, sizes: Sizes, *, router_loss: bool) -> No
                 "to 0"
             )
         return
-    if sizes.tensor > 1 and (sizes.expert > 1 or not sizes.sequence):
+    if sizes.tensor > 1 and not sizes.sequence:
         raise NotSupported(
             f"a mixture of experts such as this {kind} model supports tensor parallelism only with "
-            "policy.parallelism.sequence set to true and policy.parallelism.expert set to 1"
+            "policy.parallelism.sequence set to true"
         )
     if router_loss and sizes.tensor * sizes.context * sizes.pipeline > 1:
         raise NotSupported(

@@ -47,7 +47,13 @@ with warnings.catch_warnings(), _uncompiled():
     from megatron.core.optimizer import OptimizerConfig, ParamKey, get_megatron_optimizer
     from megatron.core.optimizer.optimizer_config import ParamPredicate
     from megatron.core.pipeline_parallel import get_forward_backward_func
-    from megatron.core.tensor_parallel import CheckpointWithoutOutput, gather_from_sequence_parallel_region
+    from megatron.core.tensor_parallel import (
+        CheckpointWithoutOutput,
+        copy_to_tensor_model_parallel_region,
+        gather_from_sequence_parallel_region,
+        reduce_from_tensor_model_parallel_region,
+        reduce_scatter_to_sequence_parallel_region,
+    )
     from megatron.core.tensor_parallel import random as random_states
     from megatron.core.tensor_parallel.layers import (
         ColumnParallelLinear,
@@ -94,6 +100,7 @@ __all__ = [
     "TransformerLayer",
     "VocabParallelEmbedding",
     "bias_swiglu_impl",
+    "copy_to_tensor_model_parallel_region",
     "dist_checkpointing",
     "finalize_model_grads",
     "gather_from_sequence_parallel_region",
@@ -107,6 +114,8 @@ __all__ = [
     "parallel_state",
     "quiet",
     "random_states",
+    "reduce_from_tensor_model_parallel_region",
+    "reduce_scatter_to_sequence_parallel_region",
     "replace_state_dict_keys_with_sharded_keys",
     "set_tensor_model_parallel_attributes",
 ]

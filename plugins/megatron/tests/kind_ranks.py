@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from forked_ranks import tell
 from safetensors.torch import load_file
 from torch import Tensor
@@ -85,6 +86,7 @@ def check(folder: Path, layout: str, mode: str, rank: int) -> list[str]:
             error = float((found - logprobs).abs().max())
             complaints += [] if error < TOLERANCE * 3 else [f"log-probabilities differ by {error:.1e}"]
             complaints += differences({name: moment / (1 - BETA) for name, moment in moments.items()}, gradients)
+        complaints += [] if mode != "packed" else native(worker, folder / f"native-{layout}")
         worker.save_pretrained(str(folder / "exported"))
         if logprobs is not None and not complaints:
             again = oracle(folder / "exported", data)[0]
@@ -93,6 +95,19 @@ def check(folder: Path, layout: str, mode: str, rank: int) -> list[str]:
     finally:
         worker.shutdown()
     return complaints
+
+
+def native(worker: MegatronPolicyWorker, folder: Path) -> list[str]:
+    """A checkpoint of megatron-core's own format brings every weight back."""
+    engine = worker.engine
+    kept = {name: weight.clone() for name, weight in engine.gather_weights(engine.weight_specs())}
+    folder.mkdir(exist_ok=True)
+    dist.barrier()
+    engine.save_native(folder, optimizer=True)
+    engine.load_weights({name: torch.zeros_like(weight) for name, weight in kept.items()})
+    engine.load_native(folder, optimizer=True)
+    again = engine.gather_weights(engine.weight_specs())
+    return [f"a native checkpoint changed {name}" for name, weight in again if not torch.equal(weight, kept[name])]
 
 
 def differences(found: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> list[str]:

@@ -89,7 +89,7 @@ OWN: dict[str, dict[str, Any]] = {
     "phi3": {"original_max_position_embeddings": 8},
     "qwen2": {"max_position_embeddings": 8},
 }
-"""What else single types are given; longrope and dynamic depend on the length of a row, 8 is between those of rows."""
+"""Further settings of single types; longrope and dynamic depend on the length of a row, 8 is between those of rows."""
 
 
 def switched(kind: str) -> tuple[PretrainedConfig, list[str]]:
