@@ -80,7 +80,9 @@ def main(kinds: list[str]) -> None:
             found["context"] = ranks.outcome(Path(folder))
         rows[kind] = row_of(kind, found)
     ranks.close()
-    PAGE.write_text(HEADER.format(version=transformers.__version__) + "\n".join(rows[kind] for kind in sorted(rows)) + "\n")
+    PAGE.write_text(
+        HEADER.format(version=transformers.__version__) + "\n".join(rows[kind] for kind in sorted(rows)) + "\n"
+    )
     print(f"wrote {PAGE.relative_to(ROOT)}")
 
 

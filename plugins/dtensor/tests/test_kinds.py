@@ -1,4 +1,4 @@
-"""Every kind of causal language model is computed as its rows one by one, or rejected before any work; docs/models.md."""
+"""Every kind of causal language model is computed as its rows one by one, or rejected: docs/models.md."""
 
 from __future__ import annotations
 
