@@ -18,7 +18,7 @@ from rlframework.errors import NotSupported
 from rlframework_megatron.architectures import ARCHITECTURES
 from rlframework_megatron.settings import require_same_function
 
-RANKS = Path(__file__).with_name("kind_ranks.py")
+RANKS = Path(__file__).with_name("megatron_kind_ranks.py")
 WARNS = ("ignore::UserWarning", "ignore::FutureWarning")
 
 SIZES = {

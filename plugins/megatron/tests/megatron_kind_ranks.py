@@ -1,6 +1,6 @@
 """Run as a program: gloo ranks that train tiny models of kinds and settings, and say what a plain forward contradicts.
 
-    kind_ranks.py WORLD FOLDER CASE...    a case: MODEL:LAYOUT:MODE, such as mistral:tensor=2:packed
+    megatron_kind_ranks.py WORLD FOLDER CASE...    a case: MODEL:LAYOUT:MODE, such as mistral:tensor=2:packed
 
 FOLDER has the models. Prints the complaints of each case as JSON, by rank. What is right is told by transformers: the
 log-probabilities of each row by itself, and the gradients of their mean.
