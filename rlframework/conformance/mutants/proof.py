@@ -14,8 +14,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-import pytest
-
 from rlframework.conformance import suite_of
 from rlframework.conformance.layouts import Layout
 from rlframework.conformance.measure import ConformanceFailure
@@ -68,6 +66,8 @@ class MutantProof:
 
         A kind of model that the part rejects cannot be computed wrongly, so the case is skipped.
         """
+        import pytest
+
         mutant, test = mutant_case
         suite = suite_of(self.kind)
         passed = tests_passed_by_sound_part.path(self.kind, self.backend, self.section, mutant.layout, test)

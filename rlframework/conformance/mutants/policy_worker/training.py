@@ -214,7 +214,6 @@ def schedule_moves_each_step(training_class: Any) -> Any:
     "tied_head_untied",
     "A tied head becomes a parameter of its own when the model is sharded.",
     "test_a_tied_head_stays_tied",
-    "test_saved_names_shapes_and_dtypes_are_those_of_the_model",
 )
 @in_engine
 def tied_head_untied(engine_class: Any) -> Any:
