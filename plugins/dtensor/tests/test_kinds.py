@@ -23,7 +23,7 @@ WHAT_TO_DO = "run `python docs/tools/models_page.py {kind}` and look at the diff
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[ContextRanks]:
     """Two ranks of context parallelism, for all kinds."""
-    made = ContextRanks(TARGET)
+    made = ContextRanks(TARGET, modes=["packed"])
     yield made
     made.close()
 
