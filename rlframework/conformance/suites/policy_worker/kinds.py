@@ -26,9 +26,7 @@ class Kinds(Suite):
 
     @holds(2, alone=True)
     def test_windows_of_the_mask_limit_what_a_token_sees(self, harness: PolicyHarness) -> None:
-        """The same for a window that the model gives to its mask only, so that an attention of one's own is not told of
-        it.
-        """
+        """The same for a window that the model gives to its mask only, and not to the attention function."""
         _compare(harness, "windows_of_the_mask", "windows in masks", "window|sliding|qwen2_?moe")
 
     @holds(2, alone=True)
