@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 import torch
-from causal_kinds import KINDS, SIZES, tiny_model
+from causal_kinds import KINDS, tiny_model
+from kind_outcomes import LENGTHS, batch
 from probe_forked import run_program
 from transformers import AutoModelForCausalLM
 
-LENGTHS = (11, 7, 9, 3)
 EXCHANGES, LAYOUTS = ("gather", "ulysses"), ("packed", "padded")
 LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "rope_theta": 1e4}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -48,21 +48,10 @@ def save_models(folder: Path) -> None:
         model.save_pretrained(folder / name)
 
 
-def rows() -> Any:
-    from rlframework.batch.batched_data_dict import BatchedDataDict
-
-    generator = torch.Generator().manual_seed(1)
-    lengths = torch.tensor(LENGTHS)
-    real = torch.arange(max(LENGTHS)) < lengths[:, None]
-    ids = torch.randint(3, SIZES["vocab_size"], real.shape, generator=generator) * real
-    masks = {"token_mask": real.float(), "sample_mask": torch.ones(len(LENGTHS))}
-    return BatchedDataDict({"input_ids": ids, "input_lengths": lengths, **masks})
-
-
 def row_by_row(model: Any) -> torch.Tensor:
     """Log-probabilities of the rows' tokens after the first, one after the other."""
     found = []
-    for row, length in zip(rows()["input_ids"], LENGTHS, strict=True):
+    for row, length in zip(batch()["input_ids"], LENGTHS, strict=True):
         scores = model(input_ids=row[None, :length], use_cache=False).logits[0].float().log_softmax(-1)
         found.append(scores[:-1].gather(1, row[1:length, None])[:, 0])
     return torch.cat(found)
@@ -94,7 +83,7 @@ def errors(folder: Path, exchange: str, layout: str) -> tuple[float, dict[str, f
     context = context_of(DeepSpeedConfig(sequence_exchange=exchange), group)
     packed = layout == "packed"
     padding = Padding(context.pad_multiple)
-    microbatch = make_microbatch(rows(), torch.arange(len(LENGTHS)), packed=packed, positions="all", padding=padding)
+    microbatch = make_microbatch(batch(), torch.arange(len(LENGTHS)), packed=packed, positions="all", padding=padding)
     with attending(model.config, microbatch, context):
         values = forward(model, HeadPatch(model), microbatch, HeadRequest(), context)[:, 0]
         weighted(values).backward()

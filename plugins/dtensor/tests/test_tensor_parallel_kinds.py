@@ -15,13 +15,12 @@ from typing import Any
 
 import pytest
 import torch
-from causal_kinds import KINDS, SIZES, tiny_model
+from causal_kinds import KINDS, tiny_model
+from kind_outcomes import LENGTHS, TOKENIZER, TOLERANCE, batch, oracle, parameter_gradients
 from probe_forked import run_program
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-LENGTHS = (11, 7, 9, 3)
-TOLERANCE = 1e-5
 EQUAL = ("cohere", "cohere2", "granite", "gemma2", "gemma2, sequence", "gemma3_text", "gemma3_text, sequence")
 REJECTED = {
     "apertus": "does not sum the gradients of model.layers.0.mlp.act_fn",
@@ -33,53 +32,26 @@ REJECTED = {
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("tensor ranks")]
 
 
-def rows() -> Any:
-    from rlframework.batch.batched_data_dict import BatchedDataDict
-
-    generator = torch.Generator().manual_seed(1)
-    lengths = torch.tensor(LENGTHS)
-    real = torch.arange(max(LENGTHS)) < lengths[:, None]
-    ids = torch.randint(3, SIZES["vocab_size"], real.shape, generator=generator) * real
-    masks = {"token_mask": real.float(), "sample_mask": torch.ones(len(LENGTHS))}
-    return BatchedDataDict({"input_ids": ids, "input_lengths": lengths, **masks})
-
-
-def row_by_row(model: Any) -> Tensor:
-    """Log-probabilities `[B, S]` of each row by itself; the gradients of their mean are in `model`."""
-    ids = rows()["input_ids"]
-    found = torch.zeros(ids.shape)
-    for row, length in enumerate(LENGTHS):
-        scores = model(input_ids=ids[row : row + 1, :length], use_cache=False).logits[0].float().log_softmax(-1)
-        found[row, 1:length] = scores[:-1].gather(1, ids[row, 1:length, None])[:, 0]
-    (-found.sum() / (sum(LENGTHS) - len(LENGTHS))).backward()
-    return found.detach()
-
-
 def errors(folder: Path, context: Any, sequence: bool) -> dict[str, float]:
     """The largest error of a log-probability, and of each weight's gradient relative to all gradients."""
     from rlframework.algorithms.losses import NLLLoss
-    from rlframework.huggingface.tokenizer import character_tokenizer
     from rlframework_dtensor.worker import DTensorPolicyWorker
 
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    expected = row_by_row(plain)
+    expected, weights = oracle(plain, batch())
     parallelism = {"tensor": 2, "sequence": sequence}
     config = {"model_name": str(folder), "parallelism": parallelism, "train_global_batch_size": len(LENGTHS)}
-    tokenizer = character_tokenizer("0123456789abcdefghijklmnopqrstuvwxyz+=?")
-    worker = DTensorPolicyWorker(config, tokenizer, context=context)
+    worker = DTensorPolicyWorker(config, TOKENIZER, context=context)
     gradients: dict[str, Tensor] = {}
 
     def keep(*_: Any) -> tuple[float, bool]:
-        for name, weight in worker.engine.model.named_parameters():
-            if weight.grad is not None:
-                gradients[name] = weight.grad.full_tensor()
+        gradients.update(parameter_gradients(worker))
         return 0.0, True
 
     worker.engine.clip_and_step = keep  # type: ignore[method-assign]
-    worker.train(rows(), NLLLoss())
-    found = {"log-probabilities": float((worker.get_logprobs(rows())["logprobs"] - expected).abs().max())}
+    worker.train(batch(), NLLLoss())
+    found = {"log-probabilities": float((worker.get_logprobs(batch())["logprobs"] - expected).abs().max())}
     worker.shutdown()
-    weights = {name: weight.grad for name, weight in plain.named_parameters() if weight.grad is not None}
     whole = torch.stack([gradient.norm() for gradient in weights.values()]).norm()
     missing = weights.keys() - gradients.keys()
     assert not missing, f"no gradient of {sorted(missing)}"

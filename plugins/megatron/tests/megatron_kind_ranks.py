@@ -2,8 +2,8 @@
 
     megatron_kind_ranks.py WORLD FOLDER CASE...    a case: MODEL:LAYOUT:MODE, such as mistral:tensor=2:packed
 
-FOLDER has the models. Prints the complaints of each case as JSON, by rank. What is right is told by transformers: the
-log-probabilities of each row by itself, and the gradients of their mean.
+FOLDER has the models. Prints the complaints of each case as JSON, by rank. What is right is computed by
+transformers: the log-probabilities of each row by itself, and the gradients of their mean.
 """
 
 from __future__ import annotations
@@ -13,50 +13,33 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import kind_outcomes
 import torch
 import torch.distributed as dist
 from forked_ranks import tell
+from kind_outcomes import LENGTHS, TOKENIZER, TOLERANCE, batch
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rlframework.algorithms.losses import NLLLoss
-from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.conformance.layouts import Layout
 from rlframework.errors import NotSupported
-from rlframework.huggingface.tokenizer import character_tokenizer
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework_megatron.worker import MegatronPolicyWorker
 
-LENGTHS = (11, 7, 9, 3)
 BETA = 0.9
-TOLERANCE = 1e-5
-TOKENIZER = character_tokenizer("0123456789abcdefghijklmnopqrstuvwxyz+=?")
-
-
-def batch() -> BatchedDataDict[Any]:
-    generator = torch.Generator().manual_seed(1)
-    lengths = torch.tensor(LENGTHS)
-    real = torch.arange(max(LENGTHS)) < lengths[:, None]
-    ids = torch.randint(3, 40, real.shape, generator=generator) * real
-    masks = {"token_mask": real.float(), "sample_mask": torch.ones(len(LENGTHS))}
-    return BatchedDataDict({"input_ids": ids, "input_lengths": lengths, **masks})
 
 
 def oracle(folder: Path, data: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
     """Log-probabilities `[B, S]` of each row by itself, and the gradients of their mean by the names in files."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-    logprobs = torch.zeros(data["input_ids"].shape)
-    for row, length in enumerate(LENGTHS):
-        ids = data["input_ids"][row : row + 1, :length]
-        scores = model(input_ids=ids, use_cache=False).logits[0].float().log_softmax(-1)
-        logprobs[row, 1:length] = scores[:-1].gather(1, ids[0, 1:, None])[:, 0]
-    (-logprobs.sum() / (sum(LENGTHS) - len(LENGTHS))).backward()
+    logprobs, _ = kind_outcomes.oracle(model, data)
     with torch.no_grad():
         for weight in model.parameters():
             weight.copy_(torch.zeros_like(weight) if weight.grad is None else weight.grad)
     model.save_pretrained(folder / "gradients")
-    return logprobs.detach(), load_file(folder / "gradients" / "model.safetensors")
+    return logprobs, load_file(folder / "gradients" / "model.safetensors")
 
 
 def make_worker(folder: Path, layout: str, mode: str, rank: int) -> MegatronPolicyWorker:
