@@ -78,7 +78,11 @@ class GRPO(StepLoop):
             result.completion_lengths, limit, config.overlong.buffer, config.overlong.penalty
         )
         advantages, constant = group_advantages(
-            shaped, config.samples_per_prompt, leave_one_out=config.leave_one_out, normalize_std=config.normalize_std
+            shaped,
+            config.samples_per_prompt,
+            leave_one_out=config.leave_one_out,
+            normalize_std=config.normalize_std,
+            eps=config.std_epsilon,
         )
         data["advantages"] = advantages[:, None] * data["token_mask"]
         if config.skip_zero_variance and not config.loss.kl_coef:  # a KL term still gives these rows a gradient

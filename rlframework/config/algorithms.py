@@ -90,17 +90,36 @@ class ClippedPGLossConfig(Section):
     ratio_clip_c: float | None = Field(
         None, gt=1.0, description="dual-clip PPO (arXiv:1912.09729): bound on the loss at negative advantages"
     )
-    level: Literal["token", "sequence"] = Field(
-        "token", description="average the loss over all tokens, or per sequence and then over sequences"
+    level: Literal["token", "sequence", "constant"] = Field(
+        "token",
+        description="average the loss over all tokens, or per sequence and then over sequences; constant: sum each "
+        "sequence, divide by `constant_length`, average over sequences (Dr. GRPO, arXiv:2503.20783)",
+    )
+    constant_length: PositiveInt | None = Field(
+        None, description="number of tokens that level=constant divides by, such as `generation.max_new_tokens`"
     )
     kl_coef: NonNegativeFloat = Field(
         0.0, description="weight of the KL divergence from the reference policy; 0: no reference policy"
     )
     kl_estimator: Literal["k1", "k2", "k3"] = Field("k3", description="see http://joschu.net/blog/kl-approx.html")
+    kl_max: PositiveFloat | None = Field(
+        None, description="bound on the absolute KL estimate of a token, which has no gradient beyond it; null: none"
+    )
+    kl_correction: Literal["none", "ratio", "generator"] = Field(
+        "none",
+        description="off-policy correction of the KL term. ratio: times the probability ratio, including its gradient "
+        "(DeepSeek-V3.2, arXiv:2512.02556); generator: times the probability over the generator's, as a constant",
+    )
     importance_correction: Literal["none", "truncated"] = Field(
         "none", description="truncated: weight tokens by trainer/generator probability, at most `importance_cap`"
     )
     importance_cap: PositiveFloat = Field(2.0, description="upper bound of a token's importance weight")
+
+    @model_validator(mode="after")
+    def _constant(self) -> Self:
+        if (self.level == "constant") != (self.constant_length is not None):
+            raise ValueError("constant_length must be set for level=constant, and only for it")
+        return self
 
 
 class OverlongConfig(Section):
@@ -120,6 +139,7 @@ class GRPOConfig(AlgorithmConfig):
     epochs_per_batch: PositiveInt = Field(1, description="training passes over each rollout batch")
     leave_one_out: bool = Field(False, description="baseline: mean of the other rewards (RLOO, arXiv:2402.14740)")
     normalize_std: bool = Field(True, description="divide advantages by the group's standard deviation")
+    std_epsilon: NonNegativeFloat = Field(1e-6, description="added to that standard deviation")
     skip_zero_variance: bool = Field(True, description="skip groups whose rewards are all equal; a metric counts them")
     overlong: OverlongConfig = OverlongConfig()
     loss: Annotated[

@@ -74,7 +74,9 @@ class SchedulerConfig(Section):
     """
 
     name: Literal["constant", "linear", "cosine"] = Field("constant", description="shape of the schedule after warmup")
-    warmup_steps: NonNegativeInt = Field(0, description="training calls over which the learning rate rises from 0")
+    warmup_steps: NonNegativeInt = Field(
+        0, description="training calls over which the learning rate rises; at the first it is 0"
+    )
     total_steps: PositiveInt | None = Field(None, description="training calls until the decay ends, warmup included")
     min_ratio: Fraction = Field(0.0, description="factor of `optimizer.lr` at the end of the decay")
 

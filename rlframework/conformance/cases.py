@@ -1,8 +1,9 @@
 """Tiny models and batches for the suites: small enough for a CPU, without symmetries that hide bugs.
 
 Weights are large enough for attention and positions to matter (a freshly initialized model answers nearly the same
-whatever it attends to), norms are not all one, biases not all zero, the vocabulary size is odd, and key-value heads are
-grouped.
+whatever it attends to), norms are not all one, biases not all zero, the vocabulary size is odd, key-value heads are
+grouped, and every configuration with dropout has a high one, which no result may show. Windows and limits are shorter
+than most rows of `batch`.
 """
 
 from __future__ import annotations
@@ -56,11 +57,33 @@ def _rotary(family: str, task: str = "CausalLM", **changes: Any) -> Callable[[in
     return make
 
 
+WINDOW = 4
+"""Tokens that a token of a model with windows attends to."""
+SHORT = 10
+"""The longest rows for the first of the two sets of frequencies of `lengths`."""
+
+_DROPOUT: dict[str, Any] = {"attention_dropout": 0.5}
 _EXPERTS: dict[str, Any] = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 24,
     "norm_topk_prob": True,
+}
+_FEW_EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_CAPS: dict[str, Any] = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 4.0}
+_TWO_SETS: dict[str, Any] = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.2, 1.4, 1.6],
+    "long_factor": [2.0, 3.0, 4.0, 5.0],
+    "factor": MAX_POSITIONS / SHORT,
+    "original_max_position_embeddings": SHORT,
+}
+_YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": MAX_POSITIONS / SHORT,
+    "original_max_position_embeddings": SHORT,
 }
 
 
@@ -72,19 +95,30 @@ def _gpt2(vocabulary: int) -> Any:
 
 
 MODELS: Mapping[str, Callable[[int], Any]] = {
-    "untied": _rotary("Llama"),
-    "tied": _rotary("Llama", tie_word_embeddings=True),
-    "dropout": _rotary("Llama", attention_dropout=0.5),
+    "untied": _rotary("Llama", **_DROPOUT),
+    "tied": _rotary("Llama", **_DROPOUT, tie_word_embeddings=True),
     "learned_positions": _gpt2,
-    "norms_of_heads": _rotary("Qwen3", head_dim=8),
-    "experts": _rotary("Qwen3Moe", head_dim=8, **_EXPERTS),
-    "reward": _rotary("Llama", "SequenceClassification", num_labels=1),
+    "norms_of_heads": _rotary("Qwen3", head_dim=8, **_DROPOUT),
+    "experts": _rotary("Qwen3Moe", head_dim=8, **_DROPOUT, **_EXPERTS),
+    "reward": _rotary("Llama", "SequenceClassification", num_labels=1, **_DROPOUT),
+    "windows": _rotary("Qwen3", head_dim=8, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),
+    "windows_of_the_mask": _rotary(
+        "Qwen2Moe", use_sliding_window=True, sliding_window=WINDOW, shared_expert_intermediate_size=24, **_EXPERTS
+    ),
+    "router_noise": _rotary("Mixtral", router_jitter_noise=0.5, **_FEW_EXPERTS),
+    "lengths": _rotary("Llama", rope_parameters=_TWO_SETS),
+    "caps": _rotary("Gemma2", head_dim=8, query_pre_attn_scalar=12, sliding_window=WINDOW, **_CAPS),
+    "sinks": _rotary("GptOss", head_dim=8, sliding_window=WINDOW, rope_parameters=_YARN, **_FEW_EXPERTS),
 }
 """Models by purpose.
 
-`learned_positions` reveals errors that rotary positions, being relative, hide. `norms_of_heads` has weights shared by
-all heads, whose gradient ranks with some heads each see in part. `experts` is a mixture that sends each token to two of
-four experts.
+`untied` and `tied`, which most tests use, have dropout. `learned_positions` reveals errors that rotary
+positions, being relative, hide. `norms_of_heads` has weights shared by all heads, whose gradient ranks with some heads
+each see in part. `experts` is a mixture that sends each token to two of four experts. `windows` has one layer without
+and one with a window, which the layer passes to its attention; in `windows_of_the_mask` it is in the mask only.
+`router_noise` multiplies the inputs of its routers by random numbers in training. The frequencies of the rotary
+embeddings of `lengths` are others for rows of more than `SHORT` tokens. `caps` squashes the scores of attention and the
+logits, and `sinks` has a further score for each head of attention.
 """
 
 
@@ -110,10 +144,10 @@ def model(name: str, folder: Path, *, layers: int = LAYERS) -> Path:
 
 
 def _of_layers(made: Any, layers: int) -> Any:
-    """Return a model like `made` with the given number of layers, all of one kind."""
+    """Return a model like `made` with the given number of layers, whose kinds repeat."""
     made.config.num_hidden_layers = layers
     if kinds := getattr(made.config, "layer_types", None):
-        made.config.layer_types = kinds[:1] * layers
+        made.config.layer_types = [kinds[number % len(kinds)] for number in range(layers)]
     return type(made)(made.config)
 
 

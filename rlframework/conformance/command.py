@@ -116,6 +116,7 @@ def table_of_tests(request: Request) -> Table:
             needs = sorted(map(str, requirement.capabilities))
             needs += [f"data={requirement.data_parallel}"] * (requirement.data_parallel > 1)
             needs += ["a GPU"] * requirement.gpu
+            needs += ["one worker"] * requirement.alone
             runs = "yes" if part.has(name, request.device) else "no" if requirement.declared(record) else "not declared"
             cells = (part.suite.__name__, str(requirement.contract), name, ", ".join(needs), runs)
             table.add_row(*map(Text, cells))

@@ -39,6 +39,8 @@ class Harness:
     mutant: str | None = None
     section: Mapping[str, Any] = field(default_factory=dict)
     measurements: list[Measurement] = field(default_factory=list)
+    rejected: list[str] = field(default_factory=list)
+    """Kinds of models that the implementation rejects, which the verdict names."""
     resources: ExitStack = field(default_factory=ExitStack)
 
     def close(self) -> None:

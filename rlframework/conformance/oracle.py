@@ -1,7 +1,7 @@
 """The oracle: computes the correct numbers with a plain single-process program.
 
 It uses torch and transformers only and imports nothing of rlframework (enforced by import-linter): full logits, padded
-rows, no parallelism, its own losses and optimizer groups. A *batch* is a mapping with `input_ids [B, S]`,
+or single rows, no parallelism, its own losses and optimizer groups. A *batch* is a mapping with `input_ids [B, S]`,
 `input_lengths [B]`, `token_mask [B, S]`, `sample_mask [B]` and the fields its loss reads. Speed and memory are ignored.
 """
 
@@ -91,9 +91,7 @@ class Oracle:
         Both are 0 where `logprobs` is.
         """
         with torch.no_grad():
-            logits = self.model(
-                input_ids=batch["input_ids"], attention_mask=_real(batch).long(), use_cache=False
-            ).logits
+            logits = self._logits(batch)
         over = logits[:, :-1].float() / (self.temperature if temperature is None else temperature)
         real = _real(batch)[:, 1:, None]
         found = over.sort(dim=-1, descending=True)
@@ -107,8 +105,22 @@ class Oracle:
 
     def _distributions(self, batch: Batch, temperature: float) -> Tensor:
         """Return the log-softmax of the logits that predict positions 1 to S - 1, `[B, S - 1, V]`."""
-        logits = self.model(input_ids=batch["input_ids"], attention_mask=_real(batch).long(), use_cache=False).logits
-        return torch.log_softmax(logits[:, :-1].float() / temperature, dim=-1)
+        return torch.log_softmax(self._logits(batch)[:, :-1].float() / temperature, dim=-1)
+
+    def _logits(self, batch: Batch) -> Tensor:
+        """Return the logits `[B, S, V]`.
+
+        Each row is computed alone, without padding, if the rotary frequencies of the model depend on the length:
+        transformers takes that of the longest row for all of them.
+        """
+        ids: Tensor = batch["input_ids"]
+        rope = getattr(self.model.config, "rope_parameters", None) or {}
+        if rope.get("rope_type") != "longrope":
+            logits: Tensor = self.model(input_ids=ids, attention_mask=_real(batch).long(), use_cache=False).logits
+            return logits
+        rows = [row[None, :length] for row, length in zip(ids, batch["input_lengths"].tolist(), strict=True)]
+        alone = [self.model(input_ids=row, use_cache=False).logits[0] for row in rows]
+        return torch.stack([torch.nn.functional.pad(row, (0, 0, 0, ids.shape[1] - len(row))) for row in alone])
 
     def _logprobs(self, batch: Batch, temperature: float) -> Tensor:
         targets = batch["input_ids"][:, 1:].unsqueeze(-1)
@@ -209,11 +221,16 @@ def scores(path: Any, batch: Batch) -> Tensor:
 
 
 def expert_by_expert(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename `tensors` to the names of `save_pretrained`, which stores each expert of a mixture separately."""
+    """Rename `tensors` to the names of `save_pretrained`, which stores each expert of a mixture separately.
+
+    The experts of gpt-oss, which have biases, are stored together.
+    """
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         experts, _, kind = name.rpartition(".")
-        if kind == "gate_up_proj":
+        if f"{experts}.gate_up_proj_bias" in tensors:
+            found[name] = tensor
+        elif kind == "gate_up_proj":
             for number, (gate, up) in enumerate(one.chunk(2) for one in tensor):
                 found |= {f"{experts}.{number}.gate_proj.weight": gate, f"{experts}.{number}.up_proj.weight": up}
         elif kind == "down_proj":

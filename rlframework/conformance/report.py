@@ -95,7 +95,8 @@ class SuiteRun:
 class Result:
     """The result of one test.
 
-    `message` is the reason of a failure, `measurements` are `measure.Measurement` as mappings.
+    `message` is the reason of a failure, `measurements` are `measure.Measurement` as mappings, and `rejected` names the
+    kinds of models that were rejected, as they may be.
     """
 
     suite_run: SuiteRun
@@ -105,6 +106,7 @@ class Result:
     message: str = ""
     measurements: tuple[Mapping[str, Any], ...] = ()
     seconds: float = 0.0
+    rejected: tuple[str, ...] = ()
 
 
 SUITE_RUN_JSON = TypeAdapter(SuiteRun)
@@ -165,6 +167,11 @@ class Verdict:
         return not (self.missing or self.count("failed") or self.count("error"))
 
     @property
+    def rejected(self) -> list[str]:
+        """The kinds of models that were rejected, which is no failure."""
+        return list(dict.fromkeys(kind for result in self.results for kind in result.rejected))
+
+    @property
     def word(self) -> str:
         """The verdict as text."""
         if self.count("failed") or self.count("error"):
@@ -174,7 +181,9 @@ class Verdict:
         on_cpu = " (cpu)" if self.suite_run.kind in OF_DEVICES and self.suite_run.device == "cpu" else ""
         known = self.count("known_failure")
         failures = f" except {known} known failure{'s' * (known != 1)}" if known else ""
-        return f"CONFORMANT{on_cpu}{failures}" + (f", untested: {', '.join(self.untested)}" if self.untested else "")
+        remarks = {"rejects": self.rejected, "untested": self.untested}
+        named = [f", {remark}: {', '.join(names)}" for remark, names in remarks.items() if names]
+        return f"CONFORMANT{on_cpu}{failures}{''.join(named)}"
 
     @property
     def counts(self) -> str:
@@ -284,6 +293,7 @@ def _verdict_json(verdict: Verdict) -> dict[str, Any]:
         "conformant": verdict.conformant,
         "counts": {outcome: verdict.count(outcome) for outcome in _WORST},
         "missing": verdict.missing,
+        "rejected": verdict.rejected,
         "untested": verdict.untested,
         "seconds": round(sum(result.seconds for result in verdict.results), 1),
         "contracts": largest_errors(verdict.results),

@@ -112,6 +112,7 @@ def result_of(
         getattr(report, "wasxfail", "") if outcome == "known_failure" else str(report.longrepr or ""),
         tuple(plain(asdict(measurement)) for measurement in measurements),
         round(report.duration, 3),
+        tuple(harness.rejected) if harness is not None else (),
     )
 
 

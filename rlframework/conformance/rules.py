@@ -31,12 +31,16 @@ SETTINGS = frozenset(
 
 @dataclass(frozen=True)
 class Requirement:
-    """The requirements of a test: its contract, capabilities, a number of data-parallel ranks, a GPU."""
+    """The requirements of a test: its contract, capabilities, a number of data-parallel ranks, a GPU.
+
+    `alone`: the test runs with one worker only, because other layouts would show nothing more.
+    """
 
     contract: int
     capabilities: frozenset[Capability] = frozenset()
     data_parallel: int = 1
     gpu: bool = False
+    alone: bool = False
 
     def declared(self, record: Record) -> bool:
         """Return True if `record` declares the required capabilities."""
@@ -48,6 +52,8 @@ class Requirement:
         In layouts with expert parallelism only tests of mixtures run; otherwise these run with one worker only. Tensor-
         parallel plans depend on the architecture, so learned positions, whose model is GPT-2, are not tested with them.
         """
+        if self.alone and layout.workers > 1:
+            return False
         if layout.tensor > 1 and Capability.LEARNED_POSITIONS in self.capabilities:
             return False
         if layout.expert > 1 or (Capability.EXPERT_PARALLEL in self.capabilities and layout.workers > 1):
@@ -55,13 +61,16 @@ class Requirement:
         return layout.data >= self.data_parallel and (device == "cuda" or not self.gpu)
 
 
-def holds(contract: int, *needs: Capability, data_parallel: int = 1, gpu: bool = False) -> Callable[[Test], Test]:
+def holds(
+    contract: int, *needs: Capability, data_parallel: int = 1, gpu: bool = False, alone: bool = False
+) -> Callable[[Test], Test]:
     """Mark a suite test with its `contract` and its requirements."""
     if contract not in CONTRACTS:
         raise ValueError(f"unknown contract {contract}")
 
     def mark(test: Test) -> Test:
-        test.requirement = Requirement(contract, frozenset(needs), data_parallel, gpu)  # type: ignore[attr-defined]
+        found = Requirement(contract, frozenset(needs), data_parallel, gpu, alone)
+        test.requirement = found  # type: ignore[attr-defined]
         return test
 
     return mark

@@ -1,4 +1,4 @@
-"""Decoding for a batch of rows, on a transformers causal language model: prefill, key-value cache, and sampling.
+"""Decoding for a batch of rows, on a transformers causal language model: sampling, and the loop over time steps.
 
 Each distinct prompt is prefilled once, and finished rows leave the batch and the cache. A token is drawn by inverting
 the cumulative distribution at a uniform number that depends only on the row's seed and position, so neither the other
@@ -7,19 +7,15 @@ rows nor their order change it.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 
-from rlframework.generation.attention import decoding_attention
-from rlframework.generation.cache import decoding_cache
-from rlframework.generation.head import logits_in_fp32
+from rlframework.generation.row_forward import RowForward
 
 _COMPACTION_RATIO = 4
 """Finished rows are removed once they are 1 / `_COMPACTION_RATIO` of the batch: moving the cache costs about a step."""
@@ -134,12 +130,14 @@ def complete(
     stop_tokens: Tensor,
     rule: SamplingRule,
     pad_id: int,
+    forwards: type[RowForward],
 ) -> list[Completion]:
     """Complete each of the `n` `prompts`, 1-D int64 on the CPU, until one of `stop_tokens [e]`, which is included.
 
     `uniforms [n, T]`: float64 random numbers (`[n, 0]` for greedy). `budgets [n]`: the maximum new tokens of each row,
-    at least 1. `model` must be in evaluation mode. Computes no gradients, but does not use inference mode: a buffer
-    that the model creates in it could not be used in training afterwards.
+    at least 1. `forwards`: how the model computes these rows. `model` must be in evaluation mode. Computes no
+    gradients, but does not use inference mode: a buffer that the model creates in it could not be used in training
+    afterwards.
 
     On a CPU, finished rows are looked for after each token; elsewhere every 16, because the host has to wait for it.
     """
@@ -149,7 +147,7 @@ def complete(
     longest, count = max(expiring), len(prompts)
     uniforms, budgets, stop_tokens = (tensor.to(device) for tensor in (uniforms, budgets, stop_tokens))
     check_every = 1 if device.type == "cpu" else _CHECK_EVERY
-    forward = _Forward(model, prompts, pad_id, longest, device)
+    forward = forwards(model, prompts, pad_id, longest, device)
     logits = forward.prefill()
     tokens = torch.full((count, longest), pad_id, dtype=torch.int64, device=device)
     logprobs = torch.zeros((count, longest), dtype=torch.float32, device=device)
@@ -178,58 +176,3 @@ def complete(
     lengths = torch.where(ended, is_end.int().argmax(-1) + 1, budgets).tolist()
     completed = zip(tokens.cpu(), logprobs.cpu(), lengths, (~ended).tolist(), strict=True)
     return [Completion(ids[:length], scores[:length], truncated) for ids, scores, length, truncated in completed]
-
-
-class _Forward:
-    """The model with its cache, attention mask and positions."""
-
-    def __init__(self, model: Any, prompts: Sequence[Tensor], pad_id: int, longest: int, device: torch.device) -> None:
-        self._model = model
-        self._accepted = set(inspect.signature(model.forward).parameters)
-        distinct: dict[tuple[int, ...], int] = {}
-        numbers = [distinct.setdefault(tuple(prompt.tolist()), len(distinct)) for prompt in prompts]
-        self._prompt_of = torch.tensor(numbers).to(device)
-        ids = [torch.tensor(prompt) for prompt in distinct]
-        masks = [torch.ones_like(prompt) for prompt in ids]
-        self._ids = pad_sequence(ids, batch_first=True, padding_value=pad_id, padding_side="left").to(device)
-        mask = pad_sequence(masks, batch_first=True, padding_side="left")
-        self._width = mask.shape[1]
-        self._padded = not bool(mask.all())
-        self._mask = nn.functional.pad(mask, (0, longest), value=1).to(device)
-        self._lengths = mask.sum(-1).to(device)
-        # elsewhere memory is planned for the longest rows; a CPU's grows with those that there are
-        self._cache: Any = decoding_cache(model.config, None if device.type == "cpu" else self._width + longest)
-
-    def prefill(self) -> Tensor:
-        """Return the logits `[n, V]` after the prompts, computing each distinct prompt once."""
-        positions = (self._mask[:, : self._width].cumsum(-1) - 1).clamp_(min=0)
-        logits = self._call(self._ids, positions)
-        if len(self._ids) < len(self._prompt_of):
-            logits = logits[self._prompt_of]
-            self.keep(self._prompt_of)
-        return logits
-
-    def advance(self, tokens: Tensor) -> Tensor:
-        """Append a token to each row, `[n]`; return the next logits `[n, V]`."""
-        positions = self._lengths[:, None]
-        self._lengths, self._width = self._lengths + 1, self._width + 1
-        return self._call(tokens[:, None], positions)
-
-    def keep(self, rows: Tensor) -> None:
-        """Continue with `rows [m]` only; a row may be repeated."""
-        self._cache.reorder_cache(rows)
-        self._mask, self._lengths = self._mask[rows], self._lengths[rows]
-
-    def _call(self, ids: Tensor, positions: Tensor) -> Tensor:
-        options = {"position_ids": positions, "logits_to_keep": 1}
-        options = {name: value for name, value in options.items() if name in self._accepted}
-        with decoding_attention(self._model.config, ids.device), logits_in_fp32(self._model, ids.device):
-            output = self._model(
-                input_ids=ids,
-                attention_mask=self._mask[:, : self._width] if self._padded else None,
-                past_key_values=self._cache,
-                use_cache=True,
-                **options,
-            )
-        logits: Tensor = output.logits[:, -1]
-        return logits

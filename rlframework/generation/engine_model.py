@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlframework.errors import DataError, UserError
 from rlframework.huggingface.model_directories import quiet_transformers
-from rlframework.models.named_tensors import by_file_names
+from rlframework.models.file_weights import FileWeight, file_weights
 from rlframework.policy.all_ranks import exhausting
 from rlframework.policy.lora_math import A, B, is_adapter, merge
 from rlframework.weight_sync.buffers import WeightInfo
@@ -31,6 +31,7 @@ class EngineModel(WeightSink):
         self._dtype: torch.dtype = getattr(torch, precision)
         self._module: nn.Module | None = None
         self._names: frozenset[str] = frozenset()
+        self._parts: dict[str, FileWeight] = {}
         self._targets: dict[str, Tensor] = {}
         self._memory: SharedMemory | None = None
         self._base: dict[str, Tensor] = {}
@@ -44,7 +45,7 @@ class EngineModel(WeightSink):
         stream = iter(weights)
         current, self._module = self._module, None
         with exhausting(stream):
-            targets = {} if current is None else by_file_names(current, current.state_dict())
+            targets = {} if current is None else self._views(current)
             if current is not None and self._names and self._names <= set(targets):
                 self._copy(targets, stream)
             else:
@@ -87,6 +88,7 @@ class EngineModel(WeightSink):
         self._base = {layer: weights[f"{layer}.weight"].clone() for layer in layers}
         self._names, self._memory = frozenset(), None
         placed: nn.Module = module.to(self._device, self._dtype).eval()
+        self._parts = file_weights(placed, placed.state_dict())
         return placed
 
     def sink(self, info: WeightInfo, ready: Callable[[nn.Module], None]) -> WeightSink:
@@ -99,7 +101,7 @@ class EngineModel(WeightSink):
             return CollectingSink(info, self._device, lambda adapters: ready(self.load_adapters(adapters)))
         self._ready = ready
         if self._module is not None and self._names == set(info):
-            self._targets = by_file_names(self._module, self._module.state_dict())
+            self._targets = self._views(self._module)
             if all(name in self._targets and _accepts(self._targets[name], *info[name]) for name in info):
                 return self
         return CollectingSink(info, self._device, lambda weights: ready(self.load(weights)))
@@ -114,13 +116,18 @@ class EngineModel(WeightSink):
         memory = self._memory
         if self._device.type == "cpu" and not (memory and all(map(memory.contains, self._targets.values()))):
             self._memory = move_to_shared_memory(dict.fromkeys(self._module.state_dict(keep_vars=True).values()))
-            self._targets = by_file_names(self._module, self._module.state_dict())
+            self._targets = self._views(self._module)
         return self._memory
 
     def finish(self) -> None:
         """See `WeightSink.finish`."""
         assert self._module is not None
         self._ready(self._module)
+
+    def _views(self, module: nn.Module) -> dict[str, Tensor]:
+        """Return the weights of `module` under their names in files, sharing memory."""
+        held = module.state_dict()
+        return {name: part.of(held[part.source]) for name, part in self._parts.items()}
 
     @torch.no_grad()
     def _copy(self, targets: dict[str, Tensor], weights: Iterator[tuple[str, Tensor]]) -> None:
@@ -158,6 +165,7 @@ class EngineModel(WeightSink):
         self._require_match(info["missing_keys"], info["unexpected_keys"], mismatched)
         self._names, self._memory, self._base = frozenset(given), None, {}
         placed: nn.Module = module.to(self._device).eval()
+        self._parts = file_weights(placed, placed.state_dict())
         return placed
 
     def _require_match(

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -24,6 +25,9 @@ from rlframework.errors import BatchError, ConfigError, RLFrameworkError, UserEr
 from rlframework.generation.batch_memory import free_bytes, rows_that_fit
 from rlframework.generation.decode import Completion, SamplingRule, complete, row_uniforms
 from rlframework.generation.engine_model import EngineModel
+from rlframework.generation.probing import row_forward
+from rlframework.generation.row_forward import PaddedRows, RowForward, WholeRows
+from rlframework.generation.row_limits import RowLimits
 from rlframework.weight_sync.buffers import WeightInfo
 from rlframework.weight_sync.receiver import ReceivesWeights, WeightSink
 
@@ -45,10 +49,17 @@ class TransformersEngine(ReceivesWeights):
         self._pad_id = int(tokenizer.pad_token_id)
         self._engine_model = EngineModel(model_name, device, precision)
         self.refit_device, self.refit_deadline = torch.device(device), config.refit.deadline
-        self._model: nn.Module | None = None
+        self._model: Any = None
+        self._forwards: type[RowForward] = PaddedRows
+        self._probed_config: Any = None
 
     def attach(self, model: nn.Module) -> None:
-        """See `GenerationEngine.attach`. Keeps the mode (training or evaluation) of each module."""
+        """See `GenerationEngine.attach`. Keeps the mode (training or evaluation) of each module.
+
+        The first time, finds out on a tiny model how rows can be decoded together; raises `NotSupported` if in no way.
+        """
+        if model.config is not self._probed_config:
+            self._forwards, self._probed_config = row_forward(model), model.config
         self._model = model
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -72,21 +83,22 @@ class TransformersEngine(ReceivesWeights):
         if model is None:
             raise UserError("the generation engine has no weights yet: call attach or load_weights before generate")
         prompts, seeds = _unpadded_prompts(data)
-        budgets = self._budgets(prompts, model)
+        limits = RowLimits.of(model.config)
+        room = [limits.room(row, len(prompt)) for row, prompt in enumerate(prompts)]
+        budgets = torch.tensor([int(min(config.max_new_tokens, positions)) for positions in room])
         rule = SamplingRule(0.0 if greedy else config.temperature, config.top_k, config.top_p)
         uniforms = row_uniforms(seeds, 0 if rule.greedy else config.max_new_tokens)
         of_model = _eos_tokens(getattr(model, "generation_config", None))
         ends = self._configured_stop_tokens | of_model | self._saved_stop_tokens
         stop_tokens = torch.tensor(list(ends), dtype=torch.int64)
         done: dict[int, Completion] = {}
-        # batches of similar prompt length, equal prompts adjacent
-        order = sorted(range(len(prompts)), key=lambda row: (len(prompts[row]), prompts[row].tolist()))
         with _evaluating(model):
             size = self._batch_size(model, prompts, budgets, rule)
-            for start in range(0, len(order), size):
-                rows = order[start : start + size]
+            for rows in self._batches(prompts, limits, size):
                 chosen = [prompts[row] for row in rows]
-                completions = complete(model, chosen, uniforms[rows], budgets[rows], stop_tokens, rule, self._pad_id)
+                completions = complete(
+                    model, chosen, uniforms[rows], budgets[rows], stop_tokens, rule, self._pad_id, self._forwards
+                )
                 done |= zip(rows, completions, strict=True)
         return _output(prompts, [done[row] for row in range(len(prompts))], self._pad_id)
 
@@ -102,7 +114,9 @@ class TransformersEngine(ReceivesWeights):
         if (free := free_bytes(weight.device)) is None:
             return most
         lengths = torch.tensor([len(prompt) for prompt in prompts])
-        sizes = {"prompt": int(lengths.max()), "total": int((lengths + budgets).max()), "width": weight.element_size()}
+        total = int((lengths + budgets).max())
+        prompt = total if self._forwards is WholeRows else int(lengths.max())  # the tokens of the largest forward
+        sizes = {"prompt": prompt, "total": total, "width": weight.element_size()}
         truncated = rule.top_k is not None or rule.top_p < 1.0
         most = min(most, rows_that_fit(free, model.config, truncated=truncated, **sizes))
         return -(-len(prompts) // -(-len(prompts) // most))
@@ -115,18 +129,17 @@ class TransformersEngine(ReceivesWeights):
         except OSError:  # most small models have none
             return set()
 
-    def _budgets(self, prompts: list[Tensor], model: nn.Module) -> Tensor:
-        """Return the maximum new tokens of each row: `max_new_tokens`, or the model's remaining positions."""
-        most = self._config.max_new_tokens
-        config: Any = model.config
-        limit = getattr(config.get_text_config(), "max_position_embeddings", None)
-        left = [most if limit is None else limit - len(prompt) for prompt in prompts]
-        if bad := [row for row, positions in enumerate(left) if positions < 1]:
-            raise BatchError(
-                f"the prompt of row {bad[0]} has {len(prompts[bad[0]])} tokens, but the model has only {limit} "
-                "positions: shorten or remove such prompts"
-            )
-        return torch.tensor(left).clamp(max=most)
+    def _batches(self, prompts: list[Tensor], limits: RowLimits, size: int) -> Iterator[list[int]]:
+        """Return batches of up to `size` rows that can be decoded together, of similar length, equal ones adjacent."""
+
+        def alike(row: int) -> int:
+            length = len(prompts[row])
+            return length if self._forwards.equal_lengths else limits.regime(length)
+
+        order = sorted(range(len(prompts)), key=lambda row: (len(prompts[row]), prompts[row].tolist()))
+        for _, group in groupby(order, alike):
+            rows = list(group)
+            yield from (rows[start : start + size] for start in range(0, len(rows), size))
 
 
 @contextmanager

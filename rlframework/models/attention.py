@@ -6,45 +6,21 @@ keyword of the model's forward. No mask function is registered under `ATTENTION`
 
 from __future__ import annotations
 
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, cached_property
 from itertools import accumulate, groupby, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from rlframework.batch.batch_rows import copy_to
+from rlframework.models.scores import PLAIN, Scores, unfused, visible_keys
+from rlframework.models.varlen import KernelCall, varlen_usable
 
 ATTENTION = "rlframework_rows"
-
-
-class Scores(NamedTuple):
-    """How scores are computed.
-
-    `window`: the number of tokens that a token attends to, including itself. `chunk`: a token attends to those before
-    it in its chunk of so many tokens, counted from the start of the sequence. `softcap`: scores are squashed to
-    `softcap * tanh(score / softcap)`. `sinks [heads]`: the score of a further key without a value, in each row.
-    """
-
-    scaling: float | None = None
-    dropout: float = 0.0
-    window: int | None = None
-    chunk: int | None = None
-    softcap: float | None = None
-    sinks: Tensor | None = None
-
-    @property
-    def fused(self) -> bool:
-        """Whether torch's kernels compute such scores."""
-        return self.softcap is None and self.sinks is None
-
-
-PLAIN = Scores()
 
 
 class RowLayout(ABC):
@@ -64,14 +40,24 @@ class RowLayout(ABC):
     def _visible_keys(self) -> Callable[[int, int, int | None, int | None, torch.device], Tensor]:
         return cache(visible_keys)  # the masks are the same in all layers
 
+    @cached_property
+    def _kernel_call(self) -> Callable[[int, int], KernelCall]:
+        return cache(lambda queries, keys: KernelCall([queries], [keys]))
+
     def causal(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         """Compute attention of the last `l` of `k` tokens, with `key` and `value [b, kv_heads, k, D]`; see `attend`."""
         queries, keys = query.shape[2], key.shape[2]
         window, chunk = (None if limit is None or keys <= limit else limit for limit in (scores.window, scores.chunk))
+        scores = scores._replace(window=window, chunk=chunk)
         plain = window is None and chunk is None and queries == keys and scores.fused
+        if not plain and varlen_usable(query, scores):
+            return self._kernel_call(queries, keys).attend(query, key, value, scores)
+        if not scores.fused:
+            return unfused(query, key, value, scores).transpose(1, 2)
         mask = None if plain else self._visible_keys(queries, keys, window, chunk, query.device)
-        if mask is not None and not scores.fused:
-            return unfused(query, key, value, mask, scores).transpose(1, 2)
+        groups = query.shape[1] // key.shape[1]
+        if groups > 1 and not takes_groups(query, mask):
+            key, value, groups = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1), 1
         return nn.functional.scaled_dot_product_attention(
             query,
             key,
@@ -80,38 +66,15 @@ class RowLayout(ABC):
             is_causal=plain,
             dropout_p=scores.dropout,
             scale=scores.scaling,
-            enable_gqa=query.shape[1] != key.shape[1],
+            enable_gqa=groups > 1,
         ).transpose(1, 2)
 
 
-def visible_keys(queries: int, keys: int, window: int | None, chunk: int | None, device: torch.device) -> Tensor:
-    """Return `[queries, keys]` bool for the last `queries` of `keys` tokens.
-
-    True for keys up to the query's own, at most the last `window` of them, in the query's `chunk`.
+def takes_groups(query: Tensor, mask: Tensor | None) -> bool:
+    """Return False if torch would compute all scores only because several heads share keys: on a GPU, with a mask or
+    in fp32, its memory-efficient kernel needs as many key-value heads as heads.
     """
-    offset = keys - queries
-    visible = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(offset)
-    if window is not None:
-        visible = visible.triu(offset + 1 - window)
-    if chunk is not None:
-        chunks = torch.arange(keys, device=device) // chunk
-        visible = visible & (chunks[offset:, None] == chunks)
-    return visible
-
-
-def unfused(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scores: Scores) -> Tensor:
-    """Compute attention `[b, heads, l, D]` with soft caps or sinks, from all `heads * l * k` scores in fp32."""
-    groups = query.shape[1] // key.shape[1]
-    key, value = (tensor.repeat_interleave(groups, 1) if groups > 1 else tensor for tensor in (key, value))
-    scaling = query.shape[-1] ** -0.5 if scores.scaling is None else scores.scaling
-    products = (query @ key.transpose(2, 3)).float() * scaling
-    if scores.softcap is not None:
-        products = scores.softcap * torch.tanh(products / scores.softcap)
-    products = products.masked_fill(~mask, -torch.inf)
-    if scores.sinks is not None:
-        sinks = scores.sinks.float().view(1, -1, 1, 1).expand(*products.shape[:3], 1)
-        products = torch.cat((products, sinks), -1)
-    return products.softmax(-1)[..., : key.shape[2]].to(value.dtype) @ value
+    return query.device.type != "cuda" or (mask is None and query.dtype != torch.float32 and query.shape[-1] <= 256)
 
 
 class PaddedRows(RowLayout):
@@ -141,7 +104,7 @@ class Segments(RowLayout):
         """See `RowLayout.attend`; `b` is 1."""
         if scores.chunk is not None and max(self.sizes) > scores.chunk:  # chunks are sequences
             return self._of_chunks(scores.chunk).attend(query, key, value, scores._replace(chunk=None))
-        if varlen_usable(query) and scores.fused:
+        if varlen_usable(query, scores):
             return self._kernel.attend(query, key, value, scores)
         sizes = [length * count for length, count in self.runs]
         outputs = []
@@ -154,81 +117,12 @@ class Segments(RowLayout):
 
     @cached_property
     def _of_chunks(self) -> Callable[[int], Segments]:
-        def split(chunk: int) -> Segments:
-            sizes = [min(chunk, size - start) for size in self.sizes for start in range(0, size, chunk)]
-            return Segments([0, *accumulate(sizes)])
-
-        return cache(split)
+        return cache(lambda chunk: Segments([0, *accumulate(chunk_sizes(self.sizes, chunk))]))
 
 
-class KernelCall:
-    """One call of torch's kernel for sequences of different lengths, in rows of the same sequences.
-
-    `queries`, `keys`: the lengths of each sequence of a row; its queries are the last of its tokens. Rows differ in
-    these numbers, so the kernel gets few different ones: sequences without tokens are added up to a power of two, and
-    the greatest lengths are rounded up to one.
-    """
-
-    def __init__(self, queries: Sequence[int], keys: Sequence[int]) -> None:
-        self._longest = [power_of_two(max(sizes, default=0), 128) for sizes in (queries, keys)]
-
-        def bounds_on(device: torch.device, rows: int) -> list[Tensor]:
-            count = power_of_two(rows * len(queries), 16)
-            made = []
-            for sizes in (queries, keys):
-                all_sizes = [0, *list(sizes) * rows, *[0] * (count - rows * len(sizes))]
-                made.append(copy_to(torch.tensor(list(accumulate(all_sizes)), dtype=torch.int32), device))
-            return made
-
-        self._bounds_on = cache(bounds_on)  # the same in all layers
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
-        """Compute attention: `query [b, heads, l, D]`, `key` and `value [b, kv_heads, k, D]`; returns [b, l, heads, D].
-
-        The causal mask of the kernel, which is that of FlashAttention 2.1 and later, lets the last query of a sequence
-        see its last key (Dao-AILab/flash-attention#436). It has no dropout; the framework disables it.
-        """
-        kernel = varlen_kernel()
-        assert kernel is not None
-        q, k, v = (tensor.transpose(1, 2).flatten(0, 1).contiguous() for tensor in (query, key, value))
-        groups = query.shape[1] // key.shape[1]
-        left = -1 if scores.window is None else scores.window - 1
-        options: dict[str, Any] = {"scale": scores.scaling, "window_size": (left, 0)}
-        if groups > 1 and "enable_gqa" in inspect.signature(kernel).parameters:
-            options["enable_gqa"] = True
-        elif groups > 1:
-            k, v = (tensor.repeat_interleave(groups, 1) for tensor in (k, v))
-        output: Tensor = kernel(q, k, v, *self._bounds_on(query.device, len(query)), *self._longest, **options)
-        by_row: Tensor = output.unflatten(0, (len(query), -1))
-        return by_row
-
-
-def power_of_two(value: int, least: int) -> int:
-    """Round `value` up to a power of two, at least `least`."""
-    return max(least, 1 << max(value - 1, 0).bit_length())
-
-
-@cache
-def varlen_kernel() -> Callable[..., Any] | None:
-    """Return torch's `varlen_attn`; None if torch lacks it, or its `window_size` (for causal attention) or `scale`."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
-    return varlen_attn if {"window_size", "scale"} <= inspect.signature(varlen_attn).parameters.keys() else None
-
-
-def kernel_for_packed_rows(device: torch.device, *, half_precision: bool) -> bool:
-    """Whether one kernel, FlashAttention, computes packed rows on `device`: in half precision from Ampere on."""
-    if device.type != "cuda" or not half_precision or varlen_kernel() is None:
-        return False
-    return torch.cuda.get_device_capability(device) >= (8, 0)
-
-
-def varlen_usable(query: Tensor) -> bool:
-    """Return True if the kernel supports the device, dtype and head size of `query [..., D]`."""
-    half, size = query.dtype in (torch.bfloat16, torch.float16), query.shape[-1]
-    return size % 8 == 0 and size <= 256 and kernel_for_packed_rows(query.device, half_precision=half)
+def chunk_sizes(sizes: Sequence[int], chunk: int) -> list[int]:
+    """Return the lengths of the chunks of sequences of `sizes` tokens."""
+    return [min(chunk, size - start) for size in sizes for start in range(0, size, chunk)]
 
 
 def row_attention(

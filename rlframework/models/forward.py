@@ -18,28 +18,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import pairwise, product
+from functools import cache, cached_property
+from itertools import accumulate, pairwise, product
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlframework.batch.batch_rows import copy_to
-from rlframework.errors import NotSupported
 from rlframework.interfaces.data_processor import Microbatch
-from rlframework.models.attention import (
-    PLAIN,
-    KernelCall,
-    PaddedRows,
-    RowLayout,
-    Scores,
-    Segments,
-    attention,
-    varlen_usable,
-)
-from rlframework.models.rotary import length_dependent, positions_without_padding
+from rlframework.models.attention import PaddedRows, RowLayout, Segments, attention, chunk_sizes
+from rlframework.models.rotary import length_dependent, lengths_given, positions_without_padding, sequence_lengths
+from rlframework.models.scores import PLAIN, Scores
+from rlframework.models.varlen import KernelCall, varlen_usable
 from rlframework.policy.head.patch import HeadPatch, HeadRequest
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -82,7 +74,7 @@ def forward(
     inputs: dict[str, Any] = {"input_ids": processed.input_ids, "use_cache": False, **processed.vlm_kwargs}
     if microbatch.cu_seqlens is not None:
         inputs |= {"position_ids": processed.position_ids, "row_layout": Segments(microbatch.cu_seqlens.tolist())}
-    elif length_dependent(getattr(model, "module", model).config):  # DeepSpeed's engine and torch's DDP wrap the model
+    elif length_dependent(config_of(model)):
         assert processed.position_ids is not None
         lengths = microbatch.data_dict["input_lengths"]
         inputs["position_ids"] = positions_without_padding(processed.position_ids, lengths)
@@ -109,7 +101,8 @@ class ContextParallel:
         on_host = microbatch if microbatch.host is None else microbatch.host  # where counting them does not wait
         indices = self._own_positions(on_host.head_positions, inputs.seq_len)
         own, positions = (copy_to(part, inputs.input_ids.device) for part in indices)
-        with patch.computing(head, positions, microbatch.targets[own]):
+        rotary = rotary_lengths(model, microbatch, shard.columns)
+        with patch.computing(head, positions, microbatch.targets[own]), rotary:
             values = model(
                 input_ids=inputs.input_ids[:, shard.columns],
                 position_ids=inputs.position_ids[:, shard.columns],
@@ -129,7 +122,8 @@ class ContextParallel:
         own = ranges(inputs.seq_len, self.rank, self.size)
         columns = copy_to(torch.cat([torch.arange(*chunk) for chunk in own]), inputs.input_ids.device)
         if self._exchange is not None:
-            return HeadShard(self.size, columns, self._exchange, None if bounds is None else Segments(bounds))
+            segments = None if bounds is None else Segments(bounds)
+            return HeadShard(self.rank, self.size, columns, self._exchange, segments)
         return ContextShard(self.size, columns, self.group, own, bounds or [0, inputs.seq_len])
 
     def _own_positions(self, head_positions: Tensor, length: int) -> tuple[Tensor, Tensor]:
@@ -143,6 +137,25 @@ class ContextParallel:
         own = (torch.minimum(number, 2 * self.size - 1 - number) == self.rank).nonzero()[:, 0]
         places = row * (2 * chunk) + (number >= self.size) * chunk + column % chunk
         return own, places[own]
+
+
+def rotary_lengths(model: Any, microbatch: Microbatch, columns: Tensor) -> AbstractContextManager[None]:
+    """Give rotary embeddings of `model` that need them the lengths of the sequences whose `columns` it computes.
+
+    A function in place of a model has none: its backend rejects such models in context parallelism.
+    """
+    if not isinstance(model, nn.Module) or not length_dependent(config_of(model)):
+        return nullcontext()
+    positions = microbatch.processed_inputs.position_ids
+    assert positions is not None
+    if microbatch.cu_seqlens is None:
+        positions = positions_without_padding(positions, microbatch.data_dict["input_lengths"])
+    return lengths_given(model, sequence_lengths(positions)[:, columns])
+
+
+def config_of(model: Any) -> Any:
+    """Return the configuration of a model, also one that DeepSpeed's engine or torch's DDP wraps."""
+    return getattr(model, "module", model).config
 
 
 def ranges(length: int, rank: int, size: int) -> list[tuple[int, int]]:
@@ -219,16 +232,29 @@ class ContextShard(RowLayout):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores = PLAIN) -> Tensor:
         """See `RowLayout.attend`: this rank's queries attend to the keys of all ranks."""
         gathered = _GatherSequence.apply(torch.cat((key, value), -1), self)  # type: ignore[no-untyped-call]
-        if varlen_usable(query) and scores.fused and scores.chunk is None:
-            keys, values = gathered.split((key.shape[-1], value.shape[-1]), -1)
-            return self._with_kernel(query, keys, values, scores)
+        if scores.chunk is not None:  # chunks are sequences
+            shard, scores = self._of_chunks(scores.chunk), scores._replace(chunk=None)
+            return shard.attend_to(query, gathered, key.shape[-1], scores)
+        return self.attend_to(query, gathered, key.shape[-1], scores)
+
+    @cached_property
+    def _of_chunks(self) -> Callable[[int], ContextShard]:
+        sizes = [end - start for start, end in pairwise(self.bounds)]
+        return cache(lambda chunk: replace(self, bounds=[0, *accumulate(chunk_sizes(sizes, chunk))]))
+
+    def attend_to(self, query: Tensor, gathered: Tensor, key_size: int, scores: Scores) -> Tensor:
+        """Compute attention to the keys `gathered [b, kv_heads, L, D]`, of `key_size` elements, and their values."""
+        widths = key_size, gathered.shape[-1] - key_size
+        if varlen_usable(query, scores):
+            all_keys, all_values = gathered.split(widths, -1)
+            return self._with_kernel(query, all_keys, all_values, scores)
         outputs = []
         sizes = [block.queries * block.count for block in self.query_blocks]
         for block, queries in zip(self.query_blocks, query.split(sizes, 2), strict=True):
             visible = gathered.narrow(2, block.first_key, block.keys * block.count)
-            keys, values = _as_batch(visible, block.count).split((key.shape[-1], value.shape[-1]), -1)
+            keys, values = _as_batch(visible, block.count).split(widths, -1)
             output = self.causal(_as_batch(queries, block.count), keys, values, scores)
-            outputs.append(output.reshape(query.shape[0], -1, query.shape[1], value.shape[-1]))
+            outputs.append(output.reshape(query.shape[0], -1, query.shape[1], widths[1]))
         return torch.cat(outputs, 1)
 
     def _with_kernel(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
@@ -241,8 +267,8 @@ class ContextShard(RowLayout):
 
 
 def _as_batch(tensor: Tensor, count: int) -> Tensor:
-    """Reshape `[1, heads, count * length, D]` to `[count, heads, length, D]`; unchanged for a single sequence."""
-    return tensor if count == 1 else tensor.squeeze(0).unflatten(1, (count, -1)).transpose(0, 1)
+    """Reshape `[b, heads, count * length, D]` to `[b * count, heads, length, D]`."""
+    return tensor if count == 1 else tensor.unflatten(2, (count, -1)).transpose(1, 2).flatten(0, 1)
 
 
 class _GatherSequence(torch.autograd.Function):
@@ -275,8 +301,12 @@ class _GatherSequence(torch.autograd.Function):
 
 @dataclass(eq=False)
 class HeadShard(RowLayout):
-    """A shard with attention by heads; `segments`: the sequences of a packed row, None for padded rows."""
+    """A shard with attention by heads; `segments`: the sequences of a packed row, None for padded rows.
 
+    After the exchange `rank` has as many heads as each of the `size` ranks, in the order of the ranks.
+    """
+
+    rank: int
     size: int
     columns: Tensor
     exchange: Exchange
@@ -294,11 +324,9 @@ class HeadShard(RowLayout):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores = PLAIN) -> Tensor:
         """See `RowLayout.attend`: this rank's queries attend to the keys of all ranks."""
-        if scores.sinks is not None:
-            raise NotSupported(
-                "attention sinks belong to heads, which Ulysses spreads over ranks: it does not support them; set "
-                "policy.parallelism.context to 1"
-            )
+        if scores.sinks is not None:  # of this rank's heads; the other ranks add the gradients of theirs
+            heads = query.shape[1] // self.size
+            scores = scores._replace(sinks=scores.sinks.narrow(0, self.rank * heads, heads))
         compute = self.causal if self.segments is None else self.segments.attend  # padded rows: one sequence each
 
         def attend(*exchanged: Tensor) -> Tensor:

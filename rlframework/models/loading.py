@@ -1,14 +1,16 @@
 """Load transformers models, text-only or multimodal: a full copy, no weights, or slices of the safetensors files.
 
-Files may omit the base model's prefix, store a tied weight under the head's name, and store the experts of a mixture
-one by one or stacked. Not supported: quantised files, other formats and other names; `pretrained_weights` then loads a
-full copy. `probing` finds out what a model supports.
+Files may omit the base model's prefix, store a tied weight under the head's name, and have weights as `save_pretrained`
+writes them or as the model has them in memory: the experts of a mixture one by one or stacked. Not supported: quantised
+files, other formats and other names; `pretrained_weights` then loads a full copy. `probing` finds out what a model
+supports.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,10 +24,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from rlframework.config.policy import PolicyConfig
-from rlframework.errors import DataError
+from rlframework.errors import DataError, NotSupported
 from rlframework.huggingface.hub import local_files_only
-from rlframework.models import named_tensors as names_of
-from rlframework.models.named_tensors import FileWeight
+from rlframework.models.file_weights import FileLayout, FileWeight, by_file_names
+from rlframework.models.named_tensors import named_tensors
 from rlframework.models.replacing import replacing
 from rlframework.models.rotary import rotate_by_sequence
 from rlframework.policy.checkpoint.saved import Saved, SavedTensors
@@ -93,6 +95,13 @@ def load_config(config: PolicyConfig) -> Any:
         raise _cannot_be_loaded(config, error) from error
     if not getattr(model_config, "auto_map", None) and _language_class(model_config) is None:
         raise _cannot_be_loaded(config, f"unrecognized configuration class {type(model_config).__name__}")
+    try:
+        model_config.get_text_config()
+    except ValueError as error:
+        raise NotSupported(
+            f"a {model_config.model_type} model cannot be trained: it has several language models; set "
+            "policy.model_name to a model with one"
+        ) from error
     disable_dropout(model_config)
     return model_config
 
@@ -106,6 +115,11 @@ def auto_class(config: Any, head: str = "language") -> Any:
     if head == "score":
         return transformers.AutoModelForSequenceClassification
     return _language_class(config) or transformers.AutoModelForCausalLM
+
+
+def is_loadable(config: Any) -> bool:
+    """Return True if transformers loads models of `config`, with language models or by the code next to it."""
+    return _language_class(config) is not None
 
 
 def _language_class(config: Any) -> Any | None:
@@ -128,6 +142,7 @@ def _prepared(model: Any, head: str) -> Any:
     support packed rows. Raises `DataError` for several labels.
     """
     model.eval().config.use_cache = False
+    model._weight_conversions = None  # of the files it was loaded from: the names of weights do not depend on them
     model.train = partial(_train, model)
     rotate_by_sequence(model)
     if head == "language":
@@ -194,7 +209,9 @@ def decoder_layers(model: Any) -> list[nn.Module]:
     """
     names = set(getattr(model, "_no_split_modules", None) or ())
     text = model.get_decoder() if is_multimodal(model) else model
-    return [module for module in text.modules() if type(module).__name__ in names]
+    embeddings = text.get_input_embeddings()  # may be tied to the head, which the root gathers
+    layers = [module for module in text.modules() if type(module).__name__ in names]
+    return [layer for layer in layers if all(module is not embeddings for module in layer.modules())]
 
 
 # -- slices of files ---------------------------------------------------------------------------------------------------
@@ -216,7 +233,7 @@ def weights_folder(model_name: str) -> Path | None:
 
 
 class ModelFiles(Saved):
-    """The weights of a model in the safetensors files of `folder`, under the names in `shapes`.
+    """The `weights` of a model in the safetensors files of `folder`, by name.
 
     `prefix`: the base model's, with its dot, which files may omit or add. `other_names`: of tied weights. `missing`:
     the weights that the files lack. Raises `DataError` for a weight of another shape.
@@ -225,28 +242,31 @@ class ModelFiles(Saved):
     def __init__(
         self,
         folder: Path,
-        shapes: Mapping[str, tuple[int, ...]],
+        weights: Mapping[str, FileWeight],
         prefix: str,
         other_names: Mapping[str, Sequence[str]],
     ) -> None:
         self._files = SavedTensors(folder)
-        stored: dict[str, FileWeight] = {}
-        for name in self._files:
-            stored[name] = FileWeight(name, name, self._files.shape(name))
-            stored |= {part.name: part for part in names_of.split_experts(name, self._files.shape(name))}
         located: dict[str, FileWeight] = {}
-        for name, shape in shapes.items():
-            names = (name, *other_names.get(name, ()))
-            candidates = [form for one in names for form in (one, one.removeprefix(prefix), prefix + one)]
-            if found := next((stored[candidate] for candidate in candidates if candidate in stored), None):
-                located[name] = found
-                if found.shape != shape:
-                    raise DataError(
-                        f"{folder} has {found.name} with shape {found.shape}, but its config.json describes a model "
-                        f"with shape {shape}"
-                    )
-        self.missing = [name for name in shapes if name not in located]
+        for name, weight in weights.items():
+            if stored := self._stored(prefix, name, *other_names.get(name, ())):
+                located[name] = FileWeight(name, stored, weight.shape, weight.shape)
+            elif stored := self._stored(prefix, weight.source):
+                located[name] = replace(weight, source=stored)
+            else:
+                continue
+            if (found := self._files.shape(stored)) != located[name].whole:
+                raise DataError(
+                    f"{folder} has {stored} with shape {found}, but its config.json describes a model with shape "
+                    f"{located[name].whole}"
+                )
+        self.missing = [name for name in weights if name not in located]
         super().__init__(folder, located)
+
+    def _stored(self, prefix: str, *names: str) -> str | None:
+        """Return the first of `names`, with the `prefix` or without, that the files have."""
+        candidates = (form for name in names for form in (name, name.removeprefix(prefix), prefix + name))
+        return next((name for name in candidates if name in self._files), None)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """See `Saved.shape`."""
@@ -255,24 +275,24 @@ class ModelFiles(Saved):
     def read_slice(self, name: str, where: tuple[slice, ...]) -> Tensor:
         """See `Saved.read_slice`."""
         part: FileWeight = self._entries[name]
-        if part.expert is None:
+        if not part.is_part:
             return self._files.read_slice(part.source, where)
         rows = slice(where[0].start + part.start, where[0].stop + part.start)
+        if part.expert is None:
+            return self._files.read_slice(part.source, (rows, *where[1:]))
         return self._files.read_slice(part.source, (slice(part.expert, part.expert + 1), rows, *where[1:]))[0]
 
 
 def pretrained_weights(
-    wanted: Mapping[str, Tensor], model: Any, config: PolicyConfig, attention: str | None
+    layout: FileLayout, model: Any, config: PolicyConfig, attention: str | None
 ) -> Mapping[str, Tensor]:
     """Return the weights of `config.model_name` under their names in files; each is read on access.
 
-    `wanted`: tensors of `model` by name, of which only the shapes are used. If the files cannot be read by slice, loads
-    a full copy as `load_model` does, and logs that.
+    `layout`: of `model`. If the files cannot be read by slice, loads a full copy as `load_model` does, and logs that.
     """
     folder = None if getattr(model.config, "quantization_config", None) else weights_folder(config.model_name)
     if folder is not None:
-        shapes = {name: weight.shape for name, weight in names_of.file_weights(model, wanted).items()}
-        files = ModelFiles(folder, shapes, f"{model.base_model_prefix}.", _other_names(model))
+        files = ModelFiles(folder, layout.weights, f"{model.base_model_prefix}.", layout.other_names)
         if not files.missing:
             return files
     whole = load_model(config, attention)
@@ -281,12 +301,4 @@ def pretrained_weights(
         config.model_name,
         type(whole).__name__,
     )
-    return names_of.by_file_names(whole, names_of.named_tensors(whole))
-
-
-def _other_names(model: nn.Module) -> dict[str, list[str]]:
-    """Return the further names of tied weights, by the first."""
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(names_of.external_name(name))
-    return {first: others for first, *others in names.values()}
+    return by_file_names(whole, named_tensors(whole))

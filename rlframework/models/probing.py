@@ -17,8 +17,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from rlframework.config.policy import PolicyConfig
 from rlframework.errors import NotSupported
 from rlframework.models import attention as row_attention
-from rlframework.models.loading import new_model
-from rlframework.models.rotary import length_dependent
+from rlframework.models.loading import is_loadable, new_model
 from rlframework.policy.head.formula import require_known_formula
 
 VOCABULARY = 1024
@@ -26,7 +25,7 @@ KNOWN_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 LENGTHS = 9, 7
 """Tokens of the probed sequences."""
 BINDING = 3
-BINDING_SIZES = ("sliding_window", "attention_chunk_size", "window_size")
+BINDING_SIZES = ("sliding_window", "attention_chunk_size", "window_size", "index_topk")
 """Sizes that limit what a token sees. In a tiny model they are `BINDING`, so that the probed sequences exceed them."""
 
 
@@ -48,9 +47,10 @@ def tiny_model(config: PolicyConfig, model_config: Any, attention: str | None) -
                 reason = error
                 continue
             return model
+    said = next(iter(str(reason).strip().splitlines()), "")
     raise NotSupported(
         f"a {model_config.model_type} model cannot be trained: no small one can be built to find out what it supports "
-        f"({type(reason).__name__}: {reason})"
+        f"({type(reason).__name__}: {said}); set policy.model_name to a model of another kind, or remove the cause"
     ) from reason
 
 
@@ -65,7 +65,9 @@ def probe_packing(config: PolicyConfig, model_config: Any, device: torch.device,
     model = tiny_model(config, model_config, None if attention == "auto" else attention)
     if config.head == "language":
         require_known_formula(model)
+    require_saved_kind(model, model_config)
     require_rows_of_their_own(model)
+    require_gradients(model)
     mode = config.batching.mode
     required = mode == "packed" or config.parallelism.context > 1
     if not required and mode != "auto" and device.type == "cpu":  # nothing depends on it
@@ -78,6 +80,27 @@ def probe_packing(config: PolicyConfig, model_config: Any, device: torch.device,
             "or auto, and policy.parallelism.context to 1"
         )
     return can_pack
+
+
+def require_saved_kind(model: Any, model_config: Any) -> None:
+    """Raise `NotSupported` if transformers does not load what `model` would be saved as."""
+    if type(model.config) is not type(model_config) and not is_loadable(model.config):
+        raise NotSupported(
+            f"a {model_config.model_type} model cannot be trained: transformers saves its language model as "
+            f"{model.config.model_type}, which it does not load; set policy.model_name to a model of another kind"
+        )
+
+
+def require_gradients(model: Any) -> None:
+    """Raise `NotSupported` if the logits of `model` in evaluation mode have no gradients."""
+    try:
+        _logits(model, _rows(model)[0][None]).sum().backward()
+    except Exception as error:
+        raise NotSupported(
+            f"{type(model).__name__} has no gradients without its noise of training ({type(error).__name__}); set "
+            "policy.model_name to a model of another kind"
+        ) from error
+    model.zero_grad(set_to_none=True)
 
 
 @torch.no_grad()
@@ -211,8 +234,6 @@ def require_splittable(config: Any) -> None:
         found = f"{name}: its attention cannot be replaced by ours"
     elif layers := set(getattr(text, "layer_types", None) or ()) - KNOWN_LAYERS:
         found = f"layers of type {sorted(layers)} ({name})"
-    elif ropes := length_dependent(config):
-        found = f"rotary embeddings whose frequencies depend on the length: {sorted(ropes)}"
     if found:
         raise NotSupported(
             f"context parallelism (policy.parallelism.context) does not support {found}; set "

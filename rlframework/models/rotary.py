@@ -11,6 +11,8 @@ depend on the rows beside it. Two kinds of embeddings do so:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,9 +24,19 @@ LENGTH_DEPENDENT = {"dynamic", "longrope"}
 
 def length_dependent(config: Any) -> set[str]:
     """Return the types of the rotary embeddings of a model of `config` whose frequencies depend on the length."""
+    return {str(part.get("rope_type")) for part in _parts(config)} & LENGTH_DEPENDENT
+
+
+def regime_limits(config: Any) -> list[int]:
+    """Return the lengths, ascending, beyond which a model of `config` computes all tokens of a row in another way."""
+    parts = [part for part in _parts(config) if part.get("rope_type") == "longrope"]
+    return sorted({int(part["original_max_position_embeddings"]) for part in parts})
+
+
+def _parts(config: Any) -> list[dict[str, Any]]:
+    """The settings of the rotary embeddings: one, or one per layer type."""
     rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    parts = [part for part in (rope, *rope.values()) if isinstance(part, dict)]  # one, or one per layer type
-    return {str(part.get("rope_type")) for part in parts} & LENGTH_DEPENDENT
+    return [part for part in (rope, *rope.values()) if isinstance(part, dict)]
 
 
 def positions_without_padding(position_ids: Tensor, lengths: Tensor) -> Tensor:
@@ -41,6 +53,19 @@ def sequence_lengths(position_ids: Tensor) -> Tensor:
     return lengths.gather(1, sequence)
 
 
+@contextmanager
+def lengths_given(model: nn.Module, lengths: Tensor) -> Iterator[None]:
+    """Context manager: rows in forwards are parts of sequences; `lengths [n, L]` of the whole one of each token."""
+    rotaries = [module.forward for module in model.modules() if isinstance(module.forward, SequenceRotary)]
+    for rotary in rotaries:
+        rotary.lengths = lengths
+    try:
+        yield
+    finally:
+        for rotary in rotaries:
+            rotary.lengths = None
+
+
 def rotate_by_sequence(model: nn.Module) -> None:
     """Make the length-dependent rotary embeddings of `model` depend on each sequence's own length.
 
@@ -53,10 +78,14 @@ def rotate_by_sequence(model: nn.Module) -> None:
 
 
 class SequenceRotary:
-    """The forward of a rotary module with frequencies for each sequence; `module`'s class computes sine and cosine."""
+    """The forward of a rotary module with frequencies for each sequence; `module`'s class computes sine and cosine.
+
+    `lengths [n, L]`: the length of each token's sequence, None where the positions of a forward show it.
+    """
 
     def __init__(self, module: Any) -> None:
         self._module = module
+        self.lengths: Tensor | None = None
         self._compute: Any = type(module).forward
         while hasattr(self._compute, "__wrapped__"):  # without transformers' choice of one length
             self._compute = self._compute.__wrapped__
@@ -71,15 +100,18 @@ class SequenceRotary:
             return self._stretched(x, position_ids, layer_type)
         return self._with_length(x, position_ids, layer_type, None)
 
+    def _lengths(self, position_ids: Tensor) -> Tensor:
+        return sequence_lengths(position_ids) if self.lengths is None else self.lengths
+
     def _two_regimes(self, x: Tensor, position_ids: Tensor, layer_type: str | None) -> Any:
         limit = self._settings(layer_type)["original_max_position_embeddings"]
-        is_long = sequence_lengths(position_ids) > limit
+        is_long = self._lengths(position_ids) > limit
         short, long = (self._with_length(x, position_ids, layer_type, length) for length in (limit, limit + 1))
         return tuple(torch.where(_like(is_long, a), b, a) for a, b in zip(short, long, strict=True))
 
     def _stretched(self, x: Tensor, position_ids: Tensor, layer_type: str | None) -> Any:
         limit = self._module.config.max_position_embeddings
-        lengths = sequence_lengths(position_ids)
+        lengths = self._lengths(position_ids)
         values = self._with_length(x, position_ids, layer_type, limit)
         for length in lengths[lengths > limit].unique().tolist():
             of_length = self._with_length(x, position_ids, layer_type, length)

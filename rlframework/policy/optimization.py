@@ -23,9 +23,12 @@ def parameter_groups(
 
 
 def learning_rate(base: float, config: SchedulerConfig, step: int) -> float:
-    """Return the learning rate of training call `step` (from 0): linear warmup, then the decay of `config.name`."""
+    """Return the learning rate of training call `step` (from 0): linear warmup from 0, then the decay of `config.name`.
+
+    The same as the schedules of transformers, whose first step with warmup has the learning rate 0.
+    """
     if step < config.warmup_steps:
-        return base * (step + 1) / config.warmup_steps
+        return base * step / config.warmup_steps
     if config.name == "constant":
         return base
     assert config.total_steps is not None

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from causal_kinds import KINDS, tiny_model
 
 from rlframework.algorithms.losses import NLLLoss
 from rlframework.batch.batched_data_dict import BatchedDataDict
@@ -193,6 +194,13 @@ def test_a_backend_that_breaks_is_told_and_the_others_go_on(model, manager, caps
     assert [line.split()[-1] for line in out.splitlines() if line.startswith("dtensor ")] == ["agrees", "agrees"]
 
 
+def test_a_mixture_whose_experts_are_stored_together_is_compared(manager, tmp_path):
+    tiny_model(KINDS["gpt_oss"]).save_pretrained(tmp_path / "model")
+    cases.tokenizer().save_pretrained(tmp_path / "model")
+    outcome = outcome_of("dtensor", random_scenario("nll", tmp_path / "model", steps=1, rows=4), manager, tmp_path)
+    assert (outcome.verdict, outcome.reason) == ("agrees", "")
+
+
 def test_a_backend_that_can_be_made_must_work(model, manager, tmp_path):
     """An error after the backend was built is a failure, also for backends that were not named."""
     scenario = random_scenario("nll", model, steps=1, rows=2)
@@ -366,7 +374,7 @@ def test_what_is_named_and_cannot_be_made_is_told_and_the_others_go_on(word, rea
     assert parity([word, "dtensor:data=1"], steps=1, rows=4, precisions=precisions, manager=manager) == 1
     lines = capsys.readouterr().out.splitlines()
     (note,) = [line for line in lines if reason in line]  # once, and not for each loss and precision
-    assert note.startswith(f"{word} float32: failed: ")
+    assert note.startswith(f"{word} float32: rejected: ")
     assert [line.split()[-1] for line in lines if line.startswith("dtensor ")][-4:] == ["agrees"] * 4
 
 

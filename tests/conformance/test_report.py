@@ -114,6 +114,16 @@ def test_the_word_and_the_counts(outcomes, changes, word, counts, conformant):
     assert (found.word, found.counts, found.conformant) == (word, counts, conformant)
 
 
+def test_rejected_kinds_of_models_are_in_the_word_and_in_json_once():
+    rejecting = replace(result("test_a"), rejected=("sinks", "windows"))
+    (found,) = verdicts_of([rejecting, replace(result("test_b"), rejected=("windows",))])
+    assert RESULT_JSON.validate_json(RESULT_JSON.dump_json(rejecting)) == rejecting
+    assert found.word.startswith("CONFORMANT, rejects: sinks, windows")
+    assert found.conformant
+    (written,) = as_json([found])["verdicts"]
+    assert written["rejected"] == ["sinks", "windows"]
+
+
 # -- what is declared and not tested -----------------------------------------------------------------------------------
 
 

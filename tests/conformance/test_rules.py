@@ -32,6 +32,10 @@ class Parts(Suite):
     def test_gpu(self, harness):
         raise AssertionError
 
+    @holds(2, alone=True)
+    def test_kind(self, harness):
+        raise AssertionError
+
     def helper(self):
         return 1
 
@@ -167,10 +171,11 @@ def test_a_test_without_a_contract_is_an_error():
 
 
 def test_what_is_declared_decides_what_is_expected():
-    assert list(Sealed.tests()) == ["test_plain", "test_adapters", "test_replicas", "test_gpu"]
-    assert Sealed.expected(record(), Layout(), "cpu") == ["test_plain"]
+    assert list(Sealed.tests()) == ["test_plain", "test_adapters", "test_replicas", "test_gpu", "test_kind"]
+    assert Sealed.expected(record(), Layout(), "cpu") == ["test_plain", "test_kind"]
     assert Sealed.expected(record(), Layout(data=2), "cpu") == ["test_plain", "test_replicas"]
-    assert Sealed.expected(record(Capability.LORA), Layout(), "cuda") == ["test_plain", "test_adapters", "test_gpu"]
+    with_lora = Sealed.expected(record(Capability.LORA), Layout(), "cuda")
+    assert with_lora == ["test_plain", "test_adapters", "test_gpu", "test_kind"]
     assert Sealed.undeclared(record()) == ["test_adapters"]
     assert Sealed.undeclared(record(Capability.LORA)) == []
 

@@ -15,6 +15,7 @@ def positions_of_rank_zero() -> None:
     import counting_device
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
+    from transformers import LlamaConfig
 
     from rlframework.batch.batched_data_dict import BatchedDataDict
     from rlframework.microbatches.data_processor import make_microbatch
@@ -39,6 +40,7 @@ def positions_of_rank_zero() -> None:
         given.append(input_ids)
         return SimpleNamespace(logits=given[1].float())
 
+    model.config = LlamaConfig()
     moved = to_device(host, torch.device(counting_device.NAME, 0))
     with counting_device.counting() as counts:
         values = ContextParallel(dist.group.WORLD).forward(model, SimpleNamespace(computing=computing), moved, None)

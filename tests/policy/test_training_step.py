@@ -17,9 +17,9 @@ from rlframework.policy.training_step import MallocTrimmer
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        ({"warmup_steps": 4}, [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]),
+        ({"warmup_steps": 4}, [0.0, 0.25, 0.5, 0.75, 1.0, 1.0]),
         ({"name": "linear", "total_steps": 4, "min_ratio": 0.2}, [1.0, 0.8, 0.6, 0.4, 0.2, 0.2]),
-        ({"name": "cosine", "total_steps": 6, "warmup_steps": 2}, [0.5, 1.0, 1.0, 0.8535534, 0.5, 0.1464466, 0.0]),
+        ({"name": "cosine", "total_steps": 6, "warmup_steps": 2}, [0.0, 0.5, 1.0, 0.8535534, 0.5, 0.1464466, 0.0]),
     ],
 )
 def test_schedules(config, expected):

@@ -13,9 +13,10 @@ from contextlib import nullcontext
 import torch
 from rlframework.interfaces.data_processor import Microbatch
 from rlframework.models.activation_checkpointing import checkpoint_activations
+from rlframework.models.file_weights import FileLayout
 from rlframework.models.forward import attending, forward
 from rlframework.models.loading import load_config, load_model, require_vocabulary
-from rlframework.models.named_tensors import by_file_names, named_tensors
+from rlframework.models.named_tensors import named_tensors
 from rlframework.models.probing import probe_packing
 from rlframework.policy.engine import Engine, Moments, Step, StepResult, WeightSpec
 from rlframework.policy.head.patch import HeadPatch, HeadRequest, read_head_output
@@ -25,6 +26,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from rlframework_ddp.config import DdpConfig
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class DdpEngine(Engine):
@@ -44,7 +47,9 @@ class DdpEngine(Engine):
             checkpoint_activations(self.model, self.config.activation_checkpointing)
         self.model.to(self.device)
         self._head = HeadPatch(self.model)
-        self._weights = by_file_names(self.model, named_tensors(self.model))
+        self._layout = FileLayout.of(self.model)
+        tensors = named_tensors(self.model)
+        self._weights = {name: part.of(tensors[part.source]) for name, part in self._layout.weights.items()}
         self._optimizer = self._make_optimizer() if init_optimizer else None
         self._replica: nn.Module = self.model
         if self.context.world_size > 1:
@@ -57,7 +62,7 @@ class DdpEngine(Engine):
         groups = parameter_groups(self.model.named_parameters(), config)
         optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
         for one in self.model.parameters():  # AdamW creates its state at the first step: too late for loading
-            zeros = {kind: torch.zeros_like(one) for kind in ("exp_avg", "exp_avg_sq")}
+            zeros = {kind: torch.zeros_like(one) for kind in MOMENTS}
             optimizer.state[one] = {"step": torch.tensor(0.0), **zeros}
         return optimizer
 
@@ -151,9 +156,8 @@ class DdpEngine(Engine):
         assert self._optimizer is not None
         for name, parameter in self.model.named_parameters():
             state = self._optimizer.state[parameter]
-            first, second = (by_file_names(self.model, {name: state[kind]}) for kind in ("exp_avg", "exp_avg_sq"))
-            for part in first:
-                yield part, {"step": state["step"], "exp_avg": first[part], "exp_avg_sq": second[part]}
+            for part in self._layout.by_source[name]:
+                yield part.name, {"step": state["step"], **{kind: part.of(state[kind]) for kind in MOMENTS}}
 
     def gather_moments(self) -> Iterator[tuple[str, Moments]]:
         """See `Engine.gather_moments`."""

@@ -110,9 +110,10 @@ def partitioning_adapters() -> Iterator[None]:
             model.set_submodule(path, layer.base_layer)
         try:
             sources = partition(engine, model, settings)
-        except AssertionError as error:  # its message is about inference
+        except (AssertionError, ValueError) as error:  # no plan for the model, or one that AutoTP does not know all of
+            reason = str(error).split(". ")[0]
             raise NotSupported(
-                f"AutoTP cannot split {type(model).__name__} ({error}); set policy.parallelism.tensor to 1, or give a "
+                f"AutoTP cannot split {type(model).__name__} ({reason}); set policy.parallelism.tensor to 1, or give a "
                 "plan in policy.deepspeed.tensor_parallel.partition_config"
             ) from error
         for path, layer in layers.items():

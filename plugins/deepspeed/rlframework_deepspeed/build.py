@@ -16,6 +16,7 @@ from rlframework.errors import NotSupported
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.models import adapters
 from rlframework.models.activation_checkpointing import checkpoint_activations
+from rlframework.models.file_weights import FileLayout
 from rlframework.models.loading import (
     empty_model,
     is_multimodal,
@@ -46,6 +47,7 @@ class Built:
     tensor: TensorParallel
     groups: Groups
     saved_buffers: frozenset[str]
+    layout: FileLayout
 
 
 def build(
@@ -70,6 +72,7 @@ def build(
     model = empty_model(config, model_config, None if section.attention == "auto" else section.attention)
     _prepare_model(model, config, tokenizer)
     saved = model.state_dict().keys() & {name for name, _ in model.named_buffers()}
+    layout = FileLayout.of(model)
     settings = _adapt_settings(settings, model, has_optimizer=init_optimizer)
     environment.join(context, device)
     with environment.leaving_on_failure(context):
@@ -77,7 +80,7 @@ def build(
         engine = _engine(model, config, settings, device, init_optimizer=init_optimizer)
         tensor = TensorParallel() if sizes.tensor == 1 else TensorParallel.of(engine.module)
         head = HeadPatch(engine.module, tensor.head_rows(engine.module))
-    return Built(engine, engine.module, head, can_pack, tensor, groups, frozenset(saved))
+    return Built(engine, engine.module, head, can_pack, tensor, groups, frozenset(saved), layout)
 
 
 def _engine(

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from rlframework.interfaces.data_processor import Microbatch, MicrobatchRule
-from rlframework.models.attention import kernel_for_packed_rows
 from rlframework.models.forward import attending, forward
+from rlframework.models.varlen import kernel_for_packed_rows
 from rlframework.policy.engine import Step, StepResult
 from rlframework.policy.head.patch import HeadRequest, read_head_output
 from rlframework.policy.host_buffers import HostBuffers
@@ -45,6 +45,7 @@ class DeepSpeedEngine(ModelState):
         )
         self._engine, self.model, self._head, self._packs = built.engine, built.model, built.head, built.packs
         self._tensor, self._groups, self._saved_buffers = built.tensor, built.groups, built.saved_buffers
+        self._layout = built.layout
         # the mask that transformers makes for padded rows reads the device in each forward
         self._replace_padded = built.packs and self.device.type != "cpu"
         self._shards = shards_of(self._engine)

@@ -11,15 +11,15 @@ import math
 from abc import ABC
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rlframework.errors import NotSupported
 from rlframework.models import adapters
+from rlframework.models.file_weights import FileLayout, FileWeight, gathered
 from rlframework.models.loading import pretrained_weights
-from rlframework.models.named_tensors import FileWeight, by_source, external_name, file_weights, gathered
+from rlframework.models.named_tensors import external_name
 from rlframework.policy.checkpoint.saved import FIRST, SECOND, moments_slice, slice_of
 from rlframework.policy.engine import Engine, Moments, ShardedState, TensorShard, WeightSpec
 from rlframework.policy.lora_math import A, initial_a, is_adapter
@@ -38,6 +38,7 @@ class ModelState(adapters.ModelAdapters, Engine, ABC):
     _shards: Shards
     _tensor: TensorParallel
     _saved_buffers: frozenset[str]
+    _layout: FileLayout
 
     # -- names --------------------------------------------------------------------------------------------------------
 
@@ -71,19 +72,13 @@ class ModelState(adapters.ModelAdapters, Engine, ABC):
     def _dtype(self, tensor: Tensor) -> torch.dtype:
         return self._shards.dtype(tensor) if isinstance(tensor, nn.Parameter) else tensor.dtype
 
-    def _files(self, tensors: Mapping[str, Tensor]) -> dict[str, FileWeight]:
-        """The names and slices of `tensors` in files."""
-        shapes: Any = {name: torch.empty(self._shape(tensor), device="meta") for name, tensor in tensors.items()}
-        return file_weights(self.model, shapes)
-
     # -- weights ------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def fill(self) -> None:
         """Load the weights of `policy.model_name` and initialise adapters. Not collective."""
         attention = None if self.backend_config.attention == "auto" else self.backend_config.attention
-        wanted = {name: torch.empty(self._shape(one), device="meta") for name, one in self._weights().items()}
-        self.load_weights(pretrained_weights(wanted, self.model, self.config, attention))
+        self.load_weights(pretrained_weights(self._layout, self.model, self.config, attention))
         if self.config.lora is None:
             return
         for name, tensor in self._adapters().items():
@@ -93,8 +88,8 @@ class ModelState(adapters.ModelAdapters, Engine, ABC):
     def weight_specs(self) -> dict[str, WeightSpec]:
         """See `Engine.weight_specs`."""
         weights = self._weights()
-        parts = self._files(weights)
-        return {name: WeightSpec(part.shape, self._dtype(weights[part.source])) for name, part in parts.items()}
+        parts = self._layout.weights.items()
+        return {name: WeightSpec(part.shape, self._dtype(weights[part.source])) for name, part in parts}
 
     def adapter_specs(self) -> dict[str, WeightSpec]:
         """See `Adapters.adapter_specs`."""
@@ -109,7 +104,7 @@ class ModelState(adapters.ModelAdapters, Engine, ABC):
             with trace_span(GATHER):
                 return self._merged(name, held)
 
-        yield from gathered(names, self._files(self._weights()), gather)
+        yield from gathered(names, self._layout.weights, gather)
 
     def _gather_tensor(self, tensor: Tensor) -> Tensor:
         found = self._shards.whole(tensor) if isinstance(tensor, nn.Parameter) else tensor
@@ -132,19 +127,20 @@ class ModelState(adapters.ModelAdapters, Engine, ABC):
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """See `Engine.load_weights`."""
         own = self._weights()
-        for name, parts in by_source(self._files(own)).items():
-            tensor = own[name]
+        for name, tensor in own.items():
+            parts = self._layout.by_source[name]
             if isinstance(tensor, nn.Parameter):
                 self._shards.put(tensor, self._reader(tensor, parts, weights))
             else:
-                self._write_tensor(tensor, weights[name])
+                for part in parts:
+                    part.of(tensor).copy_(weights[part.name])
 
     def _reader(self, tensor: nn.Parameter, parts: list[FileWeight], weights: Mapping[str, Tensor]) -> Read:
         """A function that reads a flat range of this rank's partition of `tensor`, stored as `parts` in files."""
 
         def read(first: int, end: int) -> Tensor:
             row = torch.empty(end - first)
-            for part, own, start in _within(parts, self._part_shape(tensor), row, first):
+            for part, own, start in _within(parts, row, first):
                 name, partition = part.name, self._tensor.partition(tensor)
                 shape = part.shape if partition is None else self._part_shape(tensor)
                 fill(own, shape, start, partition, lambda where, name=name: slice_of(weights, name, where))  # type: ignore[misc]
@@ -203,7 +199,7 @@ class ModelState(adapters.ModelAdapters, Engine, ABC):
     def gather_moments(self) -> Iterator[tuple[str, Moments]]:
         """See `Engine.gather_moments`."""
         trained = self._trained()
-        files = by_source(self._files(trained))
+        files = self._layout.by_source
         for name, parameter in trained.items():
             steps, here = self._shards.state(parameter)
             steps = self._everywhere(steps)
@@ -226,7 +222,7 @@ class ModelState(adapters.ModelAdapters, Engine, ABC):
     def load_moments(self, moments: Mapping[str, Moments]) -> None:
         """See `Engine.load_moments`."""
         trained = self._trained()
-        files = by_source(self._files(trained))
+        files = self._layout.by_source
         nothing = {name: _steps(moments, files[name]) for name in trained}
         for name, parameter in trained.items():
             state = self._shards.make_state(parameter, nothing[name])
@@ -235,7 +231,7 @@ class ModelState(adapters.ModelAdapters, Engine, ABC):
                 continue
             partition, shape = self._tensor.partition(parameter), self._part_shape(parameter)
             for kind in MOMENTS:
-                for part, own, start in _within(files[name], shape, state[kind], slot.first):
+                for part, own, start in _within(files[name], state[kind], slot.first):
 
                     def read(where: Slices, part: FileWeight = part, kind: str = kind) -> Tensor:
                         found: Tensor = getattr(moments_slice(moments, part.name, where), kind)
@@ -249,7 +245,7 @@ class ModelState(adapters.ModelAdapters, Engine, ABC):
         """See `Engine.sharded_state`."""
         self._require_no_adapters()
         own = self._weights()
-        files = by_source(self._files(own))
+        files = self._layout.by_source
         weights = [shard for name, tensor in own.items() for shard in self._weight_shards(tensor, files[name])]
         moments: list[TensorShard] = []
         steps: dict[str, int] = {}
@@ -275,7 +271,7 @@ class ModelState(adapters.ModelAdapters, Engine, ABC):
     ) -> Iterator[TensorShard]:
         """Shards of `row`, this rank's partition of `tensor`, from `first` on, named by `files` with `prefix`."""
         partition, shape = self._tensor.partition(tensor), self._part_shape(tensor)
-        for part, own, start in _within(files, shape, row, first):
+        for part, own, start in _within(files, row, first):
             for view, where in views_with_slices(own, shape if partition is not None else part.shape, start, partition):
                 yield TensorShard(prefix + part.name, view, tuple(one.start for one in where), part.shape)
 
@@ -285,18 +281,16 @@ def _steps(moments: Mapping[str, Moments], files: list[FileWeight]) -> int:
     return max(moments_slice(moments, part.name, nothing[: len(part.shape)]).steps for part in files)
 
 
-def _within(
-    files: list[FileWeight], shape: tuple[int, ...], row: Tensor, first: int
-) -> Iterator[tuple[FileWeight, Tensor, int]]:
-    """Yield each weight in `files` with its view of `row` and the start of that view in the weight.
+def _within(files: list[FileWeight], row: Tensor, first: int) -> Iterator[tuple[FileWeight, Tensor, int]]:
+    """Yield each weight in `files`, all of one tensor, with its view of `row` and the start of that view in the weight.
 
-    `row` holds the flat elements of a tensor of `shape` from `first` on; the weights are consecutive in that tensor.
+    `row` holds the flat elements of the tensor, or of this rank's partition of it, from `first` on.
     """
     for part in files:
-        if part.expert is None:
+        if not part.is_part:
             yield part, row, first
             continue
-        start = (part.expert * shape[1] + part.start) * shape[2]
+        start = part.flat_start
         begin, end = max(first, start), min(first + row.numel(), start + math.prod(part.shape))
         if begin < end:
             yield part, row[begin - first : end - first], begin - start

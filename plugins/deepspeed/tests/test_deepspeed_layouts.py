@@ -68,7 +68,7 @@ def test_columns_of_the_ranks_are_put_into_the_order_of_the_row_and_back(size):
     """Each rank has the chunks that `ranges` says, from both ends of the row."""
     length = 4 * size
     of_ranks = [column for rank in range(size) for part in ranges(length, rank, size) for column in range(*part)]
-    share = HeadShard(size, torch.tensor([]), exchange=None, segments=None)
+    share = HeadShard(0, size, torch.tensor([]), exchange=None, segments=None)
     given = torch.stack((torch.tensor(of_ranks), 100 + torch.tensor(of_ranks)))[..., None]  # [b, L, 1]
     row = share.in_row_order(given)
     assert row[:, :, 0].tolist() == [list(range(length)), list(range(100, 100 + length))]

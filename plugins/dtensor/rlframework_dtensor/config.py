@@ -11,9 +11,11 @@ from pydantic import Field, PositiveInt
 
 from rlframework.config.base import Section
 from rlframework.config.sections import RunConfig
-from rlframework.models.named_tensors import KINDS
 from rlframework.plugins.model_checks import attention_problems, indivisible, lora_problems, model_config
 from rlframework.plugins.types import Problem
+
+EXPERT_KINDS = ("qwen2_moe", "qwen3_moe")
+"""The model types whose experts several workers can share."""
 
 
 class DTensorConfig(Section):
@@ -120,8 +122,8 @@ def experts_problem(model: Mapping[str, Any], expert: int) -> str | None:
     """Describe why `expert` workers cannot share the experts of `model` (a model configuration); None if they can."""
     kind = model.get("model_type")
     experts = model.get("num_experts") or model.get("num_local_experts")
-    if kind not in KINDS:
-        return f"this backend knows no experts of the model type {kind!r} (it knows {', '.join(KINDS)})"
+    if kind not in EXPERT_KINDS:
+        return f"this backend knows no experts of the model type {kind!r} (it knows {', '.join(EXPERT_KINDS)})"
     if isinstance(experts, int) and experts % expert:
         return f"the model has {experts} experts, not divisible by policy.parallelism.expert={expert}"
     return None

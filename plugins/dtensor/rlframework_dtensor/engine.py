@@ -18,10 +18,10 @@ from torch import nn
 
 from rlframework.interfaces.data_processor import Microbatch, MicrobatchRule
 from rlframework.microbatches.on_demand import on_device, on_host
-from rlframework.models.attention import kernel_for_packed_rows
 from rlframework.models.forward import ContextParallel, attending, forward
 from rlframework.models.load_balancing import LoadBalancingLoss
 from rlframework.models.loading import is_multimodal
+from rlframework.models.varlen import kernel_for_packed_rows
 from rlframework.policy.engine import Step, StepResult
 from rlframework.policy.head.patch import HeadOutput, HeadRequest, read_head_output
 from rlframework.policy.host_buffers import HostBuffers
@@ -47,6 +47,7 @@ class DTensorEngine(ModelState):
         self._sizes = Sizes.of(self.context.world_size, self.config.parallelism, self.backend_config.replicate)
         built = build_model(self.config, self.backend_config, self.context, self._sizes, self.tokenizer, self.device)
         self.model, self._head, self._mesh, self._packs = built.model, built.head, built.mesh, built.packs
+        self._layout = built.layout
         self._multimodal = is_multimodal(self.model)
         self._replace_padded = built.packs and not self._multimodal and self.device.type != "cpu"
         group = self._mesh.context_group() if self._mesh is not None else None

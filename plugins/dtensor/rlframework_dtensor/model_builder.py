@@ -23,6 +23,7 @@ from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.models import adapters
 from rlframework.models.activation_checkpointing import checkpoint_activations
 from rlframework.models.attention import ATTENTION, row_attention
+from rlframework.models.file_weights import FileLayout
 from rlframework.models.loading import (
     decoder_layers,
     empty_model,
@@ -36,7 +37,6 @@ from rlframework.models.named_tensors import named_tensors
 from rlframework.models.probing import probe_packing, require_splittable
 from rlframework.policy.head.patch import HeadPatch
 from rlframework.policy.host_buffers import HostBuffers
-from rlframework.policy.lora_math import is_adapter
 from rlframework.workers import process_groups
 from rlframework_dtensor import experts
 from rlframework_dtensor.config import DTensorConfig
@@ -56,6 +56,7 @@ class BuiltModel:
     head: HeadPatch
     mesh: Mesh | None
     packs: bool
+    layout: FileLayout
 
 
 def build_model(
@@ -79,10 +80,12 @@ def build_model(
         _prepare(model, config, section, tokenizer, sizes)
         if config.lora is not None:
             adapters.initialize(model, config.lora, copy_into_shard)
+        layout = FileLayout.of(model)
         model = model.to(device)
-        return BuiltModel(model, HeadPatch(model), None, can_pack)
+        return BuiltModel(model, HeadPatch(model), None, can_pack, layout)
     model = empty_model(config, model_config, choice)
     _prepare(model, config, section, tokenizer, sizes)
+    layout = FileLayout.of(model)
     process_groups.join(context, device)
     mesh = Mesh(sizes, device.type)
     head_rows = None
@@ -96,10 +99,10 @@ def build_model(
         adapters.freeze(model)
     head = HeadPatch(model, head_rows)
     apply_fsdp(model, mesh, config, section.reshard_after_forward)
-    load_pretrained_weights(model, config, choice, device)
+    load_pretrained_weights(model, layout, config, choice, device)
     if config.lora is not None:
         adapters.initialize(model, config.lora, copy_into_shard)
-    return BuiltModel(model, head, mesh, can_pack)
+    return BuiltModel(model, head, mesh, can_pack, layout)
 
 
 def _prepare(model: Any, config: PolicyConfig, section: DTensorConfig, tokenizer: Any, sizes: Sizes) -> None:
@@ -173,7 +176,9 @@ def apply_fsdp(model: Any, mesh: Mesh, config: PolicyConfig, reshard_after_forwa
 
 
 @torch.no_grad()
-def load_pretrained_weights(model: Any, config: PolicyConfig, attention: str | None, device: torch.device) -> None:
+def load_pretrained_weights(
+    model: Any, layout: FileLayout, config: PolicyConfig, attention: str | None, device: torch.device
+) -> None:
     """Materialize `model`, sharded and on the meta device, on `device` and load the weights of `config.model_name`.
 
     With `policy.offload.parameters` the weights are allocated in CPU memory, and only the buffers on `device`.
@@ -183,5 +188,4 @@ def load_pretrained_weights(model: Any, config: PolicyConfig, attention: str | N
     for name, buffer in model.named_buffers():
         buffer.copy_(buffers[name])
     move_model(model, device, HostBuffers(), buffers_only=True)
-    wanted = {name: tensor for name, tensor in named_tensors(model).items() if not is_adapter(name)}
-    load_weights(wanted, model, pretrained_weights(wanted, model, config, attention))
+    load_weights(named_tensors(model), layout.weights, pretrained_weights(layout, model, config, attention))

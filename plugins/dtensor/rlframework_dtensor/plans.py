@@ -8,6 +8,7 @@ their own plan covers it.
 from __future__ import annotations
 
 import importlib
+from fnmatch import fnmatch
 from typing import Any
 
 from torch import nn
@@ -114,7 +115,23 @@ def _own(model: Any) -> Plan:
             f"there is no tensor-parallel plan for {model.config.model_type!r}; set policy.parallelism.tensor "
             f"to 1, or {KEY}"
         )
-    return {f"{model.base_model_prefix}.{path}": _style(path, word) for path, word in plan.items()}
+    styles = {f"{model.base_model_prefix}.{path}": _style(path, word) for path, word in plan.items()}
+    _require_whole_gradients(model, styles)
+    return styles
+
+
+def _require_whole_gradients(model: Any, plan: Plan) -> None:
+    """Raise `NotSupported` for an activation function with weights, as Apertus has, that `plan` leaves out.
+
+    Each rank applies it to its share of the features, so it would keep its own share of the weights' gradient.
+    """
+    for path, module in model.named_modules():
+        is_activation = type(module).__module__ == "transformers.activations"
+        if is_activation and any(True for _ in module.parameters()) and not any(fnmatch(path, each) for each in plan):
+            raise NotSupported(
+                f"the tensor-parallel plan of {model.config.model_type!r} does not sum the gradients of {path} over "
+                f"the workers; set policy.parallelism.tensor to 1, or {KEY}"
+            )
 
 
 def _style(path: str, word: str) -> ParallelStyle:
@@ -154,8 +171,6 @@ def _custom(path: str) -> Plan:
 
 def _require_modules(model: nn.Module, plan: Plan) -> None:
     """Check that each path of `plan` matches a module, and none the embedding or the head."""
-    from fnmatch import fnmatch
-
     names = [name for name, _ in model.named_modules()]
     vocabulary = {name for name, module in model.named_modules() if module in _ends(model)}
     for path in plan:

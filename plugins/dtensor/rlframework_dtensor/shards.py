@@ -3,7 +3,7 @@
 FSDP on top of tensor parallelism shards a `DTensor` by tensor parallelism first and by FSDP within that, possibly both
 along dimension 0 and unevenly, for which torch's `distribute_tensor` (2.13) returns wrong shards. This module
 therefore computes offsets itself. The functions that take a `FileWeight` map these shards to the weights' names in
-files (`rlframework.models.named_tensors`).
+files (`rlframework.models.file_weights`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
-from rlframework.models.named_tensors import FileWeight, file_weights
+from rlframework.models.file_weights import FileWeight
 from rlframework.policy.checkpoint.saved import moments_slice, slice_of
 from rlframework.policy.engine import Moments, TensorShard
 
@@ -93,22 +93,26 @@ def local_shard(weight: FileWeight, tensor: Tensor) -> tuple[Tensor, Slices] | N
     the model itself is never None, though its shard may be empty.
     """
     slices, shard = local_slices(tensor), local_tensor(tensor)
-    if weight.expert is None:
+    if not weight.is_part:
         return shard, slices
-    experts, rows, columns = slices
-    if not experts.start <= weight.expert < experts.stop:
-        return None
+    if weight.expert is not None:
+        experts, slices = slices[0], slices[1:]
+        if not experts.start <= weight.expert < experts.stop:
+            return None
+        shard = shard[weight.expert - experts.start]
+    rows, *others = slices
     first, last = max(rows.start, weight.start), min(rows.stop, weight.start + weight.shape[0])
     if first >= last:
         return None
-    view = shard[weight.expert - experts.start, first - rows.start : last - rows.start]
-    return view, (slice(first - weight.start, last - weight.start), columns)
+    return shard[first - rows.start : last - rows.start], (slice(first - weight.start, last - weight.start), *others)
 
 
 @torch.no_grad()
-def load_weights(tensors: Mapping[str, Tensor], model: Any, weights: Mapping[str, Tensor]) -> None:
-    """Copy this rank's shards of `weights`, named as in files, into `tensors` of `model`. No collective."""
-    for name, part in file_weights(model, tensors).items():
+def load_weights(
+    tensors: Mapping[str, Tensor], layout: Mapping[str, FileWeight], weights: Mapping[str, Tensor]
+) -> None:
+    """Copy this rank's shards of `weights`, named as in files, into the model's `tensors`. No collective."""
+    for name, part in layout.items():
         if (shard := local_shard(part, tensors[part.source])) is not None:
             shard[0].copy_(slice_of(weights, name, shard[1]))
 

@@ -1,7 +1,7 @@
 """The worker's state by name: weights, adapters and optimizer moments, whole or as this rank's shards.
 
 Weight sync, saving, both forms of checkpoints and the reference swap use it. Names are those of `save_pretrained`;
-`rlframework.models.named_tensors` has those of mixtures of experts, `rlframework.models.adapters` those of adapters.
+`rlframework.models.file_weights` has them, `rlframework.models.adapters` those of adapters.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from torch import Tensor
 
 from rlframework.errors import NotSupported
 from rlframework.models import adapters
-from rlframework.models.named_tensors import by_source, external_name, file_weights, gathered, named_tensors
+from rlframework.models.file_weights import FileLayout, gathered
+from rlframework.models.named_tensors import external_name, named_tensors
 from rlframework.policy.checkpoint.saved import FIRST, SECOND
 from rlframework.policy.engine import Moments, ShardedState, TensorShard, WeightSpec
 from rlframework.policy.host_buffers import HostBuffers
@@ -35,14 +36,14 @@ class ModelState(adapters.ModelAdapters, ABC):
     """The primitives of `Engine` that read and write weights and moments."""
 
     _optimizer: torch.optim.Optimizer | None
+    _layout: FileLayout
 
     # -- weights ------------------------------------------------------------------------------------------------------
 
     def _named_tensors(self) -> dict[str, Tensor]:
         """The model's saved tensors and its adapters, by name; a tied head appears once, as the embedding.
 
-        The experts of a mixture have other names in files: see `rlframework.models.named_tensors`. Gathered parameters
-        are freed first, see `reshard`.
+        `_layout` has their names in files. Gathered parameters are freed first, see `reshard`.
         """
         reshard(self.model)
         return named_tensors(self.model)
@@ -60,8 +61,8 @@ class ModelState(adapters.ModelAdapters, ABC):
     def weight_specs(self) -> dict[str, WeightSpec]:
         """See `Engine.weight_specs`."""
         weights = self._weights()
-        parts = file_weights(self.model, weights)
-        return {name: WeightSpec(part.shape, weights[part.source].dtype) for name, part in parts.items()}
+        parts = self._layout.weights.items()
+        return {name: WeightSpec(part.shape, weights[part.source].dtype) for name, part in parts}
 
     def gather_weights(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         """See `Engine.gather_weights`."""
@@ -71,7 +72,7 @@ class ModelState(adapters.ModelAdapters, ABC):
             with trace_span(GATHER):
                 return self._merged(name, weights)
 
-        yield from gathered(names, file_weights(self.model, weights), gather)
+        yield from gathered(names, self._layout.weights, gather)
 
     def _local_weights(self) -> dict[str, Tensor]:
         return {name: local_tensor(weight).detach() for name, weight in self._named_tensors().items()}
@@ -94,7 +95,7 @@ class ModelState(adapters.ModelAdapters, ABC):
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """See `Engine.load_weights`."""
-        load_weights(self._weights(), self.model, weights)
+        load_weights(self._weights(), self._layout.weights, weights)
 
     def _trained(self) -> dict[str, Tensor]:
         """The parameters that the optimizer updates, by the names of `weight_specs`."""
@@ -106,7 +107,7 @@ class ModelState(adapters.ModelAdapters, ABC):
         """See `Engine.gather_moments`."""
         assert self._optimizer is not None
         trained = self._trained()
-        parts = by_source(file_weights(self.model, trained))
+        parts = self._layout.by_source
         for name, parameter in trained.items():
             state = self._optimizer.state.get(parameter)
             steps, first, second = 0, torch.zeros(parameter.shape), torch.zeros(parameter.shape)
@@ -123,7 +124,7 @@ class ModelState(adapters.ModelAdapters, ABC):
         """See `Engine.load_moments`."""
         assert self._optimizer is not None
         trained = self._trained()
-        parts = by_source(file_weights(self.model, trained))
+        parts = self._layout.by_source
         for name, parameter in trained.items():
             first, second = torch.empty_like(parameter), torch.empty_like(parameter)
             steps = fill_moments(parts[name], moments, first, second)
@@ -138,17 +139,18 @@ class ModelState(adapters.ModelAdapters, ABC):
         if self.config.lora is not None:
             raise NotSupported("adapters are saved in the portable form only; set checkpoints.format=portable")
         tensors = self._weights()
-        parts = file_weights(self.model, tensors).values()
-        weights = [shard for part in parts for shard in tensor_shards(part, tensors[part.source])]
+        parts = self._layout.by_source
+        weights = [
+            shard for part in self._layout.weights.values() for shard in tensor_shards(part, tensors[part.source])
+        ]
         trained = self._trained() if self._optimizer is not None else {}
-        trained_parts = by_source(file_weights(self.model, trained))
         moments: list[TensorShard] = []
         steps: dict[str, int] = {}
         for name, parameter in trained.items():
             state = self._optimizer.state.get(parameter) if self._optimizer is not None else None
             state = state or {}
-            steps |= {part.name: int(state.get("step", 0)) for part in trained_parts[name]}
+            steps |= {part.name: int(state.get("step", 0)) for part in parts[name]}
             for start, kind in ((FIRST, "exp_avg"), (SECOND, "exp_avg_sq")):
                 value = state[kind] if state else torch.zeros_like(parameter)
-                moments += [shard for part in trained_parts[name] for shard in tensor_shards(part, value, start)]
+                moments += [shard for part in parts[name] for shard in tensor_shards(part, value, start)]
         return ShardedState(weights, moments, steps)

@@ -26,10 +26,12 @@ from rlframework_dtensor.styles import REPLICATED, Embedding, Plan, Replicated, 
 
 def require_divisible(config: Any, tensor: int) -> None:
     """Raise a `ConfigError` if `tensor` ranks cannot share a model of `config`, before any weight is loaded."""
+    if tensor == 1:  # sizes that differ by layer cannot be read
+        return
     text = config.get_text_config()
     # GPT-2 has other names for some of these, to which its configuration maps them
     sizes = {name: getattr(text, name, None) for name in DIVIDED}
-    problem = indivisible(sizes, tensor) if tensor > 1 else None
+    problem = indivisible(sizes, tensor)
     if problem:
         raise ConfigError(f"{problem}; choose a divisor")
 

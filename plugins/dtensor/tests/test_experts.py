@@ -22,8 +22,8 @@ from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.microbatches.data_processor import make_dummy, make_microbatch
 from rlframework.microbatches.shapes import Padding
 from rlframework.models import loading
+from rlframework.models.file_weights import FileWeight
 from rlframework.models.load_balancing import real_tokens
-from rlframework.models.named_tensors import FileWeight, file_weights, gathered
 from rlframework.plugins.manager import create_manager
 from rlframework.workers import process_groups
 from rlframework_dtensor.config import DTensorConfig
@@ -58,53 +58,18 @@ def policy(models, tmp_path):
         started.pop().shutdown()
 
 
-def a_mixture(kind: str = "qwen3_moe"):
-    return SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: SimpleNamespace(model_type=kind)))
-
-
 # -- names ------------------------------------------------------------------------------------------------------------
 
 
-def test_each_expert_has_names_of_its_own_in_files():
-    tensors = {
-        "a.mlp.experts.gate_up_proj": torch.arange(24.0).view(2, 4, 3),
-        "a.mlp.experts.down_proj": torch.arange(12.0).view(2, 3, 2),
-        "a.mlp.gate.weight": torch.zeros(2, 3),
-    }
-    found = file_weights(a_mixture(), tensors)
-    assert {name: weight.shape for name, weight in found.items()} == {
-        "a.mlp.experts.0.gate_proj.weight": (2, 3),
-        "a.mlp.experts.0.up_proj.weight": (2, 3),
-        "a.mlp.experts.1.gate_proj.weight": (2, 3),
-        "a.mlp.experts.1.up_proj.weight": (2, 3),
-        "a.mlp.experts.0.down_proj.weight": (3, 2),
-        "a.mlp.experts.1.down_proj.weight": (3, 2),
-        "a.mlp.gate.weight": (2, 3),
-    }
-    up = found["a.mlp.experts.1.up_proj.weight"]
-    right = torch.tensor([[18.0, 19.0, 20.0], [21.0, 22.0, 23.0]])  # the second half of the second expert
-    assert torch.equal(up.of(tensors[up.source]), right)
-    part, where = local_shard(up, tensors[up.source])
-    assert torch.equal(part, right)
-    assert where == (slice(0, 2), slice(0, 3))
-    part.zero_()
-    assert tensors[up.source][1, 2:].abs().sum() == 0
-    assert list(file_weights(a_mixture("mixtral"), tensors)) == list(tensors)
-
-
-def test_a_tensor_is_gathered_once_for_names_that_follow():
-    names = ["e.0", "e.1", "w", "e.0"]
-    weights = {f"e.{n}": FileWeight(f"e.{n}", "e", (2, 2), n) for n in (0, 1)} | {"w": FileWeight("w", "w", (2,))}
-    tensors, asked = {"e": torch.arange(8.0).view(2, 2, 2), "w": torch.ones(2)}, []
-
-    def gather(source):
-        asked.append(source)
-        return tensors[source]
-
-    found = [(name, weight.tolist()) for name, weight in gathered(names, weights, gather)]
-    first, second = [[0.0, 1.0], [2.0, 3.0]], [[4.0, 5.0], [6.0, 7.0]]
-    assert found == [("e.0", first), ("e.1", second), ("w", [1.0, 1.0]), ("e.0", first)]
-    assert asked == ["e", "w", "e"]
+def test_a_shard_of_rows_is_a_view_with_its_place_in_the_weight():
+    stack, rows = torch.arange(24.0).view(2, 4, 3), torch.arange(12.0).view(4, 3)
+    right = [[18.0, 19.0, 20.0], [21.0, 22.0, 23.0]]  # the second half of the second expert
+    for whole, expert in ((stack, 1), (rows + 12, None)):
+        shard, where = local_shard(FileWeight("up", "both", (2, 3), tuple(whole.shape), expert, 2), whole)
+        assert shard.tolist() == right
+        assert where == (slice(0, 2), slice(0, 3))
+        shard.zero_()
+        assert whole.flatten()[-6:].abs().sum() == 0
 
 
 def test_a_refit_updates_an_engines_experts_in_place(models):
@@ -150,7 +115,7 @@ def test_expert_files_are_read_without_a_whole_model(models, tmp_path, monkeypat
     )
     try:
         held = {name: gather_full(weight.detach()) for name, weight in built.model.named_parameters()}
-        found = file_weights(built.model, held)
+        found = built.layout.weights
         assert found.keys() == right.keys()
         assert all(torch.equal(part.of(held[part.source]), right[name]) for name, part in found.items())
     finally:

@@ -11,6 +11,7 @@ from rlframework.conformance import cases
 from rlframework.errors import DataError
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.models import loading
+from rlframework.models.file_weights import FileLayout
 from rlframework.models.loading import empty_model, load_config, load_model
 from rlframework.workers import process_groups
 from rlframework_dtensor import model_builder
@@ -92,7 +93,7 @@ def test_rotary_frequencies_are_those_of_the_model(model):
     config = PolicyConfig(model_name=str(path))
     empty = empty_model(config, load_config(config), None)
     assert all(parameter.is_meta for parameter in empty.parameters())
-    model_builder.load_pretrained_weights(empty, config, None, torch.device("cpu"))
+    model_builder.load_pretrained_weights(empty, FileLayout.of(empty), config, None, torch.device("cpu"))
     right = load_model(config, None)
     for name, buffer in right.named_buffers():
         assert torch.equal(dict(empty.named_buffers())[name], buffer), name

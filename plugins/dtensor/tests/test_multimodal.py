@@ -179,6 +179,7 @@ def test_saved_files_are_the_weights_bit_for_bit(worker, tmp_path):
     from transformers import AutoModelForImageTextToText
 
     from rlframework.huggingface.model_directories import quiet_transformers
+    from rlframework.models.file_weights import by_file_names
 
     made = worker("auto")
     made.save_pretrained(str(tmp_path / "saved"))
@@ -188,8 +189,9 @@ def test_saved_files_are_the_weights_bit_for_bit(worker, tmp_path):
         )
     assert not any(info.values())
     held = dict(made.engine.gather_weights(made.engine.weight_specs()))
-    assert {name for name, _ in loaded.named_parameters()} == held.keys()
-    for name, parameter in loaded.named_parameters():
+    written = by_file_names(loaded, dict(loaded.named_parameters()))
+    assert written.keys() == held.keys()
+    for name, parameter in written.items():
         assert torch.equal(parameter, held[name]), name
 
 

@@ -12,13 +12,11 @@ from pydantic import Field, PositiveInt, field_validator
 from rlframework.config.base import Section
 from rlframework.config.device_defaults import Default
 from rlframework.config.sections import RunConfig
-from rlframework.plugins.model_checks import indivisible, model_config
+from rlframework.plugins.model_checks import indivisible, lora_problems, model_config
 from rlframework.plugins.types import Problem
-from rlframework_megatron.names import KINDS
+from rlframework_megatron.architectures import ARCHITECTURES
 
 INSTEAD = "Set policy.backend to dtensor."
-STATIC_ROTARY = ("default", "linear", "llama3", "proportional")
-"""Rotary embedding types whose frequencies do not depend on the length and whose scores are not scaled."""
 GRADIENT_KERNELS = "fused_weight_gradient_mlp_cuda"
 """The extension of Apex that adds weight gradients to their fp32 buffers."""
 C_COMPILERS = ("cc", "gcc", "clang")
@@ -73,6 +71,7 @@ def check(config: RunConfig, device: str) -> list[Problem]:
         *_overlap_problems(section),
         *_fusion_problems(section, device),
         *_offload_problems(config, device),
+        *_lora_problems(config, section),
         *_model_problems(model),
     ]
 
@@ -123,7 +122,8 @@ def _layout_problems(config: RunConfig, section: MegatronConfig, model: Mapping[
 def _experts_problems(config: RunConfig, model: Mapping[str, Any]) -> Iterator[Problem]:
     parallelism, coefficient = config.policy.parallelism, config.policy.router_aux_loss_coef
     key, experts = "policy.parallelism.expert", model.get("num_experts") or model.get("num_local_experts")
-    sparse = model.get("model_type") == "qwen3_moe"
+    described = ARCHITECTURES.get(str(model.get("model_type")))
+    sparse = described is not None and described.mixture is not None
     data = config.worker_group.num_workers // parallelism.model_size
     if data % parallelism.expert:
         message = (
@@ -142,10 +142,7 @@ def _experts_problems(config: RunConfig, model: Mapping[str, Any]) -> Iterator[P
 
 def _mixture_problems(config: RunConfig) -> Iterator[Problem]:
     parallelism = config.policy.parallelism
-    if parallelism.tensor > 1 and parallelism.expert > 1:
-        message = "experts are either distributed across workers or split by tensor parallelism, not both."
-        yield Problem("policy.parallelism.tensor", message, "Set it, or policy.parallelism.expert, to 1.")
-    elif parallelism.tensor > 1 and not parallelism.sequence:
+    if parallelism.tensor > 1 and not parallelism.sequence:
         message = "megatron-core trains mixtures of experts with tensor parallelism only under sequence parallelism."
         yield Problem("policy.parallelism.sequence", message, "Set it to true.")
     if parallelism.model_size > 1 and config.policy.router_aux_loss_coef > 0:
@@ -183,38 +180,33 @@ def _offload_problems(config: RunConfig, device: str) -> Iterator[Problem]:
         yield Problem("policy.offload.parameters", message, remedy)
 
 
+def _lora_problems(config: RunConfig, section: MegatronConfig) -> Iterator[Problem]:
+    yield from lora_problems(config)
+    if config.policy.lora is None:
+        return
+    if config.policy.parallelism.expert > 1:
+        message = "LoRA with expert parallelism is not supported: it has not been validated."
+        yield Problem("policy.parallelism.expert", message, "Set it to 1.")
+    if section.transformer_engine == "true":
+        message = "Transformer Engine's layers contain the norm before them, and cannot have LoRA adapters."
+        yield Problem("policy.megatron.transformer_engine", message, "Set it to auto or false.")
+
+
 def _model_problems(model: Mapping[str, Any]) -> Iterator[Problem]:
-    for message in _unsupported(model):
+    for message in unsupported(model):
         yield Problem("policy.model_name", message, INSTEAD)
 
 
-def _unsupported(model: Mapping[str, Any]) -> Iterator[str]:
+def unsupported(model: Mapping[str, Any]) -> Iterator[str]:
     """Describe unsupported features in a model's configuration; workers reject them too."""
     kind = model.get("model_type")
     if kind is None:  # the configuration is not available locally
         return
-    if kind not in KINDS:
-        yield f"the megatron backend cannot convert {kind!r} models; it supports {', '.join(KINDS)}."
+    if kind not in ARCHITECTURES:
+        yield f"the megatron backend cannot convert {kind!r} models; it supports {', '.join(ARCHITECTURES)}."
         return
-    for key in ("attention_bias", "mlp_bias"):
+    for key in ARCHITECTURES[kind].fixed:
         if model.get(key):
-            yield f"the model has {key}; the backend supports only the query, key and value biases of Qwen2."
-    if (activation := model.get("hidden_act", "silu")) != "silu":
-        yield f"the model has the activation {activation!r}; the backend supports only silu."
-    windows = model.get("use_sliding_window") and model.get("sliding_window") and "layer_types" not in model
-    if windows or "sliding_attention" in (model.get("layer_types") or ()):
-        yield "the model has sliding windows, which the backend does not support."
+            yield f"the model has {key}, which the backend does not support."
     if model.get("quantization_config"):
         yield "the model's weights are quantised; the backend reads only unquantised weights."
-    yield from _rotary(model)
-
-
-def _rotary(model: Mapping[str, Any]) -> Iterator[str]:
-    """Describe unsupported rotary embeddings; reads the keys of both transformers 5 and 4."""
-    rotary = {**(model.get("rope_scaling") or {}), **(model.get("rope_parameters") or {})}
-    kind = rotary.get("rope_type") or rotary.get("type") or "default"
-    if kind not in STATIC_ROTARY:
-        yield f"the model has rotary embeddings of type {kind!r}; the backend supports {', '.join(STATIC_ROTARY)}."
-    factor = rotary.get("partial_rotary_factor", model.get("partial_rotary_factor", 1.0))
-    if factor != 1.0:
-        yield f"the model has partial_rotary_factor {factor}; the backend rotates whole heads only."

@@ -7,7 +7,8 @@ Replaced attributes, because megatron-core has no option for them:
 
     torch.cuda                       streams, seeds and the current device (`STAND_INS`): there is no CUDA
     random_states                    megatron-core's own functions for CUDA's random state
-    torch.distributed                `all_to_all_single`: gloo does not accept sizes in tensors
+    torch.distributed                gloo does not accept sizes in tensors (`all_to_all_single`), or parts of different
+                                     sizes (`all_gather`, `reduce_scatter`)
     torch.compile (in `upstream`)    during the import: there is no compiler to load
 """
 
@@ -91,6 +92,35 @@ def _with_int_sizes(*arguments: Any, **more: Any) -> Any:
     return _all_to_all(*arguments, **more)
 
 
+_all_gather = dist.all_gather
+
+
+def _all_gather_uneven(outputs: list[Tensor], tensor: Tensor, group: Any = None, **more: Any) -> Any:
+    """Call `all_gather` with parts of one size: the tokens of experts on tensor ranks differ in number."""
+    rows = [output.shape[0] if output.dim() else 1 for output in outputs]
+    if len(set(rows)) == 1:
+        return _all_gather(outputs, tensor, group, **more)
+    padded = [output.new_empty(max(rows), *output.shape[1:]) for output in outputs]
+    own = torch.cat((tensor, tensor.new_zeros(max(rows) - tensor.shape[0], *tensor.shape[1:])))
+    _all_gather(padded, own, group)
+    for output, found in zip(outputs, padded, strict=True):
+        output.copy_(found[: output.shape[0]])
+    return None
+
+
+_reduce_scatter = dist.reduce_scatter
+
+
+def _reduce_scatter_uneven(output: Tensor, inputs: list[Tensor], op: Any = None, group: Any = None, **more: Any) -> Any:
+    """Call `reduce_scatter` as a sum over all parts if they differ in size; see `_all_gather_uneven`."""
+    op = dist.ReduceOp.SUM if op is None else op
+    if len({one.shape for one in inputs}) == 1:
+        return _reduce_scatter(output, inputs, op, group, **more)
+    total = torch.cat(inputs)
+    dist.all_reduce(total, op, group)
+    return output.copy_(total.split([one.shape[0] for one in inputs])[dist.get_rank(group)])
+
+
 STAND_INS: Mapping[str, Any] = {
     "current_device": lambda: CPU,
     "synchronize": _no_op,
@@ -115,7 +145,12 @@ def _emulated_cuda() -> Iterator[None]:
         with (
             replacing(torch.cuda, **STAND_INS),
             replacing(random_states, _get_cuda_rng_state=_get_state, _set_cuda_rng_state=_set_state),
-            replacing(dist, all_to_all_single=_with_int_sizes),
+            replacing(
+                dist,
+                all_to_all_single=_with_int_sizes,
+                all_gather=_all_gather_uneven,
+                reduce_scatter=_reduce_scatter_uneven,
+            ),
             _CudaIsCpu(),
         ):
             yield

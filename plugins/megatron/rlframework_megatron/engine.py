@@ -9,28 +9,32 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlframework.errors import ConfigError, DataError, NotSupported
 from rlframework.interfaces.data_processor import Microbatch, MicrobatchRule
-from rlframework.models.attention import kernel_for_packed_rows
 from rlframework.models.loading import load_config, require_vocabulary, weights_folder
+from rlframework.models.varlen import kernel_for_packed_rows
 from rlframework.plugins.model_checks import indivisible
 from rlframework.policy.engine import Step, StepResult
 from rlframework.policy.head.patch import HeadRequest
 from rlframework.policy.profiling import trace_span
 from rlframework_megatron import cpu
+from rlframework_megatron.adapter_weights import adapted_weights, adapter_weights
+from rlframework_megatron.adapters import add_adapters
 from rlframework_megatron.config import MegatronConfig
 from rlframework_megatron.gathering import Groups as GatheringGroups
 from rlframework_megatron.gathering import local_coordinates
+from rlframework_megatron.layers import uses_transformer_engine
 from rlframework_megatron.load_balancing import MegatronLoadBalancingLoss
-from rlframework_megatron.model import build_chunks, uses_transformer_engine
+from rlframework_megatron.model import build_chunks
 from rlframework_megatron.offload import Offloader
 from rlframework_megatron.optimizer import Optimizer, wrap_ddp
 from rlframework_megatron.parallel import Groups, Sizes
 from rlframework_megatron.schedule import Schedule
-from rlframework_megatron.settings import as_reward_model, require_experts, require_same_function
+from rlframework_megatron.settings import as_reward_model, require_axes, require_experts, require_same_function
 from rlframework_megatron.state import ModelState, load_from_folder
 from rlframework_megatron.upstream import quiet
 from rlframework_megatron.weights import LocalModel
@@ -71,7 +75,9 @@ class MegatronEngine(ModelState):
         sizes = Sizes.of(self.context.world_size, self.config.parallelism, self.backend_config.virtual_pipeline)
         if (problem := indivisible(self._model_config.to_dict(), sizes.tensor)) is not None:
             raise ConfigError(f"{problem}; choose a divisor")
+        require_axes(self._model_config, sizes)
         require_experts(self._model_config, sizes, router_loss=self.config.router_aux_loss_coef > 0)
+        self._require_adaptable(sizes)
         self._groups = Groups(self.context, self.device, sizes)
         try:
             self._fill(folder, self._groups, init_optimizer=init_optimizer)
@@ -79,11 +85,23 @@ class MegatronEngine(ModelState):
             self.close()
             raise
 
+    def _require_adaptable(self, sizes: Sizes) -> None:
+        """Raise `NotSupported` or `ConfigError` if the model cannot have the adapters of `policy.lora`."""
+        if self.config.lora is None:
+            return
+        if sizes.expert > 1:
+            raise NotSupported("LoRA with expert parallelism is not supported; set policy.parallelism.expert to 1")
+        adapted_weights(self._model_config, self.config.lora)
+
     def _fill(self, folder: Path, groups: Groups, *, init_optimizer: bool) -> None:
         """Build this rank's chunks and optimizer, and load their weights."""
-        coordinates = local_coordinates(fused=uses_transformer_engine(self.backend_config, self.device))
+        lora = self.config.lora
+        fused = lora is None and uses_transformer_engine(self.backend_config, self.device, self._model_config)
+        coordinates = local_coordinates(fused=fused)
         with self._megatron():
             self.chunks = build_chunks(self._model_config, self.config, self.backend_config, groups, coordinates)
+            if lora is not None:
+                add_adapters(self.chunks, self._model_config, lora, coordinates, self.chunks[0].config)
             self._models = wrap_ddp(self.chunks, self.backend_config) if init_optimizer else list(self.chunks)
             if init_optimizer:
                 self._optimizer = Optimizer(self._models, self.config, self.backend_config, self.waits)
@@ -93,7 +111,10 @@ class MegatronEngine(ModelState):
         self._local_model = LocalModel(
             self._model_config, coordinates, self.chunks, GatheringGroups.current(self.device), inner
         )
+        adapters = None if lora is None else adapter_weights(self._model_config, lora)
+        self._local_adapters = None if adapters is None else replace(self._local_model, only=adapters)
         load_from_folder(self._local_model, folder)
+        self._initialize_adapters()
         if self.config.router_aux_loss_coef > 0:
             self.router_loss = MegatronLoadBalancingLoss(self.chunks[0], groups.data)
         self._schedule = Schedule(self.chunks, self._models, groups)
@@ -160,7 +181,14 @@ class MegatronEngine(ModelState):
     def close(self) -> None:
         """See `Engine.close`."""
         self._optimizer = self.router_loss = None
-        for name in ("chunks", "_models", "_local_model", "_schedule", "_offloader"):  # they all reference the model
+        for name in (
+            "chunks",
+            "_models",
+            "_local_model",
+            "_local_adapters",
+            "_schedule",
+            "_offloader",
+        ):  # they all reference the model
             self.__dict__.pop(name, None)
         if self._groups is not None:
             self._groups = None

@@ -1,73 +1,37 @@
 """Build this rank's uninitialised chunks of megatron-core's GPTModel from a transformers configuration.
 
-Layers follow megatron-core's local specification with our attention and a norm that supports sequence parallelism, or
-are Transformer Engine's with our attention; see `uses_transformer_engine`. `settings` defines the supported models.
+`layers` has the layers, `architectures` the supported models.
 """
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from rlframework.config.policy import PolicyConfig
-from rlframework.errors import ConfigError
 from rlframework.interfaces.data_processor import Microbatch
-from rlframework.models.attention import RowLayout, Segments
+from rlframework.models.attention import PaddedRows, RowLayout, Segments
+from rlframework.models.rotary import positions_without_padding
 from rlframework.policy.head.logprobs import VocabularyShard
 from rlframework.policy.head.patch import HeadPatch
-from rlframework_megatron.attention import CoreAttention
+from rlframework_megatron.architectures import architecture
+from rlframework_megatron.attention import LayerInputs, Rotary
 from rlframework_megatron.config import MegatronConfig
 from rlframework_megatron.coordinates import Coordinates
-from rlframework_megatron.names import gives_scores, is_sparse, is_tied
+from rlframework_megatron.layers import block
+from rlframework_megatron.names import gives_scores, is_tied
 from rlframework_megatron.parallel import Groups
-from rlframework_megatron.recomputed_mlp import RecomputedMLP
-from rlframework_megatron.settings import rotary_frequencies, transformer_config
+from rlframework_megatron.settings import embedding_scale, transformer_config
 from rlframework_megatron.upstream import (
     ColumnParallelLinear,
     GPTModel,
-    ModuleSpec,
     RowParallelLinear,
-    TransformerBlockSubmodules,
-    TransformerConfig,
     VocabParallelEmbedding,
     gather_from_sequence_parallel_region,
-    get_gpt_layer_local_spec,
-    get_gpt_layer_with_transformer_engine_spec,
     set_tensor_model_parallel_attributes,
 )
-
-
-class RMSNorm(nn.Module):
-    """RMSNorm of Llama and Qwen, computed in fp32; under sequence parallelism tensor ranks sum its gradient.
-
-    Constructor arguments: those that megatron-core passes to norms.
-    """
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
-        super().__init__()
-        self.eps = eps
-        self._recomputes = config.recompute_granularity == "selective"
-        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Normalise `hidden [..., H]` over the last dimension."""
-        if self._recomputes and torch.is_grad_enabled():
-            normed: Tensor = checkpoint(self._normalise, hidden, use_reentrant=False, preserve_rng_state=False)
-            return normed
-        return self._normalise(hidden)
-
-    def _normalise(self, hidden: Tensor) -> Tensor:
-        if hidden.dtype == torch.float32:
-            return nn.functional.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
-        # rounded before the weight, as transformers does
-        normed = nn.functional.rms_norm(hidden.float(), self.weight.shape, None, self.eps)
-        return self.weight * normed.to(hidden.dtype)
 
 
 class Head(HeadPatch):
@@ -98,7 +62,9 @@ class Chunk(GPTModel):  # type: ignore[misc]  # megatron-core carries no types
     def __init__(
         self,
         *,
-        frequencies: Tensor,
+        rotary: Rotary,
+        embedding_scale: float,
+        formula: dict[str, float],
         vocabulary: int,
         pad: int | None,
         groups: Groups,
@@ -107,11 +73,14 @@ class Chunk(GPTModel):  # type: ignore[misc]  # megatron-core carries no types
     ) -> None:
         """Other arguments: those of GPTModel.
 
-        `frequencies [D / 2]`: rotary frequencies; `vocabulary`: number of tokens without padding; `pad`: the token
-        whose input embedding gets no gradient, as in transformers (None: no such token); `scores`: use a score head.
+        `embedding_scale`: the factor of embeddings; `formula`: the settings of `LogitFormula`, by name; `vocabulary`:
+        number of tokens without padding; `pad`: the token whose input embedding gets no gradient, as in transformers
+        (None: no such token); `scores`: use a score head.
         """
         super().__init__(position_embedding_type="none", **arguments)
-        self._frequencies, self._pad, self._groups = frequencies, pad, groups
+        self.rotary, self._embedding_scale, self._pad, self._groups = rotary, embedding_scale, pad, groups
+        for name, value in formula.items():
+            setattr(self, name, value)
         self.head: Head | None = None
         if self.post_process and scores:
             self.output_layer = ScoreHead(self.config.hidden_size, self.config.params_dtype)
@@ -128,16 +97,14 @@ class Chunk(GPTModel):  # type: ignore[misc]  # megatron-core carries no types
         """Return the input of the next stage or, on the last stage, the head's values.
 
         `input_ids [n, L]` is embedded on the first stage; later stages use the output of the previous one.
-        `position_ids [n, L]`: identical in all rows. `row`: see `CoreAttention`.
+        `position_ids [n, L]`: identical in all rows, unless `rotary.by_length`. `row`: the rows' layout; None: padded.
         """
         hidden = self._embedded(input_ids) if self.pre_process else None
-        self._frequencies = self._frequencies.to(input_ids.device)
-        angles = torch.outer(position_ids[0].float(), self._frequencies)
+        rotations = self.rotary.rotations(position_ids, self.config.params_dtype)
         hidden = self.decoder(
             hidden_states=hidden,
             attention_mask=None,
-            rotary_pos_emb=torch.cat((angles, angles), -1)[:, None, None],
-            attention_bias=row,
+            attention_bias=LayerInputs(PaddedRows() if row is None else row, rotations),
         )
         found: Tensor = hidden
         if not self.post_process:
@@ -152,6 +119,8 @@ class Chunk(GPTModel):  # type: ignore[misc]  # megatron-core carries no types
     def _embedded(self, input_ids: Tensor) -> Tensor:
         """Embed `input_ids [n, L]` as `[L, n, H]`; under sequence parallelism, this rank's shard."""
         hidden: Tensor = self.embedding(input_ids=input_ids, position_ids=None)
+        if self._embedding_scale != 1.0:
+            hidden = hidden * self._embedding_scale
         if self._pad is None:
             return hidden
         is_pad = (input_ids == self._pad).T.contiguous()  # pipeline stages send tensors in this memory layout
@@ -177,6 +146,7 @@ def build_chunks(
         model_config, config, section, groups.sizes, groups.device, grouped=coordinates.fused
     )
     last = groups.sizes.pipeline - 1
+    rotary, formula = Rotary(model_config), architecture(model_config).formula
     found = []
     for number in range(section.virtual_pipeline):
         first_here = groups.pipeline_rank == 0 and number == 0
@@ -184,16 +154,18 @@ def build_chunks(
         found.append(
             Chunk(
                 config=core_config,
-                transformer_layer_spec=_block(model_config, core_config, coordinates, number),
+                transformer_layer_spec=block(model_config, core_config, coordinates, number, rotary),
                 vocab_size=coordinates.vocabulary(model_config.vocab_size),
                 max_sequence_length=model_config.max_position_embeddings,
                 pre_process=first_here,
                 post_process=last_here,
                 share_embeddings_and_output_weights=is_tied(model_config),
                 vp_stage=number if section.virtual_pipeline > 1 else None,
-                frequencies=rotary_frequencies(model_config),
+                rotary=rotary,
+                embedding_scale=embedding_scale(model_config, core_config.params_dtype),
+                formula={key: value for key in formula if (value := getattr(model_config, key)) is not None},
                 vocabulary=model_config.vocab_size,
-                pad=model_config.pad_token_id,
+                pad=_pad(model_config),
                 groups=groups,
                 scores=gives_scores(model_config),
             )
@@ -201,6 +173,12 @@ def build_chunks(
     for chunk in found:
         _mark_split(chunk.to(groups.device))  # megatron-core creates some of it on the CPU
     return found
+
+
+def _pad(model_config: Any) -> int | None:
+    """The token whose embedding gets no gradient; torch counts a negative one from the end of the vocabulary."""
+    pad: int | None = model_config.pad_token_id
+    return pad if pad is None else pad % int(model_config.vocab_size)
 
 
 def _mark_split(chunk: Chunk) -> None:
@@ -216,71 +194,15 @@ def _mark_split(chunk: Chunk) -> None:
                     set_tensor_model_parallel_attributes(parameter, True, 0 if rows else 1, 1)
 
 
-def uses_transformer_engine(section: MegatronConfig, device: torch.device) -> bool:
-    """Whether to use Transformer Engine's layers; raise `ConfigError` if they are requested but unavailable."""
-    wanted, installed = section.transformer_engine, find_spec("transformer_engine") is not None
-    if wanted == "auto":
-        return installed and device.type == "cuda"
-    if wanted == "true" and not (installed and device.type == "cuda"):
-        raise ConfigError(
-            f"policy.megatron.transformer_engine=true requires a GPU and the package transformer_engine; the device is "
-            f"{device.type} and the package is {'installed' if installed else 'not installed'}. Set it to auto"
-        )
-    return wanted == "true"
+def model_inputs(microbatch: Microbatch, *, by_length: bool = False) -> dict[str, Any]:
+    """The arguments of `Chunk.forward` for a microbatch that is not split along the sequence.
 
-
-def _fused_layer_spec(core_config: TransformerConfig, experts: int | None) -> ModuleSpec:
-    """Transformer Engine's layer; norms that it does not fuse are ours."""
-    spec = get_gpt_layer_with_transformer_engine_spec(
-        num_experts=experts, moe_grouped_gemm=experts is not None, qk_layernorm=core_config.qk_layernorm
-    )
-    if experts is not None:
-        spec.submodules.pre_mlp_layernorm = RMSNorm
-    return spec
-
-
-def _layer_spec(core_config: TransformerConfig, *, sparse: bool, fused: bool) -> ModuleSpec:
-    """A layer with our attention and norms. `sparse`: with experts; `fused`: Transformer Engine's."""
-    experts = core_config.num_moe_experts if sparse else None
-    spec = _fused_layer_spec(core_config, experts) if fused else _local_layer_spec(core_config, experts)
-    attention = spec.submodules.self_attention.submodules
-    attention.core_attention = CoreAttention
-    if core_config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
-    if not sparse:
-        mlp = spec.submodules.mlp
-        mlp.params = {**mlp.params, "ffn_hidden_size": core_config.ffn_hidden_size}
-        if core_config.recompute_granularity == "selective":
-            # not a ModuleSpec, for which megatron-core warns of classes that it does not know
-            parts = {"params": mlp.params, "submodules": mlp.submodules}
-            spec.submodules.mlp = SimpleNamespace(module=RecomputedMLP, **parts)
-    return spec
-
-
-def _local_layer_spec(core_config: TransformerConfig, experts: int | None) -> ModuleSpec:
-    spec = get_gpt_layer_local_spec(num_experts=experts, qk_layernorm=core_config.qk_layernorm, normalization="RMSNorm")
-    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = RMSNorm
-    return spec
-
-
-def _block(
-    model_config: Any, core_config: TransformerConfig, coordinates: Coordinates, chunk: int
-) -> TransformerBlockSubmodules:
-    """The layers of one chunk and the final norm."""
-    starts = coordinates.first_layers(model_config.num_hidden_layers)
-    virtual_stage = chunk * coordinates.pipeline_size + coordinates.pipeline_rank
-    layers = range(starts[virtual_stage], starts[virtual_stage + 1])
-    specs = [
-        _layer_spec(core_config, sparse=is_sparse(model_config, layer), fused=coordinates.fused) for layer in layers
-    ]
-    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
-
-
-def model_inputs(microbatch: Microbatch) -> dict[str, Any]:
-    """The arguments of `Chunk.forward` for a microbatch that is not split along the sequence."""
+    `by_length`: whether the rotary embeddings of a row depend on its length; see `Rotary.by_length`.
+    """
     inputs, bounds = microbatch.processed_inputs, microbatch.cu_seqlens
-    return {
-        "input_ids": inputs.input_ids,
-        "position_ids": inputs.position_ids,
-        "row": None if bounds is None else Segments(bounds.tolist()),
-    }
+    positions = inputs.position_ids
+    if by_length and bounds is None:
+        assert positions is not None
+        positions = positions_without_padding(positions, microbatch.data_dict["input_lengths"])
+    row = None if bounds is None else Segments(bounds.tolist())
+    return {"input_ids": inputs.input_ids, "position_ids": positions, "row": row}

@@ -1,6 +1,6 @@
 """Map the weight names that `save_pretrained` writes to their locations in Megatron's parameters.
 
-Covers Llama, Qwen2, Qwen3 and Qwen3-MoE, with one weight per expert. Everything is computed from a configuration and
+Covers `ARCHITECTURES`. Everything is computed from a configuration and
 `Coordinates`, without a model or communication, so each rank knows what every rank holds. Parameter names are those of
 megatron-core's GPTModel with the local layer specification and sequential experts; with `Coordinates.fused`, those of
 Transformer Engine's norms inside linear layers and its grouped experts. `weight_layout` defines the sharding.
@@ -8,18 +8,32 @@ Transformer Engine's norms inside linear layers and its grouped experts. `weight
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from rlframework.errors import ConfigError, NotSupported
+from rlframework_megatron.architectures import (
+    ARCHITECTURES,
+    Mixture,
+    architecture,
+    expert_count,
+    is_sparse,
+    value_of,
+)
 from rlframework_megatron.coordinates import Coordinates
-from rlframework_megatron.weight_layout import Columns, Gated, Grouped, Region, Vocabulary, WeightLayout
-
-KINDS = ("llama", "qwen2", "qwen3", "qwen3_moe")
-"""The supported values of `model_type`."""
+from rlframework_megatron.weight_layout import (
+    Columns,
+    Gated,
+    GatedPair,
+    Grouped,
+    GroupedTriple,
+    Region,
+    Rows,
+    Vocabulary,
+    WeightLayout,
+)
 
 EMBEDDING, HEAD, SCORE = "model.embed_tokens.weight", "lm_head.weight", "score.weight"
 GIVES_SCORES = "gives_scores"
@@ -133,7 +147,7 @@ def _virtual_stage_of(weight: Weight, config: Any, coordinates: Coordinates) -> 
 
 
 def _experts_each(config: Any, coordinates: Coordinates) -> int:
-    experts = int(config.num_experts)
+    experts = expert_count(config)
     each, left = divmod(experts, coordinates.expert_size)
     if left:
         raise ConfigError(f"{experts} experts are not divisible by policy.parallelism.expert={coordinates.expert_size}")
@@ -155,16 +169,10 @@ def _regions(weight: Weight, coordinates: Coordinates) -> tuple[Region, ...]:
 
 def require_convertible(config: Any) -> None:
     """Raise `NotSupported` if this backend's GPTModel cannot represent the weights of the model of `config`."""
-    if config.model_type not in KINDS:
+    if config.model_type not in ARCHITECTURES:
         raise NotSupported(
             f"the megatron backend cannot convert the weights of a {config.model_type!r} model; it supports "
-            f"{', '.join(KINDS)}. Set policy.backend to dtensor"
-        )
-    biases = [key for key in ("attention_bias", "mlp_bias") if getattr(config, key, False)]
-    if biases:
-        raise NotSupported(
-            f"the model's configuration sets {' and '.join(biases)}; the megatron backend supports only the query, key "
-            "and value biases of Qwen2. Set policy.backend to dtensor"
+            f"{', '.join(ARCHITECTURES)}. Set policy.backend to dtensor"
         )
 
 
@@ -184,60 +192,116 @@ def model_weights(config: Any) -> list[Weight]:
 
 
 def _layer(config: Any, layer: int) -> list[Weight]:
-    hidden = config.hidden_size
-    outside, inside = f"model.layers.{layer}.", "decoder.layers.{layer}."
-
-    def norm(name: str, parameter: str, size: int = hidden) -> Weight:
-        return Weight(f"{outside}{name}.weight", (size,), f"{inside}{parameter}.weight", WeightLayout(), layer)
-
+    norms = architecture(config).norms
     return [
-        *_attention(config, layer, outside, inside),
-        *([norm("self_attn.q_norm", "self_attention.q_layernorm", head_size(config))] if _norms_heads(config) else []),
-        *([norm("self_attn.k_norm", "self_attention.k_layernorm", head_size(config))] if _norms_heads(config) else []),
-        *(_experts(config, layer) if is_sparse(config, layer) else _mlp(config.intermediate_size, hidden, layer)),
-        norm("input_layernorm", "input_layernorm"),
-        norm("post_attention_layernorm", "pre_mlp_layernorm"),
+        *_attention(config, layer),
+        *_head_norms(config, layer),
+        *(_experts(config, layer) if is_sparse(config, layer) else _mlp(config, layer, config.intermediate_size)),
+        *_norm(config, layer, norms.before_attention, "input_layernorm"),
+        *_norm(config, layer, norms.after_attention, "self_attn_bda.norm"),
+        *_norm(config, layer, norms.before_mlp, "pre_mlp_layernorm"),
+        *_norm(config, layer, norms.after_mlp, "mlp_bda.norm"),
     ]
 
 
-def _attention(config: Any, layer: int, outside: str, inside: str) -> Iterator[Weight]:
+def _norm(config: Any, layer: int, name: str | None, parameter: str) -> Iterator[Weight]:
+    if name is not None:
+        outside, inside = f"model.layers.{layer}.{name}.weight", f"decoder.layers.{{layer}}.{parameter}.weight"
+        yield Weight(outside, (config.hidden_size,), inside, WeightLayout(), layer)
+
+
+def _head_norms(config: Any, layer: int) -> Iterator[Weight]:
+    kind, size = architecture(config).head_norms, head_size(config)
+    for letter, heads in (("q", config.num_attention_heads), ("k", config.num_key_value_heads)):
+        if kind is not None:
+            inside = f"decoder.layers.{{layer}}.self_attention.{letter}_layernorm.weight"
+            shape, layout = ((size,), WeightLayout()) if kind == "head" else ((heads * size,), Rows())
+            yield Weight(f"model.layers.{layer}.self_attn.{letter}_norm.weight", shape, inside, layout, layer)
+
+
+def _attention(config: Any, layer: int) -> Iterator[Weight]:
     """Weights of one fused parameter are adjacent, so that it is gathered only once."""
-    hidden, groups, head = config.hidden_size, config.num_key_value_heads, head_size(config)
+    found, hidden, heads = architecture(config), config.hidden_size, config.num_attention_heads * head_size(config)
+    outside, inside = f"model.layers.{layer}.self_attn.", "decoder.layers.{layer}.self_attention."
+    for end in ("weight", "bias") if value_of(config, found.qkv_bias) else ("weight",):
+        width = (hidden,) if end == "weight" else ()
+        for kind, rows, layout in _qkv(config, fused=found.fused_qkv):
+            yield Weight(f"{outside}{kind}_proj.{end}", (rows, *width), f"{inside}linear_qkv.{end}", layout, layer)
+    yield Weight(f"{outside}o_proj.weight", (hidden, heads), f"{inside}linear_proj.weight", Columns(), layer)
+    if value_of(config, found.output_bias):
+        yield Weight(f"{outside}o_proj.bias", (hidden,), f"{inside}linear_proj.bias", WeightLayout(), layer)
+    if found.sinks:
+        sinks = f"{inside}core_attention.sinks"
+        yield Weight(f"{outside}sinks", (config.num_attention_heads,), sinks, Rows(), layer)
+
+
+def _qkv(config: Any, *, fused: bool) -> Iterator[tuple[str, int, WeightLayout]]:
+    """The name, rows and layout of each matrix of `linear_qkv` in files."""
+    groups, head = config.num_key_value_heads, head_size(config)
     queries = config.num_attention_heads // groups * head
-    starts = {"q": (0, queries), "k": (queries, head), "v": (queries + head, head)}
-    ends = ("weight", "bias") if config.model_type == "qwen2" else ("weight",)
-    for end, (kind, (start, rows)) in itertools.product(ends, starts.items()):
-        shape = (groups * rows, hidden) if end == "weight" else (groups * rows,)
-        layout = Grouped(groups=groups, start=start, rows=rows, all_rows=queries + 2 * head)
-        name, parameter = f"{outside}self_attn.{kind}_proj.{end}", f"{inside}self_attention.linear_qkv.{end}"
-        yield Weight(name, shape, parameter, layout, layer)
-    name, parameter = f"{outside}self_attn.o_proj.weight", f"{inside}self_attention.linear_proj.weight"
-    yield Weight(name, (hidden, config.num_attention_heads * head), parameter, Columns(), layer)
+    if fused:
+        yield "qkv", groups * (queries + 2 * head), GroupedTriple(groups=groups, queries=queries, head=head)
+        return
+    for kind, start, rows in (("q", 0, queries), ("k", queries, head), ("v", queries + head, head)):
+        yield kind, groups * rows, Grouped(groups=groups, start=start, rows=rows, all_rows=queries + 2 * head)
 
 
-def _mlp(size: int, hidden: int, layer: int, expert: int | None = None) -> Iterator[Weight]:
-    """Gate, up and down projections of a dense layer or of one expert."""
-    outside, inside = f"model.layers.{layer}.mlp.", "decoder.layers.{layer}.mlp."
-    if expert is not None:
-        outside, inside = f"{outside}experts.{expert}.", f"{inside}experts.local_experts.{{expert}}."
-    for half, kind in enumerate(("gate", "up")):
-        name, parameter = f"{outside}{kind}_proj.weight", f"{inside}linear_fc1.weight"
-        yield Weight(name, (size, hidden), parameter, Gated(half=half), layer, expert)
-    yield Weight(f"{outside}down_proj.weight", (hidden, size), f"{inside}linear_fc2.weight", Columns(), layer, expert)
+def _mlp(config: Any, layer: int, size: int) -> Iterator[Weight]:
+    """Gate, up and down projections of a dense layer."""
+    found, outside, inside = architecture(config), f"model.layers.{layer}.mlp.", "decoder.layers.{layer}.mlp."
+    biased = value_of(config, found.mlp_bias)
+    if found.fused_gate_up:
+        name, shape = f"{outside}gate_up_proj.weight", (2 * size, config.hidden_size)
+        yield Weight(name, shape, f"{inside}linear_fc1.weight", GatedPair(), layer)
+        name, shape = f"{outside}down_proj.weight", (config.hidden_size, size)
+        yield Weight(name, shape, f"{inside}linear_fc2.weight", Columns(), layer)
+        return
+    yield from _gated(config, layer, size, outside, inside, Mixture().projections)
+    for half, kind in enumerate(("gate", "up")) if biased else ():
+        yield Weight(f"{outside}{kind}_proj.bias", (size,), f"{inside}linear_fc1.bias", Gated(half=half), layer)
+    if biased:
+        bias = f"{inside}linear_fc2.bias"
+        yield Weight(f"{outside}down_proj.bias", (config.hidden_size,), bias, WeightLayout(), layer)
+
+
+def _gated(
+    config: Any,
+    layer: int,
+    size: int,
+    outside: str,
+    inside: str,
+    projections: tuple[str, str, str],
+    expert: int | None = None,
+) -> Iterator[Weight]:
+    hidden = config.hidden_size
+    for half, name in enumerate(projections[:2]):
+        where = f"{inside}linear_fc1.weight"
+        yield Weight(f"{outside}{name}.weight", (size, hidden), where, Gated(half=half), layer, expert)
+    where = f"{inside}linear_fc2.weight"
+    yield Weight(f"{outside}{projections[2]}.weight", (hidden, size), where, Columns(), layer, expert)
 
 
 def _experts(config: Any, layer: int) -> Iterator[Weight]:
-    name, parameter = f"model.layers.{layer}.mlp.gate.weight", "decoder.layers.{layer}.mlp.router.weight"
-    yield Weight(name, (config.num_experts, config.hidden_size), parameter, WeightLayout(), layer)
-    for expert in range(config.num_experts):
-        yield from _mlp(config.moe_intermediate_size, config.hidden_size, layer, expert)
-
-
-def is_sparse(config: Any, layer: int) -> bool:
-    """Whether the layer has experts."""
-    if config.model_type != "qwen3_moe" or not config.num_experts or layer in config.mlp_only_layers:
-        return False
-    return (layer + 1) % int(config.decoder_sparse_step) == 0
+    mixture = architecture(config).mixture
+    assert mixture is not None
+    outside, inside = f"model.layers.{layer}.{mixture.block}.", "decoder.layers.{layer}.mlp."
+    count, hidden, size = expert_count(config), config.hidden_size, int(getattr(config, mixture.width))
+    router, whole = f"{outside}{mixture.router}", WeightLayout()
+    yield Weight(f"{router}.weight", (count, hidden), f"{inside}router.weight", whole, layer)
+    if mixture.stacked:
+        yield Weight(f"{router}.bias", (count,), f"{inside}router.bias", whole, layer)
+        shapes = {"gate_up_proj": (hidden, 2 * size), "gate_up_proj_bias": (2 * size,)}
+        shapes |= {"down_proj": (size, hidden), "down_proj_bias": (hidden,)}
+        for name, shape in shapes.items():
+            yield Weight(f"{outside}experts.{name}", (count, *shape), f"{inside}experts.{name}", whole, layer)
+        return
+    for expert in range(count):
+        there, here = f"{outside}experts.{expert}.", f"{inside}experts.local_experts.{{expert}}."
+        yield from _gated(config, layer, size, there, here, mixture.projections, expert)
+    if mixture.shared:
+        shared, size = f"{inside}shared_experts.", int(config.shared_expert_intermediate_size)
+        yield from _gated(config, layer, size, f"{outside}shared_expert.", shared, mixture.projections)
+        yield Weight(f"{outside}shared_expert_gate.weight", (1, hidden), f"{shared}gate_weight", whole, layer)
 
 
 def gives_scores(config: Any) -> bool:
@@ -253,7 +317,3 @@ def is_tied(config: Any) -> bool:
 def head_size(config: Any) -> int:
     """The size of an attention head."""
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-
-
-def _norms_heads(config: Any) -> bool:
-    return config.model_type in ("qwen3", "qwen3_moe")

@@ -36,6 +36,7 @@ def rlframework_policy_workers() -> list[PolicyWorkerRecord]:
                     Capability.COLLECTIVE_REFIT,
                     Capability.IPC_REFIT,
                     Capability.PORTABLE_OPTIMIZER_STATE,
+                    Capability.LORA,
                     Capability.SHARDED_CHECKPOINTS,
                     Capability.NATIVE_CHECKPOINTS,
                 }

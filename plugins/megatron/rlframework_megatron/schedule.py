@@ -33,7 +33,7 @@ class Schedule:
     def __init__(self, chunks: Sequence[Chunk], models: Sequence[nn.Module], groups: Groups) -> None:
         self._models, self._groups = list(models), groups
         self._config = chunks[0].config
-        self._head = chunks[-1].head
+        self._head, self._by_length = chunks[-1].head, chunks[0].rotary.by_length
         self._context = ContextParallel(groups.context) if groups.context is not None else None
 
     def rule(self) -> MicrobatchRule:
@@ -95,10 +95,10 @@ class Schedule:
             return self._forward_shard(model, microbatch, head, self._context)
         output: Tensor
         if self._head is None:
-            output = model(**model_inputs(microbatch))
+            output = model(**model_inputs(microbatch, by_length=self._by_length))
             return output
         with self._head.computing(head, microbatch.head_positions, microbatch.targets):
-            output = model(**model_inputs(microbatch))
+            output = model(**model_inputs(microbatch, by_length=self._by_length))
         return output
 
     def _forward_shard(

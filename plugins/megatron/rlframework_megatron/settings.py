@@ -1,21 +1,24 @@
 """Translate a transformers configuration to megatron-core's, and reject models that would compute something else.
 
-Covers Llama, Qwen2, Qwen3 and Qwen3-MoE. Not supported: learned positions, sliding windows, rotary embeddings that
-depend on the length.
+`architectures` describes the models; what a description does not know is rejected.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
+import dataclasses
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from transformers import PretrainedConfig
+from transformers.activations import ACT2FN
 
 from rlframework.config.policy import PolicyConfig
 from rlframework.errors import DataError, NotSupported
-from rlframework_megatron.config import STATIC_ROTARY, MegatronConfig
-from rlframework_megatron.names import GIVES_SCORES, head_size, is_sparse, require_convertible
+from rlframework.models.rotary import length_dependent
+from rlframework_megatron.architectures import SLIDING, architecture, expert_count, is_sparse, value_of
+from rlframework_megatron.config import MegatronConfig
+from rlframework_megatron.names import GIVES_SCORES, head_size, require_convertible
 from rlframework_megatron.parallel import Sizes
 from rlframework_megatron.upstream import TransformerConfig
 
@@ -33,6 +36,8 @@ def transformer_config(
 ) -> TransformerConfig:
     """Megatron-core's configuration for `model_config`; `grouped`: experts use grouped matrix multiplication."""
     require_same_function(model_config)
+    found = architecture(model_config)
+    activation = getattr(model_config, found.activation)
     on_gpu = device.type == "cuda"
     dtype = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
     return TransformerConfig(
@@ -44,11 +49,11 @@ def transformer_config(
         kv_channels=head_size(model_config),
         layernorm_epsilon=model_config.rms_norm_eps,
         normalization="RMSNorm",
-        activation_func=nn.functional.silu,
+        activation_func=nn.functional.silu if activation == "silu" else ACT2FN[activation].forward,
         gated_linear_unit=True,
         add_bias_linear=False,
-        add_qkv_bias=model_config.model_type == "qwen2",
-        qk_layernorm=model_config.model_type in ("qwen3", "qwen3_moe"),
+        add_qkv_bias=value_of(model_config, found.qkv_bias),
+        qk_layernorm=found.head_norms == "head",  # their gradients are summed over tensor ranks
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=sizes.tensor,
@@ -64,7 +69,7 @@ def transformer_config(
         use_cpu_initialization=not on_gpu,
         calculate_per_token_loss=True,  # the loss is divided by neither microbatches nor ranks
         bias_dropout_fusion=False,
-        bias_activation_fusion=section.fused_activation and on_gpu,
+        bias_activation_fusion=section.fused_activation and on_gpu and activation == "silu",
         masked_softmax_fusion=False,  # of megatron-core's attention, which is not used
         gradient_accumulation_fusion=section.fused_gradient_accumulation and on_gpu,
         apply_rope_fusion=False,  # Transformer Engine's, not verified
@@ -97,39 +102,82 @@ def _has_experts(model_config: Any) -> bool:
 
 def _expert_settings(model_config: Any, *, grouped: bool) -> dict[str, Any]:
     """Megatron-core's settings for a mixture of experts: top-k routing without capacity limits."""
-    return {
-        "num_moe_experts": model_config.num_experts,
-        "moe_ffn_hidden_size": model_config.moe_intermediate_size,
+    mixture = architecture(model_config).mixture
+    assert mixture is not None
+    found = {
+        "num_moe_experts": expert_count(model_config),
+        "moe_ffn_hidden_size": getattr(model_config, mixture.width),
         "moe_layer_freq": [int(is_sparse(model_config, layer)) for layer in range(model_config.num_hidden_layers)],
         "moe_grouped_gemm": grouped,
         "moe_router_topk": model_config.num_experts_per_tok,
         # a softmax over the chosen experts equals the full softmax renormalised over them
-        "moe_router_pre_softmax": not model_config.norm_topk_prob,
+        "moe_router_pre_softmax": not value_of(model_config, mixture.normalized),
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_token_dispatcher_type": "alltoall",  # allows different numbers of tokens per rank
     }
+    if mixture.shared:
+        size = model_config.shared_expert_intermediate_size
+        found |= {"moe_shared_expert_intermediate_size": size, "moe_shared_expert_gate": True}
+    return found
+
+
+def embedding_scale(model_config: Any, dtype: torch.dtype) -> float:
+    """The factor of the embeddings, rounded to `dtype` where transformers does so."""
+    key = architecture(model_config).embedding_scale
+    if key == "sqrt":
+        return float(torch.tensor(model_config.hidden_size**0.5).to(dtype))
+    return 1.0 if key is None else float(getattr(model_config, key))
 
 
 def require_same_function(model_config: Any) -> None:
     """Raise `NotSupported` if this backend's GPTModel would not compute the same function as transformers."""
     require_convertible(model_config)
-    kind = model_config.model_type
-    if model_config.hidden_act != "silu":
+    kind, found = model_config.model_type, architecture(model_config)
+    if unknown := _unknown_settings(model_config):
         raise NotSupported(
-            f"the megatron backend supports only the activation silu; the {kind} model has "
-            f"{model_config.hidden_act!r}. {INSTEAD}"
+            f"the megatron backend does not support the settings {unknown} of the {kind} model's configuration. "
+            f"{INSTEAD}"
         )
-    if "sliding_attention" in (getattr(model_config, "layer_types", None) or ()):
+    if (activation := getattr(model_config, found.activation)) not in ACT2FN:
+        raise NotSupported(f"the {kind} model has the activation {activation!r}, which is not known. {INSTEAD}")
+    normalized = found.mixture is not None and value_of(model_config, found.mixture.normalized)
+    if normalized and _has_experts(model_config) and model_config.num_experts_per_tok == 1:
         raise NotSupported(
-            f"the megatron backend does not support sliding windows, which the {kind} model has. {INSTEAD}"
+            f"megatron-core does not train routers that choose one expert and divide its weight by itself, as this "
+            f"{kind} model's do (num_experts_per_tok is 1). {INSTEAD}"
         )
-    rotary = model_config.rope_parameters
-    if rotary.get("rope_type", "default") not in STATIC_ROTARY or rotary.get("partial_rotary_factor", 1.0) != 1.0:
+    layers = set(getattr(model_config, "layer_types", None) or ())
+    if found.windows == "layer_types" and layers - {"full_attention", SLIDING}:
         raise NotSupported(
-            f"the megatron backend supports the rotary embeddings {', '.join(STATIC_ROTARY)} of whole heads; the "
-            f"{kind} model has {rotary}. {INSTEAD}"
+            f"the megatron backend supports layers with full and sliding attention; the {kind} model has "
+            f"{sorted(layers)}. {INSTEAD}"
+        )
+
+
+def _unknown_settings(model_config: Any) -> dict[str, Any]:
+    """Settings of the configuration's class that its description does not know, unless they have their defaults."""
+    found = architecture(model_config)
+    known = found.known_keys - set(found.fixed) | {field.name for field in dataclasses.fields(PretrainedConfig)}
+    defaults = {field.name: field.default for field in dataclasses.fields(model_config) if field.name not in known}
+    defaults |= dict.fromkeys(found.fixed)
+    settings = {name: getattr(model_config, name, default) for name, default in defaults.items()}
+    return {name: value for name, value in settings.items() if (value or None) != (defaults[name] or None)}
+
+
+def require_axes(model_config: Any, sizes: Sizes) -> None:
+    """Raise `NotSupported` if the model cannot be split along the axes of `sizes`."""
+    kind, mixture = model_config.model_type, architecture(model_config).mixture
+    if mixture is not None and mixture.stacked and sizes.tensor * sizes.expert > 1:
+        raise NotSupported(
+            f"the experts of a {kind} model are not split by the megatron backend: set policy.parallelism.tensor and "
+            "expert to 1"
+        )
+    if sizes.context > 1 and (ropes := length_dependent(model_config)):
+        raise NotSupported(
+            f"the {kind} model has rotary embeddings {sorted(ropes)}, whose frequencies depend on the length of a row; "
+            "set policy.parallelism.context to 1"
         )
 
 
@@ -153,23 +201,13 @@ def require_experts(model_config: Any, sizes: Sizes, *, router_loss: bool) -> No
                 "to 0"
             )
         return
-    if sizes.tensor > 1 and (sizes.expert > 1 or not sizes.sequence):
+    if sizes.tensor > 1 and not sizes.sequence:
         raise NotSupported(
             f"a mixture of experts such as this {kind} model supports tensor parallelism only with "
-            "policy.parallelism.sequence set to true and policy.parallelism.expert set to 1"
+            "policy.parallelism.sequence set to true"
         )
     if router_loss and sizes.tensor * sizes.context * sizes.pipeline > 1:
         raise NotSupported(
             "policy.router_aux_loss_coef above 0 requires whole layers and sequences on each worker: set "
             "policy.parallelism.tensor, context and pipeline to 1"
         )
-
-
-def rotary_frequencies(model_config: Any) -> Tensor:
-    """Rotary frequencies `[D / 2]`, fp32, as in transformers: the angle of each element pair at position 1."""
-    kind = model_config.model_type
-    module = import_module(f"transformers.models.{kind}.modeling_{kind}")
-    made = next(value for name, value in vars(module).items() if name.endswith("RotaryEmbedding"))(model_config)
-    assert made.attention_scaling == 1.0
-    frequencies: Tensor = made.inv_freq
-    return frequencies

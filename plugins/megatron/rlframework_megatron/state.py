@@ -1,21 +1,26 @@
-"""The `Engine` primitives for weights and moments, under Hugging Face names."""
+"""The `Engine` primitives for weights, adapters and moments, under Hugging Face names."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
-from rlframework.errors import DataError
-from rlframework.models.loading import ModelFiles
-from rlframework.policy.engine import Engine, Moments, ShardedState, WeightSpec
+from rlframework.errors import DataError, NotSupported
+from rlframework.models.file_weights import FileLayout
+from rlframework.models.loading import ModelFiles, auto_class
+from rlframework.policy.checkpoint.saved import slice_of
+from rlframework.policy.engine import Engine, Moments, ShardedState, WeightSpec, no_adapters
 from rlframework_megatron import moments as moments_of
 from rlframework_megatron import native
 from rlframework_megatron import weights as weights_of
-from rlframework_megatron.names import EMBEDDING, HEAD, is_tied
+from rlframework_megatron.adapters import enable_adapters, gather_merged, initial
+from rlframework_megatron.names import gives_scores
 from rlframework_megatron.weights import LocalModel
 
 
@@ -28,8 +33,11 @@ def load_from_folder(local_model: LocalModel, folder: str | Path) -> None:
     config = local_model.config
     if getattr(config, "quantization_config", None):
         raise DataError(f"the weights in {folder} are quantised; the megatron backend reads unquantised weights only")
-    shapes = {name: weight.shape for name, weight in local_model.weights.items()}
-    files = ModelFiles(Path(folder), shapes, "model.", {EMBEDDING: [HEAD]} if is_tied(config) else {})
+    head = "score" if gives_scores(config) else "language"
+    with torch.device("meta"):
+        layout = FileLayout.of(auto_class(config, head).from_config(config))
+    weights = {name: layout.weights[name] for name in local_model.weights}
+    files = ModelFiles(Path(folder), weights, "model.", layout.other_names)
     if files.missing:
         raise DataError(
             f"{folder} has no {files.missing[0]}: its files do not belong to the model in its config.json, or use "
@@ -39,9 +47,12 @@ def load_from_folder(local_model: LocalModel, folder: str | Path) -> None:
 
 
 class ModelState(Engine, ABC):
-    """`Engine` primitives for weights and moments; a worker sets `_local_model` in `build`."""
+    """`Engine` primitives for weights and moments; a worker sets `_local_model` and `_local_adapters` in `build`."""
 
     _local_model: LocalModel
+    _local_adapters: LocalModel | None
+    """The adapters of the model as weights of their own; None without LoRA."""
+    _adapters_disabled: bool = False
 
     @abstractmethod
     def _megatron(self) -> AbstractContextManager[None]:
@@ -63,7 +74,10 @@ class ModelState(Engine, ABC):
         """See `Engine.gather_weights`."""
         self._onload_weights()
         self._finish_param_gather()
-        return weights_of.gather_weights(self._local_model, names)
+        if self._local_adapters is None or self._adapters_disabled:
+            return weights_of.gather_weights(self._local_model, names)
+        assert self.config.lora is not None
+        return gather_merged(self._local_model, self._local_adapters, names, self.config.lora.scale)
 
     def snapshot(self) -> dict[str, Tensor]:
         """See `Engine.snapshot`."""
@@ -83,20 +97,27 @@ class ModelState(Engine, ABC):
 
     def gather_moments(self) -> Iterator[tuple[str, Moments]]:
         """See `Engine.gather_moments`."""
-        return moments_of.gather_moments(self._local_model)
+        return moments_of.gather_moments(self._trained)
 
     def load_moments(self, moments: Mapping[str, Moments]) -> None:
         """See `Engine.load_moments`."""
-        moments_of.load_moments(self._local_model, moments)
+        moments_of.load_moments(self._trained, moments)
+
+    @property
+    def _trained(self) -> LocalModel:
+        """The model, or its adapters: those weights that the optimizer updates."""
+        return self._local_model if self._local_adapters is None else self._local_adapters
 
     def sharded_state(self) -> ShardedState:
         """See `Engine.sharded_state`."""
+        self._require_no_adapters()
         self._onload_weights()
         self._finish_param_gather()
         return moments_of.sharded_state(self._local_model)
 
     def save_native(self, folder: Path, *, optimizer: bool) -> None:
         """See `Engine.save_native`."""
+        self._require_no_adapters()
         self._onload_weights()
         self._finish_param_gather()
         with self._megatron():
@@ -104,7 +125,59 @@ class ModelState(Engine, ABC):
 
     def load_native(self, folder: Path, *, optimizer: bool) -> None:
         """See `Engine.load_native`."""
+        self._require_no_adapters()
         self._onload_weights()
         self._finish_param_gather()
         with self._megatron():
             native.load(self._local_model, folder, optimizer=optimizer)
+
+    def _require_no_adapters(self) -> None:
+        if self._local_adapters is not None:
+            raise NotSupported("adapters are saved in the portable form only; set checkpoints.format to portable")
+
+    # -- LoRA ---------------------------------------------------------------------------------------------------------
+
+    def _adapters(self) -> LocalModel:
+        if self._local_adapters is None:
+            raise no_adapters(self)
+        self._onload_weights()
+        self._finish_param_gather()
+        return self._local_adapters
+
+    def adapter_specs(self) -> dict[str, WeightSpec]:
+        """See `Engine.adapter_specs`."""
+        if self._local_adapters is None:
+            raise no_adapters(self)
+        return {name: WeightSpec(one.shape, torch.float32) for name, one in self._local_adapters.weights.items()}
+
+    def gather_adapters(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        """See `Engine.gather_adapters`."""
+        return weights_of.gather_weights(self._adapters(), names)
+
+    def take_adapters(self, adapters: Mapping[str, Tensor]) -> None:
+        """See `Engine.take_adapters`."""
+        weights_of.load(self._adapters(), partial(slice_of, adapters))
+
+    def _initialize_adapters(self) -> None:
+        """Give the adapters their initial values. Not collective."""
+        if (local := self._local_adapters) is not None:
+            assert self.config.lora is not None
+            weights_of.load(local, partial(initial, local.weights, self.config.lora.seed))
+
+    @contextmanager
+    def without_adapters(self) -> Iterator[None]:
+        """See `Engine.without_adapters`."""
+        if self._local_adapters is None:
+            raise no_adapters(self)
+        if self._adapters_disabled:
+            yield
+            return
+        try:
+            self._enable_adapters(False)
+            yield
+        finally:
+            self._enable_adapters(True)
+
+    def _enable_adapters(self, enabled: bool) -> None:
+        self._adapters_disabled = not enabled
+        enable_adapters(self._local_model.chunks, enabled)

@@ -19,13 +19,13 @@ def state_layout(config: RunConfig, worker: PlannedWorker) -> StateLayout:
     place: Place = "host" if policy.offload.optimizer else "device"
     states = [
         State("weights", width),
-        State("gradients", 4),
-        State("moments", 8, shards, expert_shards, place=place),
+        State("gradients", 4, trained=True),
+        State("moments", 8, shards, expert_shards, trained=True, place=place),
     ]
     if width < 4:
-        states.append(State("main weights", 4, shards, expert_shards, place=place))
+        states.append(State("main weights", 4, shards, expert_shards, trained=True, place=place))
     if policy.offload.optimizer:
         widths = 8 if width == 4 else 12
-        states.append(State("moments, on the GPU", widths, shards, expert_shards, phases=("updating",)))
-    # the gradient of a unit before it is added to its buffer, in fp32 for the head's
-    return StateLayout(tuple(states), transient=width + 4)
+        states.append(State("moments, on the GPU", widths, shards, expert_shards, trained=True, phases=("updating",)))
+    # the gradient of a unit before it is added to its buffer, in fp32 for the head's; frozen units have none
+    return StateLayout(tuple(states), transient=0 if policy.lora else width + 4)

@@ -47,7 +47,13 @@ with warnings.catch_warnings(), _uncompiled():
     from megatron.core.optimizer import OptimizerConfig, ParamKey, get_megatron_optimizer
     from megatron.core.optimizer.optimizer_config import ParamPredicate
     from megatron.core.pipeline_parallel import get_forward_backward_func
-    from megatron.core.tensor_parallel import CheckpointWithoutOutput, gather_from_sequence_parallel_region
+    from megatron.core.tensor_parallel import (
+        CheckpointWithoutOutput,
+        copy_to_tensor_model_parallel_region,
+        gather_from_sequence_parallel_region,
+        reduce_from_tensor_model_parallel_region,
+        reduce_scatter_to_sequence_parallel_region,
+    )
     from megatron.core.tensor_parallel import random as random_states
     from megatron.core.tensor_parallel.layers import (
         ColumnParallelLinear,
@@ -55,6 +61,7 @@ with warnings.catch_warnings(), _uncompiled():
         VocabParallelEmbedding,
         set_tensor_model_parallel_attributes,
     )
+    from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.mlp import MLP
     from megatron.core.transformer.module import MegatronModule
     from megatron.core.transformer.moe import moe_utils
@@ -63,6 +70,7 @@ with warnings.catch_warnings(), _uncompiled():
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from megatron.core.transformer.transformer_config import TransformerConfig
     from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
+    from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 if not hasattr(
     moe_utils, "te_general_gemm"
@@ -77,6 +85,7 @@ __all__ = [
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
     "GPTModel",
+    "IdentityOp",
     "MCoreSavePlanner",
     "MegatronModule",
     "ModuleSpec",
@@ -91,6 +100,7 @@ __all__ = [
     "TransformerLayer",
     "VocabParallelEmbedding",
     "bias_swiglu_impl",
+    "copy_to_tensor_model_parallel_region",
     "dist_checkpointing",
     "finalize_model_grads",
     "gather_from_sequence_parallel_region",
@@ -99,10 +109,13 @@ __all__ = [
     "get_gpt_layer_with_transformer_engine_spec",
     "get_megatron_optimizer",
     "get_transformer_layer_offset",
+    "make_sharded_tensors_for_checkpoint",
     "mcore_to_pyt_state_dict",
     "parallel_state",
     "quiet",
     "random_states",
+    "reduce_from_tensor_model_parallel_region",
+    "reduce_scatter_to_sequence_parallel_region",
     "replace_state_dict_keys_with_sharded_keys",
     "set_tensor_model_parallel_attributes",
 ]

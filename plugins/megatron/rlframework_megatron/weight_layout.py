@@ -47,6 +47,18 @@ class Vocabulary(WeightLayout):
 
 
 @dataclass(frozen=True)
+class Rows(WeightLayout):
+    """Equal shards of the rows."""
+
+    split: bool = True
+
+    def regions(self, shape: tuple[int, ...], rank: int, size: int) -> Iterator[Region]:
+        """See `WeightLayout.regions`."""
+        share = _share(shape[0], size)
+        yield _rows(rank * share, 0, share, shape)
+
+
+@dataclass(frozen=True)
 class Columns(WeightLayout):
     """Equal shards of the columns."""
 
@@ -91,6 +103,46 @@ class Grouped(WeightLayout):
             start, stop = max(begin, first), min(begin + self.rows, last)
             if start < stop:
                 yield _rows(group * self.rows + start - begin, start - first, stop - start, shape)
+
+
+@dataclass(frozen=True)
+class GatedPair(WeightLayout):
+    """Gate and `up` as one matrix: all rows of the gate before those of `up`."""
+
+    split: bool = True
+
+    def regions(self, shape: tuple[int, ...], rank: int, size: int) -> Iterator[Region]:
+        """See `WeightLayout.regions`."""
+        rows = shape[0] // 2
+        for half in (0, 1):
+            yield from _from_row(half * rows, Gated(half=half).regions((rows, *shape[1:]), rank, size))
+
+
+@dataclass(frozen=True)
+class GroupedTriple(WeightLayout):
+    """Queries, keys and values as one matrix: all queries, all keys, all values.
+
+    `queries`: the rows of the queries of a group; `head`: those of its key, and of its value.
+    """
+
+    split: bool = True
+    groups: int = 1
+    queries: int = 1
+    head: int = 1
+
+    def regions(self, shape: tuple[int, ...], rank: int, size: int) -> Iterator[Region]:
+        """See `WeightLayout.regions`."""
+        first, start, all_rows = 0, 0, self.queries + 2 * self.head
+        for rows in (self.queries, self.head, self.head):
+            part = Grouped(groups=self.groups, start=start, rows=rows, all_rows=all_rows)
+            yield from _from_row(first, part.regions((self.groups * rows, *shape[1:]), rank, size))
+            first, start = first + self.groups * rows, start + rows
+
+
+def _from_row(first: int, regions: Iterator[Region]) -> Iterator[Region]:
+    """Shift `regions` of a matrix to one that has it from row `first` on."""
+    for (rows, *rest), local in regions:
+        yield (slice(rows.start + first, rows.stop + first), *rest), local
 
 
 def _rows(start: int, local: int, count: int, shape: tuple[int, ...]) -> Region:

@@ -24,7 +24,7 @@ from rlframework.policy.profiling import GATHER, trace_span
 from rlframework_megatron.coordinates import Coordinates
 from rlframework_megatron.gathering import Groups, gather, is_owner
 from rlframework_megatron.main_params import MainParams
-from rlframework_megatron.names import Weight, WeightShard, local_shards, model_weights, owner_of
+from rlframework_megatron.names import Weight, WeightShard, model_weights, owner_of, shards_of
 from rlframework_megatron.weight_layout import Slices, extent, inside
 
 Read = Callable[[str, Slices], Tensor]
@@ -36,7 +36,7 @@ class LocalModel:
     """This rank's shard of a model: its chunks, their optimizer, and its coordinates.
 
     `config`: the transformers configuration. `chunks`: unwrapped GPTModels. `optimizer`: from `get_megatron_optimizer`,
-    or None.
+    or None. `only`: the weights that are loaded and gathered; None: the model's, without adapters.
     """
 
     config: Any
@@ -44,16 +44,18 @@ class LocalModel:
     chunks: Sequence[nn.Module]
     groups: Groups
     optimizer: Any | None = None
+    only: Sequence[Weight] | None = None
 
     @cached_property
     def weights(self) -> dict[str, Weight]:
-        """All weights of the whole model, by name."""
-        return {weight.name: weight for weight in model_weights(self.config)}
+        """The weights of the whole model, by name."""
+        return {weight.name: weight for weight in (model_weights(self.config) if self.only is None else self.only)}
 
     @cached_property
     def shards(self) -> list[WeightShard]:
         """This rank's shards of the weights, including copies of a tied head."""
-        return local_shards(self.config, self.coordinates)
+        held = (shards_of(weight, self.config, self.coordinates) for weight in self.weights.values())
+        return [shard for shards in held for shard in shards]
 
     @cached_property
     def _owned_shards(self) -> dict[str, WeightShard]:

@@ -85,8 +85,12 @@ GOOD = [
     (MIXTURE, 4, {"parallelism": {"expert": 2, "pipeline": 2}}),
     (MIXTURE, 4, {"parallelism": {"expert": 2, "context": 2}}),
     (MIXTURE, 2, {"parallelism": {"tensor": 2, "sequence": True}}),
+    (MIXTURE, 4, {"parallelism": {"tensor": 2, "sequence": True, "expert": 2}}),
+    (MIXTURE, 2, {"lora": {}}),
     (LLAMA | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, 1, {}),
-    (QWEN2 | {"use_sliding_window": False, "sliding_window": 8}, 1, {}),
+    (QWEN2 | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, 1, {}),
+    (LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, 1, {}),
+    (LLAMA | {"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"}, 1, {}),
 ]
 
 
@@ -218,6 +222,19 @@ def test_parameter_offload_is_rejected_on_a_gpu_and_ignored_on_a_cpu(problems):
     assert problems(device="cpu", offload=offload) == []
 
 
+@pytest.mark.parametrize(
+    ("keys", "key"),
+    [
+        ({"parallelism": {"expert": 2}}, "policy.parallelism.expert"),
+        ({"megatron": {"transformer_engine": True}}, "policy.megatron.transformer_engine"),
+        ({"head": "score"}, "policy.lora"),
+    ],
+)
+def test_what_does_not_combine_with_adapters_is_rejected(problems, keys, key):
+    (found,) = problems(MIXTURE, workers=2, lora={}, **keys)
+    assert found.key == key
+
+
 def test_the_load_balancing_loss_needs_a_model_with_experts(problems):
     (found,) = problems(router_aux_loss_coef=0.1)
     assert found.key == "policy.router_aux_loss_coef"
@@ -228,13 +245,6 @@ def test_the_load_balancing_loss_needs_a_model_with_experts(problems):
     ("workers", "axes", "coefficient", "key", "says"),
     [
         (2, {"tensor": 2}, 0.0, "policy.parallelism.sequence", "mixtures of experts"),
-        (
-            4,
-            {"tensor": 2, "sequence": True, "expert": 2},
-            0.0,
-            "policy.parallelism.tensor",
-            "either distributed across workers",
-        ),
         (2, {"context": 2}, 0.1, "policy.router_aux_loss_coef", "whole layers and sequences"),
         (2, {"pipeline": 2}, 0.1, "policy.router_aux_loss_coef", "whole layers and sequences"),
     ],
@@ -273,15 +283,7 @@ def test_workers_reject_the_same_splits(read, model, workers, parallelism, secti
 
 MODELS = [
     ({"model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 4}, "gpt2"),
-    (LLAMA | {"attention_bias": True}, "attention_bias"),
-    (LLAMA | {"mlp_bias": True}, "mlp_bias"),
-    (QWEN3 | {"attention_bias": True}, "attention_bias"),
-    (LLAMA | {"hidden_act": "gelu"}, "gelu"),
-    (QWEN2 | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, "sliding"),
-    (QWEN3 | {"layer_types": ["full_attention", "sliding_attention"] * 2, "sliding_window": 8}, "sliding"),
-    (LLAMA | {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 10000.0}}, "yarn"),
-    (LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
-    (LLAMA | {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+    ({"model_type": "gemma", **SIZES, "use_bidirectional_attention": True}, "use_bidirectional_attention"),
 ]
 
 

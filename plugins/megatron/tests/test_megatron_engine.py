@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
-from transformers import LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    Gemma3TextConfig,
+    GptOssConfig,
+    GraniteConfig,
+    LlamaConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from rlframework.config.policy import ParallelismConfig, PolicyConfig
 from rlframework.errors import ConfigError, DataError, NotSupported
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.workers import process_groups
-from rlframework_megatron import cpu, model
+from rlframework_megatron import cpu, layers
+from rlframework_megatron.architectures import ARCHITECTURES
 from rlframework_megatron.config import MegatronConfig
 from rlframework_megatron.coordinates import Coordinates
 from rlframework_megatron.names import local_shards, weight_shapes
 from rlframework_megatron.parallel import Groups, Sizes
 from rlframework_megatron.settings import (
     as_reward_model,
+    require_axes,
     require_experts,
     require_same_function,
-    rotary_frequencies,
     transformer_config,
 )
 
@@ -97,14 +107,11 @@ def threads() -> int:
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        (LlamaConfig(hidden_act="gelu"), "activation silu"),
-        (LlamaConfig(attention_bias=True), "attention_bias"),
-        (LlamaConfig(mlp_bias=True), "mlp_bias"),
-        (Qwen2Config(use_sliding_window=True, sliding_window=4, max_window_layers=0), "sliding windows"),
-        (LlamaConfig(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}), "rotary embeddings"),
+        (LlamaConfig(hidden_act="unheard_of"), "activation 'unheard_of'"),
+        (Gemma3TextConfig(use_bidirectional_attention=True), r"settings \{'use_bidirectional_attention': True\}"),
         (
-            LlamaConfig(rope_parameters={"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}),
-            "rotary embeddings",
+            Qwen2Config(num_hidden_layers=2, layer_types=["full_attention", "chunked_attention"]),
+            r"has \['chunked_attention', 'full_attention'\]",
         ),
     ],
 )
@@ -113,15 +120,21 @@ def test_models_with_an_unsupported_function_are_rejected(config, says):
         require_same_function(config)
 
 
+def test_a_setting_that_the_description_does_not_know_is_rejected(monkeypatch):
+    """As one would be that a later release of transformers adds."""
+    known = replace(ARCHITECTURES["granite"], residual_scale=None)
+    monkeypatch.setitem(ARCHITECTURES, "granite", known)
+    require_same_function(GraniteConfig())
+    with pytest.raises(NotSupported, match=r"settings \{'residual_multiplier': 0.5\} of the granite model"):
+        require_same_function(GraniteConfig(residual_multiplier=0.5))
+
+
 @pytest.mark.parametrize("config", [LlamaConfig(), Qwen2Config(), Qwen3Config()], ids=lambda config: config.model_type)
-def test_supported_models_are_configured_with_their_frequencies(config):
+def test_supported_models_are_configured_without_dropout(config):
     config.num_hidden_layers = 2
     made = transformer_config(config, PolicyConfig(model_name="m"), MegatronConfig(), Sizes(), CPU)
     assert made.hidden_dropout == made.attention_dropout == 0.0
     assert made.add_qkv_bias == (config.model_type == "qwen2")
-    frequencies = rotary_frequencies(config)
-    assert frequencies.shape == (made.kv_channels // 2,)
-    assert frequencies[0] == 1.0
 
 
 @pytest.mark.parametrize(
@@ -139,24 +152,34 @@ def test_missing_experts_and_unsupported_axes_are_rejected(config, sizes, router
 
 
 @pytest.mark.parametrize(
-    ("word", "device", "there", "used"),
+    ("word", "config", "device", "there", "used"),
     [
-        ("auto", CUDA, True, True),
-        ("auto", CUDA, False, False),
-        ("auto", CPU, True, False),
-        ("false", CUDA, True, False),
+        ("auto", LlamaConfig(), CUDA, True, True),
+        ("auto", LlamaConfig(), CUDA, False, False),
+        ("auto", LlamaConfig(), CPU, True, False),
+        ("false", LlamaConfig(), CUDA, True, False),
+        ("auto", Gemma3TextConfig(), CUDA, True, False),
+        ("auto", LlamaConfig(attention_bias=True), CUDA, True, False),
     ],
 )
-def test_transformer_engine_is_used_on_a_gpu_where_it_is_installed(monkeypatch, word, device, there, used):
-    monkeypatch.setattr(model, "find_spec", lambda name: object() if there and name == "transformer_engine" else None)
-    assert model.uses_transformer_engine(MegatronConfig(transformer_engine=word), device) is used
+def test_transformer_engine_is_used_on_a_gpu_where_it_computes_the_layers(
+    monkeypatch, word, config, device, there, used
+):
+    monkeypatch.setattr(layers, "find_spec", lambda name: object() if there and name == "transformer_engine" else None)
+    assert layers.uses_transformer_engine(MegatronConfig(transformer_engine=word), device, config) is used
 
 
 @pytest.mark.parametrize(("device", "there"), [(CPU, True), (CUDA, False)])
 def test_unavailable_transformer_engine_is_rejected(monkeypatch, device, there):
-    monkeypatch.setattr(model, "find_spec", lambda name: object() if there else None)
+    monkeypatch.setattr(layers, "find_spec", lambda name: object() if there else None)
     with pytest.raises(ConfigError, match="requires a GPU and the package transformer_engine"):
-        model.uses_transformer_engine(MegatronConfig(transformer_engine=True), device)
+        layers.uses_transformer_engine(MegatronConfig(transformer_engine=True), device, LlamaConfig())
+
+
+def test_transformer_engine_is_rejected_for_layers_that_it_lacks(monkeypatch):
+    monkeypatch.setattr(layers, "find_spec", lambda name: object())
+    with pytest.raises(ConfigError, match="does not support the parts of a gemma3_text layer"):
+        layers.uses_transformer_engine(MegatronConfig(transformer_engine=True), CUDA, Gemma3TextConfig())
 
 
 def test_the_score_row_of_a_reward_model_replaces_the_head():
@@ -172,12 +195,19 @@ def test_the_score_row_of_a_reward_model_replaces_the_head():
     assert (last.name, last.parameter, last.is_copy) == ("score.weight", "output_layer.weight", False)
 
 
-def test_scaled_frequencies_are_those_of_transformers():
-    sizes = {"hidden_size": 64, "num_attention_heads": 4}
-    scaled = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    plain = LlamaConfig(rope_parameters={"rope_type": "default", "rope_theta": 1e4}, **sizes)
-    config = LlamaConfig(rope_parameters=scaled | {"original_max_position_embeddings": 64}, **sizes)
-    require_same_function(config)
-    slow, fast = rotary_frequencies(config)[-1], rotary_frequencies(config)[0]
-    torch.testing.assert_close(slow, rotary_frequencies(plain)[-1] / 8)  # the slow ones are divided, the fast ones not
-    assert fast == 1.0
+@pytest.mark.parametrize(
+    ("config", "sizes", "says"),
+    [
+        (GptOssConfig(), Sizes(tensor=2, sequence=True), "the experts of a gpt_oss model are not split"),
+        (GptOssConfig(), Sizes(data=2, expert=2), "the experts of a gpt_oss model are not split"),
+        (
+            LlamaConfig(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
+            Sizes(context=2),
+            r"rotary embeddings \['dynamic'\], whose frequencies depend on the length",
+        ),
+    ],
+)
+def test_axes_that_cannot_split_a_model_are_rejected(config, sizes, says):
+    with pytest.raises(NotSupported, match=says):
+        require_axes(config, sizes)
+    require_axes(config, Sizes(pipeline=2))

@@ -102,6 +102,7 @@ def test_several_axes_at_once_compute_the_same(compare, layout, section, keys):
         ("tensor=2,sequence", {}, {}),
         ("data=2,expert=2,pipeline=2", OVERLAPPED, {}),
         ("data=2,expert=2", OVERLAPPED, {"activation_checkpointing": "selective"}),
+        ("data=2,expert=2,tensor=2,sequence", OVERLAPPED, PACKED),
     ],
     ids=str,
 )

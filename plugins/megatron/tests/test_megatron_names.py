@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rlframework.errors import ConfigError, NotSupported
-from rlframework.models.named_tensors import by_file_names
+from rlframework.models.file_weights import by_file_names
 from rlframework_megatron.coordinates import Coordinates
 from rlframework_megatron.flat_ranges import flat_blocks, range_blocks
 from rlframework_megatron.main_params import flat_shards_of
@@ -234,8 +234,6 @@ def test_other_models_are_rejected():
 
     with pytest.raises(NotSupported, match="cannot convert the weights of a 'gpt2' model"):
         weight_shapes(GPT2Config())
-    with pytest.raises(NotSupported, match="sets attention_bias and mlp_bias"):
-        weight_shapes(config_of("llama", attention_bias=True, mlp_bias=True))
 
 
 # -- flat ranges ------------------------------------------------------------------------------------------------------

@@ -301,6 +301,7 @@ CASES = (
     "dense_between:pipeline=2,virtual=2:bf16:plain",
     "qwen3:tensor=4:fp32:distributed",
     "experts:expert=2,pipeline=2:bf16:distributed",
+    "experts:expert=2,tensor=2,sequence=1:bf16:distributed",
 )
 """Each optimizer, precision and layout at least once; `megatron_ranks.py` accepts any other."""
 

@@ -1,7 +1,7 @@
 """The clipped policy-gradient loss of PPO and GRPO, with its common options.
 
-Ratio clipping with separate bounds (DAPO, arXiv:2503.14476), dual clip (arXiv:1912.09729), token- or sequence-level
-mean, a KL penalty to a reference policy, and truncated importance weights that correct for the difference between
+Ratio clipping with separate bounds (DAPO, arXiv:2503.14476), dual clip (arXiv:1912.09729), means over tokens or
+sequences, a KL penalty to a reference policy, and truncated importance weights that correct for the difference between
 trainer and generator (https://fengyao.notion.site/off-policy-rl).
 """
 
@@ -27,7 +27,8 @@ class ClippedPGLoss:
     - `advantages`;
     - `prev_logprobs` of the policy before training on the batch; if absent, the batch is on-policy, and the ratio is 1
       with the gradient of the log-probability;
-    - `generation_logprobs` of the engine that sampled; if absent, no mismatch metrics and no importance correction;
+    - `generation_logprobs` of the engine that sampled; if absent, no mismatch metrics and no importance correction.
+      `kl_correction: generator` requires them;
     - `reference_policy_logprobs`, if `kl_coef` > 0.
     """
 
@@ -54,8 +55,9 @@ class ClippedPGLoss:
             return token_mean(values, mask, global_valid_toks)
 
         def mean(values: Tensor) -> Tensor:
-            by_token = self.loss_type == LossType.TOKEN_LEVEL
-            return tokens(values) if by_token else sequence_mean(values, mask, global_valid_seqs)
+            if config.level == "token":
+                return tokens(values)
+            return sequence_mean(values, mask, global_valid_seqs, config.constant_length)
 
         current = next_token_logprobs.detach()
         previous = data["prev_logprobs"][:, 1:] if "prev_logprobs" in data else current
@@ -73,9 +75,14 @@ class ClippedPGLoss:
         loss = policy_loss = mean(surrogate)
         metrics["policy_loss"] = policy_loss.detach()
         if config.kl_coef:
-            kl = kl_divergence(next_token_logprobs, data["reference_policy_logprobs"][:, 1:], config.kl_estimator)
-            loss = policy_loss + config.kl_coef * mean(kl)
+            reference = data["reference_policy_logprobs"][:, 1:]
+            kl = kl_divergence(next_token_logprobs, reference, config.kl_estimator, config.kl_max)
             metrics["kl"] = tokens(kl.detach())
+            if config.kl_correction == "ratio":
+                kl = kl * ratio
+            elif config.kl_correction == "generator":
+                kl = kl * ((current - data["generation_logprobs"][:, 1:]) * mask).exp()
+            loss = policy_loss + config.kl_coef * mean(kl)
         if "entropy" in data:
             metrics["entropy"] = tokens(data["entropy"])
         return loss, metrics
@@ -112,23 +119,32 @@ class ClippedPGLoss:
         return weights.clamp(max=cap), metrics
 
 
-def sequence_mean(values: Tensor, mask: Tensor, global_valid_seqs: Tensor) -> Tensor:
+def sequence_mean(values: Tensor, mask: Tensor, global_valid_seqs: Tensor, length: int | None = None) -> Tensor:
     """Return this microbatch's term of the mean, over all valid sequences of the global batch, of their token means.
 
-    `values` and `mask` are `[B, S-1]`; the mean of a sequence is over its valid tokens.
+    `values` and `mask` are `[B, S-1]`; the mean of a sequence is over its valid tokens, or its sum divided by `length`.
     """
-    means = (values * mask).sum(1) / mask.sum(1).clamp(min=1.0)
+    means = (values * mask).sum(1) / (mask.sum(1).clamp(min=1.0) if length is None else length)
     return means.sum() / global_valid_seqs.clamp(min=1.0)
 
 
-def kl_divergence(logprobs: Tensor, reference_logprobs: Tensor, estimator: Literal["k1", "k2", "k3"]) -> Tensor:
+def kl_divergence(
+    logprobs: Tensor, reference_logprobs: Tensor, estimator: Literal["k1", "k2", "k3"], maximum: float | None = None
+) -> Tensor:
     """Estimate KL(policy || reference) from log-probabilities of sampled tokens, elementwise.
 
     With r = reference - policy: k1 = -r, k2 = r^2 / 2, k3 = exp(r) - r - 1 (http://joschu.net/blog/kl-approx.html).
     k1 and k3 are unbiased; k2 and k3 have low variance. As a loss term, the expected gradient of k2 is that of the
-    divergence, that of k3 is close to it, and that of k1 is zero: use k1 for reward shaping and metrics.
+    divergence, that of k3 is close to it, and that of k1 is zero: use k1 for reward shaping and metrics. Estimates are
+    clamped to `-maximum ... maximum`, if given.
     """
     ratio = reference_logprobs - logprobs
     if estimator == "k1":
-        return -ratio
-    return 0.5 * ratio.square() if estimator == "k2" else torch.expm1(ratio) - ratio
+        divergence = -ratio
+    elif estimator == "k2":
+        divergence = 0.5 * ratio.square()
+    else:
+        # an infinite exponential would make the gradient of the clamp NaN; at 80 any `maximum` is exceeded already
+        bounded = ratio if maximum is None else ratio.clamp(max=80.0)
+        divergence = torch.expm1(bounded) - bounded
+    return divergence if maximum is None else divergence.clamp(-maximum, maximum)

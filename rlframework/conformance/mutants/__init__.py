@@ -19,6 +19,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "policy_worker": (
         "policy_worker.conventions",
         "policy_worker.grouping",
+        "policy_worker.kinds",
         "policy_worker.context",
         "policy_worker.tensor",
         "policy_worker.training",

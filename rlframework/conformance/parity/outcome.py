@@ -136,7 +136,8 @@ class Outcome:
     def verdict(self) -> str:
         """The verdict in one or two words."""
         if self.reason and not self.measurements:
-            return "failed" if self.error else "not available"
+            refused = "rejected" if self.error else "not available"
+            return refused if not self.built else "failed"
         return "beyond" if self.beyond else "agrees"
 
     @property

@@ -53,7 +53,7 @@ class LogitFormula:
 
 def _settings(model: Any) -> Iterator[tuple[Any, str, Any]]:
     """The settings of `model`, each as the object that has it, its name, and its value; each name once."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else None
     for name in (*SOFTCAPS, *FACTORS, *DIVISORS):
         for owner in (model, getattr(model, "base_model", None), config, text):

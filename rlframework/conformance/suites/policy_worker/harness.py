@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -17,9 +18,9 @@ from rlframework.conformance import cases
 from rlframework.conformance.contracts import FP32
 from rlframework.conformance.harness import Harness
 from rlframework.conformance.layouts import Layout
-from rlframework.conformance.oracle import Oracle
+from rlframework.conformance.oracle import Oracle, OracleStep
 from rlframework.conformance.policies import InspectedEngines, InspectedPolicy, read_weights, run_config
-from rlframework.errors import ConfigError
+from rlframework.errors import ConfigError, NotSupported
 from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.interfaces.loss import LossFunction
 
@@ -105,6 +106,23 @@ class PolicyHarness(Harness):
         self.started = policy
         return policy
 
+    def policy_unless_rejected(self, model: str, kind: str, words: str, **keys: Any) -> InspectedPolicy | None:
+        """Build a policy of `model`, or return None and note `kind` if the backend rejects it, as it may.
+
+        The rejection must come before any work, as a `NotSupported` or `ConfigError` that says so by matching `words`.
+        """
+        try:
+            return self.policy(model, **keys)
+        except (NotSupported, ConfigError) as error:
+            self.require(
+                re.search(words, str(error), re.IGNORECASE),
+                f"a rejection of {kind} must name it, in words that match {words!r}",
+                got=str(error)[:500],
+                expected=words,
+            )
+            self.rejected.append(kind)
+            return None
+
     def _configure(self, model: Path, layout: Layout, **keys: Any) -> RunConfig:
         """Return the run configuration for these keys and the section under test."""
         if self.section:
@@ -148,8 +166,14 @@ class PolicyHarness(Harness):
 
     def step(self, policy: InspectedPolicy, oracle: Oracle, data: BatchedDataDict[Any], kind: str, what: str) -> None:
         """Take one step with both and compare loss and gradient norm."""
+        self.compare_step(policy, oracle.step(data, kind), data, kind, what)
+
+    def compare_step(
+        self, policy: InspectedPolicy, right: OracleStep, data: BatchedDataDict[Any], kind: str, what: str
+    ) -> None:
+        """Take one step and compare loss and gradient norm with those of the oracle's."""
         policy.prepare_for_training()
-        result, right = policy.train(data, loss_function(kind)), oracle.step(data, kind)
+        result = policy.train(data, loss_function(kind))
         self.scalar(f"loss, {what}", result["loss"], right.loss)
         self.scalar(f"gradient norm, {what}", result["grad_norm"][0], right.grad_norm)
 

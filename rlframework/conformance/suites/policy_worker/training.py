@@ -132,12 +132,12 @@ class Training(Suite):
     def test_the_schedule_moves_once_a_call(self, harness: PolicyHarness) -> None:
         """The learning-rate schedule must advance once per call of `train`, not once per optimizer step.
 
-        Warm-up over two calls, then linear to 0.2 after six, gives the factors 0.5, 1, 1, 0.8. Each call takes two
+        Warm-up over two calls, then linear to 0.2 after six, gives the factors 0, 0.5, 1, 0.8. Each call takes two
         optimizer steps.
         """
         schedule = {"name": "linear", "warmup_steps": 2, "total_steps": 6, "min_ratio": 0.2}
         policy, oracle = harness.policy(scheduler=schedule, optimizer={"lr": 1e-3}), harness.oracle(lr=1e-3)
-        for number, factor in enumerate((0.5, 1.0, 1.0, 0.8)):
+        for number, factor in enumerate((0.0, 0.5, 1.0, 0.8)):
             batches = [harness.batch(seed=10 * number + part) for part in range(2)]
             result = policy.train(BatchedDataDict.from_batches(batches), loss_function("nll"))
             harness.scalar(f"learning rate of call {number + 1}", result["lr"], 1e-3 * factor)

@@ -1,0 +1,84 @@
+"""Find out how the rows of an architecture can be decoded together, on a tiny random model of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlframework.config.policy import PolicyConfig
+from rlframework.errors import NotSupported
+from rlframework.generation.decode import SamplingRule, complete, row_uniforms
+from rlframework.generation.row_forward import EqualRows, PaddedRows, RowForward, WholeRows
+from rlframework.generation.row_limits import RowLimits
+from rlframework.models.probing import tiny_model
+
+SHOWN_BY_SHORT_ROWS = {
+    *("full_attention", "sliding_attention", "chunked_attention", "indexed_attention"),
+    *("linear_attention", "conv", "hybrid", "hybrid_sliding", "moe", "mlp"),
+}
+"""Layer types in which padding, if it has any effect, has it in short rows. Others may compress groups of tokens."""
+
+PROMPTS, BUDGETS = (9, 4, 7, 2, 7, 4), (8, 8, 3, 8, 6, 3)
+"""Tokens of the probed prompts, and how many follow each: rows leave the batch at different times."""
+
+LONGEST = 17
+TOLERANCE = 1e-3
+
+
+def row_forward(model: Any) -> type[RowForward]:
+    """Return the `RowForward` with the fewest batches that computes rows of models like `model` as one by one.
+
+    Raises `NotSupported` if none does, and if no tiny model can be built.
+    """
+    attention = model.config._attn_implementation
+    own_code = bool(getattr(model.config, "auto_map", None))
+    config = PolicyConfig(model_name=model.config._name_or_path or "-", trust_remote_code=own_code)
+    tiny = tiny_model(config, model.config, attention if attention in ("sdpa", "eager") else None)
+    types = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+    reason = ""
+    for forwards in (PaddedRows, EqualRows, WholeRows):
+        if forwards is PaddedRows and types - SHOWN_BY_SHORT_ROWS:
+            continue
+        try:
+            if _is_right(tiny, forwards):
+                return forwards
+            reason = "the probabilities of a token depend on the tokens after it"
+        except Exception as error:  # noqa: BLE001 - models reject caches, masks and positions in any way
+            reason = f"{type(error).__name__}: {error}"
+    raise NotSupported(f"{type(model).__name__} is not supported by the generation engine: {reason}; use another model")
+
+
+@torch.no_grad()
+def _is_right(model: Any, forwards: type[RowForward]) -> bool:
+    """Return whether the log-probabilities of decoded rows are those of plain forwards of the finished rows."""
+    longest = max(2, int(min(LONGEST, *RowLimits.of(model.config).bounds)))
+    prompts, pad = _prompts(model, [max(1, length * longest // LONGEST) for length in PROMPTS])
+    budgets = torch.tensor([min(new, longest - len(ids)) for new, ids in zip(BUDGETS, prompts, strict=True)])
+    uniforms, no_ends = row_uniforms(torch.arange(len(prompts)), max(BUDGETS)), torch.tensor([], dtype=torch.int64)
+    lengths = [len(prompt) if forwards.equal_lengths else 0 for prompt in prompts]
+    for length in set(lengths):
+        rows = [row for row, own in enumerate(lengths) if own == length]
+        chosen = [prompts[row] for row in rows]
+        done = complete(model, chosen, uniforms[rows], budgets[rows], no_ends, SamplingRule(), pad, forwards)
+        for prompt, completion in zip(chosen, done, strict=True):
+            expected = _plain_logprobs(model, prompt, completion.tokens)
+            if not torch.allclose(completion.logprobs, expected, rtol=TOLERANCE, atol=TOLERANCE):
+                return False
+    return True
+
+
+def _prompts(model: Any, lengths: list[int]) -> tuple[list[Tensor], int]:
+    """Random prompts of `lengths`, equal ones of equal lengths, with padding tokens in them; and the padding token."""
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    ids = torch.randint(vocabulary, (max(lengths),), generator=torch.Generator().manual_seed(0))
+    pad = getattr(model.config.get_text_config(), "pad_token_id", None) or 0
+    ids[1::4] = pad  # some models take them for padding wherever they are
+    return [ids[-length:] for length in lengths], pad
+
+
+def _plain_logprobs(model: Any, prompt: Tensor, completion: Tensor) -> Tensor:
+    ids = torch.cat((prompt, completion))
+    logprobs: Tensor = model(input_ids=ids[None], use_cache=False).logits[0].float().log_softmax(-1)
+    return logprobs[len(prompt) - 1 : -1].gather(-1, completion[:, None])[:, 0]
