@@ -23,7 +23,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 PROJECTS := pyproject.toml $(wildcard plugins/*/pyproject.toml examples/*/pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart check fast test conformance gpu outside lint format types imports docs clean
+.PHONY: help quickstart check fast test soak conformance gpu outside lint format types imports docs clean
 
 help:  ## show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
@@ -40,6 +40,13 @@ fast: test
 
 test: $(VENV)/.installed-dev  ## all tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# The short form of the same attacks is part of `make test`. SOAK_SEED=N repeats a run.
+soak: export SOAK_FILE = $(abspath $(VENV))/soak.jsonl
+soak: PYTEST_ARGS = -n 2 --dist loadgroup -o timeout=900
+soak: $(VENV)/.installed-dev  ## attack it: faults, fuzzed inputs, leaks, secrets, in under 25 minutes
+	rm -f $(SOAK_FILE)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS) tests/soak
 
 # The page is made from the JSON, also where something does not conform; the exit code is pytest's. A run that could not
 # start leaves both as they were.
