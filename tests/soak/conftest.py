@@ -38,7 +38,7 @@ def soak(request: pytest.FixtureRequest) -> Any:
     """The scale of this attack; the seed is in the output of a test that fails."""
     file = os.environ.get("SOAK_FILE")
     scale = Soak(bool(file), int(os.environ.get("SOAK_SEED") or secrets.randbits(32)))
-    print(f"SOAK_SEED={scale.seed}")  # noqa: T201 - shown with a failure
+    print(f"SOAK_SEED={scale.seed}")
     yield scale
     if file:
         with Path(file).open("a") as lines:
