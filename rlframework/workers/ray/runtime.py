@@ -16,7 +16,7 @@ import ray
 from ray._private import ray_constants, services
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rlframework.errors import ConfigError
+from rlframework.errors import ConfigError, RunTerminated
 from rlframework.workers.machine import cpu_count, inherited_environment
 from rlframework.workers.ray.private_ray import PrivateRay
 
@@ -137,6 +137,7 @@ def _own_signal_handlers() -> Iterator[None]:
             raise
         signal.signal(signal.SIGTERM, before)
         signal.raise_signal(signal.SIGTERM)
+        raise RunTerminated from error  # by a handler that returned
     finally:
         ray_constants.RAY_DISABLE_FAILURE_SIGNAL_HANDLER = disabled
         if is_main:
@@ -168,10 +169,11 @@ def is_dead(actor: Any) -> bool:
     return not found or found.get("State") == "DEAD"
 
 
-def address_of(actor: Any) -> tuple[str, int]:
-    """The address and port at which the process of `actor` accepts calls."""
-    address = ray._private.state.actors(actor._actor_id.hex())["Address"]
-    return address["IPAddress"], address["Port"]
+def addresses_of(actors: Sequence[Any]) -> dict[int, tuple[str, int]]:
+    """The address and port at which the process of each of `actors` accepts calls, by index; without dead ones."""
+    found = [ray._private.state.actors(actor._actor_id.hex()) for actor in actors]
+    known = {index: actor["Address"] for index, actor in enumerate(found) if actor}
+    return {index: (address["IPAddress"], address["Port"]) for index, address in known.items() if address["Port"]}
 
 
 def poll(items: Sequence[Any], is_done: Callable[[Any], bool], seconds: float) -> bool:

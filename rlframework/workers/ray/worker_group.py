@@ -225,7 +225,7 @@ class RayWorkerGroup(RemoteWorkerGroup):
             self._end_hosts()  # and wait, because their names and GPUs are needed again
             contexts, loading = self._load_in_actors(spec, device)
         self._wait(loading, f"importing {spec.target}", "start")
-        self._heartbeat = heartbeat.Heartbeat(dict(enumerate(map(runtime.address_of, self._hosts))))
+        self._heartbeat = heartbeat.Heartbeat(runtime.addresses_of(self._hosts))
         self.workers = [WorkerHandle(host, self._described) for host in self._hosts]
         self._wait(self._construct(contexts), f"constructing {spec.target}", "start")
 
