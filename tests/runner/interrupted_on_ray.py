@@ -44,7 +44,7 @@ def when(condition):
     def arrange(out, fire):
         def wait():
             while not condition(out):
-                time.sleep(0.02)
+                time.sleep(0.1)
             fire()
 
         threading.Thread(target=wait, daemon=True).start()
@@ -80,7 +80,7 @@ def interrupted(config, out, point, number, saves):
         folders.extend(private.folder for private in runtime._PRIVATE)
         errors.truncate(0)
         fired.append(time.monotonic())
-        os.kill(os.getpid(), number)
+        os.killpg(0, number)  # as a terminal and some schedulers do: to all processes of the group
 
     point(out, fire)
     with contextlib.redirect_stderr(errors):

@@ -13,7 +13,7 @@ import pytest
 from rlframework.configure import config_yaml
 
 FOLDER = Path(__file__).parent
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray"), pytest.mark.timeout(560)]
 
 
 @pytest.fixture(scope="module")
@@ -27,9 +27,10 @@ def seen(make_config, tmp_path_factory):
         [sys.executable, str(FOLDER / "interrupted_on_ray.py"), str(folder / "run.yaml"), str(folder)],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=540,
         env={**os.environ, "PYTHONPATH": path},
         check=False,
+        process_group=0,
     )
     lines = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
     assert ran.returncode == 0, ran.stdout + ran.stderr[-3000:]

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -202,16 +203,23 @@ class _FilteredOs:
 
 @contextmanager
 def _isolated_startup(private: PrivateRay, *, loopback: bool) -> Iterator[None]:
-    """Start Ray's processes with `_FilteredOs.environ`, and with `loopback` closed to other machines."""
-    enable_cluster, token = ray_constants.ENABLE_RAY_CLUSTER, Path.home() / ".ray" / "auth_token"
+    """Start Ray's processes with `_FilteredOs.environ`, and with `loopback` closed to other machines.
+
+    They are in process groups of their own: a signal to the driver's group, as from a terminal or a scheduler, must not
+    end them before the run has saved a checkpoint.
+    """
+    popen, enable_cluster = services.ConsolePopen, ray_constants.ENABLE_RAY_CLUSTER
+    token = Path.home() / ".ray" / "auth_token"
     had_token = token.exists()
     services_module: Any = services
     services_module.os = _FilteredOs(private.environment)
+    services_module.ConsolePopen = partial(popen, process_group=0)
     ray_constants.ENABLE_RAY_CLUSTER = enable_cluster and not loopback
     try:
         yield
     finally:
         services_module.os = os
+        services_module.ConsolePopen = popen
         ray_constants.ENABLE_RAY_CLUSTER = enable_cluster
         if token.exists() and not had_token:  # Ray leaves it readable by all users of the machine
             token.chmod(0o600)
