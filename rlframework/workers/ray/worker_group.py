@@ -194,9 +194,7 @@ class RayWorkerGroup(RemoteWorkerGroup):
     def _result(self, rank: int, ref: Any) -> Any:
         items = self._items.pop(ref, None)
         if self._heartbeat.is_silent(rank) and not ray.wait([ref], timeout=0)[0]:
-            return HostFailure(
-                (), "it no longer answers: its machine or its network is down, or it is stopped", "", True
-            )
+            return HostFailure((), "it no longer answers: it is stopped, or its machine or network is down", "", True)
         try:
             result = ray.get(ref)
             return result if items is None else [ray.get(item) for item in items]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -77,8 +78,15 @@ def driver(parent):
         found.kill()
 
 
+def ignores_sigterm(pid):
+    (mask,) = re.findall(r"SigIgn:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
+    return bool(int(mask, 16) >> (signal.SIGTERM - 1) & 1)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_a_killed_drivers_ray_is_gone_within_seconds(parent, driver):
     pid, watcher, child = driver
+    assert soon(lambda: ignores_sigterm(watcher))
     os.kill(watcher, signal.SIGTERM)  # a scheduler may signal all processes of a job
     os.kill(pid, signal.SIGKILL)
     assert soon(lambda: ended(child) and not list(parent.iterdir()), 5)
