@@ -68,7 +68,6 @@ RUNS = {
     "while Ray starts, Ctrl-C": (during, signal.SIGINT, True),
     "while workers start": (workers_start, signal.SIGTERM, True),
     "in training": (training, signal.SIGTERM, False),
-    "in training, Ctrl-C": (training, signal.SIGINT, False),
     "in training, saving": (training, signal.SIGTERM, True),
 }
 

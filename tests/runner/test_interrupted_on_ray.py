@@ -43,7 +43,6 @@ RUNS = {
     "while Ray starts, Ctrl-C": (130, "interrupted", 0),
     "while workers start": (143, "terminated", 0),
     "in training": (143, "terminated", 0),
-    "in training, Ctrl-C": (130, "interrupted", 0),
     "in training, saving": (143, "interrupted; the checkpoint is in ", 1),
 }
 

@@ -18,9 +18,8 @@ sys.path.append(str(Path(__file__).parent))
 from rlframework.config.sections import RayGroupConfig
 from rlframework.interfaces.named_sharding import NamedSharding
 from rlframework.interfaces.worker_group import WorkerSpec
-from rlframework.workers.ray import runtime
+from rlframework.workers.ray import private_ray, runtime
 from rlframework.workers.ray.configured_group import ConfiguredRayWorkerGroup
-from rlframework.workers.ray.private_ray import MARK
 
 
 def processes():
@@ -90,10 +89,10 @@ def main():
     seen["logs"] = [str(path) for path in files if secret in path.read_bytes()]
     seen["files"] = len(files)
     (private,) = runtime._PRIVATE
-    folder, watcher = private.folder, f" {private._watcher.pid}"
+    folder, watcher = private.folder, private._watcher.pid
     seen["folder"] = [oct(folder.stat().st_mode & 0o777), logs.is_relative_to(folder)]
-    unmarked = [process for process, lines in seen["variables"].items() if f"{MARK}={folder}" not in lines]
-    seen["unmarked"] = [process for process in unmarked if not process.endswith(watcher)]
+    known = {process.pid for process in private_ray._processes_of(folder)}
+    seen["unknown"] = [f"{each.name()} {each.pid}" for each in processes()[1:] if each.pid not in known | {watcher}]
     seen["ended"] = group.shutdown()
     seen["folder stays"] = folder.exists()
     until = time.monotonic() + 5

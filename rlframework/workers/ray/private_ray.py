@@ -1,8 +1,8 @@
 """`PrivateRay`: the folder and the processes of a Ray that this process starts, which end with it however it ends.
 
-Ray's own processes, and the workers that they start, inherit the environment variable `MARK` with the folder's path.
-A watcher, a process of its own that signals to the driver's group do not reach, waits until the driver ends or is
-killed; then it kills the marked processes and removes the folder.
+Ray's own processes, and the workers that they start, inherit the environment variable `MARK` with the folder's path,
+and write their output to the folder. A watcher, a process of its own that signals to the driver's group do not reach,
+waits until the driver ends or is killed; then it kills these processes and removes the folder.
 
 The folder is locked by driver and watcher. A folder that nobody has locked belonged to a run whose watcher was killed
 too, or to an earlier boot of the machine: the next start removes it.
@@ -107,7 +107,7 @@ def end_processes(folder: Path) -> None:
     until = time.monotonic() + _KILL_WAIT
     quiet = 0
     while quiet < 2 and time.monotonic() < until:  # twice, because a process may just have started another one
-        found = list(_marked(folder))
+        found = list(_processes_of(folder))
         for process in found:
             with contextlib.suppress(psutil.Error):
                 process.kill()
@@ -116,12 +116,21 @@ def end_processes(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _marked(folder: Path) -> Iterator[psutil.Process]:
+def _processes_of(folder: Path) -> Iterator[psutil.Process]:
+    logs = str((folder / "r").resolve())
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             is_ours = process.pid != os.getpid() and process.uids().real == os.getuid()
-            if is_ours and process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == str(folder):
+            if is_ours and process.status() != psutil.STATUS_ZOMBIE and _belongs(process, folder, logs):
                 yield process
+
+
+def _belongs(process: psutil.Process, folder: Path, logs: str) -> bool:
+    """Whether a process has inherited the mark, or, like Ray's agents, whose titles overwrite it, writes to `logs`."""
+    if process.environ().get(MARK) == str(folder):
+        return True
+    outputs = [Path(f"/proc/{process.pid}/fd/{number}") for number in (1, 2)]
+    return any(str(output.readlink()).startswith(f"{logs}/") for output in outputs if output.is_symlink())
 
 
 def _locked_folder(parent: Path) -> tuple[Path, int]:

@@ -69,7 +69,7 @@ def test_token_authentication_rejects_others(seen):
 
 def test_other_users_cannot_read_its_folder_and_all_its_processes_are_known(seen):
     assert seen["folder"] == ["0o700", True]
-    assert seen["unmarked"] == []
+    assert seen["unknown"] == []
 
 
 def test_shutdown_leaves_no_process_no_port_and_no_folder(seen):
