@@ -21,8 +21,8 @@ import json
 import logging
 import signal
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -93,11 +93,9 @@ def run(
     if checkpoint is None:
         check_output_dir(config, overwrite)
     require_models(config)
-    from rlframework.training.checkpoints import handling
-
     manager = manager or create_manager(config.plugins)
     # SIGTERM raises, so that workers and observers shut down; the training loop has its own handler
-    with handling(_terminate, signal.SIGTERM), ExitStack() as stack:
+    with _raising_on_sigterm(), ExitStack() as stack:
         lock = cache(lambda: stack.enter_context(exclusive_directory(config.output_dir)))
         return run_with_restarts(
             config, lambda attempt: _train(config, manager, attempt, lock, overwrite), checkpoint=checkpoint
@@ -233,8 +231,24 @@ def _report_limitations(config: RunConfig) -> None:
     _LOG.warning("note: fault_tolerance.max_restarts=%d, but %s", config.fault_tolerance.max_restarts, why)
 
 
-def _terminate(number: int, frame: FrameType | None) -> None:
-    raise RunTerminated("terminated")
+@contextmanager
+def _raising_on_sigterm() -> Iterator[None]:
+    """Raise `RunTerminated` on SIGTERM, also where Ray, while it waits, replaces it by a `KeyboardInterrupt`."""
+    from rlframework.training.checkpoints import handling
+
+    received: list[int] = []
+
+    def terminate(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        raise RunTerminated
+
+    with handling(terminate, signal.SIGTERM):
+        try:
+            yield
+        except KeyboardInterrupt as error:
+            if received and not isinstance(error, RunTerminated):
+                raise RunTerminated from error
+            raise
 
 
 def resume(run_dir: str | Path, overrides: Sequence[str] = ()) -> RunResult:

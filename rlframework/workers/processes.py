@@ -19,7 +19,7 @@ import pickle
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from concurrent import futures
 from functools import partial
 from multiprocessing import connection, forkserver, get_context
@@ -97,7 +97,7 @@ class ProcessWorkerGroup(RemoteWorkerGroup):
     def _shared(self, value: Any) -> Any:
         return _Pickled(value)
 
-    def _wait_any(self, refs: Sequence[Any], timeout: float) -> list[Any]:
+    def _wait_any(self, refs: Mapping[Any, int], timeout: float) -> list[Any]:
         return list(futures.wait(refs, timeout, return_when=futures.FIRST_COMPLETED).done)
 
     def _result(self, rank: int, ref: Any) -> Any:
