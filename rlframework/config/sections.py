@@ -54,12 +54,10 @@ class RayGroupConfig(RemoteGroupConfig):
     placement: Literal["pack", "spread"] = Field(
         "pack", description="without workers_per_node: pack onto as few nodes as possible, or spread over as many"
     )
-    listen: Annotated[str, NeedsTrust("lets other machines run code in Ray, which asks no password")] = (
-        Field(
-            "127.0.0.1",
-            description="address on which the local Ray instance of this run listens; the loopback default makes it "
-            "unreachable from other machines. On a multi-node cluster, workers listen on their nodes' addresses",
-        )
+    listen: Annotated[str, NeedsTrust("lets other machines run code in Ray, which asks no password")] = Field(
+        "127.0.0.1",
+        description="address on which the local Ray instance of this run listens; the loopback default makes it "
+        "unreachable from other machines. On a multi-node cluster, workers listen on their nodes' addresses",
     )
     python: Annotated[str | None, NeedsTrust("starts this program")] = Field(
         None,

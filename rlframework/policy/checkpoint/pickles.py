@@ -13,14 +13,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from rlframework.errors import DataError
 
 _FORCE, _FORCE_OTHER = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
-_NAMED = re.compile(r"(?:Unsupported global: GLOBAL|Unsupported class|Trying to (?:call|load|instantiate)\D*?) ?`?([\w.]+)")
+_NAMED = re.compile(r"GLOBAL ([\w.]+)")  # in the messages of torch 2.13
 
 
 @contextmanager
@@ -30,19 +29,18 @@ def without_code(where: Path, allowed: Sequence[str] = ()) -> Iterator[None]:
     `allowed`: the classes that files may contain, besides tensors and plain values. A file with another one raises a
     `DataError` that names it and `where`, the file or folder that is read.
     """
-    classes = [(getattr(import_module(path.rpartition(".")[0]), path.rpartition(".")[2]), path) for path in allowed]
+    parts = [path.rpartition(".") for path in allowed]
+    classes = [(getattr(import_module(module), name), f"{module}.{name}") for module, _, name in parts]
     before = {name: os.environ.pop(name, None) for name in (_FORCE, _FORCE_OTHER)}
     os.environ[_FORCE] = "1"  # torch reads it on each call; it outranks the argument `weights_only=False`
     try:
-        with torch.serialization.safe_globals(list(classes)):
+        with torch.serialization.safe_globals([*classes]):
             yield
     except pickle.UnpicklingError as error:
         found = _NAMED.search(str(error))
-        if found is None:
-            raise
         raise DataError(
-            f"{where} contains {found[1]}, which no checkpoint of this format needs and which could run code; it was "
-            "not loaded. Do not use this checkpoint unless you know why it is there"
+            f"{where} is damaged, or was made to run code: it contains {found[1] if found else 'objects'}, which no "
+            "checkpoint of this format needs; it was not loaded"
         ) from error
     finally:
         del os.environ[_FORCE]
