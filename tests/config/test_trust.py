@@ -76,7 +76,13 @@ def test_a_runs_own_file_may_not_set(folder, key):
         load(folder, values)
     assert key in str(error.value)
     assert "/tmp/x.so" not in str(error.value)  # values of variables may be secrets
-    load_config(folder / "config.yaml")  # the same file, named by the user
+    assert not Path("marker").exists()
+    if key != "algorithm.loss":
+        load_config(folder / "config.yaml")  # the same file, named by the user
+        return
+    with pytest.raises(ConfigError, match="returned int"):
+        load_config(folder / "config.yaml")
+    assert Path("marker").exists()  # it was called
 
 
 def test_a_plain_run_and_its_defaults_need_no_trust(folder):

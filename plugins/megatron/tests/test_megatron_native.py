@@ -207,7 +207,7 @@ class Evil:
 
 def evil_index(path, marker):
     """The index `path` with another object in it."""
-    index = pickle.loads(path.read_bytes())
+    index = pickle.loads(path.read_bytes())  # noqa: S301 - our own file
     index.planner_data = Evil(marker)
     path.write_bytes(pickle.dumps(index))
 
@@ -234,7 +234,7 @@ def test_files_that_would_run_code_do_not(written, worker_of, tmp_path, optimize
         with pytest.raises(DataError, match=r"made to run code|damaged|is not a megatron-core checkpoint"):
             worker.engine.load_native(folder, optimizer=True)
         assert not marker.exists(), name
-    pickle.loads(pickle.dumps(Evil(marker)))
+    pickle.loads(pickle.dumps(Evil(marker)))  # noqa: S301 - the attack works
     assert marker.exists()
 
 
