@@ -65,6 +65,14 @@ def own_model_code_unasked(folder: Path, marker: Path) -> None:
     configure(folder, {"policy.trust_remote_code": False})
 
 
+def own_model_code_beside_a_known_kind(folder: Path, marker: Path) -> None:
+    """The same, in a model that transformers can build without it."""
+    own_model_code_unasked(folder, marker)
+    for model in models(folder):
+        config = json.loads((model / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps({**config, "model_type": "llama"}))
+
+
 def own_tokenizer_code(folder: Path, marker: Path) -> None:
     """Code among the files of the tokenizer."""
     for model in models(folder):
@@ -149,6 +157,7 @@ def hidden_modules(folder: Path, marker: Path) -> None:
 ARTEFACTS = (
     own_model_code,
     own_model_code_unasked,
+    own_model_code_beside_a_known_kind,
     own_tokenizer_code,
     pickled_weights,
     pickled_index,
@@ -232,6 +241,12 @@ def test_no_command_runs_code_of_a_run(attacked, soak, tmp_path, monkeypatch, ca
         assert "Traceback" not in said.err, (command, artefact.__name__)
         codes[code] += 1
     soak.figures |= {"commands": len(chosen), "refused": codes[2]}
+
+
+def test_a_known_model_is_generated_with_and_its_code_is_not_run(attacked, tmp_path, capsys):
+    marker = attacked(own_model_code_beside_a_known_kind)
+    assert attack("generate", tmp_path) == 0, capsys.readouterr().err
+    assert not marker.exists()
 
 
 FLAGGED = [("generate", own_model_code), ("evaluate", plugin), ("resume", loss), ("resume", plugin)]
