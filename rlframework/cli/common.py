@@ -71,6 +71,10 @@ Overrides = Annotated[
     list[str] | None, Argument(help="Settings to override, such as policy.backend=dtensor; ~a.b removes a key.")
 ]
 Out = Annotated[str, Argument(help="New folder to write.")]
+TrustRun = Annotated[
+    bool,
+    Option("--trust-run", help="Let the run's own files decide what runs code (see SECURITY.md); not for downloads."),
+]
 Json = Annotated[bool, Option("--json", help="Print JSON.")]
 Debug = Annotated[bool, Option("--debug", help="Show the traceback of an error.", callback=_set_debug)]
 Version = Annotated[bool, Option("--version", help="Print the version.", callback=_show_version, is_eager=True)]

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, field_validator, model_validator
 
-from rlframework.config.base import Section, import_path
+from rlframework.config.base import ImportsCode, Section, import_path
 from rlframework.config.sections import EnvironmentConfig
 
 MAX_TERMS = len(string.ascii_lowercase)
@@ -144,7 +144,9 @@ class DatasetConfig(EnvironmentConfig):
         description="how completions are scored. none: not at all (for sft); exact: by exact match; math: by "
         "math-verify, where the reference answer may be a text that ends in `#### result`",
     )
-    reward: str | None = Field(None, description="import path of your reward function, an alternative to `check`")
+    reward: Annotated[str | None, ImportsCode()] = Field(
+        None, description="import path of your reward function, an alternative to `check`"
+    )
     reward_timeout: PositiveFloat | None = Field(
         60.0,
         description="time limit of the reward function in seconds, per completion, or per step for a batched function; "

@@ -15,7 +15,7 @@ from pydantic import (
     field_validator,
 )
 
-from rlframework.config.base import Section
+from rlframework.config.base import NeedsTrust, Section
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -178,4 +178,6 @@ class PolicyConfig(Section):
     )
     offload: OffloadConfig = OffloadConfig()
     lora: LoraConfig | None = None
-    trust_remote_code: bool = Field(False, description="allow running Python code that is part of the model's files")
+    trust_remote_code: Annotated[bool, NeedsTrust("runs Python code from the model's files")] = Field(
+        False, description="allow running Python code that is part of the model's files"
+    )

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlframework.algorithm import Parts, RunResult
 from rlframework.config.sections import RunConfig
+from rlframework.config.trust import require_own_files
 from rlframework.configure import config_yaml, dump_config, load_config
 from rlframework.errors import ConfigError, DeadlineExceeded, RunTerminated, WorkerLost
 from rlframework.files import exclusive_directory, write_atomically
@@ -251,11 +252,12 @@ def _raising_on_sigterm() -> Iterator[None]:
             raise
 
 
-def resume(run_dir: str | Path, overrides: Sequence[str] = ()) -> RunResult:
+def resume(run_dir: str | Path, overrides: Sequence[str] = (), *, trust_run: bool = False) -> RunResult:
     """Resume the run in `run_dir` from its newest checkpoint; the numbers equal those of an uninterrupted run.
 
     `overrides` change its configuration, for example `algorithm.num_steps=200`. Raises `ConfigError` if the folder has
-    no run or no checkpoint.
+    no run or no checkpoint, or if its configuration asks for what only a run that is trusted may (`config.trust`);
+    `trust_run` says that it is.
     """
     from rlframework.training.checkpoints import newest_checkpoint
 
@@ -268,7 +270,11 @@ def resume(run_dir: str | Path, overrides: Sequence[str] = ()) -> RunResult:
             f"{str(run_dir)!r} has no checkpoint to resume from: the run ended before it wrote one. Start it again "
             "with --overwrite or in another output_dir; checkpoints.every=N writes one every N steps"
         )
-    return run(load_config(path, [*overrides, f"output_dir={run_dir}"]), checkpoint=checkpoint)
+    source = None if trust_run else Path(run_dir)
+    if source is not None:
+        require_own_files(source)
+    config = load_config(path, [*overrides, f"output_dir={run_dir}"], run=source)
+    return run(config, checkpoint=checkpoint)
 
 
 def dry_run(config: RunConfig, *, overwrite: bool = False, planned: PlannedGpus | None = None) -> Estimate:
